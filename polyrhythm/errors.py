@@ -1,0 +1,65 @@
+"""Errors that say what was wrong, what was expected and how to fix it."""
+
+from typing import Self
+
+
+class UserError(ValueError):
+    """Something the caller can put right."""
+
+    def __init__(self, wrong: str, *, expected: str, fix: str) -> None:
+        super().__init__(f"{wrong}\n  expected: {expected}\n  fix: {fix}")
+        self.wrong, self.expected, self.fix = wrong, expected, fix
+
+    def __reduce__(self) -> tuple[object, ...]:  # keyword arguments do not survive pickle otherwise
+        return _rebuild, (type(self), self.wrong, self.expected, self.fix)
+
+    def at(self, where: str) -> Self:
+        """The same error with the place it came from, such as a file and a key, in front."""
+        return type(self)(f"{where}: {self.wrong}", expected=self.expected, fix=self.fix)
+
+
+class DescriptionError(UserError):
+    """A cluster, model or scenario description that makes no sense."""
+
+
+class PlanError(UserError):
+    """A plan that its machines or its model cannot carry out."""
+
+
+class ScheduleError(UserError):
+    """A schedule that is incomplete, out of order, or would wait for itself."""
+
+
+class EventError(UserError):
+    """An event log that cannot be read."""
+
+
+class LaunchError(UserError):
+    """A job that cannot start with these settings on this machine."""
+
+
+class PeerError(RuntimeError):
+    """A peer that died or fell silent."""
+
+    def __init__(self, peer: str, *, action: str, waited: float, cause: str) -> None:
+        super().__init__(f"lost {peer} during {action} after {waited:.1f} s: {cause}")
+        self.peer, self.action, self.waited, self.cause = peer, action, waited, cause
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_peer, (self.peer, self.action, self.waited, self.cause)
+
+
+class WorkerError(RuntimeError):
+    """A worker of a local job that ended before its work was done."""
+
+    def __init__(self, rank: int, reason: str, *, status: int, output: str) -> None:
+        super().__init__(f"worker of rank {rank} {reason}\n  its output: {output}")
+        self.rank, self.reason, self.status, self.output = rank, reason, status, output
+
+
+def _rebuild(kind: type[UserError], wrong: str, expected: str, fix: str) -> UserError:
+    return kind(wrong, expected=expected, fix=fix)
+
+
+def _rebuild_peer(peer: str, action: str, waited: float, cause: str) -> PeerError:
+    return PeerError(peer, action=action, waited=waited, cause=cause)

@@ -1,0 +1,206 @@
+"""The one event record: what happened, when, to whom and why, as JSON lines.
+
+Every worker writes its own log in `RUN/workers/`; `merge` joins them into `RUN/events.jsonl` when
+the run is over. A log can be read while it is being written: a line counts once its newline is
+there, so a torn last line (a killed worker, a full disk) is left out and everything before it is
+kept. The first line of a log names its schema; a reader refuses a newer one than it knows.
+"""
+
+import heapq
+import math
+import os
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from polyrhythm import __version__
+from polyrhythm.errors import EventError
+from polyrhythm.types import Seconds, Worker
+
+SCHEMA = 1
+Value = float | int | str
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`time` is wall-clock time; of something that lasted, its start, and `duration` its length."""
+
+    kind: str  # "log" (first line of a file), "run", "action", "step", ...
+    time: Seconds
+    worker: Worker | None = None
+    step: int | None = None
+    name: str | None = None  # what exactly: an action prints as F3
+    duration: Seconds | None = None
+    why: str | None = None
+    values: dict[str, Value] = {}
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Event)
+
+
+def _writable(value: Value) -> Value:
+    """JSON has no nan and no inf, and a loss can be both: they are written by name ("nan")."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class EventLog:
+    """Appends events to one file, a whole line per system call; never stops the work it records."""
+
+    def __init__(self, path: Path, worker: Worker | None = None) -> None:
+        self.path, self.worker = path, worker
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+        # Read the wall clock once: order and durations must survive a clock that is set meanwhile.
+        self._epoch = time.time() - time.perf_counter()
+        self.write("log", values={"schema": SCHEMA, "polyrhythm": __version__})
+
+    def now(self) -> Seconds:
+        return self._epoch + time.perf_counter()
+
+    def write(
+        self,
+        kind: str,
+        *,
+        start: Seconds | None = None,
+        step: int | None = None,
+        name: str | None = None,
+        why: str | None = None,
+        values: Mapping[str, Value] | None = None,
+    ) -> None:
+        """Record something that happens now, or that began at `start` and ends now."""
+        now = self.now()
+        self._append(
+            Event(
+                kind=kind,
+                time=now if start is None else start,
+                worker=self.worker,
+                step=step,
+                name=name,
+                duration=None if start is None else now - start,
+                why=why,
+                values={name: _writable(value) for name, value in (values or {}).items()},
+            )
+        )
+
+    def _append(self, event: Event) -> None:
+        if self._file is None:
+            return
+        line = _encoder.encode(event) + b"\n"
+        try:
+            written = os.write(self._file, line)
+            problem = None if written == len(line) else "only part of a line was written"
+        except OSError as error:
+            problem = str(error)
+        if problem:  # the torn line must stay the last one
+            self.close()
+            warnings.warn(f"event log {self.path} ends here: {problem}", stacklevel=3)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class LogReader:
+    """Reads one log from where it left off; call `new` again for what was written since."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+        self._line = 0
+
+    def new(self) -> Iterator[Event]:
+        try:
+            file = self.path.open("rb")
+        except OSError as error:
+            raise EventError(
+                f"{self.path}: {error.strerror}",
+                expected="an event log",
+                fix="give the folder of a run, or check that the run wrote one",
+            ) from None
+        with file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                self._line += 1
+                event = self._decode(line)
+                if self._line == 1:
+                    self._check_schema(event)
+                else:
+                    yield event
+
+    def _decode(self, line: bytes) -> Event:
+        try:
+            return _decoder.decode(line)
+        except msgspec.MsgspecError as error:
+            raise EventError(
+                f"{self.path}:{self._line}: {error}",
+                expected="one event as JSON per line",
+                fix="delete that line; the rest of the log is still good",
+            ) from None
+
+    def _check_schema(self, first: Event) -> None:
+        schema = first.values.get("schema")
+        if first.kind != "log" or not isinstance(schema, int) or schema > SCHEMA:
+            raise EventError(
+                f"{self.path}: event schema {schema}",
+                expected=f"a log of schema {SCHEMA} or older",
+                fix=f"read it with polyrhythm {first.values.get('polyrhythm', 'that wrote it')}",
+            )
+
+
+def worker_log(run: Path, worker: Worker) -> Path:
+    return run / "workers" / f"{worker}.jsonl"
+
+
+def merged_log(run: Path) -> Path:
+    return run / "events.jsonl"
+
+
+def read_run(run: Path) -> Iterator[Event]:
+    """All events of a run in order of time, whether it is over, still going or was cut off."""
+    if merged_log(run).exists():
+        return LogReader(merged_log(run)).new()
+    return _by_time(sorted((run / "workers").glob("*.jsonl")))
+
+
+def merge(run: Path) -> Path:
+    """Join the workers' logs into one; until that one is complete, theirs stay."""
+    logs = sorted((run / "workers").glob("*.jsonl"))
+    partial = merged_log(run).with_suffix(".partial")
+    with EventLog(partial) as log:
+        for event in _by_time(logs):
+            log._append(event)
+        complete = log._file is not None
+    if not complete:
+        return partial
+    partial.replace(merged_log(run))
+    for path in logs:
+        path.unlink()
+    if logs and not any(logs[0].parent.iterdir()):
+        logs[0].parent.rmdir()
+    return merged_log(run)
+
+
+def _by_time(paths: list[Path]) -> Iterator[Event]:
+    # A log is in the order in which things ended, not began: sort each before merging them.
+    logs = [sorted(LogReader(path).new(), key=lambda event: event.time) for path in paths]
+    return heapq.merge(*logs, key=lambda event: event.time)
