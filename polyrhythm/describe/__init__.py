@@ -1,0 +1,1 @@
+"""What we have: clusters, models and scenarios as plain data."""

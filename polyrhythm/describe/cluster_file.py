@@ -1,0 +1,178 @@
+"""A cluster as people write it: devices by the dozen, links as two matrices or one by one.
+
+`docs/describe.md` shows both forms. They give equal clusters, so nothing past this file knows
+which one was used.
+"""
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from polyrhythm.describe.cluster import Cluster, Device, Link
+from polyrhythm.describe.read import read, unknown
+from polyrhythm.errors import DescriptionError
+from polyrhythm.types import Bytes, BytesPerSecond, Seconds
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster that the file describes."""
+    form = read(path, _ClusterForm)
+    try:
+        return form.cluster()
+    except DescriptionError as error:
+        raise error.at(str(path)) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DeviceForm:
+    """One device with a name, or `count` alike ones that are numbered in their region."""
+
+    name: str | None = None
+    region: str | None = None  # without one, the device is a region of its own
+    count: int = 1
+    memory: Bytes | None = None
+    speed: float = 1.0
+    price_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.name or self.region):
+            raise DescriptionError(
+                "a device without a name",
+                expected="a name, or a region and a count",
+                fix='add name = "gpu0", or region = "Oregon" and count = 8',
+            )
+        if self.count < 1 or (self.name and self.count > 1):
+            raise DescriptionError(
+                f"count is {self.count}" + (f" for the name {self.name!r}" if self.name else ""),
+                expected="1 or more, and 1 for a device with a name",
+                fix="correct count, or leave the name out to have the devices numbered",
+            )
+        self.device(number=0)  # refuses an impossible one while its place in the file is known
+
+    def device(self, number: int) -> Device:
+        """The device, or the one with this number in its region."""
+        region = self.region or self.name
+        assert region is not None, "__post_init__ refuses an entry without name and region"
+        return Device(
+            name=self.name or f"{region}/{number}",
+            region=region,
+            memory=self.memory,
+            speed=self.speed,
+            price_per_hour=self.price_per_hour,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LinkForm:
+    source: str = field(metadata={"key": "from"})
+    target: str = field(metadata={"key": "to"})
+    latency: Seconds
+    bandwidth: BytesPerSecond
+    one_way: bool = False
+
+    def __post_init__(self) -> None:
+        Link(latency=self.latency, bandwidth=self.bandwidth)  # refuses what no link can be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ClusterForm:
+    name: str
+    source: str = ""
+    devices: tuple[_DeviceForm, ...]
+    regions: tuple[str, ...] | None = None  # without them, those of the devices in order
+    latency: tuple[tuple[Seconds, ...], ...] | None = None
+    bandwidth: tuple[tuple[BytesPerSecond, ...], ...] | None = None
+    links: tuple[_LinkForm, ...] = ()
+
+    def __post_init__(self) -> None:
+        matrices = [m for m in (self.latency, self.bandwidth) if m is not None]
+        if matrices and (self.links or len(matrices) < 2):
+            raise DescriptionError(
+                "matrices and [[links]] in one file" if self.links else "only one of two matrices",
+                expected="latency and bandwidth as matrices, or [[links]]",
+                fix="keep one form, whole",
+            )
+
+    def cluster(self) -> Cluster:
+        devices = _numbered(self.devices)
+        regions = self.regions
+        if regions is None:
+            regions = tuple(dict.fromkeys(device.region for device in devices))
+        latency, bandwidth = self.latency, self.bandwidth
+        if latency is None or bandwidth is None:
+            latency, bandwidth = _matrices(self.links, devices, regions)
+        return Cluster(
+            name=self.name,
+            source=self.source,
+            devices=devices,
+            regions=regions,
+            latency=latency,
+            bandwidth=bandwidth,
+        )
+
+
+def _numbered(entries: tuple[_DeviceForm, ...]) -> tuple[Device, ...]:
+    devices: list[Device] = []
+    next_number: Counter[str | None] = Counter()  # two entries of one region count on
+    for entry in entries:
+        for _ in range(entry.count):
+            devices.append(entry.device(next_number[entry.region]))
+            next_number[entry.region] += not entry.name
+    return tuple(devices)
+
+
+def _matrices(
+    links: tuple[_LinkForm, ...], devices: tuple[Device, ...], regions: tuple[str, ...]
+) -> tuple[tuple[tuple[Seconds, ...], ...], tuple[tuple[BytesPerSecond, ...], ...]]:
+    """Latency and bandwidth over regions, once every pair has its link."""
+    num_devices = Counter(device.region for device in devices)
+    # A region with one device has no link inside; Cluster allows zeros there.
+    table = {(a, a): (0.0, 0.0) for a in regions if num_devices[a] < 2}
+    for pair, i in _entry_of_pair(links, devices, regions).items():
+        table[pair] = links[i].latency, links[i].bandwidth
+    for a, b in itertools.product(regions, regions):
+        if (a, b) not in table:
+            raise DescriptionError(
+                f"no link from {a!r} to {b!r}" + (" (inside the region)" if a == b else ""),
+                expected="a link for every pair of regions, and inside a region of several devices",
+                fix=f'add a [[links]] table with from = "{a}" and to = "{b}"',
+            )
+    latency = tuple(tuple(table[a, b][0] for b in regions) for a in regions)
+    return latency, tuple(tuple(table[a, b][1] for b in regions) for a in regions)
+
+
+def _entry_of_pair(
+    links: tuple[_LinkForm, ...], devices: tuple[Device, ...], regions: tuple[str, ...]
+) -> dict[tuple[str, str], int]:
+    """Which of `links` says what a message from one region to another costs; never two."""
+    entry_of: dict[tuple[str, str], int] = {}
+    for i, link in enumerate(links):
+        a = _region(link.source, devices, regions, f"links[{i}].from")
+        b = _region(link.target, devices, regions, f"links[{i}].to")
+        for pair in [(a, b)] if link.one_way or a == b else [(a, b), (b, a)]:
+            if pair in entry_of:
+                raise DescriptionError(
+                    f"links[{i}]: {pair[0]!r} to {pair[1]!r} is in links[{entry_of[pair]}] already",
+                    expected="one link per direction",
+                    fix="remove one of them, or make both one_way = true",
+                )
+            entry_of[pair] = i
+    return entry_of
+
+
+def _region(host: str, devices: tuple[Device, ...], regions: tuple[str, ...], where: str) -> str:
+    """The region that `host` names, or the one that the device of that name has to itself."""
+    if host in regions:
+        return host
+    region = {device.name: device.region for device in devices}.get(host)
+    if region is None:
+        known = dict.fromkeys([*regions, *(device.name for device in devices)])
+        raise unknown("region or device", host, known).at(where)
+    if sum(device.region == region for device in devices) > 1:
+        raise DescriptionError(
+            f"{where}: device {host!r} shares the region {region!r} with others",
+            expected="a region, or a device that is alone in its region",
+            fix=f"link {region!r} instead, or give {host!r} a region of its own",
+        )
+    return region

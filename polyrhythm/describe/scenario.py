@@ -1,0 +1,192 @@
+"""A scenario: what befalls a cluster, on a clock that starts at 0 when training starts.
+
+It is data, and says nothing about how it is done: a rehearsal with real processes and a simulation
+in virtual time play the same file. What chance decides is drawn from `seed` alone.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from polyrhythm.describe.cluster import Cluster
+from polyrhythm.describe.read import read, unknown
+from polyrhythm.describe.units import check_amount, show
+from polyrhythm.errors import DescriptionError
+from polyrhythm.types import BytesPerSecond, Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slow:
+    """A device computes slower, in one of three ways; entries that overlap all apply.
+
+    A real machine can be held back but not sped up, so a factor below 1 could be simulated and
+    never rehearsed: it is refused.
+    """
+
+    device: str
+    factor: float | None = None  # every action takes so many times as long
+    probability: float | None = None  # of a sleep before an action, drawn for each action
+    sleep_factor: float | None = None  # the sleep, in times of one forward plus one backward
+    trace: str | None = None  # the file of a recorded series to replay
+    start: Seconds = 0.0
+    until: Seconds | None = None  # None: to the end
+
+    def __post_init__(self) -> None:
+        sleeps = (self.probability is not None, self.sleep_factor is not None)
+        ways = (self.factor is not None) + any(sleeps) + (self.trace is not None)
+        if ways != 1 or any(sleeps) != all(sleeps):
+            raise DescriptionError(
+                f"{self.device!r} is slowed in {ways} ways" if ways != 1 else "half a random sleep",
+                expected="factor, or probability and sleep_factor, or trace",
+                fix="keep one of the three, whole",
+            )
+        if self.factor is not None:
+            check_amount("factor", self.factor)
+            if self.factor < 1:
+                raise DescriptionError(
+                    f"factor is {self.factor:g}",
+                    expected="1 or more: 2 takes twice as long",
+                    fix="give the device a higher speed in the cluster, and slow down the others",
+                )
+        if self.probability is not None and not 0 <= self.probability <= 1:
+            raise DescriptionError(
+                f"probability is {self.probability:g}",
+                expected="a fraction between 0 and 1",
+                fix="write 10% as 0.1",
+            )
+        if self.sleep_factor is not None:
+            check_amount("sleep_factor", self.sleep_factor)
+        check_amount("start", self.start, Seconds)
+        if self.until is not None:
+            _check_order(self.start, self.until)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkChange:
+    """The links between two devices or regions are different from `at` on."""
+
+    at: Seconds
+    source: str = field(metadata={"key": "from"})
+    target: str = field(metadata={"key": "to"})  # the same region: the links inside it
+    latency: Seconds | None = None  # None: as before
+    bandwidth: BytesPerSecond | None = None
+    up: bool | None = None  # False: lost, until a later change says True
+    one_way: bool = False  # only what `source` sends to `target`
+
+    def __post_init__(self) -> None:
+        check_amount("at", self.at, Seconds)
+        if self.latency is not None:
+            check_amount("latency", self.latency, Seconds)
+        if self.bandwidth is not None:
+            check_amount("bandwidth", self.bandwidth, BytesPerSecond, zero=False)
+        measured = self.latency is not None or self.bandwidth is not None
+        if self.up is None and not measured:
+            raise DescriptionError(
+                f"the link from {self.source!r} to {self.target!r} does not change",
+                expected="latency, bandwidth or up",
+                fix='add what changes, such as bandwidth = "100Mbit/s"',
+            )
+        if self.up is False and measured:
+            raise DescriptionError(
+                f"the link from {self.source!r} to {self.target!r} is lost, yet has measures",
+                expected="no latency or bandwidth next to up = false",
+                fix="give them where the link comes back, next to up = true",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """A device does nothing for a while, and goes on as if nothing had been."""
+
+    device: str
+    at: Seconds
+    until: Seconds
+
+    def __post_init__(self) -> None:
+        check_amount("at", self.at, Seconds)
+        _check_order(self.at, self.until)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """A device is gone, without a word."""
+
+    device: str
+    at: Seconds
+
+    def __post_init__(self) -> None:
+        check_amount("at", self.at, Seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """A device comes (back); one that was not killed before has been away from the start."""
+
+    device: str
+    at: Seconds
+
+    def __post_init__(self) -> None:
+        check_amount("at", self.at, Seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    name: str
+    seed: int = 0
+    slow: tuple[Slow, ...] = ()
+    link: tuple[LinkChange, ...] = ()
+    pause: tuple[Pause, ...] = ()
+    kill: tuple[Kill, ...] = ()
+    join: tuple[Join, ...] = ()
+
+    def __post_init__(self) -> None:
+        lives: list[Kill | Join] = [*self.kill, *self.join]
+        lives.sort(key=lambda event: (event.device, event.at))
+        for first, second in itertools.pairwise(lives):
+            alternate = type(first) is not type(second) and first.at < second.at
+            if first.device == second.device and not alternate:
+                raise DescriptionError(
+                    f"device {first.device!r}: {_dated(first)}, then {_dated(second)}",
+                    expected="kill and join to alternate, at different times",
+                    fix="remove one of the two, or put the other kind between them",
+                )
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Scenario":
+        """Read a .toml or .json file."""
+        return read(Path(path), cls)
+
+    def check(self, cluster: Cluster) -> None:
+        """Refuse an event for a device or a region that `cluster` does not have."""
+        devices = [device.name for device in cluster.devices]
+        events: dict[str, tuple[Slow | Pause | Kill | Join, ...]]
+        events = {"slow": self.slow, "pause": self.pause, "kill": self.kill, "join": self.join}
+        for kind, entries in events.items():
+            for i, event in enumerate(entries):
+                if event.device not in devices:
+                    raise unknown("device", event.device, devices).at(f"{kind}[{i}].device")
+        hosts = list(dict.fromkeys([*cluster.regions, *devices]))
+        for i, change in enumerate(self.link):
+            for key, host in (("from", change.source), ("to", change.target)):
+                if host not in hosts:
+                    raise unknown("device or region", host, hosts).at(f"link[{i}].{key}")
+            if change.source == change.target and change.source in devices:
+                raise DescriptionError(
+                    f"link[{i}]: from device {change.source!r} to itself",
+                    expected="two devices, two regions, or one region for the links inside it",
+                    fix="name the device at the other end",
+                )
+
+
+def _dated(event: Kill | Join) -> str:
+    return f"{type(event).__name__.lower()} at {show(event.at, Seconds)}"
+
+
+def _check_order(start: Seconds, until: Seconds) -> None:
+    check_amount("until", until, Seconds)
+    if until <= start:
+        raise DescriptionError(
+            f"from {show(start, Seconds)} until {show(until, Seconds)}",
+            expected="an end after the start",
+            fix="make until later: it is a time on the clock, not a duration",
+        )

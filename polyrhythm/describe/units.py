@@ -1,0 +1,110 @@
+"""Quantities as people write them: "34ms" is 0.034 seconds, and back.
+
+A `kind` is Seconds, Bytes or BytesPerSecond of `polyrhythm.types`: a number that carries a Unit.
+"""
+
+import difflib
+import math
+import re
+from decimal import Decimal
+from typing import Annotated, get_args, get_origin
+
+from polyrhythm.errors import DescriptionError
+from polyrhythm.types import Unit
+
+_WRITTEN = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*)", re.ASCII)
+
+# People compare what is shown, so one quantity is always shown in one family of units.
+_SHOWN = {"size": ("B", "KiB", "MiB", "GiB"), "rate": ("kbit/s", "Mbit/s", "Gbit/s")}
+
+
+def parse(text: str, kind: object) -> float:
+    """The value of `text` in base units; a whole number when `kind` is one of integers."""
+    unit = unit_of(kind)
+    written = _WRITTEN.fullmatch(text.strip())
+    number, spelling = written.groups() if written else ("", "")
+    if spelling not in unit.scale:
+        # "GIB" is nearer to GB than to GiB in letters, but not in meaning.
+        near = [known for known in unit.scale if _ending(known) == spelling.lower()]
+        near = near or difflib.get_close_matches(spelling, unit.scale, n=1)
+        lacks = "has no unit" if written and not spelling else f"is not a {unit.quantity}"
+        raise DescriptionError(
+            f"{text!r} {lacks}",
+            expected=f"a number and one of {', '.join(unit.scale)}",
+            fix=f'write "{number}{near[0]}"' if near else f'write it like "{unit.example}"',
+        )
+    return in_base_units(float(number), unit.scale[spelling], kind)
+
+
+def in_base_units(number: float, scale: float, kind: object) -> float:
+    """`number` units of size `scale`, through decimals: 9 ms is 0.009, but 9 * 1e-3 is not."""
+    written = Decimal(number if isinstance(number, int) else repr(number))
+    exact = written * Decimal(repr(scale))
+    if not math.isfinite(float(exact)):
+        raise DescriptionError(
+            f"{written:.4g} is out of range",
+            expected=f"a finite {unit_of(kind).quantity}",
+            fix=f'write it like "{unit_of(kind).example}"',
+        )
+    return round(exact) if get_args(kind)[0] is int else float(exact)
+
+
+def show(value: float, kind: object) -> str:
+    """`value` for people, four digits long, in the unit that makes it shortest."""
+    if not math.isfinite(value):
+        return str(value)
+    unit = unit_of(kind)
+    spellings = _SHOWN.get(unit.quantity, unit.scale)
+    return min((f"{value / unit.scale[spelling]:.4g}{spelling}" for spelling in spellings), key=len)
+
+
+def check_amount(name: str, value: float, kind: object = None, *, zero: bool = True) -> None:
+    """Refuse a negative or infinite amount; refuse 0 too unless `zero`."""
+    if math.isfinite(value) and (value > 0 or (zero and value == 0)):
+        return
+    raise DescriptionError(
+        f"{name} is {show(value, kind) if kind else f'{value:g}'}",
+        expected="a finite number, " + ("0 or more" if zero else "more than 0"),
+        fix=f"correct {name}",
+    )
+
+
+def unit_of(kind: object) -> Unit:
+    """The unit that a kind such as Seconds carries."""
+    found: Unit = get_args(kind)[1]
+    return found
+
+
+def kind_in(hint: object) -> object | None:
+    """The kind inside a hint such as `Bytes | None` or a matrix of Seconds; None without one."""
+    args = get_args(hint)
+    if get_origin(hint) is Annotated:
+        return hint if isinstance(args[1], Unit) else None
+    return next((kind for kind in map(kind_in, args) if kind is not None), None)
+
+
+def keys_with_unit(key: str, kind: object) -> dict[str, float]:
+    """How `key` is written with a unit in it, and what one such unit is: {"latency_ms": 1e-3, ...}.
+
+    Bytes per second cannot be written so: next to `_gbps`, a `_gbs` would invite a slip by 8.
+    A key named x_bytes names a unit already: its others are x_kib, x_mib, ...
+    """
+    stem = key.removesuffix("_bytes")
+    return {
+        f"{stem}_{_ending(spelling)}": scale
+        for spelling, scale in unit_of(kind).scale.items()
+        if not spelling.endswith("B/s")
+    }
+
+
+def both_ways(key: str, kind: object) -> str:
+    """An example of the two ways to write a quantity, for an error's fix."""
+    example = unit_of(kind).example
+    written = _WRITTEN.fullmatch(example)
+    assert written, f"the example {example!r} of a Unit must be one"
+    stem = key.removesuffix("_bytes")
+    return f'{key} = "{example}" or {stem}_{_ending(written[2])} = {written[1]}'
+
+
+def _ending(spelling: str) -> str:
+    return "bytes" if spelling == "B" else spelling.replace("bit/s", "bps").lower()
