@@ -1,0 +1,1 @@
+"""Who does what: which layers and which worker each device gets."""
