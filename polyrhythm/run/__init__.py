@@ -1,0 +1,1 @@
+"""Do it for real: processes, tensors and networks (torch lives here)."""

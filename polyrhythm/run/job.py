@@ -1,0 +1,147 @@
+"""What a demo job is, decided before any process starts: settings in, plan and schedule out.
+
+No torch here: the command line reads `Settings` and must stay quick.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Literal, Self
+
+import tomli_w
+
+from polyrhythm.errors import LaunchError, PlanError
+from polyrhythm.plan.plan import Plan, even_plan
+from polyrhythm.schedule.builders import Schedule, build
+from polyrhythm.schedule.check import check
+from polyrhythm.types import Seconds
+
+EXTRA_LAYERS = 2  # the embedding before and the head after the blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The model, its data, and how both are cut."""
+
+    stages: int = 2
+    """Consecutive parts the model is cut into."""
+    pipelines: int = 2
+    """Replicas of the whole pipeline."""
+    steps: int = 200
+    """Optimizer steps."""
+    microbatches: int = 4
+    """Micro-batches per pipeline and step."""
+    microbatch_size: int = 4
+    """Sequences in a micro-batch."""
+    schedule: Literal["1f1b", "gpipe", "kfkb"] = "1f1b"
+    """Order in which a stage runs its micro-batches."""
+    k: int | None = None
+    """Micro-batches per group, for kfkb."""
+    blocks: int = 4
+    """Transformer blocks of the model, which has an embedding and a head besides."""
+    width: int = 128
+    """Width of the model."""
+    context: int = 128
+    """Bytes of text that the model looks at."""
+    lr: float = 2e-3
+    """Learning rate of AdamW, after a warm-up over the first tenth of the steps."""
+    seed: int = 0
+    """Seed of weights and data: the same seed gives the same losses."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute: auto takes the GPUs if there are any."""
+    text: Path | None = None
+    """A text of your own instead of Python's standard library."""
+    deadline: Seconds = 60.0
+    """Seconds to wait for another worker before giving it up as lost."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Bytes of text that one pipeline learns from in a step."""
+        return self.microbatches * self.microbatch_size * self.context
+
+    def save(self, path: Path) -> None:
+        chosen = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
+        path.write_text(tomli_w.dumps({k: v for k, v in chosen.items() if v is not None}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    settings: Settings
+    plan: Plan
+    schedule: Schedule
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Check the settings and decide; raises UserError before any process is started."""
+        _check(settings)
+        plan = even_plan(
+            num_layers=settings.blocks + EXTRA_LAYERS,
+            num_stages=settings.stages,
+            num_pipelines=settings.pipelines,
+        )
+        schedule = build(
+            settings.schedule,
+            num_stages=settings.stages,
+            num_microbatches=settings.microbatches,
+            k=settings.k,
+        )
+        check(schedule, num_microbatches=settings.microbatches)
+        return cls(settings=settings, plan=plan, schedule=schedule)
+
+    def check_processes(self, num_processes: int) -> None:
+        if num_processes != self.plan.num_workers:
+            stages, pipelines = self.plan.num_stages, self.plan.num_pipelines
+            raise PlanError(
+                f"{num_processes} processes for {stages} stages x {pipelines} pipelines",
+                expected=f"{self.plan.num_workers} processes",
+                fix=f"torchrun --nproc-per-node={self.plan.num_workers}, "
+                "or other --stages and --pipelines",
+            )
+
+    def save(self, run: Path) -> None:
+        self.settings.save(run / "config.toml")
+        self.plan.save(run / "plan.json")
+
+
+def _check(settings: Settings) -> None:
+    for name in ("stages", "pipelines", "steps", "microbatches", "microbatch_size", "context"):
+        if getattr(settings, name) < 1:
+            raise _refuse(name, getattr(settings, name), "at least 1")
+    if settings.blocks < 0:
+        raise _refuse("blocks", settings.blocks, "0 or more")
+    if settings.width < 4 or settings.width % 4:
+        raise _refuse("width", settings.width, "a multiple of 4, the number of heads")
+    for name in ("lr", "deadline"):
+        if not 0 < getattr(settings, name) < float("inf"):
+            raise _refuse(name, getattr(settings, name), "a number above 0")
+
+
+def new_run_folder(parent: Path, name: str) -> Path:
+    """A folder of its own for a run, named by kind and time; two jobs never share one."""
+    stem = time.strftime(f"{name}-%Y%m%d-%H%M%S")
+    for number in count(1):
+        run = parent / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            run.mkdir(parents=True)
+        except FileExistsError:
+            if not parent.is_dir():
+                raise _cannot_write(parent, "it is a file") from None
+        except OSError as error:
+            raise _cannot_write(parent, str(error.strerror)) from None
+        else:
+            return run
+    raise AssertionError("count never ends")
+
+
+def _cannot_write(folder: Path, why: str) -> LaunchError:
+    return LaunchError(
+        f"run folder in {folder}: {why}",
+        expected="a folder that can be written",
+        fix="give another one: --out FOLDER",
+    )
+
+
+def _refuse(name: str, value: object, expected: str) -> LaunchError:
+    flag = "--" + name.replace("_", "-")
+    return LaunchError(f"{flag} {value}", expected=expected, fix=f"give {flag} a value in range")

@@ -1,0 +1,20 @@
+"""Waiting for other workers: a failure of torch.distributed becomes a PeerError with its who."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from polyrhythm.errors import PeerError
+from polyrhythm.types import Worker
+
+
+@contextmanager
+def waiting_for(peer: Worker | str, action: str) -> Iterator[None]:
+    """Turn a lost connection or a passed deadline of the process group into a PeerError."""
+    start = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:  # gloo raises plain ones; torch's DistError is one too
+        cause = str(error).strip().splitlines()[0]
+        waited = time.monotonic() - start
+        raise PeerError(str(peer), action=action, waited=waited, cause=cause) from None

@@ -1,0 +1,34 @@
+"""Replicas of a stage stay equal: their gradients are summed in one all-reduce per step."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from polyrhythm.plan.plan import Plan
+from polyrhythm.run.peers import waiting_for
+from polyrhythm.types import Worker
+
+
+class Replicas:
+    """The workers of one stage; made by every process of the job, in the same order."""
+
+    def __init__(self, plan: Plan, worker: Worker) -> None:
+        self._stage = worker.stage
+        self._alone = plan.num_pipelines == 1
+        for stage in range(plan.num_stages):  # new_group is collective over the whole job
+            with waiting_for("another worker", f"making the group of stage {stage}"):
+                group = dist.new_group([plan.rank(member) for member in plan.replicas(stage)])
+            if stage == worker.stage:
+                self._group = group
+
+    def sum_gradients(self, module: nn.Module) -> None:
+        """Replace every gradient by its sum over the replicas."""
+        if self._alone:
+            return
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients]).cpu()
+        with waiting_for(f"a replica of stage {self._stage}", "summing gradients"):
+            dist.all_reduce(flat, group=self._group)
+        sums = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, total in zip(gradients, sums, strict=True):
+            gradient.copy_(total.view_as(gradient))

@@ -1,0 +1,126 @@
+"""The work of one worker: its stage of the demo model, step after step.
+
+A step: run the schedule over the micro-batches, sum gradients with the other replicas of the stage,
+update, record. The summed gradient is the mean over the global batch, exactly as in one process.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from polyrhythm.errors import LaunchError
+from polyrhythm.events import EventLog, worker_log
+from polyrhythm.run.gpt import GPTShape, build_layers, next_byte_loss
+from polyrhythm.run.job import Job, Settings
+from polyrhythm.run.launch import Place
+from polyrhythm.run.peers import waiting_for
+from polyrhythm.run.pipeline import PipelineStage
+from polyrhythm.run.replicas import Replicas
+from polyrhythm.run.text import ByteText, read_text, standard_library
+from polyrhythm.types import Worker
+
+
+def load_text(settings: Settings) -> ByteText:
+    """Called before workers are forked, so that they share it."""
+    text = standard_library() if settings.text is None else read_text(settings.text)
+    return ByteText.of(
+        text,
+        context=settings.context,
+        microbatch_size=settings.microbatch_size,
+        seed=settings.seed,
+    )
+
+
+def train(place: Place, job: Job, text: ByteText, run_folder: Callable[[], Path]) -> None:
+    """Train as the worker of this place, with every other process of the job.
+
+    `run_folder` is asked on rank 0 alone; the others are told.
+    """
+    job.check_processes(place.world_size)
+    worker = job.plan.worker(place.rank)
+    device = _device(job.settings, place)
+    with place.joined(job.settings.deadline):
+        run = _agree_on_folder(place, job, run_folder)
+        with EventLog(worker_log(run, worker), worker) as log:
+            if place.rank == 0:
+                _record_job(job, device, log)
+            stage = _build_stage(job, worker, device, log)
+            _run_steps(job, stage, Replicas(job.plan, worker), text)
+
+
+def _agree_on_folder(place: Place, job: Job, run_folder: Callable[[], Path]) -> Path:
+    folder = [str(run_folder()) if place.rank == 0 else None]
+    with waiting_for(job.plan.worker(0), "hearing the run folder"):
+        dist.broadcast_object_list(folder)
+    return Path(str(folder[0]))
+
+
+def _build_stage(job: Job, worker: Worker, device: torch.device, log: EventLog) -> PipelineStage:
+    settings = job.settings
+    shape = GPTShape(num_blocks=settings.blocks, width=settings.width, context=settings.context)
+    layers = build_layers(shape, job.plan.layers(worker.stage), seed=settings.seed)
+    return PipelineStage(
+        module=layers.to(device),
+        loss_fn=next_byte_loss,
+        plan=job.plan,
+        worker=worker,
+        boundary=torch.Size((settings.microbatch_size, settings.context, settings.width)),
+        log=log,
+        device=device,
+    )
+
+
+def _run_steps(job: Job, stage: PipelineStage, replicas: Replicas, text: ByteText) -> None:
+    settings, log, worker = job.settings, stage.log, stage.worker
+    optimizer = AdamW(stage.module.parameters(), lr=settings.lr)
+    warmup = max(1, settings.steps // 10)
+    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
+    for step in range(settings.steps):
+        began = log.now()
+        batch = [
+            text.microbatch(step=step, pipeline=worker.pipeline, microbatch=m)
+            for m in range(settings.microbatches)
+        ]
+        inputs, targets = zip(*batch, strict=True)
+        loss = stage.run_step(job.schedule[worker.stage], inputs, targets, step=step)
+        start = log.now()
+        replicas.sum_gradients(stage.module)
+        log.write("sync", start=start, step=step, name="all_reduce")
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        values = {} if loss is None else {"loss": loss, "tokens": settings.tokens_per_step}
+        log.write("step", start=began, step=step, values=values)
+
+
+def _record_job(job: Job, device: torch.device, log: EventLog) -> None:
+    settings = job.settings
+    log.write(
+        "run",
+        name="demo",
+        values={
+            "stages": settings.stages,
+            "pipelines": settings.pipelines,
+            "steps": settings.steps,
+            "schedule": settings.schedule,
+            "device": device.type,
+            "torch": str(torch.__version__),
+        },
+    )
+
+
+def _device(settings: Settings, place: Place) -> torch.device:
+    # Asked in the worker: a process that has touched CUDA cannot fork workers that use it.
+    if settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LaunchError(
+            "--device cuda on a machine without a usable GPU",
+            expected="torch.cuda.is_available()",
+            fix="use --device cpu; `polyrhythm doctor` says what this machine has",
+        )
+    return torch.device("cuda", place.local_rank % torch.cuda.device_count())

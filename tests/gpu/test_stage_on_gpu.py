@@ -1,0 +1,25 @@
+"""A stage on a GPU: tensors cross the network through host memory, gradients stay right."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gloo.test_gradients import distributed_gradients, single_process_gradients
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.device_count(), reason="this machine has no CUDA device"
+)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("num_stages", "num_pipelines"), [(1, 1), (2, 2)])
+def test_gradients_on_a_gpu_equal_those_of_one_cpu_process(
+    tmp_path: Path, num_stages: int, num_pipelines: int
+) -> None:
+    expected = single_process_gradients(num_pipelines, num_microbatches=5)
+    for pipeline in distributed_gradients(
+        tmp_path, num_stages=num_stages, num_pipelines=num_pipelines, device="cuda"
+    ):
+        for ours, theirs in zip(pipeline, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
