@@ -1,0 +1,1 @@
+"""Rehearse on one machine: a network of hosts with chosen latency, bandwidth and faults."""

@@ -1,0 +1,188 @@
+"""What the lab can do on this machine, found out by really trying it in a child that then ends.
+
+The child may leave this process's namespaces, and takes everything it made with it when it ends:
+a namespace without a name, and a TUN device inside it, last as long as the process that holds them.
+"""
+
+import ctypes
+import errno
+import importlib.metadata
+import importlib.util
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from polyrhythm.describe.finding import Finding
+from polyrhythm.types import Seconds
+
+TUN = "/dev/net/tun"
+REAL_TIME_PRIORITY = 10  # above ordinary programs, below the kernel's own threads
+DEADLINE: Seconds = 5.0  # for one attempt; each takes milliseconds
+
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+_ONLY_LAB = "; everything but the lab works without it"
+
+# What switches namespaces off: the setting, the value that does it, the one to set.
+_NAMESPACE_SETTINGS = (
+    ("user.max_net_namespaces", "0", "10000"),
+    ("user.max_user_namespaces", "0", "10000"),
+    ("kernel.unprivileged_userns_clone", "0", "1"),  # Debian
+    ("kernel.apparmor_restrict_unprivileged_userns", "1", "0"),  # Ubuntu since 23.10
+)
+_IN_CONTAINER = "docker run --cap-add SYS_ADMIN --cap-add NET_ADMIN --device /dev/net/tun"
+
+
+class Outcome(NamedTuple):
+    """How an attempt ended; `error` is 0 after success, None when nothing came back."""
+
+    text: str
+    error: int | None = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.error == 0
+
+
+def findings() -> list[Finding]:
+    """What the lab needs, tried one by one; nothing is left behind and nothing changes here."""
+    if sys.platform != "linux":
+        return [Finding("lab", f"this is {sys.platform}", False, "use Linux" + _ONLY_LAB)]
+    tun, network = attempt(_open_tun), attempt(_enter_network)
+    both = attempt(_make_tun_in_network) if tun.ok and network.ok else Outcome("not tried", None)
+    real_time = attempt(_take_real_time_priority)
+    return [
+        _finding(TUN, tun, _tun_advice(tun.error)),
+        _finding("network namespace", network, _network_advice()),
+        _finding(
+            "TUN in a namespace",
+            both,
+            f"in a container: {_IN_CONTAINER}"
+            if tun.ok and network.ok
+            else "first make the two above work",
+        ),
+        _finding(
+            "real-time priority",
+            real_time,
+            f"{_unless_root()}ulimit -r {REAL_TIME_PRIORITY}, or in a container: "
+            "docker run --cap-add SYS_NICE",
+            without="; without it the lab's packets may be some milliseconds late on busy cores",
+        ),
+        _pyroute2(),
+    ]
+
+
+def attempt(probe: Callable[[], str], deadline: Seconds = DEADLINE) -> Outcome:
+    """What `probe` says or raises in a forked child, which has ended when this returns."""
+    fork = multiprocessing.get_context("fork")
+    receiving, sending = fork.Pipe(duplex=False)
+    child = fork.Process(target=_tell, args=(probe, sending), daemon=True)
+    child.start()
+    sending.close()  # so that the child's end is the only one: its death reads as end of file
+    try:
+        if not receiving.poll(deadline):
+            return Outcome(f"no answer within {deadline:g} s", None)
+        return Outcome(*receiving.recv())
+    except EOFError:
+        child.join()
+        code = child.exitcode or 0
+        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        return Outcome(f"the attempt was ended by {how}", None)
+    finally:
+        child.kill()
+        child.join()
+        child.close()
+        receiving.close()
+
+
+def _open_tun() -> str:
+    os.close(os.open(TUN, os.O_RDWR | os.O_NONBLOCK))
+    return "opens for reading and writing"
+
+
+def _enter_network() -> str:
+    """Move this process into a network namespace of its own; raises OSError if it may not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNET) == 0:
+        return "made with this process's own privileges"
+    if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0:
+        return "made rootless, inside a user namespace"
+    number = ctypes.get_errno()
+    raise OSError(number, f"unshare: {os.strerror(number)}")
+
+
+def _make_tun_in_network() -> str:
+    import fcntl  # not on every platform, and only needed in the child
+
+    _enter_network()
+    device = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)  # it belongs to the namespace it is opened in
+    name = b"probe0"
+    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", name, _IFF_TUN | _IFF_NO_PI))
+    socket.if_nametoindex(name.decode())  # raises OSError unless it is really there
+    return "created"
+
+
+def _take_real_time_priority() -> str:
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(REAL_TIME_PRIORITY))
+    return f"may be set (SCHED_RR {REAL_TIME_PRIORITY})"
+
+
+def _tell(probe: Callable[[], str], sending: "multiprocessing.connection.Connection") -> None:
+    try:
+        sending.send((probe(), 0))
+    except OSError as error:
+        sending.send((error.strerror or str(error), error.errno))
+
+
+def _finding(subject: str, outcome: Outcome, advice: str, without: str = _ONLY_LAB) -> Finding:
+    return Finding(subject, outcome.text, outcome.ok, "" if outcome.ok else advice + without)
+
+
+def _tun_advice(error: int | None) -> str:
+    if error in (errno.ENOENT, errno.ENODEV, errno.ENXIO):
+        return (
+            f"as root: modprobe tun; mkdir -p /dev/net; mknod -m 0666 {TUN} c 10 200 "
+            f"(in a container: docker run --device {TUN})"
+        )
+    if error == errno.EPERM:  # the mode allows it, a container's list of devices does not
+        return f"docker run --device {TUN}"
+    return f"as root: chmod 0666 {TUN}; or run as root"
+
+
+def _unless_root() -> str:
+    return "run as root, or " if os.geteuid() else ""
+
+
+def _network_advice() -> str:
+    """Name the setting that forbids it where there is one: the error number does not tell."""
+    forbidding = [
+        f"{setting}={allowing}"
+        for setting, forbids, allowing in _NAMESPACE_SETTINGS
+        if _may_be(setting, forbids)
+    ]
+    if forbidding:
+        return f"{_unless_root()}once as root: sysctl -w {' '.join(forbidding)}"
+    return f"{_unless_root()}in a container: {_IN_CONTAINER}"
+
+
+def _may_be(setting: str, value: str) -> bool:
+    try:
+        return Path("/proc/sys", *setting.split(".")).read_text().strip() == value
+    except FileNotFoundError:
+        return False
+    except PermissionError:  # it exists on this kernel, and only root may see how it is set
+        return True
+
+
+def _pyroute2() -> Finding:
+    if importlib.util.find_spec("pyroute2") is None:
+        advice = "pip install 'polyrhythm[lab]'" + _ONLY_LAB
+        return Finding("pyroute2", "not installed", False, advice)
+    return Finding("pyroute2", importlib.metadata.version("pyroute2"), True)

@@ -1,0 +1,1 @@
+"""What happened: progress, metrics and traces from the event log."""

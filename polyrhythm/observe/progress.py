@@ -1,0 +1,124 @@
+"""Live progress of a run, read from its event logs while the workers write them.
+
+A terminal gets a table that is redrawn in place; anything else gets a plain line now and then.
+"""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from polyrhythm.events import Event, LogReader
+from polyrhythm.types import Seconds
+
+WINDOW = 20  # steps over which tokens per second are counted
+
+
+class RunReader:
+    """New events of every worker of a run, each time it is asked."""
+
+    def __init__(self, run: Path) -> None:
+        self._folder = run / "workers"
+        self._readers: dict[Path, LogReader] = {}
+
+    def new(self) -> Iterator[Event]:
+        for path in sorted(self._folder.glob("*.jsonl")):
+            reader = self._readers.setdefault(path, LogReader(path))
+            yield from reader.new()
+
+
+class PipelineProgress:
+    """Where one pipeline is: known from the last stage, which has the loss."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.loss = float("nan")
+        self._recent: deque[tuple[Seconds, float]] = deque(maxlen=WINDOW + 1)
+
+    def update(self, event: Event) -> None:
+        self.step = (event.step or 0) + 1
+        self.loss = float(event.values["loss"])
+        ended = event.time + (event.duration or 0.0)
+        self._recent.append((ended, float(event.values["tokens"])))
+
+    @property
+    def tokens_per_second(self) -> float:
+        if len(self._recent) < 2:
+            return float("nan")
+        (begin, _), (end, _) = self._recent[0], self._recent[-1]
+        tokens = sum(tokens for _, tokens in list(self._recent)[1:])
+        return tokens / (end - begin) if end > begin else float("nan")
+
+
+class Progress:
+    """Shows a run while it goes on; call `update` often, it draws when there is something new."""
+
+    def __init__(self, run: Path, *, num_steps: int, console: Console) -> None:
+        self._reader = RunReader(run)
+        self._num_steps, self._console = num_steps, console
+        self._pipelines: defaultdict[int, PipelineProgress] = defaultdict(PipelineProgress)
+        self._next_line = 1
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.update()
+        if self._live:
+            self._live.stop()
+
+    def update(self) -> None:
+        new = [event for event in self._reader.new() if "loss" in event.values]
+        for event in new:
+            assert event.worker is not None, "a step event names its worker"
+            self._pipelines[event.worker.pipeline].update(event)
+        if new and self._live:
+            self._live.update(self._table(), refresh=True)
+        elif new:
+            self._print_line()
+
+    def _table(self) -> Table:
+        table = Table("pipeline", "step", "loss", "tokens/s", title="training", min_width=44)
+        for pipeline, seen in sorted(self._pipelines.items()):
+            table.add_row(
+                f"p{pipeline}",
+                f"{seen.step}/{self._num_steps}",
+                f"{seen.loss:.3f}",
+                _rate(seen.tokens_per_second),
+            )
+        return table
+
+    def _print_line(self) -> None:
+        """One line per twentieth of the run: a log file should stay readable."""
+        step = min(seen.step for seen in self._pipelines.values())
+        if step < min(self._next_line, self._num_steps):
+            return
+        self._next_line = step + max(1, self._num_steps // 20)
+        losses = [seen.loss for seen in self._pipelines.values()]
+        rates = [
+            f"p{pipeline} {_rate(seen.tokens_per_second)}"
+            for pipeline, seen in sorted(self._pipelines.items())
+        ]
+        self._console.print(
+            f"step {step:>4}/{self._num_steps}  loss {sum(losses) / len(losses):.3f}"
+            f"  tokens/s {'  '.join(rates)}",
+            highlight=False,
+        )
+
+
+def _rate(tokens_per_second: float) -> str:
+    return "-" if math.isnan(tokens_per_second) else f"{tokens_per_second:,.0f}"

@@ -1,0 +1,90 @@
+"""The summary of a run: did the loss fall, how fast was it, and where did each worker's time go."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+from polyrhythm.events import Event
+from polyrhythm.types import Seconds, Worker
+
+
+@dataclass(slots=True)
+class WorkerTime:
+    steps: int = 0
+    total: Seconds = 0.0  # of all its steps
+    compute: Seconds = 0.0
+    wait: Seconds = 0.0  # for activations and gradients of its neighbours
+    sync: Seconds = 0.0  # with the replicas of its stage
+
+    @property
+    def other(self) -> Seconds:
+        return max(0.0, self.total - self.compute - self.wait - self.sync)
+
+
+@dataclass(slots=True)
+class Summary:
+    workers: dict[Worker, WorkerTime] = field(default_factory=lambda: defaultdict(WorkerTime))
+    losses: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    tokens: float = 0.0
+    began: Seconds = float("inf")
+    ended: Seconds = float("-inf")
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> "Summary":
+        summary = cls()
+        for event in events:
+            if event.worker is not None and event.duration is not None:
+                summary._add(event, event.worker, event.duration)
+        return summary
+
+    def _add(self, event: Event, worker: Worker, duration: Seconds) -> None:
+        spent = self.workers[worker]
+        if event.kind == "action":
+            wait = float(event.values["wait"])
+            spent.wait += wait
+            spent.compute += duration - wait
+        elif event.kind == "sync":
+            spent.sync += duration
+        elif event.kind == "step":
+            spent.steps += 1
+            spent.total += duration
+            self.began = min(self.began, event.time)
+            self.ended = max(self.ended, event.time + duration)
+            if event.step is not None and "loss" in event.values:
+                self.losses[event.step].append(float(event.values["loss"]))
+                self.tokens += float(event.values["tokens"])
+
+    def mean_loss(self, steps: Iterable[int]) -> float:
+        losses = [loss for step in steps for loss in self.losses[step]]
+        return sum(losses) / len(losses)
+
+    def show(self, console: Console) -> None:
+        if not self.losses:
+            console.print("no step was finished")
+            return
+        steps = sorted(self.losses)
+        few = steps[-max(1, len(steps) // 20) :]  # one step's loss is noisy
+        seconds = self.ended - self.began
+        console.print(self._table())
+        console.print(
+            f"loss {self.mean_loss(steps[:1]):.3f} at the first step, "
+            f"{self.mean_loss(few):.3f} over the last {len(few)} of {len(steps)} steps",
+            f"{self.tokens:,.0f} tokens in {seconds:.1f} s: {self.tokens / seconds:,.0f} tokens/s",
+            sep="\n",
+            highlight=False,
+        )
+
+    def _table(self) -> Table:
+        table = Table("worker", "step time", "compute", "wait", "sync", "other", title="per worker")
+        for worker, spent in sorted(self.workers.items()):
+            shares = (spent.compute, spent.wait, spent.sync, spent.other)
+            total = spent.total or float("nan")
+            table.add_row(
+                str(worker),
+                f"{1000 * spent.total / max(1, spent.steps):.0f} ms",
+                *(f"{share / total:.0%}" for share in shares),
+            )
+        return table

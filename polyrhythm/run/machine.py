@@ -1,0 +1,199 @@
+"""What training can use on this machine: torch, a real all-reduce, GPUs, cores, memory, disk.
+
+torch is asked in a fresh interpreter with a deadline: an install that cannot be imported, crashes
+or hangs becomes a finding like any other. `python -m polyrhythm.run.machine` is that interpreter.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil  # type: ignore[import-untyped]
+
+from polyrhythm.describe.finding import Finding
+from polyrhythm.describe.units import show
+from polyrhythm.types import Bytes, Seconds
+
+if TYPE_CHECKING:
+    from polyrhythm.run.launch import Place
+
+TORCH_DEADLINE: Seconds = 120.0  # a first import from a slow disk takes its time
+GLOO_DEADLINE: Seconds = 20.0
+LITTLE = 2**30  # bytes of memory, shared memory or disk below which we speak up
+
+_BACKENDS = ("gloo", "nccl", "mpi")
+_REINSTALL = "pip install --force-reinstall 'torch>=2.11'; planning and simulating work without it"
+
+
+def findings(runs: Path = Path("runs")) -> list[Finding]:
+    """What training needs; `runs` is the folder that run folders will be made in. Takes seconds."""
+    version = sys.version.split()[0]
+    python = _needed("Python", version, sys.version_info >= (3, 11), "use Python 3.11 or newer")
+    return [python, *_ask_torch(), _port(), _cores(), _memory(), _shared_memory(), _disk(runs)]
+
+
+def _needed(subject: str, found: str, ok: bool, advice: str) -> Finding:
+    return Finding(subject, found, ok, "" if ok else advice)
+
+
+def _ask_torch() -> list[Finding]:
+    """Findings of a fresh interpreter that searches for modules where this one does."""
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-P", "-m", __name__],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=TORCH_DEADLINE,
+        )
+    except subprocess.TimeoutExpired:
+        return [Finding("torch", f"no answer within {TORCH_DEADLINE:g} s", False, _REINSTALL)]
+    if asked.returncode == 0:
+        return [Finding(**fields) for fields in json.loads(asked.stdout.splitlines()[-1])]
+    if asked.returncode < 0:
+        how = f"crashed with {signal.Signals(-asked.returncode).name}"
+    else:
+        how = (asked.stderr.strip() or f"exit status {asked.returncode}").splitlines()[-1]
+    return [Finding("torch", how, False, _REINSTALL)]
+
+
+def _torch_findings() -> Iterator[Finding]:
+    try:
+        import torch
+    except Exception as error:  # whatever a broken install raises: OSError for a lost library, ...
+        yield Finding("torch", f"import fails: {_first_line(error)}", False, _REINSTALL)
+        return
+    dist = torch.distributed
+    release = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    yield _needed("torch", torch.__version__, release >= (2, 11), "pip install 'torch>=2.11'")
+    has = {name: dist.is_available() and dist.is_backend_available(name) for name in _BACKENDS}
+    backends = ", ".join(f"{'' if there else 'no '}{name}" for name, there in has.items())
+    yield _needed("backends", backends, has["gloo"], f"get a torch with gloo: {_REINSTALL}")
+    if has["gloo"]:
+        yield _gloo()  # before CUDA starts: a process that has it must not be forked
+    yield _gpus()
+
+
+def _gloo() -> Finding:
+    """Two processes sum numbers, started as local jobs are; one alone would open no connection."""
+    subject = "all-reduce (gloo)"
+    advice = "check that lo is up (ip link set lo up) and GLOO_SOCKET_IFNAME is unset or right"
+    try:
+        from polyrhythm.run.launch import LocalJob
+
+        start = time.monotonic()
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            LocalJob(_all_reduce, 2, output_folder=Path(folder)) as job,
+        ):
+            if not job.wait(GLOO_DEADLINE):
+                return Finding(subject, f"not done within {GLOO_DEADLINE:g} s", False, advice)
+    except Exception as error:
+        return Finding(subject, _first_line(error), False, advice)
+    return Finding(subject, f"2 processes, {time.monotonic() - start:.1f} s in all", True)
+
+
+def _all_reduce(place: "Place") -> None:
+    import torch
+
+    numbers = torch.full((1024,), place.rank + 1.0)
+    with place.joined(GLOO_DEADLINE / 2):
+        torch.distributed.all_reduce(numbers)
+    if not bool((numbers == 3.0).all()):
+        raise RuntimeError(f"1 + 2 gave {numbers.unique().tolist()}")
+
+
+def _gpus() -> Finding:
+    import torch
+
+    try:
+        torch.cuda.init()  # unlike is_available() it says why not
+        gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    except (AssertionError, RuntimeError) as error:
+        num_present = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+        advice = f"for the {num_present} of NVIDIA here: check CUDA_VISIBLE_DEVICES, driver, torch"
+        return Finding("GPUs", f"none: {_first_line(error)}", None, advice if num_present else "")
+    counts = Counter(f"{gpu.name} {show(gpu.total_memory, Bytes)}" for gpu in gpus)
+    listed = ", ".join(f"{count} x {gpu}" for gpu, count in counts.items())
+    return Finding("GPUs", f"{listed} (CUDA {torch.version.cuda})", None)
+
+
+def _port() -> Finding:
+    try:
+        with socket.create_server(("127.0.0.1", 0)):
+            return Finding("loopback port", "can be listened on", True)
+    except OSError as error:
+        return Finding("loopback port", str(error), False, "bring lo up: ip link set lo up")
+
+
+def _cores() -> Finding:
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return Finding("CPU cores", f"{usable} of {os.cpu_count()} usable by this process", None)
+
+
+def _memory() -> Finding:
+    machine = psutil.virtual_memory()
+    limit = _cgroup_limit(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    text = f"{show(machine.total, Bytes)}, {show(machine.available, Bytes)} free"
+    if limit < machine.total:
+        text += f"; this process's cgroup may use {show(limit, Bytes)}"
+    little = min(machine.available, limit) < LITTLE
+    advice = "use few workers: each of the demo's takes about 0.3GiB" if little else ""
+    return Finding("memory", text, None, advice)
+
+
+def _cgroup_limit(own: Path, root: Path) -> float:
+    """Bytes that this process's cgroup and those above it allow; inf without a limit."""
+    limits = [math.inf]
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, group = line.split(":", 2)
+        if controllers in ("", "memory"):  # version 2, or the one of version 1 that counts memory
+            name = "memory.limit_in_bytes" if controllers else "memory.max"
+            folder = root / controllers / group.lstrip("/")
+            files = (above / name for above in (folder, *folder.parents))
+            texts = (file.read_text() for file in files if file.is_file())
+            limits += [float(text.replace("max", "inf")) for text in texts]
+    return min(limits)
+
+
+def _shared_memory() -> Finding:
+    advice = "raise it (docker run --shm-size=2g), or use DataLoader(num_workers=0)"
+    if not Path("/dev/shm").exists():
+        return Finding("/dev/shm", "not there", None, advice)
+    usage = shutil.disk_usage("/dev/shm")
+    text = f"{show(usage.total, Bytes)}, {show(usage.free, Bytes)} free"
+    return Finding("/dev/shm", text, None, advice if usage.free < LITTLE else "")
+
+
+def _disk(runs: Path) -> Finding:
+    folder = runs.absolute()
+    try:
+        folder = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=folder):
+            free = shutil.disk_usage(folder).free
+    except OSError as error:
+        advice = f"choose another folder with --out, or make {folder} writable"
+        return Finding("run folder", f"{folder}: {error.strerror}", False, advice)
+    advice = "free some, or choose another folder with --out" if free < LITTLE else ""
+    return Finding("run folder", f"{show(free, Bytes)} free in {folder}", None, advice)
+
+
+def _first_line(error: object) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(finding) for finding in _torch_findings()]))

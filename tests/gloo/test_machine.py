@@ -1,0 +1,131 @@
+"""What training needs is really tried, and a torch that is broken in any way is only a finding."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from polyrhythm.run import machine
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOT = Path(machine.__file__).parents[2]
+REPORT = "from polyrhythm.run import machine\nfor f in machine.findings(): print(f)"
+
+
+def by_subject(findings):
+    return {finding.subject: finding for finding in findings}
+
+
+def findings_with_torch(folder, source):
+    """What a process prints that imports a `torch` made of `source`."""
+    package = folder / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text(source)
+    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_training_works_on_a_machine_that_runs_this_test(tmp_path):
+    before = psutil.Process().children(recursive=True)
+    found = by_subject(machine.findings(tmp_path / "not" / "yet" / "runs"))
+    assert not [finding for finding in found.values() if finding.ok is False]
+    assert found["all-reduce (gloo)"].ok
+    assert found["backends"].found.startswith("gloo, ")
+    assert {"Python", "torch", "GPUs", "loopback port", "CPU cores", "memory"} <= found.keys()
+    assert found["run folder"].found.endswith(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    assert psutil.Process().children(recursive=True) == before
+
+
+def test_all_reduce_that_cannot_happen_is_reported_with_its_reason(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    finding = by_subject(machine.findings())["all-reduce (gloo)"]
+    assert finding.ok is False
+    assert "nowhere0" in finding.found
+    assert "GLOO_SOCKET_IFNAME" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (r"raise ImportError('libtorch.so is lost\nSee our pages.')", "fails: libtorch.so is lost"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "crashed with SIGILL"),
+        ("", "has no attribute"),
+    ],
+    ids=["import-error", "crash", "empty"],
+)
+def test_broken_torch_is_a_finding_beside_the_others(tmp_path, source, told):
+    lines = findings_with_torch(tmp_path, source)
+    (torch,) = [line for line in lines if "subject='torch'" in line]
+    assert told in torch
+    assert "ok=False" in torch
+    assert "pip install" in torch
+    assert [line for line in lines if "subject='memory'" in line]
+
+
+def test_torch_that_hangs_is_given_up_at_the_deadline(monkeypatch, tmp_path):
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("import time; time.sleep(100)")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(machine, "TORCH_DEADLINE", 1.0)
+    before = psutil.Process().children(recursive=True)
+    found = by_subject(machine.findings())
+    assert found["torch"].found == "no answer within 1 s"
+    assert found["torch"].ok is False
+    assert psutil.Process().children(recursive=True) == before
+
+
+def test_old_torch_is_refused_with_the_version_that_is_needed(tmp_path):
+    source = (
+        "import types; __version__ = '2.9.1+cu126'\n"
+        "distributed = types.SimpleNamespace(is_available=lambda: False)\n"
+        "def init(): raise AssertionError('no CUDA')\n"
+        "cuda = types.SimpleNamespace(init=init)"
+    )
+    lines = findings_with_torch(tmp_path, source)
+    (torch,) = [line for line in lines if "subject='torch'" in line]
+    (backends,) = [line for line in lines if "subject='backends'" in line]
+    assert "ok=False" in torch
+    assert "torch>=2.11" in torch
+    assert "ok=False" in backends
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop to another user")
+def test_folder_that_cannot_be_written_is_reported(tmp_path):
+    source = (
+        "import os, sys, pathlib\n"
+        "from polyrhythm.run import machine\n"
+        "os.setresuid(65534, 65534, 65534)\n"
+        "for folder in sys.argv[1:]: print(machine._disk(pathlib.Path(folder)))"
+    )
+    folders = [str(tmp_path / "runs"), "/runs"]  # one that may not even be looked at, one that may
+    done = subprocess.run(
+        [sys.executable, "-c", source, *folders], capture_output=True, text=True, timeout=60
+    )
+    hidden, readable = done.stdout.splitlines()
+    for line in (hidden, readable):
+        assert "Permission denied" in line
+        assert "ok=False" in line
+        assert "--out" in line
+
+
+def test_limits_of_cgroups_above_count(monkeypatch, tmp_path):
+    root = tmp_path / "cgroup"
+    (root / "job" / "step").mkdir(parents=True)
+    (root / "job" / "memory.max").write_text("1073741824\n")
+    (root / "job" / "step" / "memory.max").write_text("max\n")
+    (tmp_path / "own").write_text("1:cpu:/elsewhere\n0::/job/step\n")
+    assert machine._cgroup_limit(tmp_path / "own", root) == 2**30
+    (tmp_path / "own").write_text("0::/\n")
+    assert machine._cgroup_limit(tmp_path / "own", root) == float("inf")
+    assert machine._cgroup_limit(tmp_path / "absent", root) == float("inf")

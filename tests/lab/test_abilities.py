@@ -1,0 +1,179 @@
+"""The lab's abilities are really tried, leave nothing behind, and are honest without privileges."""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from polyrhythm.lab import abilities
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(sys.platform != "linux", reason="the lab needs Linux"),
+]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop to another user")
+
+NOBODY = 65534
+
+
+def namespace(kind):
+    return str(Path(f"/proc/self/ns/{kind}").readlink())
+
+
+def state():
+    """What a probe could leave behind or change, as far as this process can see it."""
+    return {
+        "namespaces": [namespace("net"), namespace("user")],
+        "children": psutil.Process().children(recursive=True),
+        "policy": os.sched_getscheduler(0),
+        "devices": socket.if_nameindex(),
+        "files": psutil.Process().num_fds(),
+    }
+
+
+def network_namespaces_in_use():
+    """Those of every process that lives and may be looked at."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/ns/net"):
+        with contextlib.suppress(OSError):
+            found.add(str(path.readlink()))
+    return found
+
+
+def in_child(work):
+    """What `work()` gives in a forked child; EOFError if it fails."""
+
+    def child(sending):
+        sending.send(work())
+
+    fork = multiprocessing.get_context("fork")
+    receiving, sending = fork.Pipe(duplex=False)
+    process = fork.Process(target=child, args=(sending,))
+    process.start()
+    sending.close()
+    try:
+        return receiving.recv()
+    finally:
+        process.join()
+        receiving.close()
+
+
+def become_nobody():
+    resource.setrlimit(resource.RLIMIT_RTPRIO, (0, 0))
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+def by_subject(findings):
+    return {finding.subject: finding for finding in findings}
+
+
+def test_looking_changes_nothing_here():
+    before = state()
+    first = abilities.findings()
+    assert abilities.findings() == first
+    assert state() == before
+
+
+def test_probe_leaves_its_namespace_and_takes_it_along():
+    def enter():
+        abilities._enter_network()
+        return namespace("net")
+
+    outcome = abilities.attempt(enter)
+    if not outcome.ok:
+        pytest.skip(f"no network namespace here: {outcome.text}")
+    assert namespace("net") in network_namespaces_in_use()
+    assert outcome.text not in network_namespaces_in_use()
+
+
+@needs_root
+def test_unprivileged_user_is_told_what_is_missing_and_what_to_do():
+    abilities.findings()  # import what it needs while this user may still read the files
+    found = by_subject(in_child(lambda: become_nobody() or abilities.findings()))
+    may_open = Path(abilities.TUN).exists() and Path(abilities.TUN).stat().st_mode & 6 == 6
+    assert found[abilities.TUN].ok == may_open
+    if not may_open:
+        assert found[abilities.TUN].found == "Permission denied"
+        assert "chmod 0666 /dev/net/tun" in found[abilities.TUN].advice
+        assert found["TUN in a namespace"].ok is False
+        assert found["TUN in a namespace"].found == "not tried"
+    network = found["network namespace"]
+    assert "rootless" in network.found if network.ok else network.advice
+    assert found["real-time priority"].ok is False
+    assert "ulimit -r" in found["real-time priority"].advice
+
+
+def test_setting_that_may_not_be_read_is_named_as_a_possible_cause(monkeypatch):
+    def refuse(path):
+        raise (PermissionError if path.name == "unprivileged_userns_clone" else FileNotFoundError)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert "sysctl -w kernel.unprivileged_userns_clone=1" in abilities._network_advice()
+    assert "max_user_namespaces" not in abilities._network_advice()
+
+
+def test_forbidden_namespaces_are_reported_with_the_settings_that_forbid_them():
+    """Their limits are kept per user namespace, so they can be set to 0 in one of our own."""
+    user = os.getuid()
+
+    def findings_where_forbidden():
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(abilities._CLONE_NEWUSER) != 0:
+            return None
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/sys/user/max_user_namespaces").write_text("0")
+        Path("/proc/sys/user/max_net_namespaces").write_text("0")
+        return abilities.findings()
+
+    findings = in_child(findings_where_forbidden)
+    if findings is None:
+        pytest.skip("user namespaces are forbidden here, so none can be made to forbid them in")
+    found = by_subject(findings)
+    assert found["network namespace"].ok is False
+    for setting in ("user.max_user_namespaces", "user.max_net_namespaces"):
+        assert f"{setting}=10000" in found["network namespace"].advice
+    assert found["TUN in a namespace"].found == "not tried"
+
+
+def test_probe_that_hangs_or_dies_is_an_outcome_and_leaves_no_process():
+    before = psutil.Process().children(recursive=True)
+    start = time.monotonic()
+    hung = abilities.attempt(lambda: time.sleep(60) or "", deadline=0.2)
+    assert time.monotonic() - start < 5
+    died = abilities.attempt(lambda: os.kill(os.getpid(), signal.SIGSYS) or "")
+    assert (hung.ok, hung.text) == (False, "no answer within 0.2 s")
+    assert (died.ok, died.text) == (False, "the attempt was ended by SIGSYS")
+    assert psutil.Process().children(recursive=True) == before
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [("ENOENT", "mknod"), ("ENODEV", "modprobe tun"), ("EACCES", "chmod"), ("EPERM", "--device")],
+)
+def test_advice_for_the_tun_device_fits_its_error(error, advice):
+    assert advice in abilities._tun_advice(getattr(abilities.errno, error))
+
+
+def test_other_systems_get_one_finding(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    (finding,) = abilities.findings()
+    assert finding.ok is False
+    assert "Linux" in finding.advice
+
+
+def test_missing_pyroute2_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(abilities.importlib.util, "find_spec", lambda name: None)
+    finding = by_subject(abilities.findings())["pyroute2"]
+    assert finding.ok is False
+    assert "pip install 'polyrhythm[lab]'" in finding.advice

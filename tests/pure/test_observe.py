@@ -1,0 +1,108 @@
+"""Progress and summary say what the event log says, while the run goes on and after it."""
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from polyrhythm.events import Event, EventLog, worker_log
+from polyrhythm.observe.progress import Progress
+from polyrhythm.observe.summary import Summary
+from polyrhythm.types import Worker
+
+
+def console(*, terminal: bool) -> Console:
+    return Console(file=StringIO(), force_terminal=terminal, width=100)
+
+
+def printed(console: Console) -> str:
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def step_event(pipeline: int, step: int, loss: float = 2.0) -> Event:
+    """One step per second, of 100 tokens."""
+    return Event(
+        kind="step",
+        time=1000.0 + step,
+        duration=1.0,
+        worker=Worker(1, pipeline),
+        step=step,
+        values={"loss": loss, "tokens": 100},
+    )
+
+
+def append(logs: list[EventLog], step: int) -> None:
+    for pipeline, log in enumerate(logs):
+        log._append(step_event(pipeline, step))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_follows_the_logs_of_all_pipelines(tmp_path: Path, terminal: bool) -> None:
+    logs = [EventLog(worker_log(tmp_path, Worker(1, p))) for p in range(2)]
+    screen = console(terminal=terminal)
+    with Progress(tmp_path, num_steps=10, console=screen) as progress:
+        for step in range(10):
+            append(logs, step)
+            progress.update()
+    for log in logs:
+        log.close()
+    text = printed(screen)
+    if terminal:
+        assert "10/10" in text
+        assert text.count("2.000") >= 20
+        assert "100" in text.split("tokens/s")[-1]
+    else:
+        assert len(text.splitlines()) == 10
+        assert text.splitlines()[-1] == "step   10/10  loss 2.000  tokens/s p0 100  p1 100"
+
+
+def test_plain_progress_of_a_long_run_stays_short_and_ends_with_the_last_step(
+    tmp_path: Path,
+) -> None:
+    screen = console(terminal=False)
+    with (
+        EventLog(worker_log(tmp_path, Worker(1, 0))) as log,
+        Progress(tmp_path, num_steps=1003, console=screen) as progress,
+    ):
+        for step in range(1003):
+            append([log], step)
+            progress.update()
+    lines = printed(screen).splitlines()
+    assert 20 <= len(lines) <= 22
+    assert lines[-1].startswith("step 1003/1003")
+
+
+def test_progress_of_a_run_that_never_starts_prints_nothing(tmp_path: Path) -> None:
+    screen = console(terminal=False)
+    with Progress(tmp_path, num_steps=3, console=screen) as progress:
+        progress.update()
+    assert printed(screen) == ""
+
+
+def test_the_summary_adds_up_to_the_time_of_the_steps() -> None:
+    worker = Worker(0, 0)
+    events = [
+        Event(kind="action", time=0.0, duration=3.0, worker=worker, step=0, values={"wait": 1.0}),
+        Event(kind="action", time=3.0, duration=2.0, worker=worker, step=0, values={"wait": 0.5}),
+        Event(kind="sync", time=5.0, duration=3.0, worker=worker, step=0),
+        Event(kind="step", time=0.0, duration=10.0, worker=worker, step=0),
+    ]
+    spent = Summary.of(events).workers[worker]
+    assert (spent.compute, spent.wait, spent.sync, spent.other) == (3.5, 1.5, 3.0, 2.0)
+    assert spent.compute + spent.wait + spent.sync + spent.other == spent.total
+
+
+def test_the_summary_says_from_what_to_what_the_loss_fell() -> None:
+    events = [step_event(p, step, loss=5.0 - step / 10) for step in range(40) for p in range(2)]
+    screen = console(terminal=False)
+    Summary.of(events).show(screen)
+    assert "loss 5.000 at the first step, 1.150 over the last 2 of 40 steps" in printed(screen)
+    assert "8,000 tokens in 40.0 s: 200 tokens/s" in printed(screen)
+
+
+def test_the_summary_of_an_empty_run_says_so() -> None:
+    screen = console(terminal=False)
+    Summary.of([]).show(screen)
+    assert "no step was finished" in printed(screen)
