@@ -1,0 +1,189 @@
+"""The demo as a user runs it: a real training run, its folder, its refusals, its end by Ctrl-C."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import psutil
+import pytest
+
+from polyrhythm.events import Event, read_run
+from polyrhythm.types import Worker
+
+POLYRHYTHM = [sys.executable, "-m", "polyrhythm"]
+SMALL = ["--steps", "30", "--width", "32", "--context", "32", "--blocks", "2"]
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=90, check=False)
+
+
+def only_run(folder: Path) -> Path:
+    (found,) = (folder / "runs").iterdir()
+    return found
+
+
+def losses(events: list[Event]) -> list[float]:
+    """Mean loss of each step over the pipelines."""
+    by_step: dict[int, list[float]] = {}
+    for event in events:
+        if event.kind == "step" and event.step is not None and "loss" in event.values:
+            by_step.setdefault(event.step, []).append(float(event.values["loss"]))
+    return [sum(by_step[step]) / len(by_step[step]) for step in sorted(by_step)]
+
+
+@pytest.mark.timeout(100)
+def test_the_demo_learns_and_leaves_a_run_folder(tmp_path: Path) -> None:
+    done = run(*POLYRHYTHM, "demo", *SMALL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = only_run(tmp_path)
+    assert f"run folder: {folder.relative_to(tmp_path)}" in done.stdout
+    assert "2 stages x 2 pipelines = 4 processes" in done.stdout
+    assert re.search(r"step +30/30  loss \d\.\d+  tokens/s p0 [\d,]+  p1 [\d,]+", done.stdout)
+    assert sorted(p.name for p in folder.iterdir()) == ["config.toml", "events.jsonl", "plan.json"]
+    assert tomllib.loads((folder / "config.toml").read_text())["width"] == 32
+
+    events = list(read_run(folder))
+    workers = {Worker(stage, pipeline) for stage in range(2) for pipeline in range(2)}
+    for worker in workers:
+        own = [event for event in events if event.worker == worker]
+        first_step = [e.name for e in own if e.kind == "action" and e.step == 0]
+        assert first_step == (
+            ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
+            if worker.stage == 0
+            else ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]
+        )
+        assert len([e for e in own if e.kind == "step"]) == 30
+    course = losses(events)
+    assert len(course) == 30
+    assert sum(course[-5:]) / 5 < course[0] - 0.5
+
+
+@pytest.mark.timeout(100)
+def test_torchrun_gives_the_same_losses_as_the_local_launcher(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    few = [*SMALL, "--steps", "4"]
+    local = run(*POLYRHYTHM, "demo", *few, cwd=here)
+    torchrun = run(
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"),
+        *("-m", "polyrhythm", "demo", *few),
+        cwd=there,
+    )
+    assert (local.returncode, torchrun.returncode) == (0, 0), local.stderr + torchrun.stderr
+    assert torchrun.stdout.count("run folder:") == 1
+    ours = losses(list(read_run(only_run(here))))
+    assert len(ours) == 4
+    assert ours == losses(list(read_run(only_run(there))))
+
+
+@pytest.mark.timeout(100)
+def test_torchrun_with_too_few_processes_is_refused(tmp_path: Path) -> None:
+    done = run(
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *("-m", "polyrhythm", "demo", *SMALL),
+        cwd=tmp_path,
+    )
+    assert done.returncode != 0
+    assert "error: 2 processes for 2 stages x 2 pipelines" in done.stderr
+    assert "expected: 4 processes" in done.stderr
+    assert "polyrhythm/cli.py" not in done.stderr, "torchrun has a traceback of its own; not we"
+    assert not (tmp_path / "runs").exists()
+
+
+def start_long_demo(cwd: Path) -> "subprocess.Popen[str]":
+    demo = subprocess.Popen(
+        [*POLYRHYTHM, "demo", *SMALL, "--steps", "100000"],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    ends = time.monotonic() + 40
+    while not list(cwd.glob("runs/*/workers/s1p1.jsonl")):
+        assert time.monotonic() < ends, "the demo did not start"
+        assert demo.poll() is None, demo.communicate()
+        time.sleep(0.1)
+    return demo
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_demo_ends_its_workers_and_keeps_its_log(
+    tmp_path: Path, how: signal.Signals, status: int
+) -> None:
+    with start_long_demo(tmp_path) as demo:
+        workers = psutil.Process(demo.pid).children(recursive=True)
+        assert len(workers) == 4
+        demo.send_signal(how)
+        _, error = demo.communicate(timeout=30)
+    assert demo.returncode == status
+    assert "Traceback" not in error
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert alive == []
+    assert (only_run(tmp_path) / "events.jsonl").exists()
+
+
+@pytest.mark.timeout(100)
+def test_a_killed_worker_ends_the_demo_with_its_name(tmp_path: Path) -> None:
+    with start_long_demo(tmp_path) as demo:
+        workers = psutil.Process(demo.pid).children(recursive=True)
+        max(workers, key=lambda process: process.pid).kill()
+        _, error = demo.communicate(timeout=30)
+    assert demo.returncode == 1
+    assert "was ended by SIGKILL" in error
+    assert "Traceback" not in error
+    assert list(read_run(only_run(tmp_path)))
+
+
+@pytest.mark.timeout(100)
+def test_a_text_of_ones_own_is_learned(tmp_path: Path) -> None:
+    text = tmp_path / "tide.txt"
+    text.write_text("in and out goes the tide, " * 200)
+    done = run(*POLYRHYTHM, "demo", *SMALL, "--text", "tide.txt", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    course = losses(list(read_run(only_run(tmp_path))))
+    assert course[-1] < course[0] / 2
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--stages", "9"], "9 stages for 6 layers"),
+        (["--schedule", "kfkb", "--k", "0"], "k=0"),
+        (["--steps", "0"], "--steps 0"),
+        (["--lr", "nan"], "--lr nan"),
+        (["--text", "missing.txt"], "missing.txt: No such file"),
+        (["--text", "short.txt"], "a text of 5 bytes"),
+        (["--out", "short.txt"], "short.txt"),
+        (["--stepps", "3"], "--stepps"),
+        (["--stages", "two"], "two"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    (tmp_path / "short.txt").write_text("short")
+    done = run(*POLYRHYTHM, "demo", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.skipif(
+    Path("/dev/nvidia0").exists(), reason="tells of a machine without a GPU, and this one has one"
+)
+def test_a_missing_gpu_is_refused_by_the_workers(tmp_path: Path) -> None:
+    done = run(*POLYRHYTHM, "demo", "--device", "cuda", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "without a usable GPU" in done.stderr
+    assert "fix: use --device cpu" in done.stderr
+    assert "Traceback" not in done.stderr

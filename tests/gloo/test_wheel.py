@@ -1,0 +1,60 @@
+"""The built wheel is all that is needed: installed into an empty environment, it runs the demo."""
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str | Path, cwd: Path, timeout: float) -> str:
+    # Nothing of this environment may help: not its packages, not the checkout.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL"))}
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(400)  # installs torch
+def test_the_wheel_runs_the_demo_from_another_folder(tmp_path: Path) -> None:
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+    build = ("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ROOT)
+    run(*pip, *build, cwd=tmp_path, timeout=60)
+    (wheel,) = tmp_path.glob("polyrhythm-*.whl")
+
+    venv.create(tmp_path / "empty", with_pip=True)
+    python = tmp_path / "empty" / "bin" / "python"
+    install = ("-m", "pip", "--disable-pip-version-check", "--quiet", "install")
+    # The wheel asks for torch>=2.11; the constraint picks the version that this project pins.
+    run(
+        python,
+        *install,
+        "--constraint",
+        ROOT / "requirements-dev.txt",
+        wheel,
+        cwd=tmp_path,
+        timeout=300,
+    )
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    command = tmp_path / "empty" / "bin" / "polyrhythm"
+    demo = ("demo", "--steps", "3", "--width", "32", "--context", "32")
+    printed = run(command, *demo, cwd=elsewhere, timeout=60)
+    assert "run folder: runs/demo-" in printed
+    assert list(elsewhere.glob("runs/demo-*/events.jsonl"))
+    assert "case5_worldwide" in run(
+        command, "show", "cluster", "case5_worldwide", cwd=elsewhere, timeout=30
+    )
