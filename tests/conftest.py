@@ -1,6 +1,5 @@
 """Settings that hold for every test."""
 
-import os
 from collections.abc import Iterator
 
 import psutil
@@ -10,9 +9,6 @@ from hypothesis import settings
 # No time limit per example: a busy machine is no failure. pytest-timeout bounds the whole test.
 settings.register_profile("polyrhythm", deadline=None, print_blob=True)
 settings.load_profile("polyrhythm")
-
-# A parent whose OpenMP pool has started must not fork workers that start one: they would hang.
-os.environ["OMP_NUM_THREADS"] = "1"
 
 NEEDS_PROCESSES = {"gloo", "gpu", "lab", "browser"}
 

@@ -27,8 +27,24 @@ def microbatches(pipeline: int, num_microbatches: int) -> tuple[list[Tensor], li
     return [inputs for inputs, _ in drawn], [targets for _, targets in drawn]
 
 
-def single_process_gradients(num_pipelines: int, num_microbatches: int) -> list[Tensor]:
-    """The whole model on the whole batch at once: its mean loss, one backward."""
+def single_process_gradients(
+    folder: Path, *, num_pipelines: int, num_microbatches: int = 5
+) -> list[Tensor]:
+    """The whole model on the whole batch at once, in a process of its own.
+
+    Here it would start autograd's threads, and a parent that has those must not fork workers.
+    """
+    path = folder / "single.pt"
+
+    def work(place: Place) -> None:
+        torch.save(whole_batch_gradients(num_pipelines, num_microbatches), path)
+
+    with LocalJob(work, 1, output_folder=folder) as job:
+        assert job.wait(40), "not done in time"
+    return torch.load(path)
+
+
+def whole_batch_gradients(num_pipelines: int, num_microbatches: int) -> list[Tensor]:
     model = build_layers(SHAPE, range(SHAPE.num_layers), seed=SEED)
     batches = [microbatches(p, num_microbatches) for p in range(num_pipelines)]
     inputs = torch.cat([x for inputs, _ in batches for x in inputs])
@@ -103,7 +119,9 @@ def distributed_gradients(
 def test_gradients_equal_those_of_one_process(
     tmp_path: Path, num_stages: int, num_pipelines: int, num_microbatches: int
 ) -> None:
-    expected = single_process_gradients(num_pipelines, num_microbatches)
+    expected = single_process_gradients(
+        tmp_path, num_pipelines=num_pipelines, num_microbatches=num_microbatches
+    )
     for pipeline in distributed_gradients(
         tmp_path,
         num_stages=num_stages,

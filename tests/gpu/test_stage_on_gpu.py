@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 def test_gradients_on_a_gpu_equal_those_of_one_cpu_process(
     tmp_path: Path, num_stages: int, num_pipelines: int
 ) -> None:
-    expected = single_process_gradients(num_pipelines, num_microbatches=5)
+    expected = single_process_gradients(tmp_path, num_pipelines=num_pipelines)
     for pipeline in distributed_gradients(
         tmp_path, num_stages=num_stages, num_pipelines=num_pipelines, device="cuda"
     ):
