@@ -5,20 +5,16 @@ share its memory. The parent owns them: they die with it (whatever kills it), an
 fails ends the job with its reason. Inside a worker nothing tells the two ways apart.
 """
 
-import ctypes
 import gc
-import multiprocessing
-import multiprocessing.connection
 import os
-import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,12 +23,10 @@ import torch
 import torch._dynamo  # every optimizer imports it: before the fork, or 1 s and 100 MB per worker
 import torch.distributed as dist
 
-from polyrhythm.errors import LaunchError, PeerError, UserError, WorkerError
+from polyrhythm.errors import LaunchError, WorkerError
+from polyrhythm.processes import PEER_LOST, Child, wait_for_any
 from polyrhythm.run.peers import waiting_for
 from polyrhythm.types import Seconds
-
-# Exit statuses of a worker
-FAILED, BAD_INPUT, PEER_LOST = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +98,12 @@ class LocalJob:
         self, work: Callable[[Place], None], num_workers: int, *, output_folder: Path
     ) -> None:
         self._work, self._num_workers, self._folder = work, num_workers, output_folder
-        self._workers: list[multiprocessing.process.BaseProcess] = []
+        self._workers: list[Child] = []
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
         gc.collect()
         gc.freeze()  # a collection in a child would touch, and so copy, every shared page
-        fork = multiprocessing.get_context("fork")
         with socket.create_server(("127.0.0.1", 0), backlog=self._num_workers) as listening:
             for rank in range(self._num_workers):
                 place = Place(
@@ -119,40 +112,30 @@ class LocalJob:
                     local_rank=rank,
                     listening=listening,
                 )
-                worker = fork.Process(
-                    target=_child, args=(self._work, place, os.getpid(), self.output(rank))
+                self._workers.append(
+                    Child(partial(_run, self._work, place), output=self._folder / f"rank{rank}.log")
                 )
-                worker.start()
-                self._workers.append(worker)
         return self
-
-    def output(self, rank: int) -> Path:
-        """Where a worker's stdout and stderr go; the file is gone after a job that went well."""
-        return self._folder / f"rank{rank}.log"
 
     def wait(self, timeout: Seconds) -> bool:
         """Wait for an end, `timeout` at the most; True when all are done. Raises WorkerError."""
         ends = time.monotonic() + timeout
-        while running := [worker.sentinel for worker in self._workers if worker.is_alive()]:
+        while any(worker.status is None for worker in self._workers):
             self._raise_failure()
-            left = ends - time.monotonic()
-            if left <= 0 or not multiprocessing.connection.wait(running, left):
+            if (left := ends - time.monotonic()) <= 0:
                 break
+            wait_for_any(self._workers, left)
         self._raise_failure()
-        return not any(worker.is_alive() for worker in self._workers)
+        return all(worker.status == 0 for worker in self._workers)
 
     def _raise_failure(self) -> None:
-        codes = {rank: w.exitcode for rank, w in enumerate(self._workers) if w.exitcode}
-        if not codes:
+        failed = {rank: w.status for rank, w in enumerate(self._workers) if w.status}
+        if not failed:
             return
         # When one dies its peers fail too: name the one that did not just lose a peer.
-        rank = min(codes, key=lambda rank: (codes[rank] == PEER_LOST, rank))
-        raise WorkerError(
-            rank,
-            _reason(codes[rank], self.output(rank)),
-            status=codes[rank],
-            output=str(self.output(rank)),
-        )
+        rank = min(failed, key=lambda rank: (failed[rank] == PEER_LOST, rank))
+        worker = self._workers[rank]
+        raise WorkerError(rank, worker.reason, status=failed[rank], output=str(worker.output))
 
     def __exit__(
         self,
@@ -161,51 +144,13 @@ class LocalJob:
         trace: TracebackType | None,
     ) -> None:
         for worker in self._workers:
-            worker.kill()
+            worker.end()
         for worker in self._workers:
-            worker.join()
-        for rank in range(len(self._workers)):
-            if self.output(rank).exists() and not self.output(rank).stat().st_size:
-                self.output(rank).unlink()
+            if worker.output and worker.output.exists() and not worker.output.stat().st_size:
+                worker.output.unlink()  # a job that went well leaves no empty files
 
 
-def _reason(status: int, output: Path) -> str:
-    if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
-    text = output.read_text(errors="replace").strip()
-    if status == BAD_INPUT:
-        return f"refused: {text}"
-    unindented = [line for line in text.splitlines() if line[:1].strip()]
-    return f"failed: {unindented[-1] if unindented else f'exit status {status}'}"
-
-
-def _child(work: Callable[[Place], None], place: Place, parent: int, output: Path) -> None:
-    _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
-    sys.stdout = sys.stderr = output.open("w", buffering=1)  # the parent may have replaced them
-    for descriptor in (1, 2):
-        os.dup2(sys.stdout.fileno(), descriptor)
+def _run(work: Callable[[Place], None], place: Place) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.world_size))
-    status = FAILED
-    try:
-        work(place)
-        status = 0
-    except UserError as error:
-        print(error, file=sys.stderr)
-        status = BAD_INPUT
-    except PeerError:
-        traceback.print_exc()
-        status = PEER_LOST
-    except BaseException:
-        traceback.print_exc()
-    os._exit(status)  # without the parent's exit handlers
-
-
-def _die_with(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the parent ends, however it ends (Linux only)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
-        os._exit(1)
+    work(place)
