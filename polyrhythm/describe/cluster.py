@@ -8,15 +8,13 @@ link inside a region; a region with fewer than two devices has none, and its ent
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.resources import as_file, files
 from pathlib import Path
 
+from polyrhythm.describe.bundled import bundled, located
 from polyrhythm.describe.read import unknown
 from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import DescriptionError
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
-
-_NETWORKS = files("polyrhythm.describe") / "networks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +89,8 @@ class Cluster:
         # Imported late: the file form builds clusters, so it imports this module.
         from polyrhythm.describe.cluster_file import read_cluster
 
-        if source in bundled_networks():
-            with as_file(_NETWORKS / f"{source}.json") as path:
-                return read_cluster(path)
-        # Files end in .toml or .json; a bare word can only be meant as a name.
-        if isinstance(source, str) and "/" not in source and not Path(source).suffix:
-            raise unknown("network", source, bundled_networks())
-        return read_cluster(Path(source))
+        with located("network", source, "networks") as path:
+            return read_cluster(path)
 
     def _region_index(self, device_name: str) -> int:
         # A scan: an index kept beside the fields would travel into every file and message.
@@ -137,8 +130,7 @@ class Cluster:
 
 def bundled_networks() -> tuple[str, ...]:
     """The names of the clusters that come with Polyrhythm."""
-    names = (file.name for file in _NETWORKS.iterdir())
-    return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
+    return bundled("networks")
 
 
 def _check_unique(what: str, names: Iterable[str]) -> None:

@@ -5,29 +5,35 @@ in virtual time play the same file. What chance decides is drawn from `seed` alo
 """
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from polyrhythm.describe.bundled import bundled, is_name, located
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.read import read, unknown
+from polyrhythm.describe.trace import bundled_traces
 from polyrhythm.describe.units import check_amount, show
 from polyrhythm.errors import DescriptionError
 from polyrhythm.types import BytesPerSecond, Seconds
 
+EVERY_DEVICE = "*"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
-    """A device computes slower, in one of three ways; entries that overlap all apply.
+    """A device, or every device, computes slower in one of three ways; entries that overlap add up.
 
     A real machine can be held back but not sped up, so a factor below 1 could be simulated and
     never rehearsed: it is refused.
     """
 
-    device: str
+    device: str  # or EVERY_DEVICE, each with draws of its own
     factor: float | None = None  # every action takes so many times as long
     probability: float | None = None  # of a sleep before an action, drawn for each action
     sleep_factor: float | None = None  # the sleep, in times of one forward plus one backward
-    trace: str | None = None  # the file of a recorded series to replay
+    trace: str | None = None  # a recording to play from `start` on: a bundled one, or its file
+    trace_worker: int | None = None  # whose series; None: the device's place in the cluster decides
+    trace_duration: Seconds | None = None  # of the whole recording here; None: as it was recorded
     start: Seconds = 0.0
     until: Seconds | None = None  # None: to the end
 
@@ -56,9 +62,25 @@ class Slow:
             )
         if self.sleep_factor is not None:
             check_amount("sleep_factor", self.sleep_factor)
+        self._check_trace()
         check_amount("start", self.start, Seconds)
         if self.until is not None:
             _check_order(self.start, self.until)
+
+    def befalls(self, device: str) -> bool:
+        return self.device in (EVERY_DEVICE, device)
+
+    def _check_trace(self) -> None:
+        if self.trace_worker is not None:
+            check_amount("trace_worker", self.trace_worker)
+        if self.trace_duration is not None:
+            check_amount("trace_duration", self.trace_duration, Seconds, zero=False)
+        if self.trace is None and (self.trace_worker, self.trace_duration) != (None, None):
+            raise DescriptionError(
+                "trace_worker or trace_duration without a trace",
+                expected="trace next to them",
+                fix='add trace = "sdpipe_16gpu", or remove them',
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +174,23 @@ class Scenario:
                 )
 
     @classmethod
-    def load(cls, path: str | Path) -> "Scenario":
-        """Read a .toml or .json file."""
-        return read(Path(path), cls)
+    def load(cls, source: str | Path) -> "Scenario":
+        """Read a .toml or .json file, or one of `bundled_scenarios()` by its name.
+
+        A trace's path is relative to the scenario's file, and absolute once loaded.
+        """
+        with located("scenario", source, "scenarios") as path:
+            scenario = read(path, cls)
+            slow = list(scenario.slow)
+            for i, entry in enumerate(slow):
+                if entry.trace is None:
+                    continue
+                if not is_name(entry.trace):
+                    slow[i] = replace(entry, trace=str(path.absolute().parent / entry.trace))
+                elif entry.trace not in bundled_traces():
+                    place = f"{path}: slow[{i}].trace"
+                    raise unknown("trace", entry.trace, bundled_traces()).at(place)
+            return replace(scenario, slow=tuple(slow))
 
     def check(self, cluster: Cluster) -> None:
         """Refuse an event for a device or a region that `cluster` does not have."""
@@ -163,7 +199,8 @@ class Scenario:
         events = {"slow": self.slow, "pause": self.pause, "kill": self.kill, "join": self.join}
         for kind, entries in events.items():
             for i, event in enumerate(entries):
-                if event.device not in devices:
+                everyone = isinstance(event, Slow) and event.device == EVERY_DEVICE
+                if not everyone and event.device not in devices:
                     raise unknown("device", event.device, devices).at(f"{kind}[{i}].device")
         hosts = list(dict.fromkeys([*cluster.regions, *devices]))
         for i, change in enumerate(self.link):
@@ -176,6 +213,11 @@ class Scenario:
                     expected="two devices, two regions, or one region for the links inside it",
                     fix="name the device at the other end",
                 )
+
+
+def bundled_scenarios() -> tuple[str, ...]:
+    """The names of the scenarios that come with Polyrhythm."""
+    return bundled("scenarios")
 
 
 def _dated(event: Kill | Join) -> str:

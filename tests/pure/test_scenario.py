@@ -24,7 +24,8 @@ def test_scenario_is_read_event_by_event(tmp_path):
         slow = [
           {device = "a", factor = 2, start = "1min", until_s = 90},
           {device = "a", probability = 0.1, sleep_factor = 3},
-          {device = "b", trace = "x.csv"},
+          {device = "*", trace = "x.json", trace_worker = 2, trace_duration = "5min"},
+          {device = "b", trace = "sdpipe_16gpu"},
         ]
         link = [{at_ms = 5, from = "a", to = "b", bandwidth_mbps = 8, one_way = true}]
         pause = [{device = "a", at = "1s", until = "2s"}]
@@ -38,7 +39,13 @@ def test_scenario_is_read_event_by_event(tmp_path):
         slow=(
             Slow(device="a", factor=2.0, start=60.0, until=90.0),
             Slow(device="a", probability=0.1, sleep_factor=3.0),
-            Slow(device="b", trace="x.csv"),
+            Slow(
+                device="*",
+                trace=str(tmp_path / "x.json"),
+                trace_worker=2,
+                trace_duration=300.0,
+            ),
+            Slow(device="b", trace="sdpipe_16gpu"),
         ),
         link=(LinkChange(at=0.005, source="a", target="b", bandwidth=1e6, one_way=True),),
         pause=(Pause(device="a", at=1.0, until=2.0),),
@@ -72,6 +79,23 @@ def test_scenario_may_be_quiet(tmp_path):
             "slow[0]: sleep_factor is -3",
         ),
         ("[[slow]]\ndevice = 'a'\nfactor = 2\nstart_s = -1", "slow[0]: start is -1s"),
+        ("[[slow]]\ndevice = 'a'\ntrace = 'sdpipe'", "slow[0].trace: unknown trace 'sdpipe'"),
+        (
+            "[[slow]]\ndevice = 'a'\nfactor = 2\ntrace_worker = 0",
+            "slow[0]: trace_worker or trace_duration without a trace",
+        ),
+        (
+            "[[slow]]\ndevice = 'a'\nfactor = 2\ntrace_duration_s = 9",
+            "slow[0]: trace_worker or trace_duration without a trace",
+        ),
+        (
+            "[[slow]]\ndevice = 'a'\ntrace = 'x.json'\ntrace_worker = -1",
+            "slow[0]: trace_worker is -1",
+        ),
+        (
+            "[[slow]]\ndevice = 'a'\ntrace = 'x.json'\ntrace_duration_s = 0",
+            "slow[0]: trace_duration is 0s",
+        ),
         (
             "[[slow]]\ndevice = 'a'\nfactor = 2\nstart_s = 9\nuntil_s = 5",
             "slow[0]: from 9s until 5s",
@@ -133,6 +157,18 @@ def test_device_may_come_go_and_come_back():
 
 
 WORLD = Cluster.load("case5_worldwide")
+
+
+def test_every_device_may_be_slow_but_not_gone():
+    Scenario(name="s", slow=(Slow(device="*", factor=2.0),)).check(WORLD)
+    with pytest.raises(DescriptionError, match=r"kill\[0\].device: unknown device '\*'"):
+        Scenario(name="s", kill=(Kill(device="*", at=0.0),)).check(WORLD)
+
+
+def test_unknown_scenario_is_refused_with_the_nearest_name():
+    with pytest.raises(DescriptionError, match="unknown scenario 'sdpipe_c'") as caught:
+        Scenario.load("sdpipe_c")
+    assert caught.value.fix in ("did you mean 'sdpipe_a'?", "did you mean 'sdpipe_b'?")
 
 
 @pytest.mark.parametrize(
