@@ -38,6 +38,10 @@ class LaunchError(UserError):
     """A job that cannot start with these settings on this machine."""
 
 
+class LabError(UserError):
+    """A lab that cannot be set up on this machine, or a host that it does not have."""
+
+
 class PeerError(RuntimeError):
     """A peer that died or fell silent."""
 
@@ -52,8 +56,11 @@ class PeerError(RuntimeError):
 class WorkerError(RuntimeError):
     """A worker of a local job that ended before its work was done."""
 
-    def __init__(self, rank: int, reason: str, *, status: int, output: str) -> None:
-        super().__init__(f"worker of rank {rank} {reason}\n  its output: {output}")
+    def __init__(
+        self, rank: int, name: str, reason: str, *, status: int, output: str | None
+    ) -> None:
+        said = "" if output is None else f"\n  its output: {output}"
+        super().__init__(f"{name} {reason}{said}")
         self.rank, self.reason, self.status, self.output = rank, reason, status, output
 
 

@@ -54,7 +54,9 @@ class EventLog:
     def __init__(self, path: Path, worker: Worker | None = None) -> None:
         self.path, self.worker = path, worker
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+        self._file: int | None = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666
+        )
         # Read the wall clock once: order and durations must survive a clock that is set meanwhile.
         self._epoch = time.time() - time.perf_counter()
         self.write("log", values={"schema": SCHEMA, "polyrhythm": __version__})
@@ -175,16 +177,25 @@ def merged_log(run: Path) -> Path:
     return run / "events.jsonl"
 
 
-def read_run(run: Path) -> Iterator[Event]:
+def read_run(run: Path | str) -> Iterator[Event]:
     """All events of a run in order of time, whether it is over, still going or was cut off."""
-    if merged_log(run).exists():
-        return LogReader(merged_log(run)).new()
-    return _by_time(sorted((run / "workers").glob("*.jsonl")))
+    run = Path(run)
+    logs = sorted((run / "workers").glob("*.jsonl"))
+    try:
+        # The merged log is complete as soon as it is there; workers' logs may be gone after it.
+        return _by_time([merged_log(run)] if merged_log(run).exists() or not logs else logs)
+    except EventError:
+        if not merged_log(run).exists():
+            raise
+        return _by_time([merged_log(run)])  # it came while we read
 
 
 def merge(run: Path) -> Path:
     """Join the workers' logs into one; until that one is complete, theirs stay."""
     logs = sorted((run / "workers").glob("*.jsonl"))
+    if merged_log(run).exists() or not logs:
+        _remove(logs)  # left by a merge that was cut off after its last step but one
+        return merged_log(run)
     partial = merged_log(run).with_suffix(".partial")
     with EventLog(partial) as log:
         for event in _by_time(logs):
@@ -193,11 +204,15 @@ def merge(run: Path) -> Path:
     if not complete:
         return partial
     partial.replace(merged_log(run))
+    _remove(logs)
+    return merged_log(run)
+
+
+def _remove(logs: list[Path]) -> None:
     for path in logs:
         path.unlink()
     if logs and not any(logs[0].parent.iterdir()):
         logs[0].parent.rmdir()
-    return merged_log(run)
 
 
 def _by_time(paths: list[Path]) -> Iterator[Event]:

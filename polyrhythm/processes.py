@@ -4,6 +4,7 @@ A child leads a session of its own, so that ending it ends whatever it started. 
 when its owner ends, however that happens. Its exit status says why it ended.
 """
 
+import contextlib
 import ctypes
 import multiprocessing
 import multiprocessing.connection
@@ -14,12 +15,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from polyrhythm.errors import PeerError, UserError
 from polyrhythm.types import Seconds
 
-# Exit statuses of a child; a negative one is the signal that ended it.
-FAILED, BAD_INPUT, PEER_LOST = 1, 2, 3
+# Exit statuses of a child; a negative one is the signal that ended it. A program has its own, so
+# ours are unlikely numbers.
+FAILED, BAD_INPUT, PEER_LOST = 1, 222, 223
 
 _fork = multiprocessing.get_context("fork")
 
@@ -36,8 +39,12 @@ class Child:
     ) -> None:
         self.output = output
         owner = os.getpid() if dies_with_owner else None
-        self._process = _fork.Process(target=_run, args=(work, owner, output))
+        # Opened here: the file is there from the start, and if it cannot be, the owner hears of it.
+        file = None if output is None else output.open("w", buffering=1)
+        self._process = _fork.Process(target=_run, args=(work, owner, file))
         self._process.start()
+        if file is not None:
+            file.close()
 
     @property
     def pid(self) -> int:
@@ -61,6 +68,8 @@ class Child:
 
     def signal(self, what: signal.Signals) -> None:
         """To the child and everything it started; nothing happens if they are gone."""
+        if self.status is not None and Path(f"/proc/{self.pid}").exists():
+            return  # the number belongs to another process by now, so nothing of ours is left
         try:
             os.killpg(self.pid, what)
         except ProcessLookupError:  # gone, or so young that it leads no session yet
@@ -69,8 +78,7 @@ class Child:
 
     def end(self) -> None:
         """Kill it and what it started, and see it gone."""
-        self.signal(signal.SIGKILL)
-        self._process.join()
+        end_all([self])
 
     @property
     def reason(self) -> str:
@@ -79,12 +87,31 @@ class Child:
         if status is None or status == 0:
             return "still runs" if status is None else "ended well"
         if status < 0:
-            return f"was ended by {signal.Signals(-status).name}"
-        text = self.output.read_text(errors="replace").strip() if self.output else ""
+            return f"was ended by {signal_name(-status)}"
+        text = ""
+        if self.output is not None and self.output.exists():
+            text = self.output.read_text(errors="replace").strip()
         if status == BAD_INPUT and text:
             return f"refused: {text}"
         unindented = [line for line in text.splitlines() if line[:1].strip()]
-        return f"failed: {unindented[-1] if unindented else f'exit status {status}'}"
+        if not unindented or status not in (FAILED, PEER_LOST):
+            return f"failed: exit status {status}"
+        return f"failed: {unindented[-1].removeprefix(PeerError.__module__ + '.')}"
+
+
+def end_all(children: Sequence[Child]) -> None:
+    """Kill them and what they started, all at once, and see them gone."""
+    for child in children:  # before any is joined: a survivor would report the others as lost
+        child.signal(signal.SIGKILL)
+    for child in children:
+        child._process.join()
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have none
+        return f"signal {number}"
 
 
 def wait_for_any(children: Sequence[Child], timeout: Seconds) -> None:
@@ -109,29 +136,38 @@ def _die_with(owner: int) -> None:
         os._exit(FAILED)
 
 
-def _run(work: Callable[[], object], owner: int | None, output: Path | None) -> None:
+def _run(work: Callable[[], object], owner: int | None, file: TextIO | None) -> None:
     os.setsid()
     if owner is not None:
         _die_with(owner)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if output is not None:
-        sys.stdout = sys.stderr = output.open("w", buffering=1)  # the owner may have replaced them
+    if file is not None:
+        sys.stdout = sys.stderr = file  # the owner may have replaced them
         for descriptor in (1, 2):
-            os.dup2(sys.stdout.fileno(), descriptor)
+            os.dup2(file.fileno(), descriptor)
     status = FAILED
+    with contextlib.suppress(OSError):  # a disk too full for the last words is no failure
+        status = _status_of(work)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)  # without the owner's exit handlers
+
+
+def _status_of(work: Callable[[], object]) -> int:
     try:
         work()
-        status = 0
-    except SystemExit as exit_:
-        status = exit_.code if isinstance(exit_.code, int) else FAILED
+    except SystemExit as leaving:
+        if leaving.code is None or isinstance(leaving.code, int):
+            return leaving.code or 0
+        print(leaving.code, file=sys.stderr)
     except UserError as error:
         print(error, file=sys.stderr)
-        status = BAD_INPUT
+        return BAD_INPUT
     except PeerError:
         traceback.print_exc()
-        status = PEER_LOST
+        return PEER_LOST
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # without the owner's exit handlers
+    else:
+        return 0
+    return FAILED

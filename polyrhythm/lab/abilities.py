@@ -11,7 +11,6 @@ import importlib.util
 import multiprocessing
 import multiprocessing.connection
 import os
-import signal
 import socket
 import struct
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from polyrhythm.describe.finding import Finding
+from polyrhythm.processes import signal_name
 from polyrhythm.types import Seconds
 
 TUN = "/dev/net/tun"
@@ -93,7 +93,7 @@ def attempt(probe: Callable[[], str], deadline: Seconds = DEADLINE) -> Outcome:
     except EOFError:
         child.join()
         code = child.exitcode or 0
-        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        how = signal_name(-code) if code < 0 else f"exit status {code}"
         return Outcome(f"the attempt was ended by {how}", None)
     finally:
         child.kill()

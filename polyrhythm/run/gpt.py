@@ -5,25 +5,13 @@ the last is the output head. Each layer is initialised from its own seed: the pa
 processes build are exactly the parts of the whole model.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from polyrhythm.run.shape import GPTShape
+
 NUM_BYTES = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GPTShape:
-    num_blocks: int = 4
-    width: int = 128
-    num_heads: int = 4
-    context: int = 128  # bytes the model looks at
-
-    @property
-    def num_layers(self) -> int:
-        return self.num_blocks + 2
 
 
 class Embedding(nn.Module):

@@ -13,11 +13,12 @@ import tomli_w
 
 from polyrhythm.errors import LaunchError, PlanError
 from polyrhythm.plan.plan import Plan, even_plan
+from polyrhythm.run.shape import GPTShape
 from polyrhythm.schedule.builders import Schedule, build
 from polyrhythm.schedule.check import check
 from polyrhythm.types import Seconds
 
-EXTRA_LAYERS = 2  # the embedding before and the head after the blocks
+LONGEST_DEADLINE: Seconds = 86_400.0  # a day; timers overflow at some point beyond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +52,13 @@ class Settings:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute: auto takes the GPUs if there are any."""
     text: Path | None = None
-    """A text of your own instead of Python's standard library."""
+    """A text of your own, of which 8 MB are used, instead of Python's standard library."""
     deadline: Seconds = 60.0
     """Seconds to wait for another worker before giving it up as lost."""
+
+    @property
+    def shape(self) -> GPTShape:
+        return GPTShape(num_blocks=self.blocks, width=self.width, context=self.context)
 
     @property
     def tokens_per_step(self) -> int:
@@ -76,7 +81,7 @@ class Job:
         """Check the settings and decide; raises UserError before any process is started."""
         _check(settings)
         plan = even_plan(
-            num_layers=settings.blocks + EXTRA_LAYERS,
+            num_layers=settings.shape.num_layers,
             num_stages=settings.stages,
             num_pipelines=settings.pipelines,
         )
@@ -105,16 +110,16 @@ class Job:
 
 
 def _check(settings: Settings) -> None:
-    for name in ("stages", "pipelines", "steps", "microbatches", "microbatch_size", "context"):
+    # Not in Settings.__post_init__: the command line would wrap the message in one of its own.
+    for name in ("stages", "pipelines", "steps", "microbatches", "microbatch_size"):
         if getattr(settings, name) < 1:
             raise _refuse(name, getattr(settings, name), "at least 1")
-    if settings.blocks < 0:
-        raise _refuse("blocks", settings.blocks, "0 or more")
-    if settings.width < 4 or settings.width % 4:
-        raise _refuse("width", settings.width, "a multiple of 4, the number of heads")
-    for name in ("lr", "deadline"):
-        if not 0 < getattr(settings, name) < float("inf"):
-            raise _refuse(name, getattr(settings, name), "a number above 0")
+    if not 0 <= settings.seed < 2**31:
+        raise _refuse("seed", settings.seed, "0 or more, below 2**31")
+    if not 0 < settings.lr < float("inf"):
+        raise _refuse("lr", settings.lr, "a finite number above 0")
+    if not 0 < settings.deadline <= LONGEST_DEADLINE:
+        raise _refuse("deadline", settings.deadline, f"seconds, up to {LONGEST_DEADLINE:g}")
 
 
 def new_run_folder(parent: Path, name: str) -> Path:
@@ -144,4 +149,4 @@ def _cannot_write(folder: Path, why: str) -> LaunchError:
 
 def _refuse(name: str, value: object, expected: str) -> LaunchError:
     flag = "--" + name.replace("_", "-")
-    return LaunchError(f"{flag} {value}", expected=expected, fix=f"give {flag} a value in range")
+    return LaunchError(f"{flag} {value}", expected=expected, fix=f"give another value to {flag}")

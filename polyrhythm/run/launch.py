@@ -24,7 +24,7 @@ import torch._dynamo  # every optimizer imports it: before the fork, or 1 s and 
 import torch.distributed as dist
 
 from polyrhythm.errors import LaunchError, WorkerError
-from polyrhythm.processes import PEER_LOST, Child, wait_for_any
+from polyrhythm.processes import PEER_LOST, Child, end_all, wait_for_any
 from polyrhythm.run.peers import waiting_for
 from polyrhythm.types import Seconds
 
@@ -44,17 +44,22 @@ class Place:
         if "RANK" not in environ or "WORLD_SIZE" not in environ:
             return None
         try:
-            return cls(
+            place = cls(
                 rank=int(environ["RANK"]),
                 world_size=int(environ["WORLD_SIZE"]),
                 local_rank=int(environ.get("LOCAL_RANK", environ["RANK"])),
             )
-        except ValueError as error:
+            int(environ["MASTER_PORT"]), environ["MASTER_ADDR"]  # read by torch, much later
+            problem = None if 0 <= place.rank < place.world_size else "RANK is not below WORLD_SIZE"
+        except (KeyError, ValueError) as error:
+            problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        if problem is not None:
             raise LaunchError(
-                f"RANK, WORLD_SIZE or LOCAL_RANK in the environment: {error}",
-                expected="whole numbers, as torchrun sets them",
-                fix="start with torchrun, or unset them to run on this machine alone",
-            ) from None
+                f"RANK and WORLD_SIZE are set, but {problem}",
+                expected="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
+                fix="start with torchrun, or run on this machine alone: unset RANK WORLD_SIZE",
+            )
+        return place
 
     @contextmanager
     def joined(self, deadline: Seconds) -> Iterator[None]:
@@ -95,27 +100,37 @@ class LocalJob:
     """`work(place)` in `num_workers` processes of this machine, while a `with` block lasts."""
 
     def __init__(
-        self, work: Callable[[Place], None], num_workers: int, *, output_folder: Path
+        self,
+        work: Callable[[Place], None],
+        num_workers: int,
+        *,
+        output_folder: Path,
+        name: Callable[[int], str] = "worker of rank {}".format,
     ) -> None:
+        """`name` gives the name of the worker with a rank, for messages."""
         self._work, self._num_workers, self._folder = work, num_workers, output_folder
+        self._name = name
         self._workers: list[Child] = []
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
         gc.collect()
         gc.freeze()  # a collection in a child would touch, and so copy, every shared page
-        with socket.create_server(("127.0.0.1", 0), backlog=self._num_workers) as listening:
-            for rank in range(self._num_workers):
-                place = Place(
-                    rank=rank,
-                    world_size=self._num_workers,
-                    local_rank=rank,
-                    listening=listening,
-                )
-                self._workers.append(
-                    Child(partial(_run, self._work, place), output=self._folder / f"rank{rank}.log")
-                )
+        try:
+            with socket.create_server(("127.0.0.1", 0), backlog=self._num_workers) as listening:
+                for rank in range(self._num_workers):
+                    self._start(rank, listening)
+        except BaseException:  # Ctrl-C, or no more processes to be had
+            end_all(self._workers)
+            raise
+        finally:
+            gc.unfreeze()
         return self
+
+    def _start(self, rank: int, listening: socket.socket) -> None:
+        place = Place(rank=rank, world_size=self._num_workers, local_rank=rank, listening=listening)
+        output = self._folder / f"rank{rank}.log"
+        self._workers.append(Child(partial(_run, self._work, place), output=output))
 
     def wait(self, timeout: Seconds) -> bool:
         """Wait for an end, `timeout` at the most; True when all are done. Raises WorkerError."""
@@ -129,13 +144,34 @@ class LocalJob:
         return all(worker.status == 0 for worker in self._workers)
 
     def _raise_failure(self) -> None:
-        failed = {rank: w.status for rank, w in enumerate(self._workers) if w.status}
-        if not failed:
-            return
-        # When one dies its peers fail too: name the one that did not just lose a peer.
-        rank = min(failed, key=lambda rank: (failed[rank] == PEER_LOST, rank))
+        """Name the worker that failed, not those that lost it as a peer.
+
+        They may be seen first: the connections of a dying process close before it can be reaped.
+        """
+        patience = time.monotonic() + 2.0
+        while True:
+            # Asked before the failures: who ends in between is then waited for, not overlooked.
+            somebody_runs = any(worker.status is None for worker in self._workers)
+            failed = {rank: w.status for rank, w in enumerate(self._workers) if w.status}
+            left = patience - time.monotonic()
+            only_lost_peers = failed and set(failed.values()) == {PEER_LOST}
+            if not (only_lost_peers and somebody_runs and left > 0):
+                break
+            wait_for_any(self._workers, left)
+        if failed:
+            rank = min(failed, key=lambda rank: (failed[rank] == PEER_LOST, rank))
+            raise self._error(rank, failed[rank])
+
+    def _error(self, rank: int, status: int) -> WorkerError:
         worker = self._workers[rank]
-        raise WorkerError(rank, worker.reason, status=failed[rank], output=str(worker.output))
+        spoke = worker.output is not None and worker.output.stat().st_size > 0
+        return WorkerError(
+            rank,
+            self._name(rank),
+            worker.reason,
+            status=status,
+            output=str(worker.output) if spoke else None,
+        )
 
     def __exit__(
         self,
@@ -143,8 +179,7 @@ class LocalJob:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for worker in self._workers:
-            worker.end()
+        end_all(self._workers)
         for worker in self._workers:
             if worker.output and worker.output.exists() and not worker.output.stat().st_size:
                 worker.output.unlink()  # a job that went well leaves no empty files
@@ -152,5 +187,7 @@ class LocalJob:
 
 def _run(work: Callable[[Place], None], place: Place) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.world_size))
+    if "OMP_NUM_THREADS" not in os.environ:
+        usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        torch.set_num_threads(max(1, usable // place.world_size))
     work(place)

@@ -9,7 +9,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import psutil  # type: ignore[import-untyped]
 
 from polyrhythm.describe.finding import Finding
 from polyrhythm.describe.units import show
+from polyrhythm.processes import signal_name
 from polyrhythm.types import Bytes, Seconds
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ GLOO_DEADLINE: Seconds = 20.0
 LITTLE = 2**30  # bytes of memory, shared memory or disk below which we speak up
 
 _BACKENDS = ("gloo", "nccl", "mpi")
-_REINSTALL = "pip install --force-reinstall 'torch>=2.11'; planning and simulating work without it"
+_REINSTALL = "pip install --force-reinstall 'torch>=2.11'"
 
 
 def findings(runs: Path = Path("runs")) -> list[Finding]:
@@ -59,12 +59,14 @@ def _ask_torch() -> list[Finding]:
             text=True,
             timeout=TORCH_DEADLINE,
         )
+    except OSError as error:
+        return [Finding("torch", f"{sys.executable}: {error.strerror}", False, _REINSTALL)]
     except subprocess.TimeoutExpired:
         return [Finding("torch", f"no answer within {TORCH_DEADLINE:g} s", False, _REINSTALL)]
     if asked.returncode == 0:
         return [Finding(**fields) for fields in json.loads(asked.stdout.splitlines()[-1])]
     if asked.returncode < 0:
-        how = f"crashed with {signal.Signals(-asked.returncode).name}"
+        how = f"crashed with {signal_name(-asked.returncode)}"
     else:
         how = (asked.stderr.strip() or f"exit status {asked.returncode}").splitlines()[-1]
     return [Finding("torch", how, False, _REINSTALL)]

@@ -1,5 +1,6 @@
 """Waiting for other workers: a failure of torch.distributed becomes a PeerError with its who."""
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ def waiting_for(peer: Worker | str, action: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # gloo raises plain ones; torch's DistError is one too
-        cause = str(error).strip().splitlines()[0]
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        cause = re.sub(r"^\[\S+:\d+\] ", "", cause)  # the place in gloo's source
         waited = time.monotonic() - start
         raise PeerError(str(peer), action=action, waited=waited, cause=cause) from None

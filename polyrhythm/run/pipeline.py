@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from polyrhythm.events import EventLog
 from polyrhythm.plan.plan import Plan
+from polyrhythm.run.compute import Compute
 from polyrhythm.run.peers import waiting_for
 from polyrhythm.types import Action, Op, Worker
 
@@ -29,6 +30,7 @@ class PipelineStage:
     boundary: torch.Size  # what crosses from stage to stage for one micro-batch
     log: EventLog
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
+    compute: Compute = field(default_factory=Compute)
     _inputs: Sequence[Tensor] = field(default=(), init=False)
     _targets: Sequence[Tensor] = field(default=(), init=False)
     _kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
@@ -75,21 +77,24 @@ class PipelineStage:
             x = self._inputs[action.microbatch].to(self.device)
         else:
             x = self._receive(action, self._neighbour(-1)).requires_grad_()
+        start = self.log.now()
         y = self.module(x)
         if self.is_last:
             y = self.loss_fn(y, self._targets[action.microbatch].to(self.device))
             self._losses.append(y.detach())
-        else:
+        self.compute.hold_back(Op.F, self.log.now() - start)
+        if not self.is_last:
             self._send(action, y.detach(), self._neighbour(+1))
         self._kept[action.microbatch] = (x, y)
 
     def _backward(self, action: Action) -> None:
         x, y = self._kept.pop(action.microbatch)
+        gradient = None if self.is_last else self._receive(action, self._neighbour(+1))
+        start = self.log.now()
         if self.is_last:
-            num_terms = len(self._targets) * self.plan.num_pipelines
-            (y / num_terms).backward()
-        else:
-            y.backward(self._receive(action, self._neighbour(+1)))
+            y = y / (len(self._targets) * self.plan.num_pipelines)
+        y.backward(gradient)
+        self.compute.hold_back(Op.B, self.log.now() - start)
         if not self.is_first:
             assert x.grad is not None, "a received activation takes part in the graph"
             self._send(action, x.grad, self._neighbour(-1))

@@ -1,23 +1,28 @@
 """Replicas of a stage stay equal: their gradients are summed in one all-reduce per step."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.peers import waiting_for
-from polyrhythm.types import Worker
+from polyrhythm.types import Seconds, Worker
 
 
 class Replicas:
     """The workers of one stage; made by every process of the job, in the same order."""
 
-    def __init__(self, plan: Plan, worker: Worker) -> None:
+    def __init__(self, plan: Plan, worker: Worker, *, deadline: Seconds) -> None:
         self._stage = worker.stage
         self._alone = plan.num_pipelines == 1
         for stage in range(plan.num_stages):  # new_group is collective over the whole job
             with waiting_for("another worker", f"making the group of stage {stage}"):
-                group = dist.new_group([plan.rank(member) for member in plan.replicas(stage)])
+                group = dist.new_group(
+                    [plan.rank(member) for member in plan.replicas(stage)],
+                    timeout=timedelta(seconds=deadline),  # or it would wait half an hour
+                )
             if stage == worker.stage:
                 self._group = group
 

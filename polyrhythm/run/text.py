@@ -4,6 +4,7 @@ Any worker can draw any micro-batch of any step by itself: the first stage of a 
 inputs, the last one the targets, and nothing is sent between them.
 """
 
+import hashlib
 import random
 import sysconfig
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ def standard_library(most: Bytes = MOST_BYTES) -> bytes:
 
 def read_text(path: Path) -> bytes:
     try:
-        return path.read_bytes()[:MOST_BYTES]
+        with path.open("rb") as file:
+            return file.read(MOST_BYTES)
     except OSError as error:
         raise LaunchError(
             f"text {path}: {error.strerror}",
@@ -50,6 +52,8 @@ def read_text(path: Path) -> bytes:
 
 @dataclass(frozen=True)
 class ByteText:
+    """A text, and how to draw from it."""
+
     text: Tensor  # uint8, one dimension
     context: int
     microbatch_size: int
@@ -66,6 +70,11 @@ class ByteText:
         return cls(
             torch.frombuffer(bytearray(text), dtype=torch.uint8), context, microbatch_size, seed
         )
+
+    @property
+    def digest(self) -> str:
+        """Tells texts apart: all workers of a job must draw from the same."""
+        return hashlib.sha256(self.text.numpy().tobytes()).hexdigest()[:16]
 
     def microbatch(self, *, step: int, pipeline: int, microbatch: int) -> tuple[Tensor, Tensor]:
         """(inputs, targets), each micro-batch size x context; targets are one byte ahead."""

@@ -4,7 +4,6 @@ A step: run the schedule over the micro-batches, sum gradients with the other re
 update, record. The summed gradient is the mean over the global batch, exactly as in one process.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from polyrhythm.errors import LaunchError
 from polyrhythm.events import EventLog, worker_log
-from polyrhythm.run.gpt import GPTShape, build_layers, next_byte_loss
+from polyrhythm.run.gpt import build_layers, next_byte_loss
 from polyrhythm.run.job import Job, Settings
 from polyrhythm.run.launch import Place
 from polyrhythm.run.peers import waiting_for
@@ -35,34 +34,42 @@ def load_text(settings: Settings) -> ByteText:
     )
 
 
-def train(place: Place, job: Job, text: ByteText, run_folder: Callable[[], Path]) -> None:
-    """Train as the worker of this place, with every other process of the job.
-
-    `run_folder` is asked on rank 0 alone; the others are told.
-    """
+def train(place: Place, job: Job, text: ByteText, run: Path | None) -> None:
+    """Train as the worker of this place; rank 0 tells the others its `run`, the run folder."""
     job.check_processes(place.world_size)
     worker = job.plan.worker(place.rank)
     device = _device(job.settings, place)
     with place.joined(job.settings.deadline):
-        run = _agree_on_folder(place, job, run_folder)
+        run = _agree_on_folder(job, text, run)
         with EventLog(worker_log(run, worker), worker) as log:
             if place.rank == 0:
                 _record_job(job, device, log)
             stage = _build_stage(job, worker, device, log)
-            _run_steps(job, stage, Replicas(job.plan, worker), text)
+            replicas = Replicas(job.plan, worker, deadline=job.settings.deadline)
+            _run_steps(job, stage, replicas, text)
 
 
-def _agree_on_folder(place: Place, job: Job, run_folder: Callable[[], Path]) -> Path:
-    folder = [str(run_folder()) if place.rank == 0 else None]
+def _agree_on_folder(job: Job, text: ByteText, run: Path | None) -> Path:
+    """Hear rank 0's folder, and that it has the same text: machines may have other Pythons."""
+    told = torch.zeros(4096, dtype=torch.uint8)
+    if run is not None:
+        message = f"{text.digest} {run}".encode()
+        told[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     with waiting_for(job.plan.worker(0), "hearing the run folder"):
-        dist.broadcast_object_list(folder)
-    return Path(str(folder[0]))
+        dist.broadcast(told, src=0)
+    digest, _, folder = bytes(told.tolist()).rstrip(b"\0").decode().partition(" ")
+    if digest != text.digest:
+        raise LaunchError(
+            f"this worker's text has digest {text.digest}, rank 0's {digest}",
+            expected="the same text on every machine",
+            fix="use the same Python everywhere, or give the same file: --text FILE",
+        )
+    return Path(folder)
 
 
 def _build_stage(job: Job, worker: Worker, device: torch.device, log: EventLog) -> PipelineStage:
     settings = job.settings
-    shape = GPTShape(num_blocks=settings.blocks, width=settings.width, context=settings.context)
-    layers = build_layers(shape, job.plan.layers(worker.stage), seed=settings.seed)
+    layers = build_layers(settings.shape, job.plan.layers(worker.stage), seed=settings.seed)
     return PipelineStage(
         module=layers.to(device),
         loss_fn=next_byte_loss,

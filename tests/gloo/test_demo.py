@@ -1,11 +1,14 @@
 """The demo as a user runs it: a real training run, its folder, its refusals, its end by Ctrl-C."""
 
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -96,20 +99,27 @@ def test_torchrun_with_too_few_processes_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def start_long_demo(cwd: Path) -> "subprocess.Popen[str]":
+@contextmanager
+def long_demo(cwd: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A demo that would go on for hours, in a process group as a terminal would give it."""
     demo = subprocess.Popen(
         [*POLYRHYTHM, "demo", *SMALL, "--steps", "100000"],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        process_group=0,
     )
-    ends = time.monotonic() + 40
-    while not list(cwd.glob("runs/*/workers/s1p1.jsonl")):
-        assert time.monotonic() < ends, "the demo did not start"
-        assert demo.poll() is None, demo.communicate()
-        time.sleep(0.1)
-    return demo
+    try:
+        ends = time.monotonic() + 40
+        while not list(cwd.glob("runs/*/workers/s1p1.jsonl")):
+            assert time.monotonic() < ends, "the demo did not start"
+            assert demo.poll() is None, demo.communicate()
+            time.sleep(0.1)
+        yield demo
+    finally:
+        demo.kill()
+        demo.communicate()
 
 
 @pytest.mark.timeout(100)
@@ -117,28 +127,55 @@ def start_long_demo(cwd: Path) -> "subprocess.Popen[str]":
 def test_an_interrupted_demo_ends_its_workers_and_keeps_its_log(
     tmp_path: Path, how: signal.Signals, status: int
 ) -> None:
-    with start_long_demo(tmp_path) as demo:
+    with long_demo(tmp_path) as demo:
         workers = psutil.Process(demo.pid).children(recursive=True)
         assert len(workers) == 4
-        demo.send_signal(how)
+        os.killpg(demo.pid, how)  # as Ctrl-C does: to all that the terminal started
         _, error = demo.communicate(timeout=30)
     assert demo.returncode == status
     assert "Traceback" not in error
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert alive == []
-    assert (only_run(tmp_path) / "events.jsonl").exists()
+    left = sorted(path.name for path in only_run(tmp_path).iterdir())
+    assert left == ["config.toml", "events.jsonl", "plan.json"], "no worker complained"
 
 
 @pytest.mark.timeout(100)
 def test_a_killed_worker_ends_the_demo_with_its_name(tmp_path: Path) -> None:
-    with start_long_demo(tmp_path) as demo:
+    with long_demo(tmp_path) as demo:
         workers = psutil.Process(demo.pid).children(recursive=True)
         max(workers, key=lambda process: process.pid).kill()
         _, error = demo.communicate(timeout=30)
     assert demo.returncode == 1
     assert "was ended by SIGKILL" in error
+    assert "its output" not in error, "it said nothing"
     assert "Traceback" not in error
     assert list(read_run(only_run(tmp_path)))
+
+
+@pytest.mark.timeout(100)
+def test_brackets_in_a_folder_are_not_markup(tmp_path: Path) -> None:
+    few = [*SMALL, "--steps", "2", "--stages", "1", "--pipelines", "1"]
+    done = run(*POLYRHYTHM, "demo", *few, "--out", "r[/x]", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "run folder: r[/x]/demo-" in done.stdout
+
+
+@pytest.mark.timeout(100)
+def test_half_of_torchruns_variables_are_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*POLYRHYTHM, "demo"],
+        cwd=tmp_path,
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "4"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "'MASTER_PORT' is missing" in done.stderr
+    assert "unset RANK WORLD_SIZE" in done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.timeout(100)
@@ -162,6 +199,7 @@ def test_a_text_of_ones_own_is_learned(tmp_path: Path) -> None:
         (["--text", "missing.txt"], "missing.txt: No such file"),
         (["--text", "short.txt"], "a text of 5 bytes"),
         (["--out", "short.txt"], "short.txt"),
+        (["--deadline", "1e300"], "--deadline 1e+300"),
         (["--stepps", "3"], "--stepps"),
         (["--stages", "two"], "two"),
     ],

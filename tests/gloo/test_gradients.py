@@ -78,7 +78,7 @@ def one_step(
         )
         inputs, targets = microbatches(worker.pipeline, num_microbatches)
         stage.run_step(order[worker.stage], inputs, targets, step=0)
-        Replicas(plan, worker).sum_gradients(stage.module)
+        Replicas(plan, worker, deadline=30).sum_gradients(stage.module)
     torch.save([gradient.cpu() for gradient in gradients(stage.module)], folder / f"{worker}.pt")
 
 

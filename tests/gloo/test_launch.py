@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from polyrhythm.errors import LaunchError, PeerError, WorkerError
+from polyrhythm.processes import BAD_INPUT
 from polyrhythm.run.launch import LocalJob, Place
 from polyrhythm.run.peers import waiting_for
 from polyrhythm.types import Worker
@@ -75,7 +77,7 @@ def test_a_worker_that_refuses_bad_input_says_so_in_full(tmp_path: Path) -> None
         LocalJob(refuse, 1, output_folder=tmp_path) as job,
     ):
         job.wait(40)
-    assert caught.value.status == 2
+    assert caught.value.status == BAD_INPUT
 
 
 def die_after_joining(place: Place) -> None:
@@ -96,8 +98,61 @@ def test_a_killed_worker_is_named_rather_than_the_peers_that_lost_it(tmp_path: P
         job.wait(40)
 
 
-def lose_a_peer(place: Place) -> None:
+def fail_last_and_late(place: Place) -> None:
+    """The culprit has the highest rank, and is seen to end after those that lost it."""
     with place.joined(20):
+        dist.barrier()
+        if place.rank == 2:
+            dist.destroy_process_group()
+            time.sleep(0.3)
+            raise ZeroDivisionError("on purpose")
+        with waiting_for(Worker(2, 0), "adding"):
+            dist.all_reduce(torch.ones(1000))
+
+
+@pytest.mark.timeout(60)
+def test_the_culprit_is_waited_for_when_its_peers_end_first(tmp_path: Path) -> None:
+    with (
+        pytest.raises(WorkerError, match="rank 2 failed: ZeroDivisionError"),
+        LocalJob(fail_last_and_late, 3, output_folder=tmp_path) as job,
+    ):
+        job.wait(40)
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupted_start_leaves_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, started = LocalJob._start, []
+
+    def interrupted(job: LocalJob, rank: int, listening: socket.socket) -> None:
+        if rank == 2:
+            raise KeyboardInterrupt
+        real(job, rank, listening)
+        started.append(rank)
+
+    monkeypatch.setattr(LocalJob, "_start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LocalJob(lambda place: time.sleep(FOREVER), 3, output_folder=tmp_path).__enter__()
+    assert started == [0, 1]
+    assert psutil.Process().children() == []
+
+
+@pytest.mark.timeout(60)
+def test_a_job_that_is_ended_writes_no_false_alarm(tmp_path: Path) -> None:
+    def reduce_for_ever(place: Place) -> None:
+        with place.joined(20):
+            while True:
+                with waiting_for("another", "adding"):
+                    dist.all_reduce(torch.ones(10))
+
+    with LocalJob(reduce_for_ever, 4, output_folder=tmp_path) as job:
+        assert not job.wait(2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def lose_a_peer(place: Place) -> None:
+    with place.joined(1000):
         dist.barrier()
         if place.rank == 1:
             os._exit(0)  # leaves without a word
@@ -139,6 +194,7 @@ def test_a_silent_peer_becomes_a_peer_error_at_the_deadline(tmp_path: Path) -> N
 PARENT = f"""
 import time
 from pathlib import Path
+from polyrhythm.processes import BAD_INPUT
 from polyrhythm.run.launch import LocalJob
 with LocalJob(lambda place: time.sleep({FOREVER}), 3, output_folder=Path("out")):
     print("started", flush=True)
@@ -172,11 +228,31 @@ def test_without_torchrun_there_is_no_place() -> None:
     assert Place.from_environment({}) is None
 
 
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+
+
 def test_torchruns_variables_give_the_place() -> None:
-    place = Place.from_environment({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"})
-    assert place == Place(rank=5, world_size=8, local_rank=1)
+    assert Place.from_environment(TORCHRUN) == Place(rank=5, world_size=8, local_rank=1)
 
 
-def test_variables_that_are_no_numbers_are_refused() -> None:
-    with pytest.raises(LaunchError, match="'five'"):
-        Place.from_environment({"RANK": "five", "WORLD_SIZE": "8"})
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"RANK": "five"}, "'five'"),
+        ({"RANK": "8"}, "RANK is not below WORLD_SIZE"),
+        ({"MASTER_PORT": "x"}, "'x'"),
+        ({"MASTER_ADDR": None}, "'MASTER_ADDR' is missing"),
+    ],
+)
+def test_variables_that_make_no_sense_are_refused(
+    changed: dict[str, str | None], says: str
+) -> None:
+    environ = {k: v for k, v in {**TORCHRUN, **changed}.items() if v is not None}
+    with pytest.raises(LaunchError, match=says):
+        Place.from_environment(environ)

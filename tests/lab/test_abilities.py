@@ -148,9 +148,8 @@ def test_forbidden_namespaces_are_reported_with_the_settings_that_forbid_them():
 
 def test_probe_that_hangs_or_dies_is_an_outcome_and_leaves_no_process():
     before = psutil.Process().children(recursive=True)
-    start = time.monotonic()
-    hung = abilities.attempt(lambda: time.sleep(60) or "", deadline=0.2)
-    assert time.monotonic() - start < 5
+    # Far longer than this test may take: it returns because of the deadline, or not in time.
+    hung = abilities.attempt(lambda: time.sleep(10_000) or "", deadline=0.2)
     died = abilities.attempt(lambda: os.kill(os.getpid(), signal.SIGSYS) or "")
     assert (hung.ok, hung.text) == (False, "no answer within 0.2 s")
     assert (died.ok, died.text) == (False, "the attempt was ended by SIGSYS")

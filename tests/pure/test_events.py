@@ -115,6 +115,45 @@ def test_merging_keeps_every_event_in_order_of_time_and_leaves_one_file(tmp_path
     assert list(tmp_path.iterdir()) == [merged_log(tmp_path)]
 
 
+def test_merging_twice_or_over_the_rests_of_a_merge_loses_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    rest = worker_log(tmp_path, Worker(0, 1))
+    saved = rest.read_bytes()
+    merge(tmp_path)
+    merge(tmp_path)
+    assert len(list(read_run(tmp_path))) == 20
+    rest.parent.mkdir()
+    rest.write_bytes(saved)  # as if the first merge had been cut off before it removed this one
+    assert len(list(read_run(tmp_path))) == 20
+    merge(tmp_path)
+    assert len(list(read_run(tmp_path))) == 20
+    assert list(tmp_path.iterdir()) == [merged_log(tmp_path)]
+
+
+def test_the_workers_logs_stay_when_the_merged_one_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path)
+    written = []
+
+    def full(descriptor: int, line: bytes) -> int:
+        written.append(line)
+        if len(written) > 5:
+            raise OSError(28, "No space left on device")
+        return len(line)
+
+    monkeypatch.setattr("os.write", full)
+    with pytest.warns(UserWarning, match="ends here"):
+        merge(tmp_path)
+    monkeypatch.undo()
+    assert len(list(read_run(tmp_path))) == 20
+
+
+def test_a_run_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EventError, match="typo"):
+        list(read_run(tmp_path / "typo"))
+
+
 def test_a_run_whose_worker_died_in_the_middle_of_a_line_still_merges(tmp_path: Path) -> None:
     write_run(tmp_path)
     path = worker_log(tmp_path, Worker(0, 1))

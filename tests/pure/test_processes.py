@@ -1,0 +1,103 @@
+"""A child says why it ended, and takes along what it started."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from polyrhythm.errors import LaunchError, PeerError
+from polyrhythm.processes import Child, end_all, wait_for_all, wait_for_any
+
+
+def fail() -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+def refuse() -> None:
+    raise LaunchError("no GPU", expected="one", fix="use the CPU")
+
+
+def lose_a_peer() -> None:
+    raise PeerError("s1p0", action="receiving F0", waited=1.0, cause="closed")
+
+
+def leave() -> None:
+    sys.exit(7)
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("work", "status", "reason"),
+    [
+        (lambda: None, 0, "ended well"),
+        (fail, 1, "failed: ZeroDivisionError: on purpose"),
+        (refuse, 222, "refused: no GPU\n  expected: one\n  fix: use the CPU"),
+        (lose_a_peer, 223, "failed: PeerError: lost s1p0"),
+        (leave, 7, "failed: exit status 7"),
+        (be_killed, -9, "was ended by SIGKILL"),
+    ],
+)
+def test_the_exit_status_says_why(
+    tmp_path: Path, work: Callable[[], None], status: int, reason: str
+) -> None:
+    child = Child(work, output=tmp_path / "out.txt")
+    assert child.wait(20) == status
+    assert child.reason.startswith(reason)
+
+
+@pytest.mark.timeout(30)
+def test_output_of_the_child_and_of_its_programs_goes_to_the_file(tmp_path: Path) -> None:
+    def talk() -> None:
+        print("from Python", flush=True)
+        subprocess.run(["sh", "-c", "echo from a program; echo to stderr >&2"], check=True)
+
+    child = Child(talk, output=tmp_path / "out.txt")
+    assert child.output is not None
+    assert child.output.exists(), "there at once, so that it can be followed"
+    assert child.wait(20) == 0
+    assert child.output.read_text().splitlines() == ["from Python", "from a program", "to stderr"]
+
+
+@pytest.mark.timeout(30)
+def test_ending_a_child_ends_what_it_started() -> None:
+    child = Child(lambda: subprocess.run(["sleep", "1000"], check=False))
+    ends = time.monotonic() + 20
+    while not (family := psutil.Process(child.pid).children(recursive=True)):
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    end_all([child])
+    assert child.status == -signal.SIGKILL
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+    end_all([child])  # a second time does no harm
+
+
+@pytest.mark.timeout(30)
+def test_a_child_can_be_ended_before_it_has_begun() -> None:
+    for _ in range(20):
+        child = Child(lambda: time.sleep(1000))
+        end_all([child])
+        assert child.status == -signal.SIGKILL
+
+
+@pytest.mark.timeout(30)
+def test_waiting_is_bounded_and_notices_the_first_and_the_last() -> None:
+    quick, slow = Child(lambda: None), Child(lambda: time.sleep(1000))
+    try:
+        wait_for_any([quick, slow], 20)
+        assert (quick.wait(20), slow.status) == (0, None)
+        assert not wait_for_all([quick, slow], 0.1)
+        assert slow.reason == "still runs"
+    finally:
+        end_all([slow])
+    assert wait_for_all([quick, slow], 0.1)
+    wait_for_any([quick, slow], 20)  # nobody runs: returns at once
