@@ -73,7 +73,7 @@ def unknown(
 
 def _table(path: Path) -> object:
     parsers: dict[str, Callable[[str], object]] = {".toml": tomllib.loads, ".json": _parse_json}
-    if path.suffix not in parsers and not path.is_dir():
+    if path.suffix not in parsers and path.is_file():
         raise DescriptionError(
             f"unknown file type {path.suffix!r}", expected=".toml or .json", fix="rename the file"
         )

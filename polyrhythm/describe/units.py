@@ -3,7 +3,6 @@
 A `kind` is Seconds, Bytes or BytesPerSecond of `polyrhythm.types`: a number that carries a Unit.
 """
 
-import difflib
 import math
 import re
 from decimal import Decimal
@@ -24,9 +23,8 @@ def parse(text: str, kind: object) -> float:
     written = _WRITTEN.fullmatch(text.strip())
     number, spelling = written.groups() if written else ("", "")
     if spelling not in unit.scale:
-        # "GIB" is nearer to GB than to GiB in letters, but not in meaning.
-        near = [known for known in unit.scale if _ending(known) == spelling.lower()]
-        near = near or difflib.get_close_matches(spelling, unit.scale, n=1)
+        # Only another way to write the same unit is suggested: obeying must not change the value.
+        near = [u for u in unit.scale if spelling.lower() in (u.lower(), _ending(u))]
         lacks = "has no unit" if written and not spelling else f"is not a {unit.quantity}"
         raise DescriptionError(
             f"{text!r} {lacks}",

@@ -1,41 +1,62 @@
 """A description as a table: what a cluster, model or scenario file says, once understood."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
-from rich import box
 from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
-from polyrhythm.describe.scenario import Scenario
+from polyrhythm.describe.scenario import LinkChange, Scenario, Slow
 from polyrhythm.describe.units import show as text
+from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 
-def show(kind: Literal["cluster", "model", "scenario"], source: str, console: Console) -> None:
-    """Load it, which checks it, and print it; raises DescriptionError."""
-    showing: dict[str, Callable[[str, Console], None]] = {
-        "cluster": _show_cluster,
-        "model": _show_model,
-        "scenario": _show_scenario,
-    }
-    showing[kind](source, console)
+def show(
+    kind: Literal["cluster", "model", "scenario"],
+    source: str,
+    console: Console,
+    *,
+    cluster: str | None = None,
+) -> None:
+    """Load it, which checks it, and print it; raises DescriptionError.
+
+    A scenario is also checked against a `cluster`, where one is given.
+    """
+    if kind == "cluster":
+        _show_cluster(Cluster.load(source), console)
+    elif kind == "model":
+        _show_model(ModelProfile.load(source), console)
+    else:
+        scenario = Scenario.load(source)
+        if cluster is not None:
+            scenario.check(Cluster.load(cluster))
+        _show_scenario(scenario, console)
 
 
-def _show_cluster(source: str, console: Console) -> None:
-    cluster = Cluster.load(source)
-    _print(
+def _show_cluster(cluster: Cluster, console: Console) -> None:
+    print_line(
         console, f"{cluster.name}: {len(cluster.devices)} devices, {len(cluster.regions)} regions"
     )
     if cluster.source:
-        _print(console, f"source: {cluster.source}")
-    num_devices = Counter(device.region for device in cluster.devices)
-    kinds = ", ".join(f"{region} {num_devices[region]}" for region in cluster.regions)
-    _print(console, f"devices: {kinds}")
+        print_line(console, f"source: {cluster.source}")
+    kinds = Counter(
+        (device.region, device.memory, device.speed, device.price_per_hour)
+        for device in cluster.devices
+    )
+    rows = [
+        [
+            region,
+            str(count),
+            "-" if memory is None else text(memory, Bytes),
+            f"{speed:g}",
+            "-" if price is None else f"{price:g}",
+        ]
+        for (region, memory, speed, price), count in kinds.items()
+    ]
+    print_table(console, ["region", "devices", "memory", "speed", "price/h"], rows)
     _print_matrix(console, "one-way latency, ms", cluster, cluster.latency, 1e-3)
     _print_matrix(console, "bandwidth, Mbit/s", cluster, cluster.bandwidth, 125e3)
 
@@ -43,80 +64,72 @@ def _show_cluster(source: str, console: Console) -> None:
 def _print_matrix(
     console: Console, title: str, cluster: Cluster, matrix: Sequence[Sequence[float]], unit: float
 ) -> None:
-    table = _table("from", *cluster.regions, title=title)
     num_devices = Counter(device.region for device in cluster.devices)
+    rows = []
     for row, region in enumerate(cluster.regions):
         alone = num_devices[region] < 2  # nobody to talk to inside its region
         cells = [
             "-" if alone and row == column else f"{value / unit:.6g}"
             for column, value in enumerate(matrix[row])
         ]
-        table.add_row(region, *cells)
-    _print_table(console, table)
+        rows.append([region, *cells])
+    print_table(console, ["from", *cluster.regions], rows, title=title)
 
 
-def _show_model(source: str, console: Console) -> None:
-    model = ModelProfile.load(source)
-    _print(
+def _show_model(model: ModelProfile, console: Console) -> None:
+    print_line(
         console,
         f"{model.name}: {len(model.layers)} layers, micro-batch of {model.microbatch_size}",
     )
-    table = _table("layer", "forward", "backward", "parameters", "output", "stored")
-    for layer in model.layers:
-        sizes = (layer.parameter_bytes, layer.activation_bytes, layer.stored_bytes)
-        table.add_row(
+    rows = [
+        [
             layer.name,
             text(layer.forward, Seconds),
             text(layer.backward, Seconds),
-            *(text(size, Bytes) for size in sizes),
-        )
-    _print_table(console, table)
+            text(layer.parameter_bytes, Bytes),
+            text(layer.activation_bytes, Bytes),
+            text(layer.stored_bytes, Bytes),
+        ]
+        for layer in model.layers
+    ]
+    print_table(console, ["layer", "forward", "backward", "parameters", "output", "stored"], rows)
 
 
-def _show_scenario(source: str, console: Console) -> None:
-    scenario = Scenario.load(source)
-    _print(console, f"{scenario.name}: seed {scenario.seed}")
-    events: list[tuple[float, str, str, str]] = []
-    for slow in scenario.slow:
-        until = "" if slow.until is None else f" until {text(slow.until, Seconds)}"
-        if slow.factor is not None:
-            how = f"{slow.factor:g} times as slow"
-        elif slow.trace is not None:
-            how = f"as in {slow.trace}"
-        else:
-            how = f"sleeps {slow.sleep_factor:g} (F+B) with probability {slow.probability:g}"
-        events.append((slow.start, "slow", slow.device, how + until))
+def _show_scenario(scenario: Scenario, console: Console) -> None:
+    print_line(console, f"{scenario.name}: seed {scenario.seed}")
+    events = [(slow.start, "slow", slow.device, _how(slow)) for slow in scenario.slow]
     for change in scenario.link:
-        parts = {
-            "latency": None if change.latency is None else text(change.latency, Seconds),
-            "bandwidth": None
-            if change.bandwidth is None
-            else text(change.bandwidth, BytesPerSecond),
-            "link": None if change.up is None else ("up" if change.up else "lost"),
-        }
-        what = ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
         arrow = "->" if change.one_way else "<->"
-        events.append((change.at, "link", f"{change.source} {arrow} {change.target}", what))
+        whom = f"{change.source} {arrow} {change.target}"
+        events.append((change.at, "link", whom, _changes(change)))
     for pause in scenario.pause:
         events.append((pause.at, "pause", pause.device, f"until {text(pause.until, Seconds)}"))
     events += [(kill.at, "kill", kill.device, "") for kill in scenario.kill]
     events += [(join.at, "join", join.device, "") for join in scenario.join]
-    table = _table("at", "event", "whom", "what")
-    for at, kind, whom, what in sorted(events):
-        table.add_row(text(at, Seconds), kind, whom, what)
-    _print_table(console, table)
+    rows = [[text(at, Seconds), *words] for at, *words in sorted(events)]
+    print_table(console, ["at", "event", "whom", "what"], rows)
 
 
-def _table(first: str, *others: str, title: str | None = None) -> Table:
-    return Table(first, *others, box=box.SIMPLE_HEAD, title=title, title_justify="left")
+def _how(slow: Slow) -> str:
+    if slow.factor is not None:
+        how = f"{slow.factor:g} times as slow"
+    elif slow.trace is not None:
+        how = f"as recorded in {slow.trace}"
+        if slow.trace_worker is not None:
+            how += f" by worker {slow.trace_worker}"
+        if slow.trace_duration is not None:
+            how += f", squeezed into {text(slow.trace_duration, Seconds)}"
+    else:
+        how = f"sleeps {slow.sleep_factor:g} (F+B) with probability {slow.probability:g}"
+    return how if slow.until is None else f"{how} until {text(slow.until, Seconds)}"
 
 
-def _print_table(console: Console, table: Table) -> None:
-    """As wide as it is: a number cut short to fit a narrow screen is a wrong number."""
-    endless = console.options.update(max_width=10_000)
-    width = Measurement.get(console, endless, table).maximum
-    Console(file=console.file, width=max(width, console.width)).print(table)
-
-
-def _print(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+def _changes(change: LinkChange) -> str:
+    parts = []
+    if change.latency is not None:
+        parts.append(f"latency {text(change.latency, Seconds)}")
+    if change.bandwidth is not None:
+        parts.append(f"bandwidth {text(change.bandwidth, BytesPerSecond)}")
+    if change.up is not None:
+        parts.append("up" if change.up else "lost")
+    return ", ".join(parts)

@@ -23,9 +23,9 @@ def extras() -> list[Finding]:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         advice = "pip install 'polyrhythm[watch]'; reports and everything else work without it"
-        return [Finding("live web page", f"no {' and no '.join(missing)}", False, advice)]
+        return [Finding("live web page (to come)", f"no {' and no '.join(missing)}", False, advice)]
     versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
-    return [Finding("live web page", ", ".join(versions), True)]
+    return [Finding("live web page (to come)", ", ".join(versions), True)]
 
 
 def show(
@@ -86,5 +86,5 @@ def _verdict(groups: dict[str, Sequence[Finding]]) -> str:
     training, lab = groups["Training"], groups["Lab"]
     return (
         f"Training {'does not work' if _lacks(training) else 'works'} on this machine; "
-        f"the lab {'lacks something' if _lacks(lab) else 'works too'}."
+        f"the lab {'lacks something' if _lacks(lab) else 'works'}."
     )

@@ -4,7 +4,7 @@ A terminal gets a table that is redrawn in place; anything else gets a plain lin
 """
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -39,11 +39,12 @@ class PipelineProgress:
     def __init__(self) -> None:
         self.step = 0
         self.loss = float("nan")
+        self.losses: dict[int, float] = {}  # by steps done, until all pipelines have got there
         self._recent: deque[tuple[Seconds, float]] = deque(maxlen=WINDOW + 1)
 
     def update(self, event: Event) -> None:
         self.step = (event.step or 0) + 1
-        self.loss = float(event.values["loss"])
+        self.loss = self.losses[self.step] = float(event.values["loss"])
         ended = event.time + (event.duration or 0.0)
         self._recent.append((ended, float(event.values["tokens"])))
 
@@ -59,10 +60,10 @@ class PipelineProgress:
 class Progress:
     """Shows a run while it goes on; call `update` often, it draws when there is something new."""
 
-    def __init__(self, run: Path, *, num_steps: int, console: Console) -> None:
+    def __init__(self, run: Path, *, num_steps: int, num_pipelines: int, console: Console) -> None:
         self._reader = RunReader(run)
         self._num_steps, self._console = num_steps, console
-        self._pipelines: defaultdict[int, PipelineProgress] = defaultdict(PipelineProgress)
+        self._pipelines = {number: PipelineProgress() for number in range(num_pipelines)}
         self._next_line = 1
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
@@ -93,7 +94,7 @@ class Progress:
 
     def _table(self) -> Table:
         table = Table("pipeline", "step", "loss", "tokens/s", title="training", min_width=44)
-        for pipeline, seen in sorted(self._pipelines.items()):
+        for pipeline, seen in self._pipelines.items():
             table.add_row(
                 f"p{pipeline}",
                 f"{seen.step}/{self._num_steps}",
@@ -104,14 +105,16 @@ class Progress:
 
     def _print_line(self) -> None:
         """One line per twentieth of the run: a log file should stay readable."""
-        step = min(seen.step for seen in self._pipelines.values())
+        step = min(seen.step for seen in self._pipelines.values())  # that all have done
         if step < min(self._next_line, self._num_steps):
             return
         self._next_line = step + max(1, self._num_steps // 20)
-        losses = [seen.loss for seen in self._pipelines.values()]
+        losses = [seen.losses[step] for seen in self._pipelines.values()]
+        for seen in self._pipelines.values():
+            seen.losses = {s: loss for s, loss in seen.losses.items() if s > step}
         rates = [
             f"p{pipeline} {_rate(seen.tokens_per_second)}"
-            for pipeline, seen in sorted(self._pipelines.items())
+            for pipeline, seen in self._pipelines.items()
         ]
         self._console.print(
             f"step {step:>4}/{self._num_steps}  loss {sum(losses) / len(losses):.3f}"

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rich.console import Console
-from rich.table import Table
 
 from polyrhythm.events import Event
+from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Seconds, Worker
 
 
@@ -68,23 +68,26 @@ class Summary:
         steps = sorted(self.losses)
         few = steps[-max(1, len(steps) // 20) :]  # one step's loss is noisy
         seconds = self.ended - self.began
-        console.print(self._table())
-        console.print(
+        header = ["worker", "step time", "compute", "wait", "sync", "other"]
+        print_table(console, header, map(self._row, sorted(self.workers)), title="per worker")
+        print_line(
+            console,
             f"loss {self.mean_loss(steps[:1]):.3f} at the first step, "
             f"{self.mean_loss(few):.3f} over the last {len(few)} of {len(steps)} steps",
+        )
+        print_line(
+            console,
             f"{self.tokens:,.0f} tokens in {seconds:.1f} s: {self.tokens / seconds:,.0f} tokens/s",
-            sep="\n",
-            highlight=False,
         )
 
-    def _table(self) -> Table:
-        table = Table("worker", "step time", "compute", "wait", "sync", "other", title="per worker")
-        for worker, spent in sorted(self.workers.items()):
-            shares = (spent.compute, spent.wait, spent.sync, spent.other)
-            total = spent.total or float("nan")
-            table.add_row(
-                str(worker),
-                f"{1000 * spent.total / max(1, spent.steps):.0f} ms",
-                *(f"{share / total:.0%}" for share in shares),
-            )
-        return table
+    def _row(self, worker: Worker) -> list[str]:
+        spent = self.workers[worker]
+        total = spent.total or float("nan")
+        return [
+            str(worker),
+            f"{1000 * spent.total / max(1, spent.steps):.0f} ms",
+            f"{spent.compute / total:.0%}",
+            f"{spent.wait / total:.0%}",
+            f"{spent.sync / total:.0%}",
+            f"{spent.other / total:.0%}",
+        ]

@@ -59,7 +59,7 @@ def build(name: str, *, num_stages: int, num_microbatches: int, k: int | None = 
         raise ScheduleError(
             f"schedule {name} with k={k}",
             expected="k with kfkb, and with kfkb alone",
-            fix="give k=2 and kfkb, or leave k out",
+            fix="choose kfkb with k=2 (--schedule kfkb --k 2), or leave k out",
         )
     group = {} if k is None else {"k": k}
     shape = {"num_stages": num_stages, "num_microbatches": num_microbatches}

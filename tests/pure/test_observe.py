@@ -42,7 +42,7 @@ def append(logs: list[EventLog], step: int) -> None:
 def test_progress_follows_the_logs_of_all_pipelines(tmp_path: Path, terminal: bool) -> None:
     logs = [EventLog(worker_log(tmp_path, Worker(1, p))) for p in range(2)]
     screen = console(terminal=terminal)
-    with Progress(tmp_path, num_steps=10, console=screen) as progress:
+    with Progress(tmp_path, num_steps=10, num_pipelines=2, console=screen) as progress:
         for step in range(10):
             append(logs, step)
             progress.update()
@@ -58,13 +58,29 @@ def test_progress_follows_the_logs_of_all_pipelines(tmp_path: Path, terminal: bo
         assert text.splitlines()[-1] == "step   10/10  loss 2.000  tokens/s p0 100  p1 100"
 
 
+def test_a_line_tells_the_loss_of_the_step_that_it_names(tmp_path: Path) -> None:
+    screen = console(terminal=False)
+    logs = [EventLog(worker_log(tmp_path, Worker(1, p))) for p in range(2)]
+    with Progress(tmp_path, num_steps=3, num_pipelines=2, console=screen) as progress:
+        for step in range(3):  # one pipeline is ahead of the other
+            logs[0]._append(step_event(0, step, loss=10.0 - step))
+        progress.update()
+        assert printed(screen) == "", "the other has done nothing yet"
+        for step in range(3):
+            logs[1]._append(step_event(1, step, loss=8.0 - step))
+            progress.update()
+    for log in logs:
+        log.close()
+    assert [line.split()[3] for line in printed(screen).splitlines()] == ["9.000", "8.000", "7.000"]
+
+
 def test_plain_progress_of_a_long_run_stays_short_and_ends_with_the_last_step(
     tmp_path: Path,
 ) -> None:
     screen = console(terminal=False)
     with (
         EventLog(worker_log(tmp_path, Worker(1, 0))) as log,
-        Progress(tmp_path, num_steps=1003, console=screen) as progress,
+        Progress(tmp_path, num_steps=1003, num_pipelines=1, console=screen) as progress,
     ):
         for step in range(1003):
             append([log], step)
@@ -76,7 +92,7 @@ def test_plain_progress_of_a_long_run_stays_short_and_ends_with_the_last_step(
 
 def test_progress_of_a_run_that_never_starts_prints_nothing(tmp_path: Path) -> None:
     screen = console(terminal=False)
-    with Progress(tmp_path, num_steps=3, console=screen) as progress:
+    with Progress(tmp_path, num_steps=3, num_pipelines=1, console=screen) as progress:
         progress.update()
     assert printed(screen) == ""
 

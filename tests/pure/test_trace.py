@@ -87,7 +87,7 @@ def test_unknown_trace_is_refused_with_the_nearest_name():
 
 def test_path_is_never_taken_for_a_name():
     for source in ("here/sdpipe_16gpu", Path("sdpipe_16gpu")):
-        with pytest.raises(DescriptionError, match="sdpipe_16gpu: unknown file type ''"):
+        with pytest.raises(DescriptionError, match="sdpipe_16gpu: cannot read it"):
             Trace.load(source)
 
 

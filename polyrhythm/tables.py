@@ -1,0 +1,41 @@
+"""Tables for people: as wide as their content, and every text as it is.
+
+A number cut short to fit a narrow screen is a wrong number, and brackets in a user's names are not
+markup.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+
+def print_table(
+    console: Console,
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str | None = None,
+) -> None:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+        title=None if title is None else Text(title),
+        title_justify="left",
+    )
+    for name in header:
+        table.add_column(Text(name))
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    endless = console.options.update(max_width=10_000)
+    width = Measurement.get(console, endless, table).maximum
+    Console(file=console.file, width=max(width, console.width)).print(table)
+
+
+def print_line(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
