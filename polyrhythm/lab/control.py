@@ -1,0 +1,99 @@
+"""Talk to the switch of a running lab, from its owner or from any other process of the user."""
+
+import contextlib
+import os
+import re
+import socket
+import tempfile
+from pathlib import Path
+
+from polyrhythm.errors import LabError
+from polyrhythm.lab.orders import Answer, AnyOrder, decode_answer, encode
+from polyrhythm.types import Seconds
+
+DEADLINE: Seconds = 20.0  # the switch answers in a millisecond, unless the machine is overloaded
+# Where this user's labs have their sockets. Found at import: in a user namespace one is user 0.
+FOLDER = Path(tempfile.gettempdir()) / f"polyrhythm-labs-{os.getuid()}"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
+
+
+def running_labs() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.sock") if _answers(path))
+
+
+def socket_path(name: str) -> Path:
+    if not _NAME.fullmatch(name):
+        raise LabError(
+            f"lab name {name!r}",
+            expected="up to 40 letters, digits, dots, dashes or underscores",
+            fix="choose another name",
+        )
+    return FOLDER / f"{name}.sock"
+
+
+def claim(name: str) -> socket.socket:
+    """Listen under this name; refused while another lab has it."""
+    path = socket_path(name)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    if _answers(path):
+        raise LabError(
+            f"a lab named {name!r} is running",
+            expected="a name of its own for each lab",
+            fix="give another --name, or end that lab",
+        )
+    path.unlink(missing_ok=True)  # of a lab whose every process was killed at once
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(path))
+    listening.listen()
+    return listening
+
+
+def _answers(path: Path) -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(DEADLINE)
+        client.connect(str(path))
+        return True
+    return False
+
+
+class Control:
+    """A connection to a switch; every order is answered before the next."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(DEADLINE)
+        try:
+            self._socket.connect(str(socket_path(name)))
+        except OSError:
+            self._socket.close()
+            there = ", ".join(running_labs()) or "none is running"
+            raise LabError(
+                f"no lab named {name!r}",
+                expected=f"the name of a running lab: {there}",
+                fix="start it with `polyrhythm lab run`, or correct the name",
+            ) from None
+        self._lines = self._socket.makefile("rb")
+
+    def tell(self, order: AnyOrder) -> Answer:
+        try:
+            self._socket.sendall(encode(order) + b"\n")
+            line = self._lines.readline()
+        except OSError as error:
+            raise self._lost(str(error)) from None
+        if not line:
+            raise self._lost("it closed the connection")
+        answer = decode_answer(line)
+        assert answer.refused is None, f"the switch refused {order}: {answer.refused}"
+        return answer
+
+    def _lost(self, why: str) -> LabError:
+        return LabError(
+            f"the switch of lab {self.name!r} is gone: {why}",
+            expected="it to run as long as the lab",
+            fix="start the lab again; if it was killed for memory, use fewer hosts",
+        )
+
+    def close(self) -> None:
+        self._lines.close()
+        self._socket.close()

@@ -1,0 +1,169 @@
+"""A host of the lab: a network namespace without a name, with one TUN device that the switch reads.
+
+Nothing has to be removed: a namespace lasts as long as a process or an open file of it, and its
+devices with it. Whoever is not root first moves into a user namespace of its own (`become_lord`).
+"""
+
+import ctypes
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from polyrhythm.errors import LabError
+
+DEVICE = "lab0"
+PREFIX = "10.77.0"  # seen inside the namespaces only
+MOST_HOSTS = 253
+TUN = "/dev/net/tun"
+VNET_HEADER = 10  # bytes of struct virtio_net_hdr in front of every packet
+
+_NEWUSER, _NEWNET = 0x10000000, 0x40000000
+_TUNSETIFF, _TUNSETOFFLOAD, _TUNSETVNETHDRSZ = 0x400454CA, 0x400454D0, 0x400454D8
+_IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
+_TUN_F_CSUM, _TUN_F_TSO4 = 0x01, 0x02
+_KERNEL, _LINK_SCOPE = 2, 253  # of a route: who made it, how far it reaches
+
+# Per namespace. Buffers for fast, long links; fewer, larger bursts at low rates, since the switch
+# pays per packet; no memory of earlier connections, and no slow start after each pause of a
+# training step, so that two runs are alike.
+_SETTINGS = {
+    "net/ipv6/conf/all/disable_ipv6": "1",
+    "net/ipv4/tcp_no_metrics_save": "1",
+    "net/ipv4/tcp_slow_start_after_idle": "0",
+    "net/ipv4/tcp_rmem": "4096 131072 67108864",
+    "net/ipv4/tcp_wmem": "4096 65536 67108864",
+    "net/ipv4/tcp_min_tso_segs": "8",
+}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Both files are owned by whoever made the host."""
+
+    address: str
+    namespace: int  # descriptor, to enter it
+    tun: int  # descriptor, to carry its packets
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """This thread is in the host's network while the block lasts."""
+        with _back_home():
+            enter(self.namespace)
+            yield
+
+
+def make_host(number: int) -> Host:
+    """Host 0, 1, ... of a lab, up and with its address; the caller's own network stays as it is."""
+    address = f"{PREFIX}.{number + 1}"
+    with _back_home():
+        if _libc.unshare(_NEWNET):
+            raise _refused("making a network namespace")
+        namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        for name, value in _SETTINGS.items():
+            path = Path("/proc/sys", name)
+            if path.exists():  # older kernels lack some
+                path.write_text(value)
+        tun = _open_tun()
+        _configure(address)
+    return Host(address, namespace, tun)
+
+
+def enter(namespace: int) -> None:
+    if _libc.setns(namespace, _NEWNET):
+        raise _refused("entering a network namespace")
+
+
+def enter_by_path(path: str) -> None:
+    """Enter a namespace of another process: of root's labs, or of one's own user namespace."""
+    theirs = Path(path).parents[1] / "ns" / "user"
+    if not theirs.samefile("/proc/self/ns/user"):
+        user = os.open(theirs, os.O_RDONLY)
+        if _libc.setns(user, _NEWUSER):
+            raise _refused("entering the lab's user namespace")
+        os.close(user)
+    network = os.open(path, os.O_RDONLY)
+    enter(network)
+    os.close(network)
+
+
+def become_lord() -> None:
+    """Unless root: move this process, for good, into a user and network namespace that it rules.
+
+    It keeps its files and its user outside, and cannot reach the network any more.
+    """
+    if os.geteuid() == 0:
+        return
+    user, group = os.geteuid(), os.getegid()
+    if _libc.unshare(_NEWUSER | _NEWNET):
+        raise _refused("making a user namespace")
+    try:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    except OSError as error:
+        raise _refused("becoming root in a user namespace", error.errno) from None
+
+
+@contextmanager
+def _back_home() -> Iterator[None]:
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        yield
+    finally:
+        enter(home)
+        os.close(home)
+
+
+def _open_tun() -> int:
+    """With offload: TCP hands over bursts of up to 64 KB, so that Python keeps up."""
+    try:
+        tun = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise _refused(f"opening {TUN}", error.errno) from None
+    try:
+        flags = _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR
+        fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), flags))
+        fcntl.ioctl(tun, _TUNSETVNETHDRSZ, struct.pack("i", VNET_HEADER))
+        fcntl.ioctl(tun, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
+    except OSError as error:
+        os.close(tun)
+        raise _refused("making a TUN device", error.errno) from None
+    return tun
+
+
+def _configure(address: str) -> None:
+    from pyroute2 import IPRoute  # type: ignore[import-untyped]  # of the extra [lab]
+
+    with IPRoute() as netlink:
+        (loopback,) = netlink.link_lookup(ifname="lo")
+        (device,) = netlink.link_lookup(ifname=DEVICE)
+        netlink.link("set", index=loopback, state="up")
+        # A long queue in front of the switch: packets are to be dropped by the channel alone.
+        netlink.link("set", index=device, mtu=1500, txqlen=10000, state="up")
+        netlink.addr("add", index=device, address=address, prefixlen=24)
+        # On the route: in a namespace the system's setting takes only what the machine allows, and
+        # machines differ. The kernel made this route; replace it.
+        netlink.route(
+            "replace",
+            dst=f"{PREFIX}.0/24",
+            oif=device,
+            prefsrc=address,
+            proto=_KERNEL,
+            scope=_LINK_SCOPE,
+            metrics={"cc_algo": "cubic"},
+        )
+
+
+def _refused(doing: str, number: int | None = None) -> LabError:
+    number = ctypes.get_errno() if number is None else number
+    return LabError(
+        f"{doing}: {os.strerror(number)}",
+        expected="root, or user namespaces and a /dev/net/tun that everybody may open",
+        fix="`polyrhythm doctor` says what is missing here and how to get it",
+    )

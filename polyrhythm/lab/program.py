@@ -1,0 +1,72 @@
+"""Start a program quickly: a Python script runs in a fork of this interpreter, modules loaded.
+
+Sixteen interpreters that each import torch take half a minute and 200 MB each on two cores; sixteen
+forks of one that has imported it take a second and share its memory. Anything else is executed.
+"""
+
+import importlib
+import importlib.util
+import os
+import runpy
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from polyrhythm.errors import LabError
+
+# Every torch optimizer imports torch._dynamo: a second and 100 MB.
+PRELOADED = ("torch", "torch._dynamo")
+
+
+def preload(program: Sequence[str], modules: Sequence[str] = PRELOADED) -> None:
+    """Import what the forks of this process will need, if `program` is one that is forked."""
+    if _is_this_python(program[0]):
+        for name in modules:
+            if importlib.util.find_spec(name.partition(".")[0]) is not None:
+                importlib.import_module(name)
+
+
+def become(program: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run the program in this process, which it owns from here on."""
+    script = _script(program)
+    if script is None:
+        _execute(program, environment)
+        return
+    os.environ.update(environment)
+    option, target, arguments = script
+    sys.argv = [target, *arguments]
+    if option == "-m":
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(target).absolute().parent))
+        runpy.run_path(target, run_name="__main__")
+
+
+def _script(program: Sequence[str]) -> tuple[str, str, Sequence[str]] | None:
+    """("-m", module, arguments) or ("", file, arguments) of a program that can run in a fork."""
+    if not _is_this_python(program[0]) or len(program) < 2:
+        return None
+    if program[1] == "-m" and len(program) > 2:
+        return "-m", program[2], program[3:]
+    if program[1].endswith(".py") and Path(program[1]).is_file():
+        return "", program[1], program[2:]
+    return None
+
+
+def _is_this_python(command: str) -> bool:
+    found = shutil.which(command)
+    here = Path(sys.executable)
+    return found is not None and Path(found).parent == here.parent and "python" in Path(found).name
+
+
+def _execute(program: Sequence[str], environment: Mapping[str, str]) -> None:
+    try:
+        os.execvpe(program[0], list(program), {**os.environ, **environment})
+    except OSError as error:
+        raise LabError(
+            f"{program[0]}: {error.strerror}",
+            expected="a program that can be run",
+            fix="check its name and the PATH",
+        ) from None

@@ -1,0 +1,57 @@
+"""A scenario as orders to the switch: what happens to links and hosts, and when. Pure."""
+
+from collections.abc import Iterator
+
+from polyrhythm.describe.cluster import Cluster
+from polyrhythm.describe.scenario import LinkChange, Scenario
+from polyrhythm.lab.orders import AnyOrder, ChangeLinks, KillHost, PauseHost, ReviveHost
+from polyrhythm.types import Seconds
+
+
+def orders(scenario: Scenario, cluster: Cluster, start: Seconds) -> Iterator[AnyOrder]:
+    """Every order with its time, for a scenario whose clock starts at `start`."""
+    number = {device.name: i for i, device in enumerate(cluster.devices)}
+    for change in scenario.link:
+        yield link_order(change, cluster, at=start + change.at)
+    for kill in scenario.kill:
+        yield KillHost(host=number[kill.device], at=start + kill.at)
+    for join in scenario.join:
+        yield ReviveHost(host=number[join.device], at=start + join.at)
+    for pause in scenario.pause:
+        host = number[pause.device]
+        yield PauseHost(host=host, paused=True, at=start + pause.at)
+        yield PauseHost(host=host, paused=False, at=start + pause.until)
+
+
+def link_order(change: LinkChange, cluster: Cluster, at: Seconds | None = None) -> ChangeLinks:
+    """The change for every directed pair of hosts that it names."""
+    sources = _numbers(change.source, cluster)
+    targets = _numbers(change.target, cluster)
+    pairs = {(a, b) for a in sources for b in targets if a != b}
+    if not change.one_way:
+        pairs |= {(b, a) for a, b in pairs}
+    return ChangeLinks(
+        pairs=tuple(sorted(pairs)),
+        latency=change.latency,
+        bandwidth=change.bandwidth,
+        lost=None if change.up is None else not change.up,
+        at=at,
+    )
+
+
+def absent_at_first(scenario: Scenario) -> frozenset[str]:
+    """Devices that join without having been killed before: they are away from the start."""
+    first: dict[str, tuple[Seconds, bool]] = {}
+    events = [(kill.device, kill.at, False) for kill in scenario.kill]
+    events += [(join.device, join.at, True) for join in scenario.join]
+    for device, at, joins in events:
+        first[device] = min(first.get(device, (at, joins)), (at, joins))
+    return frozenset(device for device, (_, joins) in first.items() if joins)
+
+
+def _numbers(name: str, cluster: Cluster) -> list[int]:
+    return [
+        number
+        for number, device in enumerate(cluster.devices)
+        if name in (device.name, device.region)
+    ]

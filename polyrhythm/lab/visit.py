@@ -1,0 +1,115 @@
+"""What another process may do with a running lab: look, step inside, and disturb it."""
+
+import os
+from typing import Literal
+
+from rich.console import Console
+
+from polyrhythm.describe.read import unknown
+from polyrhythm.describe.units import parse, show
+from polyrhythm.errors import LabError
+from polyrhythm.lab import namespace
+from polyrhythm.lab.control import Control
+from polyrhythm.lab.orders import (
+    AnyOrder,
+    ChangeLinks,
+    GetHosts,
+    GetReport,
+    HostEntry,
+    KillHost,
+    PauseHost,
+)
+from polyrhythm.tables import print_line, print_table
+from polyrhythm.types import Bytes, BytesPerSecond, Seconds
+
+
+def enter_host(control: Control, host: str) -> None:
+    """Move this process into the host's network; what it starts from here on runs there."""
+    hosts = control.tell(GetHosts()).hosts
+    path = hosts[_number(hosts, host)].namespace
+    try:
+        namespace.enter_by_path(path)
+    except OSError as error:
+        raise LabError(
+            f"entering {host!r}: {error.strerror}",
+            expected="the user who started the lab, or root",
+            fix="run this as that user",
+        ) from None
+    os.environ["GLOO_SOCKET_IFNAME"] = namespace.DEVICE
+
+
+def change_link(
+    control: Control,
+    source: str,
+    target: str,
+    *,
+    latency: str | None,
+    bandwidth: str | None,
+    up: bool | None,
+    one_way: bool,
+) -> None:
+    hosts = control.tell(GetHosts()).hosts
+    pair = (_number(hosts, source), _number(hosts, target))
+    if pair[0] == pair[1] or (latency, bandwidth, up) == (None, None, None):
+        raise LabError(
+            f"nothing to change from {source!r} to {target!r}",
+            expected="two hosts, and --latency, --bandwidth or --up",
+            fix="for example --bandwidth 10Mbit/s",
+        )
+    order = ChangeLinks(
+        pairs=(pair,) if one_way else (pair, pair[::-1]),
+        latency=None if latency is None else parse(latency, Seconds),
+        bandwidth=None if bandwidth is None else parse(bandwidth, BytesPerSecond),
+        lost=None if up is None else not up,
+    )
+    if (order.latency or 0) < 0 or (order.bandwidth is not None and order.bandwidth <= 0):
+        raise LabError(
+            f"latency {latency}, bandwidth {bandwidth}",
+            expected="a latency of 0 or more, a bandwidth above 0",
+            fix="use --up False to cut the link",
+        )
+    control.tell(order)
+
+
+def disturb(control: Control, how: Literal["kill", "pause", "resume"] | str, host: str) -> None:
+    number = _number(control.tell(GetHosts()).hosts, host)
+    order: dict[str, AnyOrder] = {
+        "kill": KillHost(host=number),
+        "pause": PauseHost(host=number, paused=True),
+        "resume": PauseHost(host=number, paused=False),
+    }
+    control.tell(order[how])
+
+
+def show_status(control: Control, console: Console) -> None:
+    hosts = control.tell(GetHosts()).hosts
+    report = control.tell(GetReport()).report
+    assert report is not None, "a report was asked for"
+    print_table(
+        console,
+        ["host", "address", "processes"],
+        [[host.name, host.address, str(host.processes)] for host in hosts],
+    )
+    rows = [
+        [
+            hosts[pair.source].name,
+            hosts[pair.target].name,
+            show(pair.wire_bytes, Bytes),
+            f"{pair.drops} packets",
+            show(pair.backlog, Bytes),
+            show(pair.peak_backlog, Bytes),
+        ]
+        for pair in report.pairs
+    ]
+    print_table(console, ["from", "to", "sent", "dropped", "waiting", "at most"], rows)
+    print_line(console, f"switch: {report.punctuality}")
+    if trouble := report.punctuality.trouble:
+        print_line(console, f"not to be trusted: {trouble}")
+
+
+def _number(hosts: tuple[HostEntry, ...], name: str) -> int:
+    names = [host.name for host in hosts]
+    if name not in names:
+        error = unknown("host", name, names)
+        raise LabError(error.wrong, expected=error.expected, fix=error.fix)
+    return names.index(name)

@@ -1,0 +1,228 @@
+"""`polyrhythm lab` as a user types it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+POLYRHYTHM = [sys.executable, "-m", "polyrhythm"]
+CLUSTER = """
+name = "pair"
+[[devices]]
+name = "left"
+[[devices]]
+name = "right"
+[[links]]
+from = "left"
+to = "right"
+latency = "5ms"
+bandwidth = "20Mbit/s"
+"""
+# Labs of other tests are not to be seen here; and a socket's path must stay short.
+ENVIRONMENT = {**os.environ, "TMPDIR": tempfile.mkdtemp(prefix="labs")}
+WAIT = [sys.executable, "wait.py"]
+TELL = "import os, json; print(json.dumps(dict(os.environ)))"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "pair.toml").write_text(CLUSTER)
+    (tmp_path / "tell.py").write_text(TELL)
+    (tmp_path / "wait.py").write_text("import time; print('waiting', flush=True); time.sleep(1000)")
+    return tmp_path
+
+
+def lab(folder: Path, *arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*POLYRHYTHM, "lab", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env=ENVIRONMENT,
+    )
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("options", [[], ["--in-process"]])
+def test_every_host_gets_torchruns_variables(folder: Path, options: list[str]) -> None:
+    done = lab(
+        folder, "run", *options, "pair.toml", "--output", "out", "--", sys.executable, "tell.py"
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    told = [json.loads((folder / "out" / f"{h}.log").read_text()) for h in ("left", "right")]
+    assert [each["RANK"] for each in told] == ["0", "1"]
+    assert all(each["WORLD_SIZE"] == "2" and each["LOCAL_RANK"] == "0" for each in told)
+    assert len({(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in told}) == 1
+    assert [each["POLYRHYTHM_DEVICE"] for each in told] == ["left", "right"]
+
+
+@pytest.mark.timeout(90)
+def test_a_program_that_fails_is_named_and_gives_status_1(folder: Path) -> None:
+    (folder / "fail.py").write_text("import os, sys; sys.exit(int(os.environ['RANK']) * 7)")
+    done = lab(folder, "run", "pair.toml", "--", sys.executable, "fail.py")
+    assert done.returncode == 1
+    assert "right failed: exit status 7" in done.stdout
+    assert "left" not in done.stdout
+
+
+@pytest.mark.timeout(90)
+def test_a_scenario_kills_and_brings_back_and_slows_on_its_clock(folder: Path) -> None:
+    (folder / "s.toml").write_text(
+        'name = "s"\n[[kill]]\ndevice = "right"\nat = "1s"\n'
+        '[[join]]\ndevice = "right"\nat = "2s"\n'
+        '[[slow]]\ndevice = "left"\nfactor = 3\n'
+    )
+    (folder / "work.py").write_text(
+        "import os, time, polyrhythm as pr\n"
+        "compute = pr.Compute.from_environment(os.environ)\n"
+        "start = time.monotonic()\n"
+        "for _ in range(4): compute.emulate(pr.Op.F, 0.1)\n"
+        "took = time.monotonic() - start\n"
+        "print('took', took, flush=True)\n"
+        "time.sleep(3 - (time.monotonic() - start))\n"
+        "print('done', flush=True)\n"
+    )
+    done = lab(folder, "run", "pair.toml", "--scenario", "s.toml", "--", sys.executable, "work.py")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.count("right was killed by the scenario") == 1
+    took = [float(t) for t in re.findall(r"took (\S+)", done.stdout)]
+    assert len(took) == 3, "left once, right twice"
+    assert done.stdout.count("done") == 2, "the first life of right was cut short"
+    assert max(took) / min(took) > 2, "left is held back"
+
+
+@pytest.mark.timeout(90)
+def test_a_timeout_ends_everything(folder: Path) -> None:
+    done = lab(folder, "run", "pair.toml", "--timeout", "2", "--", sys.executable, "wait.py")
+    assert done.returncode == 124
+    assert "still running: left, right" in done.stdout
+
+
+@pytest.fixture
+def running(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A lab named rehearsal whose two hosts wait."""
+    with subprocess.Popen(
+        [
+            *POLYRHYTHM,
+            *["lab", "run", "pair.toml", "--name", "rehearsal", "--"],
+            sys.executable,
+            "wait.py",
+        ],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+    ) as process:
+        assert process.stdout is not None
+        waiting = 0
+        while waiting < 2:
+            line = process.stdout.readline()
+            assert line, "it ended"
+            waiting += "waiting" in line
+        yield process
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+
+
+@pytest.mark.timeout(90)
+def test_a_running_lab_can_be_visited(folder: Path, running: "subprocess.Popen[str]") -> None:
+    status = lab(folder, "status")
+    assert status.returncode == 0, status.stderr
+    assert re.search(r"left +10\.77\.0\.1 +1", status.stdout)
+    inside = lab(
+        folder, "shell", "right", "--", sys.executable, "-c", "print(open('/proc/net/dev').read())"
+    )
+    assert "lab0" in inside.stdout, inside.stderr
+    twice = lab(folder, "run", "pair.toml", "--name", "rehearsal", "--", "true")
+    assert twice.returncode == 2
+    assert "'rehearsal' is running" in twice.stderr
+
+
+PING = """
+import socket, sys, time
+s = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+s.settimeout(1.5)
+try:
+    start = time.perf_counter()
+    code = s.connect_ex(("10.77.0.2", 9))
+    print(time.perf_counter() - start if code == 111 else "lost")
+except OSError:
+    print("lost")
+"""
+
+
+@pytest.mark.timeout(90)
+def test_a_running_lab_can_be_disturbed(folder: Path, running: "subprocess.Popen[str]") -> None:
+    def ping() -> str:  # a refused connection is one round trip
+        return lab(folder, "shell", "left", "--", sys.executable, "-c", PING).stdout.strip()
+
+    quick = float(ping())
+    assert lab(folder, "change", "left", "right", "--latency", "200ms").returncode == 0
+    assert float(ping()) > 5 * quick
+    assert lab(folder, "change", "left", "right", "--up", "False").returncode == 0
+    assert ping() == "lost"
+    assert lab(folder, "change", "left", "right", "--up", "True").returncode == 0
+    assert ping() != "lost"
+
+    def states() -> set[str]:
+        family = psutil.Process(running.pid).children()
+        return {process.status() for process in family}
+
+    assert lab(folder, "pause", "right").returncode == 0
+    assert "stopped" in states()
+    assert lab(folder, "resume", "right").returncode == 0
+    assert "stopped" not in states()
+    before = len(psutil.Process(running.pid).children())
+    assert lab(folder, "kill", "right").returncode == 0
+    ends = time.monotonic() + 20
+    while len(psutil.Process(running.pid).children()) == before:
+        assert time.monotonic() < ends
+        time.sleep(0.1)
+    assert ping() == "lost"
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "pair.toml"], "no program to run"),
+        (["run", "missing.toml", "--", "true"], "missing.toml"),
+        (["run", "case6", "--", "true"], "unknown network 'case6'"),
+        (["run", "pair.toml", "--hosts", "3", "--", "true"], "3"),
+        (["run", "pair.toml", "--byte-scale", "0", "--", "true"], "0"),
+        (["run", "pair.toml", "--scenario", "bad.toml", "--", "true"], "'middle'"),
+        (["run", "odd.toml", "--", "true"], "'middle'"),
+        (["run", "pair.toml", "--name", "a b", "--", "true"], "'a b'"),
+        (["status", "--lab", "nowhere"], "no lab named 'nowhere'"),
+        (["shell", "left", "--lab", "nowhere"], "no lab named 'nowhere'"),
+        (["status"], "0 labs are running"),
+    ],
+)
+def test_bad_input_is_refused_with_a_fix(folder: Path, arguments: list[str], says: str) -> None:
+    (folder / "bad.toml").write_text('name = "b"\n[[kill]]\ndevice = "middle"\nat = "1s"\n')
+    (folder / "odd.toml").write_text(CLUSTER.replace('to = "right"', 'to = "middle"'))
+    done = lab(folder, *arguments)
+    assert done.returncode == 2, done.stdout
+    assert says in done.stderr
+    assert "fix:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.timeout(90)
+def test_a_program_that_does_not_exist_is_refused(folder: Path) -> None:
+    done = lab(folder, "run", "pair.toml", "--output", "out", "--", "no-such-program")
+    assert done.returncode == 1
+    assert "no-such-program: No such file" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
