@@ -1,0 +1,41 @@
+"""The benchmarks by name. A module is imported when it is run: some load torch.
+
+A benchmark is a module with `run(*, quick, console) -> Result`, which prints its table.
+"""
+
+import importlib
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from polyrhythm.bench.result import Result
+from polyrhythm.errors import UserError
+
+_MODULES = {"lab": "polyrhythm.bench.lab"}
+
+
+def names() -> tuple[str, ...]:
+    return tuple(sorted(_MODULES))
+
+
+def run(
+    name: str, *, quick: bool = False, out: Path | None = None, console: Console | None = None
+) -> Result:
+    """Measure, print the table and, as the last line, the result as JSON; both also into `out`."""
+    if name not in _MODULES:
+        raise UserError(
+            f"unknown benchmark {name!r}",
+            expected=f"one of {', '.join(names())}",
+            fix="polyrhythm bench NAME with one of these names",
+        )
+    console = console or Console()
+    began = time.monotonic()
+    result: Result = importlib.import_module(_MODULES[name]).run(quick=quick, console=console)
+    took = time.monotonic() - began
+    if out is not None:
+        path = result.save(out, quick=quick, took=took)
+        console.print(f"rows: {path}", highlight=False, markup=False, soft_wrap=True)
+    line = result.line(quick=quick, took=took)
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return result

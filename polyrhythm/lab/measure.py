@@ -1,0 +1,161 @@
+"""Measure a lab against its description: one pair of hosts, several at once, or every pair.
+
+Every pair is measured alone on its link, and next to others only as long as the switch carries
+them with ease. What it cannot carry is told apart from a link that is not as described.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from polyrhythm.describe.cluster import Cluster, Link
+from polyrhythm.lab.lab import Lab
+from polyrhythm.lab.meter import (
+    NUM_ECHOES,
+    Meter,
+    Pair,
+    Window,
+    described_round_trip,
+    window_for,
+)
+from polyrhythm.lab.orders import Punctuality
+from polyrhythm.lab.punctual import Rounds, punctual_rounds
+from polyrhythm.types import BytesPerSecond, Seconds
+
+# What may be asked of the switch at once without a doubt: `polyrhythm bench lab` finds that it
+# carries 3.2 Gbit/s between 16 hosts on time, and 8 to 16 Gbit/s at the most, on two shared cores.
+EASY: BytesPerSecond = 3e9 / 8
+SHORT = 0.92  # of the described bandwidth: less is no longer as described
+
+_Figures = tuple[list[Seconds], list[BytesPerSecond]]  # round trips and goodput of a round's pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairCheck:
+    """One direction between two hosts, as described and as measured."""
+
+    source: str
+    target: str
+    link: Link
+    described_round_trip: Seconds
+    round_trip: Seconds
+    goodput: BytesPerSecond  # headers counted
+    doubt: str | None  # why it may be the switch that was measured, and not the link
+
+    @property
+    def goodput_error(self) -> float:
+        """As a fraction; below 0 when it was too little."""
+        return self.goodput / self.link.bandwidth - 1
+
+    @property
+    def round_trip_error(self) -> Seconds:
+        return self.round_trip - self.described_round_trip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    rows: tuple[PairCheck, ...]
+    punctuality: Punctuality  # of the worst round that counts
+    num_rejected: int  # rounds that were repeated because the switch was late
+
+
+def round_trip(lab: Lab, a: str, b: str, *, num_echoes: int = NUM_ECHOES) -> Seconds:
+    """The median of UDP echoes of a few bytes. Raises PeerError."""
+    with Meter(lab) as meter:
+        return meter.round_trips([(a, b)], num_echoes)[0]
+
+
+def goodput(lab: Lab, pairs: Sequence[Pair], window: Window | None = None) -> list[BytesPerSecond]:
+    """What TCP carries from a to b of each pair, all at once, headers counted. Raises PeerError."""
+    with Meter(lab) as meter:
+        return meter.goodput(pairs, window)
+
+
+def check_pairs(
+    lab: Lab, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> Check:
+    """Measure every directed pair; `on_progress` hears how many rounds are done, and of how many.
+
+    Raises PeerError if a host cannot be reached.
+    """
+    batches = list(batches_of(lab.cluster))
+    rows: list[PairCheck] = []
+    rounds: list[Rounds[_Figures]] = []
+    with Meter(lab) as meter:
+        for pairs in batches:
+            on_progress(len(rounds), len(batches))
+            rounds.append(punctual_rounds(lab, partial(_figures, meter, pairs)))
+            rows += _rows(lab.cluster, pairs, rounds[-1])
+    on_progress(len(rounds), len(batches))
+    place = {host: number for number, host in enumerate(lab.hosts)}
+    return Check(
+        rows=tuple(sorted(rows, key=lambda row: (place[row.source], place[row.target]))),
+        punctuality=_worst([found.punctuality for found in rounds]),
+        num_rejected=sum(found.num_rejected for found in rounds),
+    )
+
+
+def expected_time(cluster: Cluster) -> Seconds:
+    """How long `check_pairs` takes, about, if no round has to be repeated."""
+    windows = [window_for(cluster, pairs) for pairs in batches_of(cluster)]
+    return sum(1.5 + window.settle + window.length for window in windows)
+
+
+def batches_of(cluster: Cluster) -> Iterator[list[Pair]]:
+    """Every directed pair once, in rounds that neither a host nor the switch has trouble with."""
+    for matching in matchings([device.name for device in cluster.devices]):
+        batch: list[Pair] = []
+        asked: BytesPerSecond = 0.0
+        for pair in matching:
+            bandwidth = cluster.link(*pair).bandwidth
+            if batch and asked + bandwidth > EASY:
+                yield batch
+                batch, asked = [], 0.0
+            batch.append(pair)
+            asked += bandwidth
+        yield batch
+
+
+def matchings(hosts: Sequence[str]) -> Iterator[list[Pair]]:
+    """Rounds of pairs without a common host; every directed pair is in one of them.
+
+    The circle method of tournaments: the first stays, the others move on by one place each round.
+    """
+    circle: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]  # None: a free round
+    half = len(circle) // 2
+    for _ in range(len(circle) - 1):
+        facing = zip(circle[:half], reversed(circle[half:]), strict=True)
+        there = [(a, b) for a, b in facing if a is not None and b is not None]
+        if there:
+            yield there
+            yield [(b, a) for a, b in there]
+        circle[1:] = [circle[-1], *circle[1:-1]]
+
+
+def _figures(meter: Meter, pairs: list[Pair]) -> _Figures:
+    return meter.round_trips(pairs), meter.goodput(pairs)
+
+
+def _rows(cluster: Cluster, pairs: list[Pair], found: Rounds[_Figures]) -> Iterator[PairCheck]:
+    for (a, b), measured_round_trip, carried in zip(pairs, *found.values[0], strict=True):
+        link = cluster.link(a, b)
+        too_much = link.bandwidth > EASY and carried < SHORT * link.bandwidth
+        yield PairCheck(
+            source=a,
+            target=b,
+            link=link,
+            described_round_trip=described_round_trip(cluster, (a, b)),
+            round_trip=measured_round_trip,
+            goodput=carried,
+            doubt="more than the switch carries" if too_much else found.trouble,
+        )
+
+
+def _worst(of: Sequence[Punctuality]) -> Punctuality:
+    return Punctuality(
+        late_p50=max((each.late_p50 for each in of), default=0.0),
+        late_p99=max((each.late_p99 for each in of), default=0.0),
+        late_max=max((each.late_max for each in of), default=0.0),
+        busy=max((each.busy for each in of), default=0.0),
+        longest_turn=max((each.longest_turn for each in of), default=0.0),
+    )
