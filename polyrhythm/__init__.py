@@ -8,11 +8,13 @@ from polyrhythm.describe.scenario import Scenario
 from polyrhythm.errors import PeerError, UserError
 from polyrhythm.events import Event, read_run
 from polyrhythm.plan.plan import Plan
+from polyrhythm.run.compute import Compute
 from polyrhythm.types import Action, Op, Worker
 
 __all__ = [
     "Action",
     "Cluster",
+    "Compute",
     "Device",
     "Event",
     "Layer",

@@ -1,0 +1,56 @@
+"""The command `polyrhythm`: parses, joins the parts, and turns errors into exit statuses.
+
+0 done; 1 it failed while running; 2 something the user can put right; 130 interrupted, 143
+terminated.
+Everything heavy is imported inside its command, so that --help stays quick.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from polyrhythm import __version__
+from polyrhythm.cli.bench import Bench
+from polyrhythm.cli.demo import Demo
+from polyrhythm.cli.inspect import Doctor, Show
+from polyrhythm.cli.lab import LabCommand
+from polyrhythm.errors import PeerError, UserError, WorkerError
+from polyrhythm.processes import BAD_INPUT
+
+Command = (
+    Annotated[Demo, tyro.conf.subcommand("demo")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+    | Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[LabCommand, tyro.conf.subcommand("lab")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console entry point; ends the process with the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if list(arguments) == ["--version"]:
+        print(f"polyrhythm {__version__}")
+        sys.exit(0)
+    try:
+        command: Command = tyro.cli(
+            Command,
+            prog="polyrhythm",
+            args=arguments,
+            description="Train one PyTorch model on machines that keep different time. (--version)",
+        )
+        from rich.console import Console
+
+        sys.exit(command.run(Console()))
+    except UserError as error:
+        status, message = 2, str(error)
+    except WorkerError as error:
+        status, message = (2 if error.status == BAD_INPUT else 1), str(error)
+    except (PeerError, OSError) as error:  # a full disk, a folder taken away
+        status, message = 1, str(error)
+    except KeyboardInterrupt:
+        status, message = 130, "interrupted"
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(status)

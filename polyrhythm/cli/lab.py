@@ -1,0 +1,245 @@
+"""`polyrhythm lab`: rehearse a cluster on this machine, measure it, look inside, disturb it."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from polyrhythm.errors import LabError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from polyrhythm.describe.cluster import Cluster
+    from polyrhythm.describe.scenario import Scenario
+    from polyrhythm.lab.control import Control
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scaled:
+    """Which cluster, with how many hosts, at what scale."""
+
+    cluster: tyro.conf.Positional[str]
+    """A TOML or JSON file, or the name of a bundled network."""
+    hosts: int | None = None
+    """Only so many of its devices, spread over its regions."""
+    time_scale: float = 1.0
+    """Rehearsal seconds per real second: 0.1 is ten times as fast."""
+    byte_scale: float = 1.0
+    """Rehearsal bytes per real byte: 0.01 for messages a hundred times smaller."""
+
+    def load(self) -> "Cluster":
+        from polyrhythm.describe.cluster import Cluster
+        from polyrhythm.describe.scale import fewer_devices, scaled_cluster
+
+        cluster = Cluster.load(self.cluster)
+        if self.hosts is not None:
+            cluster = fewer_devices(cluster, self.hosts)
+        return scaled_cluster(cluster, time_scale=self.time_scale, byte_scale=self.byte_scale)
+
+    def load_scenario(self, source: str) -> "Scenario":
+        from polyrhythm.describe.scale import scaled_scenario
+        from polyrhythm.describe.scenario import Scenario
+
+        return scaled_scenario(
+            Scenario.load(source), time_scale=self.time_scale, byte_scale=self.byte_scale
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run(_Scaled):
+    """Run a program on every host, with torchrun's variables set: lab run CLUSTER -- python x.py"""
+
+    program: tyro.conf.Positional[tuple[str, ...]] = ()
+    """After --: what to run, once per host."""
+    scenario: str | None = None
+    """What happens meanwhile: a file, or a bundled scenario such as sdpipe_b."""
+    name: str | None = None
+    """Name of the lab, for `lab status`, `shell`, `change`, `kill`, `pause`, `resume`."""
+    output: Path | None = None
+    """Folder for one file of output per host, instead of this terminal."""
+    timeout: float | None = None
+    """End everything after so many seconds."""
+    in_process: bool = False
+    """No network of its own, which needs no rights: only slow workers are played."""
+
+    def run(self, console: "Console") -> int:
+        from polyrhythm.describe.bundled import is_name
+        from polyrhythm.describe.scenario import Scenario
+        from polyrhythm.lab.rehearse import Rehearsal
+
+        if not self.program:
+            raise LabError(
+                "no program to run",
+                expected="a command after --",
+                fix=f"polyrhythm lab run {self.cluster} -- python my_script.py",
+            )
+        environment = {}
+        scenario = Scenario(name="nothing happens")
+        if self.scenario is not None:
+            scenario = self.load_scenario(self.scenario)
+            named = is_name(self.scenario)
+            environment["POLYRHYTHM_SCENARIO"] = (
+                self.scenario if named else str(Path(self.scenario).absolute())
+            )
+            environment["POLYRHYTHM_TIME_SCALE"] = str(self.time_scale)
+        rehearsal = Rehearsal(
+            cluster=self.load(),
+            scenario=scenario,
+            program=self.program,
+            environment=environment,
+            output=self.output,
+            say=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+        )
+        if self.in_process:
+            return rehearsal.run_in_process(timeout=self.timeout)
+        return rehearsal.run(name=self.name, timeout=self.timeout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check(_Scaled):
+    """Measure every pair of hosts against its description and print the table."""
+
+    # No options but those of the scale.
+
+    def run(self, console: "Console") -> int:
+        from polyrhythm.lab import check_table, measure
+        from polyrhythm.lab.lab import Lab
+
+        with Lab(self.load()) as lab:
+            check_table.show(measure.check_pairs(lab), console)
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    """A running lab."""
+
+    lab: str | None = None
+    """Its name; not needed while only one is running."""
+
+    def connect(self) -> "Control":
+        from polyrhythm.lab.control import Control, running_labs
+
+        if self.lab is not None:
+            return Control(self.lab)
+        running = running_labs()
+        if len(running) != 1:
+            raise LabError(
+                f"{len(running)} labs are running" + (f": {', '.join(running)}" if running else ""),
+                expected="one, or the name of one",
+                fix="give its name with --lab"
+                if running
+                else "start one with `polyrhythm lab run`",
+            )
+        return Control(running[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shell(_Running):
+    """Open a shell, or run a program, on a host of a running lab."""
+
+    host: tyro.conf.Positional[str]
+    """Name of the host."""
+    program: tyro.conf.Positional[tuple[str, ...]] = ()
+    """After --: instead of your shell."""
+
+    def run(self, console: "Console") -> int:
+        from polyrhythm.lab.visit import enter_host
+
+        enter_host(self.connect(), self.host)
+        program = self.program or (os.environ.get("SHELL", "/bin/sh"),)
+        sys.stdout.flush()
+        os.execvp(program[0], program)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status(_Running):
+    """Hosts, traffic per pair and punctuality of a running lab."""
+
+    def run(self, console: "Console") -> int:
+        from polyrhythm.lab.visit import show_status
+
+        show_status(self.connect(), console)
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change(_Running):
+    """Change the link between two hosts of a running lab, both ways unless --one-way."""
+
+    source: tyro.conf.Positional[str]
+    """Name of a host."""
+    target: tyro.conf.Positional[str]
+    """Name of another."""
+    latency: str | None = None
+    """Such as 34ms."""
+    bandwidth: str | None = None
+    """Such as 100Mbit/s."""
+    up: bool | None = None
+    """False: packets are lost; True: they get through again."""
+    one_way: bool = False
+    """Only what the first sends to the second."""
+
+    def run(self, console: "Console") -> int:
+        from polyrhythm.lab.visit import change_link
+
+        change_link(
+            self.connect(),
+            self.source,
+            self.target,
+            latency=self.latency,
+            bandwidth=self.bandwidth,
+            up=self.up,
+            one_way=self.one_way,
+        )
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HostCommand(_Running):
+    host: tyro.conf.Positional[str]
+    """Name of the host."""
+
+    def run(self, console: "Console") -> int:
+        from polyrhythm.lab.visit import disturb
+
+        disturb(self.connect(), type(self).__name__.lower(), self.host)
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill(_HostCommand):
+    """Kill a host of a running lab as a power cut would: its peers hear nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause(_HostCommand):
+    """Let a host of a running lab stand still; nothing is lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume(_HostCommand):
+    """Let a paused host go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabCommand:
+    """Rehearse any cluster on this machine: real TCP over chosen latency and bandwidth, faults."""
+
+    command: tyro.conf.OmitSubcommandPrefixes[
+        Annotated[Run, tyro.conf.subcommand("run")]
+        | Annotated[Check, tyro.conf.subcommand("check")]
+        | Annotated[Shell, tyro.conf.subcommand("shell")]
+        | Annotated[Status, tyro.conf.subcommand("status")]
+        | Annotated[Change, tyro.conf.subcommand("change")]
+        | Annotated[Kill, tyro.conf.subcommand("kill")]
+        | Annotated[Pause, tyro.conf.subcommand("pause")]
+        | Annotated[Resume, tyro.conf.subcommand("resume")]
+    ]
+
+    def run(self, console: "Console") -> int:
+        return self.command.run(console)
