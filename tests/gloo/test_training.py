@@ -21,7 +21,7 @@ from polyrhythm.run.text import ByteText
 
 def settings(**changed: int | float) -> Settings:
     small = {"steps": 4, "width": 16, "context": 16, "blocks": 2, "microbatches": 3}
-    return Settings(**{**small, "microbatch_size": 2, "lr": 0.02, **changed})
+    return Settings(**{**small, "microbatch_size": 2, "lr": 0.02, "device": "cpu", **changed})
 
 
 TEXT = ByteText.of(bytes(range(256)) * 8, context=16, microbatch_size=2, seed=0)
