@@ -43,13 +43,11 @@ class Child:
         file = None if output is None else output.open("w", buffering=1)
         self._process = _fork.Process(target=_run, args=(work, owner, file))
         self._process.start()
+        assert self._process.pid is not None, "it was started"
+        self.pid = self._process.pid
+        self._status: int | None = None
         if file is not None:
             file.close()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None, "it was started in __init__"
-        return self._process.pid
 
     @property
     def sentinel(self) -> int:
@@ -59,11 +57,15 @@ class Child:
     @property
     def status(self) -> int | None:
         """None while it runs."""
-        return self._process.exitcode
+        if self._status is None and (status := self._process.exitcode) is not None:
+            self._status = status
+            self._process.close()  # and with it a descriptor
+        return self._status
 
     def wait(self, timeout: Seconds) -> int | None:
         """Its exit status, or None if it still runs after `timeout`."""
-        self._process.join(timeout)
+        if self.status is None:
+            self._process.join(timeout)
         return self.status
 
     def signal(self, what: signal.Signals) -> None:
@@ -104,7 +106,8 @@ def end_all(children: Sequence[Child]) -> None:
     for child in children:  # before any is joined: a survivor would report the others as lost
         child.signal(signal.SIGKILL)
     for child in children:
-        child._process.join()
+        while child.wait(1.0) is None:  # the kernel is at it: SIGKILL cannot be refused
+            pass
 
 
 def signal_name(number: int) -> str:

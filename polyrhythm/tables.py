@@ -19,7 +19,9 @@ def print_table(
     rows: Iterable[Sequence[str]],
     *,
     title: str | None = None,
+    numbers: bool = False,
 ) -> None:
+    """`numbers`: columns after the first stand right."""
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -28,8 +30,8 @@ def print_table(
         title=None if title is None else Text(title),
         title_justify="left",
     )
-    for name in header:
-        table.add_column(Text(name))
+    for place, name in enumerate(header):
+        table.add_column(Text(name), justify="right" if numbers and place else "left")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     endless = console.options.update(max_width=10_000)

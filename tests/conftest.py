@@ -2,6 +2,8 @@
 
 import contextlib
 import ctypes
+import os
+import time
 from collections.abc import Iterator
 
 import psutil
@@ -27,16 +29,29 @@ def no_process_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = set(psutil.Process().children(recursive=True))
     yield
     left = [p for p in psutil.Process().children(recursive=True) if p not in before]
+    left = [process for process in left if not _has_ended(process)]
+    names = [_name(process) for process in left]
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    names = [_name(process) for process in left]
     psutil.wait_procs(left, timeout=10)
     assert not names, f"left behind: {names}"
 
 
+def _has_ended(process: psutil.Process) -> bool:
+    """Also an orphan that was killed a moment ago, and that we inherited: it is to be reaped."""
+    with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+        for _ in range(20):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(process.pid, os.WNOHANG)
+                return True
+            time.sleep(0.01)
+        return False
+    return True
+
+
 def _name(process: psutil.Process) -> str:
     try:
-        return f"{process.pid}: {' '.join(process.cmdline()) or process.status()}"
-    except psutil.Error:  # it has ended meanwhile
+        return f"{process.pid}: {' '.join(process.cmdline())}"
+    except psutil.Error:
         return str(process.pid)

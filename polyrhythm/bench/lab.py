@@ -16,11 +16,12 @@ from functools import partial
 from rich.console import Console
 
 from polyrhythm.bench.lab_plan import FULL, MEGABIT, QUICK, Experiment, Plan
-from polyrhythm.bench.result import Result, print_table, table_of
+from polyrhythm.bench.result import Result
 from polyrhythm.lab.lab import Lab
 from polyrhythm.lab.measure import SHORT
 from polyrhythm.lab.meter import Meter, Pair, described_round_trip
 from polyrhythm.lab.punctual import Rounds, punctual_rounds
+from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import BytesPerSecond, Seconds
 
 BARS = {"bandwidth_error": 0.08, "rtt_error": 0.10, "ring16_error": 0.15}
@@ -62,7 +63,7 @@ def run(*, quick: bool, console: Console) -> Result:
     for experiment in plan.experiments:
         measured.append(_measure(experiment, plan, until))
         rows += _rows(experiment, measured[-1])
-        _say(
+        print_line(
             console,
             f"{experiment.part}, {len(experiment.pairs)} pairs at once: "
             f"{len(measured[-1].values)} rounds, {measured[-1].num_rejected} rejected; "
@@ -142,40 +143,45 @@ def _show(
     ratios: Mapping[str, float],
     figures: Mapping[str, float],
 ) -> None:
-    table = table_of(
-        "described and measured: medians, and the largest errors of all rounds",
-        *("", "Mbit/s", "measured", "error", "round trip, ms", "measured", "error, ms"),
-    )
     cells: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         cells[row.pair[0].split(":")[0] if row.part == "grid" else row.part].append(row)
-    for name, of_cell in cells.items():
-        table.add_row(
-            name,
-            f"{of_cell[0].bandwidth / MEGABIT:g}",
-            f"{statistics.median(row.goodput for row in of_cell) / MEGABIT:.5g}",
-            f"{max(row.bandwidth_error for row in of_cell):.2%}",
-            f"{1e3 * of_cell[0].described_round_trip:g}",
-            f"{1e3 * statistics.median(row.round_trip for row in of_cell):.2f}",
-            f"{1e3 * max(abs(row.rtt_excess) for row in of_cell):.2f}",
-        )
-    print_table(console, table)
-    bars = table_of("worst", "", "measured", "bar", "")
-    for name, bar in BARS.items():
-        bars.add_row(name, f"{ratios[name]:.2%}", f"{bar:.0%}", _verdict(ratios[name], bar))
-    print_table(console, bars)
+    print_table(
+        console,
+        ["", "Mbit/s", "measured", "error", "round trip, ms", "measured", "error, ms"],
+        [_cell(name, of_cell) for name, of_cell in cells.items()],
+        title="described and measured: medians, and the largest errors of all rounds",
+        numbers=True,
+    )
+    print_table(
+        console,
+        ["worst", "measured", "bar", ""],
+        [
+            [name, f"{ratios[name]:.2%}", f"{bar:.0%}", _verdict(ratios[name], bar)]
+            for name, bar in BARS.items()
+        ],
+        numbers=True,
+    )
     for line in (
         f"the switch carries {ratios['switch_limit_mbps']:,.0f} Mbit/s at the most, and on time "
         f"{figures['punctual_limit_mbps']:,.0f} Mbit/s between 16 hosts",
         f"{figures['rounds']} rounds count; {figures['rejected_rounds']} were rejected as "
         f"the switch was late, {figures['doubtful_rounds']} count although it was",
     ):
-        _say(console, line)
+        print_line(console, line)
+
+
+def _cell(name: str, rows: Sequence[Row]) -> list[str]:
+    return [
+        name,
+        f"{rows[0].bandwidth / MEGABIT:g}",
+        f"{statistics.median(row.goodput for row in rows) / MEGABIT:.5g}",
+        f"{max(row.bandwidth_error for row in rows):.2%}",
+        f"{1e3 * rows[0].described_round_trip:g}",
+        f"{1e3 * statistics.median(row.round_trip for row in rows):.2f}",
+        f"{1e3 * max(abs(row.rtt_excess) for row in rows):.2f}",
+    ]
 
 
 def _verdict(ratio: float, bar: float) -> str:
     return "reached" if ratio <= bar else "MISSED"
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from polyrhythm.bench.result import Result
 from polyrhythm.errors import UserError
+from polyrhythm.tables import print_line
 
 _MODULES = {"lab": "polyrhythm.bench.lab"}
 
@@ -35,7 +36,6 @@ def run(
     took = time.monotonic() - began
     if out is not None:
         path = result.save(out, quick=quick, took=took)
-        console.print(f"rows: {path}", highlight=False, markup=False, soft_wrap=True)
-    line = result.line(quick=quick, took=took)
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_line(console, f"rows: {path}")
+    print_line(console, result.line(quick=quick, took=took))
     return result

@@ -5,10 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-from rich import box
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 
 from polyrhythm.types import Seconds
 
@@ -42,20 +38,6 @@ class Result:
             "quick": quick,
             "seconds": round(took, 1),
         }
-
-
-def print_table(console: Console, table: Table) -> None:
-    """As wide as it is: a number cut short to fit a narrow screen is a wrong number."""
-    width = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-    Console(file=console.file, width=max(width, console.width)).print(table)
-
-
-def table_of(title: str, *headings: str) -> Table:
-    """A table of numbers, with words in its first column."""
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if place else "left")
-    return table
 
 
 def _rounded(value: float) -> float:

@@ -1,8 +1,6 @@
 """`polyrhythm demo`: a real training run, here or in torchrun's processes, with live progress."""
 
 import os
-import signal
-import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from polyrhythm.cli.ending import end_on_sigterm
 from polyrhythm.errors import LaunchError
+from polyrhythm.run.compute import Compute
 from polyrhythm.run.job import Job, Settings, new_run_folder
 
 if TYPE_CHECKING:
@@ -49,13 +49,13 @@ class Demo:
 
         _check_crowd(job.plan.num_workers)
         text = load_text(job.settings)
+        compute = Compute.from_environment(os.environ)
         run = self._begin(job, console)
-        # Not under torchrun: while gloo waits no Python handler runs, and torchrun must be obeyed.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        end_on_sigterm()
         try:
             with (
                 LocalJob(
-                    lambda place: train(place, job, text, run),
+                    lambda place: train(place, job, text, run, compute),
                     job.plan.num_workers,
                     output_folder=run / "workers",
                     name=lambda rank: f"worker {job.plan.worker(rank)} (rank {rank})",
@@ -75,8 +75,9 @@ class Demo:
 
         job.check_processes(place.world_size)
         text = load_text(job.settings)
+        compute = Compute.from_environment(os.environ)
         if place.rank > 0:
-            train(place, job, text, None)
+            train(place, job, text, None, compute)
             return None
         run = self._begin(job, console)
         done = threading.Event()
@@ -89,7 +90,7 @@ class Demo:
             follower = threading.Thread(target=follow, daemon=True)
             follower.start()
             try:
-                train(place, job, text, run)
+                train(place, job, text, run, compute)
             finally:
                 done.set()
                 follower.join()

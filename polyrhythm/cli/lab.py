@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from polyrhythm.cli.ending import end_on_sigterm
 from polyrhythm.errors import LabError
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Run(_Scaled):
         from polyrhythm.describe.bundled import is_name
         from polyrhythm.describe.scenario import Scenario
         from polyrhythm.lab.rehearse import Rehearsal
+        from polyrhythm.tables import print_line
 
         if not self.program:
             raise LabError(
@@ -92,8 +94,9 @@ class Run(_Scaled):
             program=self.program,
             environment=environment,
             output=self.output,
-            say=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+            say=lambda line: print_line(console, line),
         )
+        end_on_sigterm()
         if self.in_process:
             return rehearsal.run_in_process(timeout=self.timeout)
         return rehearsal.run(name=self.name, timeout=self.timeout)
@@ -109,8 +112,14 @@ class Check(_Scaled):
         from polyrhythm.lab import check_table, measure
         from polyrhythm.lab.lab import Lab
 
-        with Lab(self.load()) as lab:
-            check_table.show(measure.check_pairs(lab), console)
+        end_on_sigterm()
+
+        def progress(done: int, total: int) -> None:
+            status.update(f"measuring: round {done + 1} of {total}")
+
+        with Lab(self.load()) as lab, console.status("measuring") as status:
+            found = measure.check_pairs(lab, on_progress=progress)
+        check_table.show(found, console)
         return 0
 
 
@@ -122,10 +131,10 @@ class _Running:
     """Its name; not needed while only one is running."""
 
     def connect(self) -> "Control":
-        from polyrhythm.lab.control import Control, running_labs
+        from polyrhythm.lab.control import running_labs, visit
 
         if self.lab is not None:
-            return Control(self.lab)
+            return visit(self.lab)
         running = running_labs()
         if len(running) != 1:
             raise LabError(
@@ -135,7 +144,7 @@ class _Running:
                 if running
                 else "start one with `polyrhythm lab run`",
             )
-        return Control(running[0])
+        return visit(running[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +157,13 @@ class Shell(_Running):
     """After --: instead of your shell."""
 
     def run(self, console: "Console") -> int:
+        from polyrhythm.lab.program import execute
         from polyrhythm.lab.visit import enter_host
 
         enter_host(self.connect(), self.host)
-        program = self.program or (os.environ.get("SHELL", "/bin/sh"),)
         sys.stdout.flush()
-        os.execvp(program[0], program)
+        execute(self.program or (os.environ.get("SHELL", "/bin/sh"),), {})
+        raise AssertionError("this process is another program by now")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,30 +210,53 @@ class Change(_Running):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _HostCommand(_Running):
+class _OfHost(_Running):
     host: tyro.conf.Positional[str]
     """Name of the host."""
 
-    def run(self, console: "Console") -> int:
-        from polyrhythm.lab.visit import disturb
 
-        disturb(self.connect(), type(self).__name__.lower(), self.host)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill(_OfHost):
+    """Kill a host of a running lab as a power cut would: its peers hear nothing."""
+
+    def run(self, console: "Console") -> int:
+        from polyrhythm.lab import visit
+
+        visit.kill(self.connect(), self.host)
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kill(_HostCommand):
-    """Kill a host of a running lab as a power cut would: its peers hear nothing."""
+class Revive(_OfHost):
+    """Join a killed host to the network again; `lab shell` can start something on it."""
+
+    def run(self, console: "Console") -> int:
+        from polyrhythm.lab import visit
+
+        visit.revive(self.connect(), self.host)
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pause(_HostCommand):
-    """Let a host of a running lab stand still; nothing is lost."""
+class Pause(_OfHost):
+    """Let a host of a running lab stand still."""
+
+    def run(self, console: "Console") -> int:
+        from polyrhythm.lab import visit
+
+        visit.pause(self.connect(), self.host, paused=True)
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume(_HostCommand):
+class Resume(_OfHost):
     """Let a paused host go on."""
+
+    def run(self, console: "Console") -> int:
+        from polyrhythm.lab import visit
+
+        visit.pause(self.connect(), self.host, paused=False)
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +270,7 @@ class LabCommand:
         | Annotated[Status, tyro.conf.subcommand("status")]
         | Annotated[Change, tyro.conf.subcommand("change")]
         | Annotated[Kill, tyro.conf.subcommand("kill")]
+        | Annotated[Revive, tyro.conf.subcommand("revive")]
         | Annotated[Pause, tyro.conf.subcommand("pause")]
         | Annotated[Resume, tyro.conf.subcommand("resume")]
     ]

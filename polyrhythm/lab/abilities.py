@@ -19,15 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from polyrhythm.describe.finding import Finding
+from polyrhythm.lab.namespace import IFF_NO_PI, IFF_TUN, NEWNET, NEWUSER, TUN, TUNSETIFF
+from polyrhythm.lab.switch import REAL_TIME_PRIORITY
 from polyrhythm.processes import signal_name
 from polyrhythm.types import Seconds
 
-TUN = "/dev/net/tun"
-REAL_TIME_PRIORITY = 10  # above ordinary programs, below the kernel's own threads
 DEADLINE: Seconds = 5.0  # for one attempt; each takes milliseconds
 
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
-_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _ONLY_LAB = "; everything but the lab works without it"
 
 # What switches namespaces off: the setting, the value that does it, the one to set.
@@ -37,7 +35,7 @@ _NAMESPACE_SETTINGS = (
     ("kernel.unprivileged_userns_clone", "0", "1"),  # Debian
     ("kernel.apparmor_restrict_unprivileged_userns", "1", "0"),  # Ubuntu since 23.10
 )
-_IN_CONTAINER = "docker run --cap-add SYS_ADMIN --cap-add NET_ADMIN --device /dev/net/tun"
+_IN_CONTAINER = "docker run --privileged"  # less leaves /proc/sys read-only
 
 
 class Outcome(NamedTuple):
@@ -110,9 +108,9 @@ def _open_tun() -> str:
 def _enter_network() -> str:
     """Move this process into a network namespace of its own; raises OSError if it may not."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWNET) == 0:
+    if libc.unshare(NEWNET) == 0:
         return "made with this process's own privileges"
-    if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0:
+    if libc.unshare(NEWUSER | NEWNET) == 0:
         return "made rootless, inside a user namespace"
     number = ctypes.get_errno()
     raise OSError(number, f"unshare: {os.strerror(number)}")
@@ -124,8 +122,9 @@ def _make_tun_in_network() -> str:
     _enter_network()
     device = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)  # it belongs to the namespace it is opened in
     name = b"probe0"
-    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", name, _IFF_TUN | _IFF_NO_PI))
+    fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", name, IFF_TUN | IFF_NO_PI))
     socket.if_nametoindex(name.decode())  # raises OSError unless it is really there
+    Path("/proc/sys/net/ipv4/tcp_no_metrics_save").write_text("1")  # the lab adjusts its hosts
     return "created"
 
 

@@ -28,7 +28,10 @@ class _Packet:
 
 @dataclass(slots=True)
 class Channel:
-    """`lost`: packets vanish. `held`: they wait, and nothing is lost (a host that stands still)."""
+    """`lost`: packets vanish. `held`: they wait, up to the queue's length (a host stands still).
+
+    What would have arrived meanwhile arrives at once when it is let go.
+    """
 
     latency: Seconds
     bandwidth: BytesPerSecond
@@ -40,6 +43,7 @@ class Channel:
     peak_backlog: int = 0  # bytes
     _free_at: Seconds = 0.0  # when the last packet has left
     _last_arrival: Seconds = 0.0
+    _queued: int = 0  # bytes in the queue, whether they have left or not
     _queue: deque[_Packet] = field(default_factory=deque)
 
     def offer(self, now: Seconds, wire_bytes: int, data: bytes) -> None:
@@ -55,11 +59,12 @@ class Channel:
         self._free_at = max(self._free_at, now) + wire_bytes / self.bandwidth
         self._last_arrival = max(self._last_arrival, self._free_at + self.latency)
         self._queue.append(_Packet(self._free_at, self._last_arrival, wire_bytes, data))
+        self._queued += wire_bytes
 
     def backlog(self, now: Seconds) -> int:
         """Bytes that have not left yet."""
         if self.held:
-            return sum(packet.wire_bytes for packet in self._queue)
+            return self._queued
         return int(max(0.0, self._free_at - now) * self.bandwidth)
 
     def reset_counters(self) -> None:
@@ -73,6 +78,7 @@ class Channel:
         """Take out what has arrived by `now`, with the time at which it was due."""
         while self.next_arrival() <= now:
             packet = self._queue.popleft()
+            self._queued -= packet.wire_bytes
             self.packets += 1
             self.wire_bytes += packet.wire_bytes
             yield packet.arrives, packet.data
@@ -95,6 +101,7 @@ class Channel:
         if self.lost:
             self.drops += len(self._queue)
             self._queue.clear()
+            self._queued = 0
             self._free_at = 0.0
         elif not self.held:
             self._retime(now, before, released=was_held)

@@ -1,30 +1,30 @@
 """A check as a table: what every link should be and what it is, and whether to believe it."""
 
-from rich import box
 from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 
 from polyrhythm.lab.measure import Check, PairCheck
+from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import BytesPerSecond
 
 MEGABIT: BytesPerSecond = 125e3
 
 
 def show(check: Check, console: Console) -> None:
-    table = Table(box=box.SIMPLE_HEAD, title="described and measured", title_justify="left")
-    for heading in ("from", "to"):
-        table.add_column(heading)
-    for heading in ("round trip, ms", "measured", "error", "Mbit/s", "measured", "error"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
-    for row in check.rows:
-        table.add_row(*_cells(row))
-    # As wide as it is: a number cut short to fit a narrow screen is a wrong number.
-    width = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-    Console(file=console.file, width=max(width, console.width)).print(table)
+    header = [
+        "from",
+        "to",
+        "round trip, ms",
+        "measured",
+        "error",
+        "Mbit/s",
+        "measured",
+        "error",
+        "",
+    ]
+    rows = [_cells(row) for row in check.rows]
+    print_table(console, header, rows, title="described and measured", numbers=True)
     for line in _summary(check):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_line(console, line)
 
 
 def _cells(row: PairCheck) -> list[str]:

@@ -1,10 +1,13 @@
 """Talk to the switch of a running lab, from its owner or from any other process of the user."""
 
 import contextlib
+import fcntl
 import os
 import re
 import socket
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from polyrhythm.errors import LabError
@@ -34,18 +37,44 @@ def socket_path(name: str) -> Path:
 def claim(name: str) -> socket.socket:
     """Listen under this name; refused while another lab has it."""
     path = socket_path(name)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    if _answers(path):
-        raise LabError(
-            f"a lab named {name!r} is running",
-            expected="a name of its own for each lab",
-            fix="give another --name, or end that lab",
-        )
-    path.unlink(missing_ok=True)  # of a lab whose every process was killed at once
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(path))
-    listening.listen()
+    with _locked_folder():
+        if _answers(path):
+            raise LabError(
+                f"a lab named {name!r} is running",
+                expected="a name of its own for each lab",
+                fix="give another --name, or end that lab",
+            )
+        path.unlink(missing_ok=True)  # of a lab whose every process was killed at once
+        listening = socket.socket(socket.AF_UNIX)
+        try:
+            listening.bind(str(path))
+            listening.listen()
+        except OSError as error:
+            listening.close()
+            raise LabError(
+                f"socket {path}: {error}",
+                expected="a path of at most 107 bytes, in a folder that can be written",
+                fix="set TMPDIR to a shorter or another folder",
+            ) from None
     return listening
+
+
+@contextmanager
+def _locked_folder() -> Iterator[None]:
+    """One claim at a time: between looking and listening nobody else may do either."""
+    FOLDER.mkdir(mode=0o700, exist_ok=True)
+    if FOLDER.is_symlink() or FOLDER.stat().st_uid != os.geteuid():
+        raise LabError(
+            f"{FOLDER} belongs to somebody else",
+            expected="a folder of your own",
+            fix="remove it, or set TMPDIR to another folder",
+        )
+    folder = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _answers(path: Path) -> bool:
@@ -56,23 +85,30 @@ def _answers(path: Path) -> bool:
     return False
 
 
+def visit(name: str) -> "Control":
+    """A connection to a running lab, from any process."""
+    client = socket.socket(socket.AF_UNIX)
+    try:
+        client.settimeout(DEADLINE)
+        client.connect(str(socket_path(name)))
+    except OSError:
+        client.close()
+        there = ", ".join(running_labs()) or "none is running"
+        raise LabError(
+            f"no lab named {name!r}",
+            expected=f"the name of a running lab: {there}",
+            fix="start it with `polyrhythm lab run`, or correct the name",
+        ) from None
+    return Control(name, client)
+
+
 class Control:
     """A connection to a switch; every order is answered before the next."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, connected: socket.socket) -> None:
         self.name = name
-        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket = connected
         self._socket.settimeout(DEADLINE)
-        try:
-            self._socket.connect(str(socket_path(name)))
-        except OSError:
-            self._socket.close()
-            there = ", ".join(running_labs()) or "none is running"
-            raise LabError(
-                f"no lab named {name!r}",
-                expected=f"the name of a running lab: {there}",
-                fix="start it with `polyrhythm lab run`, or correct the name",
-            ) from None
         self._lines = self._socket.makefile("rb")
 
     def tell(self, order: AnyOrder) -> Answer:
@@ -84,7 +120,12 @@ class Control:
         if not line:
             raise self._lost("it closed the connection")
         answer = decode_answer(line)
-        assert answer.refused is None, f"the switch refused {order}: {answer.refused}"
+        if answer.refused is not None:
+            raise LabError(
+                f"the switch refused {order}: {answer.refused}",
+                expected="an order that fits this lab",
+                fix="use the version of polyrhythm that started the lab",
+            )
         return answer
 
     def _lost(self, why: str) -> LabError:

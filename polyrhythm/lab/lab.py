@@ -9,9 +9,11 @@ What runs on a host is real and uses the kernel's own TCP, over the device `lab0
 ends, or this process does, in whatever way, everything in the lab ends.
 """
 
+import contextlib
 import gc
 import importlib.util
 import itertools
+import math
 import os
 import socket
 import time
@@ -29,6 +31,7 @@ from polyrhythm.errors import LabError
 from polyrhythm.lab import control, namespace
 from polyrhythm.lab.channel import Channel
 from polyrhythm.lab.orders import (
+    EndLab,
     GetReport,
     KillHost,
     OwnProcess,
@@ -40,11 +43,12 @@ from polyrhythm.lab.orders import (
 from polyrhythm.lab.program import become
 from polyrhythm.lab.switch import serve
 from polyrhythm.lab.timeline import link_order, orders
-from polyrhythm.processes import Child, end_all, wait_for_all
+from polyrhythm.processes import Child, end_all, wait_for_any
 from polyrhythm.types import BytesPerSecond, Seconds
 
-# What all pairs together may ask for: half of what `polyrhythm bench lab` finds on two slow cores.
-SWITCH_LIMIT: BytesPerSecond = 2e9 / 8
+# What all pairs together may ask for without a doubt: `polyrhythm bench lab` finds that the switch
+# carries 3.2 Gbit/s between 16 hosts on time, and 10 Gbit/s at the most, on two shared cores.
+SWITCH_LIMIT: BytesPerSecond = 3e9 / 8
 
 _count = itertools.count()
 
@@ -65,9 +69,11 @@ class Lab:
         self.scenario = scenario or Scenario(name="nothing happens")
         self.scenario.check(cluster)
         self.name = name or f"lab-{os.getpid()}-{next(_count)}"
+        control.socket_path(self.name)  # refuses a name that cannot be one
         self.hosts = tuple(device.name for device in cluster.devices)
         self.started_at: Seconds | None = None  # of time.monotonic(), once the scenario plays
         self._network: list[namespace.Host] = []
+        self._switch: Child | None = None
         self.children: list[Child] = []
 
     def __enter__(self) -> Self:
@@ -79,31 +85,29 @@ class Lab:
             )
         namespace.become_lord()
         listening = control.claim(self.name)
+        ours, theirs = socket.socketpair()
         try:
-            with listening:
+            with listening, theirs:
                 for number in range(len(self.hosts)):
                     self._network.append(namespace.make_host(number))
-                self._start_switch(listening)
-            self._control = control.Control(self.name)
+                self._start_switch(listening, theirs)
         except BaseException:
+            ours.close()
+            self._end_switch()
             self._release()
-            control.socket_path(self.name).unlink(missing_ok=True)
             raise
+        self._control = control.Control(self.name, ours)
         return self
 
-    def _start_switch(self, listening: socket.socket) -> None:
+    def _start_switch(self, listening: socket.socket, theirs: socket.socket) -> None:
         gc.collect()
         gc.freeze()  # children share this process's memory as long as nobody touches it
-        lifeline, self._lifeline = os.pipe()
         named = list(zip(self.hosts, self._network, strict=True))
-
-        def work() -> None:
-            os.close(self._lifeline)
-            serve(named, _channels(self.cluster), listening, lifeline)
-
+        channels, owner = _channels(self.cluster), os.getpid()
         # Not killed with its owner: it outlives it by a moment, to clean up.
-        self._switch = Child(work, dies_with_owner=False)
-        os.close(lifeline)
+        self._switch = Child(
+            lambda: serve(named, channels, listening, owner, theirs), dies_with_owner=False
+        )
 
     def __exit__(
         self,
@@ -112,11 +116,17 @@ class Lab:
         trace: TracebackType | None,
     ) -> None:
         end_all(self.children)
+        with contextlib.suppress(LabError):  # the switch is gone already
+            self._control.tell(EndLab())
         self._control.close()
-        os.close(self._lifeline)
-        if self._switch.wait(5.0) is None:
-            end_all([self._switch])
+        self._end_switch()
         self._release()
+        gc.unfreeze()
+
+    def _end_switch(self) -> None:
+        if self._switch is not None and self._switch.wait(5.0) is None:
+            self._switch.end()
+        control.socket_path(self.name).unlink(missing_ok=True)
 
     def _release(self) -> None:
         for host in self._network:
@@ -132,9 +142,7 @@ class Lab:
     ) -> Child:
         """Run `function(*args)` on the host, in a fork of this process."""
         number = self._index(host)
-        child = Child(
-            partial(_on_host, self._network[number], self._lifeline, function, args), output=output
-        )
+        child = Child(partial(_on_host, self._network[number], function, args), output=output)
         self.children.append(child)
         self._control.tell(OwnProcess(pid=child.pid, host=number))
         return child
@@ -152,16 +160,41 @@ class Lab:
 
     def overload(self) -> str | None:
         """A warning if all hosts at full speed would ask for more than the switch carries."""
-        rows = zip(self.cluster.regions, self.cluster.bandwidth, strict=True)
-        fastest = {region: max(row) for region, row in rows}
-        asked = sum(fastest[device.region] for device in self.cluster.devices)
+        asked = sum(max(row, default=0.0) for row in self._bandwidths())
         if asked <= SWITCH_LIMIT:
             return None
         return (
-            f"all hosts sending at once ask for {show(asked, BytesPerSecond)}, the switch carries "
-            f"about {show(SWITCH_LIMIT, BytesPerSecond)}: use --byte-scale "
-            f"{SWITCH_LIMIT / asked:.1g}, or expect a late switch"
+            f"all hosts sending at once would ask for {show(asked, BytesPerSecond)}, and the "
+            f"switch carries about {show(SWITCH_LIMIT, BytesPerSecond)}: messages "
+            f"{math.ceil(asked / SWITCH_LIMIT)} times smaller (--byte-scale) keep it punctual"
         )
+
+    def _bandwidths(self) -> list[list[BytesPerSecond]]:
+        """Of each host to every other, at the most that the scenario gives it."""
+        best = [
+            [0.0 if a == b else channel.bandwidth for b, channel in enumerate(row)]
+            for a, row in enumerate(_channels(self.cluster))
+        ]
+        for change in self.scenario.link:
+            for a, b in link_order(change, self.cluster).pairs:
+                best[a][b] = max(best[a][b], change.bandwidth or 0.0)
+        return best
+
+    def check_switch(self) -> None:
+        """Raise LabError if the switch has ended, by itself or killed for its memory."""
+        assert self._switch is not None, "inside the with block"
+        if self._switch.status is not None:
+            raise LabError(
+                f"the switch of lab {self.name!r} {self._switch.reason}",
+                expected="it to run as long as the lab",
+                fix="start the lab again, with fewer hosts if memory is short",
+            )
+
+    def wait_for_any(self, children: Sequence[Child], timeout: Seconds) -> None:
+        """Return when one of them ends or `timeout` has passed; LabError if the switch ends."""
+        assert self._switch is not None, "inside the with block"
+        wait_for_any([*children, self._switch], timeout)
+        self.check_switch()
 
     def play(self) -> None:
         """Start the scenario's clock."""
@@ -170,8 +203,13 @@ class Lab:
             self._control.tell(order)
 
     def wait(self, children: Sequence[Child], timeout: Seconds) -> bool:
-        """Whether all of them have ended within `timeout`."""
-        return wait_for_all(children, timeout)
+        """Whether all of them have ended within `timeout`. Raises LabError if the switch ends."""
+        ends = time.monotonic() + timeout
+        while running := [child for child in children if child.status is None]:
+            if (left := ends - time.monotonic()) <= 0:
+                return False
+            self.wait_for_any(running, left)
+        return True
 
     def change(self, change: LinkChange) -> None:
         """Change links at once, whatever the time in `change`."""
@@ -219,11 +257,9 @@ def _channels(cluster: Cluster) -> list[list[Channel]]:
 
 def _on_host(
     host: namespace.Host,
-    lifeline: int,
     function: Callable[..., object],
     args: tuple[object, ...],
 ) -> None:
-    os.close(lifeline)  # only the owner's copy may keep the switch alive
     namespace.enter(host.namespace)
     os.environ["GLOO_SOCKET_IFNAME"] = namespace.DEVICE
     function(*args)

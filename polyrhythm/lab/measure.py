@@ -9,22 +9,18 @@ from dataclasses import dataclass
 from functools import partial
 
 from polyrhythm.describe.cluster import Cluster, Link
-from polyrhythm.lab.lab import Lab
+from polyrhythm.lab.lab import SWITCH_LIMIT, Lab
 from polyrhythm.lab.meter import (
     NUM_ECHOES,
     Meter,
     Pair,
     Window,
     described_round_trip,
-    window_for,
 )
 from polyrhythm.lab.orders import Punctuality
 from polyrhythm.lab.punctual import Rounds, punctual_rounds
 from polyrhythm.types import BytesPerSecond, Seconds
 
-# What may be asked of the switch at once without a doubt: `polyrhythm bench lab` finds that it
-# carries 3.2 Gbit/s between 16 hosts on time, and 8 to 16 Gbit/s at the most, on two shared cores.
-EASY: BytesPerSecond = 3e9 / 8
 SHORT = 0.92  # of the described bandwidth: less is no longer as described
 
 _Figures = tuple[list[Seconds], list[BytesPerSecond]]  # round trips and goodput of a round's pairs
@@ -95,12 +91,6 @@ def check_pairs(
     )
 
 
-def expected_time(cluster: Cluster) -> Seconds:
-    """How long `check_pairs` takes, about, if no round has to be repeated."""
-    windows = [window_for(cluster, pairs) for pairs in batches_of(cluster)]
-    return sum(1.5 + window.settle + window.length for window in windows)
-
-
 def batches_of(cluster: Cluster) -> Iterator[list[Pair]]:
     """Every directed pair once, in rounds that neither a host nor the switch has trouble with."""
     for matching in matchings([device.name for device in cluster.devices]):
@@ -108,7 +98,7 @@ def batches_of(cluster: Cluster) -> Iterator[list[Pair]]:
         asked: BytesPerSecond = 0.0
         for pair in matching:
             bandwidth = cluster.link(*pair).bandwidth
-            if batch and asked + bandwidth > EASY:
+            if batch and asked + bandwidth > SWITCH_LIMIT:
                 yield batch
                 batch, asked = [], 0.0
             batch.append(pair)
@@ -139,7 +129,7 @@ def _figures(meter: Meter, pairs: list[Pair]) -> _Figures:
 def _rows(cluster: Cluster, pairs: list[Pair], found: Rounds[_Figures]) -> Iterator[PairCheck]:
     for (a, b), measured_round_trip, carried in zip(pairs, *found.values[0], strict=True):
         link = cluster.link(a, b)
-        too_much = link.bandwidth > EASY and carried < SHORT * link.bandwidth
+        too_much = link.bandwidth > SWITCH_LIMIT and carried < SHORT * link.bandwidth
         yield PairCheck(
             source=a,
             target=b,
@@ -157,5 +147,4 @@ def _worst(of: Sequence[Punctuality]) -> Punctuality:
         late_p99=max((each.late_p99 for each in of), default=0.0),
         late_max=max((each.late_max for each in of), default=0.0),
         busy=max((each.busy for each in of), default=0.0),
-        longest_turn=max((each.longest_turn for each in of), default=0.0),
     )

@@ -5,11 +5,12 @@ devices with it. Whoever is not root first moves into a user namespace of its ow
 """
 
 import ctypes
+import errno
 import fcntl
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +22,9 @@ MOST_HOSTS = 253
 TUN = "/dev/net/tun"
 VNET_HEADER = 10  # bytes of struct virtio_net_hdr in front of every packet
 
-_NEWUSER, _NEWNET = 0x10000000, 0x40000000
-_TUNSETIFF, _TUNSETOFFLOAD, _TUNSETVNETHDRSZ = 0x400454CA, 0x400454D0, 0x400454D8
-_IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
+NEWUSER, NEWNET = 0x10000000, 0x40000000
+TUNSETIFF, _TUNSETOFFLOAD, _TUNSETVNETHDRSZ = 0x400454CA, 0x400454D0, 0x400454D8
+IFF_TUN, IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 _TUN_F_CSUM, _TUN_F_TSO4 = 0x01, 0x02
 _KERNEL, _LINK_SCOPE = 2, 253  # of a route: who made it, how far it reaches
 
@@ -50,32 +51,39 @@ class Host:
     namespace: int  # descriptor, to enter it
     tun: int  # descriptor, to carry its packets
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """This thread is in the host's network while the block lasts."""
-        with _back_home():
-            enter(self.namespace)
-            yield
-
 
 def make_host(number: int) -> Host:
     """Host 0, 1, ... of a lab, up and with its address; the caller's own network stays as it is."""
     address = f"{PREFIX}.{number + 1}"
-    with _back_home():
-        if _libc.unshare(_NEWNET):
+    with ExitStack() as undo, _back_home():
+        if _libc.unshare(NEWNET):
             raise _refused("making a network namespace")
-        namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        for name, value in _SETTINGS.items():
-            path = Path("/proc/sys", name)
-            if path.exists():  # older kernels lack some
-                path.write_text(value)
+        namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        undo.callback(os.close, namespace)
+        _adjust()
         tun = _open_tun()
+        undo.callback(os.close, tun)
         _configure(address)
+        undo.pop_all()  # all went well: the host keeps them
     return Host(address, namespace, tun)
 
 
+def _adjust() -> None:
+    for name, value in _SETTINGS.items():
+        path = Path("/proc/sys", name)
+        try:
+            if path.exists():  # older kernels lack some
+                path.write_text(value)
+        except OSError as error:
+            raise LabError(
+                f"{path}: {error.strerror}",
+                expected="settings of a new network namespace that can be written",
+                fix="in a container, mount /proc/sys writable: docker run --privileged",
+            ) from None
+
+
 def enter(namespace: int) -> None:
-    if _libc.setns(namespace, _NEWNET):
+    if _libc.setns(namespace, NEWNET):
         raise _refused("entering a network namespace")
 
 
@@ -84,7 +92,7 @@ def enter_by_path(path: str) -> None:
     theirs = Path(path).parents[1] / "ns" / "user"
     if not theirs.samefile("/proc/self/ns/user"):
         user = os.open(theirs, os.O_RDONLY)
-        if _libc.setns(user, _NEWUSER):
+        if _libc.setns(user, NEWUSER):
             raise _refused("entering the lab's user namespace")
         os.close(user)
     network = os.open(path, os.O_RDONLY)
@@ -100,7 +108,13 @@ def become_lord() -> None:
     if os.geteuid() == 0:
         return
     user, group = os.geteuid(), os.getegid()
-    if _libc.unshare(_NEWUSER | _NEWNET):
+    if _libc.unshare(NEWUSER | NEWNET):
+        if ctypes.get_errno() == errno.EINVAL:
+            raise LabError(
+                "a process with threads cannot make a user namespace",
+                expected="a lab before anything that starts threads, such as importing torch",
+                fix="set OMP_NUM_THREADS=1, or run as root",
+            )
         raise _refused("making a user namespace")
     try:
         Path("/proc/self/setgroups").write_text("deny")
@@ -127,8 +141,8 @@ def _open_tun() -> int:
     except OSError as error:
         raise _refused(f"opening {TUN}", error.errno) from None
     try:
-        flags = _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR
-        fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), flags))
+        flags = IFF_TUN | IFF_NO_PI | _IFF_VNET_HDR
+        fcntl.ioctl(tun, TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), flags))
         fcntl.ioctl(tun, _TUNSETVNETHDRSZ, struct.pack("i", VNET_HEADER))
         fcntl.ioctl(tun, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
     except OSError as error:
@@ -138,26 +152,29 @@ def _open_tun() -> int:
 
 
 def _configure(address: str) -> None:
-    from pyroute2 import IPRoute  # type: ignore[import-untyped]  # of the extra [lab]
+    from pyroute2 import IPRoute, NetlinkError  # type: ignore[import-untyped]
 
-    with IPRoute() as netlink:
-        (loopback,) = netlink.link_lookup(ifname="lo")
-        (device,) = netlink.link_lookup(ifname=DEVICE)
-        netlink.link("set", index=loopback, state="up")
-        # A long queue in front of the switch: packets are to be dropped by the channel alone.
-        netlink.link("set", index=device, mtu=1500, txqlen=10000, state="up")
-        netlink.addr("add", index=device, address=address, prefixlen=24)
-        # On the route: in a namespace the system's setting takes only what the machine allows, and
-        # machines differ. The kernel made this route; replace it.
-        netlink.route(
-            "replace",
-            dst=f"{PREFIX}.0/24",
-            oif=device,
-            prefsrc=address,
-            proto=_KERNEL,
-            scope=_LINK_SCOPE,
-            metrics={"cc_algo": "cubic"},
-        )
+    try:
+        with IPRoute() as netlink:
+            (loopback,) = netlink.link_lookup(ifname="lo")
+            (device,) = netlink.link_lookup(ifname=DEVICE)
+            netlink.link("set", index=loopback, state="up")
+            # A long queue in front of the switch: packets are to be dropped by the channel alone.
+            netlink.link("set", index=device, mtu=1500, txqlen=10000, state="up")
+            netlink.addr("add", index=device, address=address, prefixlen=24)
+            # On the route: in a namespace the system's setting takes only what the machine allows,
+            # and machines differ. The kernel made this route; replace it.
+            netlink.route(
+                "replace",
+                dst=f"{PREFIX}.0/24",
+                oif=device,
+                prefsrc=address,
+                proto=_KERNEL,
+                scope=_LINK_SCOPE,
+                metrics={"cc_algo": "cubic"},
+            )
+    except NetlinkError as error:
+        raise _refused(f"setting up {DEVICE}", error.code) from None
 
 
 def _refused(doing: str, number: int | None = None) -> LabError:

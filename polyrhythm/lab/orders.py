@@ -1,8 +1,15 @@
 """What the switch can be told and asked, as JSON lines. Hosts are numbers; names stay outside."""
 
+from typing import Annotated
+
 import msgspec
 
-from polyrhythm.types import BytesPerSecond, Seconds
+from polyrhythm.types import Seconds
+
+HostNumber = Annotated[int, msgspec.Meta(ge=0)]
+ProcessId = Annotated[int, msgspec.Meta(gt=0, lt=2**22)]  # no Linux gives a higher one
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -14,37 +21,44 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class ChangeLinks(Order, frozen=True, kw_only=True):
     """These directed pairs of hosts are different from now on; what is None stays."""
 
-    pairs: tuple[tuple[int, int], ...]
-    latency: Seconds | None = None
-    bandwidth: BytesPerSecond | None = None
+    pairs: tuple[tuple[HostNumber, HostNumber], ...]
+    latency: NotNegative | None = None  # seconds
+    bandwidth: Positive | None = None  # bytes per second
     lost: bool | None = None
 
 
 class KillHost(Order, frozen=True, kw_only=True):
     """Kill what runs on the host. `silent`: cut it off first, as when the power fails."""
 
-    host: int
+    host: HostNumber
     silent: bool = True
 
 
 class ReviveHost(Order, frozen=True, kw_only=True):
     """The host is joined to the network again; starting something on it is the owner's part."""
 
-    host: int
+    host: HostNumber
 
 
 class PauseHost(Order, frozen=True, kw_only=True):
-    """What runs on the host stands still, and packets from and to it wait, without loss."""
+    """What runs on the host stands still, and packets from and to it wait.
 
-    host: int
+    A host that was paused twice goes on when it was let go on twice.
+    """
+
+    host: HostNumber
     paused: bool  # False: it goes on
 
 
 class OwnProcess(Order, frozen=True, kw_only=True):
-    """This process, and the session that it leads, runs on the host, and ends with the lab."""
+    """This process is about to move to the host."""
 
-    pid: int
-    host: int
+    pid: ProcessId
+    host: HostNumber
+
+
+class EndLab(Order, frozen=True, kw_only=True):
+    """Kill what runs on the hosts and stop."""
 
 
 class GetHosts(Order, frozen=True, kw_only=True):
@@ -65,6 +79,7 @@ AnyOrder = (
     | ReviveHost
     | PauseHost
     | OwnProcess
+    | EndLab
     | GetHosts
     | ResetReport
     | GetReport
@@ -95,7 +110,6 @@ class Punctuality(msgspec.Struct, frozen=True, kw_only=True):
     late_p99: Seconds
     late_max: Seconds
     busy: float  # share of one core
-    longest_turn: Seconds  # without looking at the devices: what hides in front of the switch
 
     def __str__(self) -> str:
         return f"99% of packets at most {1e3 * self.late_p99:.2f} ms late, busy {self.busy:.0%}"

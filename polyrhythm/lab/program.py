@@ -4,12 +4,14 @@ Sixteen interpreters that each import torch take half a minute and 200 MB each o
 forks of one that has imported it take a second and share its memory. Anything else is executed.
 """
 
+import atexit
 import importlib
 import importlib.util
 import os
 import runpy
 import shutil
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,17 +33,24 @@ def become(program: Sequence[str], environment: Mapping[str, str]) -> None:
     """Run the program in this process, which it owns from here on."""
     script = _script(program)
     if script is None:
-        _execute(program, environment)
+        execute(program, environment)
         return
     os.environ.update(environment)
     option, target, arguments = script
     sys.argv = [target, *arguments]
-    if option == "-m":
-        sys.path.insert(0, str(Path.cwd()))
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(target).absolute().parent))
-        runpy.run_path(target, run_name="__main__")
+    atexit._clear()  # what this process had to do at its end is not the script's
+    try:
+        if option == "-m":
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(target).absolute().parent))
+            runpy.run_path(target, run_name="__main__")
+    finally:  # as at the end of an interpreter
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
 
 
 def _script(program: Sequence[str]) -> tuple[str, str, Sequence[str]] | None:
@@ -56,12 +65,14 @@ def _script(program: Sequence[str]) -> tuple[str, str, Sequence[str]] | None:
 
 
 def _is_this_python(command: str) -> bool:
-    found = shutil.which(command)
-    here = Path(sys.executable)
-    return found is not None and Path(found).parent == here.parent and "python" in Path(found).name
+    found, here = shutil.which(command), Path(sys.executable)
+    if found is None or Path(found).parent != here.parent:  # another environment
+        return False
+    return Path(found).resolve() == here.resolve()  # not its neighbour of another version
 
 
-def _execute(program: Sequence[str], environment: Mapping[str, str]) -> None:
+def execute(program: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Replace this process by the program."""
     try:
         os.execvpe(program[0], list(program), {**os.environ, **environment})
     except OSError as error:

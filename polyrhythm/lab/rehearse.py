@@ -1,7 +1,9 @@
 """Run one program on every host of a lab, as torchrun would, while a scenario plays."""
 
+import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.lab.lab import Lab
+from polyrhythm.lab.namespace import become_lord
 from polyrhythm.lab.program import become, preload
 from polyrhythm.lab.timeline import absent_at_first
 from polyrhythm.processes import Child, end_all, wait_for_any
@@ -29,10 +32,16 @@ class Rehearsal:
     output: Path | None
     say: Callable[[str], None]
     _running: dict[str, Child] = field(default_factory=dict, init=False)
+    _started: dict[str, Seconds] = field(default_factory=dict, init=False)  # on the clock
+    _lives: Counter[str] = field(default_factory=Counter, init=False)
     _failed: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self.scenario.check(self.cluster)
 
     def run(self, *, name: str | None, timeout: Seconds | None) -> int:
         """On hosts with a network of their own; 0, or 1 if a program failed that nobody killed."""
+        become_lord()  # before torch is loaded: it starts threads, and then it would be too late
         preload(self.program)
         with Lab(self.cluster, self.scenario, name=name) as lab:
             if warning := lab.overload():
@@ -81,9 +90,10 @@ class Rehearsal:
             if joins and joins[0][0] <= now:
                 self._start(lab, joins.pop(0)[1], common, began)
             until = min(1.0, joins[0][0] - now if joins else 1.0)
-            wait_for_any(list(self._running.values()), until)
-            if not self._running:
-                time.sleep(max(0.0, until))
+            if lab is not None:
+                lab.wait_for_any(list(self._running.values()), until)
+            else:
+                wait_for_any(list(self._running.values()), until)
             self._collect(time.monotonic() - began)
         return 1 if self._failed else 0
 
@@ -103,20 +113,24 @@ class Rehearsal:
         output = None
         if self.output is not None:
             self.output.mkdir(parents=True, exist_ok=True)
-            output = self.output / f"{host.replace('/', '-')}.log"
+            self._lives[host] += 1
+            life = f".{self._lives[host]}" if self._lives[host] > 1 else ""
+            output = self.output / f"{host.replace('/', '-')}{life}.log"
         if lab is not None:
             child = lab.run(host, self.program, environment=environment, output=output)
         else:
             child = Child(lambda: become(self.program, environment), output=output)
         self._running[host] = child
+        self._started[host] = time.monotonic() - began
 
     def _collect(self, now: Seconds) -> None:
         for host, child in list(self._running.items()):
             if child.status is None:
                 continue
             del self._running[host]
-            by_scenario = any(kill.device == host and kill.at <= now for kill in self.scenario.kill)
-            if by_scenario and child.status < 0:
+            kills = [kill.at for kill in self.scenario.kill if kill.device == host]
+            by_scenario = any(self._started[host] <= at <= now or at == 0 for at in kills)
+            if by_scenario and child.status == -signal.SIGKILL:
                 self.say(f"{host} was killed by the scenario")
             elif child.status:
                 self._failed.add(host)

@@ -1,8 +1,8 @@
 """The switch: one process that carries every packet of the lab, each by the channel of its pair.
 
-It reads the hosts' TUN devices, delivers what is due, obeys orders on a Unix socket, and watches
-itself. It ends when its owner does, which it learns from the end of the lifeline, a pipe: then it
-kills what runs on the hosts and removes its socket.
+It reads the hosts' TUN devices, delivers what is due, obeys orders on Unix sockets, and watches
+itself. It ends when it is told to, or when its owner ends, in whatever way: then it kills what
+runs on the hosts and removes its socket.
 """
 
 import contextlib
@@ -12,22 +12,22 @@ import heapq
 import math
 import os
 import select
-import signal
 import socket
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from polyrhythm.lab.channel import Channel
+from polyrhythm.lab.clients import Clients
 from polyrhythm.lab.lateness import Lateness
 from polyrhythm.lab.namespace import Host
 from polyrhythm.lab.orders import (
     Answer,
     AnyOrder,
     ChangeLinks,
+    EndLab,
     GetHosts,
     GetReport,
     HostEntry,
@@ -43,7 +43,8 @@ from polyrhythm.lab.orders import (
     encode,
 )
 from polyrhythm.lab.packet import MOST_BYTES, destination, wire_bytes
-from polyrhythm.lab.session import Session
+from polyrhythm.lab.population import Population
+from polyrhythm.lab.residents import namespace_id
 from polyrhythm.types import Seconds
 
 TURN: Seconds = 2e-4  # looks at the devices at most so often: packets are read in batches
@@ -56,18 +57,23 @@ def serve(
     hosts: Sequence[tuple[str, Host]],
     channels: list[list[Channel]],
     listening: socket.socket,
-    lifeline: int,
+    owner: int,
+    owners_socket: socket.socket,
 ) -> None:
-    """Carry packets until the lifeline ends. `channels[i][j]` goes from host i to host j."""
+    """Carry packets while `owner`, our parent, lives. `channels[i][j]` goes from host i to j."""
     gc.disable()  # nothing here makes cycles, and a collection is a pause
     _be_punctual()
+    owners_end = os.pidfd_open(owner)
     switch = Switch(hosts, channels)
+    clients = Clients(listening, switch.answer)
+    clients.add(owners_socket)
     try:
-        switch.loop(listening, lifeline)
+        if os.getppid() == owner:
+            switch.loop(clients, owners_end)
     finally:
         with contextlib.suppress(OSError):
             Path(listening.getsockname()).unlink()
-        switch.end_sessions()
+        switch.population.end()
 
 
 class Switch:
@@ -75,36 +81,30 @@ class Switch:
         self._hosts, self._channels = hosts, channels
         self._tuns = [host.tun for _, host in hosts]
         self._number = {tun: number for number, tun in enumerate(self._tuns)}
-        self._sessions: list[Session] = []
-        self._cut_off: set[int] = set()
+        self.population = Population([namespace_id(host.namespace) for _, host in hosts])
         # One entry for each channel that carries something: (next arrival, number, channel, TUN)
         self._due: list[tuple[Seconds, int, Channel, int]] = []
         self._later: list[tuple[Seconds, int, AnyOrder]] = []
         self._num_orders = 0
-        self._longest_turn: Seconds = 0.0
+        self._ended = False
         self._reset()
 
-    def loop(self, listening: socket.socket, lifeline: int) -> None:
-        clients: dict[int, tuple[socket.socket, bytearray]] = {}
+    def loop(self, clients: Clients, owners_end: int) -> None:
         turn = time.monotonic()
-        while True:
+        while not self._ended:
             self._obey_later(time.monotonic())
             self._deliver(time.monotonic())
-            self._longest_turn = max(self._longest_turn, time.monotonic() - turn)
             time.sleep(max(0.0, turn + TURN - time.monotonic()))
-            watched = [*self._tuns, listening.fileno(), lifeline, *clients]
-            ready, _, _ = select.select(watched, [], [], self._rest())
+            watched = [*self._tuns, owners_end, *clients.reading]
+            readable, writable, _ = select.select(watched, clients.writing, [], self._rest())
             turn = time.monotonic()
-            for file in ready:
+            if owners_end in readable:
+                return
+            for file in {*readable, *writable}:
                 if file in self._number:
                     self._receive(file)
-                elif file == lifeline:
-                    return
-                elif file == listening.fileno():
-                    client, _ = listening.accept()
-                    clients[client.fileno()] = (client, bytearray())
                 else:
-                    self._converse(clients, file)
+                    clients.serve(file)
 
     def _rest(self) -> Seconds:
         next_time = min(
@@ -126,7 +126,7 @@ class Switch:
                 self._strays += 1
                 continue
             channel = channels[target]
-            if source in self._cut_off or target in self._cut_off:
+            if self.population.is_cut_off(source) or self.population.is_cut_off(target):
                 channel.drops += 1
                 continue
             idle = channel.next_arrival() == math.inf
@@ -152,31 +152,27 @@ class Switch:
             if (next_due := channel.next_arrival()) < math.inf:
                 heapq.heappush(due, (next_due, number, channel, tun))
 
-    def _converse(self, clients: dict[int, tuple[socket.socket, bytearray]], file: int) -> None:
-        client, unread = clients[file]
-        try:
-            received = client.recv(1 << 20)
-            unread += received
-            *lines, rest = unread.split(b"\n")
-            unread[:] = rest
-            for line in lines:
-                client.sendall(encode(self._answer(bytes(line))) + b"\n")
-        except OSError:
-            received = b""
-        if not received:
-            client.close()
-            del clients[file]
-
-    def _answer(self, line: bytes) -> Answer:
+    def answer(self, line: bytes) -> bytes:
+        """To an order, as JSON, its answer."""
         try:
             order = decode_order(line)
-            if order.at is not None and order.at > time.monotonic():
-                self._num_orders += 1
-                heapq.heappush(self._later, (order.at, self._num_orders, order))
-                return Answer()
-            return self._obey(order)
-        except (msgspec.MsgspecError, IndexError) as error:
-            return Answer(refused=f"{type(error).__name__}: {error}")
+            self._check(order)
+        except (msgspec.MsgspecError, ValueError) as error:
+            return encode(Answer(refused=str(error)))
+        if order.at is not None and order.at > time.monotonic():
+            self._num_orders += 1
+            heapq.heappush(self._later, (order.at, self._num_orders, order))
+            return encode(Answer())
+        return encode(self._obey(order))
+
+    def _check(self, order: AnyOrder) -> None:
+        named = [host for pair in order.pairs for host in pair] if hasattr(order, "pairs") else []
+        if hasattr(order, "host"):
+            named.append(order.host)
+        if any(host >= len(self._hosts) for host in named):
+            raise ValueError(
+                f"there are {len(self._hosts)} hosts, not one with number {max(named)}"
+            )
 
     def _obey_later(self, now: Seconds) -> None:
         while self._later and self._later[0][0] <= now:
@@ -185,62 +181,62 @@ class Switch:
     def _obey(self, order: AnyOrder) -> Answer:
         match order:
             case ChangeLinks():
-                for source, target in order.pairs:
-                    self._channels[source][target].change(
-                        time.monotonic(),
-                        latency=order.latency,
-                        bandwidth=order.bandwidth,
-                        lost=order.lost,
-                    )
+                self._change_links(order)
             case KillHost():
-                if order.silent:
-                    self._cut_off.add(order.host)
-                self._signal(order.host, signal.SIGKILL)
+                self.population.kill(order.host, silent=order.silent)
             case ReviveHost():
-                self._cut_off.discard(order.host)
+                self.population.revive(order.host)
             case PauseHost():
-                for other in range(len(self._hosts)):
-                    for a, b in ((order.host, other), (other, order.host)):
-                        self._channels[a][b].change(time.monotonic(), held=order.paused)
-                self._signal(order.host, signal.SIGSTOP if order.paused else signal.SIGCONT)
+                self._pause(order.host, order.paused)
             case OwnProcess():
-                self._sessions.append(Session(order.host, order.pid))
-            case GetHosts():
-                return Answer(hosts=self._entries())
+                self.population.welcome(order.pid, order.host)
+            case EndLab():
+                self._ended = True
             case ResetReport():
                 self._reset()
+            case GetHosts():
+                return Answer(hosts=self._entries())
             case GetReport():
                 return Answer(report=self._report())
+        return Answer()
+
+    def _change_links(self, order: ChangeLinks) -> None:
+        for source, target in order.pairs:
+            self._channels[source][target].change(
+                time.monotonic(),
+                latency=order.latency,
+                bandwidth=order.bandwidth,
+                lost=order.lost,
+            )
+        self._expect_all()
+
+    def _pause(self, host: int, paused: bool) -> None:
+        self.population.pause(host, paused=paused)
+        for other in range(len(self._hosts)):
+            held = self.population.is_paused(host) or self.population.is_paused(other)
+            for a, b in ((host, other), (other, host)):
+                self._channels[a][b].change(time.monotonic(), held=held)
+        self._expect_all()
+
+    def _expect_all(self) -> None:
         self._due.clear()
         for source, row in enumerate(self._channels):
             for target, channel in enumerate(row):
                 self._expect(source, target, channel)
-        return Answer()
-
-    def _signal(self, host: int, what: signal.Signals) -> None:
-        for session in self._sessions:
-            if session.host == host:
-                session.signal(what)
-
-    def end_sessions(self) -> None:
-        for session in self._sessions:
-            session.signal(signal.SIGKILL)
 
     def _entries(self) -> tuple[HostEntry, ...]:
-        running = Counter(session.host for session in self._sessions if session.is_alive())
         return tuple(
             HostEntry(
                 name=name,
                 address=host.address,
                 namespace=f"/proc/{os.getpid()}/fd/{host.namespace}",
-                processes=running[number],
+                processes=self.population.count(number),
             )
             for number, (name, host) in enumerate(self._hosts)
         )
 
     def _reset(self) -> None:
         self._lateness = Lateness()
-        self._longest_turn = 0.0
         self._strays = 0
         self._since, self._cpu = time.monotonic(), time.process_time()
         for row in self._channels:
@@ -273,7 +269,6 @@ class Switch:
                 late_p99=self._lateness.quantile(0.99),
                 late_max=self._lateness.longest,
                 busy=(time.process_time() - self._cpu) / elapsed if elapsed else 0.0,
-                longest_turn=self._longest_turn,
             ),
         )
 

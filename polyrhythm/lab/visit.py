@@ -1,7 +1,6 @@
 """What another process may do with a running lab: look, step inside, and disturb it."""
 
 import os
-from typing import Literal
 
 from rich.console import Console
 
@@ -11,13 +10,13 @@ from polyrhythm.errors import LabError
 from polyrhythm.lab import namespace
 from polyrhythm.lab.control import Control
 from polyrhythm.lab.orders import (
-    AnyOrder,
     ChangeLinks,
     GetHosts,
     GetReport,
     HostEntry,
     KillHost,
     PauseHost,
+    ReviveHost,
 )
 from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
@@ -71,14 +70,17 @@ def change_link(
     control.tell(order)
 
 
-def disturb(control: Control, how: Literal["kill", "pause", "resume"] | str, host: str) -> None:
+def kill(control: Control, host: str) -> None:
+    control.tell(KillHost(host=_number(control.tell(GetHosts()).hosts, host)))
+
+
+def revive(control: Control, host: str) -> None:
+    control.tell(ReviveHost(host=_number(control.tell(GetHosts()).hosts, host)))
+
+
+def pause(control: Control, host: str, *, paused: bool) -> None:
     number = _number(control.tell(GetHosts()).hosts, host)
-    order: dict[str, AnyOrder] = {
-        "kill": KillHost(host=number),
-        "pause": PauseHost(host=number, paused=True),
-        "resume": PauseHost(host=number, paused=False),
-    }
-    control.tell(order[how])
+    control.tell(PauseHost(host=number, paused=paused))
 
 
 def show_status(control: Control, console: Console) -> None:
@@ -102,7 +104,12 @@ def show_status(control: Control, console: Console) -> None:
         for pair in report.pairs
     ]
     print_table(console, ["from", "to", "sent", "dropped", "waiting", "at most"], rows)
-    print_line(console, f"switch: {report.punctuality}")
+    late = report.punctuality
+    print_line(
+        console,
+        f"switch: {late}; half of them at most {1e3 * late.late_p50:.2f} ms, "
+        f"the latest {1e3 * late.late_max:.2f} ms; {report.strays} packets for nobody here",
+    )
     if trouble := report.punctuality.trouble:
         print_line(console, f"not to be trusted: {trouble}")
 

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from polyrhythm.errors import LaunchError
 from polyrhythm.events import EventLog, worker_log
+from polyrhythm.run.compute import Compute
 from polyrhythm.run.gpt import build_layers, next_byte_loss
 from polyrhythm.run.job import Job, Settings
 from polyrhythm.run.launch import Place
@@ -34,8 +35,13 @@ def load_text(settings: Settings) -> ByteText:
     )
 
 
-def train(place: Place, job: Job, text: ByteText, run: Path | None) -> None:
-    """Train as the worker of this place; rank 0 tells the others its `run`, the run folder."""
+def train(
+    place: Place, job: Job, text: ByteText, run: Path | None, compute: Compute | None = None
+) -> None:
+    """Train as the worker of this place; rank 0 tells the others its `run`, the run folder.
+
+    `compute` holds the worker back where a scenario wants it slow.
+    """
     job.check_processes(place.world_size)
     worker = job.plan.worker(place.rank)
     device = _device(job.settings, place)
@@ -45,6 +51,7 @@ def train(place: Place, job: Job, text: ByteText, run: Path | None) -> None:
             if place.rank == 0:
                 _record_job(job, device, log)
             stage = _build_stage(job, worker, device, log)
+            stage.compute = compute or stage.compute
             replicas = Replicas(job.plan, worker, deadline=job.settings.deadline)
             _run_steps(job, stage, replicas, text)
 

@@ -9,10 +9,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+
+from polyrhythm.events import read_run
+from polyrhythm.observe.summary import Summary
 
 POLYRHYTHM = [sys.executable, "-m", "polyrhythm"]
 CLUSTER = """
@@ -79,8 +83,8 @@ def test_a_program_that_fails_is_named_and_gives_status_1(folder: Path) -> None:
 @pytest.mark.timeout(90)
 def test_a_scenario_kills_and_brings_back_and_slows_on_its_clock(folder: Path) -> None:
     (folder / "s.toml").write_text(
-        'name = "s"\n[[kill]]\ndevice = "right"\nat = "1s"\n'
-        '[[join]]\ndevice = "right"\nat = "2s"\n'
+        'name = "s"\n[[kill]]\ndevice = "right"\nat = "3s"\n'
+        '[[join]]\ndevice = "right"\nat = "4s"\n'
         '[[slow]]\ndevice = "left"\nfactor = 3\n'
     )
     (folder / "work.py").write_text(
@@ -90,7 +94,7 @@ def test_a_scenario_kills_and_brings_back_and_slows_on_its_clock(folder: Path) -
         "for _ in range(4): compute.emulate(pr.Op.F, 0.1)\n"
         "took = time.monotonic() - start\n"
         "print('took', took, flush=True)\n"
-        "time.sleep(3 - (time.monotonic() - start))\n"
+        "time.sleep(6 - (time.monotonic() - start))\n"
         "print('done', flush=True)\n"
     )
     done = lab(folder, "run", "pair.toml", "--scenario", "s.toml", "--", sys.executable, "work.py")
@@ -103,14 +107,61 @@ def test_a_scenario_kills_and_brings_back_and_slows_on_its_clock(folder: Path) -
 
 
 @pytest.mark.timeout(90)
+def test_polyrhythms_own_workers_are_held_back(folder: Path) -> None:
+    (folder / "s.toml").write_text('name = "s"\n[[slow]]\ndevice = "left"\nfactor = 5\n')
+    demo = [
+        "demo",
+        "--stages",
+        "1",
+        "--pipelines",
+        "2",
+        "--steps",
+        "12",
+        "--width",
+        "64",
+        "--blocks",
+        "1",
+        "--out",
+    ]
+
+    def compute_times(out: str, *scenario: str) -> list[float]:
+        """Of both workers, for all their actions."""
+        program = ["--", sys.executable, "-m", "polyrhythm", *demo, out]
+        done = lab(folder, "run", "pair.toml", *scenario, *program)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (found,) = (folder / out).iterdir()
+        spent = Summary.of(read_run(found)).workers
+        return [spent[worker].compute for worker in sorted(spent)]
+
+    equal = compute_times("equal")
+    slowed = compute_times("slowed", "--scenario", "s.toml")
+    assert slowed[0] / slowed[1] > 2 * equal[0] / equal[1]
+
+
+@pytest.mark.timeout(90)
+def test_a_killed_switch_is_noticed(folder: Path) -> None:
+    with running_lab(folder) as process:
+        switch = next(
+            child
+            for child in psutil.Process(process.pid).children()
+            if any(f.path == "/dev/net/tun" or "sock" in f.path for f in child.open_files())
+            or len(child.net_connections("unix")) > 2
+        )
+        switch.kill()
+        assert process.wait(20) == 2
+        assert process.stdout is not None
+        assert "was ended by SIGKILL" in process.stdout.read()
+
+
+@pytest.mark.timeout(90)
 def test_a_timeout_ends_everything(folder: Path) -> None:
     done = lab(folder, "run", "pair.toml", "--timeout", "2", "--", sys.executable, "wait.py")
     assert done.returncode == 124
     assert "still running: left, right" in done.stdout
 
 
-@pytest.fixture
-def running(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+@contextmanager
+def running_lab(folder: Path) -> Iterator["subprocess.Popen[str]"]:
     """A lab named rehearsal whose two hosts wait."""
     with subprocess.Popen(
         [
@@ -131,9 +182,18 @@ def running(folder: Path) -> Iterator["subprocess.Popen[str]"]:
             line = process.stdout.readline()
             assert line, "it ended"
             waiting += "waiting" in line
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(20)
+
+
+@pytest.fixture
+def running(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+    with running_lab(folder) as process:
         yield process
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+    assert process.returncode == 130
 
 
 @pytest.mark.timeout(90)

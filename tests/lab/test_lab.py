@@ -1,10 +1,12 @@
 """The lab: real TCP over links as described, changes and faults on a clock, nothing left behind."""
 
+import contextlib
 import ctypes
 import importlib
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -18,8 +20,9 @@ import pytest
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import Join, Kill, LinkChange, Pause, Scenario
 from polyrhythm.errors import DescriptionError, LabError
-from polyrhythm.lab import control
+from polyrhythm.lab import control, namespace
 from polyrhythm.lab.lab import Lab
+from polyrhythm.lab.residents import namespace_id, residents
 from polyrhythm.processes import BAD_INPUT, Child, end_all
 
 PORT = 5000
@@ -254,9 +257,11 @@ def test_a_program_runs_on_a_host_with_its_own_network(tmp_path: Path) -> None:
 
 
 OWNER = """
-import sys, time
+import sys
+import time
 from tests.lab.test_lab import cluster, sleep_with_a_child
 from polyrhythm.lab.lab import Lab
+from polyrhythm.lab.residents import namespace_id, residents
 from polyrhythm.processes import BAD_INPUT, Child, end_all
 with Lab(cluster(3), name=sys.argv[1]) as lab:
     for host in lab.hosts:
@@ -267,20 +272,13 @@ with Lab(cluster(3), name=sys.argv[1]) as lab:
 """
 
 
-def namespaces() -> set[str]:
-    found = set()
-    for link in Path("/proc").glob("[0-9]*/ns/net"):
-        try:
-            found.add(str(link.readlink()))
-        except OSError:
-            continue
-    return found
+def namespaces(processes: list[psutil.Process]) -> set[int]:
+    return {Path(f"/proc/{p.pid}/ns/net").stat().st_ino for p in processes}
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_when_the_owner_is_ended(ending: signal.Signals) -> None:
-    before = namespaces()
     name = f"test-{os.getpid()}-{ending.value}"
     with subprocess.Popen(
         [sys.executable, "-c", OWNER, name], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -289,12 +287,14 @@ def test_nothing_is_left_when_the_owner_is_ended(ending: signal.Signals) -> None
         assert owner.stdout.readline() == b"up\n"
         family = psutil.Process(owner.pid).children(recursive=True)
         assert len(family) == 7, "a switch, and on three hosts a process with a child"
-        assert len(namespaces() - before) == 3
+        own = Path("/proc/self/ns/net").stat().st_ino
+        hosts = namespaces(family) - {own}
+        assert len(hosts) == 3
         assert control.socket_path(name).exists()
         owner.send_signal(ending)
         owner.wait(20)
     assert psutil.wait_procs(family, timeout=20)[1] == []
-    assert namespaces() - before == set()
+    assert not any(residents(host) for host in hosts)
     assert not control.socket_path(name).exists()
 
 
@@ -342,6 +342,7 @@ def test_an_unknown_host_is_refused_with_the_nearest(tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 def test_a_switch_that_died_is_reported_and_not_waited_for() -> None:
     with Lab(cluster(2)) as lab:
+        assert lab._switch is not None
         end_all([lab._switch])
         with pytest.raises(LabError, match="is gone"):
             lab.report()
@@ -349,8 +350,9 @@ def test_a_switch_that_died_is_reported_and_not_waited_for() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody with fewer rights")
+@pytest.mark.parametrize("may_open", [True, False])
 def test_without_privileges_the_lab_works_rootless_or_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_open: bool
 ) -> None:
     importlib.import_module("pyroute2.iproute")  # the other user may not be able to read it
 
@@ -361,17 +363,151 @@ def test_without_privileges_the_lab_works_rootless_or_says_what_is_missing(
         # As for any program of that user: its own files in /proc are its own.
         ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE
         with Lab(cluster(2)) as lab:
-            print("up", lab.address("b"))
+            lab.spawn("b", echo)
+            pinging = lab.spawn("a", round_trips, lab.address("b"), 3)
+            assert pinging.wait(20) == 0
+            print("up")
 
     with tempfile.TemporaryDirectory() as labs:
-        Path(labs).chmod(0o777)
+        os.chown(labs, 65534, 65534)
+        device = Path(labs, "tun")
+        os.mknod(device, stat.S_IFCHR | 0o600, os.makedev(10, 200))
+        device.chmod(0o666 if may_open else 0o600)
+        monkeypatch.setattr(namespace, "TUN", str(device))
         monkeypatch.setattr(control, "FOLDER", Path(labs))
         child = Child(have_a_lab_as_nobody, output=tmp_path / "out.txt")
         assert child.wait(30) is not None
     text = (tmp_path / "out.txt").read_text()
-    if Path("/dev/net/tun").stat().st_mode & 0o006 == 0o006:
-        assert (child.status, text.strip()) == (0, "up 10.77.0.2")
+    if may_open:
+        assert child.status == 0, text
+        assert "lost" not in text
+        assert text.split()[-1] == "up"
     else:
         assert child.status == BAD_INPUT, text
-        assert "opening /dev/net/tun: Permission denied" in text
+        assert "Permission denied" in text
         assert "polyrhythm doctor" in text
+
+
+@pytest.mark.timeout(60)
+def test_a_host_killed_at_the_start_or_paused_before_shares_its_fate(tmp_path: Path) -> None:
+    scenario = Scenario(name="at once", kill=(Kill(device="b", at=0),))
+    with Lab(cluster(3), scenario) as lab:
+        lab.play()
+        late = lab.spawn("b", time.sleep, 1000)
+        assert late.wait(20) == -signal.SIGKILL
+        lab.pause("c")
+        paused = lab.spawn("c", time.sleep, 0)
+        assert paused.wait(1) is None
+        assert psutil.Process(paused.pid).status() == psutil.STATUS_STOPPED
+        lab.pause("c", paused=False)
+        assert paused.wait(20) == 0
+
+
+@pytest.mark.timeout(60)
+def test_overlapping_pauses_end_with_the_last(tmp_path: Path) -> None:
+    with Lab(cluster(2)) as lab:
+        lab.spawn("b", echo)
+        for host in ("a", "b", "b"):
+            lab.pause(host)
+        for host in ("b", "a"):
+            lab.pause(host, paused=False)
+        output = tmp_path / "out.txt"
+        pinging = lab.spawn("a", round_trips, lab.address("b"), 1, 20.0, output=output)
+        assert pinging.wait(1) is None, "b stands still"
+        lab.pause("b", paused=False)
+        assert pinging.wait(20) == 0
+    assert "lost" not in output.read_text()
+
+
+@pytest.mark.timeout(60)
+def test_a_client_that_does_not_read_cannot_stop_the_switch() -> None:
+    with Lab(cluster(4)) as lab, socket.socket(socket.AF_UNIX) as rude:
+        rude.connect(str(control.socket_path(lab.name)))
+        rude.setblocking(False)
+        for order in (b'{"type":"GetHosts"}\n' * 5000, b"x" * (3 << 20), b'{"type":"nonsense"}\n'):
+            with contextlib.suppress(OSError):
+                rude.send(order)
+            assert lab.report().elapsed > 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "order",
+    [
+        b'{"type":"KillHost","host":77}',
+        b'{"type":"ChangeLinks","pairs":[[0,1]],"bandwidth":0}',
+        b'{"type":"ChangeLinks","pairs":[[0,9]],"latency":1,"at":1e12}',
+        b'{"type":"OwnProcess","pid":99999999999,"host":0}',
+        b"nonsense",
+    ],
+)
+def test_an_order_that_makes_no_sense_is_refused(order: bytes) -> None:
+    with Lab(cluster(2)) as lab, socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(10)
+        client.connect(str(control.socket_path(lab.name)))
+        client.sendall(order + b"\n")
+        assert b"refused" in client.recv(10_000)
+        assert lab.report().elapsed > 0, "it goes on"
+
+
+@pytest.mark.timeout(60)
+def test_everything_on_a_host_ends_with_the_lab_whatever_it_leads() -> None:
+    with Lab(cluster(2)) as lab:
+        stray = "import subprocess, time; subprocess.Popen(['sleep', '1000'], process_group=0)"
+        lab.run("a", [sys.executable, "-c", f"{stray}; time.sleep(1000)"])
+        ends = time.monotonic() + 20
+        while len(inside := residents(namespace_id(lab._network[0].namespace))) < 2:
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+        processes = [psutil.Process(pid) for pid in inside]
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
+
+
+@pytest.mark.timeout(60)
+def test_two_labs_of_one_process_end_at_once_and_leave_no_socket() -> None:
+    with Lab(cluster(2)) as first, Lab(cluster(2)) as second:
+        first.spawn("a", time.sleep, 1000)
+        names = [first.name, second.name]
+        switches = [first._switch, second._switch]
+    assert [switch.status for switch in switches if switch] == [0, 0], "none had to be killed"
+    assert not any(control.socket_path(name).exists() for name in names)
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupted_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Lab._start_switch
+
+    def interrupted(lab: Lab, *sockets: socket.socket) -> None:
+        real(lab, *sockets)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Lab, "_start_switch", interrupted)
+    lab = Lab(cluster(2))
+    with pytest.raises(KeyboardInterrupt), lab:
+        pass
+    assert psutil.Process().children() == []
+    assert not control.socket_path(lab.name).exists()
+
+
+@pytest.mark.timeout(60)
+def test_only_one_of_many_claims_of_a_name_succeeds() -> None:
+    def claim() -> None:
+        with control.claim("contested"):
+            time.sleep(1.0)
+
+    claims = [Child(claim) for _ in range(8)]
+    statuses = [child.wait(30) for child in claims]
+    control.socket_path("contested").unlink(missing_ok=True)
+    assert sorted(map(str, statuses)) == ["0", *[str(BAD_INPUT)] * 7]
+
+
+@pytest.mark.timeout(60)
+def test_many_processes_one_after_the_other_cost_no_descriptors() -> None:
+    with Lab(cluster(2)) as lab:
+        assert lab._switch is not None
+        counts = []
+        for _ in range(3):
+            for _ in range(10):
+                assert lab.spawn("a", bool).wait(20) == 0
+            counts.append((psutil.Process().num_fds(), psutil.Process(lab._switch.pid).num_fds()))
+    assert counts[0] == counts[2]

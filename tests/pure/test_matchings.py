@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.describe.cluster import Cluster, Device
-from polyrhythm.lab.measure import EASY, _rows, batches_of, matchings
+from polyrhythm.lab.lab import SWITCH_LIMIT
+from polyrhythm.lab.measure import _rows, batches_of, matchings
 from polyrhythm.lab.meter import window_for
 from polyrhythm.lab.orders import Punctuality, Report
 from polyrhythm.lab.punctual import punctual_rounds
@@ -48,7 +49,7 @@ def test_a_batch_is_easy_for_the_switch_unless_it_is_a_single_pair(rates: list[f
     assert every == Counter(permutations([device.name for device in cluster.devices], 2))
     for batch in batches:
         asked = sum(cluster.link(*pair).bandwidth for pair in batch)
-        assert len(batch) == 1 or asked <= EASY
+        assert len(batch) == 1 or asked <= SWITCH_LIMIT
 
 
 @given(st.floats(0.1, 1e4), st.floats(0.1, 1e4), st.floats(0, 0.3), st.floats(0, 0.3))

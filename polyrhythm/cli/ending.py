@@ -1,0 +1,9 @@
+"""Being terminated is an ending like any other: `with` and `finally` get their turn."""
+
+import signal
+import sys
+
+
+def end_on_sigterm() -> None:
+    """Not for a process of torchrun: while gloo waits no Python handler runs, and it must end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

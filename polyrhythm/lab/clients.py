@@ -1,0 +1,75 @@
+"""Those who give orders to the switch; none of them can make it wait.
+
+A client that does not read its answers, or sends a line without an end, is dropped.
+"""
+
+import contextlib
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+MOST_BYTES = 1 << 20  # of an order, and of answers that are not read
+LINES = 16  # of one client in a turn
+
+
+@dataclass(slots=True)
+class _Client:
+    socket: socket.socket
+    unread: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+
+
+class Clients:
+    """`answer` gets a line and gives one."""
+
+    def __init__(self, listening: socket.socket, answer: Callable[[bytes], bytes]) -> None:
+        self._listening, self._answer = listening, answer
+        self._listening.setblocking(False)
+        self._clients: dict[int, _Client] = {}
+
+    def add(self, client: socket.socket) -> None:
+        client.setblocking(False)
+        self._clients[client.fileno()] = _Client(client)
+
+    @property
+    def reading(self) -> list[int]:
+        return [self._listening.fileno(), *self._clients]
+
+    @property
+    def writing(self) -> list[int]:
+        return [file for file, client in self._clients.items() if client.unsent]
+
+    def serve(self, file: int) -> None:
+        """One of those files is ready."""
+        if file == self._listening.fileno():
+            with contextlib.suppress(OSError):  # gone again, or no descriptors: only this one waits
+                self.add(self._listening.accept()[0])
+            return
+        if (client := self._clients.get(file)) is None:
+            return
+        try:
+            self._converse(client)
+        except BlockingIOError:
+            pass
+        except (OSError, EOFError):
+            client.socket.close()
+            del self._clients[file]
+
+    def _converse(self, client: _Client) -> None:
+        self._send(client)
+        received = client.socket.recv(1 << 16)
+        if not received:
+            raise EOFError
+        client.unread += received
+        *lines, rest = bytes(client.unread).split(b"\n", LINES)
+        client.unread[:] = rest
+        for line in lines:
+            client.unsent += self._answer(line) + b"\n"
+        if max(len(client.unread), len(client.unsent)) > MOST_BYTES:
+            raise EOFError
+        self._send(client)
+
+    def _send(self, client: _Client) -> None:
+        if client.unsent:
+            with contextlib.suppress(BlockingIOError):
+                del client.unsent[: client.socket.send(client.unsent)]
