@@ -80,7 +80,7 @@ def check_pairs(
     with Meter(lab) as meter:
         for pairs in batches:
             on_progress(len(rounds), len(batches))
-            rounds.append(punctual_rounds(lab, partial(_figures, meter, pairs)))
+            rounds.append(punctual_rounds(lab, partial(_figures, lab.cluster, meter, pairs)))
             rows += _rows(lab.cluster, pairs, rounds[-1])
     on_progress(len(rounds), len(batches))
     place = {host: number for number, host in enumerate(lab.hosts)}
@@ -122,8 +122,14 @@ def matchings(hosts: Sequence[str]) -> Iterator[list[Pair]]:
         circle[1:] = [circle[-1], *circle[1:-1]]
 
 
-def _figures(meter: Meter, pairs: list[Pair]) -> _Figures:
-    return meter.round_trips(pairs), meter.goodput(pairs)
+def _figures(cluster: Cluster, meter: Meter, pairs: list[Pair]) -> _Figures:
+    """A flow can stall by itself while TCP recovers from a loss: what falls short gets a second
+    chance, and the better of two counts."""
+    round_trips, goodput = meter.round_trips(pairs), meter.goodput(pairs)
+    described = [cluster.link(*pair).bandwidth for pair in pairs]
+    if any(rate < SHORT * full for rate, full in zip(goodput, described, strict=True)):
+        goodput = list(map(max, goodput, meter.goodput(pairs)))
+    return round_trips, goodput
 
 
 def _rows(cluster: Cluster, pairs: list[Pair], found: Rounds[_Figures]) -> Iterator[PairCheck]:
