@@ -11,7 +11,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 from polyrhythm.lab.lab import Lab
-from tests.lab.test_lab import cluster
+from tests.lab.hosts import cluster
 
 DEADLINE = 15.0
 

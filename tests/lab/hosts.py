@@ -1,0 +1,64 @@
+"""What tests of the lab run on its hosts."""
+
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+from polyrhythm.describe.cluster import Cluster, Device
+from polyrhythm.lab.lab import Lab
+
+PORT = 5000
+
+
+def cluster(num_hosts: int = 3, *, latency: float = 0.02, bandwidth: float = 2.5e6) -> Cluster:
+    """Hosts a, b, c, ...: every pair alike."""
+    names = tuple("abcdefghijklmnop"[:num_hosts])
+    return Cluster(
+        name="test",
+        devices=tuple(Device(name=name, region=name) for name in names),
+        regions=names,
+        latency=tuple((latency,) * num_hosts for _ in names),
+        bandwidth=tuple((bandwidth,) * num_hosts for _ in names),
+    )
+
+
+def echo() -> None:
+    """Send every datagram back."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind(("", PORT))
+        while True:
+            data, sender = server.recvfrom(2000)
+            server.sendto(data, sender)
+
+
+def round_trips(address: str, count: int, patience: float = 1.0) -> None:
+    """Print one line per datagram: the seconds until it came back, or 'lost'."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        client.settimeout(patience)
+        client.connect((address, PORT))
+        for number in range(count):
+            start = time.perf_counter()
+            client.send(str(number).encode())
+            try:
+                while client.recv(2000) != str(number).encode():
+                    pass
+                print(time.perf_counter() - start)
+            except OSError:
+                print("lost")
+            time.sleep(0.05)
+
+
+def measure(lab: Lab, tmp_path: Path, source: str, target: str, count: int = 5) -> list[str]:
+    output = tmp_path / f"{source}{target}{time.monotonic()}.txt"
+    pinging = lab.spawn(source, round_trips, lab.address(target), count, output=output)
+    assert pinging.wait(30) == 0, pinging.reason
+    return output.read_text().split()
+
+
+def median(times: list[str]) -> float:
+    return float(sorted(times, key=float)[len(times) // 2])
+
+
+def sleep_with_a_child() -> None:
+    subprocess.run(["sleep", "1000"], check=False)

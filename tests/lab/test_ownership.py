@@ -1,0 +1,251 @@
+"""Everything in a lab has an owner: nothing is left, nobody can disturb it by accident."""
+
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from polyrhythm.describe.scenario import Join, Kill, LinkChange, Scenario
+from polyrhythm.errors import DescriptionError, LabError
+from polyrhythm.lab import control, namespace
+from polyrhythm.lab.lab import Lab
+from polyrhythm.lab.residents import namespace_id, residents
+from polyrhythm.processes import BAD_INPUT, Child, end_all
+from tests.lab.hosts import cluster, echo, measure, round_trips
+
+OWNER = """
+import sys
+import time
+from tests.lab.hosts import cluster, sleep_with_a_child
+from polyrhythm.lab.lab import Lab
+from polyrhythm.lab.residents import namespace_id, residents
+from polyrhythm.processes import BAD_INPUT, Child, end_all
+with Lab(cluster(3), name=sys.argv[1]) as lab:
+    for host in lab.hosts:
+        lab.spawn(host, sleep_with_a_child)
+    time.sleep(0.5)
+    print("up", flush=True)
+    time.sleep(1000)
+"""
+
+
+def namespaces(processes: list[psutil.Process]) -> set[int]:
+    return {Path(f"/proc/{p.pid}/ns/net").stat().st_ino for p in processes}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_when_the_owner_is_ended(ending: signal.Signals) -> None:
+    name = f"test-{os.getpid()}-{ending.value}"
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, name], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"up\n"
+        family = psutil.Process(owner.pid).children(recursive=True)
+        assert len(family) == 7, "a switch, and on three hosts a process with a child"
+        own = Path("/proc/self/ns/net").stat().st_ino
+        hosts = namespaces(family) - {own}
+        assert len(hosts) == 3
+        assert control.socket_path(name).exists()
+        owner.send_signal(ending)
+        owner.wait(20)
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert not any(residents(host) for host in hosts)
+    assert not control.socket_path(name).exists()
+
+
+@pytest.mark.timeout(60)
+def test_two_labs_cannot_have_one_name_but_can_run_side_by_side(tmp_path: Path) -> None:
+    with Lab(cluster(2), name="twin") as first:
+        with pytest.raises(LabError, match="'twin' is running"):
+            Lab(cluster(2), name="twin").__enter__()
+        with Lab(cluster(2)) as second:
+            for lab in (first, second):
+                lab.spawn("b", echo)
+                assert "lost" not in measure(lab, tmp_path, "a", "b", 1)
+    with Lab(cluster(2), name="twin"):
+        assert "twin" in control.running_labs()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Lab(cluster(2), name="no/slash"), "'no/slash'"),
+        (lambda: Lab(cluster(2), Scenario(name="x", kill=(Kill(device="z", at=1),))), "'z'"),
+        (lambda: Lab(cluster(2), Scenario(name="x", join=(Join(device="z", at=1),))), "'z'"),
+        (
+            lambda: Lab(
+                cluster(2),
+                Scenario(name="x", link=(LinkChange(at=0, source="a", target="z", up=False),)),
+            ),
+            "'z'",
+        ),
+    ],
+)
+def test_bad_input_is_refused_and_leaves_nothing(make: Callable[[], Lab], says: str) -> None:
+    before = psutil.Process().num_fds()
+    with pytest.raises((LabError, DescriptionError), match=says), make():
+        pass
+    assert psutil.Process().num_fds() == before
+
+
+@pytest.mark.timeout(60)
+def test_an_unknown_host_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    with Lab(cluster(2)) as lab, pytest.raises(LabError, match="unknown host 'aa'"):
+        lab.spawn("aa", echo)
+
+
+@pytest.mark.timeout(60)
+def test_a_switch_that_died_is_reported_and_not_waited_for() -> None:
+    with Lab(cluster(2)) as lab:
+        assert lab._switch is not None
+        end_all([lab._switch])
+        with pytest.raises(LabError, match="is gone"):
+            lab.report()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody with fewer rights")
+@pytest.mark.parametrize("may_open", [True, False])
+def test_without_privileges_the_lab_works_rootless_or_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_open: bool
+) -> None:
+    importlib.import_module("pyroute2.iproute")  # the other user may not be able to read it
+
+    def have_a_lab_as_nobody() -> None:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        # As for any program of that user: its own files in /proc are its own.
+        ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE
+        with Lab(cluster(2)) as lab:
+            lab.spawn("b", echo)
+            pinging = lab.spawn("a", round_trips, lab.address("b"), 3)
+            assert pinging.wait(20) == 0
+            print("up")
+
+    with tempfile.TemporaryDirectory() as labs:
+        os.chown(labs, 65534, 65534)
+        device = Path(labs, "tun")
+        os.mknod(device, stat.S_IFCHR | 0o600, os.makedev(10, 200))
+        device.chmod(0o666 if may_open else 0o600)
+        monkeypatch.setattr(namespace, "TUN", str(device))
+        monkeypatch.setattr(control, "FOLDER", Path(labs))
+        child = Child(have_a_lab_as_nobody, output=tmp_path / "out.txt")
+        assert child.wait(30) is not None
+    text = (tmp_path / "out.txt").read_text()
+    if may_open:
+        assert child.status == 0, text
+        assert "lost" not in text
+        assert text.split()[-1] == "up"
+    else:
+        assert child.status == BAD_INPUT, text
+        assert "Permission denied" in text
+        assert "polyrhythm doctor" in text
+
+
+@pytest.mark.timeout(60)
+def test_a_client_that_does_not_read_cannot_stop_the_switch() -> None:
+    with Lab(cluster(4)) as lab, socket.socket(socket.AF_UNIX) as rude:
+        rude.connect(str(control.socket_path(lab.name)))
+        rude.setblocking(False)
+        for order in (b'{"type":"GetHosts"}\n' * 5000, b"x" * (3 << 20), b'{"type":"nonsense"}\n'):
+            with contextlib.suppress(OSError):
+                rude.send(order)
+            assert lab.report().elapsed > 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "order",
+    [
+        b'{"type":"KillHost","host":77}',
+        b'{"type":"ChangeLinks","pairs":[[0,1]],"bandwidth":0}',
+        b'{"type":"ChangeLinks","pairs":[[0,9]],"latency":1,"at":1e12}',
+        b'{"type":"OwnProcess","pid":99999999999,"host":0}',
+        b"nonsense",
+    ],
+)
+def test_an_order_that_makes_no_sense_is_refused(order: bytes) -> None:
+    with Lab(cluster(2)) as lab, socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(10)
+        client.connect(str(control.socket_path(lab.name)))
+        client.sendall(order + b"\n")
+        assert b"refused" in client.recv(10_000)
+        assert lab.report().elapsed > 0, "it goes on"
+
+
+@pytest.mark.timeout(60)
+def test_everything_on_a_host_ends_with_the_lab_whatever_it_leads() -> None:
+    with Lab(cluster(2)) as lab:
+        stray = "import subprocess, time; subprocess.Popen(['sleep', '1000'], process_group=0)"
+        lab.run("a", [sys.executable, "-c", f"{stray}; time.sleep(1000)"])
+        ends = time.monotonic() + 20
+        while len(inside := residents(namespace_id(lab._network[0].namespace))) < 2:
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+        processes = [psutil.Process(pid) for pid in inside]
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
+
+
+@pytest.mark.timeout(60)
+def test_two_labs_of_one_process_end_at_once_and_leave_no_socket() -> None:
+    with Lab(cluster(2)) as first, Lab(cluster(2)) as second:
+        first.spawn("a", time.sleep, 1000)
+        names = [first.name, second.name]
+        switches = [first._switch, second._switch]
+    assert [switch.status for switch in switches if switch] == [0, 0], "none had to be killed"
+    assert not any(control.socket_path(name).exists() for name in names)
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupted_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Lab._start_switch
+
+    def interrupted(lab: Lab, *sockets: socket.socket) -> None:
+        real(lab, *sockets)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Lab, "_start_switch", interrupted)
+    lab = Lab(cluster(2))
+    with pytest.raises(KeyboardInterrupt), lab:
+        pass
+    assert psutil.Process().children() == []
+    assert not control.socket_path(lab.name).exists()
+
+
+@pytest.mark.timeout(60)
+def test_only_one_of_many_claims_of_a_name_succeeds() -> None:
+    def claim() -> None:
+        with control.claim("contested"):
+            time.sleep(1.0)
+
+    claims = [Child(claim) for _ in range(8)]
+    statuses = [child.wait(30) for child in claims]
+    control.socket_path("contested").unlink(missing_ok=True)
+    assert sorted(map(str, statuses)) == ["0", *[str(BAD_INPUT)] * 7]
+
+
+@pytest.mark.timeout(60)
+def test_many_processes_one_after_the_other_cost_no_descriptors() -> None:
+    with Lab(cluster(2)) as lab:
+        assert lab._switch is not None
+        counts = []
+        for _ in range(3):
+            for _ in range(10):
+                assert lab.spawn("a", bool).wait(20) == 0
+            counts.append((psutil.Process().num_fds(), psutil.Process(lab._switch.pid).num_fds()))
+    assert counts[0] == counts[2]
