@@ -38,15 +38,22 @@ def round_trips(address: str, count: int, patience: float = 1.0) -> None:
         client.settimeout(patience)
         client.connect((address, PORT))
         for number in range(count):
-            start = time.perf_counter()
-            client.send(str(number).encode())
-            try:
-                while client.recv(2000) != str(number).encode():
-                    pass
-                print(time.perf_counter() - start)
-            except OSError:
-                print("lost")
+            print(_round_trip(client, str(number).encode()) or "lost")
             time.sleep(0.05)
+
+
+def _round_trip(client: socket.socket, number: bytes) -> float | None:
+    while True:
+        start = time.perf_counter()
+        try:
+            client.send(number)
+            while client.recv(2000) != number:
+                pass
+            return time.perf_counter() - start
+        except ConnectionRefusedError:  # nobody listens yet
+            time.sleep(0.05)
+        except OSError:
+            return None
 
 
 def measure(lab: Lab, tmp_path: Path, source: str, target: str, count: int = 5) -> list[str]:

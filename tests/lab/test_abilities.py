@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from polyrhythm.lab import abilities
+from polyrhythm.lab.namespace import NEWUSER
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -129,7 +130,7 @@ def test_forbidden_namespaces_are_reported_with_the_settings_that_forbid_them():
 
     def findings_where_forbidden():
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.unshare(abilities._CLONE_NEWUSER) != 0:
+        if libc.unshare(NEWUSER) != 0:
             return None
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
         Path("/proc/sys/user/max_user_namespaces").write_text("0")

@@ -77,9 +77,7 @@ class ScriptedLab:
 
     def report(self, *, reset: bool = False) -> Report:
         late = self.late[max(0, self.num_rounds - 1)]
-        punctuality = Punctuality(
-            late_p50=late, late_p99=late, late_max=late, busy=0.1, longest_turn=late
-        )
+        punctuality = Punctuality(late_p50=late, late_p99=late, late_max=late, busy=0.1)
         return Report(elapsed=1.0, strays=0, pairs=(), punctuality=punctuality)
 
 

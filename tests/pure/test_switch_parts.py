@@ -79,9 +79,7 @@ def test_nothing_was_late_when_nothing_was_delivered() -> None:
 def test_a_switch_that_was_late_or_too_busy_says_so(
     late: float, busy: float, says: str | None
 ) -> None:
-    trouble = Punctuality(
-        late_p50=0, late_p99=late, late_max=late, busy=busy, longest_turn=0
-    ).trouble
+    trouble = Punctuality(late_p50=0, late_p99=late, late_max=late, busy=busy).trouble
     assert trouble is None if says is None else says in str(trouble)
 
 
