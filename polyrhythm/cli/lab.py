@@ -59,7 +59,7 @@ class Run(_Scaled):
     scenario: str | None = None
     """What happens meanwhile: a file, or a bundled scenario such as sdpipe_b."""
     name: str | None = None
-    """Name of the lab, for `lab status`, `shell`, `change`, `kill`, `pause`, `resume`."""
+    """Name of the lab, for `lab status`, `shell`, `change`, `kill`, `revive`, `pause`, `resume`."""
     output: Path | None = None
     """Folder for one file of output per host, instead of this terminal."""
     timeout: float | None = None
@@ -78,6 +78,12 @@ class Run(_Scaled):
                 "no program to run",
                 expected="a command after --",
                 fix=f"polyrhythm lab run {self.cluster} -- python my_script.py",
+            )
+        if self.timeout is not None and not 0 < self.timeout < float("inf"):
+            raise LabError(
+                f"--timeout {self.timeout}",
+                expected="seconds above 0",
+                fix="leave --timeout out to wait as long as it takes",
             )
         environment = {}
         scenario = Scenario(name="nothing happens")
@@ -222,7 +228,7 @@ class Kill(_OfHost):
     def run(self, console: "Console") -> int:
         from polyrhythm.lab import visit
 
-        visit.kill(self.connect(), self.host)
+        print(visit.kill(self.connect(), self.host))
         return 0
 
 
@@ -233,7 +239,7 @@ class Revive(_OfHost):
     def run(self, console: "Console") -> int:
         from polyrhythm.lab import visit
 
-        visit.revive(self.connect(), self.host)
+        print(visit.revive(self.connect(), self.host))
         return 0
 
 
@@ -244,7 +250,7 @@ class Pause(_OfHost):
     def run(self, console: "Console") -> int:
         from polyrhythm.lab import visit
 
-        visit.pause(self.connect(), self.host, paused=True)
+        print(visit.pause(self.connect(), self.host))
         return 0
 
 
@@ -255,7 +261,7 @@ class Resume(_OfHost):
     def run(self, console: "Console") -> int:
         from polyrhythm.lab import visit
 
-        visit.pause(self.connect(), self.host, paused=False)
+        print(visit.resume(self.connect(), self.host))
         return 0
 
 

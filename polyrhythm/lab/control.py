@@ -44,7 +44,9 @@ def claim(name: str) -> socket.socket:
                 expected="a name of its own for each lab",
                 fix="give another --name, or end that lab",
             )
-        path.unlink(missing_ok=True)  # of a lab whose every process was killed at once
+        for old in FOLDER.glob("*.sock"):  # of labs whose every process was killed at once
+            if not _answers(old):
+                old.unlink(missing_ok=True)
         listening = socket.socket(socket.AF_UNIX)
         try:
             listening.bind(str(path))

@@ -91,6 +91,8 @@ class HostEntry(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     namespace: str  # path in /proc of its network namespace
     processes: int  # that run on it
+    killed: bool
+    pauses: int  # above 0: it stands still
 
 
 class PairCounters(msgspec.Struct, frozen=True, kw_only=True):

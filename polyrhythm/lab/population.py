@@ -42,8 +42,11 @@ class Population:
         self._pauses[host] = max(0, self._pauses[host] + (1 if paused else -1))
         self._signal(host, signal.SIGSTOP if self._pauses[host] else signal.SIGCONT)
 
-    def is_paused(self, host: int) -> bool:
-        return self._pauses[host] > 0
+    def is_dead(self, host: int) -> bool:
+        return host in self._dead
+
+    def pauses(self, host: int) -> int:
+        return self._pauses[host]
 
     def is_cut_off(self, host: int) -> bool:
         return host in self._cut_off

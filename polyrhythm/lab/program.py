@@ -71,6 +71,10 @@ def _is_this_python(command: str) -> bool:
     return Path(found).resolve() == here.resolve()  # not its neighbour of another version
 
 
+def findable(command: str) -> bool:
+    return shutil.which(command) is not None
+
+
 def execute(program: Sequence[str], environment: Mapping[str, str]) -> None:
     """Replace this process by the program."""
     try:

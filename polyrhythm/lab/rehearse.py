@@ -10,9 +10,10 @@ from pathlib import Path
 
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.scenario import Scenario
+from polyrhythm.errors import LabError
 from polyrhythm.lab.lab import Lab
 from polyrhythm.lab.namespace import become_lord
-from polyrhythm.lab.program import become, preload
+from polyrhythm.lab.program import become, findable, preload
 from polyrhythm.lab.timeline import absent_at_first
 from polyrhythm.processes import Child, end_all, wait_for_any
 from polyrhythm.types import Seconds
@@ -38,6 +39,21 @@ class Rehearsal:
 
     def __post_init__(self) -> None:
         self.scenario.check(self.cluster)
+        if not findable(self.program[0]):
+            raise LabError(
+                f"program {self.program[0]!r} cannot be run",
+                expected="a program on the PATH, or the path of one that may be executed",
+                fix="check its name; a script needs its interpreter: -- python my_script.py",
+            )
+        if self.output is not None:
+            try:
+                self.output.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise LabError(
+                    f"output folder {self.output}: {error.strerror}",
+                    expected="a folder that can be written",
+                    fix="give another one: --output FOLDER",
+                ) from None
 
     def run(self, *, name: str | None, timeout: Seconds | None) -> int:
         """On hosts with a network of their own; 0, or 1 if a program failed that nobody killed."""
@@ -112,7 +128,6 @@ class Rehearsal:
         }
         output = None
         if self.output is not None:
-            self.output.mkdir(parents=True, exist_ok=True)
             self._lives[host] += 1
             life = f".{self._lives[host]}" if self._lives[host] > 1 else ""
             output = self.output / f"{host.replace('/', '-')}{life}.log"

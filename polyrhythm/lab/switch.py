@@ -213,7 +213,7 @@ class Switch:
     def _pause(self, host: int, paused: bool) -> None:
         self.population.pause(host, paused=paused)
         for other in range(len(self._hosts)):
-            held = self.population.is_paused(host) or self.population.is_paused(other)
+            held = self.population.pauses(host) + self.population.pauses(other) > 0
             for a, b in ((host, other), (other, host)):
                 self._channels[a][b].change(time.monotonic(), held=held)
         self._expect_all()
@@ -231,6 +231,8 @@ class Switch:
                 address=host.address,
                 namespace=f"/proc/{os.getpid()}/fd/{host.namespace}",
                 processes=self.population.count(number),
+                killed=self.population.is_dead(number),
+                pauses=self.population.pauses(number),
             )
             for number, (name, host) in enumerate(self._hosts)
         )

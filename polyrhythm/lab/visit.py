@@ -70,17 +70,36 @@ def change_link(
     control.tell(order)
 
 
-def kill(control: Control, host: str) -> None:
-    control.tell(KillHost(host=_number(control.tell(GetHosts()).hosts, host)))
+def kill(control: Control, host: str) -> str:
+    """These four do what they say, and say what they did."""
+    number, entry = _entry(control, host)
+    if entry.killed:
+        return f"{host} was killed before"
+    control.tell(KillHost(host=number))
+    return f"{host} is killed"
 
 
-def revive(control: Control, host: str) -> None:
-    control.tell(ReviveHost(host=_number(control.tell(GetHosts()).hosts, host)))
+def revive(control: Control, host: str) -> str:
+    number, entry = _entry(control, host)
+    if not entry.killed:
+        return f"{host} is alive"
+    control.tell(ReviveHost(host=number))
+    return f"{host} can be reached again; nothing runs on it yet"
 
 
-def pause(control: Control, host: str, *, paused: bool) -> None:
-    number = _number(control.tell(GetHosts()).hosts, host)
-    control.tell(PauseHost(host=number, paused=paused))
+def pause(control: Control, host: str) -> str:
+    number, entry = _entry(control, host)
+    if entry.pauses:
+        return f"{host} stands still already"
+    control.tell(PauseHost(host=number, paused=True))
+    return f"{host} stands still"
+
+
+def resume(control: Control, host: str) -> str:
+    number, entry = _entry(control, host)
+    for _ in range(entry.pauses):  # a scenario may have paused it more than once
+        control.tell(PauseHost(host=number, paused=False))
+    return f"{host} goes on" if entry.pauses else f"{host} was not paused"
 
 
 def show_status(control: Control, console: Console) -> None:
@@ -89,8 +108,8 @@ def show_status(control: Control, console: Console) -> None:
     assert report is not None, "a report was asked for"
     print_table(
         console,
-        ["host", "address", "processes"],
-        [[host.name, host.address, str(host.processes)] for host in hosts],
+        ["host", "address", "processes", ""],
+        [[host.name, host.address, str(host.processes), _state(host)] for host in hosts],
     )
     rows = [
         [
@@ -112,6 +131,16 @@ def show_status(control: Control, console: Console) -> None:
     )
     if trouble := report.punctuality.trouble:
         print_line(console, f"not to be trusted: {trouble}")
+
+
+def _state(host: HostEntry) -> str:
+    return "killed" if host.killed else "stands still" if host.pauses else ""
+
+
+def _entry(control: Control, host: str) -> tuple[int, HostEntry]:
+    hosts = control.tell(GetHosts()).hosts
+    number = _number(hosts, host)
+    return number, hosts[number]
 
 
 def _number(hosts: tuple[HostEntry, ...], name: str) -> int:
