@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -13,6 +14,10 @@ from hypothesis import settings
 # No time limit per example: a busy machine is no failure. pytest-timeout bounds the whole test.
 settings.register_profile("polyrhythm", deadline=None, print_blob=True)
 settings.load_profile("polyrhythm")
+
+# Whoever started this in the background may have had SIGINT ignored, and it is inherited: a test
+# that sends it would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Orphans of a killed process become children of this one, and so are seen below.
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER

@@ -23,7 +23,7 @@ import torch
 import torch._dynamo  # every optimizer imports it: before the fork, or 1 s and 100 MB per worker
 import torch.distributed as dist
 
-from polyrhythm.errors import LaunchError, WorkerError
+from polyrhythm.errors import LaunchError, PeerError, WorkerError
 from polyrhythm.processes import PEER_LOST, Child, end_all, wait_for_any
 from polyrhythm.run.peers import waiting_for
 from polyrhythm.types import Seconds
@@ -71,8 +71,14 @@ class Place:
             self._join(deadline)
         yield
         # Not after a failure: a live exception holds the group, and its sockets would stay open.
-        with waiting_for("another process of the job", "leaving together"):
-            dist.barrier()
+        try:
+            with waiting_for("another process of the job", "leaving together"):
+                dist.barrier()
+        except PeerError as error:
+            # One that has left closed its connections: then all have arrived, and all is well. One
+            # that crashed tells so itself. Only silence is for us to report.
+            if "imed out" in error.cause:
+                raise
         dist.destroy_process_group()
 
     def _join(self, deadline: Seconds) -> None:
