@@ -149,11 +149,12 @@ def test_end_is_a_time_or_left_out(until):
 
 
 def test_device_may_come_go_and_come_back():
-    Scenario(
-        name="s",
-        kill=(Kill(device="a", at=2.0), Kill(device="b", at=2.0), Kill(device="a", at=6.0)),
-        join=(Join(device="a", at=4.0), Join(device="a", at=1.0)),
-    )
+    kills = (Kill(device="a", at=2.0), Kill(device="b", at=2.0), Kill(device="a", at=6.0))
+    comes_back, comes = Join(device="a", at=4.0), Join(device="a", at=1.0)
+    scenario = Scenario(name="s", kill=kills, join=(comes_back, comes))
+    assert scenario.join == (comes_back, comes)
+    with pytest.raises(DescriptionError, match="kill at 2s, then kill at 6s"):
+        Scenario(name="s", kill=kills, join=(comes,))
 
 
 WORLD = Cluster.load("case5_worldwide")
