@@ -103,7 +103,9 @@ class Child:
 
 def end_all(children: Sequence[Child]) -> None:
     """Kill them and what they started, all at once, and see them gone."""
-    for child in children:  # before any is joined: a survivor would report the others as lost
+    for child in children:  # stopped first: a survivor would report the others as lost
+        child.signal(signal.SIGSTOP)
+    for child in children:
         child.signal(signal.SIGKILL)
     for child in children:
         while child.wait(1.0) is None:  # the kernel is at it: SIGKILL cannot be refused

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from polyrhythm.errors import LaunchError, PeerError, WorkerError
-from polyrhythm.processes import BAD_INPUT
+from polyrhythm.processes import BAD_INPUT, Child
 from polyrhythm.run.launch import LocalJob, Place
 from polyrhythm.run.peers import waiting_for
 from polyrhythm.types import Worker
@@ -139,7 +139,17 @@ def test_an_interrupted_start_leaves_no_worker(
 
 
 @pytest.mark.timeout(60)
-def test_a_job_that_is_ended_writes_no_false_alarm(tmp_path: Path) -> None:
+def test_a_job_that_is_ended_writes_no_false_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Child.signal
+
+    def signal_slowly(child: Child, what: signal.Signals) -> None:
+        real(child, what)
+        time.sleep(0.2)  # time enough for the others to notice
+
+    monkeypatch.setattr(Child, "signal", signal_slowly)
+
     def reduce_for_ever(place: Place) -> None:
         with place.joined(20):
             while True:
@@ -194,7 +204,7 @@ def test_a_silent_peer_becomes_a_peer_error_at_the_deadline(tmp_path: Path) -> N
 PARENT = f"""
 import time
 from pathlib import Path
-from polyrhythm.processes import BAD_INPUT
+from polyrhythm.processes import BAD_INPUT, Child
 from polyrhythm.run.launch import LocalJob
 with LocalJob(lambda place: time.sleep({FOREVER}), 3, output_folder=Path("out")):
     print("started", flush=True)
