@@ -1,10 +1,14 @@
 """Builders of schedules: which micro-batch a stage works on next, from integers alone.
 
-A schedule is one list of actions per stage. Variants are derived, not written again: kFkB is 1F1B
-over groups of k micro-batches, so k=1 is 1F1B and k >= the number of micro-batches is GPipe.
+A schedule is one list of actions per stage. There is one loop: a stage runs as many forwards as it
+may hold in flight, then alternates backward and forward, then drains. 1F1B and GPipe choose that
+number, bounded takes it from outside, and kFkB is 1F1B over groups of k micro-batches, so k=1 is
+1F1B and k >= the number of micro-batches is GPipe.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
 
 from polyrhythm.errors import ScheduleError
 from polyrhythm.types import Action, Op
@@ -15,17 +19,13 @@ Schedule = list[list[Action]]  # index = stage
 def gpipe(*, stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
     """All forwards, then all backwards (arXiv:1811.06965)."""
     _check_shape(stage, num_stages, num_microbatches)
-    return [Action(op, m) for op in (Op.F, Op.B) for m in range(num_microbatches)]
+    return _holding(num_microbatches, num_microbatches)
 
 
 def one_f_one_b(*, stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """Warm up, alternate, drain (arXiv:2104.04473)."""
+    """Warm up, alternate, drain (arXiv:2104.04473): one in flight per stage still to come."""
     _check_shape(stage, num_stages, num_microbatches)
-    warmup = min(num_stages - 1 - stage, num_microbatches)
-    order = [Action(Op.F, m) for m in range(warmup)]
-    for m in range(warmup, num_microbatches):
-        order += [Action(Op.F, m), Action(Op.B, m - warmup)]
-    return order + [Action(Op.B, m) for m in range(num_microbatches - warmup, num_microbatches)]
+    return _holding(num_stages - stage, num_microbatches)
 
 
 def kfkb(*, stage: int, num_stages: int, num_microbatches: int, k: int) -> list[Action]:
@@ -35,22 +35,40 @@ def kfkb(*, stage: int, num_stages: int, num_microbatches: int, k: int) -> list[
         raise ScheduleError(f"k={k}", expected="k >= 1", fix="use k=1 for plain 1F1B")
     num_groups = -(-num_microbatches // k)  # the last group may be shorter
     groups = one_f_one_b(stage=stage, num_stages=num_stages, num_microbatches=num_groups)
-    return [
-        Action(op, m)
-        for op, group in groups
-        for m in range(group * k, min((group + 1) * k, num_microbatches))
-    ]
+    every = {op: _in_order(op, num_microbatches) for op in Op}
+    return [action for op, g in groups for action in every[op][g * k : (g + 1) * k]]
+
+
+def bounded(
+    *, stage: int, num_stages: int, num_microbatches: int, limits: Sequence[int]
+) -> list[Action]:
+    """At most `limits[stage]` micro-batches in flight; one limit per stage, never increasing.
+
+    A stage that held more than the stage before it would wait for a forward that is still to be
+    sent, while the stage before waits for the backward in front of it: deadlock.
+    """
+    _check_shape(stage, num_stages, num_microbatches)
+    _check_limits(limits, num_stages)
+    return _holding(limits[stage], num_microbatches)
 
 
 BUILDERS: dict[str, Callable[..., list[Action]]] = {
     "1f1b": one_f_one_b,
     "gpipe": gpipe,
     "kfkb": kfkb,
+    "bounded": bounded,
 }
 
 
-def build(name: str, *, num_stages: int, num_microbatches: int, k: int | None = None) -> Schedule:
-    """The named schedule for every stage; `k` belongs to kfkb alone."""
+def build(
+    name: str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    k: int | None = None,
+    limits: Sequence[int] | None = None,
+) -> Schedule:
+    """The named schedule for every stage; `k` belongs to kfkb alone, `limits` to bounded."""
     if name not in BUILDERS:
         raise ScheduleError(
             f"schedule {name!r}", expected=f"one of {', '.join(BUILDERS)}", fix="use 1f1b"
@@ -59,12 +77,37 @@ def build(name: str, *, num_stages: int, num_microbatches: int, k: int | None = 
         raise ScheduleError(
             f"schedule {name} with k={k}",
             expected="k with kfkb, and with kfkb alone",
-            fix="choose kfkb with k=2 (--schedule kfkb --k 2), or leave k out",
+            fix="choose kfkb with k=2 (written kfkb:2), or leave k out",
         )
-    group = {} if k is None else {"k": k}
+    if (name == "bounded") != (limits is not None):
+        raise ScheduleError(
+            f"schedule {name} with limits={limits}",
+            expected="limits with bounded, and with bounded alone",
+            fix="choose bounded with a limit per stage (bounded:7,5,3,1), or leave limits out",
+        )
+    options = {
+        option: value for option, value in (("k", k), ("limits", limits)) if value is not None
+    }
     shape = {"num_stages": num_stages, "num_microbatches": num_microbatches}
     _check_shape(0, **shape)
-    return [BUILDERS[name](stage=stage, **shape, **group) for stage in range(num_stages)]
+    return [BUILDERS[name](stage=stage, **shape, **options) for stage in range(num_stages)]
+
+
+def _holding(limit: int, num_microbatches: int) -> list[Action]:
+    """Run `limit` forwards, alternate backward and forward, drain."""
+    forwards, backwards = _in_order(Op.F, num_microbatches), _in_order(Op.B, num_microbatches)
+    warmup = min(limit, num_microbatches)
+    alternating = num_microbatches - warmup
+    order = list(forwards[:warmup])
+    for backward, forward in zip(backwards, forwards[warmup:], strict=False):
+        order += (backward, forward)
+    order += backwards[alternating:]
+    return order
+
+
+@lru_cache(maxsize=64)  # actions are values: searching over many schedules need not make them anew
+def _in_order(op: Op, num_microbatches: int) -> tuple[Action, ...]:
+    return tuple(Action(op, m) for m in range(num_microbatches))
 
 
 def _check_shape(stage: int, num_stages: int, num_microbatches: int) -> None:
@@ -80,3 +123,27 @@ def _check_shape(stage: int, num_stages: int, num_microbatches: int) -> None:
             expected=f"0 to {num_stages - 1}",
             fix="count stages from 0",
         )
+
+
+def _check_limits(limits: Sequence[int], num_stages: int) -> None:
+    written = ",".join(map(str, limits))
+    if len(limits) != num_stages:
+        raise ScheduleError(
+            f"limits {written or '()'} for {num_stages} stages",
+            expected=f"{num_stages} limits, one per stage",
+            fix=f"1F1B has {','.join(map(str, range(num_stages, 0, -1)))}; start from there",
+        )
+    if min(limits) < 1:
+        raise ScheduleError(
+            f"limits {written}",
+            expected="at least 1 on every stage",
+            fix="a stage holds the micro-batch it works on: raise the limit to 1",
+        )
+    for stage, (here, after) in enumerate(pairwise(limits)):
+        if here < after:
+            raise ScheduleError(
+                f"limits {written}: stage {stage} may hold {here}, stage {stage + 1} {after}",
+                expected="limits that never increase along the stages, or they deadlock",
+                fix=f"raise the limit of stage {stage} to {after}, "
+                f"or lower that of stage {stage + 1} to {here}",
+            )

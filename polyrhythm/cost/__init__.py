@@ -1,0 +1,1 @@
+"""What things take: seconds and bytes, from measured numbers."""

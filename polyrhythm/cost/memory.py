@@ -1,0 +1,77 @@
+"""What a stage needs in memory, as a sum that can be read, and how many micro-batches fit.
+
+Two terms depend on the schedule, and they are all that a schedule can change: the activations of
+the micro-batches in flight, and the messages between stages.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from polyrhythm.describe.units import check_amount
+from polyrhythm.errors import DescriptionError
+from polyrhythm.types import Bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """What one stage holds, for micro-batches of one size."""
+
+    weights: Bytes
+    gradients: Bytes
+    optimizer: Bytes  # its state: two floats per weight for Adam
+    activation: Bytes  # held for one micro-batch from its forward to its backward
+    message: Bytes  # one activation or gradient at the boundary, received or being sent
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            check_amount(field.name, getattr(self, field.name), Bytes)
+
+
+def needed(stage: StageMemory, *, in_flight: int, window: int) -> Bytes:
+    """The most bytes the stage holds at once, for `in_flight` micro-batches.
+
+    Counted: weights, gradients, optimizer state, `in_flight` times what a forward leaves for its
+    backward, and `window` boundary messages: receives posted ahead and sends under way, of both
+    directions together. Not counted: what a single layer needs while it runs, the framework itself,
+    and memory lost between allocations; leave room for them in the limit.
+    """
+    fixed = stage.weights + stage.gradients + stage.optimizer
+    return fixed + in_flight * stage.activation + window * stage.message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """What the stages of a pipeline hold with micro-batches of each size, and what they may."""
+
+    stages: Mapping[int, Sequence[StageMemory]]  # by micro-batch size, then per stage
+    limits: Sequence[Bytes]  # per stage
+    window: int  # boundary messages that a stage holds, as in `needed`
+
+    def __post_init__(self) -> None:
+        for size, stages in self.stages.items():
+            if len(stages) != len(self.limits):
+                raise DescriptionError(
+                    f"memory of {len(stages)} stages for micro-batches of {size}, "
+                    f"and {len(self.limits)} limits",
+                    expected="one of each per stage",
+                    fix="describe the memory of every stage",
+                )
+
+    def needed(self, microbatch_size: int, in_flight: Sequence[int]) -> tuple[Bytes, ...]:
+        """Per stage."""
+        stages = zip(self.stages[microbatch_size], in_flight, strict=True)
+        return tuple(needed(stage, in_flight=n, window=self.window) for stage, n in stages)
+
+    def most_in_flight(self, microbatch_size: int, num_microbatches: int) -> tuple[int, ...]:
+        """Per stage, how many micro-batches fit, out of `num_microbatches`; 0 if not even one.
+
+        A size whose memory `stages` does not tell does not fit.
+        """
+        if microbatch_size not in self.stages:
+            return (0,) * len(self.limits)
+        most = []
+        for stage, limit in zip(self.stages[microbatch_size], self.limits, strict=True):
+            room = limit - needed(stage, in_flight=0, window=self.window)
+            free = num_microbatches if stage.activation == 0 else room // stage.activation
+            most.append(0 if room < 0 else min(free, num_microbatches))
+        return tuple(most)

@@ -1,0 +1,167 @@
+"""Which schedules are worth considering for micro-batches of one size, by simulating many.
+
+Candidates are 1F1B, kFkB while a larger k helps, GPipe, and in-flight limits: those of the rule
+(`schedule.limits`), and better ones found from there. The search knows two steps. It gives one link
+more slack, by raising the limits of all stages before it, as long as that makes the step shorter;
+then it takes limits away again as long as the step stays within a tolerance of the shortest.
+
+Source: Yang et al., "Ada-Grouper", arXiv:2303.01675, sections 4.2 and 4.3, for choosing among kFkB
+by predicted length within a memory limit. Departures: limits per stage, which hold less for the
+same length; the length is simulated with link contention and recorded transfers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from polyrhythm.cost.pipeline import PipelineTimes, length
+from polyrhythm.schedule.builders import Schedule, build
+from polyrhythm.schedule.check import peak_in_flight
+from polyrhythm.schedule.limits import limits_for, one_f_one_b_limits
+from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.types import Seconds
+
+Limits = tuple[int, ...]
+
+# A step of the search must shorten the pipeline by this share: less is not worth the memory.
+_WORTHWHILE = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A way to run a step: how the batch is cut, and in which order the pieces run."""
+
+    microbatch_size: int
+    num_microbatches: int
+    recipe: Recipe
+    in_flight: tuple[int, ...]  # per stage, at most
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, *, num_stages: int, microbatch_size: int, num_microbatches: int
+    ) -> "Candidate":
+        schedule = recipe.build(num_stages=num_stages, num_microbatches=num_microbatches)
+        return cls(
+            microbatch_size=microbatch_size,
+            num_microbatches=num_microbatches,
+            recipe=recipe,
+            in_flight=tuple(map(peak_in_flight, schedule)),
+        )
+
+    def build(self) -> Schedule:
+        """The actions of every stage."""
+        return self.recipe.build(
+            num_stages=len(self.in_flight), num_microbatches=self.num_microbatches
+        )
+
+    def __str__(self) -> str:
+        return f"{self.recipe} of {self.num_microbatches} x {self.microbatch_size}"
+
+
+def limited_recipe(limits: Limits, num_microbatches: int) -> Recipe:
+    """The recipe for these limits, under its plainest name."""
+    limits = tuple(min(limit, num_microbatches) for limit in limits)
+    plain = one_f_one_b_limits(len(limits))
+    if limits == tuple(min(limit, num_microbatches) for limit in plain):
+        return Recipe("1f1b")
+    if min(limits) == num_microbatches:
+        return Recipe("gpipe")
+    return Recipe("bounded", limits=limits)
+
+
+def shortlist(
+    times: PipelineTimes, *, num_microbatches: int, most: Sequence[int], tolerance: float
+) -> dict[Recipe, Seconds]:
+    """Recipes worth a look and their predicted lengths; `most` in flight fit on each stage."""
+    search = _Search(times, num_microbatches, most)
+    found = dict(_kfkb(times, num_microbatches, most))
+    starts = [search.within(one_f_one_b_limits(times.num_stages))]
+    if times.period > 0:
+        starts.append(search.within(limits_for(period=times.period, transfers=times.transfers)))
+    tops = [*starts, *map(search.grown, starts)]
+    everything = search.within((num_microbatches,) * times.num_stages)
+    enough = min([*found.values(), *map(search.length, [*tops, everything])]) * (1 + tolerance)
+    light = [search.trimmed(top, enough) for top in tops if search.length(top) <= enough]
+    for limits in (*tops, *light, everything):
+        found[limited_recipe(limits, num_microbatches)] = search.length(limits)
+    return found
+
+
+def _kfkb(
+    times: PipelineTimes, num_microbatches: int, most: Sequence[int]
+) -> Iterator[tuple[Recipe, Seconds]]:
+    """kFkB from k=2 on, while it fits and the last two brought something."""
+    shortest, idle = float("inf"), 0
+    for k in range(2, num_microbatches):
+        schedule = build(
+            "kfkb", num_stages=times.num_stages, num_microbatches=num_microbatches, k=k
+        )
+        held = zip(map(peak_in_flight, schedule), most, strict=True)
+        if idle == 2 or any(peak > room for peak, room in held):
+            return
+        time = length(schedule, times)
+        yield Recipe("kfkb", k=k), time
+        idle = 0 if time < shortest * (1 - _WORTHWHILE) else idle + 1
+        shortest = min(shortest, time)
+
+
+class _Search:
+    """Limits that fit, and what they take; each is simulated once."""
+
+    def __init__(self, times: PipelineTimes, num_microbatches: int, most: Sequence[int]) -> None:
+        self._times, self._num_microbatches = times, num_microbatches
+        # A stage may not hold more than the one before, so the room of one is that of all after.
+        self._most = tuple(accumulate((min(m, num_microbatches) for m in most), min))
+        self._lengths: dict[Limits, Seconds] = {}
+
+    def within(self, limits: Limits) -> Limits:
+        return tuple(map(min, limits, self._most))
+
+    def length(self, limits: Limits) -> Seconds:
+        if limits not in self._lengths:
+            schedule = build(
+                "bounded",
+                num_stages=len(limits),
+                num_microbatches=self._num_microbatches,
+                limits=limits,
+            )
+            self._lengths[limits] = length(schedule, self._times)
+        return self._lengths[limits]
+
+    def grown(self, limits: Limits) -> Limits:
+        """Give slack to the link where it helps most, again and again."""
+        while True:
+            deeper = [
+                raised
+                for link in range(len(limits) - 1)
+                if (raised := self.within(_moved(limits, link, +1))) != limits
+            ]
+            best = min(deeper, key=self.length, default=limits)
+            if self.length(best) > self.length(limits) * (1 - _WORTHWHILE) or best == limits:
+                return limits
+            limits = best
+
+    def trimmed(self, limits: Limits, enough: Seconds) -> Limits:
+        """Take the most that leaves the step no longer than `enough`, again and again."""
+        while True:
+            for _, equal in groupby(sorted(_lowered(limits), key=sum), key=sum):
+                fast = [lower for lower in equal if self.length(lower) <= enough]
+                if fast:
+                    limits = min(fast, key=self.length)
+                    break
+            else:
+                return limits
+
+
+def _moved(limits: Limits, link: int, by: int) -> Limits:
+    """Slack of one link: the limits of all stages before it."""
+    return (*(limit + by for limit in limits[: link + 1]), *limits[link + 1 :])
+
+
+def _lowered(limits: Limits) -> Iterator[Limits]:
+    """A micro-batch less for all stages up to one, or for that one alone."""
+    for stage, (limit, floor) in enumerate(zip(limits, (*limits[1:], 1), strict=True)):
+        if limit > floor:
+            yield _moved(limits, stage, -1)
+            if stage > 0:
+                yield (*limits[:stage], limit - 1, *limits[stage + 1 :])

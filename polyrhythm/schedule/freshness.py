@@ -1,0 +1,59 @@
+"""Which micro-batch size to measure next: each once, and again when the network has moved on.
+
+Times of one size say nothing certain about another, so a size counts only after a step with it.
+Such a step costs time. It is worth repeating for a size only if its times are old and the size in
+use, which is measured all along, shows that transfers have changed since.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from polyrhythm.cost.pipeline import PipelineTimes
+from polyrhythm.types import Seconds
+
+_CHANGED = 0.2  # of a mean transfer time
+_MATTERS = 0.02  # of the slowest stage's work: a link faster than that may do as it likes
+
+
+@dataclass(slots=True)
+class Freshness:
+    stale_after: int  # decisions
+    _decisions: int = field(default=0, init=False)
+    _seen: dict[int, PipelineTimes] = field(default_factory=dict, init=False)
+    _seen_at: dict[int, int] = field(default_factory=dict, init=False)
+    # By size: the mean transfers of every size when this one was measured.
+    _then: dict[int, dict[int, tuple[Seconds, ...]]] = field(default_factory=dict, init=False)
+
+    def note(self, times: Mapping[int, PipelineTimes]) -> None:
+        """Once per decision; times that differ from the last ones were measured anew."""
+        self._decisions += 1
+        transfers = {size: measured.transfers for size, measured in times.items()}
+        for size, measured in times.items():
+            if self._seen.get(size) != measured:
+                self._seen[size] = measured
+                self._seen_at[size] = self._decisions
+                self._then[size] = dict(transfers)
+        for then in self._then.values():  # a size measured later is compared from now on
+            for size, transfer in transfers.items():
+                then.setdefault(size, transfer)
+
+    def wanted(
+        self, sizes: Sequence[int], times: Mapping[int, PipelineTimes], in_use: int
+    ) -> int | None:
+        """The first of `sizes` without times, or with old ones that are likely to be wrong."""
+        for size in sizes:
+            if size not in times:
+                return size
+        return next((size for size in sizes if size != in_use and self._is_old(size, in_use)), None)
+
+    def _is_old(self, size: int, in_use: int) -> bool:
+        if in_use not in self._seen or size not in self._seen:
+            return False
+        if self._decisions - self._seen_at[size] <= self.stale_after:
+            return False
+        measured = self._seen[in_use]
+        pairs = zip(self._then[size][in_use], measured.transfers, strict=True)
+        return any(
+            abs(now - then) > _CHANGED * then and max(now, then) > _MATTERS * measured.period
+            for then, now in pairs
+        )

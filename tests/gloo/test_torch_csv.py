@@ -1,0 +1,92 @@
+"""Torch's own pipeline runtime loads the CSV we write, and completes it with sends and receives."""
+
+from pathlib import Path
+
+import pytest
+
+from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.schedule.torch_csv import from_csv, to_csv
+
+schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+if not hasattr(schedules, "_PipelineScheduleRuntime"):
+    pytest.skip("torch's runtime for schedule tables has moved", allow_module_level=True)
+
+
+class Stage:
+    """What the runtime asks of a stage before its first step: places, and no module to run."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        self.stage_index = self.group_rank = stage
+        self.num_stages = self.group_size = num_stages
+        self.is_first, self.is_last = stage == 0, stage == num_stages - 1
+        self.has_backward = False
+        self.submod = None
+        self.stage_index_to_group_rank: dict[int, int] = {}
+
+
+def runtime(num_stages: int, num_microbatches: int):
+    return schedules._PipelineScheduleRuntime(
+        [Stage(0, num_stages)], n_microbatches=num_microbatches
+    )
+
+
+def dry_run(pipeline) -> None:
+    """Let torch try the table it completed; raises if that makes no progress."""
+    # Its simulator knows nothing of sharded parameters, which the table mentions all the same.
+    table = {
+        rank: [a for a in row if a.microbatch_index is not None]
+        for rank, row in pipeline.pipeline_order_with_comms.items()
+    }
+    schedules._simulate_comms_compute(table, lambda stage: stage, len(table))
+
+
+SHAPES = [(1, 3), (2, 2), (4, 12), (4, 7), (4, 2), (8, 16)]
+
+
+def recipes(num_stages: int) -> list[Recipe]:
+    eager = tuple(2 * (num_stages - stage) - 1 for stage in range(num_stages))
+    return [
+        Recipe("1f1b"),
+        Recipe("gpipe"),
+        Recipe("kfkb", k=2),
+        Recipe("kfkb", k=3),
+        Recipe("bounded", limits=eager),
+    ]
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), SHAPES)
+def test_torch_loads_completes_and_writes_back_our_schedules(
+    tmp_path: Path, num_stages: int, num_microbatches: int
+) -> None:
+    ours, theirs = tmp_path / "ours.csv", tmp_path / "theirs.csv"
+    for recipe in recipes(num_stages):
+        schedule = recipe.build(num_stages=num_stages, num_microbatches=num_microbatches)
+        ours.write_text(to_csv(schedule))
+        pipeline = runtime(num_stages, num_microbatches)
+        pipeline._load_csv(str(ours))
+        for stage, actions in enumerate(schedule):
+            assert list(map(str, pipeline.pipeline_order[stage])) == [
+                f"{stage}{action}" for action in actions
+            ]
+        dry_run(pipeline)
+        pipeline._dump_csv(str(theirs), format="compute_only")
+        assert from_csv(theirs.read_text()) == schedule
+
+
+def test_torch_refuses_what_deadlocks(tmp_path: Path) -> None:
+    """Or the test above would prove nothing."""
+    bad = tmp_path / "bad.csv"
+    bad.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    with pytest.raises((AssertionError, ValueError)):
+        pipeline = runtime(2, 2)
+        pipeline._load_csv(str(bad))
+        dry_run(pipeline)
+
+
+def test_we_read_the_1f1b_table_that_torch_lays_out_in_slots() -> None:
+    """A table with idle slots, as torch's artifacts have them."""
+    text = "0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n"
+    for row in text.splitlines():
+        for cell in row.split(","):
+            schedules._Action.from_str(cell)
+    assert from_csv(text) == Recipe("1f1b").build(num_stages=2, num_microbatches=2)

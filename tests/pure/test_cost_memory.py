@@ -1,0 +1,58 @@
+"""Memory of a stage: the sum, and how many micro-batches fit."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyrhythm.cost.memory import MemoryBudget, StageMemory, needed
+from polyrhythm.errors import DescriptionError
+
+amounts = st.integers(0, 10**12)
+stages = st.builds(
+    StageMemory,
+    weights=amounts,
+    gradients=amounts,
+    optimizer=amounts,
+    activation=amounts,
+    message=amounts,
+)
+
+
+def test_every_term_is_counted_once() -> None:
+    stage = StageMemory(weights=1, gradients=20, optimizer=300, activation=4000, message=50000)
+    assert needed(stage, in_flight=2, window=3) == 158321
+
+
+@given(stages, amounts, st.integers(0, 4), st.integers(1, 40))
+def test_as_many_fit_as_the_sum_allows_and_not_one_more(
+    stage: StageMemory, limit: int, window: int, num_microbatches: int
+) -> None:
+    budget = MemoryBudget(stages={4: [stage]}, limits=[limit], window=window)
+    (most,) = budget.most_in_flight(4, num_microbatches)
+    assert 0 <= most <= num_microbatches
+    if most > 0:
+        assert needed(stage, in_flight=most, window=window) <= limit
+    if most < num_microbatches:
+        assert needed(stage, in_flight=most + 1, window=window) > limit
+
+
+def test_each_stage_is_held_against_its_own_limit() -> None:
+    stage = StageMemory(weights=10, gradients=0, optimizer=0, activation=5, message=1)
+    budget = MemoryBudget(stages={1: [stage] * 3}, limits=(100, 22, 9), window=2)
+    assert budget.needed(1, (2, 1, 0)) == (22, 17, 12)
+    assert budget.most_in_flight(1, 8) == (8, 2, 0)
+
+
+def test_a_size_that_nobody_described_does_not_fit() -> None:
+    assert MemoryBudget(stages={}, limits=(100, 100), window=2).most_in_flight(1, 8) == (0, 0)
+
+
+def test_a_limit_per_stage_is_asked_for() -> None:
+    stage = StageMemory(weights=0, gradients=0, optimizer=0, activation=0, message=0)
+    with pytest.raises(DescriptionError, match="memory of 2 stages for micro-batches of 4"):
+        MemoryBudget(stages={4: [stage] * 2}, limits=(100,), window=2)
+
+
+def test_a_negative_size_is_refused() -> None:
+    with pytest.raises(DescriptionError, match="activation is -1B"):
+        StageMemory(weights=0, gradients=0, optimizer=0, activation=-1, message=0)
