@@ -62,20 +62,25 @@ class EventLog:
         self.write("log", values={"schema": SCHEMA, "polyrhythm": __version__})
 
     def now(self) -> Seconds:
-        return self._epoch + time.perf_counter()
+        return self.at(time.perf_counter())
+
+    def at(self, moment: Seconds) -> Seconds:
+        """A moment of time.perf_counter() as a time of this log."""
+        return self._epoch + moment
 
     def write(
         self,
         kind: str,
         *,
         start: Seconds | None = None,
+        end: Seconds | None = None,
         step: int | None = None,
         name: str | None = None,
         why: str | None = None,
         values: Mapping[str, Value] | None = None,
     ) -> None:
-        """Record something that happens now, or that began at `start` and ends now."""
-        now = self.now()
+        """Record something that happens now, or that lasted from `start` until `end` or now."""
+        now = self.now() if end is None else end
         self._append(
             Event(
                 kind=kind,

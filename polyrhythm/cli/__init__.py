@@ -16,6 +16,7 @@ from polyrhythm.cli.bench import Bench
 from polyrhythm.cli.demo import Demo
 from polyrhythm.cli.inspect import Doctor, Show
 from polyrhythm.cli.lab import LabCommand
+from polyrhythm.cli.report import ReportCommand
 from polyrhythm.errors import PeerError, UserError, WorkerError
 from polyrhythm.processes import BAD_INPUT
 
@@ -24,6 +25,7 @@ Command = (
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     | Annotated[Show, tyro.conf.subcommand("show")]
     | Annotated[LabCommand, tyro.conf.subcommand("lab")]
+    | Annotated[ReportCommand, tyro.conf.subcommand("report")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 

@@ -1,0 +1,137 @@
+"""The report of a run: how far it got, how fast, where each worker's time went, and its plans.
+
+Shares are of the time of finished steps: whoever is cut off in the middle of one has logged its
+actions but not the step, and what it did there would count against nothing.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from rich.console import Console
+
+from polyrhythm.events import Event, Value
+from polyrhythm.observe.summary import WorkerTime
+from polyrhythm.tables import print_line, print_table
+from polyrhythm.types import Seconds, Worker
+
+_Decision = tuple[int | None, str | None, str | None]  # step, name, why
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    steps: set[int] = field(default_factory=set)  # that a worker has finished
+    num_planned: int | None = None
+    workers: dict[Worker, WorkerTime] = field(default_factory=lambda: defaultdict(WorkerTime))
+    step_times: dict[Worker, list[Seconds]] = field(default_factory=lambda: defaultdict(list))
+    losses: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    switches: dict[_Decision, None] = field(default_factory=dict)  # a set in order
+    stays: set[_Decision] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> "Report":
+        report = cls()
+        events = list(events)
+        finished = {(event.worker, event.step) for event in events if event.kind == "step"}
+        for event in events:
+            if event.kind == "run" and isinstance(planned := event.values.get("steps"), int):
+                report.num_planned = planned
+            elif event.kind == "plan":
+                report._add_plan(event)
+            elif event.worker is not None:
+                spent = report.workers[event.worker]
+                if event.duration is not None and (event.worker, event.step) in finished:
+                    report._add_time(event, event.worker, spent, event.duration)
+        return report
+
+    def _add_plan(self, event: Event) -> None:
+        decision = (event.step, event.name, event.why)  # once, though each worker may write it
+        if is_switch(event):
+            self.switches[decision] = None
+        else:
+            self.stays.add(decision)
+
+    def _add_time(self, event: Event, worker: Worker, spent: WorkerTime, duration: Seconds) -> None:
+        if event.kind == "action":
+            spent.wait += waited(event)
+            spent.compute += duration - waited(event)
+        elif event.kind == "sync":
+            spent.sync += duration
+        elif event.kind == "step":
+            spent.steps += 1
+            spent.total += duration
+            self.step_times[worker].append(duration)
+            if event.step is not None:
+                self.steps.add(event.step)
+                if "loss" in event.values:
+                    self.losses[event.step].append(_number(event.values["loss"]))
+
+    def show(self, console: Console) -> None:
+        planned = "" if self.num_planned is None else f" of {self.num_planned}"
+        print_line(console, f"steps      {len(self.steps)}{planned}")
+        times = [seconds for times in self.step_times.values() for seconds in times]
+        if times:
+            print_line(console, f"step time  {_milliseconds(times)} (median)")
+        if self.losses:
+            first, last = (
+                _mean(self.losses[step]) for step in (min(self.losses), max(self.losses))
+            )
+            print_line(console, f"loss       {first:.3f} first, {last:.3f} last")
+        if self.workers:
+            print_line(console, "")
+            header = ["worker", "steps", "step time", "compute", "wait", "sync", "other"]
+            workers = sorted(self.workers, key=pipeline_then_stage)
+            print_table(console, header, map(self._row, workers), numbers=True)
+        if self.switches:
+            print_line(console, "")
+            rows = [
+                ["-" if part is None else str(part) for part in decision]
+                for decision in self.switches
+            ]
+            print_table(console, ["step", "plan", "why"], rows, title="plan switches")
+        if self.stays:
+            print_line(console, f"decisions to keep the plan: {len(self.stays)}")
+
+    def _row(self, worker: Worker) -> list[str]:
+        spent = self.workers[worker]
+        shares = (spent.compute, spent.wait, spent.sync, spent.other)
+        return [
+            str(worker),
+            str(spent.steps),
+            _milliseconds(self.step_times.get(worker, [])),
+            *(f"{share / spent.total:.0%}" if spent.total > 0 else "-" for share in shares),
+        ]
+
+
+def pipeline_then_stage(worker: Worker | None) -> tuple[int, int]:
+    """The order of workers for people; what belongs to no worker comes first."""
+    return (-1, -1) if worker is None else (worker.pipeline, worker.stage)
+
+
+def is_switch(event: Event) -> bool:
+    """Whether a `plan` event put another plan in use; it can also be a decision to stay."""
+    return event.kind == "plan" and event.values.get("switched", 1) == 1
+
+
+def waited(event: Event) -> Seconds:
+    """How much of an action, at its beginning, was waiting for a neighbour."""
+    wait = event.values.get("wait", 0.0)
+    return 0.0 if isinstance(wait, str) else min(max(0.0, wait), event.duration or 0.0)
+
+
+def _number(value: Value) -> float:
+    """A loss that is nan or inf is written as a text."""
+    try:
+        return float(value)
+    except ValueError:
+        return math.nan
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def _milliseconds(times: Sequence[Seconds]) -> str:
+    return f"{1000 * median(times):.1f} ms" if times else "-"
