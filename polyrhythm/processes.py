@@ -121,7 +121,9 @@ def signal_name(number: int) -> str:
 
 def wait_for_any(children: Sequence[Child], timeout: Seconds) -> None:
     """Return when one of the running `children` ends, none runs, or `timeout` has passed."""
-    running = [child.sentinel for child in children if child.status is None]
+    # Whose end nobody has seen yet, without looking anew: an end between the caller's last look and
+    # this one would be left out here, and unknown to a caller that goes on to wait for the others.
+    running = [child.sentinel for child in children if child._status is None]
     if running:
         multiprocessing.connection.wait(running, max(0.0, timeout))
 

@@ -101,3 +101,16 @@ def test_waiting_is_bounded_and_notices_the_first_and_the_last() -> None:
         end_all([slow])
     assert wait_for_all([quick, slow], 0.1)
     wait_for_any([quick, slow], 20)  # nobody runs: returns at once
+
+
+@pytest.mark.timeout(30)
+def test_an_end_that_nobody_has_seen_yet_ends_the_wait_for_any() -> None:
+    quick, slow = Child(lambda: None), Child(lambda: time.sleep(1000))
+    try:
+        while psutil.Process(quick.pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        wait_for_any([quick, slow], 1000)
+        assert quick.status == 0
+        assert slow.status is None
+    finally:
+        end_all([quick, slow])
