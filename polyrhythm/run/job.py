@@ -14,8 +14,8 @@ import tomli_w
 from polyrhythm.errors import LaunchError, PlanError
 from polyrhythm.plan.plan import Plan, even_plan
 from polyrhythm.run.shape import GPTShape
-from polyrhythm.schedule.builders import Schedule, build
 from polyrhythm.schedule.check import check
+from polyrhythm.schedule.recipe import Recipe
 from polyrhythm.types import Seconds
 
 LONGEST_DEADLINE: Seconds = 86_400.0  # a day; timers overflow at some point beyond
@@ -35,10 +35,9 @@ class Settings:
     """Micro-batches per pipeline and step."""
     microbatch_size: int = 4
     """Sequences in a micro-batch."""
-    schedule: Literal["1f1b", "gpipe", "kfkb"] = "1f1b"
-    """Order in which a stage runs its micro-batches."""
-    k: int | None = None
-    """Micro-batches per group, for kfkb."""
+    schedule: str = "1f1b"
+    """Order in which a stage runs its micro-batches: auto (measures and chooses), 1f1b, gpipe,
+    kfkb:K, or bounded:L0,L1,... with the most in flight on each stage."""
     blocks: int = 4
     """Transformer blocks of the model, which has an embedding and a head besides."""
     width: int = 128
@@ -74,7 +73,6 @@ class Settings:
 class Job:
     settings: Settings
     plan: Plan
-    schedule: Schedule
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -85,14 +83,12 @@ class Job:
             num_stages=settings.stages,
             num_pipelines=settings.pipelines,
         )
-        schedule = build(
-            settings.schedule,
-            num_stages=settings.stages,
-            num_microbatches=settings.microbatches,
-            k=settings.k,
-        )
-        check(schedule, num_microbatches=settings.microbatches)
-        return cls(settings=settings, plan=plan, schedule=schedule)
+        if settings.schedule != "auto":
+            num_microbatches = settings.microbatches
+            recipe = Recipe.parse(settings.schedule)
+            schedule = recipe.build(num_stages=settings.stages, num_microbatches=num_microbatches)
+            check(schedule, num_microbatches=num_microbatches)
+        return cls(settings=settings, plan=plan)
 
     def check_processes(self, num_processes: int) -> None:
         if num_processes != self.plan.num_workers:

@@ -223,7 +223,7 @@ def _recomputed(problem: str) -> PlanError:
     )
 
 
-class _Exit(_Absent):
+class Exit(_Absent):
     """For a layer of a later stage."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -336,7 +336,7 @@ def _cut_list(layers: nn.Module, passage: Passage) -> nn.Module:
         if index < passage.own.start:
             shell._modules[name] = _recast(_hollow(layer), _Earlier, passage, index)
         elif index >= passage.own.stop:
-            shell._modules[name] = _recast(_hollow(layer), _Exit, passage, index)
+            shell._modules[name] = _recast(_hollow(layer), Exit, passage, index)
         elif index == passage.own.start > 0:
             shell._modules[name] = _recast(_shell(layer), _Entry, passage, index)
     return shell

@@ -16,7 +16,11 @@ def waiting_for(peer: Worker | str, action: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # gloo raises plain ones; torch's DistError is one too
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        cause = re.sub(r"^\[\S+:\d+\] ", "", cause)  # the place in gloo's source
         waited = time.monotonic() - start
-        raise PeerError(str(peer), action=action, waited=waited, cause=cause) from None
+        raise PeerError(str(peer), action=action, waited=waited, cause=cause_of(error)) from None
+
+
+def cause_of(error: RuntimeError) -> str:
+    """What torch.distributed complained of, in a line."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line)  # without the place in gloo's source

@@ -1,128 +1,398 @@
-"""One stage of a pipeline: execute its list of actions over real tensors and a real network.
+"""A pipeline: this process runs one stage of a model, action by action, as the schedule says.
 
-Sends never block: they are started and waited for at the end of the step. A receive is waited for
-when its action needs it. Gloo cannot carry CUDA tensors point to point (it aborts the process), so
-tensors on a GPU cross the network through host memory.
+`step` and `eval` are called like those of torch.distributed.pipelining's schedules. Sends never
+block, receives are posted ahead, so a stage waits only when what its next action needs is not here
+yet. Micro-batches run in the same order under every schedule, so gradients are equal to the bit.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from polyrhythm.errors import ScheduleError
 from polyrhythm.events import EventLog
-from polyrhythm.plan.plan import Plan
+from polyrhythm.run import split
+from polyrhythm.run.batch import Batch, Cutter, Given, check_cut
 from polyrhythm.run.compute import Compute
-from polyrhythm.run.peers import waiting_for
-from polyrhythm.types import Action, Op, Worker
+from polyrhythm.run.connections import Connections
+from polyrhythm.run.continuous import Continuous, check_continuous, continuous_limits
+from polyrhythm.run.executor import Executor
+from polyrhythm.run.flushed import Flushed
+from polyrhythm.run.gradients import TiedGradients, clip_grad_norm
+from polyrhythm.run.microbatches import joined
+from polyrhythm.run.split import Part, linear_wiring, split_sequential
+from polyrhythm.run.stage import StageCompute
+from polyrhythm.run.tuning import StageLimits, Tuning
+from polyrhythm.run.wrappers import check_module
+from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.types import Action, Bytes, Op, Seconds
+
+WINDOW = 4  # messages under way or waiting, per direction: more than any tuned schedule lets ahead
+DEADLINE: Seconds = 120.0
 
 
-@dataclass
-class PipelineStage:
-    """Gradients accumulate in the module: the mean over all micro-batches of all pipelines."""
+class Pipeline:
+    """One stage of a pipeline; the processes of `group`, in their order, are its stages."""
 
-    module: nn.Module
-    loss_fn: Callable[[Tensor, Tensor], Tensor]
-    plan: Plan
-    worker: Worker
-    boundary: torch.Size  # what crosses from stage to stage for one micro-batch
-    log: EventLog
-    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
-    compute: Compute = field(default_factory=Compute)
-    _inputs: Sequence[Tensor] = field(default=(), init=False)
-    _targets: Sequence[Tensor] = field(default=(), init=False)
-    _kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
-    _sent: list[tuple[dist.Work, Tensor, Worker, str]] = field(default_factory=list, init=False)
-    _losses: list[Tensor] = field(default_factory=list, init=False)
-    _waited: float = field(default=0.0, init=False)
+    def __init__(
+        self,
+        module: nn.Module | Part,
+        *,
+        loss_fn: Callable[..., Tensor] | None,
+        num_microbatches: int | None = None,
+        microbatch_sizes: Sequence[int] | None = None,
+        schedule: str | Recipe = "auto",
+        memory_limit: str | Bytes | None = None,
+        optimizer_floats: float = 2.0,
+        tune_every: int = 5,
+        flush: bool = True,
+        group: dist.ProcessGroup | None = None,
+        scale_grads: bool = True,
+        window: int = WINDOW,
+        deadline: Seconds = DEADLINE,
+        device: torch.device | str | None = None,
+        log: EventLog | None = None,
+        compute: Compute | None = None,
+        pipeline: int = 0,
+    ) -> None:
+        """`loss_fn(output, target)` gives the mean loss of a micro-batch; the last stage calls it.
+
+        A batch is cut into `num_microbatches`, or, under the schedule auto, into micro-batches of
+        that one of `microbatch_sizes` that turns out best. Auto starts with 1f1b, and every
+        `tune_every` steps takes the schedule that is predicted to be shortest from what it measured
+        meanwhile, within the `memory_limit` of this stage ("20GiB"); the optimizer is taken to
+        keep `optimizer_floats` numbers per weight. Other schedules are written `1f1b`, `gpipe`,
+        `kfkb:2`, `bounded:7,5,3,1`.
+
+        `flush=False`: a step runs the forward of its batch, in one piece, and the backward of an
+        earlier one, so that stages never wait for the pipeline to empty; see `drain`.
+
+        `scale_grads`: gradients are those of the mean loss over the batch, else of the sum over
+        micro-batches. `deadline`: how long to wait for another stage before it counts as lost.
+        `pipeline` numbers the replicas of a job, for names in messages and logs.
+        """
+        ranks, self.stage = _place(group)
+        self.num_stages = len(ranks)
+        part = module if isinstance(module, Part) else _whole(module, self.stage, self.num_stages)
+        self.module = part.module
+        self.device = _device(part.module, device)
+        check_module(part.module, stage=self.stage, is_tuned=schedule == "auto", flush=flush)
+        check_cut(num_microbatches, microbatch_sizes, schedule, memory_limit)
+        self._cutter = Cutter(
+            num_microbatches=num_microbatches,
+            microbatch_size=microbatch_sizes[0] if microbatch_sizes else None,
+            scale_grads=scale_grads,
+            device=self.device,
+        )
+        self._loss_fn = loss_fn
+        self.num_steps = 0
+        self._connections: Connections | None = None
+        if self.num_stages > 1:
+            self._connections = Connections(
+                ranks,
+                self.stage,
+                part.wiring,
+                device=self.device,
+                pipeline=pipeline,
+                window=window,
+                deadline=deadline,
+            )
+        self._compute = StageCompute(
+            call=part.module,
+            stage=self.stage,
+            is_last=self.is_last,
+            device=self.device,
+            loss_fn=loss_fn if self.is_last else None,
+            compute=compute,
+        )
+        self._executor = Executor(
+            stage=self._compute, wiring=part.wiring, connections=self._connections, log=log
+        )
+        self._tied: TiedGradients | None = None
+        if part.tied and self._connections is not None:
+            self._tied = TiedGradients(part.module, part.tied, self._connections)
+        recipe = Recipe("1f1b") if schedule == "auto" else _recipe(schedule)
+        self._way: Flushed | Continuous
+        if not flush:
+            check_continuous(num_microbatches, part.tied)
+            limit = continuous_limits(recipe, self.num_stages)[self.stage]
+            self._way = Continuous(module=part.module, executor=self._executor, limit=limit)
+            return
+        tuning = Tuning(
+            microbatch_sizes=tuple(microbatch_sizes) if microbatch_sizes else None,
+            every=tune_every,
+            window=window,
+            fixed=StageLimits.of(part.module, memory_limit, optimizer_floats),
+            connections=self._connections,
+            log=log,
+        )
+        self._way = Flushed(
+            module=part.module,
+            executor=self._executor,
+            num_stages=self.num_stages,
+            recipe=recipe,
+            tied=self._tied,
+            tuning=tuning if schedule == "auto" else None,
+        )
+
+    @classmethod
+    def from_sequential(
+        cls,
+        model: nn.Sequential,
+        *,
+        group: dist.ProcessGroup | None = None,
+        layers_per_stage: Sequence[int] | None = None,
+        skips: Mapping[int | str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """This process's layers of `model`; `skips={5: 1}`: layer 5 also gets layer 1's output."""
+        ranks, stage = _place(group)
+        part = split_sequential(
+            model,
+            stage=stage,
+            num_stages=len(ranks),
+            layers_per_stage=layers_per_stage,
+            skips=skips,
+        )
+        return cls(part, group=group, **options)
+
+    @classmethod
+    def from_layers(
+        cls,
+        model: nn.Module,
+        *,
+        layers: str,
+        prologue: Sequence[str] = (),
+        every: Sequence[str] = (),
+        epilogue: Sequence[str] = (),
+        group: dist.ProcessGroup | None = None,
+        layers_per_stage: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Self:
+        """This process's part of a model that keeps its layers in a list, as Hugging Face's do.
+
+        `prologue` modules run on the first stage, `epilogue` on the last, `every` on all.
+        """
+        ranks, stage = _place(group)
+        part = split.split_layers(
+            model,
+            stage=stage,
+            num_stages=len(ranks),
+            layers=layers,
+            prologue=prologue,
+            every=every,
+            epilogue=epilogue,
+            layers_per_stage=layers_per_stage,
+        )
+        return cls(part, group=group, **options)
+
+    @classmethod
+    def from_torch_stage(cls, stage: Any, **options: Any) -> Self:
+        """The module, process group and device of a torch.distributed.pipelining.PipelineStage."""
+        pipeline = cls(stage.submod, group=stage.group, device=stage.device, **options)
+        if (pipeline.stage, pipeline.num_stages) != (stage.stage_index, stage.num_stages):
+            raise ScheduleError(
+                f"a torch stage {stage.stage_index} of {stage.num_stages} "
+                f"on process {pipeline.stage} of {pipeline.num_stages}",
+                expected="one stage per process, in the order of the process group",
+                fix="give each process one PipelineStage, whose stage_index is its group rank",
+            )
+        return pipeline
+
+    @property
+    def recipe(self) -> Recipe:
+        """The schedule of the next step."""
+        assert isinstance(self._way, Flushed), "only a pipeline with a flush has one"
+        return self._way.recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe) -> None:
+        assert isinstance(self._way, Flushed), "only a pipeline with a flush has one"
+        self._way.recipe = recipe
+
+    @property
+    def last_recipe(self) -> Recipe:
+        """The schedule of the last step."""
+        assert isinstance(self._way, Flushed), "only a pipeline with a flush has one"
+        return self._way.last_recipe
+
+    @property
+    def peak_in_flight(self) -> int:
+        """The most micro-batches whose activations were held at once, in the last step."""
+        return self._compute.peak_in_flight
+
+    @property
+    def activation_bytes(self) -> Mapping[int, Bytes]:
+        """What a micro-batch holds from its forward to its backward, by kind of micro-batch."""
+        return self._compute.activation_bytes
 
     @property
     def is_first(self) -> bool:
-        return self.worker.stage == 0
+        return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        return self.worker.stage == self.plan.num_stages - 1
+        return self.stage == self.num_stages - 1
 
-    def run_step(
+    def step(
         self,
-        actions: list[Action],
-        inputs: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        *,
-        step: int,
-    ) -> float | None:
-        """Run one mini-batch; the mean loss of this pipeline on the last stage, None elsewhere.
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Forward and backward of one batch; gradients are added to those of the parameters.
 
-        `inputs` and `targets` hold one tensor per micro-batch; only the first stage reads the
-        former, only the last the latter.
+        The first stage gives the model's arguments, the last one `target`; keyword arguments go to
+        the module of the stage that gives them. On the last stage `losses` receives the loss of
+        every micro-batch, and the outputs of the batch are returned.
         """
-        self._inputs, self._targets = inputs, targets
-        self._kept.clear()
-        self._losses.clear()
-        execute = {Op.F: self._forward, Op.B: self._backward}
-        for action in actions:
-            start, self._waited = self.log.now(), 0.0
-            execute[action.op](action)
-            self.log.write(
-                "action", start=start, step=step, name=str(action), values={"wait": self._waited}
+        self._check_training(target)
+        batch = self._begin(
+            Given(
+                args=args,
+                kwargs=kwargs,
+                target=target,
+                loss_kwargs=loss_kwargs or {},
+                keeps_outputs=return_outputs,
+                training=True,
             )
-        self._finish_sends()
-        return torch.stack(self._losses).mean().item() if self.is_last else None
+        )
+        self._way.run(batch)
+        self.num_steps += 1
+        return self._results(batch, losses)
 
-    def _forward(self, action: Action) -> None:
-        if self.is_first:
-            x = self._inputs[action.microbatch].to(self.device)
-        else:
-            x = self._receive(action, self._neighbour(-1)).requires_grad_()
-        start = self.log.now()
-        y = self.module(x)
-        if self.is_last:
-            y = self.loss_fn(y, self._targets[action.microbatch].to(self.device))
-            self._losses.append(y.detach())
-        self.compute.hold_back(Op.F, self.log.now() - start)
-        if not self.is_last:
-            self._send(action, y.detach(), self._neighbour(+1))
-        self._kept[action.microbatch] = (x, y)
+    def eval(
+        self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any
+    ) -> Any:
+        """Forward only, without gradients; otherwise like `step`."""
+        with torch.no_grad():
+            batch = self._begin(
+                Given(
+                    args=args,
+                    kwargs=kwargs,
+                    target=target,
+                    loss_kwargs={},
+                    keeps_outputs=True,
+                    training=False,
+                )
+            )
+            forwards = [Action(Op.F, m) for m in range(batch.num_microbatches)]
+            self._executor.run(forwards, batch)
+            if self._connections is not None:
+                self._connections.drain()
+        return self._results(batch, losses)
 
-    def _backward(self, action: Action) -> None:
-        x, y = self._kept.pop(action.microbatch)
-        gradient = None if self.is_last else self._receive(action, self._neighbour(+1))
-        start = self.log.now()
-        if self.is_last:
-            y = y / (len(self._targets) * self.plan.num_pipelines)
-        y.backward(gradient)
-        self.compute.hold_back(Op.B, self.log.now() - start)
-        if not self.is_first:
-            assert x.grad is not None, "a received activation takes part in the graph"
-            self._send(action, x.grad, self._neighbour(-1))
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the last step left gradients; without a flush the first few do not."""
+        return self._way.has_gradients
 
-    def _neighbour(self, offset: int) -> Worker:
-        return self.worker._replace(stage=self.worker.stage + offset)
+    @property
+    def most_versions(self) -> int:
+        """Without a flush: the most copies of the weights that were stashed at once."""
+        return self._way.most_versions if isinstance(self._way, Continuous) else 0
 
-    def _send(self, action: Action, tensor: Tensor, to: Worker) -> None:
-        tensor = tensor.cpu().contiguous()
-        with waiting_for(to, f"sending {action}"):
-            work = dist.isend(tensor, self.plan.rank(to), tag=_tag(action))
-        assert work is not None, "every worker belongs to the default group"
-        self._sent.append((work, tensor, to, str(action)))  # the tensor must live until it is sent
+    def drain(self) -> Iterator[None]:
+        """Without a flush: run the backwards that are left; update the weights after each.
 
-    def _receive(self, action: Action, sender: Worker) -> Tensor:
-        tensor = torch.empty(self.boundary)
-        start = self.log.now()
-        with waiting_for(sender, f"receiving {action}"):
-            dist.recv(tensor, self.plan.rank(sender), tag=_tag(action))
-        self._waited += self.log.now() - start
-        return tensor.to(self.device)
+        for _ in pipeline.drain():
+            optimizer.step()
+            optimizer.zero_grad()
+        """
+        if isinstance(self._way, Continuous):
+            yield from self._way.drain()
 
-    def _finish_sends(self) -> None:
-        for work, _, to, action in self._sent:
-            with waiting_for(to, f"sending {action}"):
-                work.wait()
-        self._sent.clear()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all stages together, as torch's does for a model in one piece."""
+        if isinstance(self._way, Continuous) and self.num_stages > 1:
+            raise ScheduleError(
+                "clipping across stages without a flush",
+                expected="gradients of one mini-batch on all stages at once",
+                fix="clip per stage with torch.nn.utils.clip_grad_norm_, or use flush=True",
+            )
+        return clip_grad_norm(
+            self.module.parameters(),
+            max_norm,
+            norm_type=norm_type,
+            not_counted=set() if self._tied is None else self._tied.elsewhere(),
+            control=None if self._connections is None else self._connections.control,
+        )
+
+    def close(self) -> None:
+        """End the threads that carry messages."""
+        if self._connections is not None:
+            self._connections.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:  # else a peer may be gone, and waiting for it would hide the error
+            self.close()
+
+    def _begin(self, given: Given) -> Batch:
+        """Cut the batch as the first stage says, and post receives for all of it."""
+        self._cutter.microbatch_size = self._way.microbatch_size or self._cutter.microbatch_size
+        told = self._cutter.decided(given) if self.is_first else None
+        if self._connections is not None:
+            told = self._connections.brief(told)
+        assert told is not None, "the first stage decides, the others hear of it"
+        batch = self._cutter.batch(
+            given, told, step=self.num_steps, is_first=self.is_first, is_last=self.is_last
+        )
+        batch.first = self._way.expect(told)
+        return batch
+
+    def _results(self, batch: Batch, losses: list[Tensor] | None) -> Any:
+        if losses is not None:
+            losses.clear()
+            losses.extend(batch.losses)
+        return joined(batch.outputs)
+
+    def _check_training(self, target: Any) -> None:
+        if self._loss_fn is None or not torch.is_grad_enabled():
+            lacks = "without a loss_fn" if self._loss_fn is None else "under torch.no_grad()"
+            raise ScheduleError(
+                f"step {lacks}", expected="a loss and gradients", fix="call eval() to run forward"
+            )
+        if self.is_last and target is None:
+            raise ScheduleError(
+                "step on the last stage without a target",
+                expected="what the loss function compares the output with",
+                fix="call step(target=...) on the last stage",
+            )
 
 
-def _tag(action: Action) -> int:
-    return 2 * action.microbatch + (action.op is Op.B)
+def _recipe(schedule: str | Recipe) -> Recipe:
+    return schedule if isinstance(schedule, Recipe) else Recipe.parse(schedule)
+
+
+def _place(group: dist.ProcessGroup | None) -> tuple[list[int], int]:
+    """The ranks of the stages, and which of them is this process."""
+    if not dist.is_initialized():
+        return [0], 0
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return ranks, ranks.index(dist.get_rank())
+
+
+def _whole(module: nn.Module, stage: int, num_stages: int) -> Part:
+    return Part(module=module, wiring=linear_wiring(stage, num_stages), tied=())
+
+
+def _device(module: nn.Module, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    parameter = next(module.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device

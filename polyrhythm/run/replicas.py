@@ -1,4 +1,4 @@
-"""Replicas of a stage stay equal: their gradients are summed in one all-reduce per step."""
+"""Replicas of a stage stay equal: their gradients are averaged in one all-reduce per step."""
 
 from datetime import timedelta
 
@@ -16,7 +16,7 @@ class Replicas:
 
     def __init__(self, plan: Plan, worker: Worker, *, deadline: Seconds) -> None:
         self._stage = worker.stage
-        self._alone = plan.num_pipelines == 1
+        self._num_pipelines = plan.num_pipelines
         for stage in range(plan.num_stages):  # new_group is collective over the whole job
             with waiting_for("another worker", f"making the group of stage {stage}"):
                 group = dist.new_group(
@@ -26,14 +26,15 @@ class Replicas:
             if stage == worker.stage:
                 self._group = group
 
-    def sum_gradients(self, module: nn.Module) -> None:
-        """Replace every gradient by its sum over the replicas."""
-        if self._alone:
+    def average_gradients(self, module: nn.Module) -> None:
+        """Replace every gradient by its mean over the replicas."""
+        if self._num_pipelines == 1:
             return
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients]).cpu()
-        with waiting_for(f"a replica of stage {self._stage}", "summing gradients"):
+        with waiting_for(f"a replica of stage {self._stage}", "averaging gradients"):
             dist.all_reduce(flat, group=self._group)
-        sums = flat.split([gradient.numel() for gradient in gradients])
-        for gradient, total in zip(gradients, sums, strict=True):
-            gradient.copy_(total.view_as(gradient))
+        flat /= self._num_pipelines
+        means = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, mean in zip(gradients, means, strict=True):
+            gradient.copy_(mean.view_as(gradient))

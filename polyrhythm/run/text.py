@@ -83,3 +83,11 @@ class ByteText:
         starts = torch.tensor([draw.randrange(num_starts) for _ in range(self.microbatch_size)])
         windows = self.text[starts[:, None] + torch.arange(self.context + 1)].long()
         return windows[:, :-1], windows[:, 1:]
+
+    def batch(self, *, step: int, pipeline: int, num_microbatches: int) -> tuple[Tensor, Tensor]:
+        """The micro-batches of a step, one after the other."""
+        drawn = [
+            self.microbatch(step=step, pipeline=pipeline, microbatch=m)
+            for m in range(num_microbatches)
+        ]
+        return torch.cat([inputs for inputs, _ in drawn]), torch.cat([y for _, y in drawn])

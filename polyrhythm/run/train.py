@@ -1,13 +1,15 @@
 """The work of one worker: its stage of the demo model, step after step.
 
-A step: run the schedule over the micro-batches, sum gradients with the other replicas of the stage,
-update, record. The summed gradient is the mean over the global batch, exactly as in one process.
+A step: run the schedule over the micro-batches, average gradients with the other replicas of the
+stage, update, record. That is the gradient of the global batch, exactly as in one process.
 """
 
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -18,7 +20,7 @@ from polyrhythm.run.gpt import build_layers, next_byte_loss
 from polyrhythm.run.job import Job, Settings
 from polyrhythm.run.launch import Place
 from polyrhythm.run.peers import waiting_for
-from polyrhythm.run.pipeline import PipelineStage
+from polyrhythm.run.pipeline import Pipeline
 from polyrhythm.run.replicas import Replicas
 from polyrhythm.run.text import ByteText, read_text, standard_library
 from polyrhythm.types import Worker
@@ -50,10 +52,9 @@ def train(
         with EventLog(worker_log(run, worker), worker) as log:
             if place.rank == 0:
                 _record_job(job, device, log)
-            stage = _build_stage(job, worker, device, log)
-            stage.compute = compute or stage.compute
             replicas = Replicas(job.plan, worker, deadline=job.settings.deadline)
-            _run_steps(job, stage, replicas, text)
+            with _build_pipeline(job, worker, device, log, compute) as pipeline:
+                _run_steps(job, worker, pipeline, replicas, text, log)
 
 
 def _agree_on_folder(job: Job, text: ByteText, run: Path | None) -> Path:
@@ -74,40 +75,59 @@ def _agree_on_folder(job: Job, text: ByteText, run: Path | None) -> Path:
     return Path(folder)
 
 
-def _build_stage(job: Job, worker: Worker, device: torch.device, log: EventLog) -> PipelineStage:
-    settings = job.settings
-    layers = build_layers(settings.shape, job.plan.layers(worker.stage), seed=settings.seed)
-    return PipelineStage(
-        module=layers.to(device),
+def _build_pipeline(
+    job: Job, worker: Worker, device: torch.device, log: EventLog, compute: Compute | None
+) -> Pipeline:
+    settings, plan = job.settings, job.plan
+    layers = build_layers(settings.shape, plan.layers(worker.stage), seed=settings.seed)
+    ranks = [plan.rank(Worker(stage, worker.pipeline)) for stage in range(plan.num_stages)]
+    return Pipeline(
+        layers.to(device),
         loss_fn=next_byte_loss,
-        plan=job.plan,
-        worker=worker,
-        boundary=torch.Size((settings.microbatch_size, settings.context, settings.width)),
+        num_microbatches=settings.microbatches,
+        schedule=settings.schedule,
+        group=dist.new_group(
+            ranks,
+            timeout=timedelta(seconds=settings.deadline),
+            use_local_synchronization=True,
+        ),
+        deadline=settings.deadline,
         log=log,
-        device=device,
+        compute=compute,
+        pipeline=worker.pipeline,
     )
 
 
-def _run_steps(job: Job, stage: PipelineStage, replicas: Replicas, text: ByteText) -> None:
-    settings, log, worker = job.settings, stage.log, stage.worker
-    optimizer = AdamW(stage.module.parameters(), lr=settings.lr)
+def _run_steps(
+    job: Job,
+    worker: Worker,
+    pipeline: Pipeline,
+    replicas: Replicas,
+    text: ByteText,
+    log: EventLog,
+) -> None:
+    settings = job.settings
+    optimizer = AdamW(pipeline.module.parameters(), lr=settings.lr)
     warmup = max(1, settings.steps // 10)
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
+    losses: list[Tensor] = []
     for step in range(settings.steps):
         began = log.now()
-        batch = [
-            text.microbatch(step=step, pipeline=worker.pipeline, microbatch=m)
-            for m in range(settings.microbatches)
-        ]
-        inputs, targets = zip(*batch, strict=True)
-        loss = stage.run_step(job.schedule[worker.stage], inputs, targets, step=step)
+        inputs, targets = text.batch(
+            step=step, pipeline=worker.pipeline, num_microbatches=settings.microbatches
+        )
+        arguments = (inputs,) if pipeline.is_first else ()
+        pipeline.step(*arguments, target=targets, losses=losses, return_outputs=False)
         start = log.now()
-        replicas.sum_gradients(stage.module)
+        replicas.average_gradients(pipeline.module)
         log.write("sync", start=start, step=step, name="all_reduce")
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        values = {} if loss is None else {"loss": loss, "tokens": settings.tokens_per_step}
+        values: dict[str, float | int] = {}
+        if pipeline.is_last:
+            loss = torch.stack(losses).mean().item()
+            values = {"loss": loss, "tokens": settings.tokens_per_step}
         log.write("step", start=began, step=step, values=values)
 
 

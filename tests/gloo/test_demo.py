@@ -193,7 +193,7 @@ def test_a_text_of_ones_own_is_learned(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["--stages", "9"], "9 stages for 6 layers"),
-        (["--schedule", "kfkb", "--k", "0"], "k=0"),
+        (["--schedule", "kfkb:0"], "k=0"),
         (["--steps", "0"], "--steps 0"),
         (["--lr", "nan"], "--lr nan"),
         (["--text", "missing.txt"], "missing.txt: No such file"),

@@ -96,13 +96,13 @@ def fall_silent(place: Place) -> None:
             time.sleep(1000)
         module = torch.nn.Linear(2, 2)
         module(torch.ones(2)).sum().backward()
-        replicas.sum_gradients(module)
+        replicas.average_gradients(module)
 
 
 @pytest.mark.timeout(60)
 def test_a_silent_replica_is_given_up_at_the_deadline(tmp_path: Path) -> None:
     with (
-        pytest.raises(WorkerError, match="lost a replica of stage 0 during summing gradients"),
+        pytest.raises(WorkerError, match="lost a replica of stage 0 during averaging gradients"),
         LocalJob(fall_silent, 2, output_folder=tmp_path) as job,
     ):
         job.wait(40)

@@ -10,7 +10,7 @@ from polyrhythm.events import Event, EventLog, Value, merge, merged_log, worker_
 from polyrhythm.types import Worker
 
 WORKERS = [Worker(stage, pipeline) for stage in range(2) for pipeline in range(2)]
-SWITCH = "bounded(3,1)"
+SWITCH = "bounded:3,1"
 
 
 def write_step(log: EventLog, step: int, *, finished: bool = True) -> None:

@@ -1,0 +1,84 @@
+"""A pipeline that is flushed: every step runs the whole schedule, and ends with all gradients."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from polyrhythm.run.batch import Batch
+from polyrhythm.run.connections import Cut
+from polyrhythm.run.executor import Executor
+from polyrhythm.run.gradients import TiedGradients
+from polyrhythm.run.tuning import Tuning
+from polyrhythm.run.wrappers import Sharded, check_module
+from polyrhythm.schedule.check import check
+from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.types import Action
+
+
+@dataclass(slots=True, kw_only=True)
+class Flushed:
+    """One stage of it. `recipe` may be changed between steps, on all stages alike."""
+
+    module: nn.Module
+    executor: Executor
+    num_stages: int
+    recipe: Recipe
+    tied: TiedGradients | None
+    tuning: Tuning | None
+    last_recipe: Recipe = field(init=False)  # of the last step; `recipe` is that of the next
+    _actions: dict[tuple[Recipe, int], list[Action]] = field(default_factory=dict, init=False)
+    _sharded: Sharded | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.last_recipe = self.recipe
+
+    @property
+    def has_gradients(self) -> bool:
+        return True
+
+    @property
+    def microbatch_size(self) -> int | None:
+        """As the tuner wants the next batch cut; None where it has nothing to say."""
+        candidate = None if self.tuning is None else self.tuning.candidate
+        return None if candidate is None else candidate.microbatch_size
+
+    def expect(self, told: Cut) -> int:
+        """Prepare for a batch; the number of its first micro-batch."""
+        self.executor.stage.forget()
+        self.executor.expect(told)
+        return 0
+
+    def run(self, batch: Batch) -> None:
+        actions = self._built(batch.num_microbatches)
+        if self._sharded is None:  # not before: who splits a model with us shards its part later
+            is_tuned, stage = self.tuning is not None, self.executor.stage.stage
+            check_module(self.module, stage=stage, is_tuned=is_tuned, flush=True)
+            self._sharded = Sharded(self.module)
+        with self.tied.summed() if self.tied is not None else nullcontext():
+            with self._sharded.accumulating():
+                self.executor.run(actions[:-1], batch)
+            self.executor.run(actions[-1:], batch)  # the last backward
+        if self.executor.connections is not None:
+            self.executor.connections.drain()
+        self.last_recipe = self.recipe
+        self._tune(batch)
+
+    def _tune(self, batch: Batch) -> None:
+        stage = self.executor.stage
+        transfers, durations = self.executor.taken_transfers(), stage.durations()
+        if self.tuning is None:
+            return
+        self.tuning.after_step(batch.step, batch.cut, durations, transfers, stage.activation_bytes)
+        if self.tuning.candidate is not None:
+            self.recipe = self.tuning.candidate.recipe
+
+    def _built(self, num_microbatches: int) -> list[Action]:
+        key = (self.recipe, num_microbatches)
+        if key not in self._actions:
+            schedule = self.recipe.build(
+                num_stages=self.num_stages, num_microbatches=num_microbatches
+            )
+            check(schedule, num_microbatches=num_microbatches)
+            self._actions[key] = schedule[self.executor.stage.stage]
+        return self._actions[key]

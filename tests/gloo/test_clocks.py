@@ -1,0 +1,95 @@
+"""Pings between stages tell how long a message travels and how far clocks are apart."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from polyrhythm.run import clocks
+from polyrhythm.run.clocks import Distance, measure
+from polyrhythm.run.connections import Connections
+from polyrhythm.run.launch import LocalJob, Place
+from polyrhythm.run.split import linear_wiring
+
+NUM_STAGES = 4
+ROUNDS = 5
+
+
+def connected(place: Place) -> Connections:
+    return Connections(
+        range(place.world_size),
+        place.rank,
+        linear_wiring(place.rank, place.world_size),
+        device=torch.device("cpu"),
+        pipeline=0,
+        window=4,
+        deadline=30,
+    )
+
+
+def measured(folder: Path, shifts: list[float]) -> list[list[tuple[Distance | None, ...]]]:
+    """By stage and round, the distances before and after; clocks are ahead by `shifts`."""
+
+    def work(place: Place) -> None:
+        shift = shifts[place.rank]
+        clocks.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + shift)
+        with place.joined(30):
+            connections = connected(place)
+            found = [measure(connections) for _ in range(ROUNDS)]
+            connections.close()
+        plain = [[None if one is None else tuple(one) for one in pair] for pair in found]
+        torch.save(plain, folder / f"{place.rank}.pt")
+
+    with LocalJob(work, NUM_STAGES, output_folder=folder) as job:
+        assert job.wait(40), "not done in time"
+    saved = [torch.load(folder / f"{stage}.pt") for stage in range(NUM_STAGES)]
+    return [
+        [tuple(None if one is None else Distance(*one) for one in pair) for pair in rounds]
+        for rounds in saved
+    ]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "shifts", [[0.0] * NUM_STAGES, [0.0, 5000.0, -3.25, 0.125]], ids=["one clock", "four clocks"]
+)
+def test_clocks_are_found_to_within_half_the_round_trip(
+    tmp_path: Path, shifts: list[float]
+) -> None:
+    """The processes share a clock, apart from the shift: then this is certain, however busy."""
+    found = measured(tmp_path, shifts)
+    for stage in range(NUM_STAGES - 1):
+        for (_, after), (before, _) in zip(found[stage], found[stage + 1], strict=True):
+            assert after is not None
+            assert after == before, "both ends of a link hold the same numbers"
+            assert after.latency > 0
+            true = shifts[stage + 1] - shifts[stage]
+            assert abs(after.ahead - true) <= after.latency + 1e-9
+    assert all(before is None for before, _ in found[0])
+    assert all(after is None for _, after in found[-1])
+
+
+@pytest.mark.timeout(60)
+def test_the_quickest_of_several_round_trips_counts(tmp_path: Path) -> None:
+    """Two of three answers are held up: the latency is that of the third."""
+    hold_up = 0.3
+
+    def work(place: Place) -> None:
+        with place.joined(30):
+            connections = connected(place)
+            if place.rank == 1:
+                real, delays = clocks._send, iter([hold_up, 0.0, hold_up])
+
+                def slow_send(*args: object) -> None:
+                    time.sleep(next(delays))
+                    real(*args)
+
+                clocks._send = slow_send
+            _, after = measure(connections)
+            assert after is None or after.latency < hold_up / 2
+            connections.close()
+
+    with LocalJob(work, 2, output_folder=tmp_path) as job:
+        assert job.wait(40), "not done in time"

@@ -1,0 +1,256 @@
+"""A peer that dies or falls silent is noticed by all: named, in time, and nobody hangs."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from polyrhythm.errors import PeerError
+from polyrhythm.processes import PEER_LOST, wait_for_all
+from polyrhythm.run import tuning
+from polyrhythm.run.launch import LocalJob, Place
+from polyrhythm.run.message import Layout
+from polyrhythm.run.pipeline import Pipeline
+from polyrhythm.run.transport import Inbox, Outbox
+from polyrhythm.types import Action, Op
+from tests.gloo.pairs import hear, route, send, take_and_check, tell
+
+FOREVER = 1000.0
+DEADLINE = 4.0
+NUM_STAGES = 4
+
+
+def die() -> None:
+    os._exit(0)
+
+
+def fall_silent() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def lost(doing: Callable[[], object]) -> PeerError:
+    with pytest.raises(PeerError) as caught:
+        doing()
+    error = caught.value
+    assert f"lost s1p0 during {error.action} after {error.waited:.1f} s: " in str(error)
+    return error
+
+
+def watch(watcher: Callable[[Place], None], victim: Callable[[Place], None], folder: Path) -> None:
+    """`watcher`, on rank 0, must see the end of `victim`, on rank 1, and go through to its own."""
+
+    def work(place: Place) -> None:
+        with place.joined(30):
+            (watcher, victim)[place.rank](place)
+            os._exit(0)
+
+    with LocalJob(work, 2, output_folder=folder) as job:
+        status = job._workers[0].wait(45)
+        assert status == 0, job._workers[0].reason
+
+
+def ends_by(ending: Callable[[], None]) -> Callable[[Place], None]:
+    def victim(place: Place) -> None:
+        route(place)
+        hear(0)
+        time.sleep(0.3)  # so that the other one waits by then
+        ending()
+
+    return victim
+
+
+@pytest.mark.timeout(60)
+def test_a_peer_that_dies_while_we_receive_is_lost_at_once(tmp_path: Path) -> None:
+    def watcher(place: Place) -> None:
+        inbox = Inbox(route(place, deadline=FOREVER), window=2, announced=True)
+        inbox.expect([(Action(Op.F, 3), 10)])
+        tell(1)
+        error = lost(lambda: inbox.take(Action(Op.F, 3)))
+        assert error.action == "receiving F3"
+        assert error.waited < FOREVER / 10
+        again = lost(lambda: inbox.take(Action(Op.F, 3)))
+        assert again.cause == error.cause
+
+    watch(watcher, ends_by(die), tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_a_peer_that_dies_while_we_send_is_lost_at_once(tmp_path: Path) -> None:
+    def watcher(place: Place) -> None:
+        outbox = Outbox(route(place, deadline=FOREVER), announces=False)
+        tensors = [torch.ones(1000)]
+        for number in (2, 3):
+            outbox.send(Action(Op.B, number), 10, tensors, Layout.of(tensors))
+        tell(1)
+        error = lost(outbox.drain)
+        assert error.action == "sending B2"
+        assert error.waited < FOREVER / 10
+        lost(lambda: outbox.send(Action(Op.B, 4), 10, tensors, Layout.of(tensors)))
+
+    watch(watcher, ends_by(die), tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_what_came_before_a_peer_died_can_still_be_used(tmp_path: Path) -> None:
+    def watcher(place: Place) -> None:
+        inbox = Inbox(route(place, deadline=FOREVER), window=2, announced=True)
+        inbox.expect([(Action(Op.F, number), 10) for number in range(3)])
+        tell(1)
+        hear(1)
+        time.sleep(0.3)  # it is dead by now
+        for number in range(2):
+            take_and_check(inbox, number, 10)
+        assert lost(lambda: inbox.take(Action(Op.F, 2))).action == "receiving F2"
+
+    def victim(place: Place) -> None:
+        outbox = Outbox(route(place), announces=True)
+        hear(0)
+        for number in range(2):
+            send(outbox, number, 10)
+        outbox.drain()
+        tell(0)
+        die()
+
+    watch(watcher, victim, tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_a_silent_peer_is_lost_at_the_deadline(tmp_path: Path) -> None:
+    def watcher(place: Place) -> None:
+        here = route(place, deadline=DEADLINE)
+        inbox = Inbox(here, window=2, announced=True)
+        outbox = Outbox(here, announces=False)
+        inbox.expect([(Action(Op.F, 0), 10)])
+        send(outbox, 7, 10)
+        tell(1)
+        receiving, sending = lost(lambda: inbox.take(Action(Op.F, 0))), lost(outbox.drain)
+        assert (receiving.action, sending.action) == ("receiving F0", "sending F7")
+        for error in (receiving, sending):
+            assert DEADLINE <= error.waited < 3 * DEADLINE
+            assert f"for {DEADLINE:g} s" in error.cause
+
+    watch(watcher, ends_by(fall_silent), tmp_path)
+
+
+class Trap(nn.Module):
+    """Passes on what it gets, and calls `ending` at the ninth micro-batch."""
+
+    def __init__(self, ending: Callable[[], None] | None) -> None:
+        super().__init__()
+        self._ending, self._num_calls = ending, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._num_calls += 1
+        if self._ending is not None and self._num_calls == 9:
+            self._ending()
+        return x
+
+
+def train(
+    place: Place,
+    ending: Callable[[], None] | None,
+    *,
+    deadline: float,
+    schedule: str = "1f1b",
+    flush: bool = True,
+) -> None:
+    """Until something goes wrong; the ninth micro-batch is in the middle of a step."""
+    batch = torch.ones(6, 8)
+    with place.joined(30):
+        pipeline = Pipeline(
+            nn.Sequential(nn.Linear(8, 8), Trap(ending)),
+            loss_fn=functional.mse_loss,
+            num_microbatches=6 if flush else 1,
+            schedule=schedule,
+            flush=flush,
+            tune_every=2,
+            deadline=deadline,
+        )
+        while True:
+            arguments = [batch] if pipeline.is_first else []
+            pipeline.step(*arguments, target=batch)
+
+
+def endings_of_survivors(
+    work: Callable[[Place], None], victim: int, timeout: float, folder: Path
+) -> dict[int, str]:
+    """The last line of each; they must end by themselves, while the victim is left as it is."""
+    with LocalJob(work, NUM_STAGES, output_folder=folder) as job:
+        survivors = {rank: w for rank, w in enumerate(job._workers) if rank != victim}
+        assert wait_for_all(list(survivors.values()), timeout), "somebody hangs"
+        for survivor in survivors.values():
+            assert survivor.status == PEER_LOST, survivor.reason
+        return {rank: survivor.reason for rank, survivor in survivors.items()}
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("victim", "flush"), [(0, True), (2, True), (3, True), (1, False)])
+def test_a_stage_killed_in_the_middle_of_a_step_ends_all_others_at_once(
+    tmp_path: Path, victim: int, flush: bool
+) -> None:
+    def be_killed() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def work(place: Place) -> None:
+        ending = be_killed if place.rank == victim else None
+        train(place, ending, deadline=FOREVER, flush=flush)
+
+    reasons = endings_of_survivors(work, victim, 45, tmp_path)
+    for neighbour in {victim - 1, victim + 1} & reasons.keys():
+        assert f"PeerError: lost s{victim}p0 during " in reasons[neighbour]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("victim", "schedule", "flush"), [(1, "1f1b", True), (3, "gpipe", True), (2, "1f1b", False)]
+)
+def test_a_stage_that_falls_silent_in_a_step_ends_all_others_at_the_deadline(
+    tmp_path: Path, victim: int, schedule: str, flush: bool
+) -> None:
+    def work(place: Place) -> None:
+        ending = fall_silent if place.rank == victim else None
+        train(place, ending, deadline=DEADLINE, schedule=schedule, flush=flush)
+
+    endings_of_survivors(work, victim, 10 * DEADLINE, tmp_path)
+
+
+@pytest.mark.timeout(90)
+def test_a_stage_that_falls_silent_while_clocks_are_compared_ends_all_others(
+    tmp_path: Path,
+) -> None:
+    def work(place: Place) -> None:
+        if place.rank == 2:
+            tuning.measure = lambda connections: fall_silent()
+        train(place, None, deadline=DEADLINE, schedule="auto")
+
+    reasons = endings_of_survivors(work, 2, 10 * DEADLINE, tmp_path)
+    assert any("comparing clocks" in reason for reason in reasons.values())
+
+
+@pytest.mark.timeout(60)
+def test_a_stage_that_leaves_between_steps_is_lost_while_waiting_for_the_next(
+    tmp_path: Path,
+) -> None:
+    def work(place: Place) -> None:
+        batch = torch.ones(2, 8)
+        with place.joined(30):
+            pipeline = Pipeline(
+                nn.Linear(8, 8), loss_fn=functional.mse_loss, num_microbatches=2, deadline=FOREVER
+            )
+            arguments = [batch] if pipeline.is_first else []
+            pipeline.step(*arguments, target=batch)
+            if pipeline.is_first:
+                time.sleep(0.3)
+                die()
+            pipeline.step(target=batch)
+
+    with LocalJob(work, 2, output_folder=tmp_path) as job:
+        survivor = job._workers[1]
+        assert survivor.wait(45) == PEER_LOST, survivor.reason
+        assert "PeerError: lost s0p0 during waiting for the next step after" in survivor.reason

@@ -1,0 +1,251 @@
+"""What cannot be meant is refused by the stage that sees it, and nobody waits for its deadline.
+
+The other stages lose a peer; the job reports the one that refused, with its reason.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.functional import mse_loss
+
+from polyrhythm.errors import ScheduleError, WorkerError
+from polyrhythm.run.launch import Place
+from polyrhythm.run.pipeline import Pipeline
+from tests.gloo.pipelines import random_batch, run_stages, stack_of, step
+
+INPUTS, TARGET = random_batch(8, 8)
+DEADLINE = 40  # far more than any of these may take
+
+
+def options(**changed: Any) -> dict[str, Any]:
+    usual = {"loss_fn": mse_loss, "num_microbatches": 4, "schedule": "1f1b", "deadline": DEADLINE}
+    return {**usual, **changed}
+
+
+def pipeline_of(place: Place, **changed: Any) -> Pipeline:
+    return Pipeline(stack_of(3)[place.rank], **options(**changed))
+
+
+def odd_loss(output: Tensor, target: Tensor) -> Any:
+    return mse_loss(output, target, reduction="none")
+
+
+class Returns(nn.Module):
+    """A stage whose output is made by a function."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.make = nn.Linear(8, 8), make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self.linear(x))
+
+
+def returning(make: Callable[[Tensor], Any], at: int, place: Place) -> None:
+    """One stage returns something odd; the others are as they should be."""
+    module = Returns(make) if place.rank == at else stack_of(3)[place.rank]
+    step(Pipeline(module, **options()), INPUTS, TARGET)
+
+
+def as_dtensor(x: Tensor) -> Tensor:
+    return DTensor.from_local(x, init_device_mesh("cpu", (3,)), [Replicate()])
+
+
+def raising(x: Tensor) -> Tensor:
+    raise RuntimeError("no such luck")
+
+
+def growing(x: Tensor, calls: list[int] = []) -> Tensor:  # noqa: B006  # counts, on purpose
+    calls.append(1)
+    return x if len(calls) < 3 else torch.cat([x, x])
+
+
+def too_many_stages(place: Place) -> None:
+    Pipeline.from_sequential(stack_of(2), **options())
+
+
+def unknown_layers(place: Place) -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList(stack_of(4)), "head": nn.Linear(8, 8)})
+    Pipeline.from_layers(model, layers="model.block", epilogue=["head"], **options())
+
+
+def small_batch(place: Place) -> None:
+    step(pipeline_of(place), INPUTS[:3], TARGET[:3])
+
+
+def other_target(place: Place) -> None:
+    step(pipeline_of(place), INPUTS, TARGET[:6])
+
+
+def other_keyword(place: Place) -> None:
+    keywords = {"gain": torch.ones(7, 1)} if place.rank == 1 else {}
+    step(pipeline_of(place), INPUTS, TARGET, **keywords)
+
+
+def ragged_inputs(place: Place) -> None:
+    step(pipeline_of(place), (INPUTS, INPUTS[:5]), TARGET)
+
+
+def no_inputs(place: Place) -> None:
+    step(pipeline_of(place), (), TARGET)
+
+
+def vector_loss(place: Place) -> None:
+    step(pipeline_of(place, loss_fn=odd_loss), INPUTS, TARGET)
+
+
+def no_gradients(place: Place) -> None:
+    with torch.no_grad():
+        step(pipeline_of(place), INPUTS, TARGET)
+
+
+def no_loss(place: Place) -> None:
+    step(pipeline_of(place, loss_fn=None), INPUTS, TARGET)
+
+
+def no_target(place: Place) -> None:
+    step(pipeline_of(place), INPUTS, None)
+
+
+def eval_in_the_middle(place: Place) -> None:
+    pipeline = pipeline_of(place)
+    if place.rank == 1:
+        pipeline.eval()
+    else:
+        step(pipeline, INPUTS, TARGET)
+
+
+def eval_at_first(place: Place) -> None:
+    pipeline = pipeline_of(place)
+    if place.rank == 0:
+        pipeline.eval(INPUTS)
+    else:
+        step(pipeline, INPUTS, TARGET)
+
+
+def two_limits(place: Place) -> None:
+    step(pipeline_of(place, schedule="bounded:2,1"), INPUTS, TARGET)
+
+
+def odd_size(place: Place) -> None:
+    cut = {"num_microbatches": None, "microbatch_sizes": [2, 3], "schedule": "auto"}
+    step(pipeline_of(place, **cut), INPUTS, TARGET)
+
+
+def torch_stage_elsewhere(place: Place) -> None:
+    stage = PipelineStage(stack_of(3)[0], (place.rank + 1) % 3, 3, torch.device("cpu"))
+    Pipeline.from_torch_stage(stage, **options())
+
+
+def thawed(place: Place) -> None:
+    module = stack_of(3)[place.rank].requires_grad_(place.rank > 0)
+    pipeline = Pipeline(module, **options())
+    step(pipeline, INPUTS, TARGET)
+    module.requires_grad_(True)
+    step(pipeline, INPUTS, TARGET)
+
+
+def all_frozen(place: Place) -> None:
+    pipeline = Pipeline(stack_of(3)[place.rank].requires_grad_(False), **options())
+    step(pipeline, INPUTS, TARGET)
+
+
+# What the processes do, which of them refuses (None: all), and what it says.
+CASES: dict[str, tuple[Callable[[Place], None], int | None, str]] = {
+    "more stages than layers": (too_many_stages, None, "3 stages for 2 layers"),
+    "unknown list of layers": (unknown_layers, None, "'model.block' does not exist.*blocks (4)"),
+    "small batch": (small_batch, 0, "a batch of 3 for 4 micro-batches.*num_microbatches=3"),
+    "other target": (other_target, 2, "targets hold 6 samples, the first stage got 8"),
+    "other keyword": (other_keyword, 1, "keyword arguments hold 7 samples, the first stage got 8"),
+    "ragged inputs": (ragged_inputs, 0, "inputs have shapes (8, 8) and (5, 8)"),
+    "no inputs": (no_inputs, 0, "the first stage got no tensor"),
+    "a dict": (
+        partial(returning, lambda x: {"hidden": x, "more": x}, 1),
+        1,
+        "stage 1 returned a dict with hidden, more",
+    ),
+    "nothing": (partial(returning, lambda x: None, 0), 0, "stage 0 returned a NoneType"),
+    "no tensors": (partial(returning, lambda x: (), 1), 1, "stage 1 returned a tuple of nothing"),
+    "not only tensors": (
+        partial(returning, lambda x: (x, 3), 0),
+        0,
+        "stage 0 returned a tuple of Tensor, int",
+    ),
+    "a DTensor": (partial(returning, as_dtensor, 1), 1, "stage 1 returned a DTensor.*x.to_local()"),
+    "a sparse tensor": (
+        partial(returning, Tensor.to_sparse, 1),
+        1,
+        "stage 1 returned a torch.sparse_coo tensor.*x.to_dense()",
+    ),
+    "shapes of their own": (
+        partial(returning, growing, 1),
+        1,
+        "stage 1 returned float32[4, 8], and before that, for inputs of the same shape, float32[2",
+    ),
+    "an error inside": (partial(returning, raising, 1), 1, "RuntimeError: no such luck"),
+    "vector loss": (vector_loss, 2, "the loss function returned (2, 8).*reduction='mean'"),
+    "no_grad": (no_gradients, None, "step under torch.no_grad().*call eval()"),
+    "no loss": (no_loss, None, "step without a loss_fn.*call eval()"),
+    "no target": (no_target, 2, "step on the last stage without a target"),
+    "eval in the middle": (eval_in_the_middle, 1, "eval here, step on the first stage"),
+    "eval at first": (eval_at_first, None, "step here, eval on the first stage"),
+    "two limits": (two_limits, None, "limits 2,1 for 3 stages"),
+    "odd size": (odd_size, None, "micro-batches of 3 for a batch of 8"),
+    "torch stage elsewhere": (torch_stage_elsewhere, None, "a torch stage.*of 3 on process"),
+    "all frozen": (all_frozen, 2, "a loss that no parameter of any stage has a part in"),
+    "thawed": (thawed, 0, "layers of stage 0 or of one before it were frozen or thawed"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", CASES)
+def test_the_stage_that_refuses_is_reported_and_nobody_hangs(tmp_path: Path, name: str) -> None:
+    work, rank, says = CASES[name]
+    began = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        run_stages(3, work, tmp_path)
+    assert time.monotonic() - began < DEADLINE / 2
+    assert rank in (None, caught.value.rank)
+    reason = caught.value.reason.replace("\n", " ")
+    found = 0
+    for text in says.split(".*"):
+        found = reason.find(text, found)
+        assert found >= 0, f"{text!r} in {reason}"
+    if name != "an error inside":
+        assert reason.startswith("refused: ")
+        assert " expected: " in reason
+        assert " fix: " in reason
+
+
+WRONG_OPTIONS = [
+    ({"num_microbatches": None}, "num_microbatches=None, microbatch_sizes=None", "one of the two"),
+    ({"microbatch_sizes": [2]}, r"num_microbatches=4, microbatch_sizes=\[2\]", "one of the two"),
+    ({"num_microbatches": 0}, "0 samples or micro-batches", "1 or more"),
+    ({"num_microbatches": None, "microbatch_sizes": [2, 0]}, "0 samples or", "1 or more"),
+    (
+        {"num_microbatches": None, "microbatch_sizes": [2, 4]},
+        "2 micro-batch sizes for the schedule 1f1b",
+        "the schedule auto",
+    ),
+    ({"memory_limit": "1GiB"}, "a memory limit of 1GiB for the schedule 1f1b", "schedule auto"),
+    ({"schedule": "2f2b"}, "schedule '2f2b'", "kfkb:2"),
+    ({"schedule": "bounded:1,2"}, "stage 0 may hold 1, stage 1 2", "never increase"),
+]
+
+
+@pytest.mark.parametrize(("changed", "wrong", "expected"), WRONG_OPTIONS)
+def test_options_that_make_no_sense_are_refused_at_once(
+    changed: dict[str, Any], wrong: str, expected: str
+) -> None:
+    with pytest.raises(ScheduleError, match=wrong) as caught:
+        Pipeline(stack_of(1), **options(**changed))
+    assert expected in str(caught.value)

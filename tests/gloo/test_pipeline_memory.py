@@ -1,0 +1,83 @@
+"""The memory model against what autograd really holds: live saved tensors at their peak."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from polyrhythm.run.launch import LocalJob, Place
+from polyrhythm.run.pipeline import Pipeline
+from polyrhythm.schedule.check import peak_in_flight
+from polyrhythm.schedule.recipe import Recipe
+
+NUM_STAGES, NUM_MICROBATCHES, WIDTH = 3, 8, 32
+
+
+class LiveBytes:
+    """Counts the bytes that autograd saves, as long as it keeps them."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._parameters = {p.untyped_storage().data_ptr() for p in parameters}
+        self._live: dict[int, tuple[int, int]] = {}  # where -> bytes, how often saved
+        self.peak = 0
+
+    def save(self, tensor: Tensor) -> "Saved":
+        if tensor.untyped_storage().data_ptr() not in self._parameters:
+            _, times = self._live.get(tensor.data_ptr(), (0, 0))
+            self._live[tensor.data_ptr()] = (tensor.nbytes, times + 1)
+            self.peak = max(self.peak, sum(nbytes for nbytes, _ in self._live.values()))
+        return Saved(self, tensor)
+
+    def release(self, pointer: int) -> None:
+        if pointer in self._live:
+            nbytes, times = self._live.pop(pointer)
+            if times > 1:
+                self._live[pointer] = (nbytes, times - 1)
+
+
+class Saved:
+    def __init__(self, owner: LiveBytes, tensor: Tensor) -> None:
+        self.owner, self.tensor = owner, tensor
+
+    def __del__(self) -> None:
+        self.owner.release(self.tensor.data_ptr())
+
+
+def measure(place: Place, schedule: str, folder: Path) -> None:
+    with place.joined(30):
+        torch.manual_seed(place.rank)
+        layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh()] * 3
+        module = nn.Sequential(*layers)
+        recipe = Recipe.parse(schedule)
+        with Pipeline(
+            module,
+            loss_fn=functional.mse_loss,
+            num_microbatches=NUM_MICROBATCHES,
+            schedule=recipe,
+            deadline=20,
+        ) as pipeline:
+            inputs = torch.randn(NUM_MICROBATCHES * 4, WIDTH)
+            arguments = (inputs,) if pipeline.is_first else ()
+            pipeline.step(*arguments, target=inputs, return_outputs=False)  # measures by itself
+            live = LiveBytes(list(module.parameters()))
+            with torch.autograd.graph.saved_tensors_hooks(live.save, lambda saved: saved.tensor):
+                pipeline.step(*arguments, target=inputs, return_outputs=False)
+            (predicted,) = pipeline.activation_bytes.values()
+            torch.save((live.peak, predicted, pipeline.peak_in_flight), folder / f"{place.rank}.pt")
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("schedule", ["1f1b", "kfkb:2", "bounded:5,3,1", "gpipe"])
+def test_live_activations_are_what_the_model_says(tmp_path: Path, schedule: str) -> None:
+    with LocalJob(
+        lambda place: measure(place, schedule, tmp_path), NUM_STAGES, output_folder=tmp_path
+    ) as job:
+        assert job.wait(60)
+    built = Recipe.parse(schedule).build(num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES)
+    for stage, actions in enumerate(built):
+        peak, per_microbatch, in_flight = torch.load(tmp_path / f"{stage}.pt")
+        assert in_flight == peak_in_flight(actions), "as many as the schedule lets in, no more"
+        # The forward that runs is counted while it saves: the bound is met exactly.
+        assert peak == in_flight * per_microbatch

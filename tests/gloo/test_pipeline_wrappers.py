@@ -1,0 +1,293 @@
+"""Stage modules that are compiled, or shared with other processes, train as the plain ones do.
+
+Two stages of two processes each: two pipelines side by side, whose stages share their modules.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+from polyrhythm.errors import ScheduleError
+from polyrhythm.run.launch import Place
+from polyrhythm.run.pipeline import Pipeline
+from polyrhythm.run.split import Part, split_layers, split_sequential
+from tests.gloo.pipelines import (
+    assert_close,
+    gradients,
+    merged,
+    random_batch,
+    run_alone,
+    run_stages,
+    stack_of,
+    step,
+)
+
+SCHEDULES = ("1f1b", "gpipe", "kfkb:2", "bounded:3,1")
+BATCHES = [random_batch(20, 6, 8, seed=seed) for seed in range(2)]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def blocks() -> nn.Sequential:
+    """Both stages hold the weights of the first block's `up`."""
+    torch.manual_seed(6)
+    first, *others = (Block() for _ in range(4))
+    return nn.Sequential(first, *others, first.up, nn.Linear(12, 8), nn.Tanh())
+
+
+def part_of(stage: int) -> Part:
+    return split_sequential(blocks(), stage=stage, num_stages=2, layers_per_stage=[2, 5])
+
+
+def whole() -> dict[str, Any]:
+    model = blocks()
+    for inputs, target in BATCHES:
+        mse_loss(model(inputs), target).backward()
+    found = {"gradients": gradients(model)}
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    return {**found, "norm": norm, "clipped": gradients(model)}
+
+
+def full_gradients(module: nn.Module) -> dict[str, Tensor]:
+    found = gradients(module)
+    if "4.weight" in found:  # layer 4 is a part of layer 0
+        found |= {f"0.up.{name}": found.pop(f"4.{name}") for name in ("weight", "bias")}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
+
+
+def train(
+    module: nn.Module, group: dist.ProcessGroup, share: Callable[[Tensor], Tensor], **options: Any
+) -> dict[str, Any]:
+    pipeline = Pipeline(
+        module, loss_fn=mse_loss, num_microbatches=4, group=group, deadline=20, **options
+    )
+    with pipeline:
+        for inputs, target in BATCHES:
+            step(pipeline, share(inputs), share(target))
+        found = {"gradients": full_gradients(pipeline.module)}
+        norm = pipeline.clip_grad_norm_(0.01)
+        return {**found, "norm": norm, "clipped": full_gradients(pipeline.module)}
+
+
+def assert_as_one_process(stages: list[dict[str, Any]], theirs: dict[str, Any]) -> None:
+    assert_close(merged(stage["gradients"] for stage in stages), theirs["gradients"])
+    assert_close(merged(stage["clipped"] for stage in stages), theirs["clipped"])
+    for stage in stages:
+        torch.testing.assert_close(stage["norm"], theirs["norm"], rtol=1e-6, atol=0)
+
+
+def in_mesh(
+    folder: Path, work: Callable[[DeviceMesh, int], list[dict[str, Any]]]
+) -> list[list[dict[str, Any]]]:
+    """What each of four processes found; `work` gets the mesh, and its stage."""
+
+    def meshed(place: Place) -> list[dict[str, Any]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "share"))
+        return work(mesh, mesh.get_local_rank("stage"))
+
+    return run_stages(4, meshed, folder)
+
+
+# As FSDP2 of this torch calls it.
+REDUCE = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
+
+
+@pytest.mark.timeout(60)
+def test_a_module_sharded_by_fsdp2_reduces_its_gradients_once_per_step(tmp_path: Path) -> None:
+    num_reduced, reduce = 0, getattr(dist, REDUCE)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_reduced
+        num_reduced += 1
+        return reduce(*args, **kwargs)
+
+    def work(mesh: DeviceMesh, stage: int) -> list[dict[str, Any]]:
+        setattr(dist, REDUCE, counted)
+        mine, group = mesh.get_local_rank("share"), mesh.get_group("stage")
+        found = []
+        for schedule in SCHEDULES:
+            part = part_of(stage)
+            for inner in [*part.module.children(), part.module]:
+                if not isinstance(inner, nn.Linear):  # these go with the module around them
+                    fully_shard(inner, mesh=mesh["share"])
+            before = num_reduced
+            half = lambda batch: batch.chunk(2)[mine]  # noqa: E731
+            found.append(train(part, group, half, schedule=schedule))
+            num_groups = 2 + (stage == 1)  # two blocks, and on the last stage what is left
+            assert num_reduced - before == num_groups * len(BATCHES)
+        return found
+
+    theirs = run_alone(whole, tmp_path)
+    for stages in zip(*in_mesh(tmp_path, work), strict=True):
+        assert_as_one_process(list(stages), theirs)
+
+
+@pytest.mark.timeout(60)
+def test_tensor_parallel_modules_train_as_whole_ones(tmp_path: Path) -> None:
+    def work(mesh: DeviceMesh, stage: int) -> list[dict[str, Any]]:
+        block = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        found = []
+        for schedule in SCHEDULES:
+            part = part_of(stage)
+            plan = {f"{n}.{which}": how for n in range(4) for which, how in block.items()}
+            plan["4"] = ColwiseParallel(output_layouts=Replicate())
+            held = {name: how for name, how in plan.items() if name[0] in part.module._modules}
+            parallelize_module(part.module, mesh["share"], held)
+            found.append(train(part, mesh.get_group("stage"), lambda x: x, schedule=schedule))
+        return found
+
+    theirs = run_alone(whole, tmp_path)
+    for stages in zip(*in_mesh(tmp_path, work), strict=True):
+        assert_as_one_process(list(stages), theirs)
+
+
+class Named(nn.Module):
+    """Its head is tied to its embedding; `from_layers` leaves the forward at the next stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(8, 8)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sin(self.embed(x))
+        for layer in self.layers:
+            x = layer(x)
+        return torch.sin(self.head(x))
+
+
+NAMED = {"layers": "layers", "prologue": ["embed"], "epilogue": ["head"]}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # whose output nobody changes in place
+def test_a_model_split_by_its_layers_may_be_sharded_afterwards(tmp_path: Path) -> None:
+    """Each layer for itself; around them it is refused, as the forward never comes back there."""
+
+    def work(mesh: DeviceMesh, stage: int) -> list[dict[str, Any]]:
+        mine, share = mesh.get_local_rank("share"), mesh["share"]
+        options = {"group": mesh.get_group("stage"), "loss_fn": mse_loss, "num_microbatches": 4}
+        pipeline = Pipeline.from_layers(Named(), **NAMED, **options, schedule="1f1b", deadline=20)
+        for name in ("embed", "layers.0", "layers.1", "layers.2", "layers.3", "head"):
+            inner = pipeline.module.get_submodule(name)
+            if any(True for _ in inner.parameters()):
+                fully_shard(inner, mesh=share)
+        with pipeline:
+            for inputs, target in BATCHES:
+                step(pipeline, inputs.chunk(2)[mine], target.chunk(2)[mine])
+        found = full_gradients(pipeline.module)
+        if stage == 1:
+            found["embed.weight"] = found.pop("head.weight")
+        part = split_layers(Named(), **NAMED, stage=stage, num_stages=2)
+        fully_shard(part.module, mesh=share)
+        if stage == 0:
+            with pytest.raises(ScheduleError, match="stage 0 is sharded around layers of which"):
+                Pipeline(part, **options, schedule="1f1b")
+        return [found]
+
+    def alone() -> dict[str, Tensor]:
+        model = Named()
+        for inputs, target in BATCHES:
+            mse_loss(model(inputs), target).backward()
+        return gradients(model)
+
+    theirs = run_alone(alone, tmp_path)
+    assert_close(merged(found for (found,) in in_mesh(tmp_path, work)), theirs)
+
+
+@pytest.mark.timeout(60)
+def test_what_cannot_share_its_work_is_refused_with_the_reason(tmp_path: Path) -> None:
+    def work(mesh: DeviceMesh, stage: int) -> list[dict[str, Any]]:
+        group, share = mesh.get_group("stage"), mesh["share"]
+        options = {"group": group, "loss_fn": mse_loss, "deadline": 20, "num_microbatches": 4}
+        ddp = DistributedDataParallel(stack_of(1), process_group=mesh.get_group("share"))
+        for module in (ddp, nn.Sequential(stack_of(1), ddp)):
+            with pytest.raises(ScheduleError) as caught:
+                Pipeline(module, **options, schedule="1f1b")
+            assert caught.match(f"stage {stage}.* is wrapped in DistributedDataParallel")
+            assert caught.match("all-reduce them after every micro-batch")
+            assert caught.match("fix: .*fully_shard")
+        wide = stack_of(1)
+        parallelize_module(wide, share, {"0.0": ColwiseParallel(output_layouts=Replicate())})
+        for shared in (fully_shard(stack_of(1), mesh=share), wide):
+            for how, reason in (
+                ({}, "each would choose its own"),
+                ({"schedule": "1f1b", "flush": False}, "shared weights cannot be stashed"),
+            ):
+                with pytest.raises(ScheduleError, match=reason) as caught:
+                    Pipeline(shared, **{**options, **how})
+                assert caught.match("fix: name the schedule, such as schedule='1f1b'")
+        # sharded after the pipeline was made, which nobody can see before the first step
+        late = Pipeline(module := stack_of(1), **options)
+        fully_shard(module, mesh=share)
+        inputs, target = BATCHES[0]
+        with pytest.raises(ScheduleError, match=r"schedule='auto' with a module of stage . that"):
+            step(late, inputs, target)
+        return []
+
+    in_mesh(tmp_path, work)
+
+
+@pytest.mark.timeout(90)
+def test_compiled_modules_train_as_they_are(tmp_path: Path) -> None:
+    """Also for micro-batches of two sizes; by wrapping a module, and in place.
+
+    What the pipeline does on the side is not compiled along: dynamo would warn, which is an error.
+    """
+
+    def work(place: Place) -> dict[str, dict[str, Tensor]]:
+        num_compiled = 0
+        aot_eager = torch._dynamo.lookup_backend("aot_eager")
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            nonlocal num_compiled
+            num_compiled += 1
+            return aot_eager(graph, inputs)
+
+        found = {}
+        for how in ("plain", "wrapped", "in place"):
+            torch._dynamo.reset()
+            module = nn.Sequential(blocks()[place.rank], nn.Tanh())
+            called = torch.compile(module, backend=backend) if how == "wrapped" else module
+            if how == "in place":
+                module.compile(backend=backend)
+            before = num_compiled
+            with Pipeline(
+                called, loss_fn=mse_loss, num_microbatches=4, schedule="kfkb:2", deadline=60
+            ) as pipeline:
+                for seed in range(2):
+                    step(pipeline, *random_batch(10, 8, seed=seed))
+            assert (num_compiled > before) == (how != "plain")
+            found[how] = gradients(module)
+        return found
+
+    for stage in run_stages(2, work, tmp_path):
+        assert_close(stage["wrapped"], stage["plain"])
+        assert_close(stage["in place"], stage["plain"])

@@ -1,0 +1,61 @@
+"""Stages of a pipeline on hosts of the lab, one each, and what tests ask of them."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch._dynamo  # before the fork: it takes a second
+import torch.distributed as dist
+
+from polyrhythm.lab.lab import Lab
+from polyrhythm.processes import Child
+
+PORT = 29500
+
+
+def join(rank: int, num_stages: int, master: str, deadline: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{master}:{PORT}",
+        rank=rank,
+        world_size=num_stages,
+        timeout=timedelta(seconds=deadline),
+    )
+
+
+def leave() -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def start(lab: Lab, folder: Path, work: Callable[[int], None], *, deadline: float) -> list[Child]:
+    """`work(stage)` on every host, once all have met."""
+
+    def joined(stage: int, num_stages: int, master: str) -> None:
+        join(stage, num_stages, master, deadline)
+        work(stage)
+        leave()
+
+    master = lab.address(lab.hosts[0])
+    return [
+        lab.spawn(host, joined, stage, len(lab.hosts), master, output=folder / f"{stage}.txt")
+        for stage, host in enumerate(lab.hosts)
+    ]
+
+
+def lines(child: Child, beginning: str) -> list[list[str]]:
+    """The words after `beginning` of every line that begins so."""
+    assert child.output is not None
+    found = [line.split() for line in child.output.read_text().splitlines()]
+    return [words[1:] for words in found if words[:1] == [beginning]]
+
+
+def wait_for_lines(children: list[Child], beginning: str, number: int) -> None:
+    ends = time.monotonic() + 40
+    while any(len(lines(child, beginning)) < number for child in children):
+        assert time.monotonic() < ends, [child.reason for child in children]
+        assert not any(child.status for child in children), [child.reason for child in children]
+        time.sleep(0.02)
