@@ -13,7 +13,7 @@ from polyrhythm.bench.result import Result
 from polyrhythm.errors import UserError
 from polyrhythm.tables import print_line
 
-_MODULES = {"lab": "polyrhythm.bench.lab"}
+_MODULES = {"lab": "polyrhythm.bench.lab", "pipeline": "polyrhythm.bench.pipeline"}
 
 
 def names() -> tuple[str, ...]:
