@@ -4,9 +4,12 @@ Three process groups: activations, gradients, and control, which also carries wh
 steps. Before a step every stage hears from the one before it how the batch is cut.
 """
 
+import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 
 import msgspec
@@ -14,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from polyrhythm.errors import PeerError
-from polyrhythm.run.groups import new_group
+from polyrhythm.run.groups import break_off, new_group
 from polyrhythm.run.message import Layout, padded, unpadded
 from polyrhythm.run.split import Wiring
 from polyrhythm.run.transport import Inbox, Kind, Outbox, Route
@@ -67,10 +70,13 @@ class Connections:
         """`ranks` of the stages in the whole job."""
         self.stage, self.num_stages, self.ranks = stage, len(ranks), list(ranks)
         self.pipeline, self.deadline = pipeline, deadline
-        activations, gradients, self.control = (
+        self._groups = activations, gradients, self.control = [
             new_group(ranks, what, deadline=deadline)
             for what in ("activations", "gradients", "control")
-        )
+        ]
+        # A thread that waits in gloo while the interpreter ends would abort the process.
+        self._at_exit = partial(_break_off, weakref.ref(self))
+        atexit.register(self._at_exit)
 
         def route(group: dist.ProcessGroup, other: int, device: torch.device) -> Route:
             return Route(
@@ -150,6 +156,16 @@ class Connections:
         if self._hearing is not None:
             self._hearing.join(self.deadline)
         self.drain()
+        self._end_threads()
+
+    def break_off(self) -> None:
+        """Let go of everybody without a word: after a failure, when a peer may be gone."""
+        for group in self._groups:
+            break_off(group)
+        self._end_threads()
+
+    def _end_threads(self) -> None:
+        atexit.unregister(self._at_exit)
         for outbox in self._outboxes():
             outbox.close()
         for inbox in (*self.activations_in.values(), *self.gradients_in.values(), self._briefed):
@@ -159,6 +175,11 @@ class Connections:
     def _outboxes(self) -> list[Outbox]:
         found = [*self.activations_out.values(), *self.gradients_out.values(), self._briefs]
         return [outbox for outbox in found if outbox is not None]
+
+
+def _break_off(connections: weakref.ref[Connections]) -> None:
+    if (found := connections()) is not None:
+        found.break_off()
 
 
 class _Hearing(threading.Thread):

@@ -6,10 +6,12 @@ say) would wait for a name that nobody uses. A pipeline asks its members alone, 
 have made. The same store serves the rendezvous.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -17,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from polyrhythm.run.peers import waiting_for
 from polyrhythm.types import Seconds
 
+_NEVER_SENT = 2**30  # a tag
 _num_made: Counter[tuple[int, ...]] = Counter()  # by members, who all count alike
 
 
@@ -55,3 +58,14 @@ def all_reduce(
 
 def all_gather(group: dist.ProcessGroup, into: list[Tensor], tensor: Tensor) -> None:
     group.allgather([into], [tensor]).wait()
+
+
+def break_off(group: dist.ProcessGroup) -> None:
+    """Wake whoever waits in the group, here and elsewhere; it is of no use afterwards.
+
+    Gloo's abort does nothing, but a receive that times out closes all connections of its group.
+    """
+    other = (group.rank() + 1) % group.size()
+    with contextlib.suppress(RuntimeError):
+        nothing = torch.empty(1, dtype=torch.uint8)
+        group.recv([nothing], other, _NEVER_SENT).wait(timedelta(milliseconds=1))

@@ -339,8 +339,10 @@ class Pipeline:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:  # else a peer may be gone, and waiting for it would hide the error
+        if error is None:
             self.close()
+        elif self._connections is not None:  # a peer may be gone: waiting would hide the error
+            self._connections.break_off()
 
     def _begin(self, given: Given) -> Batch:
         """Cut the batch as the first stage says, and post receives for all of it."""
