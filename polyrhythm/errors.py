@@ -30,6 +30,10 @@ class ScheduleError(UserError):
     """A schedule that is incomplete, out of order, or would wait for itself."""
 
 
+class PolicyError(UserError):
+    """A way to synchronise that does not exist, cannot work here, or is used out of turn."""
+
+
 class EventError(UserError):
     """An event log that cannot be read."""
 

@@ -59,6 +59,13 @@ class Worker(NamedTuple):
         return f"s{self.stage}p{self.pipeline}"
 
 
+class Group(NamedTuple):
+    """Workers of one stage that average together; one alone just goes on."""
+
+    members: tuple[Worker, ...]  # sorted, so that all name it alike
+    why: str
+
+
 class Op(StrEnum):
     F = "F"  # forward of one micro-batch through one stage
     B = "B"  # its backward

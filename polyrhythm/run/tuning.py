@@ -238,7 +238,8 @@ class Tuning:
 
 def _num_steps_until_next(every: int, seen: Sequence[Seen]) -> int:
     """The same on all stages, from numbers that all have."""
-    deciding, step = max(one.deciding for one in seen), max(one.step for one in seen)
+    # The stage that came last waited for nobody: what it spent is what the decision cost.
+    deciding, step = min(one.deciding for one in seen), max(one.step for one in seen)
     return min(max(every, math.ceil(deciding / (_MOST_DECIDING * step))), _MOST_STEPS)
 
 
