@@ -138,7 +138,7 @@ def run(*, quick: bool, console: Console) -> Result:
         "plain_loop": loop,
         "follows": float(all(phase.followed for phase in phases)),
     }
-    _show(console, ratios)
+    _show(console, ratios, quick=quick)
     for phase in phases:
         print_line(console, str(phase))
     return Result(bench="pipeline", ratios=ratios, figures=_figures(rows, plan), rows=rows)
@@ -248,7 +248,10 @@ def _show_steps(console: Console, experiment: Experiment, rows: Sequence[Row]) -
     )
 
 
-def _show(console: Console, ratios: Mapping[str, float]) -> None:
+def _show(console: Console, ratios: Mapping[str, float], *, quick: bool) -> None:
+    if quick:
+        print_line(console, "quick: it runs, and its figures say nothing; leave --quick out")
+        return
     print_table(
         console,
         ["ratio", "measured", "bar", ""],

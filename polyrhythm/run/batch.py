@@ -71,6 +71,7 @@ class Cutter:
 
     num_microbatches: int | None
     microbatch_size: int | None
+    sizes_to_try: Sequence[int] = ()  # by the tuner, which compares whole batches
     scale_grads: bool
     device: torch.device
 
@@ -116,37 +117,11 @@ class Cutter:
         if self.num_microbatches is not None:
             return sizes_by_number(batch_size, self.num_microbatches)
         assert self.microbatch_size is not None, "one of the two is given"
+        for size in self.sizes_to_try:
+            if batch_size % size:
+                raise ScheduleError(
+                    f"micro-batches of {size} for a batch of {batch_size}",
+                    expected="sizes that divide the batch, to be compared on the same work",
+                    fix=f"leave {size} out of microbatch_sizes, or change the batch",
+                )
         return sizes_by_size(batch_size, self.microbatch_size)
-
-
-def check_cut(
-    num_microbatches: int | None,
-    microbatch_sizes: Sequence[int] | None,
-    schedule: object,
-    memory_limit: object,
-) -> None:
-    """Refuse what cannot be meant, before anything runs."""
-    if (num_microbatches is None) == (microbatch_sizes is None):
-        raise ScheduleError(
-            f"num_microbatches={num_microbatches}, microbatch_sizes={microbatch_sizes}",
-            expected="one of the two",
-            fix="num_microbatches=8 to cut every batch into 8, or microbatch_sizes=[1, 2, 4] to "
-            "let schedule='auto' choose",
-        )
-    least = min(microbatch_sizes or [num_microbatches or 0])
-    if least < 1:
-        raise ScheduleError(
-            f"{least} samples or micro-batches", expected="1 or more", fix="give a whole number"
-        )
-    if microbatch_sizes is not None and len(microbatch_sizes) > 1 and schedule != "auto":
-        raise ScheduleError(
-            f"{len(microbatch_sizes)} micro-batch sizes for the schedule {schedule}",
-            expected="one, or the schedule auto, which chooses",
-            fix="leave schedule out",
-        )
-    if memory_limit is not None and schedule != "auto":
-        raise ScheduleError(
-            f"a memory limit of {memory_limit} for the schedule {schedule}",
-            expected="the schedule auto, which keeps to it",
-            fix="leave schedule out, or memory_limit",
-        )

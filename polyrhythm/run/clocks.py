@@ -41,6 +41,18 @@ def measure(connections: Connections) -> tuple[Distance | None, Distance | None]
     return before, after
 
 
+def clocks_ahead(
+    connections: Connections, before: Distance | None, after: Distance | None
+) -> dict[str, Seconds]:
+    """By name, how far the clocks of the neighbours are ahead of ours."""
+    found = {}
+    if before is not None:
+        found[connections.name(connections.stage - 1)] = -before.ahead
+    if after is not None:
+        found[connections.name(connections.stage + 1)] = after.ahead
+    return found
+
+
 def _ask(connections: Connections, other: int) -> Distance:
     trips = []
     for _ in range(_NUM_PINGS):

@@ -4,21 +4,20 @@ Three process groups: activations, gradients, and control, which also carries wh
 steps. Before a step every stage hears from the one before it how the batch is cut.
 """
 
-import atexit
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import groupby
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from polyrhythm.errors import PeerError
-from polyrhythm.run.groups import break_off, new_group
+from polyrhythm.errors import PeerError, ScheduleError
+from polyrhythm.run.groups import all_gather, break_off, new_group
 from polyrhythm.run.message import Layout, padded, unpadded
+from polyrhythm.run.peers import waiting_for
 from polyrhythm.run.split import Wiring
 from polyrhythm.run.transport import Inbox, Kind, Outbox, Route
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
@@ -64,19 +63,15 @@ class Connections:
         *,
         device: torch.device,
         pipeline: int,
-        window: int,
         deadline: Seconds,
     ) -> None:
         """`ranks` of the stages in the whole job."""
-        self.stage, self.num_stages, self.ranks = stage, len(ranks), list(ranks)
+        self.stage, self.num_stages = stage, len(ranks)
         self.pipeline, self.deadline = pipeline, deadline
         self._groups = activations, gradients, self.control = [
             new_group(ranks, what, deadline=deadline)
             for what in ("activations", "gradients", "control")
         ]
-        # A thread that waits in gloo while the interpreter ends would abort the process.
-        self._at_exit = partial(_break_off, weakref.ref(self))
-        atexit.register(self._at_exit)
 
         def route(group: dist.ProcessGroup, other: int, device: torch.device) -> Route:
             return Route(
@@ -88,7 +83,7 @@ class Connections:
             )
 
         def inbox(group: dist.ProcessGroup, other: int, *, announced: bool) -> Inbox:
-            return Inbox(route(group, other, device), window=window, announced=announced)
+            return Inbox(route(group, other, device), announced=announced)
 
         self.activations_in = {s: inbox(activations, s, announced=True) for s in wiring.sources}
         self.gradients_in = {t: inbox(gradients, t, announced=False) for t in wiring.targets}
@@ -102,12 +97,15 @@ class Connections:
         self._briefed: Inbox | None = None
         self._briefs: Outbox | None = None
         if stage > 0:
-            self._briefed = Inbox(route(self.control, stage - 1, host), window=1, announced=False)
+            self._briefed = Inbox(route(self.control, stage - 1, host), announced=False)
             self._briefed.learn(_BRIEFING_KIND, _BRIEFING)
         if stage < self.num_stages - 1:
             self._briefs = Outbox(route(self.control, stage + 1, host), announces=False)
         self._hearing: _Hearing | None = None
         self._hears_ahead = False
+        # A thread that waits in gloo while the interpreter ends would abort the process, whether
+        # we are still there or were collected before.
+        self._end = weakref.finalize(self, _break_off, self._groups, self._boxes())
 
     def name(self, stage: int) -> str:
         return str(Worker(stage, self.pipeline))
@@ -151,35 +149,61 @@ class Connections:
             outbox.drain()
 
     def close(self) -> None:
+        """Say goodbye; nothing may be under way any more."""
+        if not self._end.alive:
+            return
         if self._hears_ahead and self._briefed is None:
             self._pass_on(_NO_MORE)
         if self._hearing is not None:
             self._hearing.join(self.deadline)
         self.drain()
-        self._end_threads()
+        self._end.detach()
+        for box in self._boxes():
+            box.close()
 
     def break_off(self) -> None:
         """Let go of everybody without a word: after a failure, when a peer may be gone."""
-        for group in self._groups:
-            break_off(group)
-        self._end_threads()
+        self._end()
 
-    def _end_threads(self) -> None:
-        atexit.unregister(self._at_exit)
-        for outbox in self._outboxes():
-            outbox.close()
-        for inbox in (*self.activations_in.values(), *self.gradients_in.values(), self._briefed):
-            if inbox is not None:
-                inbox.close()
+    def agree(self, text: str) -> None:
+        """Raise ScheduleError unless all stages say the same."""
+        mine = padded(text.encode()[: _BRIEF - 4], _BRIEF)
+        heard = [torch.empty_like(mine) for _ in range(self.num_stages)]
+        with waiting_for("another stage", "comparing options"):
+            all_gather(self.control, heard, mine)
+        first, *others = (unpadded(one).decode(errors="replace") for one in heard)
+        for stage, other in enumerate(others, start=1):
+            if other != first:
+                raise ScheduleError(
+                    f"stage 0 was made with {first}; stage {stage} with {other}",
+                    expected="the same options on every stage",
+                    fix="give them from one place",
+                )
+
+    def set_windows(self, in_flight: Sequence[int], own: int) -> None:
+        """Receive ahead as much as the schedule lets others send ahead.
+
+        Activations: what may be in flight on the stage that sends; gradients: on this one.
+        """
+        for source, inbox in self.activations_in.items():
+            inbox.window = in_flight[source]
+        for inbox in self.gradients_in.values():
+            inbox.window = own
+
+    def _boxes(self) -> list[Inbox | Outbox]:
+        inboxes = (*self.activations_in.values(), *self.gradients_in.values(), self._briefed)
+        return [*self._outboxes(), *(inbox for inbox in inboxes if inbox is not None)]
 
     def _outboxes(self) -> list[Outbox]:
         found = [*self.activations_out.values(), *self.gradients_out.values(), self._briefs]
         return [outbox for outbox in found if outbox is not None]
 
 
-def _break_off(connections: weakref.ref[Connections]) -> None:
-    if (found := connections()) is not None:
-        found.break_off()
+def _break_off(groups: Sequence[dist.ProcessGroup], boxes: Sequence[Inbox | Outbox]) -> None:
+    for group in groups:
+        break_off(group)
+    for box in boxes:
+        box.close()
 
 
 class _Hearing(threading.Thread):

@@ -18,24 +18,23 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
 
 from polyrhythm.errors import ScheduleError
 from polyrhythm.run.batch import Batch
 from polyrhythm.run.connections import Cut
 from polyrhythm.run.executor import Executor
 from polyrhythm.run.split import Tied
-from polyrhythm.schedule.limits import one_f_one_b_limits
-from polyrhythm.schedule.recipe import Recipe
 from polyrhythm.types import Action, Op
 
 
 @dataclass(slots=True, kw_only=True)
 class Continuous:
-    """One stage of it; `limit` mini-batches may be in flight here."""
+    """One stage of it; `limits[stage]` mini-batches may be in flight on a stage."""
 
     module: nn.Module
     executor: Executor
-    limit: int
+    limits: tuple[int, ...]
     has_gradients: bool = field(default=False, init=False)
     most_versions: int = field(default=0, init=False)  # copies of the weights held at once
     _num_expected: int = field(default=0, init=False)
@@ -45,15 +44,29 @@ class Continuous:
 
     def __post_init__(self) -> None:
         if self.executor.connections is not None:
+            # Messages under way: those of batches in flight, on the stage that sends or on this.
+            self.executor.connections.set_windows(self.limits, self.limits[self.stage])
             self.executor.connections.hear_ahead(self._expect)
+
+    @property
+    def is_drained(self) -> bool:
+        return not self._in_flight
 
     @property
     def microbatch_size(self) -> None:
         """Batches are not cut."""
 
+    @property
+    def stage(self) -> int:
+        return self.executor.stage.stage
+
+    @property
+    def limit(self) -> int:
+        return self.limits[self.stage]
+
     def expect(self, told: Cut) -> int:
         """Prepare for a batch; its number. All but the first stage have heard of it before."""
-        if self.executor.stage.stage == 0:
+        if self.stage == 0:
             self._expect(told)
         return self._num_run if told.training else 0
 
@@ -82,9 +95,10 @@ class Continuous:
         self.has_gradients = False
 
     def _stash(self, number: int) -> None:
-        weights = {
-            name: p.detach().clone().requires_grad_(p.requires_grad)
+        weights = {  # what is frozen is the same in all versions
+            name: p.detach().clone().requires_grad_()
             for name, p in self.module.named_parameters()
+            if p.requires_grad
         }
         self._versions[number] = weights
         self.most_versions = max(self.most_versions, len(self._versions))
@@ -92,8 +106,10 @@ class Continuous:
 
     def _backward(self) -> None:
         batch = self._in_flight.popleft()
-        self.executor.execute(Action(Op.B, batch.first), batch)
         weights = self._versions.pop(batch.first, {})
+        # What is checkpointed is computed once more: with the same weights.
+        with _reparametrize_module(self.module, weights, tie_weights=True):
+            self.executor.execute(Action(Op.B, batch.first), batch)
         for name, parameter in self.module.named_parameters():
             gradient = weights[name].grad if name in weights else None
             if gradient is not None:
@@ -104,24 +120,11 @@ def _call(module: nn.Module, weights: dict[str, Tensor], *args: Any, **kwargs: A
     return functional_call(module, weights, args, kwargs)
 
 
-def continuous_limits(recipe: Recipe, num_stages: int) -> tuple[int, ...]:
-    """Mini-batches in flight per stage; refuses schedules that have no continuous form."""
-    if recipe.name == "1f1b":
-        return one_f_one_b_limits(num_stages)
-    if recipe.name == "bounded" and recipe.limits is not None and len(recipe.limits) == num_stages:
-        return recipe.limits
-    raise ScheduleError(
-        f"the schedule {recipe} without a flush on {num_stages} stages",
-        expected=f"1f1b, or bounded with {num_stages} limits",
-        fix="use schedule='1f1b', or keep flush=True",
-    )
-
-
-def check_continuous(num_microbatches: int | None, tied: Sequence[Tied]) -> None:
-    if num_microbatches != 1 or tied:
-        wrong = f"{tied[0].key} tied across stages" if tied else f"{num_microbatches=}"
+def check_untied(tied: Sequence[Tied]) -> None:
+    """Copies of one parameter are updated at different times without a flush."""
+    if tied:
         raise ScheduleError(
-            f"flush=False with {wrong}",
-            expected="num_microbatches=1, and no parameter that two stages share",
-            fix="untie them and give smaller batches, or use flush=True",
+            f"flush=False with {tied[0].key} tied across stages",
+            expected="no parameter that two stages share",
+            fix="untie it, or use flush=True",
         )

@@ -30,6 +30,7 @@ class Executor:
     wiring: Wiring
     connections: Connections | None
     log: EventLog | None
+    clocks_ahead: dict[str, Seconds] = field(default_factory=dict)  # of neighbours, against ours
     _transfers: deque[tuple[str, Transfer]] = field(init=False)
     _num_outputs: dict[Kind, int] = field(default_factory=dict, init=False)
     _waited: Seconds = field(default=0.0, init=False)
@@ -170,13 +171,18 @@ class Executor:
         if self.log is not None:
             self.log.write(
                 "transfer",
-                start=self.log.at(min(transfer.arrived, max(transfer.sent, transfer.posted))),
+                start=self.log.at(self._began(inbox.route.peer, transfer)),
                 end=self.log.at(transfer.arrived),
                 step=batch.step,
                 name=str(action),
                 values={"peer": inbox.route.peer, "bytes": transfer.nbytes},
             )
         return tensors
+
+    def _began(self, peer: str, transfer: Transfer) -> Seconds:
+        """When a message began to move, on our clock; of one sent by a far stage we know less."""
+        sent = transfer.sent - self.clocks_ahead[peer] if peer in self.clocks_ahead else 0.0
+        return min(transfer.arrived, max(sent, transfer.posted))
 
     def _finish(self, microbatch: int, batch: Batch, returned: Any) -> tuple[Tensor, ...]:
         """What the last stage holds for the backward: the loss, as much as it counts."""
@@ -201,4 +207,5 @@ class Executor:
         if not batch.is_elsewhere:
             return arguments
         device = self.stage.device
-        return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), arguments)
+        to_gpu = device.type == "cuda"  # the other way a copy would be used before it is there
+        return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=to_gpu), arguments)

@@ -11,9 +11,11 @@ from polyrhythm.run.executor import Executor
 from polyrhythm.run.gradients import TiedGradients
 from polyrhythm.run.tuning import Tuning
 from polyrhythm.run.wrappers import Sharded, check_module
-from polyrhythm.schedule.check import check
-from polyrhythm.schedule.recipe import Recipe
-from polyrhythm.types import Action
+from polyrhythm.schedule.builders import Schedule
+from polyrhythm.schedule.check import check, peak_in_flight
+from polyrhythm.schedule.recipe import Recipe, Written
+
+_EVAL_WINDOW = 8  # forwards hold nothing, so that only messages count
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,11 +25,16 @@ class Flushed:
     module: nn.Module
     executor: Executor
     num_stages: int
-    recipe: Recipe
+    recipe: Recipe | Written
     tied: TiedGradients | None
     tuning: Tuning | None
-    last_recipe: Recipe = field(init=False)  # of the last step; `recipe` is that of the next
-    _actions: dict[tuple[Recipe, int], list[Action]] = field(default_factory=dict, init=False)
+    window: int | None  # None: as the schedule needs
+    last_recipe: Recipe | Written = field(
+        init=False
+    )  # of the last step; `recipe` is that of the next
+    _schedules: dict[tuple[Recipe | Written, int], Schedule] = field(
+        default_factory=dict, init=False
+    )
     _sharded: Sharded | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -45,12 +52,21 @@ class Flushed:
 
     def expect(self, told: Cut) -> int:
         """Prepare for a batch; the number of its first micro-batch."""
-        self.executor.stage.forget()
+        stage, connections = self.executor.stage, self.executor.connections
+        if told.training:
+            stage.peak_in_flight = 0
+        if connections is not None:
+            in_flight = [_EVAL_WINDOW] * self.num_stages
+            if told.training:
+                in_flight = [peak_in_flight(actions) for actions in self._built(len(told.kinds))]
+            if self.window is not None:
+                in_flight = [self.window] * self.num_stages
+            connections.set_windows(in_flight, in_flight[stage.stage])
         self.executor.expect(told)
         return 0
 
     def run(self, batch: Batch) -> None:
-        actions = self._built(batch.num_microbatches)
+        actions = self._built(batch.num_microbatches)[self.executor.stage.stage]
         if self._sharded is None:  # not before: who splits a model with us shards its part later
             is_tuned, stage = self.tuning is not None, self.executor.stage.stage
             check_module(self.module, stage=stage, is_tuned=is_tuned, flush=True)
@@ -66,19 +82,22 @@ class Flushed:
 
     def _tune(self, batch: Batch) -> None:
         stage = self.executor.stage
-        transfers, durations = self.executor.taken_transfers(), stage.durations()
+        transfers = self.executor.taken_transfers()
         if self.tuning is None:
             return
-        self.tuning.after_step(batch.step, batch.cut, durations, transfers, stage.activation_bytes)
+        self.tuning.after_step(
+            batch.step, batch.cut, stage.durations(), transfers, stage.activation_bytes
+        )
+        self.executor.clocks_ahead = self.tuning.clocks_ahead
         if self.tuning.candidate is not None:
             self.recipe = self.tuning.candidate.recipe
 
-    def _built(self, num_microbatches: int) -> list[Action]:
+    def _built(self, num_microbatches: int) -> Schedule:
         key = (self.recipe, num_microbatches)
-        if key not in self._actions:
+        if key not in self._schedules:
             schedule = self.recipe.build(
                 num_stages=self.num_stages, num_microbatches=num_microbatches
             )
             check(schedule, num_microbatches=num_microbatches)
-            self._actions[key] = schedule[self.executor.stage.stage]
-        return self._actions[key]
+            self._schedules[key] = schedule
+        return self._schedules[key]

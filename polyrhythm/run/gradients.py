@@ -40,7 +40,7 @@ class TiedGradients:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = local(parameter.grad)
             with waiting_for("another stage", f"summing the gradient of {tie.key}"):
-                gradient.copy_(self._total(gradient.cpu(), tie))
+                gradient.copy_(self._total(gradient.cpu().contiguous(), tie))
             if old is not None:
                 parameter.grad += old
 
@@ -81,15 +81,15 @@ def clip_grad_norm(
     with_gradient = [p for p in parameters if p.grad is not None]
     counted = [p.grad for p in with_gradient if p not in not_counted and p.grad is not None]
     # In double precision: the sum of squares of a whole model may not fit float32.
-    local = torch.tensor(0.0, dtype=torch.float64)
+    total = torch.tensor(0.0, dtype=torch.float64)
     if counted:
         norms = torch.stack([_norm(gradient, norm_type) for gradient in counted])
-        local = norms.max() if norm_type == float("inf") else (norms**norm_type).sum()
+        total = norms.max() if norm_type == float("inf") else (norms**norm_type).sum()
     if control is not None:
         operation = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
         with waiting_for("another stage", "agreeing on the norm of the gradients"):
-            all_reduce(control, local, operation)
-    norm = local if norm_type == float("inf") else local ** (1.0 / norm_type)
+            all_reduce(control, total, operation)
+    norm = total if norm_type == float("inf") else total ** (1.0 / norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
     for parameter in with_gradient:
         assert parameter.grad is not None, "chosen for it"

@@ -63,9 +63,11 @@ def all_gather(group: dist.ProcessGroup, into: list[Tensor], tensor: Tensor) -> 
 def break_off(group: dist.ProcessGroup) -> None:
     """Wake whoever waits in the group, here and elsewhere; it is of no use afterwards.
 
-    Gloo's abort does nothing, but a receive that times out closes all connections of its group.
+    Gloo's abort does nothing, but a receive that times out closes all connections of its group. One
+    from a peer that is gone fails at once and closes nothing: all are tried.
     """
-    other = (group.rank() + 1) % group.size()
-    with contextlib.suppress(RuntimeError):
-        nothing = torch.empty(1, dtype=torch.uint8)
-        group.recv([nothing], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+    for other in range(group.size()):
+        if other != group.rank():
+            with contextlib.suppress(RuntimeError):
+                nothing = torch.empty(1, dtype=torch.uint8)
+                group.recv([nothing], other, _NEVER_SENT).wait(timedelta(milliseconds=1))

@@ -13,9 +13,9 @@ import tomli_w
 
 from polyrhythm.errors import LaunchError, PlanError
 from polyrhythm.plan.plan import Plan, even_plan
+from polyrhythm.run.options import AUTO, recipe_of
 from polyrhythm.run.shape import GPTShape
 from polyrhythm.schedule.check import check
-from polyrhythm.schedule.recipe import Recipe
 from polyrhythm.types import Seconds
 
 LONGEST_DEADLINE: Seconds = 86_400.0  # a day; timers overflow at some point beyond
@@ -83,9 +83,9 @@ class Job:
             num_stages=settings.stages,
             num_pipelines=settings.pipelines,
         )
-        if settings.schedule != "auto":
+        if settings.schedule != AUTO:
             num_microbatches = settings.microbatches
-            recipe = Recipe.parse(settings.schedule)
+            recipe = recipe_of(settings.schedule)
             schedule = recipe.build(num_stages=settings.stages, num_microbatches=num_microbatches)
             check(schedule, num_microbatches=num_microbatches)
         return cls(settings=settings, plan=plan)

@@ -47,7 +47,8 @@ class Layout:
     @property
     def gradient(self) -> "Layout":
         """The layout of what comes back."""
-        return Layout(tuple(spec for spec in self.specs if spec.needs_grad))
+        needing = (spec for spec in self.specs if spec.needs_grad)
+        return Layout(tuple(_Spec(spec.shape, spec.dtype, False) for spec in needing))
 
     @property
     def nbytes(self) -> Bytes:
@@ -59,12 +60,17 @@ class Layout:
         return ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in self.specs) or "nothing"
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The tensors inside a buffer of `nbytes`: they share its memory."""
+        """The tensors inside a buffer of `nbytes`: they share its memory, but no view of it does.
+
+        Views would share a version counter, and autograd would refuse one after another changed.
+        """
         found, offset = [], HEADER
         for spec in self.specs:
-            dtype = getattr(torch, spec.dtype)
-            flat = buffer[offset : offset + _size(spec)].view(dtype)
-            found.append(flat.view(spec.shape))
+            tensor = torch.empty(0, dtype=getattr(torch, spec.dtype), device=buffer.device)
+            start = (buffer.storage_offset() + offset) // tensor.element_size()
+            shape = torch.Size(spec.shape)
+            stride = torch.empty(shape, device="meta").stride()
+            found.append(tensor.set_(buffer.untyped_storage(), start, shape, stride))
             offset += _padded(spec)
         return found
 

@@ -23,4 +23,5 @@ def waiting_for(peer: Worker | str, action: str) -> Iterator[None]:
 def cause_of(error: RuntimeError) -> str:
     """What torch.distributed complained of, in a line."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    line = line.split(" This is typically")[0]  # gloo guesses on
     return re.sub(r"^\[\S+:\d+\] ", "", line)  # without the place in gloo's source

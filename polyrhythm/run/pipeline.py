@@ -5,7 +5,9 @@ block, receives are posted ahead, so a stage waits only when what its next actio
 yet. Micro-batches run in the same order under every schedule, so gradients are equal to the bit.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,28 +16,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from polyrhythm.errors import ScheduleError
-from polyrhythm.events import EventLog
+from polyrhythm.events import EventLog, worker_log
 from polyrhythm.run import split
-from polyrhythm.run.batch import Batch, Cutter, Given, check_cut
+from polyrhythm.run.batch import Batch, Cutter, Given
+from polyrhythm.run.clocks import clocks_ahead, measure
 from polyrhythm.run.compute import Compute
 from polyrhythm.run.connections import Connections
-from polyrhythm.run.continuous import Continuous, check_continuous, continuous_limits
+from polyrhythm.run.continuous import Continuous, check_untied
 from polyrhythm.run.executor import Executor
+from polyrhythm.run.facts import PipelineFacts
 from polyrhythm.run.flushed import Flushed
 from polyrhythm.run.gradients import TiedGradients, clip_grad_norm
 from polyrhythm.run.microbatches import joined
-from polyrhythm.run.split import Part, linear_wiring, split_sequential
+from polyrhythm.run.options import Options
+from polyrhythm.run.split import Part, split_sequential
 from polyrhythm.run.stage import StageCompute
+from polyrhythm.run.standing import device_of, place_of, whole_of
 from polyrhythm.run.tuning import StageLimits, Tuning
 from polyrhythm.run.wrappers import check_module
+from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.recipe import Recipe
-from polyrhythm.types import Action, Bytes, Op, Seconds
+from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
 
-WINDOW = 4  # messages under way or waiting, per direction: more than any tuned schedule lets ahead
 DEADLINE: Seconds = 120.0
 
 
-class Pipeline:
+class Pipeline(PipelineFacts):
     """One stage of a pipeline; the processes of `group`, in their order, are its stages."""
 
     def __init__(
@@ -45,17 +51,17 @@ class Pipeline:
         loss_fn: Callable[..., Tensor] | None,
         num_microbatches: int | None = None,
         microbatch_sizes: Sequence[int] | None = None,
-        schedule: str | Recipe = "auto",
+        schedule: str | Recipe | Schedule = "auto",
         memory_limit: str | Bytes | None = None,
         optimizer_floats: float = 2.0,
         tune_every: int = 5,
         flush: bool = True,
         group: dist.ProcessGroup | None = None,
         scale_grads: bool = True,
-        window: int = WINDOW,
+        window: int | None = None,
         deadline: Seconds = DEADLINE,
         device: torch.device | str | None = None,
-        log: EventLog | None = None,
+        log: EventLog | Path | str | None = None,
         compute: Compute | None = None,
         pipeline: int = 0,
     ) -> None:
@@ -66,25 +72,47 @@ class Pipeline:
         `tune_every` steps takes the schedule that is predicted to be shortest from what it measured
         meanwhile, within the `memory_limit` of this stage ("20GiB"); the optimizer is taken to
         keep `optimizer_floats` numbers per weight. Other schedules are written `1f1b`, `gpipe`,
-        `kfkb:2`, `bounded:7,5,3,1`.
+        `kfkb:2`, `bounded:7,5,3,1`, or are lists of actions.
 
         `flush=False`: a step runs the forward of its batch, in one piece, and the backward of an
         earlier one, so that stages never wait for the pipeline to empty; see `drain`.
 
         `scale_grads`: gradients are those of the mean loss over the batch, else of the sum over
         micro-batches. `deadline`: how long to wait for another stage before it counts as lost.
-        `pipeline` numbers the replicas of a job, for names in messages and logs.
+        `window`: messages received ahead per direction, in place of what the schedule needs.
+        `pipeline` numbers the replicas of a job, for names in messages and logs; `log` is an
+        event log, or the folder of a run to write one in.
         """
-        ranks, self.stage = _place(group)
+        options = Options(
+            num_microbatches=num_microbatches,
+            microbatch_sizes=microbatch_sizes,
+            schedule=schedule,
+            flush=flush,
+            scale_grads=scale_grads,
+            tune_every=tune_every,
+            window=window,
+            deadline=deadline,
+            memory_limit=memory_limit,
+        )
+        if not isinstance(module, nn.Module | Part):
+            raise ScheduleError(
+                f"a {type(module).__name__} as a stage",
+                expected="an nn.Module",
+                fix="wrap it in one",
+            )
+        ranks, self.stage = place_of(group)
         self.num_stages = len(ranks)
-        part = module if isinstance(module, Part) else _whole(module, self.stage, self.num_stages)
+        part = module if isinstance(module, Part) else whole_of(module, self.stage, self.num_stages)
         self.module = part.module
-        self.device = _device(part.module, device)
-        check_module(part.module, stage=self.stage, is_tuned=schedule == "auto", flush=flush)
-        check_cut(num_microbatches, microbatch_sizes, schedule, memory_limit)
+        self.device = device_of(part.module, device)
+        check_module(part.module, stage=self.stage, is_tuned=options.is_tuned, flush=flush)
+        if not flush:
+            check_untied(part.tied)
+            limits = options.continuous_limits(self.num_stages)
         self._cutter = Cutter(
             num_microbatches=num_microbatches,
             microbatch_size=microbatch_sizes[0] if microbatch_sizes else None,
+            sizes_to_try=microbatch_sizes if microbatch_sizes and options.is_tuned else (),
             scale_grads=scale_grads,
             device=self.device,
         )
@@ -98,9 +126,14 @@ class Pipeline:
                 part.wiring,
                 device=self.device,
                 pipeline=pipeline,
-                window=window,
                 deadline=deadline,
             )
+            self._connections.agree(options.text)
+        self._log = log if isinstance(log, EventLog) else None
+        self._own_log: EventLog | None = None
+        if isinstance(log, str | Path):
+            worker = Worker(self.stage, pipeline)
+            self._log = self._own_log = EventLog(worker_log(Path(log), worker), worker)
         self._compute = StageCompute(
             call=part.module,
             stage=self.stage,
@@ -108,35 +141,36 @@ class Pipeline:
             device=self.device,
             loss_fn=loss_fn if self.is_last else None,
             compute=compute,
+            is_watched=self._log is not None or compute is not None,
         )
         self._executor = Executor(
-            stage=self._compute, wiring=part.wiring, connections=self._connections, log=log
+            stage=self._compute, wiring=part.wiring, connections=self._connections, log=self._log
         )
+        if self._log is not None and self._connections is not None:
+            self._executor.clocks_ahead = clocks_ahead(
+                self._connections, *measure(self._connections)
+            )
         self._tied: TiedGradients | None = None
         if part.tied and self._connections is not None:
             self._tied = TiedGradients(part.module, part.tied, self._connections)
-        recipe = Recipe("1f1b") if schedule == "auto" else _recipe(schedule)
-        self._way: Flushed | Continuous
         if not flush:
-            check_continuous(num_microbatches, part.tied)
-            limit = continuous_limits(recipe, self.num_stages)[self.stage]
-            self._way = Continuous(module=part.module, executor=self._executor, limit=limit)
+            self._way = Continuous(module=part.module, executor=self._executor, limits=limits)
             return
         tuning = Tuning(
             microbatch_sizes=tuple(microbatch_sizes) if microbatch_sizes else None,
             every=tune_every,
-            window=window,
-            fixed=StageLimits.of(part.module, memory_limit, optimizer_floats),
+            fixed=StageLimits.of(part.module, options.limit_bytes, optimizer_floats),
             connections=self._connections,
-            log=log,
+            log=self._log,
         )
         self._way = Flushed(
             module=part.module,
             executor=self._executor,
             num_stages=self.num_stages,
-            recipe=recipe,
+            recipe=options.recipe,
             tied=self._tied,
-            tuning=tuning if schedule == "auto" else None,
+            tuning=tuning if options.is_tuned else None,
+            window=window,
         )
 
     @classmethod
@@ -150,7 +184,7 @@ class Pipeline:
         **options: Any,
     ) -> Self:
         """This process's layers of `model`; `skips={5: 1}`: layer 5 also gets layer 1's output."""
-        ranks, stage = _place(group)
+        ranks, stage = place_of(group)
         part = split_sequential(
             model,
             stage=stage,
@@ -177,7 +211,7 @@ class Pipeline:
 
         `prologue` modules run on the first stage, `epilogue` on the last, `every` on all.
         """
-        ranks, stage = _place(group)
+        ranks, stage = place_of(group)
         part = split.split_layers(
             model,
             stage=stage,
@@ -202,41 +236,6 @@ class Pipeline:
                 fix="give each process one PipelineStage, whose stage_index is its group rank",
             )
         return pipeline
-
-    @property
-    def recipe(self) -> Recipe:
-        """The schedule of the next step."""
-        assert isinstance(self._way, Flushed), "only a pipeline with a flush has one"
-        return self._way.recipe
-
-    @recipe.setter
-    def recipe(self, recipe: Recipe) -> None:
-        assert isinstance(self._way, Flushed), "only a pipeline with a flush has one"
-        self._way.recipe = recipe
-
-    @property
-    def last_recipe(self) -> Recipe:
-        """The schedule of the last step."""
-        assert isinstance(self._way, Flushed), "only a pipeline with a flush has one"
-        return self._way.last_recipe
-
-    @property
-    def peak_in_flight(self) -> int:
-        """The most micro-batches whose activations were held at once, in the last step."""
-        return self._compute.peak_in_flight
-
-    @property
-    def activation_bytes(self) -> Mapping[int, Bytes]:
-        """What a micro-batch holds from its forward to its backward, by kind of micro-batch."""
-        return self._compute.activation_bytes
-
-    @property
-    def is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage == self.num_stages - 1
 
     def step(
         self,
@@ -264,12 +263,21 @@ class Pipeline:
                 training=True,
             )
         )
+        began = time.perf_counter()
         self._way.run(batch)
+        if self._own_log is not None:
+            self._record(self._own_log, began, batch)
         self.num_steps += 1
         return self._results(batch, losses)
 
     def eval(
-        self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Forward only, without gradients; otherwise like `step`."""
         with torch.no_grad():
@@ -278,8 +286,8 @@ class Pipeline:
                     args=args,
                     kwargs=kwargs,
                     target=target,
-                    loss_kwargs={},
-                    keeps_outputs=True,
+                    loss_kwargs=loss_kwargs or {},
+                    keeps_outputs=return_outputs,
                     training=False,
                 )
             )
@@ -288,16 +296,6 @@ class Pipeline:
             if self._connections is not None:
                 self._connections.drain()
         return self._results(batch, losses)
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether the last step left gradients; without a flush the first few do not."""
-        return self._way.has_gradients
-
-    @property
-    def most_versions(self) -> int:
-        """Without a flush: the most copies of the weights that were stashed at once."""
-        return self._way.most_versions if isinstance(self._way, Continuous) else 0
 
     def drain(self) -> Iterator[None]:
         """Without a flush: run the backwards that are left; update the weights after each.
@@ -326,9 +324,13 @@ class Pipeline:
         )
 
     def close(self) -> None:
-        """End the threads that carry messages."""
+        """End the threads that carry messages; without a flush, `drain` first."""
         if self._connections is not None:
+            if isinstance(self._way, Continuous) and not self._way.is_drained:
+                self._connections.break_off()
             self._connections.close()
+        if self._own_log is not None:
+            self._own_log.close()
 
     def __enter__(self) -> Self:
         return self
@@ -357,6 +359,13 @@ class Pipeline:
         batch.first = self._way.expect(told)
         return batch
 
+    def _record(self, log: EventLog, began: Seconds, batch: Batch) -> None:
+        """A step, with the loss of the batch where it is known."""
+        weighted = zip(batch.losses, batch.cut.sizes, strict=False)
+        loss = sum(loss.item() * size for loss, size in weighted) / sum(batch.cut.sizes)
+        values = {"loss": loss} if batch.losses else {}
+        log.write("step", start=log.at(began), step=batch.step, values=values)
+
     def _results(self, batch: Batch, losses: list[Tensor] | None) -> Any:
         if losses is not None:
             losses.clear()
@@ -375,26 +384,3 @@ class Pipeline:
                 expected="what the loss function compares the output with",
                 fix="call step(target=...) on the last stage",
             )
-
-
-def _recipe(schedule: str | Recipe) -> Recipe:
-    return schedule if isinstance(schedule, Recipe) else Recipe.parse(schedule)
-
-
-def _place(group: dist.ProcessGroup | None) -> tuple[list[int], int]:
-    """The ranks of the stages, and which of them is this process."""
-    if not dist.is_initialized():
-        return [0], 0
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return ranks, ranks.index(dist.get_rank())
-
-
-def _whole(module: nn.Module, stage: int, num_stages: int) -> Part:
-    return Part(module=module, wiring=linear_wiring(stage, num_stages), tied=())
-
-
-def _device(module: nn.Module, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    parameter = next(module.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device

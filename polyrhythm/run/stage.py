@@ -7,12 +7,13 @@ autograd really saves, once for every kind of micro-batch.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from polyrhythm.errors import ScheduleError
 from polyrhythm.run.compute import Compute
@@ -28,7 +29,9 @@ class _Held:
     """What the backward of a micro-batch needs."""
 
     inputs: list[Tensor]
-    outputs: tuple[Tensor, ...]  # those of the last stage are the loss
+    # Where gradients go in, not the tensors: those have been sent and are free. None for one that
+    # needs no gradient. On the last stage the loss itself.
+    outputs: list[GradientEdge | Tensor | None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,6 +44,7 @@ class StageCompute:
     device: torch.device
     loss_fn: Callable[..., Tensor] | None = None
     compute: Compute | None = None
+    is_watched: bool = False  # times are recorded or held back as they pass, on a GPU too
     activation_bytes: dict[int, Bytes] = field(default_factory=dict, init=False)  # by kind
     peak_in_flight: int = field(default=0, init=False)
     _held: dict[int, _Held] = field(default_factory=dict, init=False)
@@ -64,8 +68,15 @@ class StageCompute:
         """Keep what the backward will need."""
         needing = (x for x in inputs if isinstance(x, Tensor) and x.requires_grad)
         received = [x for x in needing if x.is_leaf]  # pieces of what the user gave are none
-        self._held[microbatch] = _Held(received, outputs)
+        kept = [
+            (y if self.is_last else get_gradient_edge(y)) if y.requires_grad else None
+            for y in outputs
+        ]
+        self._held[microbatch] = _Held(received, kept)
         self.peak_in_flight = max(self.peak_in_flight, len(self._held))
+
+    def _way_back(self, output: Tensor) -> GradientEdge | Tensor:
+        return output if self.is_last else get_gradient_edge(output)
 
     def loss(self, returned: Any, target: Any, loss_kwargs: dict[str, Any]) -> Tensor:
         assert self.loss_fn is not None, "checked before the step"
@@ -86,12 +97,14 @@ class StageCompute:
         held = self._held.pop(microbatch)
         with self._timed(Op.B, kind):
             pairs = [
-                (y, g)
-                for y, g in zip(held.outputs, gradients, strict=True)
-                if y.requires_grad and (g is not None or self.is_last)
+                (edge, g)
+                for edge, g in zip(held.outputs, gradients, strict=True)
+                if edge is not None and (g is not None or self.is_last)
             ]
             if pairs:  # else everything so far is frozen
-                torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+                with self._outside_autocast():
+                    outputs: list[Any] = [edge for edge, _ in pairs]
+                    torch.autograd.backward(outputs, [g for _, g in pairs])
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in held.inputs]
 
     def durations(self) -> list[tuple[Op, int, Seconds]]:
@@ -107,23 +120,27 @@ class StageCompute:
             found.append((op, kind, span))
         return found
 
-    def forget(self) -> None:
-        """Let go of what a step that failed left, and count the peak anew."""
-        self._held.clear()
-        self.peak_in_flight = 0
+    def _outside_autocast(self) -> AbstractContextManager[object]:
+        """A backward follows the types of its forward, and autocast would change those."""
+        if torch.is_autocast_enabled(self.device.type):
+            return torch.autocast(self.device.type, enabled=False)
+        return nullcontext()
 
     @contextmanager
     def _timed(self, op: Op, kind: int) -> Iterator[None]:
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self.is_watched:
+            stream = torch.cuda.current_stream(self.device)
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
-            start.record()
+            start.record(stream)
             yield
-            end.record()
+            end.record(stream)
             self._spans.append((op, kind, (start, end)))
             return
         began = time.perf_counter()
         yield
+        if self.device.type == "cuda":  # its end, not its launch, is what is watched
+            torch.cuda.current_stream(self.device).synchronize()
         if self.compute is not None:
             self.compute.hold_back(op, time.perf_counter() - began)
         self._spans.append((op, kind, time.perf_counter() - began))

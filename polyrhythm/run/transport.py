@@ -33,6 +33,7 @@ Kind = int  # micro-batches of one kind look alike on every stage: the first one
 # Threads wait for work that may be posted long before it is due; the deadline is kept by whoever
 # needs a message. A peer that dies closes its connections and is noticed at once.
 _PATIENCE = timedelta(days=1)
+_GOODBYE: Seconds = 5.0  # for a thread that has nothing left to do
 _NUM_TAGS = 2**20  # more than are ever under way at once
 
 
@@ -72,16 +73,20 @@ class _Posted:
 class Inbox:
     """Receives from one stage what its `expect`ed actions need; `take` waits for the next one."""
 
-    def __init__(self, route: Route, *, window: int, announced: bool) -> None:
-        """`announced`: the sender tells the layout of every kind; otherwise we `learn` it here."""
-        self.route, self._window, self._announced = route, window, announced
+    def __init__(self, route: Route, *, announced: bool, window: int = 1) -> None:
+        """`announced`: the sender tells the layout of every kind; otherwise we `learn` it here.
+
+        `window`: how many messages may be under way or waiting to be used.
+        """
+        self.route, self.window, self._announced = route, window, announced
         self._layouts: dict[Kind, Layout] = {}
         self._expected: deque[tuple[Action, Kind]] = deque()
         self._arrived: deque[tuple[Transfer, list[Tensor], torch.cuda.Event | None]] = deque()
         self._num_open = 0  # posted, or arrived and not yet taken
         self._num_posted = 0  # since the start: the tag
         self._awaits_layout = False
-        self._failure: str | None = None
+        self._failure: str | None = None  # of the peer or the network
+        self._defect: Exception | None = None  # of our own, such as memory that ran out
         self._changed = threading.Condition()
         self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         self._stream = _side_stream(route.device)
@@ -120,6 +125,8 @@ class Inbox:
             while not self._arrived:
                 waited = time.perf_counter() - began
                 silent = waited >= deadline
+                if self._defect is not None:
+                    raise self._defect
                 if silent or self._failure is not None:
                     raise PeerError(
                         self.route.peer,
@@ -141,11 +148,11 @@ class Inbox:
     def close(self) -> None:
         """End the thread; for an inbox that awaits nothing any more."""
         self._posted.put(None)
-        self._thread.join(self.route.deadline)
+        self._thread.join(_GOODBYE)
 
     def _post(self) -> None:
         """Post receives up to the window; with the lock held, by either thread."""
-        while self._expected and self._num_open < self._window and not self._awaits_layout:
+        while self._expected and self._num_open < self.window and not self._awaits_layout:
             action, kind = self._expected[0]
             layout = self._layouts.get(kind)
             if layout is None and not self._announced:
@@ -188,7 +195,13 @@ class Inbox:
                 with self._changed:
                     self._fail(error)
                 return
-            self._receive(posted, time.perf_counter())
+            try:
+                self._receive(posted, time.perf_counter())
+            except Exception as error:
+                with self._changed:
+                    self._defect = error
+                    self._changed.notify_all()
+                return
             del posted  # or its memory would be kept until another message is waited for
 
     def _receive(self, posted: _Posted, arrived: Seconds) -> None:
@@ -235,6 +248,7 @@ class Outbox:
         self._under_way: deque[str] = deque()  # what has not left yet
         self._last_left: Seconds = 0.0
         self._failure: tuple[str, str] | None = None  # what was sent, and what went wrong
+        self._defect: Exception | None = None  # of our own
         self._changed = threading.Condition()
         self._leaving: queue.SimpleQueue[tuple[str, Tensor, Callable[[], object]] | None]
         self._leaving = queue.SimpleQueue()
@@ -274,19 +288,19 @@ class Outbox:
         """Wait until all has left; raises PeerError when nothing leaves for the deadline."""
         began = time.perf_counter()
         with self._changed:
-            while self._under_way and self._failure is None:
+            while self._under_way and self._failure is None and self._defect is None:
                 waited = time.perf_counter() - max(began, self._last_left)
                 if waited >= self.route.deadline:
                     cause = f"it took nothing for {self.route.deadline:g} s"
                     self._failure = (self._under_way[0], cause)
                     break
                 self._changed.wait(self.route.deadline - waited)
-        self._raise_failure(time.perf_counter() - began)
+            self._raise_failure(time.perf_counter() - began)
 
     def close(self) -> None:
         """End the thread; for an outbox that is drained."""
         self._leaving.put(None)
-        self._thread.join(self.route.deadline)
+        self._thread.join(_GOODBYE)
 
     def _started(self, buffer: Tensor, tag: int) -> Callable[[], object]:
         """Start to send; what is returned waits for the end."""
@@ -309,21 +323,30 @@ class Outbox:
     def _wait_for_leaving(self) -> None:
         while (leaving := self._leaving.get()) is not None:
             what, _, wait = leaving
-            failure = None
+            failure: str | None = None
+            defect: Exception | None = None
             try:
                 wait()
+            except torch.OutOfMemoryError as error:
+                defect = error
             except RuntimeError as error:
-                failure = (what, cause_of(error))
+                failure = cause_of(error)
+            except Exception as error:
+                defect = error
             del leaving, _, wait
             with self._changed:
                 self._under_way.popleft()
                 self._last_left = time.perf_counter()
-                self._failure = failure
+                if failure is not None:
+                    self._failure = (what, failure)
+                self._defect = defect
                 self._changed.notify_all()
-            if failure is not None:
+            if failure is not None or defect is not None:
                 return
 
     def _raise_failure(self, waited: Seconds) -> None:
+        if self._defect is not None:
+            raise self._defect
         if self._failure is not None:
             what, cause = self._failure
             raise PeerError(self.route.peer, action=f"sending {what}", waited=waited, cause=cause)

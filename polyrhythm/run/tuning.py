@@ -19,9 +19,8 @@ from torch import nn
 from polyrhythm.cost.memory import MemoryBudget, StageMemory
 from polyrhythm.cost.observed import Observed, busy_times
 from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes
-from polyrhythm.describe.units import parse
 from polyrhythm.events import EventLog
-from polyrhythm.run.clocks import Distance, measure
+from polyrhythm.run.clocks import Distance, clocks_ahead, measure
 from polyrhythm.run.connections import Connections, Cut
 from polyrhythm.run.groups import all_gather
 from polyrhythm.run.peers import waiting_for
@@ -32,6 +31,9 @@ from polyrhythm.types import Bytes, Op, Seconds
 
 _MOST_SAMPLES = 64  # messages per direction that a decision looks back on
 _MOST_DECIDING = 0.01  # of the time of training: short steps are tuned more seldom
+_TRIAL = 2  # steps with a size that is new
+_WAITING = 8  # messages that have come and wait to be used, of both directions
+_NO_LIMIT = 2**53  # more than any memory, and whole as a float
 _STEADY = 0.02  # of a forward and a backward: transfers that vary less are taken to be constant
 _MOST_STEPS = 1000  # between decisions, all the same
 
@@ -67,44 +69,38 @@ class StageLimits:
     limit: Bytes | None
 
     @classmethod
-    def of(
-        cls, module: nn.Module, memory_limit: str | Bytes | None, optimizer_floats: float
-    ) -> Self:
+    def of(cls, module: nn.Module, limit: Bytes | None, optimizer_floats: float) -> Self:
         """`optimizer_floats` numbers of its state per trained weight."""
-        limit = parse(memory_limit, Bytes) if isinstance(memory_limit, str) else memory_limit
         parameters = list(module.parameters())
         trained = [p for p in parameters if p.requires_grad]
         return cls(
             weights=sum(p.numel() * p.element_size() for p in parameters),
             gradients=sum(p.numel() * p.element_size() for p in trained),
             optimizer=round(optimizer_floats * 4 * sum(p.numel() for p in trained)),
-            limit=None if limit is None else int(limit),
+            limit=limit,
         )
 
 
 @dataclass(slots=True, kw_only=True)
 class Tuning:
-    microbatch_sizes: tuple[int, ...] | None  # None: as the first batch is cut
+    """With a fixed number of micro-batches there is one size, called 1, whatever it really is."""
+
+    microbatch_sizes: tuple[int, ...] | None  # to choose from; None: their number is fixed
     every: int
-    window: int
     fixed: StageLimits
     connections: Connections | None
     log: EventLog | None
     candidate: Candidate | None = field(default=None, init=False)  # None: not decided yet
+    clocks_ahead: dict[str, Seconds] = field(default_factory=dict, init=False)  # of neighbours
     _tuner: Tuner | None = field(default=None, init=False)
     _times: dict[int, PipelineTimes] = field(default_factory=dict, init=False)
     _memory: dict[int, list[StageMemory]] = field(default_factory=dict, init=False)
     _is_trial: bool = field(default=True, init=False)  # the first step is one
     _num_steps: int = field(default=0, init=False)
-    _next: int = field(default=1, init=False)  # steps until the next decision
+    _next: int = field(default=_TRIAL, init=False)  # steps until the next decision
     _began: Seconds = field(default_factory=time.perf_counter, init=False)
     _deciding: Seconds = field(default=0.0, init=False)
-    _durations: dict[Op, deque[Seconds]] = field(default_factory=dict, init=False)
-    _activations: deque[Transfer] = field(init=False)
-    _gradients: deque[Transfer] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._forget()
+    _samples: dict[Kind, "_Samples"] = field(default_factory=dict, init=False)
 
     def after_step(
         self,
@@ -115,19 +111,26 @@ class Tuning:
         activation_bytes: dict[Kind, Bytes],
     ) -> None:
         """Take note of a step; when it is time, decide: `candidate` is what to run next."""
-        size = max(cut.sizes)
-        kind = cut.kinds[cut.sizes.index(size)]
-        self._note(kind, durations, transfers)
         self._num_steps += 1
+        # The first step with another size allocates, compiles and tunes kernels: it tells nothing.
+        if not (self._is_trial and self._num_steps == 1):
+            self._note(durations, transfers)
         if self._num_steps < self._next:
             return
         start = time.perf_counter()
-        seen, activations, gradients = self._exchanged(activation_bytes.get(kind, 0))
+        # Batches may differ; the kind of micro-batch that was seen most stands for all.
+        kind = max(self._samples, key=lambda kind: len(self._samples[kind].durations[Op.F]))
+        sizes = dict(zip(cut.kinds, cut.sizes, strict=True))
+        size = 1 if self.microbatch_sizes is None else sizes.get(kind, max(cut.sizes))
+        seen, activations, gradients = self._exchanged(
+            self._samples[kind], activation_bytes.get(kind, 0)
+        )
         self._times[size] = _times(seen, activations, gradients)
         self._memory[size] = [_memory(one) for one in seen]
         self._decide(step, size, cut, seen)
-        self._next = 1 if self._is_trial else _num_steps_until_next(self.every, seen)
-        self._forget()
+        self._next = _TRIAL if self._is_trial else _num_steps_until_next(self.every, seen)
+        self._num_steps = 0
+        self._samples.clear()
         self._began = time.perf_counter()
         self._deciding = self._began - start
 
@@ -135,7 +138,7 @@ class Tuning:
         sizes = self.microbatch_sizes or (size,)
         budget = self._budget(sizes, size, seen)
         if self._tuner is None:
-            batch_size = sum(cut.sizes) if self.microbatch_sizes else size * len(cut.sizes)
+            batch_size = len(cut.sizes) if self.microbatch_sizes is None else sum(cut.sizes)
             self._tuner = Tuner(
                 num_stages=len(seen),
                 batch_size=batch_size,
@@ -155,15 +158,19 @@ class Tuning:
                 why=decision.why,
                 values={
                     "microbatches": decision.candidate.num_microbatches,
-                    "microbatch_size": decision.candidate.microbatch_size,
+                    "microbatch_size": self._shown_size(decision.candidate, cut),
                     "predicted": decision.predicted,
+                    "kept_predicted": decision.current_predicted,
                     "switched": int(decision.switched),
                     **({} if wanted is None else {"measures_next": wanted}),
                 },
             )
 
+    def _shown_size(self, candidate: Candidate, cut: Cut) -> int:
+        return max(cut.sizes) if self.microbatch_sizes is None else candidate.microbatch_size
+
     def _budget(self, sizes: Sequence[int], size: int, seen: Sequence[Seen]) -> MemoryBudget | None:
-        if any(one.limit < 0 for one in seen):
+        if all(one.limit == _NO_LIMIT for one in seen):
             return None
         return MemoryBudget(
             stages={
@@ -171,57 +178,59 @@ class Tuning:
                 for other in sizes
             },
             limits=[one.limit for one in seen],
-            window=2 * self.window,  # activations and gradients
+            window=_WAITING,
         )
 
     def _note(
         self,
-        kind: Kind,
         durations: Sequence[tuple[Op, Kind, Seconds]],
         transfers: Sequence[tuple[str, Transfer]],
     ) -> None:
-        for op, of_kind, seconds in durations:
-            if of_kind == kind:
-                self._durations[op].append(seconds)
+        for op, kind, seconds in durations:
+            self._samples.setdefault(kind, _Samples()).durations[op].append(seconds)
         if self.connections is None:
             return
         stage = self.connections.stage
         for peer, transfer in transfers:
             # Messages that skip stages are left out: the model knows neighbours only.
             is_near = peer in (self.connections.name(stage - 1), self.connections.name(stage + 1))
-            if is_near and transfer.kind == kind:
-                kept = self._activations if transfer.action.op is Op.F else self._gradients
-                kept.append(transfer)
+            if is_near and transfer.kind in self._samples:
+                samples = self._samples[transfer.kind]
+                is_forward = transfer.action.op is Op.F
+                (samples.activations if is_forward else samples.gradients).append(transfer)
 
     def _exchanged(
-        self, activation: Bytes
+        self, samples: "_Samples", activation: Bytes
     ) -> tuple[list[Seen], list[list[Seconds]], list[list[Seconds]]]:
         """What every stage saw: its times, and how long messages took that it received."""
         before, after = (None, None) if self.connections is None else measure(self.connections)
-        activations = _busy(self._activations, before, is_ahead=True)
-        gradients = _busy(self._gradients, after, is_ahead=False)
-        received = (*self._activations, *self._gradients)
+        if self.connections is not None:
+            self.clocks_ahead = clocks_ahead(self.connections, before, after)
+        activations = _busy(samples.activations, before, is_ahead=True)
+        gradients = _busy(samples.gradients, after, is_ahead=False)
+        received = (*samples.activations, *samples.gradients)
+        message = max((transfer.nbytes for transfer in received), default=0)
         mine = Seen(
-            forward=statistics.median(self._durations[Op.F]),
-            backward=statistics.median(self._durations[Op.B]),
+            forward=statistics.median(samples.durations[Op.F]),
+            backward=statistics.median(samples.durations[Op.B]),
             latency=0.0 if after is None else after.latency,
             step=(time.perf_counter() - self._began) / self._num_steps,
             deciding=self._deciding,
             weights=self.fixed.weights,
             gradients=self.fixed.gradients,
             optimizer=self.fixed.optimizer,
-            activation=activation,
-            message=max((transfer.nbytes for transfer in received), default=0),
-            limit=-1 if self.fixed.limit is None else self.fixed.limit,
+            activation=activation + message,  # and what a micro-batch sends, until it has left
+            message=message,
+            limit=_NO_LIMIT if self.fixed.limit is None else self.fixed.limit,
             num_activations=len(activations),
             num_gradients=len(gradients),
         )
         told = torch.zeros(len(Seen._fields) + 2 * _MOST_SAMPLES, dtype=torch.float64)
-        samples = len(Seen._fields)
-        told[:samples] = torch.tensor(mine, dtype=torch.float64)
-        told[samples : samples + len(activations)] = torch.tensor(activations, dtype=told.dtype)
-        samples += _MOST_SAMPLES
-        told[samples : samples + len(gradients)] = torch.tensor(gradients, dtype=told.dtype)
+        place = len(Seen._fields)
+        told[:place] = torch.tensor(mine, dtype=torch.float64)
+        told[place : place + len(activations)] = torch.tensor(activations, dtype=told.dtype)
+        place += _MOST_SAMPLES
+        told[place : place + len(gradients)] = torch.tensor(gradients, dtype=told.dtype)
         heard = [told]
         if self.connections is not None:
             heard = [torch.empty_like(told) for _ in range(self.connections.num_stages)]
@@ -229,11 +238,16 @@ class Tuning:
                 all_gather(self.connections.control, heard, told)
         return _read(heard)
 
-    def _forget(self) -> None:
-        self._num_steps = 0
-        self._durations = {op: deque(maxlen=_MOST_SAMPLES) for op in Op}
-        self._activations = deque(maxlen=_MOST_SAMPLES)
-        self._gradients = deque(maxlen=_MOST_SAMPLES)
+
+@dataclass(slots=True)
+class _Samples:
+    """What was seen of one kind of micro-batch since the last decision, the latest of it."""
+
+    durations: dict[Op, deque[Seconds]] = field(
+        default_factory=lambda: {op: deque(maxlen=_MOST_SAMPLES) for op in Op}
+    )
+    activations: deque[Transfer] = field(default_factory=lambda: deque(maxlen=_MOST_SAMPLES))
+    gradients: deque[Transfer] = field(default_factory=lambda: deque(maxlen=_MOST_SAMPLES))
 
 
 def _num_steps_until_next(every: int, seen: Sequence[Seen]) -> int:

@@ -10,6 +10,7 @@ from typing import Self
 
 from polyrhythm.errors import ScheduleError
 from polyrhythm.schedule.builders import BUILDERS, Schedule, build
+from polyrhythm.types import Action
 
 _WRITTEN = re.compile(r"(\w+)\s*(?::([\d\s,]*))?", re.ASCII)
 _EXAMPLES = "1f1b, gpipe, kfkb:2 or bounded:7,5,3,1"
@@ -58,6 +59,35 @@ class Recipe:
             k=self.k,
             limits=self.limits,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A schedule written out, for one number of stages and micro-batches: from torch's CSV, say."""
+
+    actions: tuple[tuple[Action, ...], ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Self:
+        return cls(tuple(map(tuple, schedule)))
+
+    def __str__(self) -> str:
+        return f"written:{len(self.actions)} stages x {self._num_microbatches} micro-batches"
+
+    @property
+    def _num_microbatches(self) -> int:
+        return 1 + max((a.microbatch for actions in self.actions for a in actions), default=-1)
+
+    def build(self, *, num_stages: int, num_microbatches: int) -> Schedule:
+        """The actions of every stage; refuses another shape than it was written for."""
+        if (num_stages, num_microbatches) != (len(self.actions), self._num_microbatches):
+            raise ScheduleError(
+                f"a schedule of {len(self.actions)} stages and {self._num_microbatches} "
+                f"micro-batches for {num_stages} and {num_microbatches}",
+                expected="as many of both as it was written for",
+                fix=f"use num_microbatches={self._num_microbatches}, or a schedule by name",
+            )
+        return [list(actions) for actions in self.actions]
 
 
 _INSIDE = {

@@ -24,7 +24,6 @@ def connected(place: Place) -> Connections:
         linear_wiring(place.rank, place.world_size),
         device=torch.device("cpu"),
         pipeline=0,
-        window=4,
         deadline=30,
     )
 

@@ -199,7 +199,7 @@ CASES: dict[str, tuple[Callable[[Place], None], int | None, str]] = {
     "eval in the middle": (eval_in_the_middle, 1, "eval here, step on the first stage"),
     "eval at first": (eval_at_first, None, "step here, eval on the first stage"),
     "two limits": (two_limits, None, "limits 2,1 for 3 stages"),
-    "odd size": (odd_size, None, "micro-batches of 3 for a batch of 8"),
+    "odd size": (odd_size, 0, "micro-batches of 3 for a batch of 8"),
     "torch stage elsewhere": (torch_stage_elsewhere, None, "a torch stage.*of 3 on process"),
     "all frozen": (all_frozen, 2, "a loss that no parameter of any stage has a part in"),
     "thawed": (thawed, 0, "layers of stage 0 or of one before it were frozen or thawed"),
@@ -236,7 +236,7 @@ WRONG_OPTIONS = [
         "2 micro-batch sizes for the schedule 1f1b",
         "the schedule auto",
     ),
-    ({"memory_limit": "1GiB"}, "a memory limit of 1GiB for the schedule 1f1b", "schedule auto"),
+    ({"memory_limit": "1GiB"}, "a memory limit of 1GiB with the schedule 1f1b", "schedule auto"),
     ({"schedule": "2f2b"}, "schedule '2f2b'", "kfkb:2"),
     ({"schedule": "bounded:1,2"}, "stage 0 may hold 1, stage 1 2", "never increase"),
 ]

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from polyrhythm.cost.memory import StageMemory, needed
 from polyrhythm.run.launch import LocalJob, Place
-from polyrhythm.run.pipeline import WINDOW, Pipeline
+from polyrhythm.run.pipeline import Pipeline
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.device_count(), reason="this machine has no CUDA device"
@@ -49,7 +49,7 @@ def measure(place: Place, schedule: str, folder: Path) -> None:
                 activation=activation,
                 message=ROWS * WIDTH * 4,
             )
-            predicted = needed(memory, in_flight=pipeline.peak_in_flight, window=WINDOW)
+            predicted = needed(memory, in_flight=pipeline.peak_in_flight, window=4)
             # What a layer needs while it runs, and cuBLAS for itself: the same without a pipeline.
             torch.cuda.reset_peak_memory_stats()
             x = batch[:ROWS].clone().requires_grad_()

@@ -1,0 +1,123 @@
+"""How a pipeline is to run, checked before any process is asked for anything."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from polyrhythm.describe.units import parse
+from polyrhythm.errors import ScheduleError
+from polyrhythm.schedule.builders import Schedule
+from polyrhythm.schedule.limits import one_f_one_b_limits
+from polyrhythm.schedule.recipe import Recipe, Written
+from polyrhythm.types import Bytes, Seconds
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What `Pipeline` was given; all stages must agree on all but `memory_limit`."""
+
+    num_microbatches: int | None
+    microbatch_sizes: Sequence[int] | None
+    schedule: str | Recipe | Schedule
+    flush: bool
+    scale_grads: bool
+    tune_every: int
+    window: int | None
+    deadline: Seconds
+    memory_limit: str | Bytes | None
+
+    def __post_init__(self) -> None:
+        self._check_cut()
+        for name in ("tune_every", "window", "deadline"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ScheduleError(
+                    f"{name}={value}", expected="more than 0", fix=f"leave {name} out"
+                )
+        if self.memory_limit is not None and not self.is_tuned:
+            what = "flush=False" if not self.flush else f"the schedule {self.recipe}"
+            raise ScheduleError(
+                f"a memory limit of {self.memory_limit} with {what}",
+                expected="the schedule auto, which keeps to it",
+                fix="leave schedule and flush out, or memory_limit",
+            )
+        _ = self.recipe, self.limit_bytes  # refuse what cannot be read
+        if not self.flush and self.num_microbatches != 1:
+            raise ScheduleError(
+                f"flush=False with num_microbatches={self.num_microbatches}",
+                expected="num_microbatches=1: a batch runs in one piece",
+                fix="give smaller batches one by one, or use flush=True",
+            )
+
+    @property
+    def is_tuned(self) -> bool:
+        return self.schedule == AUTO and self.flush
+
+    @property
+    def recipe(self) -> Recipe | Written:
+        """The schedule to start with."""
+        if isinstance(self.schedule, str):
+            return Recipe("1f1b") if self.schedule == AUTO else recipe_of(self.schedule)
+        return self.schedule if isinstance(self.schedule, Recipe) else Written.of(self.schedule)
+
+    @property
+    def limit_bytes(self) -> Bytes | None:
+        limit = self.memory_limit
+        return int(parse(limit, Bytes)) if isinstance(limit, str) else limit
+
+    @property
+    def text(self) -> str:
+        """What all stages must agree on, for people to compare."""
+        cut = self.num_microbatches or list(self.microbatch_sizes or ())
+        schedule = AUTO if self.is_tuned else self.recipe
+        return (
+            f"micro-batches {cut}, schedule {schedule}, flush {self.flush}, "
+            f"scale_grads {self.scale_grads}, tune_every {self.tune_every}, window {self.window}"
+        )
+
+    def continuous_limits(self, num_stages: int) -> tuple[int, ...]:
+        """Batches in flight per stage without a flush; refuses schedules that have no such form."""
+        recipe = self.recipe
+        if isinstance(recipe, Recipe) and recipe.name == "1f1b":
+            return one_f_one_b_limits(num_stages)
+        limits = recipe.limits if isinstance(recipe, Recipe) else None
+        if limits is not None and len(limits) == num_stages:
+            return limits
+        raise ScheduleError(
+            f"the schedule {recipe} without a flush on {num_stages} stages",
+            expected=f"1f1b, or bounded with {num_stages} limits",
+            fix="use schedule='1f1b', or keep flush=True",
+        )
+
+    def _check_cut(self) -> None:
+        if (self.num_microbatches is None) == (self.microbatch_sizes is None):
+            raise ScheduleError(
+                f"num_microbatches={self.num_microbatches}, "
+                f"microbatch_sizes={self.microbatch_sizes}",
+                expected="one of the two",
+                fix="num_microbatches=8 to cut every batch into 8, or microbatch_sizes=[1, 2, 4] "
+                "to let schedule='auto' choose",
+            )
+        least = min(self.microbatch_sizes or [self.num_microbatches or 0])
+        if least < 1:
+            raise ScheduleError(
+                f"{least} samples or micro-batches", expected="1 or more", fix="give a whole number"
+            )
+        if len(self.microbatch_sizes or ()) > 1 and not self.is_tuned:
+            raise ScheduleError(
+                f"{len(self.microbatch_sizes or ())} micro-batch sizes for the schedule "
+                f"{self.recipe}",
+                expected="one, or the schedule auto, which chooses",
+                fix="leave schedule out",
+            )
+
+
+def recipe_of(text: str) -> Recipe:
+    """The schedule of that name, for people who may also write auto."""
+    try:
+        return Recipe.parse(text)
+    except ScheduleError as error:
+        raise ScheduleError(
+            error.wrong, expected=f"{AUTO}, or {error.expected}", fix=error.fix
+        ) from None

@@ -1,0 +1,229 @@
+"""Corners of a pipeline in which results could go wrong without a word, or an end could hang."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+from polyrhythm.errors import ScheduleError, WorkerError
+from polyrhythm.run.launch import Place
+from polyrhythm.run.pipeline import Pipeline
+from tests.gloo.pipelines import assert_close, random_batch, run_alone, run_stages, stack_of
+
+INPUTS, TARGET = random_batch(8, 8)
+
+
+def pipeline_of(module: nn.Module, **options: Any) -> Pipeline:
+    usual = {"loss_fn": mse_loss, "deadline": 10, "num_microbatches": 4, "schedule": "1f1b"}
+    return Pipeline(module, **{**usual, **options})
+
+
+def step(pipeline: Pipeline, inputs: Tensor = INPUTS, target: Tensor = TARGET) -> None:
+    pipeline.step(*([inputs] if pipeline.is_first else []), target=target, return_outputs=False)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.timeout(60)
+def test_without_a_flush_what_is_checkpointed_is_computed_with_its_own_weights(
+    tmp_path: Path,
+) -> None:
+    def train(module: nn.Module) -> list[Tensor]:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        with pipeline_of(module, flush=False, num_microbatches=1) as pipeline:
+            for _ in range(6):
+                step(pipeline)
+                if pipeline.has_gradients:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for _ in pipeline.drain():
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach() for p in module.parameters()]
+
+    def work(place: Place) -> tuple[list[Tensor], list[Tensor]]:
+        plain = train(stack_of(3)[place.rank])
+        return plain, train(Checkpointed(stack_of(3)[place.rank]))
+
+    for plain, checkpointed in run_stages(3, work, tmp_path):
+        assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed, strict=True))
+
+
+@pytest.mark.timeout(60)
+def test_frozen_weights_are_not_copied_for_every_version(tmp_path: Path) -> None:
+    def work(place: Place) -> int:
+        module = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
+        pipeline = pipeline_of(module, flush=False, num_microbatches=1)
+        with pipeline:
+            step(pipeline)
+            (stashed,) = pipeline._way._versions.values() if place.rank == 0 else [{}]
+            for _ in pipeline.drain():
+                pass
+        return len(stashed)
+
+    assert run_stages(2, work, tmp_path) == [2, 0]  # the trained weight and its bias
+
+
+class Counting(nn.Module):
+    """Passes numbers on beside its activations, and counts them up in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, numbers: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        numbers = torch.zeros(len(x), dtype=torch.long) if numbers is None else numbers.add_(1)
+        return y, numbers
+
+
+@pytest.mark.timeout(60)
+def test_a_received_tensor_may_be_changed_in_place_beside_others(tmp_path: Path) -> None:
+    def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        assert output[1].tolist() == [2, 2]
+        return mse_loss(output[0], target)
+
+    def work(place: Place) -> None:
+        with pipeline_of(Counting(), loss_fn=loss) as pipeline:
+            step(pipeline)
+
+    run_stages(3, work, tmp_path)
+
+
+class Island(nn.Module):
+    """Computes in full precision where autocast is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.linear(x.float()).square()
+
+
+@pytest.mark.timeout(60)
+def test_the_backward_keeps_to_the_types_of_the_forward(tmp_path: Path) -> None:
+    def island() -> Island:
+        torch.manual_seed(0)
+        return Island()
+
+    def piped() -> dict[str, Tensor]:
+        module = island()
+        with pipeline_of(module) as pipeline, torch.autocast("cpu", dtype=torch.bfloat16):
+            step(pipeline)
+        return {name: p.grad for name, p in module.named_parameters()}
+
+    def plain() -> dict[str, Tensor]:
+        module = island()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = mse_loss(module(INPUTS), TARGET)
+        loss.backward()
+        return {name: p.grad for name, p in module.named_parameters()}
+
+    assert_close(run_alone(piped, tmp_path), run_alone(plain, tmp_path), 1e-6)
+
+
+@pytest.mark.timeout(60)
+def test_batches_of_other_sizes_do_not_confuse_the_tuner(tmp_path: Path) -> None:
+    def work(place: Place) -> None:
+        options = {"schedule": "auto", "tune_every": 1, "memory_limit": "1GiB"}
+        with pipeline_of(stack_of(2)[place.rank], **options) as pipeline:
+            for size in (4, 8, 8, 8, 5, 8):
+                step(pipeline, INPUTS[:size], TARGET[:size])
+
+    run_stages(2, work, tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_a_limit_of_one_stage_holds_although_others_have_none(tmp_path: Path) -> None:
+    def work(place: Place) -> None:
+        limit = 100 if place.rank == 1 else None
+        pipeline = pipeline_of(stack_of(2)[place.rank], schedule="auto", memory_limit=limit)
+        for _ in range(3):
+            step(pipeline)
+
+    with pytest.raises(WorkerError, match="stage 1 needs"):
+        run_stages(2, work, tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_closing_twice_or_in_the_middle_does_not_wait_for_anybody(tmp_path: Path) -> None:
+    def work(place: Place) -> int:
+        module = stack_of(3)[place.rank]
+        full = pipeline_of(module, flush=False, num_microbatches=1)
+        for _ in range(4):
+            step(full)
+        full.close()  # not drained
+        full.close()
+        empty = pipeline_of(module, flush=False, num_microbatches=1)
+        step(empty)
+        for _ in empty.drain():
+            pass
+        empty.close()
+        empty.close()
+        return threading.active_count()
+
+    assert run_stages(3, work, tmp_path, timeout=30) == [1, 1, 1]
+
+
+@pytest.mark.timeout(60)
+def test_stages_with_other_options_refuse_each_other(tmp_path: Path) -> None:
+    def work(place: Place) -> None:
+        pipeline_of(stack_of(2)[place.rank], schedule=("1f1b", "gpipe")[place.rank])
+
+    with pytest.raises(WorkerError, match=r"stage 0 was made with .*1f1b.*stage 1 with .*gpipe"):
+        run_stages(2, work, tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_wrong_options_are_refused_before_threads_and_groups_are_made(tmp_path: Path) -> None:
+    def work(place: Place) -> int:
+        for wrong in ({"schedule": "2f2b"}, {"window": 0}, {"tune_every": 0}, {"deadline": -1}):
+            with pytest.raises(ScheduleError):
+                pipeline_of(stack_of(2)[place.rank], **wrong)
+        return threading.active_count()
+
+    assert run_stages(2, work, tmp_path) == [1, 1]
+
+
+@pytest.mark.timeout(60)
+def test_what_goes_wrong_on_our_side_is_not_blamed_on_a_peer(tmp_path: Path) -> None:
+    def work(place: Place) -> None:
+        pipeline = pipeline_of(stack_of(2)[place.rank])
+        if place.rank == 1:
+
+            def run_out_of_memory(*args: object) -> None:
+                raise torch.OutOfMemoryError("no memory for a message")
+
+            pipeline._connections.activations_in[0]._receive = run_out_of_memory
+        step(pipeline)
+
+    with pytest.raises(WorkerError, match="no memory for a message") as caught:
+        run_stages(2, work, tmp_path)
+    assert caught.value.rank == 1
+
+
+@pytest.mark.timeout(60)
+def test_receives_are_posted_as_far_ahead_as_the_schedule_sends(tmp_path: Path) -> None:
+    def work(place: Place) -> tuple[int, ...]:
+        with pipeline_of(stack_of(3)[place.rank], schedule="bounded:4,2,1") as pipeline:
+            step(pipeline)
+            boxes = pipeline._connections
+            inboxes = [*boxes.activations_in.values(), *boxes.gradients_in.values()]
+            return tuple(inbox.window for inbox in inboxes)
+
+    # Activations: what is in flight on the stage before; gradients: what is in flight here.
+    assert run_stages(3, work, tmp_path) == [(4,), (4, 2), (2,)]
