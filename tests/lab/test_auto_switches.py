@@ -1,0 +1,29 @@
+"""`auto` finds out about a slow network by itself, from the messages of the training."""
+
+from pathlib import Path
+
+import pytest
+
+from polyrhythm.bench.pipeline_networks import FAST, FULL, cluster
+from polyrhythm.bench.pipeline_stages import Stages
+from polyrhythm.bench.pipeline_worker import Load, Order
+from polyrhythm.lab.lab import Lab
+
+FORWARD = 0.02
+
+
+@pytest.mark.timeout(100)
+def test_auto_leaves_1f1b_when_transfers_take_a_forward(tmp_path: Path) -> None:
+    load = Load(num_microbatches=8, num_floats=8192)
+    with Lab(cluster()) as lab, Stages(lab, load, tmp_path) as stages:
+
+        def schedules(network: object, num_steps: int) -> list[str]:
+            stages.set_network(network, FORWARD)
+            order = Order(side="auto", forward=FORWARD)
+            steps = [stages.step(order, network=network, seed=0) for _ in range(num_steps)]
+            for answers in steps:
+                assert len({answer.recipe for answer in answers}) == 1, "all stages run one plan"
+            return [answers[0].recipe for answers in steps]
+
+        assert schedules(FAST, 3) == ["1f1b"] * 3
+        assert schedules(FULL, 12)[-1].startswith("bounded:")
