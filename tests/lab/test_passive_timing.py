@@ -45,7 +45,6 @@ def connections(stage: int, num_stages: int) -> Connections:
         linear_wiring(stage, num_stages),
         device=torch.device("cpu"),
         pipeline=0,
-        window=4,
         deadline=30,
     )
 
