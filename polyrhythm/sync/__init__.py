@@ -1,0 +1,1 @@
+"""Who averages when: policies that form groups, and the scheduler that drives them."""

@@ -1,0 +1,45 @@
+"""Groups by age: whoever is ready within a window, such that no group misses anybody's older news.
+
+As `adaptive`, but what is bounded is how old the information in a model is, not whether the last
+groups connect. A group of workers that have lately averaged with somebody who knows is as good as
+one with the slow worker itself; so a worker that is always slow holds nobody up, as long as what
+little it does spreads. A group is valid if, of every worker, all updates but the last `max_age` are
+in the model of one of its members at least.
+
+Source: none; the window and the waiting are SDPipe's (`windowed.py`), the measure is described in
+`mixing.py`. An update is what a worker brings to a group, so with a group every n steps an age of
+10 is 10 n steps. The bound holds for groups when they are formed: the model of a worker that is
+computing grows older until it comes back, by what the others do meanwhile.
+"""
+
+from polyrhythm.sync.mixing import CausalAge
+from polyrhythm.sync.token import EnforcementToken
+from polyrhythm.sync.windowed import WindowedGroups, WindowRule
+from polyrhythm.types import Seconds
+
+
+class Age(WindowedGroups):
+    """One stage of a job; stages that share pipelines share one token."""
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        max_age: int = 10,  # A
+        window: WindowRule = "rate",  # T, or how to find it
+        group_size: int | None = None,  # what "rate" aims at; None for 3, or all of fewer
+        max_window: Seconds = 30.0,
+        startup: Seconds = 60.0,  # how long a stage waits, at the start, for workers yet to join
+        stage: int = 0,
+        token: EnforcementToken | None = None,
+    ) -> None:
+        super().__init__(
+            CausalAge(max_age),
+            num_workers=num_workers,
+            window=window,
+            group_size=group_size,
+            max_window=max_window,
+            startup=startup,
+            stage=stage,
+            token=token,
+        )

@@ -1,0 +1,84 @@
+"""Limits of a group's time: how long it may take, learned from how long groups have taken.
+
+A fixed deadline is too short on a slow network and lets a fast one hang for minutes. Here it is the
+median of past group times plus k times their spread, within bounds. The spread is the median
+absolute deviation, which a few outliers do not move. A deadline that was missed doubles the next
+one, since a group that was cut off says nothing about how long it would have taken; each group that
+makes it halves that again.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.types import Seconds
+
+PAST = 64  # groups that count
+REFRESH = 8  # a median is worth computing after so many new ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How patient a scheduler is."""
+
+    spreads: float = 8.0  # k: how far beyond the median a group may be
+    floor: Seconds = 1.0  # of a deadline
+    ceiling: Seconds = 45.0  # of a deadline; less than the lease of the enforcement token
+    readiness: Seconds = 300.0  # how long an assigned group waits for members that compute
+    waiting: Seconds = math.inf  # how long a ready worker waits for a policy to put it in a group
+    retries: int = 2  # after so many more failed groups, a worker goes on alone
+
+    def __post_init__(self) -> None:
+        if not 0 < self.floor <= self.ceiling:
+            raise PolicyError(
+                f"floor={self.floor:g} ceiling={self.ceiling:g}",
+                expected="0 < floor <= ceiling, in seconds",
+                fix="leave them out: deadlines are learned between them",
+            )
+        if not (self.spreads > 0 and self.readiness > 0 and self.waiting > 0 <= self.retries):
+            raise PolicyError(
+                f"spreads={self.spreads:g} readiness={self.readiness:g} "
+                f"waiting={self.waiting:g} retries={self.retries}",
+                expected="spreads, readiness and waiting above 0, retries not below",
+                fix="leave them out for the defaults",
+            )
+
+
+@dataclass(slots=True)
+class Deadlines:
+    """Of the groups of one stage."""
+
+    limits: Limits
+    current: Seconds = field(init=False)  # of a group that starts now
+    _past: deque[Seconds] = field(default_factory=lambda: deque(maxlen=PAST), init=False)
+    _num_new: int = field(default=0, init=False)
+    _learned: Seconds = field(init=False)
+    _slack: int = field(default=1, init=False)  # doubled by each deadline missed
+
+    def __post_init__(self) -> None:
+        self._learned = self.current = self.limits.ceiling
+
+    def made(self, duration: Seconds) -> None:
+        """A group took this long."""
+        self._past.append(duration)
+        self._num_new += 1
+        if self._num_new == REFRESH:  # never of fewer: they would say little about the spread
+            self._num_new = 0
+            middle = median(self._past)
+            spread = median(abs(past - middle) for past in self._past)
+            self._learned = middle + self.limits.spreads * spread
+        elif self._slack == 1:
+            return
+        self._slack = max(self._slack // 2, 1)
+        self._update()
+
+    def missed(self) -> None:
+        """A group was cut off at its deadline."""
+        self._slack = min(self._slack * 2, 2**20)
+        self._update()
+
+    def _update(self) -> None:
+        deadline = max(self._learned, self.limits.floor) * self._slack
+        self.current = min(deadline, self.limits.ceiling)

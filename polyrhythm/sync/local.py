@@ -1,0 +1,59 @@
+"""Local steps: workers train alone for many steps, then take one step together.
+
+Every `steps` steps all workers compare how far they have moved from the point where they began
+together. The mean of these moves is taken as a gradient, and an outer optimizer with Nesterov
+momentum takes one step along it; there all begin again.
+
+Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
+arXiv:2311.08105. The momentum is that of `torch.optim.SGD(nesterov=True)`.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.sync.all_reduce import AllReduce
+from polyrhythm.sync.every import Every
+from polyrhythm.types import Seconds
+
+
+class Arithmetic(Protocol):
+    """What numbers, numpy arrays and tensors have in common."""
+
+    def __add__(self, other: Self, /) -> Self: ...
+    def __sub__(self, other: Self, /) -> Self: ...
+    def __mul__(self, factor: float, /) -> Self: ...
+
+
+Array = TypeVar("Array", bound=Arithmetic)
+
+
+def local_steps(num_workers: int, steps: int = 500, startup: Seconds = 60.0) -> Every:
+    """When: all workers together at every `steps`-th step, alone in between."""
+    return Every(AllReduce(num_workers, startup), steps)
+
+
+def pseudo_gradient(anchor: Array, mean: Array) -> Array:
+    """From the mean of the workers' weights back to the point where they began together."""
+    return anchor - mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterNesterov:
+    """The outer optimizer; it keeps no state, so that an aborted step leaves none behind."""
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not (self.lr > 0 and 0 <= self.momentum < 1):
+            raise PolicyError(
+                f"outer lr={self.lr:g}, momentum={self.momentum:g}",
+                expected="lr above 0, momentum from 0 to below 1",
+                fix="use lr=0.7, momentum=0.9; lr=1, momentum=0 is plain averaging",
+            )
+
+    def step(self, anchor: Array, gradient: Array, velocity: Array) -> tuple[Array, Array]:
+        """The next anchor and velocity, as new arrays; the first velocity is zero."""
+        velocity = velocity * self.momentum + gradient
+        return anchor - (gradient + velocity * self.momentum) * self.lr, velocity

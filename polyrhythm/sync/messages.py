@@ -1,0 +1,143 @@
+"""What the scheduler is told and what it answers: one record per event and per command.
+
+These travel on the wire as they are (MessagePack arrays with a tag) and into the log. Whoever
+receives an event sets `now`, on the clock of the scheduler; a worker's own clock is a count of
+steps. Every message names the incarnation of its sender, which grows each time the worker starts
+anew, so that what an earlier life has sent is told apart from what this one sends.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from polyrhythm.types import Seconds, Worker
+
+Count = Annotated[int, msgspec.Meta(ge=0)]  # checked when a message comes off the wire
+Name = Annotated[str, msgspec.Meta(max_length=255)]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Neither part of a cycle, nor changed once made."""
+
+
+class Join(_Message, frozen=True):
+    """A worker takes part from now on; its model is that of step `clock`, 0 if it has none.
+
+    A group it was in, or waited for, in an earlier life or under an earlier scheduler, is void.
+    """
+
+    worker: Worker
+    node: Name  # the machine it runs on
+    clock: Count
+    incarnation: Count = 0
+    now: Seconds = 0.0
+
+
+class Request(_Message, frozen=True):
+    """A worker begins the step after which its clock will be `clock`; it will want a group then."""
+
+    worker: Worker
+    clock: Count
+    incarnation: Count = 0
+    now: Seconds = 0.0
+
+
+class Ready(_Message, frozen=True):
+    """A worker has made the local update of the step that ends with `clock`."""
+
+    worker: Worker
+    clock: Count
+    incarnation: Count = 0
+    now: Seconds = 0.0
+
+
+class Done(_Message, frozen=True):
+    """A worker has the average of a group, not applied yet; or it failed to get it."""
+
+    worker: Worker
+    gid: Count
+    ok: bool
+    incarnation: Count = 0
+    now: Seconds = 0.0
+
+
+class Timer(_Message, frozen=True):
+    """`Scheduler.next_timer` has come."""
+
+    now: Seconds = 0.0
+
+
+class Dead(_Message, frozen=True):
+    """A worker is taken to be dead: its process has ended, or it was silent for too long."""
+
+    worker: Worker
+    incarnation: Count = 0
+    now: Seconds = 0.0
+
+
+class Leave(_Message, frozen=True):
+    """A worker has finished, or is about to be taken away."""
+
+    worker: Worker
+    incarnation: Count = 0
+    now: Seconds = 0.0
+
+
+class Assign(_Message, frozen=True):
+    """These average with these weights, in the order of `gid`, and say Done within `deadline`."""
+
+    gid: int
+    epoch: int  # of the membership that the group was formed under
+    members: tuple[Worker, ...]  # sorted; all of one stage
+    weights: tuple[float, ...]
+    deadline: Seconds  # how long it may take, once all members are ready
+    why: str
+
+
+class Commit(_Message, frozen=True):
+    """All have the average: apply it."""
+
+    gid: int
+    members: tuple[Worker, ...]
+
+
+class Abort(_Message, frozen=True):
+    """Drop the average, and keep the weights as they were; what comes next is another message."""
+
+    gid: int
+    members: tuple[Worker, ...]  # those who were assigned, also the lost ones
+    reason: str
+
+
+class Skip(_Message, frozen=True):
+    """A worker that was ready at `clock` goes on without an average."""
+
+    worker: Worker
+    clock: int
+    why: str
+
+
+class Heal(_Message, frozen=True):
+    """A worker takes over model and optimizer state of `source` before its next step.
+
+    Its clock becomes the later one of both, so that it never goes back.
+    """
+
+    worker: Worker
+    source: Worker
+    why: str
+
+
+class Refuse(_Message, frozen=True):
+    """What a worker said cannot be right, such as a clock that goes backwards.
+
+    It should stop, if `clock` is the one it has sent last.
+    """
+
+    worker: Worker
+    clock: int
+    why: str
+
+
+Event = Join | Request | Ready | Done | Timer | Dead | Leave
+Command = Assign | Commit | Abort | Skip | Heal | Refuse

@@ -1,0 +1,43 @@
+"""What every policy can be told: one method per thing that can happen, each returning groups.
+
+A policy decides for the workers of one stage. It has no clock, no threads and no hidden randomness:
+`now` comes in, groups come out, and `next_timer` says when to call `on_timer` if nothing else
+happens. A worker that is ready (or that has requested, where a policy is asked ahead) is in exactly
+one group for it, and in no other until that group is done. A group of one is a local step.
+"""
+
+import math
+
+from polyrhythm.types import Group, Seconds, Worker
+
+
+class Policy:
+    """By default nothing happens; a policy overrides what it cares about."""
+
+    def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
+        """A worker takes part from now on; `node` is the machine it runs on."""
+        return []
+
+    def on_request(self, worker: Worker, now: Seconds) -> list[Group]:
+        """A worker begins a step, at the end of which it will want to average (Prague)."""
+        return []
+
+    def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
+        """A worker has updated its weights and can average at once (SDPipe)."""
+        return []
+
+    def on_done(self, group: Group, ok: bool, now: Seconds) -> list[Group]:
+        """A group has averaged, or has given up."""
+        return []
+
+    def on_timer(self, now: Seconds) -> list[Group]:
+        """It is `next_timer` or later."""
+        return []
+
+    def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:
+        """A worker is gone; groups it was in are done first."""
+        return []
+
+    def next_timer(self) -> Seconds:
+        """When to call `on_timer` if nothing happens before; inf for never."""
+        return math.inf

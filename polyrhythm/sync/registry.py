@@ -1,0 +1,159 @@
+"""Policies by name: what `sync="adaptive"` and a configuration file mean.
+
+A policy is made of what the job knows (how many workers, which stage, the token that all stages
+share, a seed) and of options, which are whatever else its constructor takes. A policy's module is
+imported when the policy is asked for.
+"""
+
+import difflib
+import importlib
+import inspect
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.sync.policy import Policy
+from polyrhythm.sync.token import EnforcementToken
+from polyrhythm.types import Seconds
+
+POLICIES = {
+    "all_reduce": "polyrhythm.sync.all_reduce:AllReduce",
+    "static": "polyrhythm.sync.static:StaticGroups",
+    "random": "polyrhythm.sync.random_groups:RandomGroups",
+    "smart": "polyrhythm.sync.smart:SmartGroups",
+    "partial_reduce": "polyrhythm.sync.partial_reduce:PartialReduce",
+    "adaptive": "polyrhythm.sync.adaptive:Adaptive",
+    "age": "polyrhythm.sync.age:Age",
+    "pairwise": "polyrhythm.sync.pairwise:Pairwise",
+    "ssp": "polyrhythm.sync.ssp:BoundedStaleness",
+    "balanced": "polyrhythm.sync.all_reduce:AllReduce",  # the shares differ, not the groups
+    "local": "polyrhythm.sync.local:local_steps",
+}
+ACROSS_STAGES = ("ssp",)  # one policy for the workers of all stages
+
+Options = Mapping[str, object]
+
+
+def make_policy(
+    name: str,
+    *,
+    num_workers: int,
+    stage: int = 0,
+    token: EnforcementToken | None = None,
+    seed: int = 0,
+    every: int = 1,
+    options: Options | None = None,
+) -> Policy:
+    """The policy of one stage with `num_workers` workers, averaging at each `every`-th step."""
+    maker = _maker(name)
+    given: dict[str, object] = {
+        "num_workers": num_workers,
+        "stage": stage,
+        "token": token,
+        # A seed per stage that differs for neighbours, and is no function of hash().
+        "seed": random.Random(f"{seed} {stage}").getrandbits(32),
+    }
+    takes = [name for name in inspect.signature(maker).parameters if name not in given]
+    for option in options or {}:
+        if option not in takes:
+            raise _unknown(f"option of {name}", option, takes)
+    values = _checked(name, maker, options or {})
+    _check_group_size(name, values, num_workers)
+    known = {k: v for k, v in given.items() if k in inspect.signature(maker).parameters}
+    try:
+        policy: Policy = maker(**known, **values)
+    except TypeError:
+        missing = [
+            parameter.name
+            for parameter in inspect.signature(maker).parameters.values()
+            if parameter.default is parameter.empty and parameter.name not in {**known, **values}
+        ]
+        if not missing:
+            raise
+        raise PolicyError(
+            f"policy {name} without {', '.join(missing)}",
+            expected="a value for each option that has no default",
+            fix=f"add {missing[0]}",
+        ) from None
+    if every == 1:
+        return policy
+    from polyrhythm.sync.every import Every
+
+    return Every(policy, every)
+
+
+def make_policies(
+    name: str,
+    *,
+    num_stages: int,
+    num_pipelines: int,
+    lease: Seconds = 60.0,
+    seed: int = 0,
+    every: int = 1,
+    options: Options | None = None,
+) -> list[Policy]:
+    """One policy per stage, with one enforcement token between them."""
+    if num_stages < 1:
+        raise PolicyError(f"num_stages={num_stages}", expected="at least 1", fix="use 1")
+    token = EnforcementToken(lease)
+
+    def of_stage(stage: int, num_workers: int) -> Policy:
+        return make_policy(
+            name,
+            num_workers=num_workers,
+            stage=stage,
+            token=token,
+            seed=seed,
+            every=every,
+            options=options,
+        )
+
+    if name in ACROSS_STAGES:
+        return [of_stage(0, num_stages * num_pipelines)] * num_stages
+    return [of_stage(stage, num_pipelines) for stage in range(num_stages)]
+
+
+def _maker(name: str) -> Callable[..., Any]:
+    if name not in POLICIES:
+        raise _unknown("policy", name, list(POLICIES))
+    module, _, maker = POLICIES[name].partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), maker)
+    return found
+
+
+def _unknown(what: str, name: str, known: list[str]) -> PolicyError:
+    best = difflib.get_close_matches(name, known, n=1)
+    return PolicyError(
+        f"unknown {what}: {name!r}",
+        expected=f"one of {', '.join(known)}" if known else f"no {what}",
+        fix=f"did you mean {best[0]!r}?" if best else "choose one of these, or leave it out",
+    )
+
+
+def _checked(name: str, maker: Callable[..., Any], options: Options) -> dict[str, object]:
+    """Options of the types that the policy says they have."""
+    parameters = inspect.signature(maker, eval_str=True).parameters
+    values = {}
+    for option, value in options.items():
+        try:
+            values[option] = msgspec.convert(value, parameters[option].annotation)
+        except msgspec.ValidationError as error:
+            raise PolicyError(
+                f"{option}={value!r} for policy {name}",
+                expected=str(error).removesuffix("."),
+                fix=f"write {option} as such",
+            ) from None
+    return values
+
+
+def _check_group_size(name: str, values: Mapping[str, object], num_workers: int) -> None:
+    size = values.get("group_size")
+    if isinstance(size, int) and not 1 <= size <= num_workers:
+        raise PolicyError(
+            f"group_size={size} for policy {name}, in a job with {num_workers} workers per stage",
+            expected=f"1 to {num_workers}",
+            fix="make the groups smaller, or add pipelines",
+        )

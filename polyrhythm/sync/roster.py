@@ -1,0 +1,103 @@
+"""The roster of a stage: who takes part, who is ready, and whether that is everybody.
+
+A job starts with workers that arrive one after another. "Everybody" is the number announced, until
+that many have been present at once; from then on it is whoever is present, so that one who leaves
+or dies is not waited for, and one who comes later counts from its arrival. A worker that never
+comes is waited for no longer than `startup` after the first one came.
+
+Source: none of the papers says it. SDPipe's and Prague's workers are there from the beginning to
+the end.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.types import Seconds, Worker
+
+
+@dataclass(slots=True)
+class Roster:
+    num_workers: int  # announced
+    startup: Seconds = 60.0  # how long the first one waits for the last
+    present: dict[Worker, None] = field(default_factory=dict, init=False)
+    ready: dict[Worker, Seconds] = field(default_factory=dict, init=False)  # since when; in order
+    assembles_until: Seconds = field(default=math.inf, init=False)  # -inf once assembled
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise PolicyError(
+                f"num_workers={self.num_workers}",
+                expected="at least one worker per stage",
+                fix="give the number of pipelines",
+            )
+        if not self.startup >= 0:
+            raise PolicyError(
+                f"startup={self.startup:g}",
+                expected="0 seconds or more",
+                fix="use 0 to begin with whoever is there",
+            )
+
+    def join(self, worker: Worker, now: Seconds) -> None:
+        if worker in self.present:
+            raise PolicyError(
+                f"worker {worker} has joined already",
+                expected="one join per worker, until it leaves",
+                fix="report that it left before it joins again",
+            )
+        if not self.present and self.assembles_until == math.inf:
+            self.assembles_until = now + self.startup
+        self.present[worker] = None
+        if len(self.present) >= self.num_workers:
+            self.assembles_until = -math.inf
+
+    def add_ready(self, worker: Worker, now: Seconds) -> None:
+        if worker not in self.present:
+            raise self._stranger(worker)
+        if worker in self.ready:
+            raise PolicyError(
+                f"worker {worker} is already ready, since t={self.ready[worker]:g}s",
+                expected="one ready report per worker and step",
+                fix="wait for the group of the first report before reporting again",
+            )
+        self.ready[worker] = now
+
+    def leave(self, worker: Worker) -> None:
+        if worker not in self.present:
+            raise self._stranger(worker)
+        del self.present[worker]
+        self.ready.pop(worker, None)
+
+    def is_assembling(self, now: Seconds) -> bool:
+        if now >= self.assembles_until:
+            self.assembles_until = -math.inf
+        return self.assembles_until > -math.inf
+
+    def all_ready(self, now: Seconds) -> bool:
+        """Whether everybody is ready, and somebody is."""
+        num_ready = len(self.ready)
+        if not num_ready or num_ready < len(self.present):
+            return False
+        return num_ready >= self.num_workers or not self.is_assembling(now)
+
+    def next_timer(self) -> Seconds:
+        """When those who are ready can become everybody by waiting; inf for never."""
+        waits = self.assembles_until > -math.inf and 0 < len(self.ready) == len(self.present)
+        return self.assembles_until if waits else math.inf
+
+    def take_ready(self) -> tuple[Worker, ...]:
+        """All that are ready, sorted, so that every member names the group alike."""
+        members = tuple(sorted(self.ready))
+        self.ready.clear()
+        return members
+
+    def waiting_since(self) -> Seconds:
+        """When the first one became ready; inf if nobody is."""
+        return next(iter(self.ready.values()), math.inf)
+
+    def _stranger(self, worker: Worker) -> PolicyError:
+        return PolicyError(
+            f"worker {worker} is not here",
+            expected="that a worker joins before anything else",
+            fix="report that it joined first",
+        )

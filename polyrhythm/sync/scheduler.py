@@ -1,0 +1,231 @@
+"""The scheduler: hears what workers say, asks the policy of each stage, answers with commands.
+
+`step` takes one event and returns commands; `next_timer` says when to send a Timer if nothing else
+happens. There is no clock, no thread and no randomness here: a log of events gives the same
+commands again. For any policy:
+- Group ids are one total order; a worker has its groups in that order, one at a time (`lines.py`).
+- A group commits for all of its members or for none, within a deadline (`progress.py`).
+- A worker that is lost takes its pipeline with it, and one that joins late, without a model, copies
+  it from another one (`membership.py`).
+- What comes twice or late changes nothing: it is counted, and answered as before. What comes early
+  waits for its turn. What cannot be right is refused, with a reason.
+
+Source: Miao et al., "SDPipe", PVLDB 16(9), 2023, section 3.1 (ready signals in, groups out), and
+Luo et al., "Prague", ASPLOS 2020, section 4.1 (requests ahead, one order of groups). Departures:
+groups are acknowledged, workers come and go, and nothing waits for ever.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.sync.deadlines import Limits
+from polyrhythm.sync.member import Life, Member
+from polyrhythm.sync.membership import Membership
+from polyrhythm.sync.messages import (
+    Abort,
+    Command,
+    Commit,
+    Dead,
+    Done,
+    Event,
+    Heal,
+    Join,
+    Leave,
+    Ready,
+    Refuse,
+    Request,
+    Timer,
+)
+from polyrhythm.sync.policy import Policy
+from polyrhythm.sync.progress import Progress
+from polyrhythm.types import Seconds, Worker
+
+
+class Scheduler:
+    def __init__(
+        self,
+        policies: Sequence[Policy],  # one per stage
+        num_pipelines: int,
+        *,
+        limits: Limits | None = None,
+        pipelines_die_whole: bool = True,
+        first_gid: int = 1,  # above all that an earlier scheduler of the job has used
+    ) -> None:
+        if not policies or num_pipelines < 1:
+            raise PolicyError(
+                f"{len(policies)} policies for {num_pipelines} pipelines",
+                expected="one policy per stage, and at least one pipeline",
+                fix="make them with make_policies",
+            )
+        self.policies = tuple(policies)
+        self.membership = Membership(
+            len(policies), num_pipelines, pipelines_die_whole=pipelines_die_whole
+        )
+        self._progress = Progress(self.policies, self.membership, limits or Limits(), first_gid)
+        self._healing: dict[Worker, Worker] = {}  # who copies from whom, until it is ready
+        self._now, self._timer = -math.inf, self._progress.next_timer()
+        self._hear: dict[type[Event], Callable[[Any], None]] = {
+            Join: self._join,
+            Request: self._request,
+            Ready: self._ready,
+            Done: self._done,
+            Timer: lambda event: None,
+            Dead: self._dead,
+            Leave: self._leave,
+        }
+
+    @property
+    def epoch(self) -> int:
+        """How often it has changed who takes part."""
+        return self.membership.epoch
+
+    @property
+    def counters(self) -> Counter[str]:
+        """Groups by how they ended; messages that were refused, ignored or early, by kind."""
+        return self._progress.counters
+
+    def step(self, event: Event) -> list[Command]:
+        """What to do now that `event` has happened; what is due by then comes before it."""
+        progress = self._progress
+        out: list[Command] = []
+        progress.out = out
+        if event.now >= self._now:
+            progress.now = self._now = event.now
+        else:
+            self.counters["time_backwards"] += 1
+        if self._now >= self._timer:
+            progress.fire()
+        self._hear[type(event)](event)
+        progress.catch_up()
+        self._timer = progress.next_timer()
+        return out
+
+    def next_timer(self) -> Seconds:
+        """When to send Timer if nothing happens before; inf for never."""
+        return self._timer
+
+    def _join(self, event: Join) -> None:
+        member = self.membership.members.get(event.worker)
+        if member is None:
+            self._refuse(event.worker, event.clock, "stranger", "is not in the plan")
+        elif event.incarnation <= member.incarnation:
+            self.counters["duplicate"] += 1
+            if event.incarnation == member.incarnation and event.worker in self._healing:
+                source = self._healing[event.worker]
+                self._progress.out.append(Heal(event.worker, source, "joins again"))
+        else:
+            if member.life is Life.ALIVE:  # it has died and nobody noticed
+                self._lose(member, Life.DEAD, f"{event.worker} has started anew")
+            member.node, member.incarnation = event.node, event.incarnation
+            member.start_over(event.clock)
+            joined = self.membership.change(member, Life.ALIVE)
+            for other in joined:
+                self._progress.welcome(other)
+            if any(other.clock == 0 for other in joined):
+                self._heal(joined, "its pipeline joins a job that has begun")
+
+    def _request(self, event: Request) -> None:
+        member = self._sender(event, event.clock)
+        if member is None:
+            return
+        if event.clock <= member.asked or event.clock <= member.heard:
+            self.counters["duplicate" if event.clock == member.asked else "late"] += 1
+            return
+        member.asked = event.clock
+        if member.is_ready or member.has_asked:
+            member.wants = True
+        elif member.active:
+            self._progress.ask(member)
+
+    def _ready(self, event: Ready) -> None:
+        member = self._sender(event, event.clock)
+        if member is None:
+            return
+        if event.clock <= member.heard:
+            self._hear_again(member, event.clock)
+            return
+        member.heard = event.clock
+        if self._healing:
+            self._healing.pop(event.worker, None)
+        if member.is_ready:
+            member.ahead = True
+            self.counters["early"] += 1
+        else:
+            self._progress.begin(member)
+
+    def _done(self, event: Done) -> None:
+        member = self._sender(event, -1)
+        if member is None:
+            return
+        assigned = self._progress.lines.groups.get(event.gid)
+        if assigned is None:
+            self.counters["late"] += 1
+            answer = member.answer
+            if isinstance(answer, Commit | Abort) and answer.gid == event.gid:
+                self._progress.out.append(answer)
+        elif event.worker not in assigned.pending or not assigned.is_open:
+            is_member = assigned.is_open and event.worker in assigned.group.members
+            self.counters["duplicate" if is_member else "out_of_turn"] += 1
+        elif event.ok:
+            self._progress.done(member, assigned)
+        else:
+            self._progress.fail(assigned, f"{event.worker} failed")
+
+    def _dead(self, event: Dead) -> None:
+        member = self._sender(event, -1)
+        if member is not None:
+            self._lose(member, Life.DEAD, f"{event.worker} died")
+
+    def _leave(self, event: Leave) -> None:
+        member = self._sender(event, -1)
+        if member is not None:
+            self._lose(member, Life.LEFT, f"{event.worker} left")
+
+    def _sender(self, event: Request | Ready | Done | Dead | Leave, clock: int) -> Member | None:
+        """Who says so, if it takes part in the life it speaks of."""
+        member = self.membership.members.get(event.worker)
+        if member is None:
+            self._refuse(event.worker, clock, "stranger", "is not in the plan")
+        elif event.incarnation == member.incarnation and member.life is Life.ALIVE:
+            return member
+        elif event.incarnation < member.incarnation or not isinstance(event, Request | Ready):
+            self.counters["late"] += 1
+        else:
+            is_known = event.incarnation == member.incarnation
+            why = f"{member.life.value}, and has to join anew" if is_known else "has not joined"
+            self._refuse(event.worker, clock, "stranger", why)
+        return None
+
+    def _hear_again(self, member: Member, clock: int) -> None:
+        if clock < member.heard:
+            why = f"goes back from clock {member.heard} to {clock}: it has to join anew"
+            self._refuse(member.worker, clock, "clock_backwards", why)
+            return
+        self.counters["duplicate"] += 1
+        if member.answer is not None:
+            self._progress.out.append(member.answer)
+
+    def _refuse(self, worker: Worker, clock: int, kind: str, why: str) -> None:
+        self.counters[kind] += 1
+        self._progress.out.append(Refuse(worker, clock, f"{worker} {why}"))
+
+    def _lose(self, member: Member, life: Life, reason: str) -> None:
+        """A worker dies or leaves, perhaps with its whole pipeline."""
+        for lost in self.membership.change(member, life):
+            self._progress.drop(lost, reason)
+        self._healing.pop(member.worker, None)
+        members, stranded = self.membership.members, dict[int, list[Member]]()
+        for worker, source in list(self._healing.items()):
+            if not members[source].active:
+                del self._healing[worker]
+                stranded.setdefault(worker.pipeline, []).append(members[worker])
+        for behind in stranded.values():
+            self._heal(behind, "the one it copied from is gone")
+
+    def _heal(self, behind: list[Member], why: str) -> None:
+        for member, source in self.membership.sources(behind):
+            self._healing[member.worker] = source.worker
+            self._progress.out.append(Heal(member.worker, source.worker, why))

@@ -1,0 +1,153 @@
+"""Windows: how long a stage collects ready workers before it makes them a group.
+
+A window opens with the first ready worker. Everyone who comes before it closes is in the group, so
+its length decides the size of groups. Three rules:
+- `RateWindow`: (g - 1) / rate, where rate is the measured number of arrivals per second: groups of
+  about g, however many workers there are and however fast they are.
+- `PaperWindow`: the measured iteration time / N, longer while groups come out too small.
+- `FixedWindow`: so many seconds. 0 is local SGD, infinity is all-reduce.
+
+Source: Miao et al., "SDPipe: A Semi-Decentralized Framework for Heterogeneity-aware
+Pipeline-parallel Training", PVLDB 16(9), 2023: section 3.2 (T, and its extremes), section 5.1
+(T is 1/N of the iteration time), section 4 (enlarged when too few are ready). Departures:
+`RateWindow` is new, since iteration time / N yields groups of about two for any N. How much section
+4 enlarges is not said: here a window that caught one worker alone doubles the next one, up to one
+iteration, and any other shortens it by a tenth, down to 1/N. Until something is measured, a window
+closes with the g-th arrival (the second, for the paper's).
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.types import Seconds, Worker
+
+TOO_FEW = 2  # a group of fewer is one worker alone
+LONGER, SHORTER = 2.0, 0.9  # the factors of the authors' published code
+MEMORY = 2  # means go back about so many arrivals per worker
+
+
+class Window(Protocol):
+    def arrived(self, worker: Worker, now: Seconds, num_workers: int) -> None:
+        """A worker of the `num_workers` present is ready."""
+
+    def open(self, num_workers: int) -> Seconds:
+        """How long the window that opens now is to be."""
+
+    def is_full(self, size: int) -> bool:
+        """Whether to close it with `size` ready workers, whatever the time."""
+
+    def formed(self, size: int, num_workers: int) -> None:
+        """A window has closed with `size` ready workers."""
+
+    def left(self, worker: Worker) -> None: ...
+
+
+@dataclass(slots=True)
+class Mean:
+    """Exponentially weighted, and the plain mean until it has seen enough for that."""
+
+    value: float = math.nan
+    _count: int = 0
+
+    def add(self, sample: float, horizon: int) -> None:
+        self._count += 1
+        if self._count == 1:
+            self.value = sample
+        else:
+            self.value += (sample - self.value) / min(self._count, horizon)
+
+    @property
+    def is_known(self) -> bool:
+        return self._count > 0
+
+
+@dataclass(slots=True)
+class FixedWindow:
+    seconds: Seconds  # T
+
+    def __post_init__(self) -> None:
+        if not self.seconds >= 0:
+            raise PolicyError(
+                f"window={self.seconds:g}",
+                expected="0 seconds or more, or a rule",
+                fix="use 'rate' to have it measured",
+            )
+
+    def arrived(self, worker: Worker, now: Seconds, num_workers: int) -> None:
+        pass
+
+    def open(self, num_workers: int) -> Seconds:
+        return self.seconds
+
+    def is_full(self, size: int) -> bool:
+        return False
+
+    def formed(self, size: int, num_workers: int) -> None:
+        pass
+
+    def left(self, worker: Worker) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class RateWindow:
+    target: int  # g
+    longest: Seconds
+    _gap: Mean = field(default_factory=Mean, init=False)  # 1 / rate
+    _last: Seconds = field(default=math.nan, init=False)
+    _is_measured: bool = field(default=False, init=False)
+
+    def arrived(self, worker: Worker, now: Seconds, num_workers: int) -> None:
+        if not math.isnan(self._last):
+            self._gap.add(now - self._last, MEMORY * num_workers)
+        self._last = now
+
+    def open(self, num_workers: int) -> Seconds:
+        self._is_measured = self._gap.is_known
+        if not self._is_measured:
+            return self.longest
+        return min((min(self.target, num_workers) - 1) * self._gap.value, self.longest)
+
+    def is_full(self, size: int) -> bool:
+        return size >= self.target and not self._is_measured
+
+    def formed(self, size: int, num_workers: int) -> None:
+        pass
+
+    def left(self, worker: Worker) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class PaperWindow:
+    longest: Seconds
+    _iteration: Mean = field(default_factory=Mean, init=False)  # tau
+    _last: dict[Worker, Seconds] = field(default_factory=dict, init=False)
+    _enlarged: float = field(default=1.0, init=False)
+    _is_measured: bool = field(default=False, init=False)
+
+    def arrived(self, worker: Worker, now: Seconds, num_workers: int) -> None:
+        last = self._last.get(worker)
+        if last is not None:
+            self._iteration.add(now - last, MEMORY * num_workers)
+        self._last[worker] = now
+
+    def open(self, num_workers: int) -> Seconds:
+        self._is_measured = self._iteration.is_known
+        if not self._is_measured:
+            return self.longest
+        return min(self._iteration.value * self._enlarged / num_workers, self.longest)
+
+    def is_full(self, size: int) -> bool:
+        return size >= TOO_FEW and not self._is_measured
+
+    def formed(self, size: int, num_workers: int) -> None:
+        if size < TOO_FEW:
+            self._enlarged = min(self._enlarged * LONGER, max(num_workers, 1))
+        else:
+            self._enlarged = max(self._enlarged * SHORTER, 1.0)
+
+    def left(self, worker: Worker) -> None:
+        self._last.pop(worker, None)

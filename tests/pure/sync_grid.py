@@ -1,0 +1,268 @@
+"""A grid of stages and pipelines in virtual time, under a scheduler: the shell that tests need.
+
+Each worker runs 1F1B without flush over its batches (stage s of M runs M - s forwards ahead), makes
+a local update after each backward, says Ready and waits for the answer. Messages take a random time
+and keep their order per sender. An average needs all members of its group; if one is dead, the
+others hang in it until they are told to abort. Workers leave when they have finished.
+"""
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from polyrhythm.sync.messages import (
+    Abort,
+    Assign,
+    Command,
+    Commit,
+    Dead,
+    Done,
+    Event,
+    Heal,
+    Join,
+    Leave,
+    Ready,
+    Refuse,
+    Request,
+    Skip,
+    Timer,
+)
+from polyrhythm.sync.scheduler import Scheduler
+from polyrhythm.types import Action, Op, Seconds, Worker
+
+HEARTBEAT = 30.0  # how long a death goes unnoticed
+
+
+def one_f_one_b(num_ahead: int, batches: range) -> list[Action]:
+    ahead = [Action(Op.F, batch) for batch in batches[:num_ahead]]
+    for batch in batches:
+        ahead.append(Action(Op.B, batch))
+        if batch + num_ahead in batches:
+            ahead.append(Action(Op.F, batch + num_ahead))
+    return ahead
+
+
+@dataclass
+class Simulated:
+    program: list[Action]
+    incarnation: int = 0
+    clock: int = 0
+    is_alive: bool = True
+    is_computing: bool = False
+    waits_since: Seconds | None = None  # Ready was sent
+    heard: Seconds = 0.0  # when its last message arrived
+    gids: list[int] = field(default_factory=list)  # in the order of Assign
+    open: int | None = None
+
+
+@dataclass
+class Grid:
+    scheduler: Scheduler
+    num_stages: int
+    num_pipelines: int
+    num_steps: int
+    compute: Callable[[Worker, Action], Seconds]
+    seed: int = 0
+    averaging: Seconds = 0.1
+    latency: Seconds = 0.01
+    in_flight: int | None = None  # forwards ahead; None for 1F1B's
+    asks_ahead: bool = False
+    chance_to_fail: float = 0.0
+    at_event: dict[int, Callable[["Grid"], None]] = field(default_factory=dict)
+
+    now: Seconds = 0.0
+    log: list[tuple[Event, list[Command]]] = field(default_factory=list)
+    waits: list[Seconds] = field(default_factory=list)  # from Ready to Assign or Skip
+    committed: list[tuple[Worker, ...]] = field(default_factory=list)
+    healed: list[Heal] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+        self._heap: list[tuple[Seconds, int, Callable[[], None]]] = []
+        self._count = 0
+        self._finished: set[tuple[int, int, Action]] = set()  # stage, pipeline, action
+        self._met: dict[int, set[Worker]] = {}  # who has come to a group, by gid
+        self._assigned: dict[int, Assign] = {}
+        batches = range(self.num_steps)
+        self.workers = {
+            Worker(stage, pipeline): Simulated(one_f_one_b(self._ahead(stage), batches))
+            for stage in range(self.num_stages)
+            for pipeline in range(self.num_pipelines)
+        }
+
+    def run(self, most_events: int = 20_000) -> "Grid":
+        """Until nothing happens any more."""
+        for worker in self.workers:
+            self.say(worker, lambda now, w=worker: Join(w, f"node{w.pipeline // 2}", 0, 0, now))
+            self._later(0.1, lambda w=worker: self._go_on(w))
+        while len(self.log) < most_events:
+            timer = self.scheduler.next_timer()
+            if not self._heap and timer == math.inf:
+                return self
+            if not self._heap or timer <= self._heap[0][0]:
+                self.now = max(timer, self.now)
+                self.tell(Timer(self.now))
+            else:
+                self.now, _, happen = heapq.heappop(self._heap)
+                happen()
+        raise AssertionError("it goes on for ever")
+
+    def unfinished(self, pipelines: Iterable[int] | None = None) -> list[Worker]:
+        wanted = range(self.num_pipelines) if pipelines is None else pipelines
+        return [w for w, state in self.workers.items() if state.program and w.pipeline in wanted]
+
+    def tell(self, event: Event) -> None:
+        """One event reaches the scheduler, and its commands go out."""
+        commands = self.scheduler.step(event)
+        self.log.append((event, commands))
+        for command in commands:
+            self._obey(command)
+        if len(self.log) in self.at_event:
+            self.at_event[len(self.log)](self)
+
+    def say(self, worker: Worker, event_at: Callable[[Seconds], Event]) -> None:
+        """A worker sends a message, which comes after those it has sent before."""
+        state = self.workers[worker]
+        arrives = self.now + self.chance.uniform(0, self.latency)
+        state.heard = max(arrives, state.heard + 1e-9)
+        self._later(state.heard - self.now, lambda: self.tell(event_at(self.now)))
+
+    def kill(self, worker: Worker) -> None:
+        state = self.workers[worker]
+        if state.is_alive and state.program:
+            state.is_alive = False
+            dead = Dead(worker, state.incarnation)
+            self._later(HEARTBEAT, lambda: self.tell(Dead(worker, dead.incarnation, self.now)))
+
+    def revive(self, worker: Worker) -> None:
+        """The worker joins again, and its pipeline starts over with the batches that are left."""
+        state = self.workers[worker]
+        pipeline = [w for w in self.workers if w.pipeline == worker.pipeline]
+        first = max(self.workers[w].clock for w in pipeline)
+        for w in pipeline:
+            other = self.workers[w]
+            other.program = one_f_one_b(self._ahead(w.stage), range(first, self.num_steps))
+            other.clock, other.is_computing, other.waits_since = first, False, None
+        state.is_alive, state.incarnation, state.open = True, state.incarnation + 1, None
+        life = state.incarnation
+        self.say(worker, lambda now: Join(worker, "node", 0, life, now))
+        for w in pipeline:
+            self._later(1.0, lambda w=w: self._go_on(w))
+
+    def _ahead(self, stage: int) -> int:
+        return self.in_flight or self.num_stages - stage
+
+    def _later(self, seconds: Seconds, happen: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (self.now + seconds, self._count, happen))
+
+    def _go_on(self, worker: Worker) -> None:
+        """Begin the next action, if it has what it needs."""
+        state = self.workers[worker]
+        if not state.is_alive or state.is_computing or state.waits_since is not None:
+            return
+        if not state.program:
+            self.say(worker, lambda now: Leave(worker, state.incarnation, now))
+            state.is_computing = True  # gone
+            return
+        action, (stage, pipeline) = state.program[0], worker
+        neighbour = stage - 1 if action.op is Op.F else stage + 1
+        has_input = (neighbour, pipeline, action) in self._finished
+        if not has_input and 0 <= neighbour < self.num_stages:
+            return
+        state.is_computing = True
+        if self.asks_ahead and action.op is Op.B:
+            clock = state.clock + 1
+            self.say(worker, lambda now: Request(worker, clock, state.incarnation, now))
+        program = state.program
+        self._later(self.compute(worker, action), lambda: self._finish(worker, action, program))
+
+    def _finish(self, worker: Worker, action: Action, program: list[Action]) -> None:
+        state = self.workers[worker]
+        if not state.is_alive or state.program is not program:
+            return
+        state.is_computing = False
+        program.pop(0)
+        self._finished.add((*worker, action))
+        if action.op is Op.B:
+            state.clock += 1
+            state.waits_since = self.now
+            clock, life = state.clock, state.incarnation
+            self.say(worker, lambda now: Ready(worker, clock, life, now))
+            if state.open is not None:  # assigned ahead
+                self._meet(worker, state.open)
+        for other in (worker, *self._neighbours(worker)):
+            self._go_on(other)
+
+    def _neighbours(self, worker: Worker) -> Sequence[Worker]:
+        around = (worker.stage - 1, worker.stage + 1)
+        return [Worker(s, worker.pipeline) for s in around if 0 <= s < self.num_stages]
+
+    def _obey(self, command: Command) -> None:
+        assert not isinstance(command, Refuse), command
+        if isinstance(command, Assign):
+            self._assigned[command.gid] = command
+            self._met[command.gid] = set()
+            for worker in command.members:
+                state = self.workers[worker]
+                assert state.open is None, f"{worker} is in two open groups"
+                assert not state.gids or state.gids[-1] < command.gid
+                state.open = command.gid
+                state.gids.append(command.gid)
+                self._answered(worker)
+                delay = self.chance.uniform(0, self.latency)
+                self._later(delay, lambda w=worker: self._meet(w, command.gid))
+        elif isinstance(command, Skip):
+            self._answered(command.worker)
+            if self.workers[command.worker].clock == command.clock:
+                self._release(command.worker)
+        elif isinstance(command, Heal):
+            self.healed.append(command)
+            assert command.source.stage == command.worker.stage
+        else:
+            self._close(command)
+
+    def _answered(self, worker: Worker) -> None:
+        since = self.workers[worker].waits_since
+        if since is not None and since >= 0:
+            self.waits.append(self.now - since)
+
+    def _close(self, command: Commit | Abort) -> None:
+        for worker in command.members:
+            state = self.workers[worker]
+            if state.open == command.gid:
+                state.open = None
+        assigned = self._assigned.pop(command.gid, None)
+        if assigned is None:
+            return  # told again
+        assert assigned.members == command.members
+        if isinstance(command, Commit):
+            self.committed.append(command.members)
+            for worker in command.members:
+                self._release(worker)
+
+    def _release(self, worker: Worker) -> None:
+        state = self.workers[worker]
+        state.waits_since = None
+        self._later(self.chance.uniform(0, self.latency), lambda: self._go_on(worker))
+
+    def _meet(self, worker: Worker, gid: int) -> None:
+        """A member that is ready comes to its group; when all have come, it averages."""
+        state, assigned = self.workers[worker], self._assigned.get(gid)
+        if assigned is None or not state.is_alive or state.open != gid:
+            return
+        if state.waits_since is None and self.asks_ahead:
+            return
+        self._met[gid].add(worker)
+        if len(self._met[gid]) == len(assigned.members):
+            for member in assigned.members:
+                life = self.workers[member].incarnation
+                self._later(self.averaging, lambda m=member, n=life: self._average(m, gid, n))
+
+    def _average(self, worker: Worker, gid: int, life: int) -> None:
+        state = self.workers[worker]
+        if state.is_alive and state.incarnation == life:
+            ok = self.chance.random() >= self.chance_to_fail
+            self.say(worker, lambda now: Done(worker, gid, ok, life, now))

@@ -1,0 +1,82 @@
+"""Local steps: all meet at every n-th step, and the outer step is Nesterov's."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.sync.local import OuterNesterov, local_steps, pseudo_gradient
+from polyrhythm.types import Worker
+from tests.pure.test_policy_contract import job_of, random_durations
+
+fractions = st.fractions(-5, 5, max_denominator=50)
+
+
+@given(fractions, st.lists(fractions, min_size=1, max_size=10), st.fractions(0, Fraction(19, 20)))
+def test_the_outer_step_is_the_look_ahead_of_nesterov(
+    start: Fraction, gradients: list[Fraction], momentum: Fraction
+) -> None:
+    lr = Fraction(7, 10)
+    outer = OuterNesterov(lr=lr, momentum=momentum)  # type: ignore[arg-type]
+    anchor, velocity = start, Fraction(0)
+    point, speed = start, Fraction(0)  # the classical form: gradients are taken ahead of `point`
+    for gradient in gradients:
+        anchor, velocity = outer.step(anchor, gradient, velocity)
+        speed = momentum * speed - lr * gradient
+        point = point + speed
+        assert anchor == point + momentum * speed
+
+
+@given(st.lists(fractions, min_size=1, max_size=6), fractions)
+def test_without_momentum_and_with_lr_1_it_is_the_plain_average(
+    weights: list[Fraction], anchor: Fraction
+) -> None:
+    mean = sum(weights, Fraction(0)) / len(weights)
+    outer = OuterNesterov(lr=1, momentum=0)
+    moved, _ = outer.step(anchor, pseudo_gradient(anchor, mean), Fraction(0))
+    assert moved == mean
+
+
+def test_arrays_do_what_numbers_do_and_stay_unchanged() -> None:
+    anchor, mean = np.array([1.0, -2.0]), np.array([[0.5, 3.0], [4.0, 4.0]])
+    gradient = pseudo_gradient(anchor, mean)
+    velocity = np.full((2, 2), 0.25)
+    moved, faster = OuterNesterov().step(anchor + np.zeros((2, 2)), gradient, velocity)
+    for i, j in np.ndindex(2, 2):
+        one = OuterNesterov().step(float(anchor[j]), float(gradient[i, j]), 0.25)
+        assert (moved[i, j], faster[i, j]) == one
+    assert velocity.tolist() == [[0.25, 0.25], [0.25, 0.25]]
+
+
+def test_the_defaults_are_those_of_the_paper_and_find_the_common_optimum() -> None:
+    assert OuterNesterov() == OuterNesterov(lr=0.7, momentum=0.9)
+    optima, anchor, velocity = np.array([1.0, 2.0, 6.0]), 10.0, 0.0
+    for _ in range(200):
+        workers = np.full(3, anchor)
+        for _ in range(5):
+            workers -= 0.1 * (workers - optima)
+        gradient = pseudo_gradient(anchor, float(workers.mean()))
+        anchor, velocity = OuterNesterov().step(anchor, gradient, velocity)
+    assert anchor == pytest.approx(3.0)
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(0, 99))
+def test_all_meet_at_every_nth_step_and_are_alone_in_between(
+    num_workers: int, steps: int, seed: int
+) -> None:
+    job = job_of(local_steps(num_workers, steps), [0] * num_workers, random_durations(seed), 12)
+    job.run()
+    for pipeline in range(num_workers):
+        mine = [len(g.members) for _, g in job.formed if Worker(0, pipeline) in g.members]
+        assert mine[: 12 - steps] == [
+            num_workers if step % steps == 0 else 1 for step in range(1, 13 - steps)
+        ]
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(0.0, 0.9), (0.7, 1.0), (0.7, -0.1)])
+def test_an_outer_optimizer_that_cannot_converge_is_refused(lr: float, momentum: float) -> None:
+    with pytest.raises(PolicyError, match="outer lr="):
+        OuterNesterov(lr=lr, momentum=momentum)

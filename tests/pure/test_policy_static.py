@@ -1,0 +1,130 @@
+"""The static rule: groups of a step are disjoint, all members agree, a period connects all."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.sync.static import NUM_PHASES, Layout, StaticGroups, group_of
+from polyrhythm.types import Group, Worker
+from tests.pure.test_policy_contract import job_of, random_durations
+
+sizes = st.lists(st.integers(1, 9), min_size=1, max_size=7)
+
+
+def groups_at(step: int, node_sizes: list[int]) -> list[tuple[int, ...]]:
+    return sorted({group_of(index, step, node_sizes) for index in range(sum(node_sizes))})
+
+
+def test_four_nodes_of_four_have_the_groups_of_the_paper() -> None:
+    whole = [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)]
+    heads = [(0, 4, 8, 12), (1,), (2, 3), (5,), (6, 7), (9,), (10, 11), (13,), (14, 15)]
+    across = [(0, 3), (1, 9), (2,), (4, 7), (5, 13), (6,), (8, 11), (10,), (12, 15), (14,)]
+    for cycle in range(5):
+        steps = range(NUM_PHASES * cycle, NUM_PHASES * (cycle + 1))
+        assert [groups_at(step, [4, 4, 4, 4]) for step in steps] == [heads, whole, across, whole]
+
+
+@given(sizes, st.integers(0, 60))
+def test_all_members_find_the_same_group_so_groups_are_disjoint(
+    node_sizes: list[int], step: int
+) -> None:
+    for index in range(sum(node_sizes)):
+        members = group_of(index, step, node_sizes)
+        assert index in members
+        assert list(members) == sorted(set(members))
+        assert all(group_of(member, step, node_sizes) == members for member in members)
+
+
+@given(sizes, st.integers(0, 30))
+def test_any_four_steps_connect_all_workers(node_sizes: list[int], first: int) -> None:
+    reached = {0}
+    groups = [g for step in range(first, first + NUM_PHASES) for g in groups_at(step, node_sizes)]
+    for _ in groups:
+        reached.update(member for group in groups if reached & set(group) for member in group)
+    assert len(reached) == sum(node_sizes)
+
+
+@given(sizes, st.integers(0, 60))
+def test_a_group_across_nodes_has_one_worker_of_each(node_sizes: list[int], step: int) -> None:
+    node_of = [node for node, size in enumerate(node_sizes) for _ in range(size)]
+    for group in groups_at(step, node_sizes):
+        nodes = [node_of[member] for member in group]
+        assert len(set(nodes)) in (1, len(nodes))
+
+
+@given(st.integers(2, 9), st.integers(0, 5))
+def test_of_an_odd_ring_each_node_is_left_out_in_turn(num_nodes: int, first: int) -> None:
+    idle = [
+        group
+        for cycle in range(first, first + num_nodes)
+        for group in groups_at(NUM_PHASES * cycle + 2, [1] * num_nodes)
+        if len(group) == 1
+    ]
+    assert sorted(idle) == ([(node,) for node in range(num_nodes)] if num_nodes % 2 else [])
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(0, 99))
+def test_as_a_policy_it_forms_what_each_worker_computes_alone(nodes: list[int], seed: int) -> None:
+    job = job_of(StaticGroups(len(nodes)), nodes, random_durations(seed), num_steps=9).run()
+    layout = Layout.of({Worker(0, p): f"n{node}" for p, node in enumerate(nodes)})
+    for worker in layout.workers:
+        had = [group.members for _, group in job.formed if worker in group.members]
+        # A worker that has finished has left, and the last groups of the others are without it.
+        alone = [layout.members(worker, step) for step in range(9)]
+        assert had[:5] == alone[:5]
+        assert len(had) == 9
+
+
+def test_a_layout_numbers_workers_node_by_node_whatever_their_order() -> None:
+    nodes = {Worker(0, 3): "b", Worker(0, 0): "b", Worker(0, 2): "a", Worker(0, 1): "c"}
+    layout = Layout.of(nodes)
+    assert [worker.pipeline for worker in layout.workers] == [0, 3, 1, 2]
+    assert layout.node_sizes == (2, 1, 1)
+    assert Layout.of(dict(sorted(nodes.items()))) == layout
+    assert layout.members(Worker(0, 2), 0) == (Worker(0, 0), Worker(0, 1), Worker(0, 2))
+
+
+def test_nobody_begins_before_all_have_come_but_not_for_ever() -> None:
+    policy, first, second = StaticGroups(3, startup=10.0), Worker(0, 0), Worker(0, 1)
+    assert policy.on_join(first, "a", 0.0) == policy.on_ready(first, 1.0) == []
+    assert policy.on_join(second, "b", 2.0) == policy.on_ready(second, 3.0) == []
+    assert policy.next_timer() == 10.0
+    assert [group.members for group in policy.on_timer(10.0)] == [(first, second)]
+
+
+def test_a_step_that_failed_is_tried_again_by_those_who_are_left() -> None:
+    policy, workers = StaticGroups(3), [Worker(0, p) for p in range(3)]
+    for worker in workers:
+        policy.on_join(worker, f"n{worker.pipeline}", 0.0)
+    assert policy.on_ready(workers[0], 0.0) == policy.on_ready(workers[1], 0.0) == []
+    [group] = policy.on_ready(workers[2], 0.0)
+    assert policy.on_done(group, False, 1.0) == policy.on_leave(workers[2], 1.0) == []
+    assert policy.on_ready(workers[0], 1.0) == []
+    assert policy.on_ready(workers[1], 1.0) == [Group((workers[0], workers[1]), "step 0, phase 0")]
+
+
+def test_who_joins_begins_at_the_step_of_the_most_advanced() -> None:
+    policy, old, new = StaticGroups(1), Worker(0, 0), Worker(0, 1)
+    policy.on_join(old, "a", 0.0)
+    for step in range(5):
+        assert [group.members for group in policy.on_ready(old, step)] == [(old,)]
+    policy.on_join(new, "a", 5.0)
+    assert policy.on_ready(old, 5.0) == []
+    assert policy.on_ready(new, 6.0) == [Group((old, new), "step 5, phase 1")]
+
+
+@pytest.mark.parametrize(
+    ("index", "step", "node_sizes", "said"),
+    [
+        (0, 0, [], "at least one node"),
+        (0, 0, [2, 0], "at least one worker on each"),
+        (3, 0, [2, 1], "a worker from 0 to 2"),
+        (0, -1, [2], "steps from 0"),
+    ],
+)
+def test_what_the_rule_cannot_use_is_refused(
+    index: int, step: int, node_sizes: list[int], said: str
+) -> None:
+    with pytest.raises(PolicyError, match=said):
+        group_of(index, step, node_sizes)

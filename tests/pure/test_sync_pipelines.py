@@ -1,0 +1,194 @@
+"""Pipelines under a scheduler: no deadlock, no starvation, and no crash that stops the others."""
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyrhythm.sync.adaptive import Adaptive
+from polyrhythm.sync.age import Age
+from polyrhythm.sync.deadlines import Limits
+from polyrhythm.sync.messages import Assign, Ready
+from polyrhythm.sync.registry import POLICIES, make_policies
+from polyrhythm.sync.scheduler import Scheduler
+from polyrhythm.sync.token import EnforcementToken
+from polyrhythm.sync.windowed import WindowedGroups
+from polyrhythm.types import Action, Op, Seconds, Worker
+from tests.pure.sync_grid import HEARTBEAT, Grid
+
+LEASE, MAX_WINDOW, CEILING = 20.0, 3.0, 10.0
+seeds = st.integers(0, 10**6)
+shapes = st.tuples(st.integers(1, 4), st.integers(1, 5))  # stages, pipelines
+LIMITS = Limits(ceiling=CEILING, waiting=100.0, readiness=100.0)
+OPTIONS: dict[str, dict[str, object]] = {
+    "adaptive": {"last_groups": 3, "max_window": MAX_WINDOW},
+    "age": {"max_age": 1, "max_window": MAX_WINDOW},
+    "partial_reduce": {"group_size": 1},
+    "random": {"group_size": 2},
+    "smart": {"group_size": 2},
+    "ssp": {"staleness": 2},
+    "local": {"steps": 3},
+}
+
+
+def random_times(seed: int) -> Callable[[Worker, Action], Seconds]:
+    chance = random.Random(seed)
+    return lambda worker, action: chance.choice([0.1, 1.0, 1.0, 1.0, 8.0])
+
+
+def grid_of(name: str, shape: tuple[int, int], seed: int, **more: object) -> Grid:
+    num_stages, num_pipelines = shape
+    options = OPTIONS.get(name, {}) if num_pipelines > 1 or name in ("ssp", "local") else {}
+    if name == "partial_reduce":
+        options = {"group_size": min(2, num_pipelines), "patience": MAX_WINDOW}
+    policies = make_policies(
+        name, num_stages=num_stages, num_pipelines=num_pipelines, lease=LEASE, options=options
+    )
+    scheduler = Scheduler(policies, num_pipelines, limits=LIMITS)
+    return Grid(scheduler, *shape, 6, random_times(seed), seed, **more)
+
+
+def without_a_shared_token(
+    kind: type[WindowedGroups], num_stages: int, num_pipelines: int, **options: object
+) -> Scheduler:
+    """Every stage enforces as it likes, for as long as it likes."""
+    tokens = [EnforcementToken(math.inf) for _ in range(num_stages)]
+    policies = [kind(num_pipelines, stage=s, token=t, **options) for s, t in enumerate(tokens)]
+    return Scheduler(policies, num_pipelines)
+
+
+def with_one_token(
+    kind: type[WindowedGroups], num_stages: int, num_pipelines: int, **options: object
+) -> Scheduler:
+    """The lease never ends: that nobody is stuck is the merit of the token alone."""
+    token = EnforcementToken(math.inf)
+    policies = [kind(num_pipelines, stage=s, token=token, **options) for s in range(num_stages)]
+    return Scheduler(policies, num_pipelines)
+
+
+@pytest.mark.parametrize("name", ["adaptive", "age"])
+@given(shape=shapes, seed=seeds)
+@settings(max_examples=100)
+def test_every_pipeline_finishes_and_no_ready_worker_starves(
+    name: str, shape: tuple[int, int], seed: int
+) -> None:
+    grid = grid_of(name, shape, seed).run()
+    assert grid.unfinished() == []
+    assert max(grid.waits) <= MAX_WINDOW + LEASE + grid.latency + 1e-9
+    assert grid.scheduler.next_timer() == math.inf
+
+
+@pytest.mark.parametrize("asks_ahead", [False, True])
+@pytest.mark.parametrize("name", POLICIES)
+@given(shape=shapes, seed=seeds)
+@settings(max_examples=8)
+def test_every_policy_gets_through(
+    name: str, asks_ahead: bool, shape: tuple[int, int], seed: int
+) -> None:
+    grid = grid_of(name, shape, seed, asks_ahead=asks_ahead).run()
+    assert grid.unfinished() == []
+    for worker, state in grid.workers.items():
+        assert state.clock == 6, worker
+        assert state.gids == sorted(set(state.gids))
+
+
+def figure_3(make: Callable[..., Scheduler]) -> Grid:
+    """Pipelines A = 0 and B = 1. B is first at the second stage, A is first at the first one."""
+    slow = {
+        (Worker(1, 0), Action(Op.B, 0)): 2.0,  # so worker (2, A) finds that B has gone on
+        (Worker(0, 1), Action(Op.B, 0)): 5.0,  # so worker (1, B) finds that A has gone on
+    }
+    scheduler = make(Adaptive, 2, 2, last_groups=2, window=0.0)
+    times = lambda worker, action: slow.get((worker, action), 1.0)  # noqa: E731
+    return Grid(scheduler, 2, 2, 6, times, latency=0.0, averaging=0.0, in_flight=1).run()
+
+
+def test_figure_3_is_a_deadlock_without_the_token() -> None:
+    grid = figure_3(without_a_shared_token)
+    waiting = [w for w, state in grid.workers.items() if state.waits_since is not None]
+    assert waiting == [Worker(0, 1), Worker(1, 0)]  # (1, B) and (2, A)
+    stages = [policy.validator.lacking() for policy in grid.scheduler.policies]
+    assert stages == [(Worker(0, 0),), (Worker(1, 1),)]  # for (1, A) and (2, B),
+    next_actions = {w: state.program[0] for w, state in grid.workers.items()}
+    assert next_actions[Worker(0, 0)] == Action(Op.B, 1)  # which waits for (2, A)
+    assert next_actions[Worker(1, 1)] == Action(Op.F, 1)  # which waits for (1, B)
+    assert len(grid.unfinished()) == 4
+
+
+def test_figure_3_is_none_with_the_token() -> None:
+    grid = figure_3(with_one_token)
+    assert grid.unfinished() == []
+    first, second = (policy.counters for policy in grid.scheduler.policies)
+    assert first["waived_token"] + second["waived_token"] > 0
+    assert first["everybody"] > 0 < second["everybody"]  # both stages have had their pair
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(Adaptive, {"last_groups": 4}), (Age, {"max_age": 1})]
+)
+def test_without_the_token_some_grids_are_stuck_and_with_it_none(
+    kind: type[WindowedGroups], options: dict[str, int]
+) -> None:
+    def stuck(make: Callable[..., Scheduler], seed: int) -> bool:
+        scheduler = make(kind, 2, 3, window=0.0, **options)
+        grid = Grid(scheduler, 2, 3, 8, random_times(seed), seed, latency=0.0, averaging=0.0)
+        return bool(grid.run().unfinished())
+
+    lost = [seed for seed in range(60) if stuck(without_a_shared_token, seed)]
+    assert lost
+    assert not [seed for seed in range(60) if stuck(with_one_token, seed)]
+
+
+@pytest.mark.parametrize("name", ["adaptive", "age"])
+def test_a_crash_of_any_worker_at_any_event_does_not_stop_the_others(name: str) -> None:
+    last = len(grid_of(name, (2, 3), 1).run().log)
+    for event in range(1, last):
+        for lost in (Worker(stage, event % 3) for stage in range(2)):
+            grid = grid_of(name, (2, 3), 1, at_event={event: lambda g, w=lost: g.kill(w)}).run()
+            others = [pipeline for pipeline in range(3) if pipeline != lost.pipeline]
+            assert grid.unfinished(others) == [], (event, lost)
+            assert max(grid.waits) <= MAX_WINDOW + LEASE + CEILING + HEARTBEAT
+
+
+@pytest.mark.parametrize("name", ["adaptive", "age", "all_reduce", "smart", "pairwise"])
+@given(seed=seeds, shape=st.tuples(st.integers(1, 3), st.integers(2, 5)), data=st.data())
+@settings(max_examples=15)
+def test_crashes_and_returns_do_not_stop_the_others(
+    name: str, seed: int, shape: tuple[int, int], data: st.DataObject
+) -> None:
+    """Fewer than all pipelines crash, some of them come back."""
+    num_lost = data.draw(st.integers(1, shape[1] - 1))
+    at_event: dict[int, Callable[[Grid], None]] = {}
+    alone = set(range(num_lost))
+    for pipeline in range(num_lost):
+        worker = Worker(data.draw(st.integers(0, shape[0] - 1)), pipeline)
+        event = data.draw(st.integers(1, 80).filter(lambda e: e not in at_event))
+
+        def crash(grid: Grid, worker: Worker = worker) -> None:
+            state = grid.workers[worker]
+            if state.program and state.is_alive:
+                grid.kill(worker)
+                if worker.pipeline % 2:
+                    grid._later(HEARTBEAT + 5, lambda: grid.revive(worker))
+
+        at_event[event] = crash
+        alone.discard(pipeline if pipeline % 2 else -1)
+    grid = grid_of(name, shape, seed, at_event=at_event).run()
+    assert grid.unfinished(set(range(shape[1])) - alone) == []
+
+
+@given(shape=st.tuples(st.integers(1, 3), st.integers(2, 4)), seed=seeds)
+@settings(max_examples=20)
+def test_averages_that_fail_leave_nobody_behind(shape: tuple[int, int], seed: int) -> None:
+    grid = grid_of("age", shape, seed, chance_to_fail=0.3).run()
+    assert grid.unfinished() == []
+    counters = grid.scheduler.counters
+    for event, commands in grid.log:
+        # A ready worker is in one group, or sent on; a gid is never used twice.
+        assert not isinstance(event, Ready) or len(commands) <= 2
+    gids = [c.gid for _, commands in grid.log for c in commands if isinstance(c, Assign)]
+    assert len(gids) == len(set(gids)) == counters["committed"] + counters["aborted"]
+    assert gids == sorted(gids)

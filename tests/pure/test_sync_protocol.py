@@ -1,0 +1,220 @@
+"""The scheduler under any storm of messages: nothing breaks, and nothing of value is lost.
+
+A stateful test plays workers that may send anything, in order or not, twice or late, and die, leave
+and return at any time. Beside the scheduler it keeps the weights that its commands imply.
+"""
+
+import math
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from polyrhythm.sync.deadlines import Limits
+from polyrhythm.sync.messages import (
+    Abort,
+    Assign,
+    Command,
+    Commit,
+    Dead,
+    Done,
+    Event,
+    Heal,
+    Join,
+    Leave,
+    Ready,
+    Refuse,
+    Request,
+    Skip,
+    Timer,
+)
+from polyrhythm.sync.registry import make_policies
+from polyrhythm.sync.scheduler import Scheduler
+from polyrhythm.types import Worker
+
+NUM_STAGES, NUM_PIPELINES = 2, 3
+WORKERS = [Worker(s, p) for s in range(NUM_STAGES) for p in range(NUM_PIPELINES)]
+NAMES = ["all_reduce", "adaptive", "age", "random", "pairwise"]
+LIMITS = Limits(ceiling=5.0, readiness=20.0, waiting=30.0)
+
+
+class Storm(RuleBasedStateMachine):
+    @initialize(name=st.sampled_from(NAMES))
+    def start(self, name: str) -> None:
+        options: dict[str, object] = {"adaptive": {"last_groups": 2}, "age": {"max_age": 1}}.get(
+            name, {}
+        )
+        policies = make_policies(
+            name, num_stages=NUM_STAGES, num_pipelines=NUM_PIPELINES, lease=6.0, options=options
+        )
+        self.scheduler = Scheduler(policies, NUM_PIPELINES, limits=LIMITS)
+        self.now = 0.0
+        self.log: list[Event] = []
+        self.clock = dict.fromkeys(WORKERS, 0)
+        self.life = dict.fromkeys(WORKERS, 0)
+        self.alive = dict.fromkeys(WORKERS, True)
+        self.waits = dict.fromkeys(WORKERS, False)
+        self.open: dict[int, Assign] = {}
+        self.said_done: dict[int, set[Worker]] = {}
+        self.closed: dict[int, Command] = {}
+        self.last_gid = dict.fromkeys(WORKERS, 0)
+        # A worker's weight is its own number; averages mix them.
+        self.weights = {worker: float(n) for n, worker in enumerate(WORKERS)}
+        self.since: dict[Worker, float] = {}
+        for worker in WORKERS:
+            self.tell(Join(worker, f"node{worker.pipeline}", 0, 0, self.now))
+
+    def tell(self, event: Event) -> list[Command]:
+        self.log.append(event)
+        commands = self.scheduler.step(event)
+        for command in commands:
+            self.obey(command)
+        return commands
+
+    def obey(self, command: Command) -> None:
+        if isinstance(command, Assign):
+            if command.gid in self.open:
+                assert command == self.open[command.gid]  # told again
+                return
+            assert command.gid not in self.closed
+            assert list(command.members) == sorted(command.members)
+            assert len({worker.stage for worker in command.members}) == 1
+            assert math.isclose(sum(command.weights), 1)
+            assert command.why
+            busy = {worker for assign in self.open.values() for worker in assign.members}
+            assert not busy & set(command.members), "two open groups share a worker"
+            for worker in command.members:
+                assert self.alive[worker]
+                assert self.last_gid[worker] < command.gid, "out of order"
+                self.last_gid[worker] = command.gid
+                self.since.pop(worker, None)
+            self.open[command.gid] = command
+            self.said_done[command.gid] = set()
+        elif isinstance(command, Commit | Abort):
+            if command.gid in self.closed:
+                assert command == self.closed[command.gid]
+                return
+            assign = self.open.pop(command.gid)
+            self.closed[command.gid] = command
+            if isinstance(command, Commit):
+                assert self.said_done[command.gid] == set(assign.members)
+                self.average(assign)
+        elif isinstance(command, Skip):
+            self.since.pop(command.worker, None)
+            if command.clock == self.clock[command.worker]:
+                self.waits[command.worker] = False
+        elif isinstance(command, Heal):
+            assert command.worker.stage == command.source.stage
+            assert command.worker != command.source
+
+    def average(self, assign: Assign) -> None:
+        before = sum(self.weights.values())
+        pairs = zip(assign.members, assign.weights, strict=True)
+        mean = sum(self.weights[worker] * weight for worker, weight in pairs)
+        for worker in assign.members:
+            self.weights[worker] = mean
+            self.waits[worker] = False
+        assert math.isclose(sum(self.weights.values()), before)
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def become_ready(self, worker: Worker) -> None:
+        if self.alive[worker] and not self.waits[worker]:
+            self.clock[worker] += 1
+            self.waits[worker] = True
+            self.since[worker] = self.now
+            self.tell(Ready(worker, self.clock[worker], self.life[worker], self.now))
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def ask_ahead(self, worker: Worker) -> None:
+        if self.alive[worker]:
+            self.tell(Request(worker, self.clock[worker] + 1, self.life[worker], self.now))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]))
+    def be_done(self, data: st.DataObject, ok: bool) -> None:
+        gid = data.draw(st.sampled_from(sorted(self.open)))
+        worker = data.draw(st.sampled_from(self.open[gid].members))
+        if self.alive[worker]:
+            if ok:
+                self.said_done[gid].add(worker)
+            self.tell(Done(worker, gid, ok, self.life[worker], self.now))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def finish_a_group(self, data: st.DataObject) -> None:
+        gid = data.draw(st.sampled_from(sorted(self.open)))
+        for worker in self.open[gid].members:
+            self.said_done[gid].add(worker)
+            self.tell(Done(worker, gid, True, self.life[worker], self.now))
+        assert gid in self.closed
+
+    @rule(worker=st.sampled_from(WORKERS), leaves=st.booleans())
+    def be_lost(self, worker: Worker, leaves: bool) -> None:
+        if self.alive[worker]:
+            self.alive[worker] = self.waits[worker] = False
+            self.since.pop(worker, None)
+            self.tell((Leave if leaves else Dead)(worker, self.life[worker], self.now))
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def return_anew(self, worker: Worker) -> None:
+        self.life[worker] += 1
+        self.alive[worker], self.waits[worker] = True, False
+        self.since.pop(worker, None)
+        clock, life = self.clock[worker], self.life[worker]
+        self.tell(Join(worker, "node", clock, life, self.now))
+
+    @rule(data=st.data())
+    def repeat_something_old(self, data: st.DataObject) -> None:
+        """A message from the past changes nothing: no group begins or ends by it."""
+        old = data.draw(st.sampled_from(self.log))
+        if isinstance(old, Timer):
+            return
+        kind = type(old)
+        values = {name: getattr(old, name) for name in old.__struct_fields__}
+        if isinstance(old, Dead | Leave) and old.incarnation == self.life[old.worker]:
+            return  # not old: it would be true
+        if isinstance(old, Request) and self.clock[old.worker] < old.clock:
+            return
+        if isinstance(old, Done) and old.gid in self.open:
+            return
+        before = set(self.open)
+        self.tell(kind(**{**values, "now": self.now}))
+        assert set(self.open) == before
+
+    @rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 10.0, 100.0]))
+    def wait(self, seconds: float) -> None:
+        end = self.now + seconds
+        while (timer := self.scheduler.next_timer()) <= end:
+            assert timer >= self.now, "a timer in the past"
+            self.now = timer
+            self.tell(Timer(timer))
+        self.now = end
+
+    @rule(worker=st.sampled_from(WORKERS), clock=st.integers(-1, 3), life=st.integers(0, 3))
+    def say_nonsense(self, worker: Worker, clock: int, life: int) -> None:
+        if life < self.life[worker] or clock < self.clock[worker]:
+            commands = self.tell(Ready(worker, clock, life, self.now))
+            assert all(isinstance(command, Refuse) for command in commands)
+        self.tell(Done(worker, 10**9, True, self.life[worker], self.now))
+
+    @invariant()
+    def nobody_starves(self) -> None:
+        """Alive, ready, and in no group: an answer comes within the longest wait there is."""
+        for worker, since in self.since.items():
+            assert self.now - since <= LIMITS.waiting + 1e-6, worker
+
+    def teardown(self) -> None:
+        """When all is quiet, every group ends, and the same log gives the same commands."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(200):
+            if (timer := self.scheduler.next_timer()) == math.inf:
+                break
+            self.now = timer
+            self.tell(Timer(timer))
+        assert self.scheduler.next_timer() == math.inf
+        assert not self.open
+
+
+TestStorm = Storm.TestCase
+TestStorm.settings = settings(max_examples=150, stateful_step_count=60)

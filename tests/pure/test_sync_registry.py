@@ -1,0 +1,109 @@
+"""Policies by name: all are there, options are checked, and errors say what would be right."""
+
+import pytest
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.sync.adaptive import Adaptive
+from polyrhythm.sync.age import Age
+from polyrhythm.sync.all_reduce import AllReduce
+from polyrhythm.sync.every import Every
+from polyrhythm.sync.mixing import CausalAge, UnionConnectivity
+from polyrhythm.sync.policy import Policy
+from polyrhythm.sync.registry import POLICIES, make_policies, make_policy
+from polyrhythm.types import Worker
+
+NEEDED: dict[str, dict[str, object]] = {
+    "partial_reduce": {"group_size": 2},
+    "ssp": {"staleness": 1},
+}
+NAMES = "all_reduce static random smart partial_reduce adaptive age pairwise ssp balanced local"
+
+
+def test_every_name_of_the_design_is_there() -> None:
+    assert list(POLICIES) == NAMES.split()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_is_made_by_its_name(name: str) -> None:
+    policy = make_policy(name, num_workers=4, options=NEEDED.get(name))
+    assert isinstance(policy, Policy)
+    assert policy.on_join(Worker(0, 0), "node", 0.0) == []
+
+
+def test_options_reach_the_policy() -> None:
+    policy = make_policy("adaptive", num_workers=8, options={"last_groups": 3, "window": "paper"})
+    assert isinstance(policy, Adaptive)
+    assert isinstance(policy.validator, UnionConnectivity)
+    assert policy.validator.last_groups == 3
+    policy = make_policy("age", num_workers=8, stage=2, options={"max_age": 7, "window": 1})
+    assert isinstance(policy, Age)
+    assert isinstance(policy.validator, CausalAge)
+    assert (policy.validator.max_age, policy.stage) == (7, 2)
+    assert policy.window.open(8) == 1.0
+
+
+def test_stages_share_one_token_and_nothing_else() -> None:
+    first, second = make_policies("age", num_stages=2, num_pipelines=4, lease=5.0)
+    assert first.token is second.token
+    assert first.token.lease == 5.0
+    assert (first.stage, second.stage) == (0, 1)
+    assert first.validator is not second.validator
+
+
+def test_stages_draw_differently_and_a_seed_fixes_it() -> None:
+    def seeds(seed: int) -> list[int]:
+        return [p.seed for p in make_policies("random", num_stages=3, num_pipelines=4, seed=seed)]
+
+    assert len(set(seeds(1))) == 3
+    assert seeds(1) == seeds(1) != seeds(2)
+
+
+def test_a_policy_across_stages_is_one_for_all() -> None:
+    policies = make_policies("ssp", num_stages=3, num_pipelines=4, options={"staleness": 3})
+    assert len(policies) == 3
+    assert len({id(policy) for policy in policies}) == 1
+    assert policies[0].num_workers == 12
+
+
+def test_every_nth_step_wraps_any_policy() -> None:
+    policy = make_policy("all_reduce", num_workers=2, every=4)
+    assert isinstance(policy, Every)
+    assert isinstance(policy.policy, AllReduce)
+    assert isinstance(make_policy("all_reduce", num_workers=2, every=1), AllReduce)
+    with pytest.raises(PolicyError, match="every=0"):
+        make_policy("all_reduce", num_workers=2, every=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "wrong", "right"),
+    [
+        ("adaptve", {}, "unknown policy: 'adaptve'", "did you mean 'adaptive'"),
+        ("gossip", {}, "unknown policy: 'gossip'", NAMES.replace(" ", ", ")),
+        ("age", {"max_agee": 1}, "unknown option of age: 'max_agee'", "did you mean 'max_age'"),
+        ("age", {"num_workers": 1}, "unknown option of age", "window"),
+        ("adaptive", {"last_groups": 0}, "last_groups=0", "P >= 1"),
+        ("adaptive", {"last_groups": "ten"}, "last_groups='ten'", "Expected `int`"),
+        ("adaptive", {"last_groups": 2.5}, "last_groups=2.5", "Expected `int`"),
+        ("adaptive", {"window": "wide"}, "window='wide'", "'rate', 'paper' or a number"),
+        ("adaptive", {"group_size": 9}, "group_size=9", "1 to 8"),
+        ("partial_reduce", {"group_size": 9}, "group_size=9", "1 to 8"),
+        ("random", {"group_size": 9}, "group_size=9", "1 to 8"),
+        ("smart", {"group_size": 0}, "group_size=0", "1 to 8"),
+        ("partial_reduce", {}, "partial_reduce without group_size", "add group_size"),
+        ("age", {"max_age": -1}, "max_age=-1", "A >= 0"),
+    ],
+)
+def test_bad_choices_are_refused(
+    name: str, options: dict[str, object], wrong: str, right: str
+) -> None:
+    with pytest.raises(PolicyError) as refused:
+        make_policy(name, num_workers=8, options=options)
+    assert wrong in refused.value.wrong
+    assert right in str(refused.value)
+
+
+def test_a_job_has_stages_and_workers() -> None:
+    with pytest.raises(PolicyError, match="num_stages=0"):
+        make_policies("age", num_stages=0, num_pipelines=1)
+    with pytest.raises(PolicyError, match="num_workers=0"):
+        make_policies("age", num_stages=1, num_pipelines=0)

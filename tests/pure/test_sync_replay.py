@@ -1,0 +1,144 @@
+"""Replay: a log of events gives the same commands again, in any process, for every policy."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from polyrhythm.sync.deadlines import Limits
+from polyrhythm.sync.messages import (
+    Abort,
+    Assign,
+    Command,
+    Commit,
+    Dead,
+    Done,
+    Event,
+    Heal,
+    Join,
+    Leave,
+    Ready,
+    Refuse,
+    Request,
+    Skip,
+    Timer,
+)
+from polyrhythm.sync.registry import POLICIES, make_policies
+from polyrhythm.sync.scheduler import Scheduler
+from polyrhythm.types import Worker
+from tests.pure.sync_grid import Grid
+from tests.pure.test_sync_pipelines import OPTIONS, random_times
+
+SHAPE = (2, 5)
+
+
+def scheduler_of(name: str) -> Scheduler:
+    options = OPTIONS.get(name, {})
+    policies = make_policies(
+        name, num_stages=SHAPE[0], num_pipelines=SHAPE[1], lease=20.0, seed=7, options=options
+    )
+    return Scheduler(policies, SHAPE[1], limits=Limits(waiting=100.0, ceiling=10.0))
+
+
+def run_of(name: str) -> Grid:
+    """With two losses and a return in it."""
+    lost = {30: Worker(1, 2), 50: Worker(0, 4)}
+    at_event = {event: lambda grid, w=worker: grid.kill(w) for event, worker in lost.items()}
+    at_event[90] = lambda grid: grid.revive(Worker(1, 2))
+    grid = Grid(scheduler_of(name), *SHAPE, 8, random_times(3), 3, at_event=at_event)
+    return grid.run()
+
+
+def digest() -> str:
+    """Of all that all policies say, in words and in bytes."""
+    said = hashlib.sha256()
+    for name in POLICIES:
+        for event, commands in run_of(name).log:
+            said.update(f"{event} {commands}".encode())
+            said.update(msgspec.msgpack.encode(commands))
+    return said.hexdigest()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_same_log_gives_the_same_commands(name: str) -> None:
+    log = run_of(name).log
+    encode = msgspec.msgpack.Encoder().encode
+    decode = msgspec.msgpack.Decoder(Event).decode
+    scheduler = scheduler_of(name)
+    for event, commands in log:
+        assert scheduler.step(decode(encode(event))) == commands  # off the wire, or from a file
+
+
+def test_the_hash_seed_of_the_process_does_not_matter() -> None:
+    code = "from tests.pure.test_sync_replay import digest; print(digest())"
+    found = {digest()}
+    for seed in ("0", "1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found.add(done.stdout.strip())
+    assert len(found) == 1
+
+
+def test_a_timer_too_many_changes_nothing() -> None:
+    scheduler, reminded = scheduler_of("age"), scheduler_of("age")
+    for event, _ in run_of("age").log:
+        assert scheduler.step(event) == reminded.step(event)
+        assert reminded.step(Timer(event.now)) == []
+
+
+EVENTS: list[Event] = [
+    Join(Worker(1, 2), "node", 3, 4, 5.0),
+    Request(Worker(1, 2), 3, 4, 5.0),
+    Ready(Worker(1, 2), 3, 4, 5.0),
+    Done(Worker(1, 2), 3, True, 4, 5.0),
+    Timer(5.0),
+    Dead(Worker(1, 2), 3, 4.0),
+    Leave(Worker(1, 2), 3, 4.0),
+]
+COMMANDS: list[Command] = [
+    Assign(1, 2, (Worker(0, 0), Worker(0, 1)), (0.5, 0.5), float("inf"), "why"),
+    Commit(1, (Worker(0, 0),)),
+    Abort(1, (Worker(0, 0),), "reason"),
+    Skip(Worker(0, 0), 1, "why"),
+    Heal(Worker(0, 0), Worker(0, 1), "why"),
+    Refuse(Worker(0, 0), 1, "why"),
+]
+
+
+@pytest.mark.parametrize(
+    ("messages", "kind"), [(EVENTS, Event), (COMMANDS, Command)], ids=["events", "commands"]
+)
+def test_messages_travel(messages: list[object], kind: object) -> None:
+    for message in messages:
+        wire = msgspec.msgpack.encode(message)
+        assert msgspec.msgpack.decode(wire, type=kind) == message
+        assert len(wire) < 64
+    assert {type(message) for message in messages} == set(kind.__args__)
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        ["Ready", [0, 1], "late", 0, 0.0],
+        ["Ready", [0], 1, 0, 0.0],
+        ["Ready", [0, 1]],
+        ["Ready", [0, 1], -1, 0, 0.0],
+        ["Join", [0, 1], "n" * 256, 0, 0, 0.0],
+        ["Nonsense", 1],
+        {"type": "Ready"},
+        [],
+    ],
+)
+def test_what_is_no_message_is_not_taken_for_one(wire: object) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=Event)

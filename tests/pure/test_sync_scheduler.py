@@ -1,0 +1,331 @@
+"""The scheduler's protocol: commit or abort for all, in one order, whatever comes twice or late."""
+
+import math
+
+import pytest
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.sync.all_reduce import AllReduce
+from polyrhythm.sync.deadlines import Limits
+from polyrhythm.sync.messages import (
+    Abort,
+    Assign,
+    Command,
+    Commit,
+    Dead,
+    Done,
+    Join,
+    Ready,
+    Refuse,
+    Request,
+    Skip,
+    Timer,
+)
+from polyrhythm.sync.policy import Policy
+from polyrhythm.sync.scheduler import Scheduler
+from polyrhythm.types import Group, Seconds, Worker
+
+A, B, C = (Worker(0, pipeline) for pipeline in range(3))
+LIMITS = Limits(floor=1.0, ceiling=10.0, retries=1)
+
+
+def scheduler_of(num_pipelines: int = 2, num_stages: int = 1, **options: object) -> Scheduler:
+    """All-reduce, with everyone there."""
+    policies = [AllReduce(num_pipelines) for _ in range(num_stages)]
+    scheduler = Scheduler(policies, num_pipelines, limits=LIMITS, **options)
+    for worker in scheduler.membership.members:
+        assert scheduler.step(Join(worker, "node", 0)) == []
+    return scheduler
+
+
+def ready(
+    scheduler: Scheduler, *workers: Worker, clock: int = 1, now: float = 1.0
+) -> list[Command]:
+    return [c for worker in workers for c in scheduler.step(Ready(worker, clock, now=now))]
+
+
+class Scripted(Policy):
+    """Forms the groups it is told to, when somebody becomes ready or asks."""
+
+    def __init__(self, on_request: dict[Worker, list[Group]] | None = None) -> None:
+        self.requests = on_request or {}
+        self.told: list[str] = []
+
+    def on_request(self, worker: Worker, now: Seconds) -> list[Group]:
+        self.told.append(f"request {worker}")
+        return self.requests.pop(worker, [])
+
+    def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
+        self.told.append(f"ready {worker}")
+        return []
+
+    def on_done(self, group: Group, ok: bool, now: Seconds) -> list[Group]:
+        self.told.append(f"done {' '.join(map(str, group.members))} {ok}")
+        return []
+
+    def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:
+        self.told.append(f"leave {worker}")
+        return []
+
+
+def test_a_cycle_is_ready_assign_done_commit() -> None:
+    scheduler = scheduler_of()
+    assert ready(scheduler, A) == []
+    (assign,) = ready(scheduler, B)
+    assert assign == Assign(1, 2, (A, B), (0.5, 0.5), 10.0, "all are ready")
+    assert scheduler.step(Done(A, 1, True, now=2.0)) == []
+    assert scheduler.step(Done(B, 1, True, now=2.5)) == [Commit(1, (A, B))]
+    assert ready(scheduler, A, clock=2, now=3.0) == []
+    assert ready(scheduler, B, clock=2, now=3.0)[0].gid == 2
+    assert scheduler.counters == {"committed": 1}
+
+
+def test_one_failure_aborts_for_all_and_those_ready_get_another_group() -> None:
+    scheduler = scheduler_of()
+    ready(scheduler, A, B)
+    scheduler.step(Done(A, 1, True, now=2.0))
+    abort, assign = scheduler.step(Done(B, 1, False, now=2.5))
+    assert abort == Abort(1, (A, B), "s0p1 failed")
+    assert isinstance(assign, Assign)
+    assert (assign.gid, assign.members) == (2, (A, B))
+    # The second failure is one too many: they go on alone.
+    abort, *skips = scheduler.step(Done(A, 2, False, now=3.0))
+    assert abort == Abort(2, (A, B), "s0p0 failed")
+    why = "2 groups failed, the last one: s0p0 failed"
+    assert skips == [Skip(A, 1, why), Skip(B, 1, why)]
+    # A new step is a new chance.
+    assert ready(scheduler, A, B, clock=2, now=4.0)[0].gid == 3
+
+
+def test_a_group_that_takes_too_long_is_aborted_and_the_silent_are_named() -> None:
+    scheduler = scheduler_of()
+    ready(scheduler, A, B, now=1.0)
+    assert scheduler.next_timer() == 11.0
+    scheduler.step(Done(A, 1, True, now=2.0))
+    assert scheduler.step(Timer(10.9)) == []
+    abort, assign = scheduler.step(Timer(11.0))
+    assert abort == Abort(1, (A, B), "s0p1 not done within 10 s")
+    assert assign.gid == 2
+    # What is due comes before what happens at that moment.
+    commands = scheduler.step(Done(B, 2, True, now=100.0))
+    assert commands[0] == Abort(2, (A, B), "s0p0 s0p1 not done within 89 s")
+    assert [type(command) for command in commands] == [Abort, Skip, Skip]
+    assert scheduler.counters["late"] == 1
+    assert ready(scheduler, B, now=101.0) == [commands[2]]
+
+
+def test_deadlines_are_learned() -> None:
+    scheduler = scheduler_of()
+    now = 0.0
+    for clock in range(1, 20):
+        assign = ready(scheduler, A, B, clock=clock, now=now)[0]
+        now += 2.0 + 0.01 * (clock % 3)
+        scheduler.step(Done(A, assign.gid, True, now=now))
+        scheduler.step(Done(B, assign.gid, True, now=now))
+    assert 2.0 < ready(scheduler, A, B, clock=30, now=now)[0].deadline < 2.5
+
+
+def test_a_death_aborts_its_group_and_the_rest_goes_on() -> None:
+    scheduler = scheduler_of(3)
+    ready(scheduler, A, B, C)
+    abort, assign = scheduler.step(Dead(B, now=2.0))
+    assert abort == Abort(1, (A, B, C), "s0p1 died")
+    assert (assign.gid, assign.members, assign.epoch) == (2, (A, C), 4)
+    assert assign.why == "all are ready; 1 of 3 workers are not here"
+    assert scheduler.step(Done(B, 1, True, now=2.1)) == []  # from the grave
+    assert scheduler.step(Dead(B, now=2.2)) == []
+    assert scheduler.counters["late"] == 2
+    (refuse,) = ready(scheduler, B, clock=2, now=3.0)
+    assert refuse == Refuse(B, 2, "s0p1 is dead, and has to join anew")
+
+
+def test_losses_do_not_count_as_failures() -> None:
+    scheduler = scheduler_of(4)
+    ready(scheduler, A, B, C, Worker(0, 3))
+    for lost in (B, C):
+        assert isinstance(scheduler.step(Dead(lost, now=2.0))[-1], Assign)
+    abort, skip = scheduler.step(Dead(Worker(0, 3), now=3.0))
+    assert isinstance(abort, Abort)
+    assert skip == Skip(A, 1, "all are ready; 3 of 4 workers are not here")
+
+
+def test_what_comes_twice_is_counted_and_answered_as_before() -> None:
+    scheduler = scheduler_of()
+    assert ready(scheduler, A, A) == []
+    (assign,) = ready(scheduler, B)
+    assert ready(scheduler, B) == [assign]
+    assert ready(scheduler, A) == [assign]
+    scheduler.step(Done(A, 1, True, now=2.0))
+    assert scheduler.step(Done(A, 1, True, now=2.0)) == []
+    assert scheduler.step(Done(A, 1, False, now=2.0)) == []  # it has said Done already
+    (commit,) = scheduler.step(Done(B, 1, True, now=2.0))
+    assert scheduler.step(Done(B, 1, True, now=2.0)) == [commit]
+    assert ready(scheduler, A, now=2.0) == [commit]
+    assert scheduler.step(Join(A, "node", 0, now=3.0)) == []
+    assert scheduler.counters == {"duplicate": 7, "committed": 1, "late": 1}
+
+
+def test_a_clock_that_goes_back_is_refused() -> None:
+    scheduler = scheduler_of()
+    ready(scheduler, A, clock=5)
+    (refuse,) = ready(scheduler, A, clock=3)
+    why = "s0p0 goes back from clock 5 to 3: it has to join anew"
+    assert refuse == Refuse(A, 3, why)
+    assert scheduler.counters == {"clock_backwards": 1}
+    assert isinstance(ready(scheduler, B)[0], Assign)  # nothing has changed
+
+
+@pytest.mark.parametrize("worker", [Worker(0, 9), Worker(9, 0), Worker(-1, 0), Worker(0, -1)])
+def test_strangers_are_refused(worker: Worker) -> None:
+    scheduler = scheduler_of()
+    for event in (Join(worker, "node", 0), Ready(worker, 1), Done(worker, 1, True), Dead(worker)):
+        (refuse,) = scheduler.step(event)
+        assert refuse.why == f"{worker} is not in the plan"
+    assert scheduler.counters == {"stranger": 4}
+
+
+def test_a_worker_that_has_not_joined_in_this_life_is_refused() -> None:
+    scheduler = Scheduler([AllReduce(2)], 2)
+    (refuse,) = scheduler.step(Ready(A, 1, 0, now=1.0))
+    assert refuse.why == "s0p0 has not joined"
+    scheduler.step(Join(A, "node", 0, 1, now=1.0))
+    (refuse,) = scheduler.step(Ready(A, 1, 2, now=1.0))
+    assert refuse.why == "s0p0 has not joined"
+
+
+def test_done_for_a_group_of_others_or_not_assigned_yet_changes_nothing() -> None:
+    groups = [Group((A, B), "first"), Group((B, C), "second")]
+    scheduler = Scheduler([Scripted({A: groups})], 3)
+    for worker in (A, B, C):
+        scheduler.step(Join(worker, "node", 0))
+    (assign,) = ready(scheduler, A, B, C)
+    assert assign.gid == 1
+    assert scheduler.step(Done(C, 1, True, now=2.0)) == []
+    assert scheduler.step(Done(C, 2, True, now=2.0)) == []
+    assert scheduler.step(Done(C, 77, True, now=2.0)) == []
+    assert scheduler.counters == {"out_of_turn": 2, "late": 1}
+
+
+def test_groups_that_share_a_worker_take_turns_in_the_order_of_their_ids() -> None:
+    groups = [Group((A, B), "1st"), Group((B, C), "2nd"), Group((A, C), "3rd")]
+    scheduler = Scheduler([Scripted({A: groups})], 3)
+    for worker in (A, B, C):
+        scheduler.step(Join(worker, "node", 0))
+    assert [c.why for c in ready(scheduler, A, B, C)] == ["1st"]
+    scheduler.step(Done(A, 1, True, now=2.0))
+    commit, second = scheduler.step(Done(B, 1, True, now=2.0))
+    assert (commit.gid, second.why) == (1, "2nd")
+    assert ready(scheduler, A, clock=2, now=3.0) == []
+    scheduler.step(Done(B, 2, True, now=4.0))
+    commit, third = scheduler.step(Done(C, 2, True, now=4.0))
+    assert (commit.gid, third.why) == (2, "3rd")
+
+
+def test_a_death_takes_groups_out_of_line_that_were_never_assigned() -> None:
+    groups = [Group((A, B), "1st"), Group((A, C), "2nd"), Group((B, C), "3rd")]
+    policy = Scripted({A: groups})
+    scheduler = Scheduler([policy], 3)
+    for worker in (A, B, C):
+        scheduler.step(Join(worker, "node", 0))
+    ready(scheduler, A, B, C)
+    abort, third = scheduler.step(Dead(A, now=2.0))
+    assert (abort.gid, third.gid, third.why) == (1, 3, "3rd")
+    assert policy.told[-3:] == ["done s0p0 s0p2 False", "done s0p0 s0p1 False", "leave s0p0"]
+
+
+def test_a_group_asked_for_ahead_has_its_deadline_from_the_last_ready() -> None:
+    scheduler = Scheduler([Scripted({B: [Group((A, B), "asked")]})], 2, limits=LIMITS)
+    for worker in (A, B):
+        scheduler.step(Join(worker, "node", 0))
+    assert scheduler.step(Request(A, 1, now=1.0)) == []
+    (assign,) = scheduler.step(Request(B, 1, now=1.0))  # both compute still
+    assert scheduler.next_timer() == 301.0
+    assert ready(scheduler, A, now=5.0) == []
+    assert ready(scheduler, B, now=50.0) == []
+    assert scheduler.next_timer() == 60.0
+    scheduler.step(Done(A, assign.gid, True, now=51.0))
+    assert scheduler.step(Done(B, assign.gid, True, now=51.0)) == [Commit(1, (A, B))]
+    policy = scheduler.policies[0]
+    assert policy.told == [
+        "request s0p0",
+        "request s0p1",
+        "ready s0p0",
+        "ready s0p1",
+        "done s0p0 s0p1 True",
+    ]
+
+
+def test_an_assigned_group_does_not_wait_for_ever_for_a_member_to_be_ready() -> None:
+    scheduler = Scheduler([Scripted({B: [Group((A, B), "asked")]})], 2, limits=LIMITS)
+    for worker in (A, B):
+        scheduler.step(Join(worker, "node", 0))
+    scheduler.step(Request(A, 1, now=1.0))
+    scheduler.step(Request(B, 1, now=1.0))
+    ready(scheduler, A, now=5.0)
+    (abort,) = scheduler.step(Timer(301.0))
+    assert abort.reason == "s0p1 not ready within 300 s"
+    # Both tell the policy again what they had told it.
+    told = ["done s0p0 s0p1 False", "request s0p0", "ready s0p0", "request s0p1"]
+    assert scheduler.policies[0].told[-4:] == told
+
+
+def test_a_ready_worker_that_no_policy_wants_is_sent_on() -> None:
+    policy = Scripted()
+    scheduler = Scheduler([policy], 2, limits=Limits(waiting=20.0))
+    for worker in (A, B):
+        scheduler.step(Join(worker, "node", 0))
+    ready(scheduler, A, now=1.0)
+    assert scheduler.next_timer() == 21.0
+    assert scheduler.step(Timer(21.0)) == [Skip(A, 1, "no group within 20 s")]
+    assert policy.told[-1] == "leave s0p0"
+    assert scheduler.next_timer() == math.inf
+
+
+def test_what_comes_early_waits_for_its_turn() -> None:
+    """A worker that overlaps averaging with its next step may be done with it first."""
+    scheduler = scheduler_of()
+    ready(scheduler, A, B)
+    assert scheduler.step(Request(A, 2, now=1.5)) == []
+    assert ready(scheduler, A, clock=2, now=1.6) == []
+    assert ready(scheduler, B, clock=2, now=1.7) == []
+    assert scheduler.counters == {"early": 2}
+    scheduler.step(Done(A, 1, True, now=2.0))
+    commit, assign = scheduler.step(Done(B, 1, True, now=2.0))
+    assert (commit.gid, assign.gid) == (1, 2)
+
+
+def test_a_passive_member_answers_while_it_computes() -> None:
+    """It has not asked for the group, so its step is its own: Commit does not end it."""
+    scheduler = Scheduler([Scripted({A: [Group((A, B), "exchange")]})], 2, limits=LIMITS)
+    for worker in (A, B):
+        scheduler.step(Join(worker, "node", 0))
+    (assign,) = ready(scheduler, A)
+    assert scheduler.next_timer() == 11.0  # nobody is waited for
+    scheduler.step(Done(B, assign.gid, True, now=2.0))
+    assert scheduler.step(Done(A, assign.gid, True, now=2.0)) == [Commit(1, (A, B))]
+    ready(scheduler, B, now=3.0)
+    assert scheduler.policies[0].told[-2:] == ["request s0p1", "ready s0p1"]
+
+
+def test_time_that_goes_back_is_counted_and_does_no_harm() -> None:
+    scheduler = scheduler_of()
+    ready(scheduler, A, now=10.0)
+    (assign,) = ready(scheduler, B, now=5.0)
+    assert scheduler.counters == {"time_backwards": 1}
+    assert scheduler.next_timer() == 10.0 + assign.deadline
+
+
+def test_a_scheduler_that_replaces_another_does_not_use_its_ids_again() -> None:
+    scheduler = scheduler_of(first_gid=1000)
+    assert ready(scheduler, A, B)[0].gid == 1000
+
+
+def test_a_job_of_one_worker_is_never_told_to_average() -> None:
+    scheduler = scheduler_of(1)
+    assert ready(scheduler, A) == [Skip(A, 1, "all are ready")]
+
+
+def test_a_scheduler_needs_policies_and_pipelines() -> None:
+    for policies, num_pipelines in [([], 1), ([AllReduce(1)], 0)]:
+        with pytest.raises(PolicyError, match="one policy per stage"):
+            Scheduler(policies, num_pipelines)

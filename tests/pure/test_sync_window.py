@@ -1,0 +1,51 @@
+"""Windows: sizes come out as asked, a step over N is the paper's, and no window is too long."""
+
+import random
+
+import pytest
+
+from polyrhythm.sync.adaptive import Adaptive
+from polyrhythm.sync.age import Age
+from polyrhythm.sync.window import PaperWindow, RateWindow
+from polyrhythm.types import Worker
+from tests.pure.sync_drive import train, workers
+
+
+@pytest.mark.parametrize("name", ["adaptive", "age"])
+def test_the_rate_window_aims_at_the_group_size(name: str) -> None:
+    """Independent arrivals, as the rule assumes them: sizes come out as asked, for any number."""
+    kind = {"adaptive": Adaptive, "age": Age}[name]
+    loose = {"last_groups": 10**6} if kind is Adaptive else {"max_age": 10**6}
+    for num_workers in (8, 32):
+        for target in (2, 4):
+            chance = random.Random(0)
+            policy = kind(num_workers, group_size=target, **loose)
+            step = lambda worker: chance.expovariate(1.0)  # noqa: E731, B023
+            formed = train(policy, num_workers, step, num_groups=1500)[100:]
+            mean = sum(len(one.group.members) for one in formed) / len(formed)
+            assert mean == pytest.approx(target, rel=0.2)
+
+
+def test_the_paper_window_is_a_step_over_n_and_longer_after_lone_workers() -> None:
+    window = PaperWindow(longest=100.0)
+    assert window.open(4) == 100.0  # nothing is known:
+    assert [window.is_full(size) for size in (1, 2)] == [False, True]
+    for now in (1.0, 2.0, 3.0):
+        for worker in workers(4):
+            window.arrived(worker, now, 4)
+    assert window.open(4) == 0.25
+    assert not window.is_full(3)
+    for size, length in [(1, 0.5), (1, 1.0), (1, 1.0), (2, 0.9), (4, 0.81)]:
+        window.formed(size, 4)
+        assert window.open(4) == pytest.approx(length)
+    for _ in range(20):
+        window.formed(3, 4)
+    assert window.open(4) == 0.25
+
+
+def test_windows_are_clipped_and_never_negative() -> None:
+    window = RateWindow(target=4, longest=2.0)
+    for now in (0.0, 10.0, 20.0):
+        window.arrived(Worker(0, 0), now, 8)
+    assert window.open(8) == 2.0
+    assert window.open(1) == 0.0  # nobody else could come
