@@ -13,8 +13,8 @@ from hypothesis import settings
 
 # No time limit per example: a busy machine is no failure. pytest-timeout bounds the whole test.
 settings.register_profile("polyrhythm", deadline=None, print_blob=True)
-# The same examples every time: what an unlucky draw finds is for whoever runs the tests by hand, and
-# not to be met for the first time by somebody else's change.
+# The same examples every time: an unlucky draw is for whoever runs the tests by hand, not to be met
+# for the first time by somebody else's change.
 settings.register_profile("settled", deadline=None, print_blob=True, derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "polyrhythm"))
 

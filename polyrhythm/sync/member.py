@@ -29,6 +29,7 @@ class Assigned:
         "group",
         "is_open",
         "members",
+        "passive",
         "pending",
         "stage",
         "started",
@@ -39,7 +40,8 @@ class Assigned:
         self.gid, self.group, self.members = gid, group, members
         self.stage = group.members[0].stage
         self.is_open = False  # it comes first in the line of each of its members
-        self.unready: set[Worker] = set()  # those who have asked, and are still computing
+        self.passive: set[Worker] = set()  # those who had not asked when it was opened
+        self.unready: set[Worker] = set()  # those who had, and are still computing
         self.pending = set(group.members)  # those who have not said Done
         self.started: Seconds = 0.0  # when nobody was unready any more
         self.due: Seconds = 0.0

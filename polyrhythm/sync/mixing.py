@@ -154,10 +154,10 @@ class CausalAge:
     def join(self, worker: Worker) -> None:
         self._stage, pipeline = worker
         self._grow(pipeline + 1)
-        # What it had done before and nobody averaged in time is lost, and is not waited for.
-        known = max(int(row[pipeline]) for row in [*self._seen, *self._open.values()])
+        # If it was here before, what it has averaged counts on; what it had not is lost.
+        num_updates = self._seen[pipeline][pipeline]
         self._seen[pipeline] = np.zeros_like(self._clock)
-        self._seen[pipeline][pipeline] = self._clock[pipeline] = known
+        self._seen[pipeline][pipeline] = self._clock[pipeline] = num_updates
 
     def leave(self, worker: Worker) -> None:
         self._clock[worker.pipeline] = _GONE

@@ -46,14 +46,12 @@ class Progress:
         """Do what is due: deadlines first, then the timers of policies, by stage."""
         for assigned in self.lines.overdue(self.now):
             if assigned.unready:
-                slow, what = assigned.unready, f"not ready within {self._limits.readiness:g} s"
+                what = f"not ready within {self._limits.readiness:g} s"
             else:
-                slow, what = (
-                    assigned.pending,
-                    f"not done within {self.now - assigned.started:.3g} s",
-                )
+                what = f"not done within {self.now - assigned.started:.3g} s"
                 self._deadlines[assigned.stage].missed()
-            self.fail(assigned, f"{' '.join(map(str, sorted(slow)))} {what}")
+            slow = " ".join(map(str, sorted(assigned.unready or assigned.pending)))
+            self.fail(assigned, f"{slow} {what}")
         for stage, timer in enumerate(self._timers):
             if timer <= self.now:
                 self._accept(stage, self._policies[stage].on_timer(self.now))
@@ -107,18 +105,18 @@ class Progress:
         if not assigned.unready:
             self._deadlines[assigned.stage].made(self.now - assigned.started)
         self._tell(assigned, Commit(assigned.gid, assigned.group.members))
-        for other in assigned.members:
+        for other in _active(assigned):
             self._end_step(other)
         self._close(assigned, ok=True)
 
     def fail(self, assigned: Assigned, reason: str) -> None:
         """A group has failed; those who were ready try another one, unless too many have failed."""
         self._give_up(assigned, reason)
-        for member in assigned.members:
+        for member in _active(assigned):
             member.failures += member.is_ready
             if member.failures > self._limits.retries and not member.line:
                 self._skip(member, f"{member.failures} groups failed, the last one: {reason}")
-        self._again(assigned.members)
+        self._again(_active(assigned))
 
     def drop(self, member: Member, reason: str) -> None:
         """A worker is active no more; its groups are given up before the policy hears of it."""
@@ -128,7 +126,7 @@ class Progress:
         while member.line:
             last = member.line[-1]  # the last one first, so that none is opened that has to go
             self._give_up(last, reason)
-            left_behind.update(dict.fromkeys(last.members))
+            left_behind.update(dict.fromkeys(_active(last)))
         worker, policy = member.worker, self._policies[member.worker.stage]
         self._accept(worker.stage, policy.on_leave(worker, self.now))
         member.alone = None
@@ -187,14 +185,13 @@ class Progress:
             return
         assigned.is_open = True
         for member in assigned.members:
-            if member.has_asked and not member.is_ready:
+            if not member.has_asked:
+                assigned.passive.add(member.worker)
+            elif not member.is_ready:
                 assigned.unready.add(member.worker)
+        epoch, deadline = self._membership.epoch, self._deadlines[assigned.stage].current
         members, why = assigned.group
-        deadline, weights = (
-            self._deadlines[assigned.stage].current,
-            (1 / len(members),) * len(members),
-        )
-        epoch = self._membership.epoch
+        weights = (1 / len(members),) * len(members)
         self._tell(assigned, Assign(assigned.gid, epoch, members, weights, deadline, why))
         if assigned.unready:
             self.lines.set_due(assigned, self.now + self._limits.readiness)
@@ -247,3 +244,10 @@ class Progress:
         self.out.append(command)
         for member in assigned.members:
             member.answer = command
+
+
+def _active(assigned: Assigned) -> list[Member]:
+    """Those whose step a group ends."""
+    if not assigned.passive:
+        return assigned.members
+    return [member for member in assigned.members if member.worker not in assigned.passive]

@@ -48,36 +48,19 @@ def make_policy(
     options: Options | None = None,
 ) -> Policy:
     """The policy of one stage with `num_workers` workers, averaging at each `every`-th step."""
-    maker = _maker(name)
-    given: dict[str, object] = {
+    maker, options = _maker(name), options or {}
+    takes = inspect.signature(maker, eval_str=True).parameters
+    job: dict[str, object] = {
         "num_workers": num_workers,
         "stage": stage,
         "token": token,
         # A seed per stage that differs for neighbours, and is no function of hash().
         "seed": random.Random(f"{seed} {stage}").getrandbits(32),
     }
-    takes = [name for name in inspect.signature(maker).parameters if name not in given]
-    for option in options or {}:
-        if option not in takes:
-            raise _unknown(f"option of {name}", option, takes)
-    values = _checked(name, maker, options or {})
+    known = {what: value for what, value in job.items() if what in takes}
+    values = _checked(name, options, {k: takes[k] for k in takes if k not in job})
     _check_group_size(name, values, num_workers)
-    known = {k: v for k, v in given.items() if k in inspect.signature(maker).parameters}
-    try:
-        policy: Policy = maker(**known, **values)
-    except TypeError:
-        missing = [
-            parameter.name
-            for parameter in inspect.signature(maker).parameters.values()
-            if parameter.default is parameter.empty and parameter.name not in {**known, **values}
-        ]
-        if not missing:
-            raise
-        raise PolicyError(
-            f"policy {name} without {', '.join(missing)}",
-            expected="a value for each option that has no default",
-            fix=f"add {missing[0]}",
-        ) from None
+    policy: Policy = maker(**known, **values)
     if every == 1:
         return policy
     from polyrhythm.sync.every import Every
@@ -133,19 +116,29 @@ def _unknown(what: str, name: str, known: list[str]) -> PolicyError:
     )
 
 
-def _checked(name: str, maker: Callable[..., Any], options: Options) -> dict[str, object]:
-    """Options of the types that the policy says they have."""
-    parameters = inspect.signature(maker, eval_str=True).parameters
+def _checked(
+    name: str, options: Options, takes: Mapping[str, inspect.Parameter]
+) -> dict[str, object]:
+    """Options that the policy takes, of the types it says they have, and none missing."""
     values = {}
     for option, value in options.items():
+        if option not in takes:
+            raise _unknown(f"option of {name}", option, list(takes))
         try:
-            values[option] = msgspec.convert(value, parameters[option].annotation)
+            values[option] = msgspec.convert(value, takes[option].annotation)
         except msgspec.ValidationError as error:
             raise PolicyError(
                 f"{option}={value!r} for policy {name}",
                 expected=str(error).removesuffix("."),
                 fix=f"write {option} as such",
             ) from None
+    for option, parameter in takes.items():
+        if parameter.default is parameter.empty and option not in values:
+            raise PolicyError(
+                f"policy {name} without {option}",
+                expected="a value for each option that has no default",
+                fix=f"add {option}",
+            )
     return values
 
 

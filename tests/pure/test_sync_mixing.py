@@ -142,6 +142,7 @@ class BruteForceAge(RuleBasedStateMachine):
         self.age = CausalAge(self.MAX_AGE)
         self.models: dict[int, set[tuple[int, int]]] = {}
         self.clocks: dict[int, int] = {}
+        self.left: dict[int, set[tuple[int, int]]] = {}
         self.candidate: dict[int, None] = {}
         self.open: dict[int, Group] = {}  # by first member
         for pipeline in range(3):
@@ -153,9 +154,9 @@ class BruteForceAge(RuleBasedStateMachine):
 
     def join(self, pipeline: int) -> None:
         self.age.join(Worker(0, pipeline))
-        known = [n for model in self.ever for whose, n in model if whose == pipeline]
-        self.clocks[pipeline] = max(known, default=0)
-        self.models[pipeline] = {(pipeline, self.clocks[pipeline])}
+        # Nothing is known of its model but its own updates that had been averaged before it left.
+        self.models[pipeline] = self.left.pop(pipeline, {(pipeline, 0)})
+        self.clocks[pipeline] = max(number for _, number in self.models[pipeline])
 
     @precondition(lambda self: set(range(MOST)) - set(self.models))
     @rule(data=st.data())
@@ -202,7 +203,9 @@ class BruteForceAge(RuleBasedStateMachine):
         pipeline = data.draw(st.sampled_from(free))
         self.age.leave(Worker(0, pipeline))
         self.candidate.pop(pipeline, None)
-        del self.models[pipeline], self.clocks[pipeline]
+        own = {(whose, number) for whose, number in self.models.pop(pipeline) if whose == pipeline}
+        self.left[pipeline] = own
+        del self.clocks[pipeline]
 
     def averaged(self, members: list[int]) -> set[tuple[int, int]]:
         together = set().union(*(self.models[pipeline] for pipeline in members))
