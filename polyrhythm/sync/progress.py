@@ -78,8 +78,8 @@ class Progress:
 
     def ask(self, member: Member) -> None:
         """A worker wants a group at the end of its step."""
-        member.has_asked = True
         worker, policy = member.worker, self._policies[member.worker.stage]
+        member.has_asked = member.is_ready or self._asks_ahead[worker.stage]
         if self._asks_ahead[worker.stage]:
             self._accept(worker.stage, policy.on_request(worker, self.now))
 
@@ -93,6 +93,8 @@ class Progress:
         if member.line and member.worker in member.line[0].unready:
             head = member.line[0]
             head.unready.remove(member.worker)
+            if not member.is_ready:  # sent on at once, so it was not this group it asked for
+                head.passive.add(member.worker)
             if not head.unready:
                 self._start(head)
 
