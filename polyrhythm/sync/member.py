@@ -3,8 +3,8 @@
 A worker goes through its step: it may ask ahead, it becomes ready, and the end of a group, or being
 told to go on alone, ends the step. A group goes through the lines of its members: it waits in line,
 it is open once it comes first in all of them, it averages once those who have asked are ready. A
-member that has not asked by the time it opens is passive: it answers while it computes, and neither
-its step nor its next report has to do with the group.
+member that has not asked by the time it opens is passive: it answers while it computes. If it is
+ready before the group is done, that is the group it waits for, like any other.
 """
 
 from enum import Enum
@@ -29,7 +29,6 @@ class Assigned:
         "group",
         "is_open",
         "members",
-        "passive",
         "pending",
         "stage",
         "started",
@@ -40,8 +39,7 @@ class Assigned:
         self.gid, self.group, self.members = gid, group, members
         self.stage = group.members[0].stage
         self.is_open = False  # it comes first in the line of each of its members
-        self.passive: set[Worker] = set()  # those who had not asked when it was opened
-        self.unready: set[Worker] = set()  # those who had, and are still computing
+        self.unready: set[Worker] = set()  # those who have asked, and are still computing
         self.pending = set(group.members)  # those who have not said Done
         self.started: Seconds = 0.0  # when nobody was unready any more
         self.due: Seconds = 0.0

@@ -45,13 +45,15 @@ class Progress:
     def fire(self) -> None:
         """Do what is due: deadlines first, then the timers of policies, by stage."""
         for assigned in self.lines.overdue(self.now):
-            if assigned.unready:
-                what = f"not ready within {self._limits.readiness:g} s"
-            else:
-                what = f"not done within {self.now - assigned.started:.3g} s"
-                self._deadlines[assigned.stage].missed()
             slow = " ".join(map(str, sorted(assigned.unready or assigned.pending)))
-            self.fail(assigned, f"{slow} {what}")
+            if assigned.unready:
+                for worker in assigned.unready:  # it asks again when it is ready after all
+                    self._membership.members[worker].has_asked = False
+                reason = f"{slow} not ready within {self._limits.readiness:g} s"
+            else:
+                self._deadlines[assigned.stage].missed()
+                reason = f"{slow} not done within {self.now - assigned.started:.3g} s"
+            self.fail(assigned, reason)
         for stage, timer in enumerate(self._timers):
             if timer <= self.now:
                 self._accept(stage, self._policies[stage].on_timer(self.now))
@@ -90,11 +92,9 @@ class Progress:
             self._skip(member, f"its pipeline is not whole: {self._membership.missing(member)}")
             return
         self._offer(member)
-        if member.line and member.worker in member.line[0].unready:
-            head = member.line[0]
+        head = member.line[0] if member.line else None
+        if head is not None and member.worker in head.unready:
             head.unready.remove(member.worker)
-            if not member.is_ready:  # sent on at once, so it was not this group it asked for
-                head.passive.add(member.worker)
             if not head.unready:
                 self._start(head)
 
@@ -107,18 +107,19 @@ class Progress:
         if not assigned.unready:
             self._deadlines[assigned.stage].made(self.now - assigned.started)
         self._tell(assigned, Commit(assigned.gid, assigned.group.members))
-        for other in _active(assigned):
+        for other in _concerned(assigned):
             self._end_step(other)
         self._close(assigned, ok=True)
 
     def fail(self, assigned: Assigned, reason: str) -> None:
         """A group has failed; those who were ready try another one, unless too many have failed."""
         self._give_up(assigned, reason)
-        for member in _active(assigned):
+        concerned = _concerned(assigned)
+        for member in concerned:
             member.failures += member.is_ready
             if member.failures > self._limits.retries and not member.line:
                 self._skip(member, f"{member.failures} groups failed, the last one: {reason}")
-        self._again(_active(assigned))
+        self._again(concerned)
 
     def drop(self, member: Member, reason: str) -> None:
         """A worker is active no more; its groups are given up before the policy hears of it."""
@@ -128,7 +129,7 @@ class Progress:
         while member.line:
             last = member.line[-1]  # the last one first, so that none is opened that has to go
             self._give_up(last, reason)
-            left_behind.update(dict.fromkeys(_active(last)))
+            left_behind.update(dict.fromkeys(_concerned(last)))
         worker, policy = member.worker, self._policies[member.worker.stage]
         self._accept(worker.stage, policy.on_leave(worker, self.now))
         member.alone = None
@@ -187,9 +188,7 @@ class Progress:
             return
         assigned.is_open = True
         for member in assigned.members:
-            if not member.has_asked:
-                assigned.passive.add(member.worker)
-            elif not member.is_ready:
+            if member.has_asked and not member.is_ready:
                 assigned.unready.add(member.worker)
         epoch, deadline = self._membership.epoch, self._deadlines[assigned.stage].current
         members, why = assigned.group
@@ -248,8 +247,7 @@ class Progress:
             member.answer = command
 
 
-def _active(assigned: Assigned) -> list[Member]:
-    """Those whose step a group ends."""
-    if not assigned.passive:
-        return assigned.members
-    return [member for member in assigned.members if member.worker not in assigned.passive]
+def _concerned(assigned: Assigned) -> list[Member]:
+    """Those whose step a group ends: by contract, a ready worker in a group waits for that one."""
+    unready = assigned.unready
+    return [member for member in assigned.members if member.is_ready or member.worker in unready]

@@ -114,6 +114,7 @@ class Storm(RuleBasedStateMachine):
         for worker in assign.members:
             self.weights[worker] = mean
             self.waits[worker] = False
+            self.since.pop(worker, None)
         assert math.isclose(sum(self.weights.values()), before)
 
     @rule(worker=st.sampled_from(WORKERS))

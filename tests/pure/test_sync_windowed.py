@@ -246,6 +246,30 @@ def test_a_stage_without_the_token_goes_on_and_says_why() -> None:
     assert policy.counters["waived_token"] == 1
 
 
+def test_a_stage_that_has_become_valid_by_itself_holds_no_other_up() -> None:
+    token = EnforcementToken(1000.0)
+    stages = [
+        Adaptive(2, last_groups=1 + stage, window=1.0, stage=stage, token=token)
+        for stage in range(2)
+    ]
+    for stage, policy in enumerate(stages):
+        for pipeline in range(2):
+            policy.on_join(Worker(stage, pipeline), "node", 0.0)
+    first, second = stages
+    first.on_ready(Worker(0, 0), 0.0)
+    first.on_timer(1.0)
+    for now in (1.0, 3.0):  # the second group in a row without the other worker is not valid
+        second.on_ready(Worker(1, 0), now)
+        second.on_done(*second.on_timer(now + 1), True, now + 1)
+    assert second.counters["waived_token"] == 1
+    assert first.on_ready(Worker(0, 1), 5.0)
+    for pipeline in range(2):
+        second.on_ready(Worker(1, pipeline), 6.0)
+    first.on_ready(Worker(0, 0), 7.0)
+    assert first.on_timer(8.0) == []  # it waits: the token is its own again
+    assert token.holder == 0
+
+
 def test_nobody_enforces_while_workers_have_yet_to_join() -> None:
     policy = Adaptive(3, last_groups=1, window=1.0)
     a, b, _ = workers(3)
