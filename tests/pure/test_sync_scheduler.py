@@ -296,17 +296,28 @@ def test_what_comes_early_waits_for_its_turn() -> None:
     assert (commit.gid, assign.gid) == (1, 2)
 
 
-def test_a_passive_member_answers_while_it_computes() -> None:
+class Exchange(Policy):
+    """The first worker meets the second one, ready or not; nobody is asked ahead."""
+
+    def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
+        return [Group((A, B), "exchange")] if worker == A else []
+
+
+@pytest.mark.parametrize("requests", [False, True])
+def test_a_passive_member_answers_while_it_computes(requests: bool) -> None:
     """It has not asked for the group, so its step is its own: Commit does not end it."""
-    scheduler = Scheduler([Scripted({A: [Group((A, B), "exchange")]})], 2, limits=LIMITS)
+    scheduler = Scheduler([Exchange()], 2, limits=LIMITS)
     for worker in (A, B):
         scheduler.step(Join(worker, "node", 0))
+        if requests:  # of a policy that does not listen to it
+            scheduler.step(Request(worker, 1))
     (assign,) = ready(scheduler, A)
     assert scheduler.next_timer() == 11.0  # nobody is waited for
     scheduler.step(Done(B, assign.gid, True, now=2.0))
     assert scheduler.step(Done(A, assign.gid, True, now=2.0)) == [Commit(1, (A, B))]
     ready(scheduler, B, now=3.0)
-    assert scheduler.policies[0].told[-2:] == ["request s0p1", "ready s0p1"]
+    assert ready(scheduler, B, clock=2, now=3.0) == []
+    assert scheduler.counters["early"] == 1  # it still waits
 
 
 def test_a_passive_member_that_is_ready_meanwhile_waits_for_the_group() -> None:
