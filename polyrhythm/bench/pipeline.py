@@ -21,17 +21,15 @@ from polyrhythm.bench.pipeline_networks import (
     FAST,
     FULL,
     HALF,
-    HOSTS,
     SLOW_LINK,
     Network,
     cluster,
+    ideal,
 )
 from polyrhythm.bench.pipeline_stages import Stages
 from polyrhythm.bench.pipeline_worker import Load, Order
 from polyrhythm.bench.result import Result
-from polyrhythm.cost.pipeline import length
 from polyrhythm.lab.lab import Lab
-from polyrhythm.schedule.recipe import Recipe
 from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Seconds
 
@@ -185,7 +183,7 @@ def _ratios(rows: Sequence[Row], plan: Plan) -> dict[str, float]:
             found[f"{name}_vs_torch"] = _ratio(of_network, TORCH)
         if f"{name}_vs_ideal" in BARS:
             times = [row.seconds for row in of_network if row.side == AUTO]
-            found[f"{name}_vs_ideal"] = ideal(experiment.network, plan) / statistics.median(times)
+            found[f"{name}_vs_ideal"] = _ideal(experiment, plan) / statistics.median(times)
         if "kfkb:2" in experiment.sides:
             found["slowlink_memory"] = _in_flight(of_network, "kfkb:2") / _in_flight(
                 of_network, AUTO
@@ -204,18 +202,8 @@ def _in_flight(rows: Sequence[Row], side: str) -> int:
     return max(sum(row.in_flight) for row in rows if row.side == side)
 
 
-def ideal(network: Network, plan: Plan) -> Seconds:
-    """The shortest simulated length, of kFkB and of generous limits."""
-    num_microbatches = plan.load.num_microbatches
-    recipes = [Recipe("kfkb", k=k) for k in range(1, num_microbatches + 1)]
-    size = len(HOSTS)
-    recipes += [
-        Recipe("bounded", limits=tuple(1 + slack * (size - 1 - s) for s in range(size)))
-        for slack in range(1, 5)
-    ]
-    shape = {"num_stages": size, "num_microbatches": num_microbatches}
-    times = network.times(plan.forward)
-    return min(length(recipe.build(**shape), times) for recipe in recipes)
+def _ideal(experiment: Experiment, plan: Plan) -> Seconds:
+    return ideal(experiment.network, plan.forward, plan.load.num_microbatches)
 
 
 def _figures(rows: Sequence[Row], plan: Plan) -> dict[str, float]:
@@ -226,7 +214,7 @@ def _figures(rows: Sequence[Row], plan: Plan) -> dict[str, float]:
             times = [r.seconds for r in rows if r.network == name and r.side == side]
             found[f"{name}_{side}_forwards"] = statistics.median(times) / plan.forward
         if not experiment.network.bursty:
-            found[f"{name}_ideal_forwards"] = ideal(experiment.network, plan) / plan.forward
+            found[f"{name}_ideal_forwards"] = _ideal(experiment, plan) / plan.forward
         found[f"{name}_in_flight"] = _in_flight([r for r in rows if r.network == name], AUTO)
     return found
 

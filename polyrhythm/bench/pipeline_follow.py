@@ -1,14 +1,14 @@
 """Does `auto` follow a network that goes fast, slow and fast again?
 
 A phase is followed if, after its last step, the schedule in use is one of the phase's best: within
-two per cent of the shortest that any schedule could reach there, simulated on the described
-network, and, where 1F1B is among those, with no more memory than 1F1B.
+two per cent of the ideal there, both simulated on the described network, and, where 1F1B is among
+those, with no more memory than 1F1B.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polyrhythm.bench.pipeline_networks import FAST, FULL, HOSTS, Network
+from polyrhythm.bench.pipeline_networks import FAST, FULL, HOSTS, Network, ideal
 from polyrhythm.bench.pipeline_stages import Stages
 from polyrhythm.bench.pipeline_worker import Order
 from polyrhythm.cost.pipeline import length
@@ -17,7 +17,7 @@ from polyrhythm.schedule.recipe import Recipe
 from polyrhythm.types import Seconds
 
 PHASES = (FAST, FULL, FAST)
-ALLOWED = 1.02  # of the shortest length: the tuner trades as much for memory
+ALLOWED = 1.02  # of the ideal: the tuner trades as much for memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +50,9 @@ def _judged(
     last = used[-1]
     settled = max((i + 1 for i, recipe in enumerate(used) if recipe != last), default=0)
     first = Recipe("1f1b")
-    wide = Recipe("bounded", limits=tuple(1 + 3 * s for s in reversed(range(len(HOSTS)))))
-    shortest = min(_length(r, network, forward, num_microbatches) for r in (first, wide))
-    is_short = _length(Recipe.parse(last), network, forward, num_microbatches) <= ALLOWED * shortest
-    first_is_short = _length(first, network, forward, num_microbatches) <= ALLOWED * shortest
+    longest = ALLOWED * ideal(network, forward, num_microbatches)
+    is_short = _length(Recipe.parse(last), network, forward, num_microbatches) <= longest
+    first_is_short = _length(first, network, forward, num_microbatches) <= longest
     is_small = not first_is_short or _held(Recipe.parse(last)) <= _held(first)
     return Phase(network=network.name, recipe=last, steps=settled, followed=is_short and is_small)
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes
+from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, length
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import LinkChange
+from polyrhythm.schedule.recipe import Recipe
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 HOSTS = ("a", "b", "c", "d")
@@ -77,6 +78,19 @@ def bursts(forward: Seconds, message: Bytes, *, until: Seconds, seed: int) -> It
                     one_way=True,
                 )
                 at += draw.expovariate(1 / (MEAN_DWELL * forward))
+
+
+def ideal(network: Network, forward: Seconds, num_microbatches: int) -> Seconds:
+    """The shortest simulated length, of kFkB and of generous limits."""
+    recipes = [Recipe("kfkb", k=k) for k in range(1, num_microbatches + 1)]
+    size = len(HOSTS)
+    recipes += [
+        Recipe("bounded", limits=tuple(1 + slack * (size - 1 - s) for s in range(size)))
+        for slack in range(1, 5)
+    ]
+    shape = {"num_stages": size, "num_microbatches": num_microbatches}
+    times = network.times(forward)
+    return min(length(recipe.build(**shape), times) for recipe in recipes)
 
 
 def cluster() -> Cluster:

@@ -78,12 +78,9 @@ class Cutter:
     def decided(self, given: Given) -> Cut:
         """How the first stage cuts what it was given."""
         sizes = self._sizes(batch_size_of((given.args, given.kwargs), "the model's inputs"))
-        arguments = cut(given.args, sizes, "the model's inputs")
-        kinds: dict[int, Kind] = {}
-        for size, argument in zip(sizes, arguments, strict=True):
-            if size not in kinds:  # one of a size tells how all of them look
-                kinds[size] = kind_of((argument, given.kwargs), size, training=given.training)
-        return Cut.of([kinds[size] for size in sizes], sizes, training=given.training)
+        whole, training = (given.args, given.kwargs), given.training
+        kinds = {size: kind_of(whole, size, training=training) for size in set(sizes)}
+        return Cut.of([kinds[size] for size in sizes], sizes, training=training)
 
     def batch(self, given: Given, told: Cut, *, step: int, is_first: bool, is_last: bool) -> Batch:
         """Cut what this stage was given as the first one decided."""

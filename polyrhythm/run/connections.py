@@ -64,10 +64,12 @@ class Connections:
         device: torch.device,
         pipeline: int,
         deadline: Seconds,
+        window: int | None = None,
     ) -> None:
-        """`ranks` of the stages in the whole job."""
+        """`ranks` of the stages in the whole job; `window` overrides what `set_windows` says."""
         self.stage, self.num_stages = stage, len(ranks)
         self.pipeline, self.deadline = pipeline, deadline
+        self._window = window
         self._groups = activations, gradients, self.control = [
             new_group(ranks, what, deadline=deadline)
             for what in ("activations", "gradients", "control")
@@ -186,9 +188,9 @@ class Connections:
         Activations: what may be in flight on the stage that sends; gradients: on this one.
         """
         for source, inbox in self.activations_in.items():
-            inbox.window = in_flight[source]
+            inbox.window = self._window or in_flight[source]
         for inbox in self.gradients_in.values():
-            inbox.window = own
+            inbox.window = self._window or own
 
     def _boxes(self) -> list[Inbox | Outbox]:
         inboxes = (*self.activations_in.values(), *self.gradients_in.values(), self._briefed)
@@ -212,7 +214,7 @@ class _Hearing(threading.Thread):
     def __init__(self, connections: Connections, on_cut: Callable[[Cut], None]) -> None:
         super().__init__(name="hear of batches", daemon=True)
         self._connections, self._on_cut = connections, on_cut
-        self._heard: queue.SimpleQueue[Cut | PeerError] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[Cut | Exception] = queue.SimpleQueue()
         self.start()
 
     def run(self) -> None:
@@ -220,12 +222,15 @@ class _Hearing(threading.Thread):
             try:
                 cut = self._connections._heard(_LONG)
                 self._connections._pass_on(cut)
+                if cut == _NO_MORE:
+                    return
+                self._on_cut(cut)
             except PeerError as error:
                 self._heard.put(error.with_traceback(None))
                 return
-            if cut == _NO_MORE:
+            except Exception as error:  # of our own: where it came from stays with it
+                self._heard.put(error)
                 return
-            self._on_cut(cut)
             self._heard.put(cut)
 
     def next(self) -> Cut:
@@ -240,6 +245,6 @@ class _Hearing(threading.Thread):
                 waited=deadline,
                 cause=f"silent for {deadline:g} s",
             ) from None
-        if isinstance(heard, PeerError):
+        if isinstance(heard, Exception):
             raise heard
         return heard

@@ -62,12 +62,8 @@ class Executor:
         return transfers
 
     def execute(self, action: Action, batch: Batch) -> None:
-        start, self._waited, self._longest_wait, self._waited_for = (
-            time.perf_counter(),
-            0.0,
-            0.0,
-            "",
-        )
+        start = time.perf_counter()
+        self._waited, self._longest_wait, self._waited_for = 0.0, 0.0, ""
         if action.op is Op.F:
             self._forward(action, batch)
         else:

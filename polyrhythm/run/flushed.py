@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 
@@ -18,6 +19,11 @@ from polyrhythm.schedule.recipe import Recipe, Written
 _EVAL_WINDOW = 8  # forwards hold nothing, so that only messages count
 
 
+class _Built(NamedTuple):
+    schedule: Schedule
+    in_flight: list[int]  # at the most, by stage
+
+
 @dataclass(slots=True, kw_only=True)
 class Flushed:
     """One stage of it. `recipe` may be changed between steps, on all stages alike."""
@@ -28,13 +34,8 @@ class Flushed:
     recipe: Recipe | Written
     tied: TiedGradients | None
     tuning: Tuning | None
-    window: int | None  # None: as the schedule needs
-    last_recipe: Recipe | Written = field(
-        init=False
-    )  # of the last step; `recipe` is that of the next
-    _schedules: dict[tuple[Recipe | Written, int], Schedule] = field(
-        default_factory=dict, init=False
-    )
+    last_recipe: Recipe | Written = field(init=False)  # of the last step; `recipe`: of the next
+    _schedules: dict[tuple[Recipe | Written, int], _Built] = field(default_factory=dict, init=False)
     _sharded: Sharded | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -58,15 +59,13 @@ class Flushed:
         if connections is not None:
             in_flight = [_EVAL_WINDOW] * self.num_stages
             if told.training:
-                in_flight = [peak_in_flight(actions) for actions in self._built(len(told.kinds))]
-            if self.window is not None:
-                in_flight = [self.window] * self.num_stages
+                in_flight = self._built(len(told.kinds)).in_flight
             connections.set_windows(in_flight, in_flight[stage.stage])
         self.executor.expect(told)
         return 0
 
     def run(self, batch: Batch) -> None:
-        actions = self._built(batch.num_microbatches)[self.executor.stage.stage]
+        actions = self._built(batch.num_microbatches).schedule[self.executor.stage.stage]
         if self._sharded is None:  # not before: who splits a model with us shards its part later
             is_tuned, stage = self.tuning is not None, self.executor.stage.stage
             check_module(self.module, stage=stage, is_tuned=is_tuned, flush=True)
@@ -92,12 +91,12 @@ class Flushed:
         if self.tuning.candidate is not None:
             self.recipe = self.tuning.candidate.recipe
 
-    def _built(self, num_microbatches: int) -> Schedule:
+    def _built(self, num_microbatches: int) -> _Built:
         key = (self.recipe, num_microbatches)
         if key not in self._schedules:
             schedule = self.recipe.build(
                 num_stages=self.num_stages, num_microbatches=num_microbatches
             )
             check(schedule, num_microbatches=num_microbatches)
-            self._schedules[key] = schedule
+            self._schedules[key] = _Built(schedule, list(map(peak_in_flight, schedule)))
         return self._schedules[key]

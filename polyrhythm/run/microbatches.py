@@ -87,10 +87,13 @@ def all_on(device: torch.device, arguments: Any) -> bool:
 
 
 def kind_of(arguments: Any, size: int, *, training: bool) -> int:
-    """A number for how a micro-batch of a size looks: shapes, types, what needs gradients."""
+    """A number for how a micro-batch of a size looks: shapes, types, what needs gradients.
+
+    `arguments` are those of the batch, of which all micro-batches look alike but for their size.
+    """
     leaves, structure = pytree.tree_flatten(arguments)
     looks = [
-        (tuple(leaf.shape), str(leaf.dtype), leaf.requires_grad)
+        (leaf.dim(), tuple(leaf.shape[1:]), str(leaf.dtype), leaf.requires_grad)
         if isinstance(leaf, Tensor)
         else type(leaf).__name__
         for leaf in leaves

@@ -298,8 +298,8 @@ def _first_tensor(output: Any) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """Which modules of a model a stage leaves out, by dotted name."""
+class Share:
+    """A stage's share of a model, and what it leaves out, by dotted name."""
 
     layers: str  # the list of layers
     own: range  # those of this stage
@@ -307,26 +307,26 @@ class Cut:
     inner: Collection[str]  # modules that contain a listed one
 
 
-def cut_model(model: nn.Module, cut: Cut, *, is_last: bool) -> nn.Module:
+def cut_model(model: nn.Module, share: Share, *, is_last: bool) -> nn.Module:
     """The model without what other stages hold; what stays is shared with the original."""
-    passage = Passage(cut.own, is_last)
-    return _recast(_without(model, "", cut, passage), _Model, passage, "the model")
+    passage = Passage(share.own, is_last)
+    return _recast(_without(model, "", share, passage), _Model, passage, "the model")
 
 
-def _without(module: nn.Module, path: str, cut: Cut, passage: Passage) -> nn.Module:
+def _without(module: nn.Module, path: str, share: Share, passage: Passage) -> nn.Module:
     shell = _shell(module)
     for name, parameter in module._parameters.items():
-        if path + name in cut.absent and parameter is not None:
+        if path + name in share.absent and parameter is not None:
             del shell._parameters[name]
             shell._buffers[name] = parameter.detach().new_full((), math.nan).expand_as(parameter)
             shell._non_persistent_buffers_set.add(name)
     for name, child in _children(module):
-        if path + name == cut.layers:
+        if path + name == share.layers:
             shell._modules[name] = _cut_list(child, passage)
-        elif path + name in cut.absent:
+        elif path + name in share.absent:
             shell._modules[name] = _recast(_hollow(child), _StandIn, passage, path + name)
-        elif path + name in cut.inner:
-            shell._modules[name] = _without(child, f"{path}{name}.", cut, passage)
+        elif path + name in share.inner:
+            shell._modules[name] = _without(child, f"{path}{name}.", share, passage)
     return shell
 
 

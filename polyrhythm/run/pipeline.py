@@ -127,6 +127,7 @@ class Pipeline(PipelineFacts):
                 device=self.device,
                 pipeline=pipeline,
                 deadline=deadline,
+                window=window,
             )
             self._connections.agree(options.text)
         self._log = log if isinstance(log, EventLog) else None
@@ -156,21 +157,22 @@ class Pipeline(PipelineFacts):
         if not flush:
             self._way = Continuous(module=part.module, executor=self._executor, limits=limits)
             return
-        tuning = Tuning(
-            microbatch_sizes=tuple(microbatch_sizes) if microbatch_sizes else None,
-            every=tune_every,
-            fixed=StageLimits.of(part.module, options.limit_bytes, optimizer_floats),
-            connections=self._connections,
-            log=self._log,
-        )
+        tuning: Tuning | None = None
+        if options.is_tuned:
+            tuning = Tuning(
+                microbatch_sizes=tuple(microbatch_sizes) if microbatch_sizes else None,
+                every=tune_every,
+                fixed=StageLimits.of(part.module, options.limit_bytes, optimizer_floats),
+                connections=self._connections,
+                log=self._log,
+            )
         self._way = Flushed(
             module=part.module,
             executor=self._executor,
             num_stages=self.num_stages,
             recipe=options.recipe,
             tied=self._tied,
-            tuning=tuning if options.is_tuned else None,
-            window=window,
+            tuning=tuning,
         )
 
     @classmethod
@@ -227,15 +229,15 @@ class Pipeline(PipelineFacts):
     @classmethod
     def from_torch_stage(cls, stage: Any, **options: Any) -> Self:
         """The module, process group and device of a torch.distributed.pipelining.PipelineStage."""
-        pipeline = cls(stage.submod, group=stage.group, device=stage.device, **options)
-        if (pipeline.stage, pipeline.num_stages) != (stage.stage_index, stage.num_stages):
+        ranks, place = place_of(stage.group)
+        if (place, len(ranks)) != (stage.stage_index, stage.num_stages):
             raise ScheduleError(
                 f"a torch stage {stage.stage_index} of {stage.num_stages} "
-                f"on process {pipeline.stage} of {pipeline.num_stages}",
+                f"on process {place} of {len(ranks)}",
                 expected="one stage per process, in the order of the process group",
                 fix="give each process one PipelineStage, whose stage_index is its group rank",
             )
-        return pipeline
+        return cls(stage.submod, group=stage.group, device=stage.device, **options)
 
     def step(
         self,
@@ -343,8 +345,11 @@ class Pipeline(PipelineFacts):
     ) -> None:
         if error is None:
             self.close()
-        elif self._connections is not None:  # a peer may be gone: waiting would hide the error
+            return
+        if self._connections is not None:  # a peer may be gone: waiting would hide the error
             self._connections.break_off()
+        if self._own_log is not None:
+            self._own_log.close()
 
     def _begin(self, given: Given) -> Batch:
         """Cut the batch as the first stage says, and post receives for all of it."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.plan import Plan, even_plan
-from polyrhythm.run.parts import Chain, Cut, cut_model, starts_in_place
+from polyrhythm.run.parts import Chain, Share, cut_model, starts_in_place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ def split_layers(
             homes[f"{layers}.{name}"] = {holder}
     module = cut_model(
         model,
-        Cut(
+        Share(
             layers=layers,
             own=ranges[stage],
             absent={name for name, home in homes.items() if stage not in home},

@@ -291,7 +291,7 @@ def _times(
 
     def links(received: Sequence[list[Seconds]]) -> tuple[LinkTimes, ...]:
         return tuple(
-            LinkTimes(busy=_samples(busy, period), latency=one.latency)
+            LinkTimes(busy=_recorded_or_mean(busy, period), latency=one.latency)
             for one, busy in zip(seen[:-1], received, strict=True)
         )
 
@@ -303,7 +303,7 @@ def _times(
     )
 
 
-def _samples(busy: list[Seconds], period: Seconds) -> tuple[Seconds, ...]:
+def _recorded_or_mean(busy: list[Seconds], period: Seconds) -> tuple[Seconds, ...]:
     """Recorded times where they vary; else their mean, which is quicker to simulate with."""
     if len(busy) > 1 and statistics.pstdev(busy) > _STEADY * period:
         return tuple(busy)

@@ -184,8 +184,7 @@ def test_a_peer_that_leaves_becomes_a_peer_error_at_once(tmp_path: Path) -> None
 def wait_for_silence(place: Place) -> None:
     with place.joined(2):
         if place.rank == 1:
-            time.sleep(6)  # alive, and silent beyond the deadline
-            os._exit(0)
+            time.sleep(FOREVER)  # alive, and silent beyond the deadline
         try:
             with waiting_for(Worker(1, 0), "receiving F0"):
                 dist.recv(torch.ones(1000), 1)
@@ -198,7 +197,7 @@ def wait_for_silence(place: Place) -> None:
 @pytest.mark.timeout(60)
 def test_a_silent_peer_becomes_a_peer_error_at_the_deadline(tmp_path: Path) -> None:
     with LocalJob(wait_for_silence, 2, output_folder=tmp_path) as job:
-        assert job.wait(40)
+        assert job._workers[0].wait(40) == 0, job._workers[0].reason
 
 
 PARENT = f"""

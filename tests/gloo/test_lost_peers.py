@@ -217,7 +217,9 @@ def test_a_stage_that_falls_silent_in_a_step_ends_all_others_at_the_deadline(
         ending = fall_silent if place.rank == victim else None
         train(place, ending, deadline=DEADLINE, schedule=schedule, flush=flush)
 
-    endings_of_survivors(work, victim, 10 * DEADLINE, tmp_path)
+    reasons = endings_of_survivors(work, victim, 10 * DEADLINE, tmp_path)
+    assert all("PeerError: lost s" in reason for reason in reasons.values())
+    assert any(f"PeerError: lost s{victim}p0 during " in reason for reason in reasons.values())
 
 
 @pytest.mark.timeout(90)

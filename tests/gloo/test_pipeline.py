@@ -293,11 +293,14 @@ def test_a_memory_limit_that_nothing_fits_says_what_the_least_needs(tmp_path: Pa
 
 @pytest.mark.timeout(60)
 def test_stages_that_have_made_other_groups_before_find_each_other(tmp_path: Path) -> None:
-    def work(place: Place) -> None:
+    def work(place: Place) -> list[int]:
         if place.rank < 2:  # tensor parallelism on some stages, say
             dist.new_group([0, 1], use_local_synchronization=True)
+        num_steps = []
         for _ in range(2):
             with pipeline_of(stack_of(3)[place.rank], num_microbatches=4) as pipeline:
                 step(pipeline, *BATCHES[0])
+                num_steps.append(pipeline.num_steps)
+        return num_steps
 
-    run_stages(3, work, tmp_path)
+    assert run_stages(3, work, tmp_path) == [[1, 1]] * 3

@@ -1,17 +1,22 @@
 """Corners of a pipeline in which results could go wrong without a word, or an end could hang."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from polyrhythm.errors import ScheduleError, WorkerError
+from polyrhythm.run.connections import Connections
 from polyrhythm.run.launch import Place
+from polyrhythm.run.microbatches import kind_of
 from polyrhythm.run.pipeline import Pipeline
 from tests.gloo.pipelines import assert_close, random_batch, run_alone, run_stages, stack_of
 
@@ -138,13 +143,16 @@ def test_the_backward_keeps_to_the_types_of_the_forward(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_batches_of_other_sizes_do_not_confuse_the_tuner(tmp_path: Path) -> None:
-    def work(place: Place) -> None:
+    def work(place: Place) -> tuple[int, str]:
         options = {"schedule": "auto", "tune_every": 1, "memory_limit": "1GiB"}
         with pipeline_of(stack_of(2)[place.rank], **options) as pipeline:
             for size in (4, 8, 8, 8, 5, 8):
                 step(pipeline, INPUTS[:size], TARGET[:size])
+            return pipeline.num_steps, str(pipeline.recipe)
 
-    run_stages(2, work, tmp_path)
+    first, last = run_stages(2, work, tmp_path)
+    assert first == last
+    assert first[0] == 6
 
 
 @pytest.mark.timeout(60)
@@ -194,21 +202,48 @@ def test_wrong_options_are_refused_before_threads_and_groups_are_made(tmp_path: 
         for wrong in ({"schedule": "2f2b"}, {"window": 0}, {"tune_every": 0}, {"deadline": -1}):
             with pytest.raises(ScheduleError):
                 pipeline_of(stack_of(2)[place.rank], **wrong)
+        if place.rank == 0:  # alone: with a group to make it would wait for the other
+            elsewhere = PipelineStage(stack_of(2)[0], 1, 2, torch.device("cpu"))
+            with pytest.raises(ScheduleError, match="a torch stage 1 of 2 on process 0 of 2"):
+                Pipeline.from_torch_stage(
+                    elsewhere, loss_fn=mse_loss, num_microbatches=4, deadline=5
+                )
         return threading.active_count()
 
     assert run_stages(2, work, tmp_path) == [1, 1]
 
 
+def run_out_of_memory(*args: object) -> None:
+    raise torch.OutOfMemoryError("no memory for a message")
+
+
+def break_receiving(connections: Connections) -> None:
+    connections.activations_in[0]._receive = run_out_of_memory
+
+
+def break_posting(connections: Connections) -> None:
+    connections.activations_in[0].expect = run_out_of_memory
+
+
+def break_hearing(connections: Connections) -> None:
+    connections._briefed._receive = run_out_of_memory
+
+
 @pytest.mark.timeout(60)
-def test_what_goes_wrong_on_our_side_is_not_blamed_on_a_peer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("broken", "flush"), [(break_receiving, True), (break_posting, False), (break_hearing, False)]
+)
+def test_what_goes_wrong_on_our_side_is_not_blamed_on_a_peer(
+    tmp_path: Path, broken: Callable[[Connections], None], flush: bool
+) -> None:
+    """Without a flush a thread hears of batches and posts receives for them."""
+
     def work(place: Place) -> None:
-        pipeline = pipeline_of(stack_of(2)[place.rank])
+        module = stack_of(2)[place.rank]
+        pipeline = pipeline_of(module, flush=flush, num_microbatches=4 if flush else 1)
         if place.rank == 1:
-
-            def run_out_of_memory(*args: object) -> None:
-                raise torch.OutOfMemoryError("no memory for a message")
-
-            pipeline._connections.activations_in[0]._receive = run_out_of_memory
+            broken(pipeline._connections)
+        dist.barrier()  # so that the first message comes afterwards
         step(pipeline)
 
     with pytest.raises(WorkerError, match="no memory for a message") as caught:
@@ -216,14 +251,60 @@ def test_what_goes_wrong_on_our_side_is_not_blamed_on_a_peer(tmp_path: Path) -> 
     assert caught.value.rank == 1
 
 
+def windows_of(pipeline: Pipeline) -> tuple[int, ...]:
+    boxes = pipeline._connections
+    inboxes = [*boxes.activations_in.values(), *boxes.gradients_in.values()]
+    return tuple(inbox.window for inbox in inboxes)
+
+
 @pytest.mark.timeout(60)
 def test_receives_are_posted_as_far_ahead_as_the_schedule_sends(tmp_path: Path) -> None:
     def work(place: Place) -> tuple[int, ...]:
         with pipeline_of(stack_of(3)[place.rank], schedule="bounded:4,2,1") as pipeline:
             step(pipeline)
-            boxes = pipeline._connections
-            inboxes = [*boxes.activations_in.values(), *boxes.gradients_in.values()]
-            return tuple(inbox.window for inbox in inboxes)
+            return windows_of(pipeline)
 
     # Activations: what is in flight on the stage before; gradients: what is in flight here.
     assert run_stages(3, work, tmp_path) == [(4,), (4, 2), (2,)]
+
+
+@pytest.mark.timeout(60)
+def test_a_window_that_is_given_holds_with_and_without_a_flush(tmp_path: Path) -> None:
+    def work(place: Place) -> list[tuple[int, ...]]:
+        found = []
+        for flush in (True, False):
+            options = {"flush": flush, "num_microbatches": 4 if flush else 1, "window": 5}
+            with pipeline_of(stack_of(3)[place.rank], **options) as pipeline:
+                step(pipeline)
+                for _ in pipeline.drain():
+                    pass
+                found.append(windows_of(pipeline))
+        return found
+
+    assert run_stages(3, work, tmp_path) == [[(5,)] * 2, [(5, 5)] * 2, [(5,)] * 2]
+
+
+@pytest.mark.timeout(60)
+def test_a_log_of_our_own_is_closed_when_a_step_fails(tmp_path: Path) -> None:
+    def alone() -> bool:
+        pipeline = pipeline_of(stack_of(1), log=tmp_path / "run")
+        with pytest.raises(ScheduleError), pipeline:
+            pipeline.step()
+        return pipeline._own_log._file is None
+
+    assert run_alone(alone, tmp_path)
+
+
+def test_micro_batches_of_one_kind_look_alike_whatever_the_batch() -> None:
+    def kind(*arguments: Tensor, size: int = 2) -> int:
+        return kind_of(arguments, size, training=True)
+
+    assert kind(torch.ones(4, 3)) == kind(torch.ones(8, 3))
+    others = [
+        kind(torch.ones(4, 3), size=4),
+        kind(torch.ones(4, 5)),
+        kind(torch.ones(4, 3, dtype=torch.float64)),
+        kind(torch.ones(4, 3), torch.ones(4)),
+        kind(torch.ones(4, 3), torch.tensor(1.0)),  # goes to every micro-batch as it is
+    ]
+    assert len({kind(torch.ones(4, 3)), *others}) == 6
