@@ -26,8 +26,10 @@ class Limits:
     spreads: float = 8.0  # k: how far beyond the median a group may be
     floor: Seconds = 1.0  # of a deadline
     ceiling: Seconds = 45.0  # of a deadline; less than the lease of the enforcement token
-    readiness: Seconds = 300.0  # how long an assigned group waits for members that compute
+    readiness: Seconds = 300.0  # how long at most an assigned group waits for who computes
+    slower: float = 10.0  # it waits as long for one so many times slower than the usual
     waiting: Seconds = math.inf  # how long a ready worker waits for a policy to put it in a group
+    gathering: Seconds = 540.0  # how long all wait for the last; less than workers wait for anybody
     retries: int = 2  # after so many more failed groups, a worker goes on alone
 
     def __post_init__(self) -> None:
@@ -37,11 +39,12 @@ class Limits:
                 expected="0 < floor <= ceiling, in seconds",
                 fix="leave them out: deadlines are learned between them",
             )
-        if not (self.spreads > 0 and self.readiness > 0 and self.waiting > 0 <= self.retries):
+        above_0 = (self.spreads, self.readiness, self.slower, self.waiting, self.gathering)
+        if not (all(limit > 0 for limit in above_0) and self.retries >= 0):
             raise PolicyError(
-                f"spreads={self.spreads:g} readiness={self.readiness:g} "
-                f"waiting={self.waiting:g} retries={self.retries}",
-                expected="spreads, readiness and waiting above 0, retries not below",
+                f"spreads={self.spreads:g} readiness={self.readiness:g} slower={self.slower:g} "
+                f"waiting={self.waiting:g} gathering={self.gathering:g} retries={self.retries}",
+                expected="retries not below 0, all others above",
                 fix="leave them out for the defaults",
             )
 
@@ -51,6 +54,8 @@ class Deadlines:
     """Of the groups of one stage."""
 
     limits: Limits
+    ceiling: Seconds
+    slower: float = 1.0  # at least so many times the median
     current: Seconds = field(init=False)  # of a group that starts now
     _past: deque[Seconds] = field(default_factory=lambda: deque(maxlen=PAST), init=False)
     _num_new: int = field(default=0, init=False)
@@ -58,7 +63,7 @@ class Deadlines:
     _slack: int = field(default=1, init=False)  # doubled by each deadline missed
 
     def __post_init__(self) -> None:
-        self._learned = self.current = self.limits.ceiling
+        self._learned = self.current = self.ceiling
 
     def made(self, duration: Seconds) -> None:
         """A group took this long."""
@@ -68,7 +73,7 @@ class Deadlines:
             self._num_new = 0
             middle = median(self._past)
             spread = median(abs(past - middle) for past in self._past)
-            self._learned = middle + self.limits.spreads * spread
+            self._learned = max(middle + self.limits.spreads * spread, middle * self.slower)
         elif self._slack == 1:
             return
         self._slack = max(self._slack // 2, 1)
@@ -81,4 +86,4 @@ class Deadlines:
 
     def _update(self) -> None:
         deadline = max(self._learned, self.limits.floor) * self._slack
-        self.current = min(deadline, self.limits.ceiling)
+        self.current = min(deadline, self.ceiling)

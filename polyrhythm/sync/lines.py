@@ -13,7 +13,7 @@ import heapq
 import math
 from collections.abc import Iterator
 
-from polyrhythm.sync.member import Assigned, Member
+from polyrhythm.sync.member import Assigned, Decider, Member
 from polyrhythm.types import Group, Seconds
 
 
@@ -23,9 +23,9 @@ class Lines:
         self._next_gid = first_gid
         self._dues: list[tuple[Seconds, int]] = []  # a heap; some are out of date
 
-    def add(self, group: Group, members: list[Member]) -> Assigned:
+    def add(self, group: Group, members: list[Member], decider: Decider) -> Assigned:
         """At the end of its members' lines."""
-        assigned = Assigned(self._next_gid, group, members)
+        assigned = Assigned(self._next_gid, group, members, decider)
         self.groups[assigned.gid] = assigned
         self._next_gid += 1
         for member in members:
@@ -38,7 +38,10 @@ class Lines:
             member.line.remove(assigned)
 
     def is_first(self, assigned: Assigned) -> bool:
-        return all(member.line[0] is assigned for member in assigned.members)
+        for member in assigned.members:
+            if member.line[0] is not assigned or (member.stops and not member.is_ready):
+                return False
+        return True
 
     def set_due(self, assigned: Assigned, due: Seconds) -> None:
         assigned.due = due

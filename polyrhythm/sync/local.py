@@ -1,8 +1,9 @@
 """Local steps: workers train alone for many steps, then take one step together.
 
-Every `steps` steps all workers compare how far they have moved from the point where they began
-together. The mean of these moves is taken as a gradient, and an outer optimizer with Nesterov
-momentum takes one step along it; there all begin again.
+After that, all workers compare how far they have moved from the point where they began together.
+The mean of these moves is taken as a gradient, and an outer optimizer with Nesterov momentum takes
+one step along it; there all begin again. Who averages is a matter of `all_reduce`, how often is one
+of the workers, who report no other steps; here is what they do with the average.
 
 Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
 arXiv:2311.08105. The momentum is that of `torch.optim.SGD(nesterov=True)`.
@@ -12,9 +13,6 @@ from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.all_reduce import AllReduce
-from polyrhythm.sync.every import Every
-from polyrhythm.types import Seconds
 
 
 class Arithmetic(Protocol):
@@ -26,11 +24,6 @@ class Arithmetic(Protocol):
 
 
 Array = TypeVar("Array", bound=Arithmetic)
-
-
-def local_steps(num_workers: int, steps: int = 500, startup: Seconds = 60.0) -> Every:
-    """When: all workers together at every `steps`-th step, alone in between."""
-    return Every(AllReduce(num_workers, startup), steps)
 
 
 def pseudo_gradient(anchor: Array, mean: Array) -> Array:

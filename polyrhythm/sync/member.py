@@ -1,4 +1,4 @@
-"""What the scheduler knows of one worker, and of one group on its way.
+"""What the scheduler knows of one worker, of one group on its way, and of who forms groups.
 
 A worker goes through its step: it may ask ahead, it becomes ready, and the end of a group, or being
 told to go on alone, ends the step. A group goes through the lines of its members: it waits in line,
@@ -8,8 +8,11 @@ ready before the group is done, that is the group it waits for, like any other.
 """
 
 from enum import Enum
+from typing import NamedTuple
 
+from polyrhythm.sync.deadlines import Deadlines
 from polyrhythm.sync.messages import Command
+from polyrhythm.sync.policy import Policy
 from polyrhythm.types import Group, Seconds, Worker
 
 
@@ -20,27 +23,39 @@ class Life(Enum):
     DEAD = "is dead"
 
 
+class Decider(NamedTuple):
+    """Who forms groups for a worker: the policy of its stage, or the gathering of its stage."""
+
+    policy: Policy
+    deadlines: Deadlines  # of averages
+    readiness: Deadlines  # of members that have asked, and compute when their group is assigned
+    asks_ahead: bool
+    is_gathering: bool
+    timer: int  # the place of its timer among all
+
+
 class Assigned:
     """A group on its way: in the lines of its members, then open, then averaging."""
 
     __slots__ = (
+        "decider",
         "due",
         "gid",
         "group",
         "is_open",
         "members",
+        "opened",
         "pending",
-        "stage",
         "started",
         "unready",
     )
 
-    def __init__(self, gid: int, group: Group, members: "list[Member]") -> None:
-        self.gid, self.group, self.members = gid, group, members
-        self.stage = group.members[0].stage
+    def __init__(self, gid: int, group: Group, members: "list[Member]", decider: Decider) -> None:
+        self.gid, self.group, self.members, self.decider = gid, group, members, decider
         self.is_open = False  # it comes first in the line of each of its members
         self.unready: set[Worker] = set()  # those who have asked, and are still computing
         self.pending = set(group.members)  # those who have not said Done
+        self.opened: Seconds = 0.0
         self.started: Seconds = 0.0  # when nobody was unready any more
         self.due: Seconds = 0.0
 
@@ -54,8 +69,11 @@ class Member:
         "alone",
         "answer",
         "asked",
+        "asked_at",
         "clock",
+        "decider",
         "failures",
+        "gathered",
         "has_asked",
         "heard",
         "incarnation",
@@ -63,9 +81,12 @@ class Member:
         "life",
         "line",
         "node",
+        "stops",
         "wants",
         "worker",
     )
+
+    decider: Decider  # its policy; its gathering, from Gather to the end of that
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.node = worker, ""
@@ -76,9 +97,12 @@ class Member:
         """Nothing is under way; its model is that of step `clock`."""
         self.clock = clock
         self.heard = self.asked = clock  # the last step it has said Ready, or Request, for
+        self.asked_at: Seconds = 0.0  # when it said the latter
+        self.gathered = -1  # the last one that it has said Gather at
         self.answer: Command | None = None  # the last command for it, to repeat
         self.line: list[Assigned] = []  # its groups, in the order of their ids
         self.ahead = self.wants = False  # Ready, or Request, of the next step came early
+        self.stops = False  # Gather came early; or it leaves: no more groups are opened for it
         self.end_step()
 
     def end_step(self) -> None:

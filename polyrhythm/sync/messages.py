@@ -51,6 +51,15 @@ class Ready(_Message, frozen=True):
     now: Seconds = 0.0
 
 
+class Gather(_Message, frozen=True):
+    """A worker has stopped training, and waits for an average of all workers of its stage."""
+
+    worker: Worker
+    clock: Count
+    incarnation: Count = 0
+    now: Seconds = 0.0
+
+
 class Done(_Message, frozen=True):
     """A worker has the average of a group, not applied yet; or it failed to get it."""
 
@@ -90,6 +99,7 @@ class Assign(_Message, frozen=True):
     epoch: int  # of the membership that the group was formed under
     members: tuple[Worker, ...]  # sorted; all of one stage
     weights: tuple[float, ...]
+    lives: tuple[int, ...]  # of each member; one that has started anew needs new connections
     deadline: Seconds  # how long it may take, once all members are ready
     why: str
 
@@ -99,6 +109,7 @@ class Commit(_Message, frozen=True):
 
     gid: int
     members: tuple[Worker, ...]
+    ends: tuple[int, ...]  # the step of each member that ends with it, by clock; -1 for none
 
 
 class Abort(_Message, frozen=True):
@@ -139,5 +150,5 @@ class Refuse(_Message, frozen=True):
     why: str
 
 
-Event = Join | Request | Ready | Done | Timer | Dead | Leave
+Event = Join | Request | Ready | Gather | Done | Timer | Dead | Leave
 Command = Assign | Commit | Abort | Skip | Heal | Refuse

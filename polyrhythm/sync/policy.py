@@ -3,7 +3,19 @@
 A policy decides for the workers of one stage. It has no clock, no threads and no hidden randomness:
 `now` comes in, groups come out, and `next_timer` says when to call `on_timer` if nothing else
 happens. A worker that is ready (or that has requested, where a policy is asked ahead) is in exactly
-one group for it, and in no other until that group is done. A group of one is a local step.
+one group for it, and in no other until that group is done.
+
+A policy can rely on this:
+- A worker joins before anything else. `on_ready` always follows `on_request` for a policy that
+  overrides that (is asked ahead), perhaps at once; a policy that does not is never asked.
+- A group of two or more is done exactly once. After `ok=False` its members report again, as if for
+  the first time: those that were ready at once, the others when they are, and one that is sent on
+  alone with its next step. What was not averaged comes again, and must not count twice.
+- A group of one is a local step, and done at once: whether `on_done` is called for it makes no
+  difference, and its worker may report again right after.
+- A worker that leaves is in no group: those it was in are done before, with `ok=False`, and so are
+  those that the policy forms of it meanwhile. It may come back: from a loss, a wait that was too
+  long, or an average of all workers, for which all of them leave before one joins again.
 """
 
 import math

@@ -4,7 +4,8 @@ A group is assigned when it comes first in all its members' lines. It commits wh
 Done. It is given up when one of them fails, dies or leaves, or when its time is over; members that
 were ready are then ready again, for another group with another id, and go on alone when too many
 groups of one step have failed. A group of one averages nothing and waits for no line: its worker is
-told to go on.
+told to go on. A worker is in the hands of the policy of its stage, or, while it gathers, of the
+gathering of its stage (`gathering.py`); all this is the same for both.
 
 Source: none; in SDPipe and Prague nobody is told whether a group has averaged.
 """
@@ -14,8 +15,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from polyrhythm.sync.deadlines import Deadlines, Limits
+from polyrhythm.sync.gathering import Gathering
 from polyrhythm.sync.lines import Lines
-from polyrhythm.sync.member import Assigned, Life, Member
+from polyrhythm.sync.member import Assigned, Decider, Life, Member
 from polyrhythm.sync.membership import Membership
 from polyrhythm.sync.messages import Abort, Assign, Command, Commit, Skip
 from polyrhythm.sync.policy import Policy
@@ -32,31 +34,36 @@ class Progress:
         self.out: list[Command] = []
         self.counters: Counter[str] = Counter()
         self.lines = Lines(first_gid)
-        self._policies, self._membership, self._limits = policies, membership, limits
-        self._deadlines = [Deadlines(limits) for _ in policies]
-        self._asks_ahead = [type(p).on_request is not Policy.on_request for p in policies]
-        self._timers = [policy.next_timer() for policy in policies]
+        self._membership, self._limits = membership, limits
+        self._timers: list[Seconds] = []  # of all deciders
+        self._policies = [self._decider(policy) for policy in policies]
+        self._gatherings = [self._decider(Gathering(limits.gathering)) for _ in policies]
+        self._first_timer = min(self._timers)
+        for member in membership.members.values():
+            member.decider = self._policies[member.worker.stage]
         self._waits: deque[tuple[Seconds, int, Member]] = deque()  # until when, at which clock
         self._early: list[Member] = []  # those who told of a step before the last one ended
 
     def next_timer(self) -> Seconds:
-        return min(self.lines.next_due(), self._next_wait(), *self._timers)
+        next_wait = self._next_wait() if self._waits else math.inf
+        return min(self.lines.next_due(), next_wait, self._first_timer)
 
     def fire(self) -> None:
-        """Do what is due: deadlines first, then the timers of policies, by stage."""
+        """Do what is due: deadlines, then the timers of policies, by stage, then of gatherings."""
         for assigned in self.lines.overdue(self.now):
             slow = " ".join(map(str, sorted(assigned.unready or assigned.pending)))
             if assigned.unready:
                 for worker in assigned.unready:  # it asks again when it is ready after all
                     self._membership.members[worker].has_asked = False
-                reason = f"{slow} not ready within {self._limits.readiness:g} s"
+                assigned.decider.readiness.missed()
+                reason = f"{slow} not ready within {self.now - assigned.opened:.3g} s"
             else:
-                self._deadlines[assigned.stage].missed()
+                assigned.decider.deadlines.missed()
                 reason = f"{slow} not done within {self.now - assigned.started:.3g} s"
             self.fail(assigned, reason)
-        for stage, timer in enumerate(self._timers):
-            if timer <= self.now:
-                self._accept(stage, self._policies[stage].on_timer(self.now))
+        for decider in (*self._policies, *self._gatherings):
+            if self._timers[decider.timer] <= self.now:
+                self._accept(decider, decider.policy.on_timer(self.now))
         while self._next_wait() <= self.now:
             self._send_on(self._waits.popleft()[2])
 
@@ -72,18 +79,20 @@ class Progress:
                 self.ask(member)
             if ahead:
                 self.begin(member)
+            if member.stops:
+                self.gather(member)
 
     def welcome(self, member: Member) -> None:
         """A worker is active from now on."""
-        worker, policy = member.worker, self._policies[member.worker.stage]
-        self._accept(worker.stage, policy.on_join(worker, member.node, self.now))
+        self._enter(member, self._gatherings[member.worker.stage])
+        self._enter(member, self._policies[member.worker.stage])
 
     def ask(self, member: Member) -> None:
         """A worker wants a group at the end of its step."""
-        worker, policy = member.worker, self._policies[member.worker.stage]
-        member.has_asked = member.is_ready or self._asks_ahead[worker.stage]
-        if self._asks_ahead[worker.stage]:
-            self._accept(worker.stage, policy.on_request(worker, self.now))
+        decider = member.decider
+        member.has_asked = member.is_ready or decider.asks_ahead
+        if decider.asks_ahead:
+            self._accept(decider, decider.policy.on_request(member.worker, self.now))
 
     def begin(self, member: Member) -> None:
         """A local update is made: the worker wants to average now."""
@@ -98,6 +107,28 @@ class Progress:
             if not head.unready:
                 self._start(head)
 
+    def gather(self, member: Member) -> None:
+        """A worker has stopped: it leaves its policy, and is ready to average with all others.
+
+        A step that it waits for, and an open group that it only answers to, end before that. A
+        group that waits for it to be ready would wait in vain.
+        """
+        member.stops = True
+        if member.is_ready:
+            return
+        member.end_step()
+        head = member.line[0] if member.line else None
+        answers = head is not None and head.is_open and member.worker not in head.unready
+        left_behind = self._empty_line(member, f"{member.worker} gathers", down_to=int(answers))
+        if not answers:
+            member.stops = False
+            if member.active:
+                self._exit(member, member.decider)
+                member.decider = self._gatherings[member.worker.stage]
+        self._again(left_behind)
+        if not answers:
+            self.begin(member)
+
     def done(self, member: Member, assigned: Assigned) -> None:
         """A member has the average."""
         assigned.pending.remove(member.worker)
@@ -105,8 +136,9 @@ class Progress:
             return
         self.counters["committed"] += 1
         if not assigned.unready:
-            self._deadlines[assigned.stage].made(self.now - assigned.started)
-        self._tell(assigned, Commit(assigned.gid, assigned.group.members))
+            assigned.decider.deadlines.made(self.now - assigned.started)
+        ends = tuple([other.clock if other.is_ready else -1 for other in assigned.members])
+        self._tell(assigned, Commit(assigned.gid, assigned.group.members, ends))
         for other in _concerned(assigned):
             self._end_step(other)
         self._close(assigned, ok=True)
@@ -117,25 +149,56 @@ class Progress:
         concerned = _concerned(assigned)
         for member in concerned:
             member.failures += member.is_ready
+        most = max((member.failures for member in concerned), default=0)
+        for member in concerned:
+            if assigned.decider.is_gathering:  # all go on, or none: who came last would be alone
+                member.failures = most
             if member.failures > self._limits.retries and not member.line:
                 self._skip(member, f"{member.failures} groups failed, the last one: {reason}")
         self._again(concerned)
 
     def drop(self, member: Member, reason: str) -> None:
         """A worker is active no more; its groups are given up before the policy hears of it."""
-        was_ready = member.is_ready
+        was_ready, stopped = member.is_ready, member.stops
         member.end_step()
-        left_behind: dict[Member, None] = {}
-        while member.line:
-            last = member.line[-1]  # the last one first, so that none is opened that has to go
-            self._give_up(last, reason)
-            left_behind.update(dict.fromkeys(_concerned(last)))
-        worker, policy = member.worker, self._policies[member.worker.stage]
-        self._accept(worker.stage, policy.on_leave(worker, self.now))
-        member.alone = None
+        member.stops = True
+        left_behind = self._empty_line(member, reason)
+        member.stops = stopped
+        if not member.decider.is_gathering:  # else it has left its policy before
+            self._exit(member, member.decider)
+        self._exit(member, self._gatherings[member.worker.stage])
+        member.decider = self._policies[member.worker.stage]
         if was_ready and member.life is Life.ALIVE:
             self._skip(member, reason)
         self._again(left_behind)
+
+    def _decider(self, policy: Policy) -> Decider:
+        asks_ahead = type(policy).on_request is not Policy.on_request
+        is_gathering = isinstance(policy, Gathering)
+        self._timers.append(policy.next_timer())
+        timer = len(self._timers) - 1
+        limits = self._limits
+        deadlines = Deadlines(limits, limits.ceiling)
+        readiness = Deadlines(limits, limits.readiness, limits.slower)
+        return Decider(policy, deadlines, readiness, asks_ahead, is_gathering, timer)
+
+    def _enter(self, member: Member, decider: Decider) -> None:
+        groups = decider.policy.on_join(member.worker, member.node, self.now)
+        self._accept(decider, groups)
+
+    def _exit(self, member: Member, decider: Decider) -> None:
+        """The policy hears that a worker is gone; a group of one that it gave out is void."""
+        self._accept(decider, decider.policy.on_leave(member.worker, self.now))
+        member.alone = None
+
+    def _empty_line(self, member: Member, reason: str, down_to: int = 0) -> dict[Member, None]:
+        """Give up the groups of a worker that stops, but the first ones; who was in them."""
+        left_behind: dict[Member, None] = {}
+        while len(member.line) > down_to:  # the end of one may be the beginning of another
+            last = member.line[-1]
+            self._give_up(last, reason)
+            left_behind.update(dict.fromkeys(_concerned(last)))
+        return left_behind
 
     def _offer(self, member: Member) -> None:
         """Tell the policy that a worker is ready; if it has not asked ahead, it asks now."""
@@ -144,8 +207,8 @@ class Progress:
         if member.alone is not None:
             self._go_alone(member)
         if member.is_ready:
-            worker, policy = member.worker, self._policies[member.worker.stage]
-            self._accept(worker.stage, policy.on_ready(worker, self.now))
+            decider = member.decider
+            self._accept(decider, decider.policy.on_ready(member.worker, self.now))
             if self._limits.waiting < math.inf:
                 self._waits.append((self.now + self._limits.waiting, member.clock, member))
 
@@ -153,56 +216,60 @@ class Progress:
         """When a worker will have waited too long for a policy; inf for never."""
         while self._waits:
             until, clock, member = self._waits[0]
-            if member.is_ready and member.clock == clock and not member.line:
+            waits = member.is_ready and not member.line and not member.decider.is_gathering
+            if waits and member.clock == clock:
                 return until
             self._waits.popleft()
         return math.inf
 
     def _send_on(self, member: Member) -> None:
         """Take a worker out of its policy, and back in: it goes on alone, and all is forgotten."""
-        worker, policy = member.worker, self._policies[member.worker.stage]
         self._skip(member, f"no group within {self._limits.waiting:g} s")
-        self._accept(worker.stage, policy.on_leave(worker, self.now))
-        self.welcome(member)
+        self._exit(member, member.decider)
+        self._enter(member, member.decider)
 
-    def _accept(self, stage: int, groups: Iterable[Group]) -> None:
+    def _accept(self, decider: Decider, groups: Iterable[Group]) -> None:
         """Put new groups in line, and open those whose turn it is; after every call of a policy."""
         for group in groups:
             members = [self._membership.members[worker] for worker in group.members]
             if len(members) > 1:
-                self._open_if_first(self.lines.add(group, members))
+                self._open_if_first(self.lines.add(group, members, decider))
                 continue
             members[0].alone = group
             if members[0].is_ready:
                 self._go_alone(members[0])
-        self._timers[stage] = self._policies[stage].next_timer()
+        timer = decider.policy.next_timer()
+        if timer != self._timers[decider.timer]:
+            self._timers[decider.timer] = timer
+            self._first_timer = min(self._timers)
 
     def _go_alone(self, member: Member) -> None:
-        group, stage = member.alone, member.worker.stage
+        group, decider = member.alone, member.decider
         assert group is not None, f"{member.worker} has a group of one"
         self._skip(member, group.why)
-        self._accept(stage, self._policies[stage].on_done(group, True, self.now))
+        self._accept(decider, decider.policy.on_done(group, True, self.now))
 
     def _open_if_first(self, assigned: Assigned) -> None:
         if assigned.is_open or not self.lines.is_first(assigned):
             return
-        assigned.is_open = True
+        assigned.is_open, assigned.opened = True, self.now
         for member in assigned.members:
             if member.has_asked and not member.is_ready:
                 assigned.unready.add(member.worker)
-        epoch, deadline = self._membership.epoch, self._deadlines[assigned.stage].current
+        epoch, deadline = self._membership.epoch, assigned.decider.deadlines.current
         members, why = assigned.group
         weights = (1 / len(members),) * len(members)
-        self._tell(assigned, Assign(assigned.gid, epoch, members, weights, deadline, why))
+        lives = tuple([member.incarnation for member in assigned.members])
+        self._tell(assigned, Assign(assigned.gid, epoch, members, weights, lives, deadline, why))
         if assigned.unready:
-            self.lines.set_due(assigned, self.now + self._limits.readiness)
+            self.lines.set_due(assigned, self.now + assigned.decider.readiness.current)
         else:
             self._start(assigned)
 
     def _start(self, assigned: Assigned) -> None:
         """Whoever has asked for the group is ready: its deadline runs."""
         assigned.started = self.now
-        self.lines.set_due(assigned, self.now + self._deadlines[assigned.stage].current)
+        self.lines.set_due(assigned, self.now + assigned.decider.deadlines.current)
 
     def _give_up(self, assigned: Assigned, reason: str) -> None:
         if assigned.is_open:
@@ -216,8 +283,10 @@ class Progress:
         for member in assigned.members:
             if member.line:
                 self._open_if_first(member.line[0])
-        stage = assigned.stage
-        self._accept(stage, self._policies[stage].on_done(assigned.group, ok, self.now))
+            if member.stops:
+                self._early.append(member)
+        decider = assigned.decider
+        self._accept(decider, decider.policy.on_done(assigned.group, ok, self.now))
 
     def _again(self, members: Iterable[Member]) -> None:
         """Members of a group that is no more tell the policy again what they had told it."""
@@ -237,8 +306,12 @@ class Progress:
         self._end_step(member)
 
     def _end_step(self, member: Member) -> None:
+        """A worker goes on; if it has gathered, it is back in its policy before anything else."""
         member.end_step()
-        if member.ahead or member.wants:
+        if member.decider.is_gathering:
+            member.decider = self._policies[member.worker.stage]
+            self._enter(member, member.decider)
+        if member.ahead or member.wants or member.stops:
             self._early.append(member)
 
     def _tell(self, assigned: Assigned, command: Command) -> None:

@@ -2,12 +2,15 @@
 
 A policy is made of what the job knows (how many workers, which stage, the token that all stages
 share, a seed) and of options, which are whatever else its constructor takes. A policy's module is
-imported when the policy is asked for.
+imported when the policy is asked for. Policies know nothing of the steps between two averages:
+workers report at every n-th step only, and `default_every` says which n a name stands for.
 """
 
+import dataclasses
 import difflib
 import importlib
 import inspect
+import math
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 import msgspec
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.sync.deadlines import Limits
 from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.token import EnforcementToken
 from polyrhythm.types import Seconds
@@ -30,9 +34,14 @@ POLICIES = {
     "pairwise": "polyrhythm.sync.pairwise:Pairwise",
     "ssp": "polyrhythm.sync.ssp:BoundedStaleness",
     "balanced": "polyrhythm.sync.all_reduce:AllReduce",  # the shares differ, not the groups
-    "local": "polyrhythm.sync.local:local_steps",
+    "local": "polyrhythm.sync.all_reduce:AllReduce",  # seldom, with an outer step (`local.py`)
 }
 ACROSS_STAGES = ("ssp",)  # one policy for the workers of all stages
+EVERY = {"local": 500}  # steps from one average to the next, where it is not 1: as in DiLoCo
+# These wait for certain workers, for as long as it takes. In a pipeline such a worker may be held
+# up by another stage, where somebody waits in the same way for one that this stage holds up.
+WAITS_WITHOUT_END = ("random", "smart", "partial_reduce")
+LONGEST_WAIT: Seconds = 30.0
 
 Options = Mapping[str, object]
 
@@ -41,17 +50,18 @@ def make_policy(
     name: str,
     *,
     num_workers: int,
+    num_stages: int = 1,
     stage: int = 0,
     token: EnforcementToken | None = None,
     seed: int = 0,
-    every: int = 1,
     options: Options | None = None,
 ) -> Policy:
-    """The policy of one stage with `num_workers` workers, averaging at each `every`-th step."""
+    """The policy of one of the stages, with `num_workers` workers."""
     maker, options = _maker(name), options or {}
     takes = inspect.signature(maker, eval_str=True).parameters
     job: dict[str, object] = {
         "num_workers": num_workers,
+        "num_stages": num_stages,
         "stage": stage,
         "token": token,
         # A seed per stage that differs for neighbours, and is no function of hash().
@@ -61,11 +71,7 @@ def make_policy(
     values = _checked(name, options, {k: takes[k] for k in takes if k not in job})
     _check_group_size(name, values, num_workers)
     policy: Policy = maker(**known, **values)
-    if every == 1:
-        return policy
-    from polyrhythm.sync.every import Every
-
-    return Every(policy, every)
+    return policy
 
 
 def make_policies(
@@ -75,7 +81,6 @@ def make_policies(
     num_pipelines: int,
     lease: Seconds = 60.0,
     seed: int = 0,
-    every: int = 1,
     options: Options | None = None,
 ) -> list[Policy]:
     """One policy per stage, with one enforcement token between them."""
@@ -87,10 +92,10 @@ def make_policies(
         return make_policy(
             name,
             num_workers=num_workers,
+            num_stages=num_stages,
             stage=stage,
             token=token,
             seed=seed,
-            every=every,
             options=options,
         )
 
@@ -99,12 +104,32 @@ def make_policies(
     return [of_stage(stage, num_pipelines) for stage in range(num_stages)]
 
 
+def default_every(name: str) -> int:
+    """How many steps there are from one average to the next, if nobody says otherwise."""
+    _check_name(name)
+    return EVERY.get(name, 1)
+
+
+def limits_for(name: str, num_stages: int, limits: Limits | None = None) -> Limits:
+    """The same limits, with an end to waits that could be for ever in a pipeline."""
+    _check_name(name)
+    limits = limits or Limits()
+    if name in WAITS_WITHOUT_END and num_stages > 1 and limits.waiting == math.inf:
+        readiness = min(limits.readiness, LONGEST_WAIT)
+        return dataclasses.replace(limits, waiting=LONGEST_WAIT, readiness=readiness)
+    return limits
+
+
 def _maker(name: str) -> Callable[..., Any]:
-    if name not in POLICIES:
-        raise _unknown("policy", name, list(POLICIES))
+    _check_name(name)
     module, _, maker = POLICIES[name].partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), maker)
     return found
+
+
+def _check_name(name: str) -> None:
+    if name not in POLICIES:
+        raise _unknown("policy", name, list(POLICIES))
 
 
 def _unknown(what: str, name: str, known: list[str]) -> PolicyError:

@@ -10,10 +10,18 @@ the end.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.types import Seconds, Worker
+
+NAMED = 4  # how many of the workers that are missing a reason names
+
+
+def names(workers: Sequence[Worker]) -> str:
+    named = " ".join(map(str, workers[:NAMED]))
+    return named + (f" and {len(workers) - NAMED} more" if len(workers) > NAMED else "")
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ from polyrhythm.sync.messages import (
     Dead,
     Done,
     Event,
+    Gather,
     Heal,
     Join,
     Leave,
@@ -71,6 +72,7 @@ class Scheduler:
             Join: self._join,
             Request: self._request,
             Ready: self._ready,
+            Gather: self._gather,
             Done: self._done,
             Timer: lambda event: None,
             Dead: self._dead,
@@ -134,7 +136,7 @@ class Scheduler:
         if event.clock <= member.asked or event.clock <= member.heard:
             self.counters["duplicate" if event.clock == member.asked else "late"] += 1
             return
-        member.asked = event.clock
+        member.asked, member.asked_at = event.clock, self._now
         if member.is_ready or member.has_asked:
             member.wants = True
         elif member.active:
@@ -148,6 +150,8 @@ class Scheduler:
             self._hear_again(member, event.clock)
             return
         member.heard = event.clock
+        if member.asked == event.clock:
+            member.decider.readiness.made(self._now - member.asked_at)
         if self._healing:
             self._healing.pop(event.worker, None)
         if member.is_ready:
@@ -155,6 +159,22 @@ class Scheduler:
             self.counters["early"] += 1
         else:
             self._progress.begin(member)
+
+    def _gather(self, event: Gather) -> None:
+        """Clocks go as with Ready, but a gather may be at the clock of the last Ready, or Join.
+
+        No step is made for it. So there is one step and after it one gather at each clock: a Ready
+        or Gather that repeats the clock of a Gather has come twice, and is answered as before.
+        """
+        member = self._sender(event, event.clock)
+        if member is None:
+            return
+        if event.clock < member.heard or event.clock == member.gathered:
+            self._hear_again(member, event.clock)
+            return
+        member.heard = member.gathered = event.clock
+        self._healing.pop(event.worker, None)
+        self._progress.gather(member)
 
     def _done(self, event: Done) -> None:
         member = self._sender(event, -1)
@@ -184,14 +204,18 @@ class Scheduler:
         if member is not None:
             self._lose(member, Life.LEFT, f"{event.worker} left")
 
-    def _sender(self, event: Request | Ready | Done | Dead | Leave, clock: int) -> Member | None:
+    def _sender(
+        self, event: Request | Ready | Gather | Done | Dead | Leave, clock: int
+    ) -> Member | None:
         """Who says so, if it takes part in the life it speaks of."""
         member = self.membership.members.get(event.worker)
         if member is None:
             self._refuse(event.worker, clock, "stranger", "is not in the plan")
         elif event.incarnation == member.incarnation and member.life is Life.ALIVE:
             return member
-        elif event.incarnation < member.incarnation or not isinstance(event, Request | Ready):
+        elif event.incarnation < member.incarnation or not isinstance(
+            event, Request | Ready | Gather
+        ):
             self.counters["late"] += 1
         else:
             is_known = event.incarnation == member.incarnation

@@ -10,8 +10,8 @@ Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parall
 Server", NIPS 2013. With staleness 0 it is the parameter server of Luo et al., "Prague", ASPLOS
 2020, sections 7.1.3 and 7.3. In a pipeline it is Park et al., "HetPipe", USENIX ATC 2020: give one
 policy the workers of all stages; then a pipeline is one virtual worker, whose clock is that of its
-slowest stage, and `staleness` is the number of stages, as in Miao et al., "SDPipe", PVLDB 16(9),
-2023, section 5.1.
+slowest stage, and `staleness` is the number of stages by default, as in Miao et al., "SDPipe",
+PVLDB 16(9), 2023, section 5.1.
 Departures: a step is one clock, where HetPipe counts a wave of several mini-batches; who joins
 starts at the clock of the most advanced, since it pulls the newest weights, and holds nobody up.
 """
@@ -27,13 +27,16 @@ from polyrhythm.types import Group, Seconds, Worker
 @dataclass(slots=True)
 class BoundedStaleness(Policy):
     num_workers: int  # of all stages that this policy decides for
-    staleness: int
+    staleness: int | None = None  # None for the number of stages
     startup: Seconds = 60.0  # how long a job waits, at the start, for workers that are missing
+    num_stages: int = 1
+    _most_ahead: int = field(init=False)
     _roster: Roster = field(init=False)
     _num_pushed: dict[Worker, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        if self.staleness < 0:
+        self._most_ahead = self.num_stages if self.staleness is None else self.staleness
+        if self._most_ahead < 0:
             raise PolicyError(
                 f"staleness={self.staleness}",
                 expected="0 steps or more",
@@ -76,7 +79,7 @@ class BoundedStaleness(Policy):
 
     def may_go_on(self, worker: Worker, now: Seconds) -> bool:
         """Whether a worker may begin its next step."""
-        return self._num_pushed[worker] - self._slowest(now) <= self.staleness
+        return self._num_pushed[worker] - self._slowest(now) <= self._most_ahead
 
     def _slowest(self, now: Seconds) -> int:
         missing = self._roster.is_assembling(now)  # who is still to come has pushed nothing
@@ -87,7 +90,7 @@ class BoundedStaleness(Policy):
         released = []
         for worker in sorted(self._roster.ready):
             ahead = self._num_pushed[worker] - slowest
-            if ahead <= self.staleness:
+            if ahead <= self._most_ahead:
                 del self._roster.ready[worker]
-                released.append(Group((worker,), why=f"{ahead} of {self.staleness} steps ahead"))
+                released.append(Group((worker,), why=f"{ahead} of {self._most_ahead} steps ahead"))
         return released

@@ -3,7 +3,9 @@
 Each worker computes its group from its place and the number of its step; all members find the same
 one, and the groups of a step never overlap. Four phases repeat: 0 joins the first workers of all
 nodes and pairs neighbours inside each node; 1 and 3 join all of a node; 2 joins the second workers
-of opposite nodes and pairs others inside each node. Phases 0 and 1 alone connect all workers.
+of opposite nodes and pairs others inside each node. Phases 0 and 1 alone connect all workers. A
+step here is one average: if workers make more than one update from one to the next, it is the
+averages that are numbered.
 
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
 Training", ASPLOS 2020, section 4.2; for 4 nodes of 4 workers the groups are those of its Figure 10.

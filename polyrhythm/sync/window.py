@@ -117,7 +117,7 @@ class RateWindow:
         pass
 
     def left(self, worker: Worker) -> None:
-        pass
+        self._last = math.nan  # if all leave for a while, that is a pause, and no gap
 
 
 @dataclass(slots=True)

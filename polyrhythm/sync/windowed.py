@@ -22,13 +22,12 @@ from collections import Counter
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.mixing import Validator
 from polyrhythm.sync.policy import Policy
-from polyrhythm.sync.roster import Roster
+from polyrhythm.sync.roster import Roster, names
 from polyrhythm.sync.token import EnforcementToken
 from polyrhythm.sync.window import FixedWindow, PaperWindow, RateWindow, Window
 from polyrhythm.types import Group, Seconds, Worker
 
 WindowRule = str | Seconds  # "rate", "paper" or a fixed length
-NAMED = 4  # how many of the workers that are lacking a reason names
 TARGET = 3  # members; longer windows make fast workers wait for one another
 
 
@@ -46,7 +45,7 @@ class WindowedGroups(Policy):
         startup: Seconds,
     ) -> None:
         self.roster = Roster(num_workers, startup)
-        self.window = _make_window(window, _target(group_size, num_workers), max_window)
+        self.window = _make_window(window, target_size(group_size, num_workers), max_window)
         self.validator = validator
         self.stage, self.token = stage, token or EnforcementToken()
         self.counters: Counter[str] = Counter()  # groups by how they came about
@@ -105,7 +104,7 @@ class WindowedGroups(Policy):
         if roster.is_assembling(now):
             missing = roster.num_workers - len(roster.present)
             return self._form("waived_start", f"waived: {missing} have yet to join", now)
-        lacking = _names(self.validator.lacking())
+        lacking = names(self.validator.lacking())
         if self.token.take(self.stage, now):
             self._enforces_since, self._awaited = now, lacking
             return []
@@ -117,7 +116,7 @@ class WindowedGroups(Policy):
         if self.validator.is_valid():
             return self._form("enforced", f"waited {waited:.3g} s for {self._awaited}", now)
         if self.token.holder != self.stage or now >= self.token.expires:
-            lacking = _names(self.validator.lacking())
+            lacking = names(self.validator.lacking())
             return self._form("waived_lease", f"waived: lacks {lacking} after {waited:.3g} s", now)
         return []
 
@@ -137,12 +136,8 @@ class WindowedGroups(Policy):
         self._opened = self._closes = self._enforces_since = math.inf
 
 
-def _names(workers: tuple[Worker, ...]) -> str:
-    named = " ".join(map(str, workers[:NAMED]))
-    return named + (f" and {len(workers) - NAMED} more" if len(workers) > NAMED else "")
-
-
-def _target(group_size: int | None, num_workers: int) -> int:
+def target_size(group_size: int | None, num_workers: int) -> int:
+    """How many members groups are to have; None for a few, or all of fewer."""
     if group_size is None:
         return min(TARGET, num_workers)
     if not 1 <= group_size <= num_workers:

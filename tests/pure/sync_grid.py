@@ -3,7 +3,8 @@
 Each worker runs 1F1B without flush over its batches (stage s of M runs M - s forwards ahead), makes
 a local update after each backward, says Ready and waits for the answer. Messages take a random time
 and keep their order per sender. An average needs all members of its group; if one is dead, the
-others hang in it until they are told to abort. Workers leave when they have finished.
+others hang in it until they are told to abort. At some clocks a worker gathers before it goes on.
+Workers leave when they have finished.
 """
 
 import heapq
@@ -20,6 +21,7 @@ from polyrhythm.sync.messages import (
     Dead,
     Done,
     Event,
+    Gather,
     Heal,
     Join,
     Leave,
@@ -51,7 +53,9 @@ class Simulated:
     clock: int = 0
     is_alive: bool = True
     is_computing: bool = False
-    waits_since: Seconds | None = None  # Ready was sent
+    waits_since: Seconds | None = None  # Ready was sent, or Gather
+    gathers: bool = False  # since then, and it was Gather
+    gathered: int = -1  # the clock at which it did last
     heard: Seconds = 0.0  # when its last message arrived
     gids: list[int] = field(default_factory=list)  # in the order of Assign
     open: int | None = None
@@ -68,6 +72,7 @@ class Grid:
     averaging: Seconds = 0.1
     latency: Seconds = 0.01
     in_flight: int | None = None  # forwards ahead; None for 1F1B's
+    gather_at: frozenset[int] = frozenset()  # clocks
     asks_ahead: bool = False
     chance_to_fail: float = 0.0
     at_event: dict[int, Callable[["Grid"], None]] = field(default_factory=dict)
@@ -76,6 +81,7 @@ class Grid:
     log: list[tuple[Event, list[Command]]] = field(default_factory=list)
     waits: list[Seconds] = field(default_factory=list)  # from Ready to Assign or Skip
     committed: list[tuple[Worker, ...]] = field(default_factory=list)
+    gatherings: list[tuple[Worker, ...]] = field(default_factory=list)  # those committed
     healed: list[Heal] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -145,6 +151,7 @@ class Grid:
             other = self.workers[w]
             other.program = one_f_one_b(self._ahead(w.stage), range(first, self.num_steps))
             other.clock, other.is_computing, other.waits_since = first, False, None
+            other.gathers = False
         state.is_alive, state.incarnation, state.open = True, state.incarnation + 1, None
         life = state.incarnation
         self.say(worker, lambda now: Join(worker, "node", 0, life, now))
@@ -163,6 +170,9 @@ class Grid:
         state = self.workers[worker]
         if not state.is_alive or state.is_computing or state.waits_since is not None:
             return
+        if state.clock in self.gather_at and state.gathered < state.clock:
+            self._gather(worker)
+            return
         if not state.program:
             self.say(worker, lambda now: Leave(worker, state.incarnation, now))
             state.is_computing = True  # gone
@@ -178,6 +188,12 @@ class Grid:
             self.say(worker, lambda now: Request(worker, clock, state.incarnation, now))
         program = state.program
         self._later(self.compute(worker, action), lambda: self._finish(worker, action, program))
+
+    def _gather(self, worker: Worker) -> None:
+        state = self.workers[worker]
+        clock = state.gathered = state.clock
+        state.gathers, state.waits_since = True, self.now
+        self.say(worker, lambda now: Gather(worker, clock, state.incarnation, now))
 
     def _finish(self, worker: Worker, action: Action, program: list[Action]) -> None:
         state = self.workers[worker]
@@ -203,6 +219,8 @@ class Grid:
     def _obey(self, command: Command) -> None:
         assert not isinstance(command, Refuse), command
         if isinstance(command, Assign):
+            if command.why == "consolidate":
+                self._check_all_gather(command)
             self._assigned[command.gid] = command
             self._met[command.gid] = set()
             for worker in command.members:
@@ -224,10 +242,21 @@ class Grid:
         else:
             self._close(command)
 
+    def _check_all_gather(self, command: Assign) -> None:
+        """Everybody who takes part is in it, and nobody who did not ask for it."""
+        stage = self.scheduler.membership.stages[command.members[0].stage]
+        event, _ = self.log[-1]
+        new = event.worker.pipeline if isinstance(event, Join) else None  # it was lost before
+        active = [m.worker for m in stage if m.active and m.worker.pipeline != new]
+        assert list(command.members) == active
+        revived = {w.pipeline for w, state in self.workers.items() if state.incarnation}
+        for worker in command.members:  # a pipeline that starts anew forgets that it gathered
+            assert self.workers[worker].gathers or worker.pipeline in revived
+
     def _answered(self, worker: Worker) -> None:
-        since = self.workers[worker].waits_since
-        if since is not None and since >= 0:
-            self.waits.append(self.now - since)
+        state = self.workers[worker]
+        if state.waits_since is not None and not state.gathers:
+            self.waits.append(self.now - state.waits_since)
 
     def _close(self, command: Commit | Abort) -> None:
         for worker in command.members:
@@ -240,12 +269,15 @@ class Grid:
         assert assigned.members == command.members
         if isinstance(command, Commit):
             self.committed.append(command.members)
-            for worker in command.members:
-                self._release(worker)
+            if assigned.why == "consolidate":
+                self.gatherings.append(command.members)
+            for worker, clock in zip(command.members, command.ends, strict=True):
+                if clock == self.workers[worker].clock:  # else it only answered
+                    self._release(worker)
 
     def _release(self, worker: Worker) -> None:
         state = self.workers[worker]
-        state.waits_since = None
+        state.waits_since, state.gathers = None, False
         self._later(self.chance.uniform(0, self.latency), lambda: self._go_on(worker))
 
     def _meet(self, worker: Worker, gid: int) -> None:

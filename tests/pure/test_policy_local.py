@@ -1,4 +1,4 @@
-"""Local steps: all meet at every n-th step, and the outer step is Nesterov's."""
+"""Local steps: the outer step is Nesterov's, and keeps nothing of a step that failed."""
 
 from fractions import Fraction
 
@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.local import OuterNesterov, local_steps, pseudo_gradient
-from polyrhythm.types import Worker
-from tests.pure.test_policy_contract import job_of, random_durations
+from polyrhythm.sync.local import OuterNesterov, pseudo_gradient
 
 fractions = st.fractions(-5, 5, max_denominator=50)
 
@@ -61,19 +59,6 @@ def test_the_defaults_are_those_of_the_paper_and_find_the_common_optimum() -> No
         gradient = pseudo_gradient(anchor, float(workers.mean()))
         anchor, velocity = OuterNesterov().step(anchor, gradient, velocity)
     assert anchor == pytest.approx(3.0)
-
-
-@given(st.integers(2, 6), st.integers(1, 4), st.integers(0, 99))
-def test_all_meet_at_every_nth_step_and_are_alone_in_between(
-    num_workers: int, steps: int, seed: int
-) -> None:
-    job = job_of(local_steps(num_workers, steps), [0] * num_workers, random_durations(seed), 12)
-    job.run()
-    for pipeline in range(num_workers):
-        mine = [len(g.members) for _, g in job.formed if Worker(0, pipeline) in g.members]
-        assert mine[: 12 - steps] == [
-            num_workers if step % steps == 0 else 1 for step in range(1, 13 - steps)
-        ]
 
 
 @pytest.mark.parametrize(("lr", "momentum"), [(0.0, 0.9), (0.7, 1.0), (0.7, -0.1)])

@@ -193,7 +193,7 @@ class BruteForceAge(RuleBasedStateMachine):
             for pipeline in members:
                 self.clocks[pipeline] -= 1
 
-    @precondition(lambda self: len(self.models) > 1)
+    @precondition(lambda self: self.models)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         grouped = {worker.pipeline for group in self.open.values() for worker in group.members}
@@ -206,6 +206,8 @@ class BruteForceAge(RuleBasedStateMachine):
         own = {(whose, number) for whose, number in self.models.pop(pipeline) if whose == pipeline}
         self.left[pipeline] = own
         del self.clocks[pipeline]
+        if not self.models:
+            self.left.clear()  # who comes next begins anew
 
     def averaged(self, members: list[int]) -> set[tuple[int, int]]:
         together = set().union(*(self.models[pipeline] for pipeline in members))

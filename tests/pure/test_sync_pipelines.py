@@ -12,7 +12,7 @@ from polyrhythm.sync.adaptive import Adaptive
 from polyrhythm.sync.age import Age
 from polyrhythm.sync.deadlines import Limits
 from polyrhythm.sync.messages import Assign, Ready
-from polyrhythm.sync.registry import POLICIES, make_policies
+from polyrhythm.sync.registry import LONGEST_WAIT, POLICIES, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.token import EnforcementToken
 from polyrhythm.sync.windowed import WindowedGroups
@@ -22,7 +22,7 @@ from tests.pure.sync_grid import HEARTBEAT, Grid
 LEASE, MAX_WINDOW, CEILING = 20.0, 3.0, 10.0
 seeds = st.integers(0, 10**6)
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 5))  # stages, pipelines
-LIMITS = Limits(ceiling=CEILING, waiting=100.0, readiness=100.0)
+LIMITS = Limits(ceiling=CEILING, waiting=100.0, readiness=100.0, gathering=200.0)
 OPTIONS: dict[str, dict[str, object]] = {
     "adaptive": {"last_groups": 3, "max_window": MAX_WINDOW},
     "age": {"max_age": 1, "max_window": MAX_WINDOW},
@@ -30,7 +30,6 @@ OPTIONS: dict[str, dict[str, object]] = {
     "random": {"group_size": 2},
     "smart": {"group_size": 2},
     "ssp": {"staleness": 2},
-    "local": {"steps": 3},
 }
 
 
@@ -41,7 +40,7 @@ def random_times(seed: int) -> Callable[[Worker, Action], Seconds]:
 
 def grid_of(name: str, shape: tuple[int, int], seed: int, **more: object) -> Grid:
     num_stages, num_pipelines = shape
-    options = OPTIONS.get(name, {}) if num_pipelines > 1 or name in ("ssp", "local") else {}
+    options = OPTIONS.get(name, {}) if num_pipelines > 1 or name == "ssp" else {}
     if name == "partial_reduce":
         options = {"group_size": min(2, num_pipelines), "patience": MAX_WINDOW}
     policies = make_policies(
@@ -93,6 +92,32 @@ def test_every_policy_gets_through(
     for worker, state in grid.workers.items():
         assert state.clock == 6, worker
         assert state.gids == sorted(set(state.gids))
+
+
+def patient_grid(name: str, group_size: int, seed: int, limits: Limits, asks_ahead: bool) -> Grid:
+    options = {"group_size": group_size}
+    policies = make_policies(name, num_stages=4, num_pipelines=5, options=options)
+    scheduler = Scheduler(policies, 5, limits=limits)
+    return Grid(scheduler, 4, 5, 6, random_times(seed), seed, asks_ahead=asks_ahead)
+
+
+@pytest.mark.parametrize("name", ["random", "smart", "partial_reduce"])
+@given(group_size=st.integers(2, 5), seed=seeds, asks_ahead=st.booleans())
+@settings(max_examples=25)
+def test_policies_that_wait_without_end_get_through_with_limits_that_end_it(
+    name: str, group_size: int, seed: int, asks_ahead: bool
+) -> None:
+    limits = limits_for(name, 4, Limits(ceiling=CEILING))
+    grid = patient_grid(name, group_size, seed, limits, asks_ahead).run()
+    assert grid.unfinished() == []
+    assert max(grid.waits) <= LONGEST_WAIT + grid.latency + 1e-9
+
+
+def test_random_groups_of_several_stages_are_stuck_without_a_limit() -> None:
+    grid = patient_grid("random", 3, 0, Limits(), asks_ahead=True).run()
+    waiting = {w.stage for w, state in grid.workers.items() if state.waits_since is not None}
+    assert len(waiting) > 1
+    assert len(grid.unfinished()) == 20
 
 
 def figure_3(make: Callable[..., Scheduler]) -> Grid:

@@ -1,7 +1,8 @@
 """The scheduler under any storm of messages: nothing breaks, and nothing of value is lost.
 
-A stateful test plays workers that may send anything, in order or not, twice or late, and die, leave
-and return at any time. Beside the scheduler it keeps the weights that its commands imply.
+A stateful test plays workers that may send anything, in order or not, twice or late, and gather,
+die, leave and return at any time. Beside the scheduler it keeps the weights that its commands
+imply.
 """
 
 import math
@@ -19,6 +20,7 @@ from polyrhythm.sync.messages import (
     Dead,
     Done,
     Event,
+    Gather,
     Heal,
     Join,
     Leave,
@@ -28,24 +30,30 @@ from polyrhythm.sync.messages import (
     Skip,
     Timer,
 )
-from polyrhythm.sync.registry import make_policies
+from polyrhythm.sync.registry import POLICIES, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.types import Worker
 
 NUM_STAGES, NUM_PIPELINES = 2, 3
 WORKERS = [Worker(s, p) for s in range(NUM_STAGES) for p in range(NUM_PIPELINES)]
-NAMES = ["all_reduce", "adaptive", "age", "random", "pairwise"]
-LIMITS = Limits(ceiling=5.0, readiness=20.0, waiting=30.0)
+NAMES = [name for name in POLICIES if name not in ("balanced", "local")]  # both are all_reduce
+OPTIONS: dict[str, dict[str, object]] = {
+    "adaptive": {"last_groups": 2},
+    "age": {"max_age": 1},
+    "partial_reduce": {"group_size": 2},
+}
+LIMITS = Limits(ceiling=5.0, readiness=20.0, waiting=30.0, gathering=60.0)
 
 
 class Storm(RuleBasedStateMachine):
     @initialize(name=st.sampled_from(NAMES))
     def start(self, name: str) -> None:
-        options: dict[str, object] = {"adaptive": {"last_groups": 2}, "age": {"max_age": 1}}.get(
-            name, {}
-        )
         policies = make_policies(
-            name, num_stages=NUM_STAGES, num_pipelines=NUM_PIPELINES, lease=6.0, options=options
+            name,
+            num_stages=NUM_STAGES,
+            num_pipelines=NUM_PIPELINES,
+            lease=6.0,
+            options=OPTIONS.get(name),
         )
         self.scheduler = Scheduler(policies, NUM_PIPELINES, limits=LIMITS)
         self.now = 0.0
@@ -54,6 +62,7 @@ class Storm(RuleBasedStateMachine):
         self.life = dict.fromkeys(WORKERS, 0)
         self.alive = dict.fromkeys(WORKERS, True)
         self.waits = dict.fromkeys(WORKERS, False)
+        self.gathers: set[Worker] = set()
         self.open: dict[int, Assign] = {}
         self.said_done: dict[int, set[Worker]] = {}
         self.closed: dict[int, Command] = {}
@@ -61,6 +70,7 @@ class Storm(RuleBasedStateMachine):
         # A worker's weight is its own number; averages mix them.
         self.weights = {worker: float(n) for n, worker in enumerate(WORKERS)}
         self.since: dict[Worker, float] = {}
+        self.last_gather: dict[tuple[Worker, int], int] = {}  # its clock, by life
         for worker in WORKERS:
             self.tell(Join(worker, f"node{worker.pipeline}", 0, 0, self.now))
 
@@ -81,6 +91,9 @@ class Storm(RuleBasedStateMachine):
             assert len({worker.stage for worker in command.members}) == 1
             assert math.isclose(sum(command.weights), 1)
             assert command.why
+            assert list(command.lives) == [self.life[worker] for worker in command.members]
+            if command.why == "consolidate":
+                self.check_all_gather(command)
             busy = {worker for assign in self.open.values() for worker in assign.members}
             assert not busy & set(command.members), "two open groups share a worker"
             for worker in command.members:
@@ -98,23 +111,38 @@ class Storm(RuleBasedStateMachine):
             self.closed[command.gid] = command
             if isinstance(command, Commit):
                 assert self.said_done[command.gid] == set(assign.members)
-                self.average(assign)
+                self.average(assign, command.ends)
         elif isinstance(command, Skip):
             self.since.pop(command.worker, None)
             if command.clock == self.clock[command.worker]:
                 self.waits[command.worker] = False
+                self.gathers.discard(command.worker)
         elif isinstance(command, Heal):
             assert command.worker.stage == command.source.stage
             assert command.worker != command.source
 
-    def average(self, assign: Assign) -> None:
+    def check_all_gather(self, assign: Assign) -> None:
+        """All that take part in the stage, and each has asked for it."""
+        stage = self.scheduler.membership.stages[assign.members[0].stage]
+        active = {member.worker for member in stage if member.active}
+        event = self.log[-1]
+        if isinstance(event, Join):  # whoever starts anew is lost first, and that may be all
+            active -= {worker for worker in active if worker.pipeline == event.worker.pipeline}
+        assert set(assign.members) == active
+        assert self.gathers.issuperset(assign.members)
+
+    def average(self, assign: Assign, ends: tuple[int, ...]) -> None:
         before = sum(self.weights.values())
         pairs = zip(assign.members, assign.weights, strict=True)
         mean = sum(self.weights[worker] * weight for worker, weight in pairs)
-        for worker in assign.members:
+        for worker, clock in zip(assign.members, ends, strict=True):
             self.weights[worker] = mean
-            self.waits[worker] = False
-            self.since.pop(worker, None)
+            assert clock in (-1, self.clock[worker])
+            assert clock == -1 or self.waits[worker]
+            if clock != -1:  # else it only answered
+                self.waits[worker] = False
+                self.gathers.discard(worker)
+                self.since.pop(worker, None)
         assert math.isclose(sum(self.weights.values()), before)
 
     @rule(worker=st.sampled_from(WORKERS))
@@ -124,6 +152,17 @@ class Storm(RuleBasedStateMachine):
             self.waits[worker] = True
             self.since[worker] = self.now
             self.tell(Ready(worker, self.clock[worker], self.life[worker], self.now))
+
+    @rule(worker=st.sampled_from(WORKERS), num_steps=st.sampled_from([0, 0, 1, 5]))
+    def gather(self, worker: Worker, num_steps: int) -> None:
+        """After steps that nobody was told of."""
+        clock = self.clock[worker] + num_steps
+        is_new = clock > self.last_gather.get((worker, self.life[worker]), -1)
+        if self.alive[worker] and not self.waits[worker] and is_new:
+            self.clock[worker] = self.last_gather[worker, self.life[worker]] = clock
+            self.waits[worker] = True
+            self.gathers.add(worker)
+            self.tell(Gather(worker, clock, self.life[worker], self.now))
 
     @rule(worker=st.sampled_from(WORKERS))
     def ask_ahead(self, worker: Worker) -> None:
@@ -153,6 +192,7 @@ class Storm(RuleBasedStateMachine):
     def be_lost(self, worker: Worker, leaves: bool) -> None:
         if self.alive[worker]:
             self.alive[worker] = self.waits[worker] = False
+            self.gathers.discard(worker)
             self.since.pop(worker, None)
             self.tell((Leave if leaves else Dead)(worker, self.life[worker], self.now))
 
@@ -160,6 +200,7 @@ class Storm(RuleBasedStateMachine):
     def return_anew(self, worker: Worker) -> None:
         self.life[worker] += 1
         self.alive[worker], self.waits[worker] = True, False
+        self.gathers.discard(worker)
         self.since.pop(worker, None)
         clock, life = self.clock[worker], self.life[worker]
         self.tell(Join(worker, "node", clock, life, self.now))
@@ -205,16 +246,29 @@ class Storm(RuleBasedStateMachine):
             assert self.now - since <= LIMITS.waiting + 1e-6, worker
 
     def teardown(self) -> None:
-        """When all is quiet, every group ends, and the same log gives the same commands."""
+        """When all is quiet, every group ends; and when all have gathered, all are free."""
         if not hasattr(self, "scheduler"):
             return
+        self.calm_down()
+        assert not self.open
+        for _ in range(3):
+            for worker in WORKERS:
+                self.gather(worker, 1)
+            while self.open:
+                for worker in (assign := self.open[min(self.open)]).members:
+                    self.said_done[assign.gid].add(worker)
+                    self.tell(Done(worker, assign.gid, True, self.life[worker], self.now))
+            self.calm_down()
+        assert not self.gathers
+        assert not any(self.waits.values())
+
+    def calm_down(self) -> None:
         for _ in range(200):
             if (timer := self.scheduler.next_timer()) == math.inf:
                 break
             self.now = timer
             self.tell(Timer(timer))
         assert self.scheduler.next_timer() == math.inf
-        assert not self.open
 
 
 TestStorm = Storm.TestCase

@@ -6,16 +6,19 @@ from polyrhythm.errors import PolicyError
 from polyrhythm.sync.adaptive import Adaptive
 from polyrhythm.sync.age import Age
 from polyrhythm.sync.all_reduce import AllReduce
-from polyrhythm.sync.every import Every
+from polyrhythm.sync.deadlines import Limits
 from polyrhythm.sync.mixing import CausalAge, UnionConnectivity
 from polyrhythm.sync.policy import Policy
-from polyrhythm.sync.registry import POLICIES, make_policies, make_policy
+from polyrhythm.sync.registry import (
+    POLICIES,
+    default_every,
+    limits_for,
+    make_policies,
+    make_policy,
+)
 from polyrhythm.types import Worker
 
-NEEDED: dict[str, dict[str, object]] = {
-    "partial_reduce": {"group_size": 2},
-    "ssp": {"staleness": 1},
-}
+NEEDED: dict[str, dict[str, object]] = {"partial_reduce": {"group_size": 2}}
 NAMES = "all_reduce static random smart partial_reduce adaptive age pairwise ssp balanced local"
 
 
@@ -59,19 +62,47 @@ def test_stages_draw_differently_and_a_seed_fixes_it() -> None:
 
 
 def test_a_policy_across_stages_is_one_for_all() -> None:
-    policies = make_policies("ssp", num_stages=3, num_pipelines=4, options={"staleness": 3})
+    policies = make_policies("ssp", num_stages=3, num_pipelines=4)
     assert len(policies) == 3
     assert len({id(policy) for policy in policies}) == 1
     assert policies[0].num_workers == 12
 
 
-def test_every_nth_step_wraps_any_policy() -> None:
-    policy = make_policy("all_reduce", num_workers=2, every=4)
-    assert isinstance(policy, Every)
-    assert isinstance(policy.policy, AllReduce)
-    assert isinstance(make_policy("all_reduce", num_workers=2, every=1), AllReduce)
-    with pytest.raises(PolicyError, match="every=0"):
-        make_policy("all_reduce", num_workers=2, every=0)
+@pytest.mark.parametrize(("staleness", "most_ahead"), [(None, 3), (0, 0), (2, 2)])
+def test_staleness_is_the_number_of_stages_unless_somebody_says_so(
+    staleness: int | None, most_ahead: int
+) -> None:
+    options = {} if staleness is None else {"staleness": staleness}
+    policy, *_ = make_policies("ssp", num_stages=3, num_pipelines=2, options=options)
+    for pipeline in range(2):
+        for stage in range(3):
+            policy.on_join(Worker(stage, pipeline), "node", 0.0)
+    fast = Worker(0, 0)
+    for _ in range(most_ahead):
+        assert [group.members for group in policy.on_ready(fast, 1.0)] == [(fast,)]
+    assert policy.on_ready(fast, 1.0) == []
+
+
+def test_local_is_all_reduce_once_in_500_steps_and_the_others_average_at_each() -> None:
+    assert {name: default_every(name) for name in POLICIES if default_every(name) != 1} == {
+        "local": 500
+    }
+    assert isinstance(make_policy("local", num_workers=2), AllReduce)
+    with pytest.raises(PolicyError, match="did you mean 'local'"):
+        default_every("locl")
+
+
+def test_waits_end_in_a_pipeline_for_policies_that_wait_without_end() -> None:
+    endless = ["random", "smart", "partial_reduce"]
+    for name in POLICIES:
+        assert limits_for(name, 1) == Limits()
+        ends = Limits(waiting=30.0, readiness=30.0)
+        expected = ends if name in endless else Limits()
+        assert limits_for(name, 2) == expected
+        assert limits_for(name, 2, Limits(waiting=7.0)) == Limits(waiting=7.0)
+        assert limits_for(name, 2, Limits(retries=9)).retries == 9
+    with pytest.raises(PolicyError, match="did you mean 'random'"):
+        limits_for("rndom", 2)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +113,8 @@ def test_every_nth_step_wraps_any_policy() -> None:
         ("age", {"max_agee": 1}, "unknown option of age: 'max_agee'", "did you mean 'max_age'"),
         ("age", {"num_workers": 1}, "unknown option of age", "window"),
         ("adaptive", {"last_groups": 0}, "last_groups=0", "P >= 1"),
-        ("adaptive", {"last_groups": "ten"}, "last_groups='ten'", "Expected `int`"),
-        ("adaptive", {"last_groups": 2.5}, "last_groups=2.5", "Expected `int`"),
+        ("adaptive", {"last_groups": "ten"}, "last_groups='ten'", "Expected `int | null`"),
+        ("adaptive", {"last_groups": 2.5}, "last_groups=2.5", "Expected `int | null`"),
         ("adaptive", {"window": "wide"}, "window='wide'", "'rate', 'paper' or a number"),
         ("adaptive", {"group_size": 9}, "group_size=9", "1 to 8"),
         ("partial_reduce", {"group_size": 9}, "group_size=9", "1 to 8"),

@@ -18,6 +18,7 @@ from polyrhythm.sync.messages import (
     Dead,
     Done,
     Event,
+    Gather,
     Heal,
     Join,
     Leave,
@@ -45,11 +46,13 @@ def scheduler_of(name: str) -> Scheduler:
 
 
 def run_of(name: str) -> Grid:
-    """With two losses and a return in it."""
+    """With two losses, a return and some gatherings in it."""
     lost = {30: Worker(1, 2), 50: Worker(0, 4)}
     at_event = {event: lambda grid, w=worker: grid.kill(w) for event, worker in lost.items()}
     at_event[90] = lambda grid: grid.revive(Worker(1, 2))
-    grid = Grid(scheduler_of(name), *SHAPE, 8, random_times(3), 3, at_event=at_event)
+    gather_at = frozenset({2, 5, 8})
+    times = random_times(3)
+    grid = Grid(scheduler_of(name), *SHAPE, 8, times, 3, gather_at=gather_at, at_event=at_event)
     return grid.run()
 
 
@@ -100,14 +103,15 @@ EVENTS: list[Event] = [
     Join(Worker(1, 2), "node", 3, 4, 5.0),
     Request(Worker(1, 2), 3, 4, 5.0),
     Ready(Worker(1, 2), 3, 4, 5.0),
+    Gather(Worker(1, 2), 3, 4, 5.0),
     Done(Worker(1, 2), 3, True, 4, 5.0),
     Timer(5.0),
     Dead(Worker(1, 2), 3, 4.0),
     Leave(Worker(1, 2), 3, 4.0),
 ]
 COMMANDS: list[Command] = [
-    Assign(1, 2, (Worker(0, 0), Worker(0, 1)), (0.5, 0.5), float("inf"), "why"),
-    Commit(1, (Worker(0, 0),)),
+    Assign(1, 2, (Worker(0, 0), Worker(0, 1)), (0.5, 0.5), (0, 3), float("inf"), "why"),
+    Commit(1, (Worker(0, 0),), (3,)),
     Abort(1, (Worker(0, 0),), "reason"),
     Skip(Worker(0, 0), 1, "why"),
     Heal(Worker(0, 0), Worker(0, 1), "why"),

@@ -72,9 +72,9 @@ def test_a_cycle_is_ready_assign_done_commit() -> None:
     scheduler = scheduler_of()
     assert ready(scheduler, A) == []
     (assign,) = ready(scheduler, B)
-    assert assign == Assign(1, 2, (A, B), (0.5, 0.5), 10.0, "all are ready")
+    assert assign == Assign(1, 2, (A, B), (0.5, 0.5), (0, 0), 10.0, "all are ready")
     assert scheduler.step(Done(A, 1, True, now=2.0)) == []
-    assert scheduler.step(Done(B, 1, True, now=2.5)) == [Commit(1, (A, B))]
+    assert scheduler.step(Done(B, 1, True, now=2.5)) == [Commit(1, (A, B), (1, 1))]
     assert ready(scheduler, A, clock=2, now=3.0) == []
     assert ready(scheduler, B, clock=2, now=3.0)[0].gid == 2
     assert scheduler.counters == {"committed": 1}
@@ -244,7 +244,7 @@ def test_a_group_asked_for_ahead_has_its_deadline_from_the_last_ready() -> None:
     assert ready(scheduler, B, now=50.0) == []
     assert scheduler.next_timer() == 60.0
     scheduler.step(Done(A, assign.gid, True, now=51.0))
-    assert scheduler.step(Done(B, assign.gid, True, now=51.0)) == [Commit(1, (A, B))]
+    assert scheduler.step(Done(B, assign.gid, True, now=51.0)) == [Commit(1, (A, B), (1, 1))]
     policy = scheduler.policies[0]
     assert policy.told == [
         "request s0p0",
@@ -314,7 +314,7 @@ def test_a_passive_member_answers_while_it_computes(requests: bool) -> None:
     (assign,) = ready(scheduler, A)
     assert scheduler.next_timer() == 11.0  # nobody is waited for
     scheduler.step(Done(B, assign.gid, True, now=2.0))
-    assert scheduler.step(Done(A, assign.gid, True, now=2.0)) == [Commit(1, (A, B))]
+    assert scheduler.step(Done(A, assign.gid, True, now=2.0)) == [Commit(1, (A, B), (1, -1))]
     ready(scheduler, B, now=3.0)
     assert ready(scheduler, B, clock=2, now=3.0) == []
     assert scheduler.counters["early"] == 1  # it still waits

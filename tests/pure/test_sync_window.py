@@ -43,6 +43,18 @@ def test_the_paper_window_is_a_step_over_n_and_longer_after_lone_workers() -> No
     assert window.open(4) == 0.25
 
 
+def test_a_pause_for_which_all_leave_is_no_gap_between_arrivals() -> None:
+    window = RateWindow(target=3, longest=100.0)
+    for now in range(20):
+        window.arrived(Worker(0, now % 4), float(now), 4)
+    assert window.open(4) == 2.0
+    for worker in workers(4):
+        window.left(worker)
+    for now in range(1000, 1004):
+        window.arrived(Worker(0, now % 4), float(now), 4)
+        assert window.open(4) == 2.0
+
+
 def test_windows_are_clipped_and_never_negative() -> None:
     window = RateWindow(target=4, longest=2.0)
     for now in (0.0, 10.0, 20.0):

@@ -313,11 +313,11 @@ def test_a_worker_that_leaves_is_not_waited_for(make: Make) -> None:
     join_all(policy, 3)
     a, b, c = workers(3)
     assert policy.on_ready(a, 1.0) == []
-    assert policy.on_ready(c, 1.0) == []
-    assert policy.on_leave(a, 1.0) == []
-    (group,) = policy.on_leave(b, 1.0)
+    assert policy.on_ready(c, 2.0) == []
+    assert policy.on_leave(a, 2.0) == []
+    (group,) = policy.on_leave(b, 2.0)
     assert group.members == (c,)
-    policy.on_done(group, True, 1.0)
+    policy.on_done(group, True, 2.0)
     assert policy.next_timer() == math.inf
     policy.on_join(b, "node", 2.0)
     (group,) = policy.on_ready(c, 3.0) + policy.on_ready(b, 3.0)
