@@ -2,6 +2,7 @@
 
 __version__ = "0.1.0"  # above the imports: the event log, imported below, records it
 
+import importlib
 from typing import TYPE_CHECKING
 
 from polyrhythm.describe.cluster import Cluster, Device, Link
@@ -15,6 +16,8 @@ from polyrhythm.schedule.recipe import Recipe
 from polyrhythm.types import Action, Op, Worker
 
 if TYPE_CHECKING:
+    from polyrhythm.run.group_sync import GroupSync
+    from polyrhythm.run.parameter_server import ParameterServer
     from polyrhythm.run.pipeline import Pipeline
 
 __all__ = [
@@ -23,10 +26,12 @@ __all__ = [
     "Compute",
     "Device",
     "Event",
+    "GroupSync",
     "Layer",
     "Link",
     "ModelProfile",
     "Op",
+    "ParameterServer",
     "PeerError",
     "Pipeline",
     "Plan",
@@ -38,10 +43,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """What needs torch is imported when it is first used."""
-    if name == "Pipeline":
-        from polyrhythm.run.pipeline import Pipeline
+_LAZY = {  # what needs torch is imported when it is first used
+    "GroupSync": "polyrhythm.run.group_sync",
+    "ParameterServer": "polyrhythm.run.parameter_server",
+    "Pipeline": "polyrhythm.run.pipeline",
+}
 
-        return Pipeline
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'polyrhythm' has no attribute {name!r}")

@@ -17,6 +17,7 @@ from polyrhythm.cli.demo import Demo
 from polyrhythm.cli.inspect import Doctor, Show
 from polyrhythm.cli.lab import LabCommand
 from polyrhythm.cli.report import ReportCommand
+from polyrhythm.cli.scheduler import SchedulerCommand
 from polyrhythm.errors import PeerError, UserError, WorkerError
 from polyrhythm.processes import BAD_INPUT
 
@@ -26,6 +27,7 @@ Command = (
     | Annotated[Show, tyro.conf.subcommand("show")]
     | Annotated[LabCommand, tyro.conf.subcommand("lab")]
     | Annotated[ReportCommand, tyro.conf.subcommand("report")]
+    | Annotated[SchedulerCommand, tyro.conf.subcommand("scheduler")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 

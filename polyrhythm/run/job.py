@@ -13,6 +13,7 @@ import tomli_w
 
 from polyrhythm.errors import LaunchError, PlanError
 from polyrhythm.plan.plan import Plan, even_plan
+from polyrhythm.run.coordinator_setup import Setup
 from polyrhythm.run.options import AUTO, recipe_of
 from polyrhythm.run.shape import GPTShape
 from polyrhythm.schedule.check import check
@@ -38,6 +39,9 @@ class Settings:
     schedule: str = "1f1b"
     """Order in which a stage runs its micro-batches: auto (measures and chooses), 1f1b, gpipe,
     kfkb:K, or bounded:L0,L1,... with the most in flight on each stage."""
+    sync: str = "all_reduce"
+    """How replicas keep together: all_reduce (gradients, of all), adaptive, age, static, smart,
+    random, pairwise (models, in groups), or local (models, each 500 steps)."""
     blocks: int = 4
     """Transformer blocks of the model, which has an embedding and a head besides."""
     width: int = 128
@@ -88,6 +92,7 @@ class Job:
             recipe = recipe_of(settings.schedule)
             schedule = recipe.build(num_stages=settings.stages, num_microbatches=num_microbatches)
             check(schedule, num_microbatches=num_microbatches)
+        Setup(policy=settings.sync, num_stages=settings.stages, num_pipelines=settings.pipelines)
         return cls(settings=settings, plan=plan)
 
     def check_processes(self, num_processes: int) -> None:
@@ -110,6 +115,13 @@ def _check(settings: Settings) -> None:
     for name in ("stages", "pipelines", "steps", "microbatches", "microbatch_size"):
         if getattr(settings, name) < 1:
             raise _refuse(name, getattr(settings, name), "at least 1")
+    if settings.sync in ("balanced", "ssp"):
+        needs = "a parameter server" if settings.sync == "ssp" else "a loop that asks for its share"
+        raise LaunchError(
+            f"--sync {settings.sync}: it needs {needs}",
+            expected="all_reduce, adaptive, age, static, smart, random, pairwise or local",
+            fix="use pr.GroupSync in a script of your own; docs/sync.md shows how",
+        )
     if not 0 <= settings.seed < 2**31:
         raise _refuse("seed", settings.seed, "0 or more, below 2**31")
     if not 0 < settings.lr < float("inf"):

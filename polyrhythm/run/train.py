@@ -1,9 +1,10 @@
 """The work of one worker: its stage of the demo model, step after step.
 
-A step: run the schedule over the micro-batches, average gradients with the other replicas of the
-stage, update, record. That is the gradient of the global batch, exactly as in one process.
+A step: run the schedule over the micro-batches, update, keep together with the other replicas of
+the stage, record. With all_reduce that is the gradient of the global batch, as in one process.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,11 +18,11 @@ from polyrhythm.errors import LaunchError
 from polyrhythm.events import EventLog, worker_log
 from polyrhythm.run.compute import Compute
 from polyrhythm.run.gpt import build_layers, next_byte_loss
+from polyrhythm.run.group_sync import GroupSync
 from polyrhythm.run.job import Job, Settings
 from polyrhythm.run.launch import Place
 from polyrhythm.run.peers import waiting_for
 from polyrhythm.run.pipeline import Pipeline
-from polyrhythm.run.replicas import Replicas
 from polyrhythm.run.text import ByteText, read_text, standard_library
 from polyrhythm.types import Worker
 
@@ -52,9 +53,10 @@ def train(
         with EventLog(worker_log(run, worker), worker) as log:
             if place.rank == 0:
                 _record_job(job, device, log)
-            replicas = Replicas(job.plan, worker, deadline=job.settings.deadline)
             with _build_pipeline(job, worker, device, log, compute) as pipeline:
-                _run_steps(job, worker, pipeline, replicas, text, log)
+                optimizer = AdamW(pipeline.module.parameters(), lr=job.settings.lr)
+                with _build_sync(job, worker, pipeline, optimizer, log) as sync:
+                    _run_steps(job, worker, pipeline, optimizer, sync, text, log)
 
 
 def _agree_on_folder(job: Job, text: ByteText, run: Path | None) -> Path:
@@ -98,16 +100,33 @@ def _build_pipeline(
     )
 
 
+def _build_sync(
+    job: Job, worker: Worker, pipeline: Pipeline, optimizer: AdamW, log: EventLog
+) -> AbstractContextManager[GroupSync | None]:
+    if job.plan.num_pipelines == 1:
+        return nullcontext()
+    return GroupSync(
+        pipeline,
+        optimizer,
+        job.settings.sync,
+        worker=worker,
+        num_pipelines=job.plan.num_pipelines,
+        seed=job.settings.seed,
+        timeout=job.settings.deadline,
+        log=log,
+    )
+
+
 def _run_steps(
     job: Job,
     worker: Worker,
     pipeline: Pipeline,
-    replicas: Replicas,
+    optimizer: AdamW,
+    sync: GroupSync | None,
     text: ByteText,
     log: EventLog,
 ) -> None:
     settings = job.settings
-    optimizer = AdamW(pipeline.module.parameters(), lr=settings.lr)
     warmup = max(1, settings.steps // 10)
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
     losses: list[Tensor] = []
@@ -118,10 +137,9 @@ def _run_steps(
         )
         arguments = (inputs,) if pipeline.is_first else ()
         pipeline.step(*arguments, target=targets, losses=losses, return_outputs=False)
-        start = log.now()
-        replicas.average_gradients(pipeline.module)
-        log.write("sync", start=start, step=step, name="all_reduce")
         optimizer.step()
+        if sync is not None:
+            sync.step()
         optimizer.zero_grad()
         scheduler.step()
         values: dict[str, float | int] = {}
@@ -141,6 +159,7 @@ def _record_job(job: Job, device: torch.device, log: EventLog) -> None:
             "pipelines": settings.pipelines,
             "steps": settings.steps,
             "schedule": settings.schedule,
+            "sync": settings.sync,
             "device": device.type,
             "torch": str(torch.__version__),
         },

@@ -47,7 +47,12 @@ def test_the_demo_learns_and_leaves_a_run_folder(tmp_path: Path) -> None:
     assert f"run folder: {folder.relative_to(tmp_path)}" in done.stdout
     assert "2 stages x 2 pipelines = 4 processes" in done.stdout
     assert re.search(r"step +30/30  loss \d\.\d+  tokens/s p0 [\d,]+  p1 [\d,]+", done.stdout)
-    assert sorted(p.name for p in folder.iterdir()) == ["config.toml", "events.jsonl", "plan.json"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "config.toml",
+        "events.jsonl",
+        "plan.json",
+        "scheduler.jsonl",
+    ]
     assert tomllib.loads((folder / "config.toml").read_text())["width"] == 32
 
     events = list(read_run(folder))
@@ -137,7 +142,12 @@ def test_an_interrupted_demo_ends_its_workers_and_keeps_its_log(
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert alive == []
     left = sorted(path.name for path in only_run(tmp_path).iterdir())
-    assert left == ["config.toml", "events.jsonl", "plan.json"], "no worker complained"
+    assert left == [
+        "config.toml",
+        "events.jsonl",
+        "plan.json",
+        "scheduler.jsonl",
+    ], "no worker complained"
 
 
 @pytest.mark.timeout(100)

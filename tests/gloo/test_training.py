@@ -13,9 +13,9 @@ from polyrhythm.errors import LaunchError, WorkerError
 from polyrhythm.events import merge, read_run
 from polyrhythm.run import train as training
 from polyrhythm.run.gpt import build_layers, next_byte_loss
+from polyrhythm.run.group_sync import GroupSync
 from polyrhythm.run.job import Job, Settings
 from polyrhythm.run.launch import LocalJob, Place
-from polyrhythm.run.replicas import Replicas
 from polyrhythm.run.text import ByteText
 
 
@@ -89,20 +89,21 @@ def test_workers_follow_the_losses_of_a_plain_loop(
 
 
 def fall_silent(place: Place) -> None:
-    job = Job.of(settings(stages=1, pipelines=2))
-    with place.joined(2):
-        replicas = Replicas(job.plan, job.plan.worker(place.rank), deadline=2)
+    with place.joined(20):
+        module = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        sync = GroupSync(module, optimizer, "all_reduce", timeout=2)
         if place.rank == 1:
             time.sleep(1000)
-        module = torch.nn.Linear(2, 2)
         module(torch.ones(2)).sum().backward()
-        replicas.average_gradients(module)
+        optimizer.step()
+        sync.close()
 
 
 @pytest.mark.timeout(60)
 def test_a_silent_replica_is_given_up_at_the_deadline(tmp_path: Path) -> None:
     with (
-        pytest.raises(WorkerError, match="lost a replica of stage 0 during averaging gradients"),
+        pytest.raises(WorkerError, match="lost another worker during waiting for a group"),
         LocalJob(fall_silent, 2, output_folder=tmp_path) as job,
     ):
         job.wait(40)

@@ -1,0 +1,120 @@
+"""Pairs: a connection between two workers, made when a group first needs it and kept for the next.
+
+A group exchanges over the pairs of its members. With a process group for each group of workers
+instead, nearly every group would have to be made first, which takes several times as long as the
+average itself; with one process group for all workers, one lost worker would break the connections
+of everybody. A pair breaks alone. There are at most as many as a worker has peers.
+
+Both sides have to agree on which connection is meant: it is named after the two, their lives (one
+that starts anew has none of the old connections) and the group that first needed it; and when a
+group fails, all its members drop all connections among them.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import cache
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from polyrhythm.errors import PeerError
+from polyrhythm.run.groups import break_off
+from polyrhythm.run.peers import waiting_for
+from polyrhythm.types import Seconds, Worker
+
+_POLL: Seconds = 0.002  # at first; doubled up to the next one
+_LONGEST_POLL: Seconds = 0.05
+
+
+class Peer(NamedTuple):
+    """A worker in one of its lives."""
+
+    worker: Worker
+    life: int
+
+
+class Pairs:
+    """Of one worker; `connect` and what follows are called by one thread, `break_off` by any."""
+
+    def __init__(self, store: Store, me: Peer) -> None:
+        self.me = me
+        # A connection of its own: one that waits for a key holds up whoever shares it.
+        self._store = store.clone()  # type: ignore[attr-defined]
+        self._groups: dict[Peer, dist.ProcessGroup] = {}
+
+    def connect(
+        self,
+        peers: Iterable[Peer],
+        name: str,
+        *,
+        deadline: Seconds,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Make what is missing, together with the peers, who do so under the same name.
+
+        All make their pairs in one order, so that nobody waits in a circle. Raises PeerError after
+        `deadline`, or as soon as `stopped` says so.
+        """
+        ends = time.monotonic() + deadline
+        missing = [tuple(sorted((self.me, peer))) for peer in peers if peer not in self._groups]
+        for lower, upper in sorted(missing):
+            other = upper if lower == self.me else lower
+            meeting = f"{lower.worker}.{lower.life}+{upper.worker}.{upper.life}/{name}"
+            self._groups[other] = self._made(other, meeting, ends, stopped)
+
+    def send(self, peer: Peer, tensor: Tensor, *, tag: int) -> dist.Work:
+        group = self._groups[peer]
+        with waiting_for(peer.worker, "sending"):  # fails at once if the connection has closed
+            return group.send([tensor], 1 - group.rank(), tag)
+
+    def receive(self, peer: Peer, tensor: Tensor, *, tag: int) -> dist.Work:
+        group = self._groups[peer]
+        with waiting_for(peer.worker, "receiving"):
+            return group.recv([tensor], 1 - group.rank(), tag)
+
+    def break_off(self, peers: Sequence[Peer]) -> None:
+        """Wake whoever waits for these peers, here and there; then `drop` them."""
+        for group in [self._groups.get(peer) for peer in peers]:
+            if group is not None:
+                break_off(group)
+
+    def drop(self, workers: Iterable[Worker]) -> None:
+        """Forget the connections to these, in whatever life."""
+        gone = set(workers)
+        self._groups = {p: group for p, group in self._groups.items() if p.worker not in gone}
+
+    def close(self) -> None:
+        self._groups.clear()
+
+    def _made(
+        self, other: Peer, meeting: str, ends: Seconds, stopped: Callable[[], bool]
+    ) -> dist.ProcessGroup:
+        store, mine = PrefixStore(meeting, self._store), int(other < self.me)
+        store.set(f"here{mine}", "")
+        began, pause = time.monotonic(), _POLL
+        # Gloo would wait for a peer that is gone until the very end; here we look around meanwhile.
+        while not store.check([f"here{1 - mine}"]):
+            waited = time.monotonic() - began
+            if stopped() or time.monotonic() >= ends:
+                cause = "the group was given up" if stopped() else "it did not come"
+                raise PeerError(str(other.worker), action="connecting", waited=waited, cause=cause)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))]
+        options._threads = 1  # of those that run collectives, which a pair does not
+        options._timeout = timedelta(seconds=max(ends - time.monotonic(), 1.0))
+        with waiting_for(other.worker, "connecting"):
+            return dist.ProcessGroupGloo(store, mine, 2, options)  # type: ignore[return-value]
+
+
+@cache
+def _device(interfaces: str) -> dist.ProcessGroupGloo.Device:
+    """One listening socket and one thread for all pairs; torch reads the same variable."""
+    if interfaces:
+        return dist.ProcessGroupGloo.create_device(interface=interfaces.split(",")[0])
+    return dist.ProcessGroupGloo.create_default_device()

@@ -1,0 +1,275 @@
+"""A worker's side of the coordinator: joining, being refused, closing, and repeating itself."""
+
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from polyrhythm.errors import LaunchError, PeerError, PolicyError
+from polyrhythm.run.client import CoordinatorClient
+from polyrhythm.run.coordinator_talk import Talk
+from polyrhythm.run.keys import JobKeys
+from polyrhythm.run.wire import ToWorker
+from polyrhythm.sync.messages import Abort, Assign, Commit, Done, Gather, Heal, Ready, Request, Skip
+from polyrhythm.types import Worker
+from tests.gloo.coordinators import (
+    KEYS,
+    Trainee,
+    coordinator_of,
+    eventually,
+    hello_of,
+    setup_of,
+    trainees,
+)
+
+ME, OTHER = Worker(0, 0), Worker(0, 1)
+SETUP = setup_of(pipelines=2)
+
+
+def client_of(address: str, keys: JobKeys = KEYS, **more) -> tuple[CoordinatorClient, list]:
+    failures: list[Exception] = []
+    client = CoordinatorClient(
+        address,
+        keys,
+        hello_of(SETUP, ME),
+        hear=more.pop("hear", lambda command: None),
+        fail=failures.append,
+        **more,
+    )
+    return client, failures
+
+
+def test_nobody_at_the_address_is_a_lost_coordinator() -> None:
+    client, failures = client_of("tcp://127.0.0.1:9", silence=1.0)
+    with pytest.raises(PeerError, match=r"lost coordinator at tcp://127.0.0.1:9 during joining"):
+        client.join(10)
+    assert "nobody answers there" in str(failures[0])
+    assert len(failures) == 1
+    began = time.monotonic()
+    client.close()
+    assert time.monotonic() - began < 0.5
+
+
+def test_joining_is_waited_for_no_longer_than_asked() -> None:
+    with coordinator_of(SETUP) as coordinator:
+        client, failures = client_of(coordinator.address)
+        with pytest.raises(PeerError, match=r"during joining .* others have yet to join"):
+            client.join(0.3)
+        assert not failures  # it may be tried again
+        client.close()
+
+
+def test_a_key_of_another_job_is_told_at_once() -> None:
+    other = JobKeys.new()
+    keys = JobKeys(
+        server_public=KEYS.server_public,
+        server_secret=KEYS.server_secret,
+        client_public=other.client_public,
+        client_secret=other.client_secret,
+    )
+    with coordinator_of(SETUP) as coordinator:
+        client, _ = client_of(coordinator.address, keys)
+        with pytest.raises(LaunchError, match="does not know the key of s0p0"):
+            client.join(10)
+        client.close()
+        client, _ = client_of(coordinator.address, other, silence=1.0)  # and not the server's
+        with pytest.raises(PeerError, match="are the keys those of its job"):
+            client.join(10)
+        client.close()
+
+
+@pytest.mark.parametrize("address", ["nonsense", "tcp://127.0.0.1", "tcp://:1", "tcp://h:70000"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(LaunchError, match="coordinator"):
+        client_of(address)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"node": "n" * 256}, "length <= 255"),
+        ({"shape": (("a" * 256, (1,)),)}, "length <= 255"),
+        ({"shape": tuple((f"{n:0200d}", (1,)) for n in range(6000))}, r"1,2\d\d,\d\d\d bytes"),
+    ],
+)
+def test_what_the_coordinator_could_not_read_is_refused_here(change: dict, problem: str) -> None:
+    hello = hello_of(SETUP, ME, **change)
+    with pytest.raises(LaunchError, match=f"s0p0 cannot introduce itself: .*{problem}"):
+        CoordinatorClient("tcp://127.0.0.1:9", KEYS, hello, hear=print, fail=print)
+    with pytest.raises(LaunchError, match="silence=0"):
+        client_of("tcp://127.0.0.1:9", silence=0)
+
+
+def test_a_clock_that_goes_back_is_refused_with_the_reason() -> None:
+    with coordinator_of(SETUP) as coordinator, trainees(coordinator.address, SETUP) as (one, other):
+        one.ready(), other.ready()
+        one.wait(), other.wait()
+        one.client.send(Ready(ME, 0, 1))
+        eventually(lambda: one.failures)
+        assert isinstance(one.failures[0], PolicyError)
+        assert "s0p0 goes back from clock 1 to 0" in str(one.failures[0])
+        other.ready()
+        assert isinstance(other.wait(), Commit | Skip)  # once the refused one has closed
+
+
+def test_closing_twice_or_anywhere_is_harmless() -> None:
+    closed = threading.Event()
+
+    def close(command: ToWorker) -> None:
+        client.close()  # by the thread that would be waited for
+        closed.set()
+
+    setup = setup_of(pipelines=1)
+    with coordinator_of(setup) as coordinator:
+        client = CoordinatorClient(
+            coordinator.address, KEYS, hello_of(setup, ME), hear=close, fail=print
+        )
+        client.join(10)
+        client.send(Ready(ME, 1, 1))
+        assert closed.wait(10)
+        client.close()
+        client.close(leave=False)
+        client.send(Ready(ME, 2, 1))  # nobody hears it, and nobody is hurt
+        eventually(lambda: not coordinator.present)
+        assert coordinator.counters["skipped"] == 1
+        assert not client._thread.join(5)
+
+
+def test_what_hear_raises_is_a_failure() -> None:
+    setup = setup_of(pipelines=1)
+    failures: list[Exception] = []
+    with coordinator_of(setup) as coordinator:
+        client = CoordinatorClient(
+            coordinator.address,
+            KEYS,
+            hello_of(setup, ME),
+            hear=lambda command: 1 / 0,
+            fail=failures.append,
+        )
+        client.join(10)
+        client.send(Ready(ME, 1, 1))
+        eventually(lambda: failures)
+        assert isinstance(failures[0], ZeroDivisionError)
+        client.close()
+
+
+def test_messages_from_many_threads_all_arrive() -> None:
+    setup = setup_of(pipelines=1)
+    with coordinator_of(setup) as coordinator:
+        trainee = Trainee(coordinator.address, setup, ME).join()
+
+        def ask(thread: int) -> None:
+            for _ in range(100):
+                trainee.client.send(Done(ME, 10**6 + thread, True, 1))
+
+        threads = [threading.Thread(target=ask, args=[number]) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        eventually(lambda: coordinator.counters["late"] == 400)
+        trainee.client.close()
+
+
+def test_a_coordinator_that_was_started_anew_is_not_taken_for_the_old_one() -> None:
+    setup = setup_of(pipelines=1)
+    first = coordinator_of(setup).in_thread()
+    address = first.address
+    trainee = Trainee(address, setup, ME).join()
+    first._desk.seats.empty(first._desk.seats.of[ME], "")  # so that it ends without a word
+    first.close()
+    second = type(first).of(setup, bind=address, keys=KEYS).in_thread()
+    try:
+        with pytest.raises(PeerError, match="it was started anew"):
+            trainee.step()
+    finally:
+        trainee.client.close()
+        second.close()
+
+
+EXIT = """
+import sys, threading, time
+from tests.gloo.coordinators import Trainee, coordinator_of, setup_of
+from polyrhythm.types import Worker
+setup = setup_of(pipelines=1)
+coordinator = coordinator_of(setup, say=lambda line: print(line, flush=True)).in_thread()
+trainee = Trainee(coordinator.address, setup, Worker(0, 0)).join()
+trainee.step()
+print("over", flush=True)
+if sys.argv[1] == "raises":
+    raise RuntimeError("something else")
+"""
+
+
+@pytest.mark.parametrize(("ending", "status"), [("ends", 0), ("raises", 1)])
+def test_a_program_that_forgets_to_close_ends_all_the_same(ending: str, status: int) -> None:
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", EXIT, ending],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == status, done.stderr
+    assert "over" in done.stdout
+    assert "has left" not in done.stdout  # it has not finished, as far as anybody knows
+    assert ("something else" in done.stderr) == (ending == "raises")
+    assert "Exception ignored" not in done.stderr
+    assert time.monotonic() - began < 30
+
+
+def assign(gid: int) -> Assign:
+    return Assign(gid, 1, (ME, OTHER), (0.5, 0.5), (1, 1), 1.0, "why")
+
+
+def test_what_was_heard_before_is_no_news() -> None:
+    talk = Talk(ME, 0)
+    commit = Commit(2, (ME, OTHER), (1, 1))
+    talk.say(Ready(ME, 1, 1), 0.0)
+    news = [assign(1), Abort(1, (ME, OTHER), "why"), assign(2), commit, Skip(ME, 2, "a")]
+    assert [talk.hear(command, 1.0) for command in news] == [True] * 5
+    assert [talk.hear(command, 1.0) for command in news] == [False] * 5
+    assert talk.hear(Skip(ME, 2, "another, for a Gather"), 1.0)
+    assert talk.hear(assign(4), 1.0)
+    assert talk.hear(Abort(3, (ME, OTHER), "its Assign was lost"), 1.0)
+    heal = Heal(ME, OTHER, "why")
+    assert [talk.hear(heal, now) for now in (1.0, 2.0)] == [True, True]  # it may be needed again
+
+
+def test_what_has_no_answer_is_said_again() -> None:
+    talk = Talk(ME, 0)
+    ready, done = Ready(ME, 1, 1), Done(ME, 7, True, 1)
+    assert talk.unanswered() == []
+    talk.say(Request(ME, 1, 1), 0.0)
+    assert (talk.unanswered(), talk.asked) == ([], 1)
+    talk.say(ready, 1.0)
+    assert (talk.unanswered(), talk.waits_since) == ([ready], 1.0)
+    talk.hear(assign(7), 2.0)
+    assert (talk.unanswered(), talk.waits_since) == ([], math.inf)  # it is the worker's turn
+    talk.say(done, 3.0)
+    assert talk.unanswered() == [ready, done]
+    talk.hear(Abort(7, (ME, OTHER), "why"), 4.0)
+    assert talk.unanswered() == [ready]  # another group is to come
+    talk.hear(assign(8), 5.0)
+    talk.say(Done(ME, 8, True, 1), 6.0)
+    talk.hear(Commit(8, (ME, OTHER), (1, 1)), 7.0)
+    assert talk.unanswered() == []
+
+
+def test_an_average_that_ends_no_step_is_no_answer_to_ready() -> None:
+    talk = Talk(ME, 4)
+    talk.hear(assign(1), 0.0)
+    talk.say(Done(ME, 1, True, 1), 1.0)
+    ready = Gather(ME, 5, 1)
+    talk.say(ready, 2.0)
+    talk.hear(Commit(1, (ME, OTHER), (-1, 3)), 3.0)
+    assert (talk.unanswered(), talk.clock) == ([ready], 5)
+    talk.hear(Skip(ME, 5, "why"), 4.0)
+    assert talk.unanswered() == []

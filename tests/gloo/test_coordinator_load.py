@@ -1,0 +1,23 @@
+"""The load on a coordinator: the benchmark's workers get through, and its figures hold together."""
+
+import io
+import time
+
+from rich.console import Console
+
+from polyrhythm.bench.sync_scheduler import measure
+
+
+def test_a_quick_measurement_is_quick_and_whole() -> None:
+    began = time.monotonic()
+    shown = io.StringIO()
+    figures = measure(quick=True, console=Console(file=shown, width=100))
+    assert time.monotonic() - began < 30  # 3 s where nobody else computes
+    assert list(figures.per_s_by_connections) == [128, 8]
+    assert figures.per_s == figures.per_s_by_connections[128] > figures.half_per_s > 0
+    assert 0 < figures.p50_ms <= figures.p99_ms
+    slowest = max(figures.assign_p99_ms, figures.commit_p99_ms)
+    assert figures.p99_ms <= slowest
+    assert figures.num_answers > 100
+    assert figures.num_replayed > 2 * 128
+    assert f"{figures.p99_ms:.2f} ms" in shown.getvalue()

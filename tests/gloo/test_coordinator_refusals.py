@@ -1,0 +1,262 @@
+"""What the coordinator refuses: it is counted, answered with a reason, and disturbs nobody."""
+
+import contextlib
+import random
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from polyrhythm.errors import LaunchError
+from polyrhythm.run.coordinator import Coordinator
+from polyrhythm.run.keys import JobKeys
+from polyrhythm.run.wire import MOST_BYTES, OUT, PROTOCOL, Accepted, Beat, Hello, Welcome
+from polyrhythm.sync.messages import Assign, Commit, Done, Leave, Ready, Refuse, Request
+from polyrhythm.types import Worker
+from tests.gloo.coordinators import (
+    KEYS,
+    SHAPE,
+    Raw,
+    Trainee,
+    coordinator_of,
+    eventually,
+    hello_of,
+    setup_of,
+)
+
+SETUP = setup_of("partial_reduce", stages=2, pipelines=3, options={"group_size": 2})
+FIRST, SECOND, THIRD = (Worker(0, pipeline) for pipeline in range(3))
+encode = msgspec.msgpack.encode
+
+
+@contextlib.contextmanager
+def busy() -> Iterator[Coordinator]:
+    """A coordinator with two good workers that average all the while, and must get on with it."""
+    done, rounds, errors = threading.Event(), [0], []
+    with coordinator_of(SETUP, startup=0.0) as coordinator:
+        pairs = ((0, 0), (0, 1), (1, 0), (1, 1))
+        good = [Trainee(coordinator.address, SETUP, Worker(*pair)).join() for pair in pairs]
+
+        def average() -> None:
+            try:
+                while not done.is_set():
+                    for trainee in good[:2]:
+                        trainee.ready()
+                    assert all(isinstance(trainee.wait(), Commit) for trainee in good[:2])
+                    rounds[0] += 1
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=average)
+        thread.start()
+        try:
+            yield coordinator
+            before = rounds[0]
+            eventually(lambda: errors or rounds[0] > before + 2)
+        finally:
+            done.set()
+            thread.join()
+            for trainee in good:
+                trainee.client.close()
+        assert not errors
+
+
+def truncated() -> bytes:
+    return encode(hello_of(SETUP, THIRD))[:-3]
+
+
+MALFORMED = {
+    "no bytes": b"",
+    "no MessagePack": b"\xc1\xff\x00 hello",
+    "truncated": truncated(),
+    "text": b"Ready",
+    "unknown tag": encode(["Nonsense", [0, 2], 1]),
+    "a command": encode(["Commit", 1, [[0, 2]], [1]]),
+    "an event of ours": encode(["Dead", [0, 0], 1, 0.0]),
+    "a timer": encode(["Timer", 0.0]),
+    "wrong type": encode(["Ready", [0, 2], "one", 0]),
+    "worker of one number": encode(["Ready", [0], 1, 0]),
+    "too few fields": encode(["Ready", [0, 2]]),
+    "negative clock": encode(["Ready", [0, 2], -1, 0]),
+    "a map": encode({"type": "Ready"}),
+    "too many dimensions": encode(hello_of(SETUP, THIRD, shape=(("a", (1,) * 33),))),
+    "a long name": encode(hello_of(SETUP, THIRD, node="n" * 256)),
+    "no text": encode(["Hello", PROTOCOL, [0, 2], b"\xff", 0, 1, "", []]),
+    "bad text": b"\x98\xa5Hello\x01\x92\x00\x02\xa1\xff\x00\x01\xa0\x90",
+    "deep": b"\x92\xa5Ready" + b"\x91" * 5000,
+    "a huge length": b"\xdd\xff\xff\xff\xff\xa5Ready",
+}
+
+
+def test_what_cannot_be_read_is_counted_and_disturbs_nobody() -> None:
+    chance = random.Random(0)
+    noise = [chance.randbytes(chance.randrange(1, 60)) for _ in range(200)]
+    with busy() as coordinator, Raw(coordinator.address) as raw:
+        raw.say(hello_of(SETUP, THIRD))
+        raw.hear(Welcome)
+        for number, data in enumerate([*MALFORMED.values(), *noise], 1):
+            raw.say(data)
+            if number <= len(MALFORMED):
+                kind = list(MALFORMED)[number - 1]
+                eventually(lambda n=number: coordinator.counters["malformed"] == n), kind
+        raw.say(Beat(THIRD, 1))
+        assert raw.hear(object) == Beat(THIRD, 1)  # and to none of it was an answer
+        assert coordinator.counters["malformed"] == len(MALFORMED) + len(noise)
+
+
+def test_messages_of_several_parts_are_dropped_whole() -> None:
+    with busy() as coordinator, Raw(coordinator.address) as raw:
+        raw.say(hello_of(SETUP, THIRD))
+        raw.hear(Welcome)
+        raw.socket.send_multipart([encode(Ready(THIRD, 1, 1)), b"", b"more"])
+        raw.socket.send_multipart([b"", encode(Ready(THIRD, 1, 1))])
+        raw.say(Beat(THIRD, 1))
+        assert raw.hear(object) == Beat(THIRD, 1)
+        assert coordinator.counters["frames"] == 2
+
+
+def test_only_a_hello_may_be_long_and_none_too_long() -> None:
+    with busy() as coordinator, Raw(coordinator.address) as raw:
+        long = tuple((f"layers.{number}.weight", (4, 8)) for number in range(30_000))
+        assert 500_000 < len(encode(hello_of(SETUP, THIRD, shape=long))) < MOST_BYTES
+        raw.say(hello_of(SETUP, THIRD, shape=long))
+        assert "in all, 30,000 tensors with 960,000 numbers" in raw.hear(Refuse).why
+        raw.say(hello_of(SETUP, THIRD))
+        raw.hear(Welcome)
+        raw.say(encode(["Ready", [0, 2], 1, 1, 0.0, "x" * 1024]))
+        eventually(lambda: coordinator.counters["oversized"] == 1)
+        raw.say(b"x" * (MOST_BYTES + 2048))  # libzmq ends the connection, and connects again
+        eventually(lambda: THIRD not in coordinator.present)
+        assert coordinator.counters["malformed"] == 0
+
+
+def test_nobody_speaks_for_somebody_else() -> None:
+    with busy() as coordinator, Raw(coordinator.address) as raw:
+        raw.say(Ready(FIRST, 99, 1))  # without a Hello: no answer
+        eventually(lambda: coordinator.counters["stranger"] == 1)
+        raw.say(hello_of(SETUP, THIRD))
+        raw.hear(Welcome)
+        others = [Ready(FIRST, 99, 1), Done(FIRST, 1, False, 1), Leave(FIRST, 1), Beat(FIRST, 1)]
+        for message in [*others, Request(Worker(7, 7), 1, 1)]:
+            raw.say(message)
+            refused = raw.hear(object)
+            assert refused == Refuse(message.worker, OUT, refused.why)
+            assert f"has not said Hello for {message.worker}" in refused.why
+        assert coordinator.counters["stranger"] == 1 + len(others) + 1
+        assert FIRST in coordinator.present
+
+
+def test_who_does_not_have_the_keys_is_not_heard() -> None:
+    other = JobKeys.new()
+    wrong_client = JobKeys(
+        server_public=KEYS.server_public,
+        server_secret=KEYS.server_secret,
+        client_public=other.client_public,
+        client_secret=other.client_secret,
+    )
+    with busy() as coordinator:
+        for num_tried, keys in enumerate((None, wrong_client, other), 1):
+            with Raw(coordinator.address, keys) as raw:
+                raw.say(hello_of(SETUP, THIRD))
+                eventually(lambda n=num_tried: coordinator.counters["unauthenticated"] >= n)
+                assert not raw.socket.poll(50)
+        assert THIRD not in coordinator.present
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "reason"),
+    [
+        (
+            "hello_outside",
+            {"worker": Worker(2, 0)},
+            "s2p0 is not in the plan: the coordinator expects 2 stages x 3 pipelines, s0p0 to s1p2",
+        ),
+        ("hello_outside", {"worker": Worker(0, -1)}, "s0p-1 is not in the plan"),
+        (
+            "hello_policy",
+            {"policy": "age every=1 seed=0"},
+            "s0p2 is configured for 'age every=1 seed=0', the coordinator for "
+            "'partial_reduce every=1 seed=0 group_size=2'",
+        ),
+        (
+            "hello_shape",
+            {"shape": (SHAPE[0], ("layers.0.bias", (8,)))},
+            "s0p2 averages other tensors than s0p0: number 1 is 'layers.0.bias' of shape (8,) in "
+            "s0p2 and 'layers.0.bias' of shape (4,) in s0p0; in all, 2 tensors with 40 numbers "
+            "against 2 tensors with 36 numbers",
+        ),
+        (
+            "hello_shape",
+            {"shape": SHAPE[:1]},
+            "number 1 is missing in s0p2 and 'layers.0.bias' of shape (4,) in s0p0; in all, "
+            "1 tensors with 32 numbers against 2 tensors with 36 numbers",
+        ),
+        (
+            "hello_protocol",
+            {"protocol": 2},
+            f"s0p2 speaks protocol 2, the coordinator protocol {PROTOCOL}",
+        ),
+    ],
+)
+def test_a_hello_that_does_not_fit_is_refused(kind: str, change: dict, reason: str) -> None:
+    with busy() as coordinator, Raw(coordinator.address) as raw:
+        hello = msgspec.structs.replace(hello_of(SETUP, THIRD, clock=3), **change)
+        raw.say(hello)
+        refused = raw.hear(object)
+        assert reason in refused.why
+        assert refused.worker == hello.worker
+        assert coordinator.counters[kind] == 1
+        raw.say(hello_of(SETUP, THIRD))  # and may be put right
+        assert isinstance(raw.hear(object), Accepted)
+
+
+def test_a_hello_of_a_protocol_with_other_fields_is_refused_as_such() -> None:
+    with busy() as coordinator, Raw(coordinator.address) as raw:
+        raw.say(encode(["Hello", 7, [0, 2], {"everything": "else"}]))
+        assert "s0p2 speaks protocol 7" in raw.hear(Refuse).why
+        assert coordinator.counters["hello_protocol"] == 1
+
+
+def test_a_second_process_for_a_worker_is_refused() -> None:
+    with busy() as coordinator:
+        with pytest.raises(LaunchError, match="two processes for one worker") as refused:
+            Trainee(coordinator.address, SETUP, SECOND, node="elsewhere").join()
+        assert "comes from 'elsewhere' in its life 1, but is here from 'here' in its life 1" in (
+            str(refused.value)
+        )
+        assert coordinator.counters["hello_incarnation"] == 1
+
+
+def test_a_newer_life_takes_over_and_the_older_one_hears_why() -> None:
+    setup = setup_of(pipelines=2)
+    with (
+        coordinator_of(setup, startup=0.0) as coordinator,
+        Raw(coordinator.address) as old,
+        Raw(coordinator.address) as new,
+    ):
+        old.say(hello_of(setup, FIRST, life=1))
+        old.hear(Welcome)
+        new.say(hello_of(setup, FIRST, life=2))
+        new.hear(Welcome)
+        old.say(Ready(FIRST, 1, 1))
+        assert "s0p0 has started anew, in its life 2" in old.hear(Refuse).why
+        new.say(Ready(FIRST, 1, 2))
+        new.say(hello_of(setup, SECOND, life=1))
+        new.say(Ready(SECOND, 1, 1))
+        assert new.hear(Assign).lives == (2, 1)
+
+
+def test_floods_of_connections_disturb_nobody() -> None:
+    with busy() as coordinator:
+        context = zmq.Context()
+        sockets = [context.socket(zmq.DEALER) for _ in range(50)]
+        for each in sockets:
+            each.connect(coordinator.address)
+            each.send(encode(Hello(PROTOCOL, THIRD, "", 0, 1, SETUP.text, SHAPE)))
+        eventually(lambda: coordinator.counters["unauthenticated"] >= 50)
+        for each in sockets:
+            each.close(linger=0)
+        context.term()
+        assert THIRD not in coordinator.present

@@ -1,0 +1,58 @@
+"""Group averaging in a plain loop, with every policy: keeps the mean, and brings all together."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyrhythm.run.group_sync import GroupSync
+from polyrhythm.run.launch import Place
+from tests.gloo.replicas import TIMEOUT, Point, run_replicas, target_of, train
+
+MODEL_POLICIES = ["static", "random", "smart", "partial_reduce", "adaptive", "age", "pairwise"]
+OPTIONS = {"partial_reduce": {"group_size": 2, "patience": 0.5}}
+
+
+def options_of(policy: str) -> dict[str, object]:
+    return OPTIONS.get(policy, {})
+
+
+@pytest.mark.parametrize("policy", MODEL_POLICIES)
+def test_workers_that_do_not_train_keep_their_mean_and_come_together(
+    policy: str, tmp_path: Path
+) -> None:
+    def work(place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        model = Point()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with GroupSync(
+            model, optimizer, policy, options=options_of(policy), timeout=TIMEOUT
+        ) as sync:
+            model.place.data = target_of(place.rank)
+            for _ in range(12):
+                sync.step()
+            before = model.place.detach().clone()
+            sync.consolidate()
+            return before, model.place.detach().clone()
+
+    found = run_replicas(4, work, tmp_path)
+    start = torch.stack([target_of(rank) for rank in range(4)])
+    after = torch.stack([before for before, _ in found])
+    assert (after - after.mean(0)).norm() < 0.9 * (start - start.mean(0)).norm()
+    for _, consolidated in found:
+        torch.testing.assert_close(consolidated, start.mean(0), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("policy", ["all_reduce", *MODEL_POLICIES])
+def test_workers_with_targets_of_their_own_end_near_the_mean_of_them(
+    policy: str, tmp_path: Path
+) -> None:
+    def work(place: Place) -> torch.Tensor:
+        with train(place, 40, policy, options=options_of(policy), lr=0.1) as sync:
+            sync.consolidate()
+            return sync._model.module.place.detach().clone()
+
+    found = run_replicas(4, work, tmp_path)
+    assert all(torch.equal(place, found[0]) for place in found)
+    targets = torch.stack([target_of(rank) for rank in range(4)])
+    alone = (targets - targets.mean(0)).norm(dim=1).mean()  # where each would end by itself
+    assert (found[0] - targets.mean(0)).norm() < 0.25 * alone

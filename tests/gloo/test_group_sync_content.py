@@ -1,0 +1,155 @@
+"""What is averaged, and when it counts: statistics, optimizer state, overlap, outer steps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from polyrhythm.run.group_sync import GroupSync
+from polyrhythm.run.launch import Place
+from polyrhythm.run.reduced_variance import ReducedVarianceAdamW
+from polyrhythm.sync.local import OuterNesterov
+from tests.gloo.replicas import TIMEOUT, Point, run_replicas, target_of, train
+
+
+def everybody(num: int) -> dict[str, object]:
+    """Options of `age` with which all workers are one group."""
+    return {"window": float("inf"), "group_size": num}
+
+
+def test_running_statistics_are_averaged_and_their_counts_are_not(tmp_path: Path) -> None:
+    def work(place: Place) -> tuple[list[float], list[float], int]:
+        model = nn.BatchNorm1d(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with GroupSync(model, optimizer, "age", options=everybody(2), timeout=TIMEOUT) as sync:
+            for _ in range(1 + place.rank):
+                model(torch.tensor([[0.0], [10.0 * (place.rank + 1)]])).sum().backward()
+            before = model.running_mean.tolist()
+            optimizer.step()
+            sync.step()
+        return before, model.running_mean.tolist(), int(model.num_batches_tracked)
+
+    (first, mean, one), (second, other_mean, two) = run_replicas(2, work, tmp_path)
+    assert mean == other_mean == [pytest.approx((first[0] + second[0]) / 2)]
+    assert first != second
+    assert (one, two) == (1, 2)
+
+
+@pytest.mark.parametrize("state", ["local", "average"])
+def test_momentum_is_averaged_only_if_it_is_asked_for(state: str, tmp_path: Path) -> None:
+    def work(place: Place) -> torch.Tensor:
+        model = Point()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        options = everybody(2)
+        with GroupSync(
+            model, optimizer, "age", options=options, state=state, timeout=TIMEOUT
+        ) as sync:
+            model(target_of(place.rank)).backward()
+            optimizer.step()
+            sync.step()
+        return optimizer.state[model.place]["momentum_buffer"].clone()
+
+    first, second = run_replicas(2, work, tmp_path)
+    assert torch.equal(first, second) == (state == "average")
+    torch.testing.assert_close((first + second) / 2, -(target_of(0) + target_of(1)) / 2)
+
+
+def test_with_overlap_an_average_counts_one_step_later_and_keeps_the_mean(tmp_path: Path) -> None:
+    """Steps are +1 for the first worker and +3 for the second, whatever the weights."""
+
+    def work(place: Place) -> list[float]:
+        model, seen = Point(size=1), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with GroupSync(
+            model, optimizer, "age", options=everybody(2), overlap=True, timeout=TIMEOUT
+        ) as sync:
+            for _ in range(3):
+                model.place.grad = torch.tensor([-1.0 - 2 * place.rank])
+                optimizer.step()
+                sync.step()
+                seen.append(model.place.item())
+            sync.consolidate()
+            seen.append(model.place.item())
+        return seen
+
+    # The mean of 1 and 3 arrives at the second step: 1 + 1 + (2 - 1), 3 + 3 + (2 - 3). Then the
+    # mean of 3 and 5: 3 + 1 + (4 - 3), 5 + 3 + (4 - 5). In the end all are 6, the sum of the steps.
+    assert run_replicas(2, work, tmp_path) == [[1.0, 3.0, 5.0, 6.0], [3.0, 5.0, 7.0, 6.0]]
+
+
+def test_local_steps_end_in_one_outer_step_with_momentum(tmp_path: Path) -> None:
+    """Two local steps move the workers by 2 and 6: the outer optimizer sees a gradient of -4."""
+
+    def work(place: Place) -> list[float]:
+        model, seen = Point(size=1), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        outer = OuterNesterov(lr=0.5, momentum=0.5)
+        with GroupSync(model, optimizer, "local", every=2, outer=outer, timeout=TIMEOUT) as sync:
+            for _ in range(4):
+                model.place.grad = torch.tensor([-1.0 - 2 * place.rank])
+                optimizer.step()
+                sync.step()
+                seen.append(model.place.item())
+        return seen
+
+    # Velocity 4, step 0.5 * (4 + 0.5 * 4) = 3; then velocity 6, step 0.5 * (4 + 0.5 * 6) = 3.5.
+    assert run_replicas(2, work, tmp_path) == [[1.0, 3.0, 4.0, 6.5], [3.0, 3.0, 6.0, 6.5]]
+
+
+def test_every_nth_step_is_averaged_and_the_others_ask_nobody(tmp_path: Path) -> None:
+    def work(place: Place) -> list[float]:
+        model, seen = Point(size=1), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with GroupSync(model, optimizer, "all_reduce", every=2, timeout=TIMEOUT) as sync:
+            for _ in range(4):
+                model.place.grad = torch.tensor([-1.0 - 2 * place.rank])
+                optimizer.step()
+                sync.step()
+                seen.append(model.place.item())
+        return seen
+
+    assert run_replicas(2, work, tmp_path) == [[1.0, 4.0, 5.0, 8.0], [3.0, 4.0, 7.0, 8.0]]
+
+
+def test_an_optimizer_of_reduced_variance_hears_the_size_of_its_groups(tmp_path: Path) -> None:
+    def work(place: Place) -> float:
+        model = Point()
+        optimizer = ReducedVarianceAdamW(model.parameters(), lr=0.1)
+        with GroupSync(model, optimizer, "age", options=everybody(3), timeout=TIMEOUT) as sync:
+            model(target_of(place.rank)).backward()
+            optimizer.step()
+            sync.step()
+        return optimizer.num_averaged
+
+    assert run_replicas(3, work, tmp_path) == [3.0] * 3
+
+
+def test_half_precision_models_are_averaged(tmp_path: Path) -> None:
+    def work(place: Place) -> list[float]:
+        model = Point(size=2).bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with GroupSync(model, optimizer, "age", options=everybody(2), timeout=TIMEOUT) as sync:
+            model.place.grad = torch.full((2,), -1.0 - 2 * place.rank, dtype=torch.bfloat16)
+            optimizer.step()
+            sync.step()
+        return model.place.tolist()
+
+    assert run_replicas(2, work, tmp_path) == [[2.0, 2.0]] * 2
+
+
+def test_a_worker_alone_trains_with_every_policy(tmp_path: Path) -> None:
+    policies = ("all_reduce", "static", "random", "smart", "adaptive", "age", "pairwise", "local")
+
+    def work(place: Place) -> list[torch.Tensor]:
+        found = []
+        for policy in policies:
+            with train(place, 5, policy) as sync:
+                sync.consolidate()
+                found.append(sync._model.module.place.detach().clone())
+        return found
+
+    (found,) = run_replicas(1, work, tmp_path)
+    expected = target_of(0) * (1 - 0.8**5)
+    for place in found:
+        torch.testing.assert_close(place, expected)

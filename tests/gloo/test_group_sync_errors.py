@@ -1,0 +1,179 @@
+"""What cannot work is refused at once, with both sides of what differs; nobody waits in vain."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
+
+from polyrhythm.errors import LaunchError, PeerError, PolicyError, UserError
+from polyrhythm.run import meeting
+from polyrhythm.run.group_sync import GroupSync
+from polyrhythm.run.launch import Place
+from polyrhythm.sync.local import OuterNesterov
+from tests.gloo.replicas import TIMEOUT, Point, run_replicas, run_with_losses, train
+
+BAD = [
+    ({"policy": "adaptve"}, "unknown policy: 'adaptve'", "did you mean 'adaptive'?"),
+    ({"policy": "random", "options": {"group_size": 3}}, "in a job with 2 workers", "smaller"),
+    ({"policy": "adaptive", "options": {"last_groups": 0}}, "last_groups=0", ""),
+    ({"policy": "age", "options": {"max_aeg": 3}}, "unknown option of age: 'max_aeg'", "max_age"),
+    ({"policy": "age", "every": 0}, "every=0", "use 1"),
+    ({"policy": "balanced", "every": 2}, "every=2 under balanced", "micro-batches"),
+    ({"policy": "all_reduce", "overlap": True}, "overlap under all_reduce", "use age"),
+    ({"policy": "age", "outer": OuterNesterov()}, "an outer optimizer under age", "local"),
+    ({"policy": "age", "state": "averaged"}, "state='averaged'", "local"),
+    ({"policy": "age", "timeout": 0.0}, "timeout=0", "several steps"),
+]
+
+
+def test_nonsense_is_refused_before_anybody_is_waited_for(tmp_path: Path) -> None:
+    def work(place: Place) -> list[tuple[str, str]]:
+        if place.rank == 1:
+            return []  # it does not come: the other one would wait
+        model, reasons = Point(), []
+        for options, _, _ in BAD:
+            with pytest.raises(UserError) as caught:
+                GroupSync(model, torch.optim.SGD(model.parameters()), **options)
+            reasons.append((caught.value.wrong, caught.value.fix))
+        model.requires_grad_(False)
+        with pytest.raises(PolicyError, match="without a parameter that is trained"):
+            GroupSync(model, torch.optim.SGD([torch.ones(1, requires_grad=True)]), "age")
+        return reasons
+
+    found = run_replicas(2, work, tmp_path)[0]
+    for (wrong, fix), (_, expected_wrong, expected_fix) in zip(found, BAD, strict=True):
+        assert expected_wrong in wrong
+        assert expected_fix in fix
+
+
+def test_outside_of_a_job_it_says_how_to_start_one() -> None:
+    model = Point()
+    with pytest.raises(LaunchError, match="init_process_group"):
+        GroupSync(model, torch.optim.SGD(model.parameters()), "age")
+
+
+def test_a_worker_with_another_policy_is_refused_with_both(tmp_path: Path) -> None:
+    def work(place: Place) -> str:
+        model = Point()
+        policy = "age" if place.rank == 1 else "adaptive"
+        with pytest.raises((UserError, PeerError)) as caught:
+            GroupSync(model, torch.optim.SGD(model.parameters()), policy, timeout=3.0)
+        return str(caught.value)
+
+    served, refused = run_replicas(2, work, tmp_path)
+    assert "'age every=1 seed=0'" in refused
+    assert "'adaptive every=1 seed=0'" in refused
+    assert "others have yet to" in served
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "static"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_model_of_another_shape_is_refused_with_both(
+    policy: str, size: int, tmp_path: Path
+) -> None:
+    def work(place: Place) -> str:
+        model = nn.Linear(3, size if place.rank == 1 else 2)
+        with pytest.raises((UserError, PeerError)) as caught:
+            GroupSync(model, torch.optim.SGD(model.parameters()), policy, timeout=2.0)
+        return str(caught.value)
+
+    _, refused = run_replicas(2, work, tmp_path)
+    assert f"'weight' of shape ({size}, 3) in s0p1" in refused
+    assert "'weight' of shape (2, 3) in s0p0" in refused
+
+
+def test_static_groups_ask_nobody(tmp_path: Path) -> None:
+    """There is no coordinator at all, so that no message can have been sent to one."""
+
+    def work(place: Place) -> tuple[bool, bool]:
+        def refuse(*_: object) -> None:
+            raise AssertionError("static began to coordinate")
+
+        meeting.Meeting.coordinate = refuse
+        with train(place, 4, "static") as sync:
+            store = sync._meeting.store
+            return store.check(["address"]), hasattr(sync._rounds, "_line")
+
+    assert run_replicas(4, work, tmp_path) == [(False, False)] * 4
+
+
+def test_the_loss_of_the_process_that_serves_is_told_to_all(tmp_path: Path) -> None:
+    def work(place: Place) -> str:
+        model = Point()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            sync = GroupSync(model, optimizer, "age", timeout=TIMEOUT)
+            if place.rank == 0:
+                sync._rounds._line._coordinator.close()
+            for _ in range(1000):
+                sync.step()
+        except PeerError as error:
+            return error.peer
+        return "nothing happened"
+
+    found = run_with_losses(3, work, tmp_path, lost=set())
+    assert all("coordinator at tcp://127.0.0.1" in peer for peer in found.values())
+
+
+def test_an_interpreter_that_ends_without_closing_ends_well(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, torch.distributed as dist, polyrhythm as pr\n"
+        "dist.init_process_group('gloo', init_method='file://' + __file__ + '.store',\n"
+        "                        rank=0, world_size=1)\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "sync = pr.GroupSync(model, optimizer)\n"
+        "model(torch.ones(2)).sum().backward(); optimizer.step(); sync.step()\n"
+        "print('done', sync.num_steps)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "done 1\n"), ended.stderr
+
+
+def test_two_at_a_time_do_not_disturb_each_other(tmp_path: Path) -> None:
+    def work(place: Place) -> tuple[float, float]:
+        models = [Point(size=1), Point(size=1)]
+        syncs = [
+            GroupSync(m, torch.optim.SGD(m.parameters(), lr=1.0), "all_reduce", every=2)
+            for m in models
+        ]
+        for _ in range(2):
+            for number, (model, sync) in enumerate(zip(models, syncs, strict=True)):
+                model.place.data += 1.0 + number + 4 * place.rank
+                sync.step()
+        for sync in syncs:
+            sync.close()
+        dist.barrier()
+        assert _get_default_store() is not None
+        return models[0].place.item(), models[1].place.item()
+
+    assert run_replicas(2, work, tmp_path) == [(6.0, 8.0)] * 2
+
+
+def test_an_error_in_the_process_that_serves_ends_the_others_at_once(tmp_path: Path) -> None:
+    def work(place: Place) -> tuple[str, bool]:
+        model = Point()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        began = time.monotonic()
+        try:
+            with GroupSync(model, optimizer, "age", timeout=200.0) as sync:
+                for number in range(100_000):
+                    if place.rank == 0 and number == 3:
+                        raise ValueError("a bug in the training loop")
+                    sync.step()
+        except (ValueError, PeerError) as error:
+            return str(error), time.monotonic() - began < 100
+        return "nothing happened", False
+
+    found = run_with_losses(3, work, tmp_path, lost=set())
+    assert found[0] == ("a bug in the training loop", True)
+    assert all("the coordinator has ended" in found[rank][0] for rank in (1, 2))

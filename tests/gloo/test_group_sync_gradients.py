@@ -1,0 +1,126 @@
+"""Averages of gradients: those of one process with the whole batch, however the work is dealt."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.run.group_sync import GroupSync
+from polyrhythm.run.launch import Place
+from tests.gloo.pipelines import random_batch, run_alone, stack_of
+from tests.gloo.replicas import TIMEOUT, run_replicas
+
+NUM, BATCH, STEPS = 3, 12, 4
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def alone() -> torch.Tensor:
+    """One process that has the whole batch."""
+    model = stack_of(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        inputs, target = random_batch(BATCH, 8, seed=step)
+        optimizer.zero_grad()
+        (model(inputs) - target).square().mean().backward()
+        optimizer.step()
+    return weights(model)
+
+
+def test_all_reduce_trains_as_one_process_with_the_whole_batch(tmp_path: Path) -> None:
+    def work(place: Place) -> torch.Tensor:
+        model = stack_of(2, seed=3 + place.rank)  # all begin with the weights of the first
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with GroupSync(model, optimizer, "all_reduce", timeout=TIMEOUT) as sync:
+            for step in range(STEPS):
+                batch = random_batch(BATCH, 8, seed=step)
+                inputs, target = (t.chunk(NUM)[place.rank] for t in batch)
+                optimizer.zero_grad()
+                (model(inputs) - target).square().mean().backward()
+                optimizer.step()
+                sync.step()
+            assert sync.num_steps == STEPS
+        return weights(model)
+
+    found = run_replicas(NUM, work, tmp_path)
+    assert all(torch.equal(w, found[0]) for w in found)
+    torch.testing.assert_close(found[0], run_alone(alone, tmp_path), atol=1e-6, rtol=1e-5)
+
+
+def test_balanced_deals_by_speed_and_gives_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
+    """One worker is six times slower; each sample is a micro-batch."""
+
+    def work(place: Place) -> tuple[torch.Tensor, list[list[int]]]:
+        model = stack_of(2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        shares = []
+        with GroupSync(model, optimizer, "balanced", timeout=TIMEOUT) as sync:
+            for step in range(STEPS):
+                inputs, target = random_batch(BATCH, 8, seed=step)
+                optimizer.zero_grad()
+                shares.append(sync.share(BATCH))
+                for m in shares[-1]:
+                    (model(inputs[m]) - target[m]).square().mean().backward()
+                    time.sleep(0.12 if place.rank == 0 else 0.02)
+                optimizer.step()
+                sync.step()
+        return weights(model), [list(share) for share in shares]
+
+    found = run_replicas(NUM, work, tmp_path)
+    for step in range(STEPS):
+        dealt = [m for _, shares in found for m in shares[step]]
+        assert sorted(dealt) == list(range(BATCH)), "each micro-batch once"
+    assert [len(shares[0]) for _, shares in found] == [4, 4, 4]
+    assert len(found[0][1][-1]) == 1, "the slow one has the least that there is"
+    torch.testing.assert_close(found[0][0], run_alone(alone, tmp_path), atol=1e-6, rtol=1e-5)
+
+
+class Branches(nn.Module):
+    """Of three parameters one is used by all, one by the first worker, and one by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.first, self.nobody = (nn.Parameter(torch.ones(2)) for _ in range(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gradient_that_somebody_has_reaches_all_and_one_that_nobody_has_nobody(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    def work(place: Place) -> list[object]:
+        model = Branches().to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with GroupSync(model, optimizer, "all_reduce", timeout=TIMEOUT):
+            loss = (place.rank + 1) * model.all.sum()
+            if place.rank == 0:
+                loss = loss + 4 * model.first.sum()
+            loss.backward()
+            optimizer.step()
+        gradients = (model.all.grad, model.first.grad, model.nobody.grad)
+        return [None if g is None else g.tolist() for g in gradients]
+
+    assert run_replicas(2, work, tmp_path) == [[[1.5, 1.5], [2.0, 2.0], None]] * 2
+
+
+def test_a_share_is_for_balanced_and_balanced_needs_a_share(tmp_path: Path) -> None:
+    def work(place: Place) -> list[str]:
+        model, reasons = nn.Linear(2, 2), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with GroupSync(model, optimizer, "age", timeout=TIMEOUT) as sync:
+            with pytest.raises(PolicyError) as caught:
+                sync.share(4)
+            reasons.append(caught.value.wrong)
+        with GroupSync(model, optimizer, "balanced", timeout=TIMEOUT):
+            model(torch.ones(2)).sum().backward()
+            with pytest.raises(PolicyError) as caught:
+                optimizer.step()
+            reasons.append(caught.value.wrong)
+        return reasons
+
+    expected = ["a share under age", "a step under balanced without a share"]
+    assert run_replicas(2, work, tmp_path) == [expected] * 2

@@ -1,0 +1,137 @@
+"""Pipelines whose stages synchronise on their own, each with its replicas in other pipelines."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from polyrhythm.run.group_sync import GroupSync
+from polyrhythm.run.launch import Place
+from polyrhythm.run.parameter_server import ParameterServer
+from polyrhythm.run.pipeline import Pipeline
+from tests.gloo.pipelines import DEADLINE, random_batch, run_stages, stack_of, step
+from tests.gloo.replicas import TIMEOUT, Point, run_replicas, target_of
+
+STAGES, PIPELINES, STEPS = 2, 2, 10
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def pipeline_of(place: Place, **options: object) -> Pipeline:
+    groups = [dist.new_group([STAGES * p + s for s in range(STAGES)]) for p in range(PIPELINES)]
+    return Pipeline.from_sequential(
+        stack_of(STAGES, seed=3 + place.rank // STAGES),
+        loss_fn=loss,
+        group=groups[place.rank // STAGES],
+        pipeline=place.rank // STAGES,
+        deadline=DEADLINE,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("policy", ["all_reduce", "adaptive", "age", "smart"])
+def test_stages_of_a_pipeline_that_is_never_flushed_average_on_their_own(
+    policy: str, tmp_path: Path
+) -> None:
+    def work(place: Place) -> tuple[str, int, torch.Tensor]:
+        options = {"schedule": "1f1b", "flush": False, "num_microbatches": 1}
+        with pipeline_of(place, **options) as pipeline:
+            optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.05)
+            with GroupSync(pipeline, optimizer, policy, timeout=TIMEOUT) as sync:
+                for number in range(STEPS):
+                    inputs, target = random_batch(4, 8, seed=100 * place.rank // STAGES + number)
+                    step(pipeline, inputs, target)
+                    if pipeline.has_gradients:
+                        optimizer.step()
+                        sync.step()
+                        optimizer.zero_grad()
+                for _ in pipeline.drain():
+                    optimizer.step()
+                    sync.step()
+                    optimizer.zero_grad()
+                sync.consolidate()
+                weights = torch.cat([p.detach().flatten() for p in pipeline.module.parameters()])
+                return str(sync.worker), sync.num_steps, weights
+
+    found = run_stages(STAGES * PIPELINES, work, tmp_path)
+    assert [worker for worker, _, _ in found] == ["s0p0", "s1p0", "s0p1", "s1p1"]
+    assert [num for _, num, _ in found] == [STEPS] * 4
+    for stage in range(STAGES):
+        assert torch.equal(found[stage][2], found[STAGES + stage][2])
+    assert not torch.equal(found[0][2], found[1][2])
+
+
+def test_flushed_pipelines_under_a_parameter_server_are_hetpipe(tmp_path: Path) -> None:
+    """The server is a process beside the four workers; staleness is the number of stages."""
+
+    def work(place: Place) -> torch.Tensor:
+        groups = [dist.new_group([STAGES * p + s for s in range(STAGES)]) for p in range(PIPELINES)]
+        if place.rank == STAGES * PIPELINES:
+            server = ParameterServer(num_stages=STAGES, num_pipelines=PIPELINES, timeout=TIMEOUT)
+            server.serve()
+            assert server.lost == []
+            return torch.empty(0)
+        number = place.rank // STAGES
+        pipeline = Pipeline.from_sequential(
+            stack_of(STAGES, seed=3),
+            loss_fn=loss,
+            num_microbatches=2,
+            schedule="1f1b",
+            group=groups[number],
+            pipeline=number,
+            deadline=DEADLINE,
+        )
+        optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.05)
+        with (
+            pipeline,
+            GroupSync(pipeline, optimizer, "ssp", num_pipelines=PIPELINES, timeout=TIMEOUT) as sync,
+        ):
+            for i in range(STEPS):
+                inputs, target = random_batch(4, 8, seed=100 * number + i)
+                step(pipeline, inputs, target)
+                optimizer.step()
+                sync.step()
+                optimizer.zero_grad()
+            sync.consolidate()
+            return torch.cat([p.detach().flatten() for p in pipeline.module.parameters()])
+
+    found = run_stages(STAGES * PIPELINES + 1, work, tmp_path)
+    for stage in range(STAGES):
+        assert torch.equal(found[stage], found[STAGES + stage])
+
+
+def test_a_synchronous_server_averages_what_all_have_done(tmp_path: Path) -> None:
+    """With staleness 0 a step moves the server's weights by the mean of the workers' moves."""
+
+    def work(place: Place) -> list[torch.Tensor]:
+        workers = dist.new_group([0, 1, 2])
+        if place.rank == 3:
+            ParameterServer(num_pipelines=3, timeout=TIMEOUT).serve()
+            return []
+        model, seen = Point(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        with GroupSync(
+            model,
+            optimizer,
+            "ssp",
+            options={"staleness": 0},
+            num_pipelines=3,
+            timeout=TIMEOUT,
+        ) as sync:
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(target_of(place.rank)).backward()
+                optimizer.step()
+                sync.step()
+                seen.append(model.place.detach().clone())
+                dist.barrier(workers)  # or one would pull what another has pushed after that step
+        return seen
+
+    found = run_replicas(4, work, tmp_path)
+    mean = torch.stack([target_of(rank) for rank in range(3)]).mean(0)
+    for number in range(4):
+        for seen in found[:3]:
+            torch.testing.assert_close(seen[number], mean * (1 - 0.8 ** (number + 1)))

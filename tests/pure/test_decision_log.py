@@ -1,0 +1,172 @@
+"""The decision log: it says enough to decide everything again, and is read to its last line."""
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from polyrhythm.errors import EventError, PolicyError
+from polyrhythm.run.coordinator_setup import Setup
+from polyrhythm.run.decision_log import DecisionLog, DecisionReader, replay
+from polyrhythm.sync.deadlines import Limits
+from polyrhythm.sync.messages import Commit, Dead, Done, Event, Join, Leave, Ready, Timer
+from polyrhythm.types import Worker
+
+SETUP = Setup(
+    policy="partial_reduce",
+    num_stages=2,
+    num_pipelines=3,
+    options={"group_size": 2, "patience": math.inf},
+    seed=3,
+    limits=Limits(ceiling=20.0, waiting=math.inf),
+    first_gid=7,
+)
+
+
+def events() -> list[Event]:
+    workers = [Worker(stage, pipeline) for stage in range(2) for pipeline in range(3)]
+    told: list[Event] = [Join(worker, "node", 0, 1, 0.1) for worker in workers]
+    told += [Ready(worker, 1, 1, 0.2 + worker.pipeline / 3) for worker in workers]
+    told += [Done(Worker(0, 0), 7, True, 1, 1.1), Done(Worker(0, 1), 7, True, 1, 1.2)]
+    return [*told, Dead(Worker(1, 0), 1, 1.3), Timer(2.0), Leave(Worker(0, 1), 1, 1.9)]
+
+
+def write(path: Path, setup: Setup = SETUP) -> list[list]:
+    scheduler, log = setup.scheduler(), DecisionLog(path, setup)
+    commands = []
+    for number, event in enumerate(events()):
+        commands.append(scheduler.step(event))
+        log.add(event, commands[-1])
+        if number % 4 == 0:
+            log.flush()
+    log.close()
+    return commands
+
+
+def test_a_log_is_read_as_it_was_written_and_replays(tmp_path: Path) -> None:
+    commands = write(tmp_path / "new" / "log")
+    reader = DecisionReader(tmp_path / "new" / "log")
+    assert reader.setup == SETUP
+    decisions = [decision for _, decision in reader.decisions()]
+    assert [decision.event for decision in decisions] == events()
+    assert [list(decision.commands) for decision in decisions] == commands
+    assert any(isinstance(command, Commit) for told in commands for command in told)
+    assert replay(tmp_path / "new" / "log") is None
+
+
+def test_every_line_is_json(tmp_path: Path) -> None:
+    write(tmp_path / "log")
+    lines = (tmp_path / "log").read_bytes().splitlines()
+    first, *others = [msgspec.json.decode(line) for line in lines]
+    assert first["setup"]["options"] == {"group_size": 2, "patience": "inf"}
+    assert others[0] == [["Join", [0, 0], "node", 0, 1, 0.1], []]
+    assert len(others) == len(events())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b'["Commit",7,', b'["Commit",8,'),
+        (b'"seed":3', b'"seed":3,"pipelines_die_whole":false'),
+        (b'["Done",[0,1],7,true', b'["Done",[0,1],7,false'),
+    ],
+)
+def test_a_log_that_was_changed_replays_otherwise(
+    tmp_path: Path, before: bytes, after: bytes
+) -> None:
+    write(tmp_path / "log")
+    text = (tmp_path / "log").read_bytes()
+    assert text.count(before) == 1
+    if b"pipelines_die_whole" in after:
+        text = text.replace(b',"pipelines_die_whole":true', b"")
+    (tmp_path / "log").write_bytes(text.replace(before, after))
+    difference = replay(tmp_path / "log")
+    assert difference is not None
+    assert difference.logged != difference.replayed
+    assert str(difference).startswith(f"line {difference.line}: ")
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "log")
+    whole = (tmp_path / "log").read_bytes()
+    (tmp_path / "log").write_bytes(whole[:-5])
+    assert len(list(DecisionReader(tmp_path / "log").decisions())) == len(events()) - 1
+    assert replay(tmp_path / "log") is None
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "begins with the scheduler's setup"),
+        (b'{"schema":2,"polyrhythm":"9.9","setup":{}}\n', "schema 2, by polyrhythm 9.9"),
+        (b'{"schema":1,"polyrhythm":"0.1","setup":{"policy":"age"}}\n', "num_stages"),
+        (b"nonsense\n", "malformed"),
+    ],
+)
+def test_what_is_no_decision_log_is_refused(tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / "log").write_bytes(content)
+    with pytest.raises(EventError, match=problem):
+        replay(tmp_path / "log")
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "log")
+    with (tmp_path / "log").open("ab") as file:
+        file.write(b'[["Ready",[0,0],"x"],[]]\n')
+    with pytest.raises(EventError, match=f"log:{len(events()) + 2}: "):
+        replay(tmp_path / "log")
+    with pytest.raises(EventError, match="No such file"):
+        replay(tmp_path / "nothing")
+
+
+def test_a_disk_that_is_full_ends_the_log_with_one_warning(tmp_path: Path) -> None:
+    log = DecisionLog(tmp_path / "log", SETUP)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, log._file)
+    os.close(full)
+    log.add(Timer(1.0), [])
+    with pytest.warns(UserWarning, match="ends here: .*No space left"):
+        log.flush()
+    log.add(Timer(2.0), [])
+    log.flush()  # without a word
+    log.close()
+
+
+def test_a_warning_that_is_an_error_elsewhere_does_not_stop_the_service(tmp_path: Path) -> None:
+    log = DecisionLog(tmp_path / "log", SETUP)
+    os.close(log._file)
+    log._file = os.open("/dev/full", os.O_WRONLY)
+    log.add(Timer(1.0), [])
+    log.flush()  # pytest makes errors of warnings
+    assert log._file is None
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"policy": "adaptve"}, "did you mean 'adaptive'"),
+        ({"options": {"group_sise": 2}}, "did you mean 'group_size'"),
+        ({"num_stages": 0}, "num_stages=0"),
+        ({"num_pipelines": 0}, "num_pipelines=0"),
+        ({"every": 0}, "every=0"),
+        ({"lease": 20.0}, "ceiling < lease"),
+        ({"lease": math.inf}, "ceiling < lease"),
+    ],
+)
+def test_a_setup_that_cannot_work_is_refused(change: dict, problem: str) -> None:
+    with pytest.raises(PolicyError, match=problem):
+        dataclasses.replace(SETUP, **change)
+
+
+def test_the_same_policy_has_the_same_text() -> None:
+    one = Setup(
+        policy="age", num_stages=1, num_pipelines=2, options={"max_age": 3, "group_size": 2}
+    )
+    other = Setup(
+        policy="age", num_stages=4, num_pipelines=8, options={"group_size": 2, "max_age": 3}
+    )
+    assert one.text == other.text == "age every=1 seed=0 group_size=2 max_age=3"
+    assert Setup(policy="local", num_stages=1, num_pipelines=2).text == "local every=500 seed=0"
