@@ -3,7 +3,8 @@
 A window opens with the first ready worker. Everyone who comes before it closes is in the group, so
 its length decides the size of groups. Three rules:
 - `RateWindow`: (g - 1) / rate, where rate is the measured number of arrivals per second: groups of
-  about g, however many workers there are and however fast they are.
+  about g, however many workers there are and however fast they are. Workers that come in a burst,
+  as equal ones do, are not cut apart: it stays open while they come faster than twice the rate.
 - `PaperWindow`: the measured iteration time / N, longer while groups come out too small.
 - `FixedWindow`: so many seconds. 0 is local SGD, infinity is all-reduce.
 
@@ -25,6 +26,7 @@ from polyrhythm.types import Seconds, Worker
 
 TOO_FEW = 2  # a group of fewer is one worker alone
 LONGER, SHORTER = 2.0, 0.9  # the factors of the authors' published code
+BURST = 0.5  # of the mean gap: who comes sooner after another comes with it
 MEMORY = 2  # means go back about so many arrivals per worker
 
 
@@ -34,6 +36,9 @@ class Window(Protocol):
 
     def open(self, num_workers: int) -> Seconds:
         """How long the window that opens now is to be."""
+
+    def stay(self) -> Seconds:
+        """How long it stays open after an arrival, at least."""
 
     def is_full(self, size: int) -> bool:
         """Whether to close it with `size` ready workers, whatever the time."""
@@ -81,6 +86,9 @@ class FixedWindow:
     def open(self, num_workers: int) -> Seconds:
         return self.seconds
 
+    def stay(self) -> Seconds:
+        return 0.0
+
     def is_full(self, size: int) -> bool:
         return False
 
@@ -109,6 +117,9 @@ class RateWindow:
         if not self._is_measured:
             return self.longest
         return min((min(self.target, num_workers) - 1) * self._gap.value, self.longest)
+
+    def stay(self) -> Seconds:
+        return BURST * self._gap.value if self._is_measured else 0.0
 
     def is_full(self, size: int) -> bool:
         return size >= self.target and not self._is_measured
@@ -139,6 +150,9 @@ class PaperWindow:
         if not self._is_measured:
             return self.longest
         return min(self._iteration.value * self._enlarged / num_workers, self.longest)
+
+    def stay(self) -> Seconds:
+        return 0.0
 
     def is_full(self, size: int) -> bool:
         return size >= TOO_FEW and not self._is_measured

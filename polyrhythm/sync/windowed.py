@@ -66,6 +66,8 @@ class WindowedGroups(Policy):
         if self._closes == math.inf and len(roster.ready) == 1:
             self._opened = now
             self._closes = now + self.window.open(len(roster.present))
+        else:
+            self._closes = max(self._closes, now + self.window.stay())
         return self._decide(now)
 
     def on_done(self, group: Group, ok: bool, now: Seconds) -> list[Group]:

@@ -61,3 +61,23 @@ def test_windows_are_clipped_and_never_negative() -> None:
         window.arrived(Worker(0, 0), now, 8)
     assert window.open(8) == 2.0
     assert window.open(1) == 0.0  # nobody else could come
+
+
+def test_a_burst_is_not_cut_apart() -> None:
+    """Ten workers come within a third of a step, one after another; the window is for three."""
+    policy = Adaptive(11, group_size=3, last_groups=1000)
+    for worker in workers(11):
+        policy.on_join(worker, "node", 0.0)
+    sizes = []
+    for step in range(1, 20):
+        formed = []
+        for place, worker in enumerate(workers(10)):
+            now = step + 0.03 * place
+            if policy.next_timer() <= now:
+                formed += policy.on_timer(now)
+            formed += policy.on_ready(worker, now)
+        formed += policy.on_timer(step + 0.9)
+        for group in formed:
+            policy.on_done(group, True, step + 0.9)
+        sizes.append([len(group.members) for group in formed])
+    assert sizes[5] == [10], "not three, and three, and so on"
