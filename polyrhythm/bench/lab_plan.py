@@ -100,7 +100,7 @@ FULL = Plan(
     patience=240.0,
 )
 QUICK = Plan(
-    experiments=(single_pairs((10, 1), (50, 20)), ring(16, 20, Window(1.0, 1.0))),
+    experiments=(single_pairs((10, 1), (50, 20)), ring(16, 20, Window(0.5, 0.5))),
     rings=(ring(16, 20, Window(1.0, 0.5)),),
     unlimited=unlimited(2, Window(0.3, 0.5)),
     num_rounds=1,

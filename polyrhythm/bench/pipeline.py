@@ -108,7 +108,7 @@ FULL_PLAN = Plan(
 )
 QUICK_PLAN = Plan(
     experiments=_experiments(num_rounds=1, adapting=1),
-    load=Load(num_microbatches=8, num_floats=8192),
+    load=Load(num_microbatches=4, num_floats=8192),
     forward=0.012,
     follow_forward=0.012,
     follow_steps=2,

@@ -13,7 +13,12 @@ from polyrhythm.bench.result import Result
 from polyrhythm.errors import UserError
 from polyrhythm.tables import print_line
 
-_MODULES = {"lab": "polyrhythm.bench.lab", "pipeline": "polyrhythm.bench.pipeline"}
+_MODULES = {
+    "converge": "polyrhythm.bench.converge",
+    "lab": "polyrhythm.bench.lab",
+    "pipeline": "polyrhythm.bench.pipeline",
+    "sync": "polyrhythm.bench.sync",
+}
 
 
 def names() -> tuple[str, ...]:

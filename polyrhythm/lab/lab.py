@@ -49,6 +49,7 @@ from polyrhythm.types import BytesPerSecond, Seconds
 # What all pairs together may ask for without a doubt: `polyrhythm bench lab` finds that the switch
 # carries 3.2 Gbit/s between 16 hosts on time, and 10 Gbit/s at the most, on two shared cores.
 SWITCH_LIMIT: BytesPerSecond = 3e9 / 8
+GOODBYE: Seconds = 5.0  # for a switch that was told to end
 
 _count = itertools.count()
 
@@ -86,17 +87,16 @@ class Lab:
         namespace.become_lord()
         listening = control.claim(self.name)
         ours, theirs = socket.socketpair()
+        self._control = control.Control(self.name, ours)
         try:
             with listening, theirs:
                 for number in range(len(self.hosts)):
                     self._network.append(namespace.make_host(number))
                 self._start_switch(listening, theirs)
         except BaseException:
-            ours.close()
             self._end_switch()
             self._release()
             raise
-        self._control = control.Control(self.name, ours)
         return self
 
     def _start_switch(self, listening: socket.socket, theirs: socket.socket) -> None:
@@ -116,15 +116,16 @@ class Lab:
         trace: TracebackType | None,
     ) -> None:
         end_all(self.children)
-        with contextlib.suppress(LabError):  # the switch is gone already
-            self._control.tell(EndLab())
-        self._control.close()
         self._end_switch()
         self._release()
         gc.unfreeze()
 
     def _end_switch(self) -> None:
-        if self._switch is not None and self._switch.wait(5.0) is None:
+        # It must be told: of a connection that closes it thinks no more than of any other client's.
+        with contextlib.suppress(LabError):  # it is gone already, or was never started
+            self._control.tell(EndLab())
+        self._control.close()
+        if self._switch is not None and self._switch.wait(GOODBYE) is None:
             self._switch.end()
         control.socket_path(self.name).unlink(missing_ok=True)
 

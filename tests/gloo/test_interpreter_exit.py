@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+# Two jobs of three ranks, forked so that torch is imported once: a fork ends as any process does,
+# with its interpreter. Whoever of a job ends first frees the others, so both survivors of a job end
+# in the same way.
 SCRIPT = """
 import os, signal, sys, torch
 from torch import nn
@@ -36,45 +39,64 @@ def train():
         pipeline.step(*([batch] if pipeline.is_first else []), target=batch)
 
 torch.set_num_threads(1)
+places = [(job, rank) for job in range(2) for rank in range(3)]
+forks = {}
+for job, rank in places:
+    forks[job, rank] = os.fork()
+    if forks[job, rank] == 0:
+        break
+else:
+    for job, rank in places:
+        if rank == 0:
+            continue
+        _, status = os.waitpid(forks[job, rank], 0)
+        print(job, rank, os.waitstatus_to_exitcode(status))
+    for job in range(2):
+        os.kill(forks[job, 0], signal.SIGKILL)
+        os.waitpid(forks[job, 0], 0)
+    sys.exit()
+
+os.dup2(os.open(f"{job}{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
+os.environ.update(RANK=str(rank), MASTER_PORT=sys.argv[1 + job])
 dist.init_process_group("gloo")
-"""
-ENDINGS = {
-    1: "train()",  # the error keeps the pipeline alive until the interpreter ends
-    7: """
+if job == 0:
+    train()  # the error keeps the pipeline alive until the interpreter ends
 try:
     train()
 except PeerError as error:
     print("PeerError:", error, file=sys.stderr)
 sys.exit(7)
-""",
-}
+"""
+STATUSES = (1, 7)  # by job
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("status", ENDINGS)
-def test_survivors_of_a_silent_peer_end_with_their_error_and_do_not_abort(
-    tmp_path: Path, status: int
-) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT + ENDINGS[status])
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "train.py")],
-            env={**os.environ, **place, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        for process in processes[1:]:
-            _, error = process.communicate(timeout=60)
-            assert process.returncode == status, error  # an abort would give -6
-            assert "PeerError: lost s" in error.splitlines()[-1]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-            process.communicate()
+def test_survivors_of_a_silent_peer_end_with_their_error_and_do_not_abort(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in STATUSES]
+    ports = [str(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    with subprocess.Popen(
+        [sys.executable, "train.py", *ports],
+        cwd=tmp_path,
+        env={**os.environ, **place},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as jobs:
+        try:
+            printed, _ = jobs.communicate(timeout=60)
+        finally:
+            if jobs.returncode is None:
+                os.killpg(jobs.pid, signal.SIGKILL)
+    ended = {
+        (int(job), int(rank)): int(status)
+        for job, rank, status in map(str.split, printed.splitlines())
+    }
+    assert ended.keys() == {(job, rank) for job in range(2) for rank in (1, 2)}
+    for (job, rank), status in ended.items():
+        error = (tmp_path / f"{job}{rank}.txt").read_text()
+        assert status == STATUSES[job], error  # an abort would give -6
+        assert "PeerError: lost s" in error.splitlines()[-1]

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,9 @@ def test_a_silent_peer_is_lost_at_the_deadline(tmp_path: Path) -> None:
         inbox.expect([(Action(Op.F, 0), 10)])
         send(outbox, 7, 10)
         tell(1)
-        receiving, sending = lost(lambda: inbox.take(Action(Op.F, 0))), lost(outbox.drain)
+        with ThreadPoolExecutor() as both:  # each waits for the whole deadline
+            waits = (lambda: inbox.take(Action(Op.F, 0)), outbox.drain)
+            receiving, sending = both.map(lost, waits)
         assert (receiving.action, sending.action) == ("receiving F0", "sending F7")
         for error in (receiving, sending):
             assert DEADLINE <= error.waited < 3 * DEADLINE

@@ -26,4 +26,4 @@ def test_auto_leaves_1f1b_when_transfers_take_a_forward(tmp_path: Path) -> None:
             return [answers[0].recipe for answers in steps]
 
         assert schedules(FAST, 3) == ["1f1b"] * 3
-        assert schedules(FULL, 12)[-1].startswith("bounded:")
+        assert schedules(FULL, 10)[-1].startswith("bounded:")

@@ -94,7 +94,7 @@ def test_a_scenario_kills_and_brings_back_and_slows_on_its_clock(folder: Path) -
         "for _ in range(4): compute.emulate(pr.Op.F, 0.1)\n"
         "took = time.monotonic() - start\n"
         "print('took', took, flush=True)\n"
-        "time.sleep(6 - (time.monotonic() - start))\n"
+        "time.sleep(4 - (time.monotonic() - start))\n"
         "print('done', flush=True)\n"
     )
     done = lab(folder, "run", "pair.toml", "--scenario", "s.toml", "--", sys.executable, "work.py")
@@ -116,7 +116,7 @@ def test_polyrhythms_own_workers_are_held_back(folder: Path) -> None:
         "--pipelines",
         "2",
         "--steps",
-        "12",
+        "8",
         "--width",
         "64",
         "--blocks",
@@ -155,7 +155,7 @@ def test_a_killed_switch_is_noticed(folder: Path) -> None:
 
 @pytest.mark.timeout(90)
 def test_a_timeout_ends_everything(folder: Path) -> None:
-    done = lab(folder, "run", "pair.toml", "--timeout", "2", "--", sys.executable, "wait.py")
+    done = lab(folder, "run", "pair.toml", "--timeout", "1", "--", sys.executable, "wait.py")
     assert done.returncode == 124
     assert "still running: left, right" in done.stdout
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from polyrhythm.lab.lab import Lab
 from tests.lab.hosts import cluster
 
-DEADLINE = 15.0
+JOINING, DEADLINE = 30.0, 5.0
 
 
 def all_reduce(rank: int, size: int, master: str, rounds: int, host_to_lose: int | None) -> None:
@@ -24,12 +24,13 @@ def all_reduce(rank: int, size: int, master: str, rounds: int, host_to_lose: int
         init_method=f"tcp://{master}:29500",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=DEADLINE),
+        timeout=timedelta(seconds=JOINING),
     )
+    group = dist.new_group(timeout=timedelta(seconds=DEADLINE))
     for step in range(rounds):
         total = torch.full((1000,), float(rank))
         try:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=group)
         except RuntimeError as error:
             print("lost", str(error).splitlines()[0])
             return

@@ -2,6 +2,8 @@
 
 import io
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from polyrhythm.errors import PeerError
 from polyrhythm.lab import check_table, meter
 from polyrhythm.lab.lab import Lab
 from polyrhythm.lab.measure import check_pairs, goodput, round_trip
-from polyrhythm.lab.meter import Meter, Window
+from polyrhythm.lab.meter import Meter, Pair, Window, window_for
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -102,7 +104,12 @@ def test_a_measuring_process_that_died_is_noticed_at_once(monkeypatch: pytest.Mo
     assert lost.value.waited < meter.GRACE
 
 
-def test_a_check_covers_every_directed_pair_and_prints_it() -> None:
+def short_window_for(cluster: Cluster, pairs: Sequence[Pair]) -> Window:
+    return replace(window_for(cluster, pairs), length=0.5)
+
+
+def test_a_check_covers_every_directed_pair_and_prints_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter, "window_for", short_window_for)
     progress: list[tuple[int, int]] = []
     with Lab(triangle()) as lab:
         check = check_pairs(lab, on_progress=lambda done, total: progress.append((done, total)))
