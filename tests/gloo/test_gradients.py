@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from polyrhythm.events import EventLog
 from polyrhythm.plan.plan import Plan, even_plan
 from polyrhythm.run.gpt import GPTShape, build_layers, next_byte_loss
+from polyrhythm.run.group_sync import GroupSync
 from polyrhythm.run.launch import LocalJob, Place
 from polyrhythm.run.pipeline import Pipeline
-from polyrhythm.run.replicas import Replicas
 from polyrhythm.run.text import ByteText
 from polyrhythm.types import Worker
 
@@ -82,7 +82,12 @@ def one_step(
         with pipeline:
             arguments = [torch.cat(inputs)] if pipeline.is_first else []
             pipeline.step(*arguments, target=torch.cat(targets))
-        Replicas(plan, worker, deadline=30).average_gradients(pipeline.module)
+        optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.0)
+        size = plan.num_pipelines
+        with GroupSync(
+            pipeline, optimizer, "all_reduce", worker=worker, num_pipelines=size, timeout=30
+        ):
+            optimizer.step()
         found = [gradient.cpu() for gradient in gradients(pipeline.module)]
     torch.save(found, folder / f"{worker}.pt")
 
