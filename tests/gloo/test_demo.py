@@ -141,13 +141,9 @@ def test_an_interrupted_demo_ends_its_workers_and_keeps_its_log(
     assert "Traceback" not in error
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert alive == []
-    left = sorted(path.name for path in only_run(tmp_path).iterdir())
-    assert left == [
-        "config.toml",
-        "events.jsonl",
-        "plan.json",
-        "scheduler.jsonl",
-    ], "no worker complained"
+    left = {path.name for path in only_run(tmp_path).iterdir()}
+    left.discard("scheduler.jsonl")  # there if they had begun to average
+    assert left == {"config.toml", "events.jsonl", "plan.json"}, "no worker complained"
 
 
 @pytest.mark.timeout(100)
