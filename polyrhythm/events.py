@@ -23,6 +23,7 @@ from polyrhythm.errors import EventError
 from polyrhythm.types import Seconds, Worker
 
 SCHEMA = 1
+WORKERS = "workers"  # the folder of their logs, in that of the run
 Value = float | int | str
 
 
@@ -175,7 +176,7 @@ class LogReader:
 
 
 def worker_log(run: Path, worker: Worker) -> Path:
-    return run / "workers" / f"{worker}.jsonl"
+    return run / WORKERS / f"{worker}.jsonl"
 
 
 def merged_log(run: Path) -> Path:
@@ -185,7 +186,7 @@ def merged_log(run: Path) -> Path:
 def read_run(run: Path | str) -> Iterator[Event]:
     """All events of a run in order of time, whether it is over, still going or was cut off."""
     run = Path(run)
-    logs = sorted((run / "workers").glob("*.jsonl"))
+    logs = sorted((run / WORKERS).glob("*.jsonl"))
     try:
         # The merged log is complete as soon as it is there; workers' logs may be gone after it.
         return _by_time([merged_log(run)] if merged_log(run).exists() or not logs else logs)
@@ -197,7 +198,7 @@ def read_run(run: Path | str) -> Iterator[Event]:
 
 def merge(run: Path) -> Path:
     """Join the workers' logs into one; until that one is complete, theirs stay."""
-    logs = sorted((run / "workers").glob("*.jsonl"))
+    logs = sorted((run / WORKERS).glob("*.jsonl"))
     if merged_log(run).exists() or not logs:
         _remove(logs)  # left by a merge that was cut off after its last step but one
         return merged_log(run)

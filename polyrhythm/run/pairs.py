@@ -28,6 +28,8 @@ from polyrhythm.types import Seconds, Worker
 
 _POLL: Seconds = 0.002  # at first; doubled up to the next one
 _LONGEST_POLL: Seconds = 0.05
+_HANDSHAKE: Seconds = 20.0  # of two that are both here
+_FATE = "fate"  # the key of what both do: "on" or "off"
 
 
 class Peer(NamedTuple):
@@ -94,22 +96,42 @@ class Pairs:
         self, other: Peer, meeting: str, ends: Seconds, stopped: Callable[[], bool]
     ) -> dist.ProcessGroup:
         store, mine = PrefixStore(meeting, self._store), int(other < self.me)
-        store.set(f"here{mine}", "")
-        began, pause = time.monotonic(), _POLL
-        # Gloo would wait for a peer that is gone until the very end; here we look around meanwhile.
-        while not store.check([f"here{1 - mine}"]):
-            waited = time.monotonic() - began
-            if stopped() or time.monotonic() >= ends:
-                cause = "the group was given up" if stopped() else "it did not come"
-                raise PeerError(str(other.worker), action="connecting", waited=waited, cause=cause)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_POLL)
+        self._meet(store, mine, other, ends, stopped)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))]
         options._threads = 1  # of those that run collectives, which a pair does not
-        options._timeout = timedelta(seconds=max(ends - time.monotonic(), 1.0))
+        options._timeout = timedelta(seconds=_HANDSHAKE)
         with waiting_for(other.worker, "connecting"):
             return dist.ProcessGroupGloo(store, mine, 2, options)  # type: ignore[return-value]
+
+    def _meet(
+        self,
+        store: Store,
+        mine: int,
+        other: Peer,
+        ends: Seconds,
+        stopped: Callable[[], bool],
+    ) -> None:
+        """Wait until both are here, and agree: either both connect now, or neither does.
+
+        Gloo would wait for a peer that has given up, or is gone, and could not be told to stop.
+        """
+        store.set(f"here{mine}", "")
+        began, pause = time.monotonic(), _POLL
+        while not store.check([f"here{1 - mine}"]):
+            if stopped() or time.monotonic() >= ends:
+                cause = "the group was given up" if stopped() else "it did not come"
+                if store.compare_set(_FATE, "", "off") == b"off":
+                    raise self._lost(other, began, cause)
+                return  # it has come just now, and waits for us
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL)
+        if store.compare_set(_FATE, "", "on") != b"on":
+            raise self._lost(other, began, "it has given up the group")
+
+    def _lost(self, other: Peer, began: Seconds, cause: str) -> PeerError:
+        waited = time.monotonic() - began
+        return PeerError(str(other.worker), action="connecting", waited=waited, cause=cause)
 
 
 @cache

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from polyrhythm.events import EventLog
+from polyrhythm.events import WORKERS, EventLog
 from polyrhythm.run.average import Averager, Outcome
 from polyrhythm.run.client import CoordinatorClient
 from polyrhythm.run.keys import JobKeys
@@ -82,5 +82,8 @@ class Scheduled:
 
 
 def _decisions(log: EventLog | None) -> Path | None:
-    """Where the scheduler's log goes: to the folder of the run."""
-    return None if log is None else log.path.parent.parent / "scheduler.jsonl"
+    """Where the scheduler's log goes: to the folder of the run, beside that of the workers' logs."""
+    if log is None:
+        return None
+    folder = log.path.parent
+    return (folder.parent if folder.name == WORKERS else folder) / "scheduler.jsonl"

@@ -136,3 +136,21 @@ def test_breaking_off_wakes_both_sides_of_a_silent_exchange(tmp_path: Path) -> N
     found = run_stages(3, work, tmp_path)
     assert [how for how, _ in found[:2]] == ["woken", "woken"]
     assert max(waited for _, waited in found[:2]) < 3.5, "before the silent one ended"
+
+
+def test_one_that_has_given_up_is_not_waited_for_when_it_is_met_too_late(tmp_path: Path) -> None:
+    """The first says that it is here, gives up, and only then the second one comes."""
+
+    def work(place: Place) -> tuple[str, bool]:
+        pairs, other = pairs_of(place), peer(1 - place.rank)
+        began = time.monotonic()
+        with pytest.raises(PeerError) as caught:
+            if place.rank == 0:
+                pairs.connect([other], "1", deadline=0.1)
+            else:
+                time.sleep(0.5)
+                pairs.connect([other], "1", deadline=60.0)
+        return caught.value.cause, time.monotonic() - began < 15.0
+
+    found = run_stages(2, work, tmp_path)
+    assert found == [("it did not come", True), ("it has given up the group", True)]
