@@ -82,7 +82,7 @@ class Scheduled:
 
 
 def _decisions(log: EventLog | None) -> Path | None:
-    """Where the scheduler's log goes: to the folder of the run, beside that of the workers' logs."""
+    """Where the scheduler's log goes: to the folder of the run, beside that of the workers."""
     if log is None:
         return None
     folder = log.path.parent
