@@ -131,7 +131,7 @@ def quick_plan() -> Plan:
 
 
 def _quick(setting: Setting) -> Setting:
-    warm_up, measured = 0.05, 0.3
+    warm_up, measured = 0.05, 0.2
     sides: Sequence[Side] = setting.sides if setting.num_stages == 1 else _grid_sides(2)
     scenario = {"dp5x": _one_slow(4), "trace16": _compressed_trace(warm_up, measured)}
     return replace(

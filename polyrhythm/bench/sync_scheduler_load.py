@@ -28,7 +28,7 @@ from polyrhythm.types import Seconds, Worker
 
 LIFE = 1
 BATCH = 64  # messages between two looks at who is to begin
-JITTER = 0.1  # of a worker's period, so that they do not march in step
+JITTER = 0.1  # of a worker's period, so that they do not come to march in step
 
 
 @dataclass(slots=True)
@@ -64,6 +64,7 @@ class Load:
         kinds = Accepted | Welcome | Skip | (_Assign | _Commit if has_own else Assign | Commit)
         self._decode = msgspec.msgpack.Decoder(kinds).decode
         self._period: Seconds = 0.0  # of a worker; 0 to begin anew at once
+        self._in_step: set[Worker] = set()  # who has yet to fall out of step with the others
         self._begins: list[tuple[Seconds, Worker]] = []  # a heap
         self._chance = random.Random(0)
         self._context = zmq.Context()
@@ -114,6 +115,7 @@ class Load:
     def pace(self, per_s: float) -> None:
         """From now on, all workers together go through so many cycles per second."""
         self._period = len(self._workers) / per_s
+        self._in_step = set(self._workers)
 
     def run(self, seconds: Seconds) -> float:
         """For so long; the cycles per second."""
@@ -163,8 +165,11 @@ class Load:
     def _through(self, worker: Worker, now: Seconds) -> None:
         self.num_cycles += 1
         if self._period:
-            pause = self._period * (1 + self._chance.uniform(-JITTER, JITTER))
-            heapq.heappush(self._begins, (now + pause, worker))
+            pause = 1 + self._chance.uniform(-JITTER, JITTER)
+            if worker in self._in_step:
+                self._in_step.remove(worker)
+                pause = self._chance.random()
+            heapq.heappush(self._begins, (now + pause * self._period, worker))
         else:
             self._ready(worker, now)
 

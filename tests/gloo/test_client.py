@@ -45,7 +45,7 @@ def client_of(address: str, keys: JobKeys = KEYS, **more) -> tuple[CoordinatorCl
 
 
 def test_nobody_at_the_address_is_a_lost_coordinator() -> None:
-    client, failures = client_of("tcp://127.0.0.1:9", silence=1.0)
+    client, failures = client_of("tcp://127.0.0.1:9", silence=0.5)
     with pytest.raises(PeerError, match=r"lost coordinator at tcp://127.0.0.1:9 during joining"):
         client.join(10)
     assert "nobody answers there" in str(failures[0])
@@ -77,9 +77,9 @@ def test_a_key_of_another_job_is_told_at_once() -> None:
         with pytest.raises(LaunchError, match="does not know the key of s0p0"):
             client.join(10)
         client.close()
-        client, _ = client_of(coordinator.address, other, silence=1.0)  # and not the server's
+        client, _ = client_of(coordinator.address, other)  # and not the server's
         with pytest.raises(PeerError, match="are the keys those of its job"):
-            client.join(10)
+            client.join(0.5)
         client.close()
 
 
@@ -113,8 +113,6 @@ def test_a_clock_that_goes_back_is_refused_with_the_reason() -> None:
         eventually(lambda: one.failures)
         assert isinstance(one.failures[0], PolicyError)
         assert "s0p0 goes back from clock 1 to 0" in str(one.failures[0])
-        other.ready()
-        assert isinstance(other.wait(), Commit | Skip)  # once the refused one has closed
 
 
 def test_closing_twice_or_anywhere_is_harmless() -> None:

@@ -79,10 +79,10 @@ def test_a_stopped_worker_is_dead_after_a_silence_and_hears_so_when_it_comes_bac
 ) -> None:
     setup = setup_of(pipelines=2)
     output = tmp_path / "child.log"
-    with coordinator_of(setup, silence=1.5) as coordinator:
+    with coordinator_of(setup, silence=1.2) as coordinator:
         address = coordinator.address
         child = Child(
-            lambda: work(address, setup, SECOND, averages=False, silence=1.2), output=output
+            lambda: work(address, setup, SECOND, averages=False, silence=1.0), output=output
         )
         children.append(child)
         one = Trainee(address, setup, FIRST).join()
@@ -91,7 +91,7 @@ def test_a_stopped_worker_is_dead_after_a_silence_and_hears_so_when_it_comes_bac
         stopped = time.monotonic()
         child.signal(signal.SIGSTOP)
         assert isinstance(one.wait(), Skip | Commit)
-        assert 1.0 < time.monotonic() - stopped < 4.0
+        assert 0.9 < time.monotonic() - stopped < 4.0
         assert coordinator.present == [FIRST]
         child.signal(signal.SIGCONT)
         assert child.wait(PATIENCE) == PEER_LOST
@@ -102,7 +102,7 @@ def test_a_stopped_worker_is_dead_after_a_silence_and_hears_so_when_it_comes_bac
 def test_a_worker_that_only_computes_is_alive() -> None:
     setup = setup_of(pipelines=2)
     with coordinator_of(setup, silence=1.0) as coordinator, trainees(coordinator.address, setup):
-        time.sleep(1.5)  # it has told them how often to beat
+        time.sleep(1.2)  # it has told them how often to beat
         assert len(coordinator.present) == 2
 
 
@@ -142,14 +142,14 @@ def test_workers_notice_a_lost_coordinator(
 
     children.append(Child(serve))
     eventually(place.exists)
-    with trainees(place.read_text(), setup, silence=1.5) as (one, other):
+    with trainees(place.read_text(), setup, silence=1.0) as (one, other):
         assert one.ready() is None
         lost = time.monotonic()
         children[0].signal(ending)
         for trainee in (one, other):
             with pytest.raises(PeerError, match="lost coordinator at tcp://") as error:
                 trainee.wait()
-        assert 1.0 < time.monotonic() - lost < 4.0
+        assert 0.7 < time.monotonic() - lost < 4.0
         assert "during waiting for an answer to Ready" in str(one.failures[0])
         assert "nothing was heard from it" in str(error.value)
         assert len(one.failures) == len(other.failures) == 1
@@ -158,7 +158,7 @@ def test_workers_notice_a_lost_coordinator(
 @pytest.mark.parametrize("policy", ["all_reduce", "pairwise", "adaptive"])
 def test_broken_connections_lose_no_step(policy: str, tmp_path: Path) -> None:
     setup = setup_of(policy, stages=2, pipelines=3)
-    num_steps, num_cuts = 30, 3
+    num_steps, num_cuts = 20, 3
     with coordinator_of(setup, tmp_path / "log", silence=60.0) as coordinator:
         proxy = Proxy(coordinator.address)
         made = [Trainee(proxy.address, setup, w, pause=0.01) for w in workers_of(setup)]
@@ -166,11 +166,11 @@ def test_broken_connections_lose_no_step(policy: str, tmp_path: Path) -> None:
         def cut() -> None:
             for trainee in made:
                 trainee.client.join(PATIENCE)
-            for number in range(num_cuts):
-                time.sleep(0.05)
-                assert proxy.cut() == len(made)
-                all_back = (number + 1) * len(made)
-                eventually(lambda n=all_back: coordinator.counters["reconnected"] == n)
+            for number in range(1, num_cuts + 1):
+                eventually(lambda n=number: max(trainee.clock for trainee in made) >= 3 * n)
+                proxy.cut()
+                num_back = number * len(made)
+                eventually(lambda n=num_back: coordinator.counters["reconnected"] == n)
 
         errors: list[BaseException] = []
         cutter = threading.Thread(target=_run_noting, args=(cut, errors))
@@ -309,7 +309,7 @@ def test_a_coordinator_that_was_stopped_blames_nobody(tmp_path: Path) -> None:
 
         def stop(timeout: float) -> None:
             door.wait, door.receive = wait, nothing_yet
-            time.sleep(1.5)
+            time.sleep(1.1)
 
         def nothing_yet(most: int) -> list:
             door.receive = receive  # libzmq's thread was stopped as well
