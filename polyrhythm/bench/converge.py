@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from rich.console import Console
 
 from polyrhythm.bench.converge_curve import Curve, best, median_ratio, speedup
@@ -31,13 +30,10 @@ from polyrhythm.bench.converge_plan import (
     make_side,
 )
 from polyrhythm.bench.converge_runs import Ran, side_by_side
-from polyrhythm.bench.converge_start import starting_weights
 from polyrhythm.bench.converge_tasks import NoisyDigits, SourceText, Task
 from polyrhythm.bench.result import Result
 from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Seconds
-
-Starts = Mapping[int, np.ndarray]  # by seed: the weights that all sides begin with
 
 AT_LEAST = {"time_to_loss": 1.5, "trace_time_to_loss": 1.6}
 AT_MOST = {"final_loss": 1.02, "overlap_final_loss": 1.02}
@@ -74,32 +70,27 @@ def run(*, quick: bool, console: Console) -> Result:
     plan = QUICK if quick else FULL
     text, digits = SourceText(), NoisyDigits()
     tasks: dict[str, Task] = {task.name: task for task in (text, digits)}
-    starts = {name: _start(plan, task) for name, task in tasks.items()}
     rows: list[Row] = []
     for trial in plan.trials:
-        found = list(_compare(trial, tasks[trial.task], starts[trial.task]))
+        found = list(_compare(trial, tasks[trial.task], plan.seeds))
         _show_runs(console, found)
         rows += found
-    depths = list(_compare_depths(plan, text, starts[text.name]))
+    depths = list(_compare_depths(plan, text))
     _show_depths(console, depths)
     ratios = _ratios(rows, depths)
     _show_ratios(console, ratios, quick=quick)
     return Result(bench="converge", ratios=ratios, figures=_figures(rows), rows=[*rows, *depths])
 
 
-def _start(plan: Plan, task: Task) -> Starts:
-    num_batches, lr = plan.first_batches[task.name], make_side(task.name, ALL_REDUCE).lr
-    return starting_weights(task, plan.seeds, num_batches=num_batches, lr=lr)
-
-
-def _compare(trial: Trial, task: Task, starts: Starts) -> Iterator[Row]:
-    for seed, start in starts.items():
-
-        def run_of(name: str, seed: int = seed, start: np.ndarray = start) -> Run:
-            side = make_side(task.name, name)
-            return Run(task=task, setting=trial.setting, side=side, seed=seed, start=start)
-
-        lanes = [[run_of(name) for name in lane] for lane in ((ALL_REDUCE,), *trial.lanes)]
+def _compare(trial: Trial, task: Task, seeds: Sequence[int]) -> Iterator[Row]:
+    for seed in seeds:
+        lanes = [
+            [
+                Run(task=task, setting=trial.setting, side=make_side(task.name, name), seed=seed)
+                for name in lane
+            ]
+            for lane in ((ALL_REDUCE,), *trial.lanes)
+        ]
         for ran in side_by_side(*lanes):
             yield _row(ran, trial.target)
 
@@ -124,11 +115,9 @@ def _row(ran: Ran, target: float) -> Row:
     )
 
 
-def _compare_depths(plan: Plan, text: SourceText, starts: Starts) -> Iterator[DepthRow]:
-    for seed, start in starts.items():
-        losses = losses_by_depth(
-            text, plan.depth_rates, start=start, seed=seed, steps=plan.depth_steps
-        )
+def _compare_depths(plan: Plan, text: SourceText) -> Iterator[DepthRow]:
+    for seed in plan.seeds:
+        losses = losses_by_depth(text, plan.depth_rates, seed=seed, steps=plan.depth_steps)
         for schedule, loss in losses.items():
             lr = plan.depth_rates[schedule]
             yield DepthRow(schedule=schedule, seed=seed, lr=lr, final_loss=loss)

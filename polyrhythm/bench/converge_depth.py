@@ -16,8 +16,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from polyrhythm.bench.converge_record import load_weights, shared, weights_of
-from polyrhythm.bench.converge_start import joined
-from polyrhythm.bench.converge_tasks import SourceText, num_weights
+from polyrhythm.bench.converge_tasks import Batch, SourceText, num_weights
 from polyrhythm.bench.converge_worker import rate, set_rate
 from polyrhythm.errors import LaunchError
 from polyrhythm.run.gpt import next_byte_loss
@@ -25,13 +24,13 @@ from polyrhythm.run.launch import LocalJob, Place
 from polyrhythm.run.pipeline import Pipeline
 from polyrhythm.types import Seconds
 
-_NUM_PARTS = 4  # of a batch: half of what eight workers learn from in a step
+_NUM_DRAWS = 4  # that make one batch
 _DEADLINE: Seconds = 60.0
 _PATIENCE: Seconds = 120.0
 
 
 def losses_by_depth(
-    task: SourceText, rates: Mapping[str, float], *, start: np.ndarray, seed: int, steps: int
+    task: SourceText, rates: Mapping[str, float], *, seed: int, steps: int
 ) -> dict[str, float]:
     """The loss at the end under each schedule, which has a learning rate of its own."""
     num_stages = task.shape.num_layers  # one layer each
@@ -47,7 +46,6 @@ def losses_by_depth(
                 lr=lr,
                 seed=seed,
                 steps=steps,
-                start=start,
                 weights=models[schedule],
             )
             job = LocalJob(work, num_stages, output_folder=Path(folder) / f"{len(jobs)}")
@@ -84,7 +82,6 @@ def _train(
     lr: float,
     seed: int,
     steps: int,
-    start: np.ndarray,
     weights: np.ndarray,
 ) -> None:
     """One stage; leaves its part of the model in `weights`."""
@@ -92,9 +89,6 @@ def _train(
     stage = place.rank
     with place.joined(_DEADLINE):
         module = task.layers(range(stage, stage + 1), seed)
-        before = sum(_size(task, layer) for layer in range(stage))
-        part = slice(before, before + _size(task, stage))
-        load_weights(module, start[part])
         optimizer = task.optimizer(module, lr, of_models=False)
         pipeline = Pipeline(
             module,
@@ -116,7 +110,7 @@ def _train(
 
         with pipeline:
             for step in range(steps):
-                inputs, targets = joined(task, seed, step, _NUM_PARTS)
+                inputs, targets = _draw(task, seed, step)
                 arguments = (inputs,) if pipeline.is_first else ()
                 target = targets if pipeline.is_last else None
                 pipeline.step(*arguments, target=target, return_outputs=False)
@@ -124,7 +118,13 @@ def _train(
                     update()
             for _ in pipeline.drain():
                 update()
-        weights[part] = weights_of(module)
+        before = sum(_size(task, layer) for layer in range(stage))
+        weights[before : before + _size(task, stage)] = weights_of(module)
+
+
+def _draw(task: SourceText, seed: int, step: int) -> Batch:
+    drawn = [task.draw(seed, part, step) for part in range(_NUM_DRAWS)]
+    return torch.cat([x for x, _ in drawn]), torch.cat([y for _, y in drawn])
 
 
 def _size(task: SourceText, layer: int) -> int:

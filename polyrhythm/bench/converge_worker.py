@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from polyrhythm.bench.converge_plan import ALL_REDUCE, WARM_UP, Run, Setting
-from polyrhythm.bench.converge_record import Record, Track, load_weights
+from polyrhythm.bench.converge_record import Record, Track
 from polyrhythm.describe.slowness import Slowness
 from polyrhythm.describe.trace import Trace
 from polyrhythm.run.group_sync import GroupSync
@@ -53,7 +53,6 @@ def train(place: Place, run: Run, record: Record, traces: Mapping[str, Trace]) -
     pace = Pace.of(run.setting, place.rank, run.seed, traces)
     with place.joined(DEADLINE):
         model = task.build(run.seed)
-        load_weights(model, run.start)
         optimizer = task.optimizer(model, side.lr, of_models=side.policy != ALL_REDUCE)
         with GroupSync(
             model,
