@@ -1,12 +1,13 @@
 """One worker of a run: real gradients, real averages, and the pace of a machine that is not there.
 
-A step computes its gradient, which takes a few milliseconds, and then sleeps until it has taken as
-long as on the emulated machine; what the scenario adds is drawn before the forward and before the
-backward. The same worker has the same luck in its k-th step, whatever the policy.
+A step adds up the gradients of a few micro-batches. Each takes milliseconds, and then sleeps until
+it has taken as long as on the emulated machine. What the scenario adds is drawn before the forward
+and before the backward of the first. The same worker has the same luck in its k-th step, whatever
+the policy. Between micro-batches an average that overlaps may be taken in.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 
@@ -15,8 +16,9 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from polyrhythm.bench.converge_plan import ALL_REDUCE, WARM_UP, Run, Setting
+from polyrhythm.bench.converge_plan import ALL_REDUCE, MICROBATCHES, WARM_UP, Run, Setting
 from polyrhythm.bench.converge_record import Record, Track
+from polyrhythm.bench.converge_tasks import Batch
 from polyrhythm.describe.slowness import Slowness
 from polyrhythm.describe.trace import Trace
 from polyrhythm.run.group_sync import GroupSync
@@ -39,11 +41,13 @@ class Pace:
         slowness = Slowness.of(scenario, f"worker {worker}", index=worker, traces=traces)
         return cls(slowness, setting.step)
 
-    def due(self, now: Seconds) -> Seconds:
-        """Of a step that begins now. Each call draws anew."""
-        for work in (self.step / 3, self.step * 2 / 3):
-            now += work + self.slowness.delay(now, work, self.step)
-        return now
+    def moments(self, now: Seconds, num_microbatches: int) -> list[Seconds]:
+        """Of a step that begins now: when its micro-batches begin, and its end. Draws anew."""
+        forward, backward = self.step / 3, self.step * 2 / 3
+        begin = now + self.slowness.delay(now, forward, self.step)
+        delay = self.slowness.delay(begin + forward, backward, self.step)
+        part = self.step / num_microbatches
+        return [begin] + [begin + delay + part * k for k in range(1, num_microbatches + 1)]
 
 
 def train(place: Place, run: Run, record: Record, traces: Mapping[str, Trace]) -> None:
@@ -70,21 +74,35 @@ def train(place: Place, run: Run, record: Record, traces: Mapping[str, Trace]) -
             for step in count():
                 if (number := record.take()) is None:
                     break
-                due = pace.due(record.now())
+                begin, *ends = pace.moments(record.now(), MICROBATCHES)
+                _sleep_until(begin, record)
                 batch = task.draw(run.seed, place.rank, step)
-                torch.autograd.backward(task.loss(model, batch))
+                for part, end in zip(_microbatches(batch), ends, strict=True):
+                    sync.refresh()
+                    torch.autograd.backward(task.loss(model, part) / MICROBATCHES)
+                    is_late = _sleep_until(end, record)
                 clip_grad_norm_(model.parameters(), task.largest_norm)
-                spare = due - record.now()
-                time.sleep(max(0.0, spare))
                 # By rounds, not batches: workers that average gradients must make equal steps.
-                part = number // place.world_size / run.setting.steps
-                set_rate(optimizer, side.lr * rate(part))
+                done = number // place.world_size / run.setting.steps
+                set_rate(optimizer, side.lr * rate(done))
                 optimizer.step()
                 sync.step()
                 optimizer.zero_grad()
-                track.step(number, is_late=spare < 0)
+                track.step(number, is_late=is_late)
             sync.consolidate()
             track.finish(model)
+
+
+def _microbatches(batch: Batch) -> Iterator[Batch]:
+    inputs, targets = batch
+    return zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)
+
+
+def _sleep_until(moment: Seconds, record: Record) -> bool:
+    """Whether it has passed already."""
+    spare = moment - record.now()
+    time.sleep(max(0.0, spare))
+    return spare < 0
 
 
 def rate(part: float) -> float:

@@ -1,8 +1,8 @@
 """How much a scheduler can take: one coordinator over loopback, and workers that only speak.
 
 Throughput: cycles of workers per second (Ready, Assign, Done, Commit), each worker beginning anew
-as soon as it is through. Answers: how long workers wait, at half of that load, for what is not
-meant to make them wait. Of both, the median of half-second windows. An answer's time is
+as soon as it is through; the median of half-second windows. Answers: how long workers wait, at half
+of that load, for what is not meant to make them wait. An answer's time is
 - of a Commit: from when the last member of the group has sent Done until each member has it;
 - of an Assign: until each member has it, from when it was due. It is due when a window closes, or,
   if no timer had to pass, when the message was sent that made the group possible. A replay of the
@@ -37,8 +37,6 @@ from polyrhythm.types import Seconds, Worker
 
 ENDING: Seconds = 5.0  # for a coordinator to end by itself
 
-_Answer = tuple[Seconds, Seconds]  # when it was due, and how much later it was there
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerFigures:
@@ -50,7 +48,6 @@ class SchedulerFigures:
     half_per_s: float  # cycles while answers were timed
     p50_ms: float  # of all answers
     p99_ms: float
-    worst_p99_ms: float  # of the worst window
     assign_p99_ms: float
     commit_p99_ms: float
     num_answers: int
@@ -119,11 +116,10 @@ def measure(*, quick: bool, console: Console) -> SchedulerFigures:
         per_s=per_s[num_workers],
         cpu_us=1e6 * cpu,
         half_per_s=half,
-        p50_ms=1e3 * statistics.median(waited for _, waited in assigns + commits),
-        p99_ms=1e3 * statistics.median(_p99s(assigns + commits, plan.window)),
-        worst_p99_ms=1e3 * max(_p99s(assigns + commits, plan.window)),
-        assign_p99_ms=1e3 * statistics.median(_p99s(assigns, plan.window)),
-        commit_p99_ms=1e3 * statistics.median(_p99s(commits, plan.window)),
+        p50_ms=1e3 * statistics.median(assigns + commits),
+        p99_ms=1e3 * _p99(assigns + commits),
+        assign_p99_ms=1e3 * _p99(assigns),
+        commit_p99_ms=1e3 * _p99(commits),
         num_answers=len(assigns) + len(commits),
         num_replayed=num_replayed,
         per_s_by_connections=per_s,
@@ -175,12 +171,12 @@ def _serve(setup: Setup, keys: JobKeys, log: Path, write: int) -> None:
     coordinator.serve(until)
 
 
-def _answers(log: Path, times: Times) -> tuple[list[_Answer], list[_Answer], int]:
+def _answers(log: Path, times: Times) -> tuple[list[Seconds], list[Seconds], int]:
     """How long each member waited for Assign, and for Commit; and how much was replayed."""
     reader = DecisionReader(log)
     scheduler = reader.setup.scheduler()
-    assigns: list[_Answer] = []
-    commits: list[_Answer] = []
+    assigns: list[Seconds] = []
+    commits: list[Seconds] = []
     num_replayed = 0
     for line, decision in reader.decisions():
         timer, event = scheduler.next_timer(), decision.event
@@ -199,12 +195,12 @@ def _answers(log: Path, times: Times) -> tuple[list[_Answer], list[_Answer], int
 
 def _since(
     due: Seconds | None, came: Mapping[tuple[Worker, int], Seconds], command: Assign | Commit
-) -> list[_Answer]:
+) -> list[Seconds]:
     """For each member, as far as it was recorded."""
     if due is None:
         return []
     at = [came.get((worker, command.gid)) for worker in command.members]
-    return [(due, moment - due) for moment in at if moment is not None]
+    return [moment - due for moment in at if moment is not None]
 
 
 def _sent(event: Event, times: Times) -> Seconds | None:
@@ -214,12 +210,8 @@ def _sent(event: Event, times: Times) -> Seconds | None:
     return times.done.get((event.worker, event.gid)) if isinstance(event, Done) else None
 
 
-def _p99s(answers: list[_Answer], window: Seconds) -> list[Seconds]:
-    """Of each window; the first and the last one may be short."""
-    windows: dict[int, list[Seconds]] = {}
-    for due, waited in answers:
-        windows.setdefault(int(due / window), []).append(waited)
-    return [statistics.quantiles(each, n=100)[98] for each in windows.values() if len(each) > 1]
+def _p99(waits: list[Seconds]) -> Seconds:
+    return statistics.quantiles(waits, n=100)[98]
 
 
 def _show(figures: SchedulerFigures, console: Console) -> None:
@@ -234,7 +226,7 @@ def _show(figures: SchedulerFigures, console: Console) -> None:
         console,
         f"the coordinator took {figures.cpu_us:.0f} us of processor time per cycle; at "
         f"{figures.half_per_s:,.0f} cycles/s, answers took {figures.p50_ms:.2f} ms in the median, "
-        f"99 % at most {figures.p99_ms:.2f} ms, {figures.worst_p99_ms:.2f} ms in the worst window "
+        f"99 % at most {figures.p99_ms:.2f} ms "
         f"(Assign {figures.assign_p99_ms:.2f}, Commit {figures.commit_p99_ms:.2f}; "
         f"{figures.num_answers:,} answers); the log of {figures.num_replayed:,} decisions replays",
     )

@@ -32,11 +32,10 @@ _LONGEST: Seconds = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What has become of what was published; `size` members had a part in the last mean."""
+    """What has become of what was published."""
 
     published: Tensor
     value: Tensor
-    size: int
 
     @property
     def difference(self) -> Tensor:
@@ -48,7 +47,6 @@ class _Exchanged:
     gid: int
     published: Tensor
     mean: Tensor
-    size: int
     why: str
     began: Seconds
 
@@ -73,7 +71,6 @@ class Averager:
         self._changed = threading.Condition()
         self._published: Tensor | None = None
         self._value: Tensor | None = None  # the same, with all averages since
-        self._size = 0  # of the last group
         self._clock: int | None = None  # of the step whose end training is to be told
         self._exchanged: _Exchanged | None = None
         self._running: tuple[int, list[Peer]] | None = None  # a group in the midst of its exchange
@@ -149,7 +146,7 @@ class Averager:
     def _taken(self) -> Outcome | None:
         if self._published is None or self._value is None or self._value is self._published:
             return None
-        outcome = Outcome(self._published, self._value, self._size)
+        outcome = Outcome(self._published, self._value)
         self._published = self._value
         return outcome
 
@@ -198,9 +195,7 @@ class Averager:
         with self._changed:
             self._running = None
             if found is not None:
-                self._exchanged = _Exchanged(
-                    assign.gid, published, found, len(members), assign.why, began
-                )
+                self._exchanged = _Exchanged(assign.gid, published, found, assign.why, began)
         if found is None:
             self._pairs.drop(peer.worker for peer in others)
         worker, life = self._pairs.me
@@ -245,7 +240,6 @@ class Averager:
             else:  # training has published anew since the exchange began
                 assert self._value is not None, "something was exchanged"
                 self._value = self._value + (done.mean - done.published)
-            self._size = done.size
             self._end_step(commit.ends[commit.members.index(self._pairs.me.worker)])
         self._record(done, commit)
 

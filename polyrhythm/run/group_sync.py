@@ -34,6 +34,7 @@ from polyrhythm.run.meeting import Meeting
 from polyrhythm.run.model_rounds import ModelRounds
 from polyrhythm.run.parameter_server import ServerLine
 from polyrhythm.run.pipeline import Pipeline
+from polyrhythm.run.reduced_variance import ReducedVarianceAdamW
 from polyrhythm.run.scheduled import Scheduled
 from polyrhythm.run.server_rounds import ServerRounds
 from polyrhythm.run.static_rounds import StaticRounds
@@ -136,6 +137,14 @@ class GroupSync:
         """After the optimizer's step: average if it is time, with whom the policy says."""
         self._rounds.step()
 
+    def refresh(self) -> None:
+        """With overlap, between micro-batches: take in an average that has come meanwhile.
+
+        Not between a forward and its backward, which needs the weights that the forward had.
+        """
+        if isinstance(self._rounds, ModelRounds):
+            self._rounds.refresh()
+
     def share(self, num_microbatches: int) -> range:
         """Under `balanced`: which micro-batches of the global batch this worker is to compute.
 
@@ -185,6 +194,9 @@ def _rounds(
         return GradientRounds(model, line)
     if setup.policy == "local" and outer is None:
         outer = OuterNesterov()
+    if isinstance(model.optimizer, ReducedVarianceAdamW) and setup.steps_between == 1:
+        # Not the size of a group: within a few steps an update has come to all of them.
+        model.optimizer.num_averaged = float(setup.num_pipelines)
     return ModelRounds(
         model,
         line,

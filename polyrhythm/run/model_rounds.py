@@ -2,7 +2,9 @@
 
 If training waits for the average, all members of a group continue from exact copies. With `overlap`
 it goes on at once, and at the end of the next step adds the difference to what the weights have
-become; a group then has a whole step to come about, and its window costs nobody any time.
+become; a group then has a whole step to come about, and its window costs nobody any time. A step of
+several micro-batches may take it in sooner, between two of them: the gradients of those that follow
+are then of the averaged model.
 
 `local` takes the mean of the models as a direction, in which an outer optimizer makes one step.
 """
@@ -12,7 +14,6 @@ from torch import Tensor
 
 from polyrhythm.run.average import Outcome
 from polyrhythm.run.flat import Model
-from polyrhythm.run.reduced_variance import ReducedVarianceAdamW
 from polyrhythm.run.scheduled import Scheduled
 from polyrhythm.sync.local import OuterNesterov, pseudo_gradient
 
@@ -43,6 +44,10 @@ class ModelRounds:
                 self._wait()
                 self._take_in(self._line.take(), unmoved=published)
         self._ask()
+
+    def refresh(self) -> None:
+        """Added, not written: should the optimizer have made its step already, that stays."""
+        self._take_in(self._line.take())
 
     def consolidate(self) -> None:
         self._wait()
@@ -77,8 +82,6 @@ class ModelRounds:
             self._model.flat().write(outcome.value)
         else:
             self._model.flat().add(outcome.difference)
-        if isinstance(self._model.optimizer, ReducedVarianceAdamW):
-            self._model.optimizer.num_averaged = float(outcome.size)
 
 
 class _Outer:
@@ -97,4 +100,4 @@ class _Outer:
         self._anchor, self._velocity = self._optimizer.step(
             self._anchor, pseudo_gradient(self._anchor, weights), self._velocity
         )
-        return Outcome(outcome.published, torch.cat([self._anchor, rest]), outcome.size)
+        return Outcome(outcome.published, torch.cat([self._anchor, rest]))

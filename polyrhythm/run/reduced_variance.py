@@ -11,8 +11,10 @@ g and g^2 after t steps, both from zero, and m the usual first moment:
     step = lr * m / (1 - b1^t) / (sqrt(v_s) + eps)     after the decay of weights
 
 `num_averaged` is n, the effective number of workers: 1 / sum of w^2 for an average with weights w.
-The moments do not depend on it, so it may follow the size of each group. With 1 this is AdamW, as
-it must be where the gradients themselves have been averaged before the step.
+The moments do not depend on it, so it may change. GroupSync sets it to the number of replicas if
+models are averaged at each step: a group is smaller, but what moves the mean of all models is the
+mean of all updates. With 1 this is AdamW, as it must be where the gradients themselves have been
+averaged before the step.
 
 How exact: mh^2 has some of the noise too, so the expectation of v_s is mean^2 + variance / n
 + S * variance * (1 - 1/n), where S = (1 - b2) (1 + b2^t) / ((1 + b2) (1 - b2^t)) is the sum of the
@@ -24,9 +26,8 @@ Source: Miao et al., "SDPipe: A Semi-Decentralized Framework for Heterogeneity-a
 Pipeline-parallel Training", PVLDB 16(9), 2023, section 4, "Optimizer Variance Reduction".
 Departures: the published code has v_s = (m2^2 + (v - m2^2) / N) / (1 - b2^t), which divides m2^2
 once instead of twice: early on the mean is all but lost and steps are up to sqrt(N) times too
-large. N is the number of pipelines there, whatever the group. m2 has at least float32: in bfloat16
-it stops far short of a constant gradient. The other moments have the type of their parameter,
-as in AdamW.
+large. m2 has at least float32: in bfloat16 it stops far short of a constant gradient. The other
+moments have the type of their parameter, as in AdamW.
 """
 
 import math

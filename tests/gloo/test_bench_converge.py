@@ -88,7 +88,7 @@ def steps_of(
     setting: Setting, worker: int, seed: int, count: int, *, now: float = 0.0
 ) -> list[float]:
     pace = Pace.of(setting, worker, seed, load_traces(setting.scenario(seed)))
-    return [pace.due(now) - now for _ in range(count)]
+    return [pace.moments(now, 4)[-1] - now for _ in range(count)]
 
 
 def test_setting_b_sleeps_three_steps_before_a_tenth_of_forwards_and_backwards() -> None:
@@ -98,6 +98,16 @@ def test_setting_b_sleeps_three_steps_before_a_tenth_of_forwards_and_backwards()
     assert sum(found) / len(found) == pytest.approx(0.16, rel=0.02)
     assert found == steps_of(setting, 3, 0, 20_000)
     assert found != steps_of(setting, 4, 0, 20_000)
+
+
+def test_micro_batches_follow_the_sleeps_of_their_step() -> None:
+    pace = Pace.of(setting_b(num_workers=8, step=0.4, steps=10, looks=1), 3, 0, {})
+    found = {tuple(round(at, 6) for at in pace.moments(0.0, 4)) for _ in range(1000)}
+    assert found == {
+        tuple(round(at, 6) for at in (x, *(x + y + 0.1 * k for k in (1, 2, 3, 4))))
+        for x in (0, 1.2)  # before the forward of the first
+        for y in (0, 1.2)  # before its backward
+    }
 
 
 def test_recorded_machines_take_as_long_as_they_took() -> None:
@@ -116,4 +126,4 @@ def test_the_full_benchmark_has_time_for_its_runs() -> None:
     for trial in FULL.trials:
         lanes = [1.0, *(0.6 * len(lane) for lane in trial.lanes)]  # in runs of all_reduce
         seconds += len(FULL.seeds) * max(lanes) * trial.setting.looks * trial.setting.every
-    assert seconds < 450
+    assert seconds < 900

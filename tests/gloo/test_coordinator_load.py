@@ -15,8 +15,7 @@ def test_a_quick_measurement_is_quick_and_whole() -> None:
     assert time.monotonic() - began < 30  # 3 s where nobody else computes
     assert list(figures.per_s_by_connections) == [128, 8]
     assert figures.per_s == figures.per_s_by_connections[128] > figures.half_per_s > 0
-    assert 0 < figures.p50_ms < figures.worst_p99_ms
-    assert 0 < figures.p99_ms <= figures.worst_p99_ms
+    assert 0 < figures.p50_ms < figures.p99_ms
     assert min(figures.assign_p99_ms, figures.commit_p99_ms) > 0
     assert figures.num_answers > 100
     assert figures.num_replayed > 2 * 128

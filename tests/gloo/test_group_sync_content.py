@@ -1,5 +1,6 @@
 """What is averaged, and when it counts: statistics, optimizer state, overlap, outer steps."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,49 @@ def test_with_overlap_an_average_counts_one_step_later_and_keeps_the_mean(tmp_pa
     assert run_replicas(2, work, tmp_path) == [[1.0, 3.0, 5.0, 6.0], [3.0, 5.0, 7.0, 6.0]]
 
 
+def test_with_overlap_a_refresh_takes_in_the_average_before_the_step_ends(tmp_path: Path) -> None:
+    def work(place: Place) -> list[float]:
+        model, seen = Point(size=1), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with GroupSync(
+            model, optimizer, "age", options=everybody(2), overlap=True, timeout=TIMEOUT
+        ) as sync:
+            model.place.grad = torch.tensor([-1.0 - 2 * place.rank])
+            optimizer.step()
+            sync.step()
+            until = time.monotonic() + TIMEOUT
+            while model.place.item() != 2.0 and time.monotonic() < until:
+                sync.refresh()  # as between micro-batches
+            seen.append(model.place.item())
+            optimizer.step()
+            sync.step()
+            seen.append(model.place.item())
+            sync.consolidate()
+            seen.append(model.place.item())
+        return seen
+
+    # As without the refresh, except that the mean of 1 and 3 is there within the step.
+    assert run_replicas(2, work, tmp_path) == [[2.0, 3.0, 4.0], [2.0, 5.0, 4.0]]
+
+
+def test_a_refresh_after_the_optimizer_keeps_its_step(tmp_path: Path) -> None:
+    def work(place: Place) -> float:
+        model = Point(size=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with GroupSync(
+            model, optimizer, "age", options=everybody(2), overlap=True, timeout=TIMEOUT
+        ) as sync:
+            model.place.grad = torch.tensor([-1.0 - 2 * place.rank])
+            for _ in range(2):
+                optimizer.step()
+                sync.refresh()
+                sync.step()
+            sync.consolidate()
+        return model.place.item()
+
+    assert run_replicas(2, work, tmp_path) == [4.0, 4.0]
+
+
 def test_local_steps_end_in_one_outer_step_with_momentum(tmp_path: Path) -> None:
     """Two local steps move the workers by 2 and 6: the outer optimizer sees a gradient of -4."""
 
@@ -112,17 +156,19 @@ def test_every_nth_step_is_averaged_and_the_others_ask_nobody(tmp_path: Path) ->
     assert run_replicas(2, work, tmp_path) == [[1.0, 4.0, 5.0, 8.0], [3.0, 4.0, 7.0, 8.0]]
 
 
-def test_an_optimizer_of_reduced_variance_hears_the_size_of_its_groups(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "every", "number"), [("age", 1, 3.0), ("age", 2, 1.0), ("all_reduce", 1, 1.0)]
+)
+def test_an_optimizer_of_reduced_variance_hears_how_many_share_its_updates(
+    policy: str, every: int, number: float, tmp_path: Path
+) -> None:
     def work(place: Place) -> float:
         model = Point()
         optimizer = ReducedVarianceAdamW(model.parameters(), lr=0.1)
-        with GroupSync(model, optimizer, "age", options=everybody(3), timeout=TIMEOUT) as sync:
-            model(target_of(place.rank)).backward()
-            optimizer.step()
-            sync.step()
-        return optimizer.num_averaged
+        with GroupSync(model, optimizer, policy, every=every, timeout=TIMEOUT):
+            return optimizer.num_averaged
 
-    assert run_replicas(3, work, tmp_path) == [3.0] * 3
+    assert run_replicas(3, work, tmp_path) == [number] * 3
 
 
 def test_half_precision_models_are_averaged(tmp_path: Path) -> None:
