@@ -13,12 +13,14 @@ from polyrhythm.events import Event, read_run
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.compute import Compute
 from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.sync.local import OuterNesterov
 from polyrhythm.types import Action, Op, Worker
 
 if TYPE_CHECKING:
-    from polyrhythm.run.group_sync import GroupSync
-    from polyrhythm.run.parameter_server import ParameterServer
-    from polyrhythm.run.pipeline import Pipeline
+    from polyrhythm.run.average.group_sync import GroupSync
+    from polyrhythm.run.average.parameter_server import ParameterServer
+    from polyrhythm.run.average.reduced_variance import ReducedVarianceAdamW
+    from polyrhythm.run.pipeline.pipeline import Pipeline
 
 __all__ = [
     "Action",
@@ -31,11 +33,13 @@ __all__ = [
     "Link",
     "ModelProfile",
     "Op",
+    "OuterNesterov",
     "ParameterServer",
     "PeerError",
     "Pipeline",
     "Plan",
     "Recipe",
+    "ReducedVarianceAdamW",
     "Scenario",
     "UserError",
     "Worker",
@@ -44,9 +48,10 @@ __all__ = [
 
 
 _LAZY = {  # what needs torch is imported when it is first used
-    "GroupSync": "polyrhythm.run.group_sync",
-    "ParameterServer": "polyrhythm.run.parameter_server",
-    "Pipeline": "polyrhythm.run.pipeline",
+    "GroupSync": "polyrhythm.run.average.group_sync",
+    "ParameterServer": "polyrhythm.run.average.parameter_server",
+    "Pipeline": "polyrhythm.run.pipeline.pipeline",
+    "ReducedVarianceAdamW": "polyrhythm.run.average.reduced_variance",
 }
 
 

@@ -14,10 +14,10 @@ from polyrhythm.errors import UserError
 from polyrhythm.tables import print_line
 
 _MODULES = {
-    "converge": "polyrhythm.bench.converge",
-    "lab": "polyrhythm.bench.lab",
-    "pipeline": "polyrhythm.bench.pipeline",
-    "sync": "polyrhythm.bench.sync",
+    "converge": "polyrhythm.bench.converge.bench",
+    "lab": "polyrhythm.bench.lab.bench",
+    "pipeline": "polyrhythm.bench.pipeline.bench",
+    "sync": "polyrhythm.bench.sync.bench",
 }
 
 

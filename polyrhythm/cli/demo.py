@@ -11,7 +11,7 @@ import tyro
 from polyrhythm.cli.ending import end_on_sigterm
 from polyrhythm.errors import LaunchError
 from polyrhythm.run.compute import Compute
-from polyrhythm.run.job import Job, Settings, new_run_folder
+from polyrhythm.run.demo.job import Job, Settings, new_run_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,8 +44,8 @@ class Demo:
 
     def _run_here(self, job: Job, console: "Console") -> Path:
         from polyrhythm.events import merge
+        from polyrhythm.run.demo.train import load_text, train
         from polyrhythm.run.launch import LocalJob
-        from polyrhythm.run.train import load_text, train
 
         _check_crowd(job.plan.num_workers)
         text = load_text(job.settings)
@@ -71,7 +71,7 @@ class Demo:
     def _run_at(self, place: "Place", job: Job, console: "Console") -> Path | None:
         """As one process of torchrun's; rank 0 also shows the progress. None on the other ranks."""
         from polyrhythm.events import merge
-        from polyrhythm.run.train import load_text, train
+        from polyrhythm.run.demo.train import load_text, train
 
         job.check_processes(place.world_size)
         text = load_text(job.settings)

@@ -14,9 +14,9 @@ from polyrhythm.errors import PolicyError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyrhythm.run.coordinator import Coordinator
-    from polyrhythm.run.coordinator_setup import Setup
-    from polyrhythm.run.keys import JobKeys
+    from polyrhythm.run.coordinator.coordinator import Coordinator
+    from polyrhythm.run.coordinator.keys import JobKeys
+    from polyrhythm.run.coordinator.setup import Setup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +50,9 @@ class SchedulerCommand:
     """Seconds that the first worker waits for the last, before they begin."""
 
     def run(self, console: "Console") -> int:
-        from polyrhythm.run.coordinator import Coordinator
-        from polyrhythm.run.coordinator_setup import Setup
-        from polyrhythm.run.decision_log import NAME
+        from polyrhythm.run.coordinator.coordinator import Coordinator
+        from polyrhythm.run.coordinator.decision_log import NAME
+        from polyrhythm.run.coordinator.setup import Setup
 
         setup = Setup(
             policy=self.policy,
@@ -84,7 +84,7 @@ class SchedulerCommand:
         return 0
 
     def _keys(self, console: "Console") -> "JobKeys":
-        from polyrhythm.run.keys import JobKeys
+        from polyrhythm.run.coordinator.keys import JobKeys
         from polyrhythm.tables import print_line
 
         if self.keys.exists():

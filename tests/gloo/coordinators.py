@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from polyrhythm.run.client import CoordinatorClient
-from polyrhythm.run.coordinator import Coordinator
-from polyrhythm.run.coordinator_setup import Setup
-from polyrhythm.run.keys import JobKeys
-from polyrhythm.run.wire import PROTOCOL, FromWorker, Hello, ToWorker
+from polyrhythm.run.coordinator.client import CoordinatorClient
+from polyrhythm.run.coordinator.coordinator import Coordinator
+from polyrhythm.run.coordinator.keys import JobKeys
+from polyrhythm.run.coordinator.setup import Setup
+from polyrhythm.run.coordinator.wire import PROTOCOL, FromWorker, Hello, ToWorker
 from polyrhythm.sync.messages import Abort, Assign, Commit, Done, Heal, Ready, Skip
 from polyrhythm.types import Seconds, Worker
 

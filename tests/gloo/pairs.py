@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from polyrhythm.run import transport
 from polyrhythm.run.launch import LocalJob, Place
-from polyrhythm.run.message import ANNOUNCEMENT, Layout
-from polyrhythm.run.transport import Inbox, Kind, Outbox, Route
+from polyrhythm.run.pipeline import transport
+from polyrhythm.run.pipeline.message import ANNOUNCEMENT, Layout
+from polyrhythm.run.pipeline.transport import Inbox, Kind, Outbox, Route
 from polyrhythm.types import Action, Op
 
 SHAPES = {10: (3, 4), 11: (5,), 12: (2, 0)}  # by kind

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from polyrhythm.run.launch import LocalJob, Place
-from polyrhythm.run.pipeline import Pipeline
+from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.types import Seconds
 
 DEADLINE: Seconds = 30.0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from polyrhythm.processes import Child, end_all
-from polyrhythm.run.group_sync import GroupSync
+from polyrhythm.run.average.group_sync import GroupSync
 from polyrhythm.run.launch import Place, _run
 from tests.gloo.pipelines import run_stages
 

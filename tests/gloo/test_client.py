@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError
-from polyrhythm.run.client import CoordinatorClient
-from polyrhythm.run.coordinator_talk import Talk
-from polyrhythm.run.keys import JobKeys
-from polyrhythm.run.wire import ToWorker
+from polyrhythm.run.coordinator.client import CoordinatorClient
+from polyrhythm.run.coordinator.keys import JobKeys
+from polyrhythm.run.coordinator.talk import Talk
+from polyrhythm.run.coordinator.wire import ToWorker
 from polyrhythm.sync.messages import Abort, Assign, Commit, Done, Gather, Heal, Ready, Request, Skip
 from polyrhythm.types import Worker
 from tests.gloo.coordinators import (

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from polyrhythm.run import clocks
-from polyrhythm.run.clocks import Distance, measure
-from polyrhythm.run.connections import Connections
 from polyrhythm.run.launch import LocalJob, Place
-from polyrhythm.run.split import linear_wiring
+from polyrhythm.run.pipeline import clocks
+from polyrhythm.run.pipeline.clocks import Distance, measure
+from polyrhythm.run.pipeline.connections import Connections
+from polyrhythm.run.pipeline.split import linear_wiring
 
 NUM_STAGES = 4
 ROUNDS = 5

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from polyrhythm.errors import WorkerError
 from polyrhythm.run.launch import LocalJob, Place
-from polyrhythm.run.pipeline import Pipeline
+from polyrhythm.run.pipeline.pipeline import Pipeline
 
 NUM_STAGES, NUM_STEPS, WIDTH = 3, 9, 6
 

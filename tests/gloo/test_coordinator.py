@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError
-from polyrhythm.run.coordinator import Coordinator
-from polyrhythm.run.decision_log import DecisionReader, replay
-from polyrhythm.run.wire import Accepted, Beat, Welcome
+from polyrhythm.run.coordinator.coordinator import Coordinator
+from polyrhythm.run.coordinator.decision_log import DecisionReader, replay
+from polyrhythm.run.coordinator.wire import Accepted, Beat, Welcome
 from polyrhythm.sync.deadlines import Limits
 from polyrhythm.sync.messages import Assign, Commit, Done, Join, Leave, Ready, Refuse, Skip
 from polyrhythm.types import Worker

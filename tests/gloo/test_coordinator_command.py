@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from polyrhythm.errors import PeerError
-from polyrhythm.run.decision_log import replay
-from polyrhythm.run.keys import JobKeys
+from polyrhythm.run.coordinator.decision_log import replay
+from polyrhythm.run.coordinator.keys import JobKeys
 from polyrhythm.sync.messages import Commit
 from tests.gloo import coordinators
 from tests.gloo.coordinators import Trainee, setup_of, train_all, workers_of
@@ -134,7 +134,8 @@ def test_what_cannot_work_is_refused(
 
 def test_no_torch_is_loaded() -> None:
     code = (
-        "import sys, polyrhythm.run.coordinator, polyrhythm.run.client, polyrhythm.cli.scheduler;"
+        "import sys, polyrhythm.cli.scheduler;"
+        "import polyrhythm.run.coordinator.coordinator, polyrhythm.run.coordinator.client;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

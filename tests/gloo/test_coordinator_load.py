@@ -5,7 +5,7 @@ import time
 
 from rich.console import Console
 
-from polyrhythm.bench.sync_scheduler import measure
+from polyrhythm.bench.sync.scheduler import measure
 
 
 def test_a_quick_measurement_is_quick_and_whole() -> None:

@@ -10,9 +10,17 @@ import pytest
 import zmq
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.run.coordinator import Coordinator
-from polyrhythm.run.keys import JobKeys
-from polyrhythm.run.wire import MOST_BYTES, OUT, PROTOCOL, Accepted, Beat, Hello, Welcome
+from polyrhythm.run.coordinator.coordinator import Coordinator
+from polyrhythm.run.coordinator.keys import JobKeys
+from polyrhythm.run.coordinator.wire import (
+    MOST_BYTES,
+    OUT,
+    PROTOCOL,
+    Accepted,
+    Beat,
+    Hello,
+    Welcome,
+)
 from polyrhythm.sync.messages import Assign, Commit, Done, Leave, Ready, Refuse, Request
 from polyrhythm.types import Worker
 from tests.gloo.coordinators import (

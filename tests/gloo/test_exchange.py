@@ -9,9 +9,9 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from polyrhythm.errors import PeerError
-from polyrhythm.run.exchange import mean
+from polyrhythm.run.average.exchange import mean
+from polyrhythm.run.average.pairs import Pairs, Peer
 from polyrhythm.run.launch import Place
-from polyrhythm.run.pairs import Pairs, Peer
 from polyrhythm.types import Worker
 from tests.gloo.pipelines import run_stages
 

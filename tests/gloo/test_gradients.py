@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from polyrhythm.events import EventLog
 from polyrhythm.plan.plan import Plan, even_plan
-from polyrhythm.run.gpt import GPTShape, build_layers, next_byte_loss
-from polyrhythm.run.group_sync import GroupSync
+from polyrhythm.run.average.group_sync import GroupSync
+from polyrhythm.run.demo.gpt import GPTShape, build_layers, next_byte_loss
+from polyrhythm.run.demo.text import ByteText
 from polyrhythm.run.launch import LocalJob, Place
-from polyrhythm.run.pipeline import Pipeline
-from polyrhythm.run.text import ByteText
+from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.types import Worker
 
 SHAPE = GPTShape(num_blocks=2, width=16, context=12)

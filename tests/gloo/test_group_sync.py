@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyrhythm.run.group_sync import GroupSync
+from polyrhythm.run.average.group_sync import GroupSync
 from polyrhythm.run.launch import Place
 from tests.gloo.replicas import TIMEOUT, Point, run_replicas, target_of, train
 

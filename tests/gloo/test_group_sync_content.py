@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from polyrhythm.run.group_sync import GroupSync
+from polyrhythm.run.average.group_sync import GroupSync
+from polyrhythm.run.average.reduced_variance import ReducedVarianceAdamW
 from polyrhythm.run.launch import Place
-from polyrhythm.run.reduced_variance import ReducedVarianceAdamW
 from polyrhythm.sync.local import OuterNesterov
 from tests.gloo.replicas import TIMEOUT, Point, run_replicas, target_of, train
 

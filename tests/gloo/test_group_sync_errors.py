@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError, UserError
-from polyrhythm.run import meeting
-from polyrhythm.run.group_sync import GroupSync
+from polyrhythm.run.average import meeting
+from polyrhythm.run.average.group_sync import GroupSync
 from polyrhythm.run.launch import Place
 from polyrhythm.sync.local import OuterNesterov
 from tests.gloo.replicas import TIMEOUT, Point, run_replicas, run_with_losses, train

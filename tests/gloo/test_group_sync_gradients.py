@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.run.group_sync import GroupSync
+from polyrhythm.run.average.group_sync import GroupSync
 from polyrhythm.run.launch import Place
 from tests.gloo.pipelines import random_batch, run_alone, stack_of
 from tests.gloo.replicas import TIMEOUT, run_replicas

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyrhythm.run import average
+from polyrhythm.run.average import averager
+from polyrhythm.run.coordinator.wire import FromWorker
 from polyrhythm.run.launch import Place
-from polyrhythm.run.wire import FromWorker
 from polyrhythm.sync.messages import Done
 from tests.gloo.replicas import run_with_losses, train
 
@@ -29,19 +29,19 @@ def die_at(point: str) -> None:
         return next(count) == 2
 
     if point == "before the exchange":
-        connect = average.Pairs.connect
-        average.Pairs.connect = lambda *a, **k: die() if third() else connect(*a, **k)
+        connect = averager.Pairs.connect
+        averager.Pairs.connect = lambda *a, **k: die() if third() else connect(*a, **k)
     elif point == "between the two exchanges":
-        from polyrhythm.run import exchange
+        from polyrhythm.run.average import exchange
 
         weighted = exchange._weighted
         exchange._weighted = lambda *a: die() if third() else weighted(*a)
     elif point == "before Done":
-        done = average.Done
-        average.Done = lambda *a: die() if third() else done(*a)
+        done = averager.Done
+        averager.Done = lambda *a: die() if third() else done(*a)
     else:
         assert point == "after Done"
-        from polyrhythm.run.client import CoordinatorClient
+        from polyrhythm.run.coordinator.client import CoordinatorClient
 
         send = CoordinatorClient.send
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from polyrhythm.run.group_sync import GroupSync
+from polyrhythm.run.average.group_sync import GroupSync
+from polyrhythm.run.average.parameter_server import ParameterServer
 from polyrhythm.run.launch import Place
-from polyrhythm.run.parameter_server import ParameterServer
-from polyrhythm.run.pipeline import Pipeline
+from polyrhythm.run.pipeline.pipeline import Pipeline
 from tests.gloo.pipelines import DEADLINE, random_batch, run_stages, stack_of, step
 from tests.gloo.replicas import TIMEOUT, Point, run_replicas, target_of
 

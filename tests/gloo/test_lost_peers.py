@@ -14,11 +14,11 @@ from torch.nn import functional
 
 from polyrhythm.errors import PeerError
 from polyrhythm.processes import PEER_LOST, wait_for_all
-from polyrhythm.run import tuning
 from polyrhythm.run.launch import LocalJob, Place
-from polyrhythm.run.message import Layout
-from polyrhythm.run.pipeline import Pipeline
-from polyrhythm.run.transport import Inbox, Outbox
+from polyrhythm.run.pipeline import tuning
+from polyrhythm.run.pipeline.message import Layout
+from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.run.pipeline.transport import Inbox, Outbox
 from polyrhythm.types import Action, Op
 from tests.gloo.pairs import hear, route, send, take_and_check, tell
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polyrhythm.errors import PlanError
-from polyrhythm.run.message import (
+from polyrhythm.run.pipeline.message import (
     ANNOUNCEMENT,
     HEADER,
     Layout,

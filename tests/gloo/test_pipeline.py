@@ -17,8 +17,8 @@ from torch.nn.functional import mse_loss
 from polyrhythm.errors import WorkerError
 from polyrhythm.events import EventLog, read_run, worker_log
 from polyrhythm.run.launch import Place
-from polyrhythm.run.pipeline import Pipeline
-from polyrhythm.run.stage import MOST_TIMES
+from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.run.pipeline.stage import MOST_TIMES
 from polyrhythm.schedule.check import peak_in_flight
 from polyrhythm.schedule.recipe import Recipe
 from polyrhythm.types import Worker

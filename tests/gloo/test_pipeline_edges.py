@@ -14,10 +14,10 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from polyrhythm.errors import ScheduleError, WorkerError
-from polyrhythm.run.connections import Connections
 from polyrhythm.run.launch import Place
-from polyrhythm.run.microbatches import kind_of
-from polyrhythm.run.pipeline import Pipeline
+from polyrhythm.run.pipeline.connections import Connections
+from polyrhythm.run.pipeline.microbatches import kind_of
+from polyrhythm.run.pipeline.pipeline import Pipeline
 from tests.gloo.pipelines import assert_close, random_batch, run_alone, run_stages, stack_of
 
 INPUTS, TARGET = random_batch(8, 8)

@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 
 from polyrhythm.errors import ScheduleError, WorkerError
 from polyrhythm.run.launch import Place
-from polyrhythm.run.pipeline import Pipeline
+from polyrhythm.run.pipeline.pipeline import Pipeline
 from tests.gloo.pipelines import random_batch, run_stages, stack_of, step
 
 INPUTS, TARGET = random_batch(8, 8)

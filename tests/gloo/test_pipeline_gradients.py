@@ -14,8 +14,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from polyrhythm.run.launch import Place
-from polyrhythm.run.microbatches import sizes_by_number
-from polyrhythm.run.pipeline import Pipeline
+from polyrhythm.run.pipeline.microbatches import sizes_by_number
+from polyrhythm.run.pipeline.pipeline import Pipeline
 from tests.gloo.pipelines import (
     assert_close,
     assert_equal,

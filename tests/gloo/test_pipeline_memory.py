@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyrhythm.run.launch import LocalJob, Place
-from polyrhythm.run.pipeline import Pipeline
+from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.schedule.check import peak_in_flight
 from polyrhythm.schedule.recipe import Recipe
 

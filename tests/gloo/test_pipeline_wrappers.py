@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from polyrhythm.errors import ScheduleError
 from polyrhythm.run.launch import Place
-from polyrhythm.run.pipeline import Pipeline
-from polyrhythm.run.split import Part, split_layers, split_sequential
+from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.run.pipeline.split import Part, split_layers, split_sequential
 from tests.gloo.pipelines import (
     assert_close,
     gradients,

@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
 from polyrhythm.errors import UserError
-from polyrhythm.run.reduced_variance import ReducedVarianceAdamW
+from polyrhythm.run.average.reduced_variance import ReducedVarianceAdamW
 
 # Gradients are set by hand throughout: backward() would start threads that no fork survives.
 SHAPES = ((3, 4), (5,), (), (2, 2, 2))

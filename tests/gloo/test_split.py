@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from polyrhythm.errors import PlanError
 from polyrhythm.run.launch import LocalJob, Place
-from polyrhythm.run.split import Part, linear_wiring, split_sequential
+from polyrhythm.run.pipeline.split import Part, linear_wiring, split_sequential
 
 
 def in_a_process(work: Callable[[], None], folder: Path) -> None:

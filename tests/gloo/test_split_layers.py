@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from polyrhythm.errors import PlanError
-from polyrhythm.run.split import split_layers
+from polyrhythm.run.pipeline.split import split_layers
 from tests.gloo.test_split import Chained, compare, in_a_process
 
 GPT2 = {

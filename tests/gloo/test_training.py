@@ -11,12 +11,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from polyrhythm.errors import LaunchError, WorkerError
 from polyrhythm.events import merge, read_run
-from polyrhythm.run import train as training
-from polyrhythm.run.gpt import build_layers, next_byte_loss
-from polyrhythm.run.group_sync import GroupSync
-from polyrhythm.run.job import Job, Settings
+from polyrhythm.run.average.group_sync import GroupSync
+from polyrhythm.run.demo import train as training
+from polyrhythm.run.demo.gpt import build_layers, next_byte_loss
+from polyrhythm.run.demo.job import Job, Settings
+from polyrhythm.run.demo.text import ByteText
 from polyrhythm.run.launch import LocalJob, Place
-from polyrhythm.run.text import ByteText
 
 
 def settings(**changed: int | float) -> Settings:

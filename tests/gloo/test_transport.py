@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from polyrhythm.run.launch import Place
-from polyrhythm.run.message import Layout
-from polyrhythm.run.transport import Inbox, Outbox
+from polyrhythm.run.pipeline.message import Layout
+from polyrhythm.run.pipeline.transport import Inbox, Outbox
 from polyrhythm.types import Action, Op
 from tests.gloo.pairs import (
     content,

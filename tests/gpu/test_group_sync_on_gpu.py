@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from polyrhythm.run.group_sync import GroupSync
+from polyrhythm.run.average.group_sync import GroupSync
 from polyrhythm.run.launch import Place
 from tests.gloo.replicas import TIMEOUT, run_replicas
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from polyrhythm.cost.memory import StageMemory, needed
 from polyrhythm.run.launch import LocalJob, Place
-from polyrhythm.run.pipeline import Pipeline
+from polyrhythm.run.pipeline.pipeline import Pipeline
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.device_count(), reason="this machine has no CUDA device"

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from polyrhythm.bench.pipeline_networks import FAST, FULL, cluster
-from polyrhythm.bench.pipeline_stages import Stages
-from polyrhythm.bench.pipeline_worker import Load, Order
+from polyrhythm.bench.pipeline.networks import FAST, FULL, cluster
+from polyrhythm.bench.pipeline.stages import Stages
+from polyrhythm.bench.pipeline.worker import Load, Order
 from polyrhythm.lab.lab import Lab
 
 FORWARD = 0.02

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyrhythm.lab.lab import Lab
-from polyrhythm.run import tuning
-from polyrhythm.run.clocks import measure
-from polyrhythm.run.connections import Connections
-from polyrhythm.run.executor import Executor
-from polyrhythm.run.pipeline import Pipeline
-from polyrhythm.run.split import linear_wiring
-from polyrhythm.run.transport import Transfer
+from polyrhythm.run.pipeline import tuning
+from polyrhythm.run.pipeline.clocks import measure
+from polyrhythm.run.pipeline.connections import Connections
+from polyrhythm.run.pipeline.executor import Executor
+from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.run.pipeline.split import linear_wiring
+from polyrhythm.run.pipeline.transport import Transfer
 from polyrhythm.types import Op
 from tests.lab.hosts import cluster
 from tests.lab.stages import lines, start

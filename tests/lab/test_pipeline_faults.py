@@ -16,7 +16,7 @@ from torch.nn import functional
 from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.lab.lab import Lab
 from polyrhythm.processes import PEER_LOST, Child
-from polyrhythm.run.pipeline import Pipeline
+from polyrhythm.run.pipeline.pipeline import Pipeline
 from tests.lab.hosts import cluster
 from tests.lab.stages import lines, start, wait_for_lines
 

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from polyrhythm.errors import EventError, PolicyError
-from polyrhythm.run.coordinator_setup import Setup
-from polyrhythm.run.decision_log import DecisionLog, DecisionReader, replay
+from polyrhythm.run.coordinator.decision_log import DecisionLog, DecisionReader, replay
+from polyrhythm.run.coordinator.setup import Setup
 from polyrhythm.sync.deadlines import Limits
 from polyrhythm.sync.messages import Commit, Dead, Done, Event, Join, Leave, Ready, Timer
 from polyrhythm.types import Worker

@@ -69,7 +69,7 @@ def test_imports_point_down_only(path: Path) -> None:
     ("file", "imported"),
     [
         ("schedule/x.py", "polyrhythm.plan.plan"),
-        ("observe/x.py", "polyrhythm.run.train"),
+        ("observe/x.py", "polyrhythm.run.demo.train"),
         ("describe/x.py", "polyrhythm.cost"),
         ("errors.py", "polyrhythm.describe.units"),
         ("sync/x.py", "torch.distributed"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.run.keys import JobKeys
+from polyrhythm.run.coordinator.keys import JobKeys
 
 
 def test_keys_travel_as_text_and_in_a_file(tmp_path: Path) -> None:

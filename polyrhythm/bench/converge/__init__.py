@@ -1,0 +1,1 @@
+"""How soon, and how well, group averaging learns."""

@@ -1,0 +1,1 @@
+"""Is the emulated network what its description says?"""

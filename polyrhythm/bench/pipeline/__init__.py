@@ -1,0 +1,1 @@
+"""What a schedule gains on slow and changing networks."""

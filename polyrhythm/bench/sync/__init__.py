@@ -1,0 +1,1 @@
+"""What group averaging gains on machines that are slow."""

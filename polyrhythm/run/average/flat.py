@@ -1,0 +1,167 @@
+"""What is averaged, as one buffer: weights or gradients, running statistics, optimizer state.
+
+One message instead of one per tensor. The buffer lives in CPU memory, where gloo sends from; it is
+made anew at each reading, so that training may go on while it is under way.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.run.coordinator.wire import Shape
+
+State = Literal["local", "average"]
+
+
+class Flat:
+    """Tensors that stay where they are, read into a buffer and written from one."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [_local(tensor) for tensor in tensors]
+        self.dtype = _common([tensor.dtype for tensor in self._tensors])
+        self.size = sum(tensor.numel() for tensor in self._tensors)
+
+    def read(self) -> Tensor:
+        flat = torch.empty(self.size, dtype=self.dtype)
+        for tensor, part in self._parts(flat):
+            part.copy_(tensor.detach())
+        return flat
+
+    @torch.no_grad()
+    def write(self, flat: Tensor) -> None:
+        for tensor, part in self._parts(flat):
+            tensor.copy_(part)
+
+    @torch.no_grad()
+    def add(self, delta: Tensor) -> None:
+        for tensor, part in self._parts(delta):
+            tensor.copy_(
+                tensor + part.to(tensor.device)
+            )  # rounded once, if it is in half precision
+
+    def _parts(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        parts = flat.split([tensor.numel() for tensor in self._tensors])
+        for tensor, part in zip(self._tensors, parts, strict=True):
+            yield tensor, part.view(tensor.shape)
+
+
+@dataclass(slots=True)
+class Model:
+    """The weights that are trained, running statistics and, if it is asked for, optimizer state."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    state: State = "local"
+    _without_state: Flat = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.state not in ("local", "average"):
+            raise PolicyError(
+                f"state={self.state!r}", expected="local or average", fix="use local for plain SGD"
+            )
+        self._without_state = Flat([*trained(self.module), *statistics(self.module)])
+
+    @property
+    def num_weights(self) -> int:
+        """They come first in the buffer."""
+        return sum(_local(p).numel() for p in trained(self.module))
+
+    def flat(self) -> Flat:
+        """To be asked for after the first step of the optimizer, which makes its state."""
+        if self.state == "local":
+            return self._without_state
+        state = optimizer_state(self.optimizer, trained(self.module))
+        return Flat([*trained(self.module), *statistics(self.module), *state])
+
+    def shape(self) -> Shape:
+        """All workers of a stage must have the same one."""
+        named: list[tuple[str, Tensor]] = [
+            (name, p) for name, p in self.module.named_parameters() if p.requires_grad
+        ]
+        buffers = {id(buffer) for buffer in statistics(self.module)}
+        named += [(name, b) for name, b in self.module.named_buffers() if id(b) in buffers]
+        shape = [(name, tuple(_local(tensor).shape)) for name, tensor in named]
+        if self.state == "average":
+            shape.append((f"state of {type(self.optimizer).__name__}", ()))
+        return tuple(shape)
+
+
+@dataclass(slots=True)
+class Gradients:
+    """The gradients, and which parameters have one: one that nobody has stays away."""
+
+    module: nn.Module
+
+    def read(self, factor: float = 1.0) -> Tensor:
+        """Gradients times `factor`, running statistics, and a 1 for each gradient there is."""
+        parameters = trained(self.module)
+        flat = Flat([*self._gradients(parameters), *statistics(self.module)]).read()
+        flat[: sum(_local(p).numel() for p in parameters)] *= factor
+        has_one = torch.tensor([p.grad is not None for p in parameters], dtype=flat.dtype)
+        return torch.cat([flat, has_one])
+
+    @torch.no_grad()
+    def write(self, flat: Tensor, factor: float = 1.0) -> None:
+        """Of what `read` gave, averaged; gradients times `factor`."""
+        parameters = trained(self.module)
+        anybody_has = flat[-len(parameters) :] > 0
+        for parameter, has in zip(parameters, anybody_has.tolist(), strict=True):
+            if has and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        flat = flat[: -len(parameters)]
+        flat[: sum(_local(p).numel() for p in parameters)] *= factor
+        gradients = self._gradients(parameters)  # those that are not there go to waste
+        Flat([*gradients, *statistics(self.module)]).write(flat)
+
+    def _gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def statistics(module: nn.Module) -> list[Tensor]:
+    """Running means and variances of normalisation layers; their counts are not averaged."""
+    layers = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase))
+    buffers = (buffer for layer in layers for buffer in layer.buffers(recurse=False))
+    return [buffer for buffer in buffers if buffer.is_floating_point()]
+
+
+def optimizer_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """For each parameter what the optimizer keeps of its size, such as momentum.
+
+    All workers need the same list: one that a worker has nothing for is a zero that goes to waste.
+    """
+    states = [(p, optimizer.state.get(p, {})) for p in parameters]
+    keys = sorted(
+        {key for p, state in states for key, value in state.items() if _is_like(value, p)}
+    )
+    return [
+        state[key] if _is_like(state.get(key), p) else torch.zeros_like(p)
+        for p, state in states
+        for key in keys
+    ]
+
+
+def _is_like(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Of a sharded one the shard: replicas of a stage are sharded alike."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _common(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """One that holds all of them."""
+    kinds = set(dtypes)
+    if len(kinds) == 1:
+        return kinds.pop()
+    return torch.float64 if torch.float64 in kinds else torch.float32

@@ -1,0 +1,246 @@
+"""Group averaging in any loop: replicas that keep together without waiting for the slowest.
+
+    sync = pr.GroupSync(model, optimizer, policy="adaptive")
+    for batch in data:
+        loss(model(batch)).backward()
+        optimizer.step()
+        sync.step()
+        optimizer.zero_grad()
+    sync.consolidate()
+    sync.close()
+
+Most policies average models, in `step`. `all_reduce` and `balanced` average gradients, before the
+optimizer uses them. Who averages with whom is for the scheduler to say (`sync/`), except under
+`static`, where a rule says it.
+"""
+
+import socket
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.events import EventLog
+from polyrhythm.run.average.flat import Model, State, trained
+from polyrhythm.run.average.gradient_rounds import BalancedRounds, GradientRounds
+from polyrhythm.run.average.meeting import Meeting
+from polyrhythm.run.average.model_rounds import ModelRounds
+from polyrhythm.run.average.parameter_server import ServerLine
+from polyrhythm.run.average.reduced_variance import ReducedVarianceAdamW
+from polyrhythm.run.average.scheduled import Scheduled
+from polyrhythm.run.average.server_rounds import ServerRounds
+from polyrhythm.run.average.static_rounds import StaticRounds
+from polyrhythm.run.coordinator.setup import Setup
+from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.sync.local import OuterNesterov
+from polyrhythm.sync.policy import Policy
+from polyrhythm.types import Seconds, Worker
+
+_Rounds = GradientRounds | ModelRounds | ServerRounds | StaticRounds
+
+
+class GroupSync:
+    """One worker's; made by all workers of the job, each with a replica of the same model."""
+
+    def __init__(
+        self,
+        model: nn.Module | Pipeline,
+        optimizer: Optimizer,
+        policy: str = "adaptive",
+        *,
+        options: Mapping[str, object] | None = None,
+        every: int | None = None,
+        overlap: bool = False,
+        state: State = "local",
+        outer: OuterNesterov | None = None,
+        worker: Worker | None = None,
+        num_stages: int | None = None,
+        num_pipelines: int | None = None,
+        node: str | None = None,
+        coordinator: str | None = None,
+        keys: Path | str | None = None,
+        seed: int = 0,
+        timeout: Seconds = 600.0,
+        log: EventLog | None = None,
+        name: str | None = None,
+    ) -> None:
+        """`policy` and its `options` are those of `polyrhythm.sync`; `every`: steps per average.
+
+        `overlap`: go on at once, and take in the average at the next step's end. `state`: whether
+        momentum and the like are averaged, too. `outer` is the outer optimizer of `local`.
+
+        Of a Pipeline, each stage synchronises on its own. Otherwise every process of the job is a
+        replica, or `worker`, `num_stages` and `num_pipelines` say what it is. `node` names the
+        machine; `coordinator` and `keys` a `polyrhythm scheduler` that runs on its own: without,
+        the process of rank 0 serves. `timeout` bounds every wait for other workers.
+
+        All begin with the weights of the first pipeline. A process may have several of these: all
+        processes make them in the same order, or give each a `name`.
+        """
+        module = model.module if isinstance(model, Pipeline) else model
+        if isinstance(model, Pipeline):
+            num_stages = model.num_stages
+            pipeline = dist.get_rank() // num_stages if worker is None else worker.pipeline
+            worker = Worker(model.stage, pipeline)
+        num_stages = num_stages or 1
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        setup = Setup(
+            policy=policy,
+            options=options or {},
+            every=every,
+            num_stages=num_stages,
+            num_pipelines=num_pipelines or max(world // num_stages, 1),
+            seed=seed,
+        )
+        _check(setup, module, overlap=overlap, outer=outer)
+        name = "ssp" if name is None and policy == "ssp" else name
+        worker = worker or Worker(0, dist.get_rank() if dist.is_initialized() else 0)
+        self._meeting = Meeting(setup, worker, timeout=timeout, name=name)
+        self._model = Model(module, optimizer, state)
+        self._meeting.check(self._model.shape())
+        flat = self._model.flat()
+        flat.write(self._meeting.spread(flat.read()))
+        node = node or socket.gethostname()
+        if policy == "static":
+            self._rounds: _Rounds = StaticRounds(
+                self._model, self._meeting, node=node, every=setup.steps_between
+            )
+        else:
+            line = Scheduled(
+                self._meeting,
+                self._model.shape(),
+                node=node,
+                coordinator=coordinator,
+                keys=keys,
+                log=log,
+            )
+            self._rounds = _rounds(self._model, line, self._meeting, overlap=overlap, outer=outer)
+        # Threads that wait in gloo when the interpreter ends would abort it.
+        self._end = weakref.finalize(self, self._rounds.close, in_order=False)
+
+    @property
+    def worker(self) -> Worker:
+        return self._meeting.me.worker
+
+    @property
+    def num_steps(self) -> int:
+        """That this worker has made."""
+        return self._rounds.num_steps
+
+    def step(self) -> None:
+        """After the optimizer's step: average if it is time, with whom the policy says."""
+        self._rounds.step()
+
+    def refresh(self) -> None:
+        """With overlap, between micro-batches: take in an average that has come meanwhile.
+
+        Not between a forward and its backward, which needs the weights that the forward had.
+        """
+        if isinstance(self._rounds, ModelRounds):
+            self._rounds.refresh()
+
+    def share(self, num_microbatches: int) -> range:
+        """Under `balanced`: which micro-batches of the global batch this worker is to compute.
+
+        Call backward for each of them, and do not divide: the gradient becomes the mean over all.
+        """
+        if not isinstance(self._rounds, BalancedRounds):
+            raise PolicyError(
+                f"a share under {self._meeting.setup.policy}",
+                expected="the policy balanced, which deals micro-batches",
+                fix='use GroupSync(..., policy="balanced"), or split the batch equally',
+            )
+        return self._rounds.share(num_microbatches)
+
+    def consolidate(self) -> None:
+        """Average over all workers of the stage, who all call this: to evaluate, save or end."""
+        self._rounds.consolidate()
+
+    def close(self) -> None:
+        """Leave; the others go on without this worker. Who serves them waits until they leave."""
+        if self._end.detach() is not None:
+            self._rounds.close(in_order=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # the others must not take this worker for one that has finished
+            self._end()
+
+
+def _rounds(
+    model: Model, line: Scheduled, meeting: Meeting, *, overlap: bool, outer: OuterNesterov | None
+) -> GradientRounds | ModelRounds | ServerRounds:
+    setup = meeting.setup
+    if setup.policy == "ssp":
+        return ServerRounds(model, line, ServerLine(meeting), every=setup.steps_between)
+    if setup.policy == "balanced":
+        return BalancedRounds(model, line, setup.num_pipelines)
+    if _averages_gradients(setup):
+        return GradientRounds(model, line)
+    if setup.policy == "local" and outer is None:
+        outer = OuterNesterov()
+    if isinstance(model.optimizer, ReducedVarianceAdamW) and setup.steps_between == 1:
+        # Not the size of a group: within a few steps an update has come to all of them.
+        model.optimizer.num_averaged = float(setup.num_pipelines)
+    return ModelRounds(
+        model,
+        line,
+        every=setup.steps_between,
+        overlap=overlap,
+        asks_ahead=_asks_ahead(setup),
+        outer=outer,
+    )
+
+
+def _check(setup: Setup, module: nn.Module, *, overlap: bool, outer: OuterNesterov | None) -> None:
+    if not trained(module):
+        raise PolicyError(
+            f"a {type(module).__name__} without a parameter that is trained",
+            expected="a model with at least one",
+            fix="give the model that the optimizer updates, unfrozen",
+        )
+    if overlap and (_averages_gradients(setup) or setup.policy in ("static", "ssp")):
+        raise PolicyError(
+            f"overlap under {setup.policy}",
+            expected="a policy that averages models, with whom the scheduler says",
+            fix="use age or adaptive, or overlap=False",
+        )
+    if outer is not None and setup.policy != "local":
+        raise PolicyError(
+            f"an outer optimizer under {setup.policy}",
+            expected="the policy local",
+            fix="leave outer away, or use policy='local'",
+        )
+    if setup.policy == "balanced" and setup.steps_between > 1:
+        raise PolicyError(
+            f"every={setup.steps_between} under balanced",
+            expected="every=1: the gradients of each step are averaged",
+            fix="make more micro-batches of a larger batch instead",
+        )
+
+
+def _averages_gradients(setup: Setup) -> bool:
+    """Not with local steps in between, after which only models can be averaged."""
+    is_alone = setup.policy == "all_reduce" and setup.steps_between == 1
+    return is_alone or setup.policy == "balanced"
+
+
+def _asks_ahead(setup: Setup) -> bool:
+    """Whether the policy is asked at the start of a step."""
+    policies = setup.scheduler().policies
+    return type(policies[0]).on_request is not Policy.on_request

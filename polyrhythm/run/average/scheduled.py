@@ -1,0 +1,89 @@
+"""A worker's line to the scheduler: it joins, hears what to do, and leaves.
+
+Its clock counts what it has reported: each average, or gathering, has a number of its own. Whoever
+serves the coordinator for the others leaves last, after waiting for them.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from polyrhythm.events import WORKERS, EventLog
+from polyrhythm.run.average.averager import Averager, Outcome
+from polyrhythm.run.average.meeting import Meeting
+from polyrhythm.run.coordinator.client import CoordinatorClient
+from polyrhythm.run.coordinator.keys import JobKeys
+from polyrhythm.run.coordinator.wire import PROTOCOL, FromWorker, Hello, Shape
+from polyrhythm.sync.messages import Request
+
+
+class Scheduled:
+    def __init__(
+        self,
+        meeting: Meeting,
+        shape: Shape,
+        *,
+        node: str,
+        coordinator: str | None,
+        keys: Path | str | None,
+        log: EventLog | None,
+    ) -> None:
+        """Returns when all workers have joined."""
+        self._timeout, self._clock = meeting.timeout, 0
+        self._policy, self._log = meeting.setup.policy, log
+        worker, life = self.me = meeting.me
+        self._coordinator = None if coordinator else meeting.coordinate(_decisions(log))
+        if not coordinator:
+            address, job_keys = meeting.coordinator()
+        else:
+            address, job_keys = coordinator, JobKeys.load(Path(keys or "job.keys"))
+        hello = Hello(PROTOCOL, worker, node, 0, life, meeting.setup.text, shape)
+        self._averager = Averager(
+            meeting.pairs,
+            self._send,
+            answers_meanwhile=meeting.setup.policy == "pairwise",
+            log=log,
+        )
+        self._client = CoordinatorClient(
+            address, job_keys, hello, hear=self._averager.hear, fail=self._averager.fail
+        )
+        self._client.join(self._timeout)
+
+    def ask(self) -> None:
+        """A step begins after which a group will be wanted."""
+        self._send(Request(self.me.worker, self._clock + 1, self.me.life))
+
+    def publish(self, read: Callable[[Outcome | None], Tensor], *, gather: bool = False) -> Tensor:
+        """What `read` gives may be averaged: in a group, or with all workers of the stage."""
+        self._clock += 1
+        return self._averager.publish(read, self._clock, gather=gather)
+
+    def wait(self, step: int) -> None:
+        """Until the scheduler has sent this worker on; `step` is for the log."""
+        began = time.perf_counter()
+        self._averager.wait(self._timeout)
+        if self._log is not None:
+            self._log.write("sync", start=self._log.at(began), step=step, name=self._policy)
+
+    def take(self) -> Outcome | None:
+        return self._averager.take()
+
+    def close(self, *, in_order: bool) -> None:
+        """Leave; who serves the others waits for them. If not `in_order`, be missed: at once."""
+        self._averager.close()
+        self._client.close(leave=in_order)
+        if self._coordinator is not None:
+            self._coordinator.close(self._timeout if in_order else 0.0)
+
+    def _send(self, message: FromWorker) -> None:
+        self._client.send(message)
+
+
+def _decisions(log: EventLog | None) -> Path | None:
+    """Where the scheduler's log goes: to the folder of the run, beside that of the workers."""
+    if log is None:
+        return None
+    folder = log.path.parent
+    return (folder.parent if folder.name == WORKERS else folder) / "scheduler.jsonl"

@@ -1,0 +1,1 @@
+"""The scheduler as a service, and how a worker speaks to it."""

@@ -1,0 +1,177 @@
+"""The decision log: all that a scheduler was told and answered, so that it can be decided again.
+
+The first line says what the scheduler was made of; each further one is an event with the commands
+that it led to, as on the wire, but in JSON. A scheduler has no clock and no chance of its own, so
+the same events give the same commands, on any machine: `replay` tells whether they do.
+"""
+
+import contextlib
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from polyrhythm import __version__
+from polyrhythm.errors import EventError
+from polyrhythm.run.coordinator.setup import Setup
+from polyrhythm.sync.messages import Command, Event
+
+SCHEMA = 1
+NAME = "scheduler.jsonl"
+_UNWRITABLE = {str(value): value for value in (math.inf, -math.inf)}  # JSON has no name for them
+
+
+class _First(msgspec.Struct, frozen=True):
+    schema: int
+    polyrhythm: str
+    setup: Any = None
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What happened, and what was to be done."""
+
+    event: Event
+    commands: Sequence[Command]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place where a replay decides otherwise."""
+
+    line: int
+    event: Event
+    logged: list[Command]
+    replayed: list[Command]
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.event}\n  logged:   {self.logged}\n  " + (
+            f"replayed: {self.replayed}"
+        )
+
+
+class DecisionLog:
+    """Appends decisions to a file, many at a time; never stops the work it records."""
+
+    def __init__(self, path: Path, setup: Setup) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._encoder = msgspec.json.Encoder()
+        self._new: list[Decision] = []
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        self._file: int | None = os.open(path, flags, 0o666)
+        first = _First(SCHEMA, __version__, _named(msgspec.to_builtins(setup)))
+        self._write(self._encoder.encode(first) + b"\n")
+
+    def add(self, event: Event, commands: Sequence[Command]) -> None:
+        if self._file is not None:
+            self._new.append(Decision(event, commands))
+
+    def flush(self) -> None:
+        """Write what was added since the last time."""
+        if self._new:
+            self._write(self._encoder.encode_lines(self._new))
+            self._new.clear()
+
+    def close(self) -> None:
+        self.flush()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _write(self, lines: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            written = os.write(self._file, lines)
+            problem = None if written == len(lines) else "the last line was only partly written"
+        except OSError as error:
+            problem = str(error)
+        if problem:  # the torn line must stay the last one
+            os.close(self._file)
+            self._file = None
+            with contextlib.suppress(UserWarning):  # where warnings are errors, it must not stop
+                warnings.warn(f"decision log {self.path} ends here: {problem}", stacklevel=3)
+
+
+class DecisionReader:
+    """One log; a line counts once its newline is there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.setup = self._setup()
+
+    def decisions(self) -> Iterator[tuple[int, Decision]]:
+        """In order, with the number of the line."""
+        decode = msgspec.json.Decoder(Decision).decode
+        for number, line in self._lines():
+            if number > 1:
+                try:
+                    yield number, decode(line)
+                except msgspec.MsgspecError as error:
+                    raise EventError(
+                        f"{self.path}:{number}: {error}",
+                        expected="an event and its commands as JSON",
+                        fix="the lines before it are good: cut the file there",
+                    ) from None
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        try:
+            with self.path.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    if line.endswith(b"\n"):
+                        yield number, line
+        except OSError as error:
+            raise EventError(
+                f"{self.path}: {error.strerror}",
+                expected="a decision log",
+                fix=f"give the file {NAME} that a coordinator has written",
+            ) from None
+
+    def _setup(self) -> Setup:
+        _, line = next(self._lines(), (1, b""))
+        try:
+            first = msgspec.json.decode(line, type=_First)
+            if first.schema == SCHEMA:
+                return msgspec.convert(_valued(first.setup), Setup)
+            problem = f"schema {first.schema}, by polyrhythm {first.polyrhythm}"
+        except msgspec.MsgspecError as error:
+            problem = str(error)
+        raise EventError(
+            f"{self.path}: {problem}",
+            expected=f"a decision log of schema {SCHEMA}, which begins with the scheduler's setup",
+            fix="read it with the version of polyrhythm that wrote it",
+        )
+
+
+def replay(path: Path) -> Difference | None:
+    """Decide all of a log again, from the beginning; None if nothing comes out differently."""
+    log = DecisionReader(path)
+    scheduler = log.setup.scheduler()
+    for line, decision in log.decisions():
+        logged, replayed = list(decision.commands), scheduler.step(decision.event)
+        if logged != replayed:
+            return Difference(line, decision.event, logged, replayed)
+    return None
+
+
+def _named(value: Any) -> Any:
+    """With words for the numbers that JSON cannot write."""
+    if isinstance(value, dict):
+        return {key: _named(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_named(inner) for inner in value]
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
+
+
+def _valued(value: Any) -> Any:
+    """The numbers again; no option of a policy is such a word."""
+    if isinstance(value, dict):
+        return {key: _valued(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_valued(inner) for inner in value]
+    return _UNWRITABLE.get(value, value) if isinstance(value, str) else value

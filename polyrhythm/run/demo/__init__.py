@@ -1,0 +1,1 @@
+"""What `polyrhythm demo` trains: a small byte-level GPT on real text."""

@@ -1,0 +1,160 @@
+"""What a demo job is, decided before any process starts: settings in, plan and schedule out.
+
+No torch here: the command line reads `Settings` and must stay quick.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Literal, Self
+
+import tomli_w
+
+from polyrhythm.errors import LaunchError, PlanError
+from polyrhythm.plan.plan import Plan, even_plan
+from polyrhythm.run.coordinator.setup import Setup
+from polyrhythm.run.demo.shape import GPTShape
+from polyrhythm.run.pipeline.options import AUTO, recipe_of
+from polyrhythm.schedule.check import check
+from polyrhythm.types import Seconds
+
+LONGEST_DEADLINE: Seconds = 86_400.0  # a day; timers overflow at some point beyond
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The model, its data, and how both are cut."""
+
+    stages: int = 2
+    """Consecutive parts the model is cut into."""
+    pipelines: int = 2
+    """Replicas of the whole pipeline."""
+    steps: int = 200
+    """Optimizer steps."""
+    microbatches: int = 4
+    """Micro-batches per pipeline and step."""
+    microbatch_size: int = 4
+    """Sequences in a micro-batch."""
+    schedule: str = "1f1b"
+    """Order in which a stage runs its micro-batches: auto (measures and chooses), 1f1b, gpipe,
+    kfkb:K, or bounded:L0,L1,... with the most in flight on each stage."""
+    sync: str = "all_reduce"
+    """How replicas keep together: all_reduce (gradients, of all), adaptive, age, static, smart,
+    random, pairwise (models, in groups), or local (models, each 500 steps)."""
+    blocks: int = 4
+    """Transformer blocks of the model, which has an embedding and a head besides."""
+    width: int = 128
+    """Width of the model."""
+    context: int = 128
+    """Bytes of text that the model looks at."""
+    lr: float = 2e-3
+    """Learning rate of AdamW, after a warm-up over the first tenth of the steps."""
+    seed: int = 0
+    """Seed of weights and data: the same seed gives the same losses."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute: auto takes the GPUs if there are any."""
+    text: Path | None = None
+    """A text of your own, of which 8 MB are used, instead of Python's standard library."""
+    deadline: Seconds = 60.0
+    """Seconds to wait for another worker before giving it up as lost."""
+
+    @property
+    def shape(self) -> GPTShape:
+        return GPTShape(num_blocks=self.blocks, width=self.width, context=self.context)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Bytes of text that one pipeline learns from in a step."""
+        return self.microbatches * self.microbatch_size * self.context
+
+    def save(self, path: Path) -> None:
+        chosen = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
+        path.write_text(tomli_w.dumps({k: v for k, v in chosen.items() if v is not None}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    settings: Settings
+    plan: Plan
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Check the settings and decide; raises UserError before any process is started."""
+        _check(settings)
+        plan = even_plan(
+            num_layers=settings.shape.num_layers,
+            num_stages=settings.stages,
+            num_pipelines=settings.pipelines,
+        )
+        if settings.schedule != AUTO:
+            num_microbatches = settings.microbatches
+            recipe = recipe_of(settings.schedule)
+            schedule = recipe.build(num_stages=settings.stages, num_microbatches=num_microbatches)
+            check(schedule, num_microbatches=num_microbatches)
+        Setup(policy=settings.sync, num_stages=settings.stages, num_pipelines=settings.pipelines)
+        return cls(settings=settings, plan=plan)
+
+    def check_processes(self, num_processes: int) -> None:
+        if num_processes != self.plan.num_workers:
+            stages, pipelines = self.plan.num_stages, self.plan.num_pipelines
+            raise PlanError(
+                f"{num_processes} processes for {stages} stages x {pipelines} pipelines",
+                expected=f"{self.plan.num_workers} processes",
+                fix=f"torchrun --nproc-per-node={self.plan.num_workers}, "
+                "or other --stages and --pipelines",
+            )
+
+    def save(self, run: Path) -> None:
+        self.settings.save(run / "config.toml")
+        self.plan.save(run / "plan.json")
+
+
+def _check(settings: Settings) -> None:
+    # Not in Settings.__post_init__: the command line would wrap the message in one of its own.
+    for name in ("stages", "pipelines", "steps", "microbatches", "microbatch_size"):
+        if getattr(settings, name) < 1:
+            raise _refuse(name, getattr(settings, name), "at least 1")
+    if settings.sync in ("balanced", "ssp"):
+        needs = "a parameter server" if settings.sync == "ssp" else "a loop that asks for its share"
+        raise LaunchError(
+            f"--sync {settings.sync}: it needs {needs}",
+            expected="all_reduce, adaptive, age, static, smart, random, pairwise or local",
+            fix="use pr.GroupSync in a script of your own; docs/sync.md shows how",
+        )
+    if not 0 <= settings.seed < 2**31:
+        raise _refuse("seed", settings.seed, "0 or more, below 2**31")
+    if not 0 < settings.lr < float("inf"):
+        raise _refuse("lr", settings.lr, "a finite number above 0")
+    if not 0 < settings.deadline <= LONGEST_DEADLINE:
+        raise _refuse("deadline", settings.deadline, f"seconds, up to {LONGEST_DEADLINE:g}")
+
+
+def new_run_folder(parent: Path, name: str) -> Path:
+    """A folder of its own for a run, named by kind and time; two jobs never share one."""
+    stem = time.strftime(f"{name}-%Y%m%d-%H%M%S")
+    for number in count(1):
+        run = parent / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            run.mkdir(parents=True)
+        except FileExistsError:
+            if not parent.is_dir():
+                raise _cannot_write(parent, "it is a file") from None
+        except OSError as error:
+            raise _cannot_write(parent, str(error.strerror)) from None
+        else:
+            return run
+    raise AssertionError("count never ends")
+
+
+def _cannot_write(folder: Path, why: str) -> LaunchError:
+    return LaunchError(
+        f"run folder in {folder}: {why}",
+        expected="a folder that can be written",
+        fix="give another one: --out FOLDER",
+    )
+
+
+def _refuse(name: str, value: object, expected: str) -> LaunchError:
+    flag = "--" + name.replace("_", "-")
+    return LaunchError(f"{flag} {value}", expected=expected, fix=f"give another value to {flag}")

@@ -1,0 +1,179 @@
+"""The work of one worker: its stage of the demo model, step after step.
+
+A step: run the schedule over the micro-batches, update, keep together with the other replicas of
+the stage, record. With all_reduce that is the gradient of the global batch, as in one process.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from polyrhythm.errors import LaunchError
+from polyrhythm.events import EventLog, worker_log
+from polyrhythm.run.average.group_sync import GroupSync
+from polyrhythm.run.compute import Compute
+from polyrhythm.run.demo.gpt import build_layers, next_byte_loss
+from polyrhythm.run.demo.job import Job, Settings
+from polyrhythm.run.demo.text import ByteText, read_text, standard_library
+from polyrhythm.run.launch import Place
+from polyrhythm.run.peers import waiting_for
+from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.types import Worker
+
+
+def load_text(settings: Settings) -> ByteText:
+    """Called before workers are forked, so that they share it."""
+    text = standard_library() if settings.text is None else read_text(settings.text)
+    return ByteText.of(
+        text,
+        context=settings.context,
+        microbatch_size=settings.microbatch_size,
+        seed=settings.seed,
+    )
+
+
+def train(
+    place: Place, job: Job, text: ByteText, run: Path | None, compute: Compute | None = None
+) -> None:
+    """Train as the worker of this place; rank 0 tells the others its `run`, the run folder.
+
+    `compute` holds the worker back where a scenario wants it slow.
+    """
+    job.check_processes(place.world_size)
+    worker = job.plan.worker(place.rank)
+    device = _device(job.settings, place)
+    with place.joined(job.settings.deadline):
+        run = _agree_on_folder(job, text, run)
+        with EventLog(worker_log(run, worker), worker) as log:
+            if place.rank == 0:
+                _record_job(job, device, log)
+            with _build_pipeline(job, worker, device, log, compute) as pipeline:
+                optimizer = AdamW(pipeline.module.parameters(), lr=job.settings.lr)
+                with _build_sync(job, worker, pipeline, optimizer, log) as sync:
+                    _run_steps(job, worker, pipeline, optimizer, sync, text, log)
+
+
+def _agree_on_folder(job: Job, text: ByteText, run: Path | None) -> Path:
+    """Hear rank 0's folder, and that it has the same text: machines may have other Pythons."""
+    told = torch.zeros(4096, dtype=torch.uint8)
+    if run is not None:
+        message = f"{text.digest} {run}".encode()
+        told[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    with waiting_for(job.plan.worker(0), "hearing the run folder"):
+        dist.broadcast(told, src=0)
+    digest, _, folder = bytes(told.tolist()).rstrip(b"\0").decode().partition(" ")
+    if digest != text.digest:
+        raise LaunchError(
+            f"this worker's text has digest {text.digest}, rank 0's {digest}",
+            expected="the same text on every machine",
+            fix="use the same Python everywhere, or give the same file: --text FILE",
+        )
+    return Path(folder)
+
+
+def _build_pipeline(
+    job: Job, worker: Worker, device: torch.device, log: EventLog, compute: Compute | None
+) -> Pipeline:
+    settings, plan = job.settings, job.plan
+    layers = build_layers(settings.shape, plan.layers(worker.stage), seed=settings.seed)
+    ranks = [plan.rank(Worker(stage, worker.pipeline)) for stage in range(plan.num_stages)]
+    return Pipeline(
+        layers.to(device),
+        loss_fn=next_byte_loss,
+        num_microbatches=settings.microbatches,
+        schedule=settings.schedule,
+        group=dist.new_group(
+            ranks,
+            timeout=timedelta(seconds=settings.deadline),
+            use_local_synchronization=True,
+        ),
+        deadline=settings.deadline,
+        log=log,
+        compute=compute,
+        pipeline=worker.pipeline,
+    )
+
+
+def _build_sync(
+    job: Job, worker: Worker, pipeline: Pipeline, optimizer: AdamW, log: EventLog
+) -> AbstractContextManager[GroupSync | None]:
+    if job.plan.num_pipelines == 1:
+        return nullcontext()
+    return GroupSync(
+        pipeline,
+        optimizer,
+        job.settings.sync,
+        worker=worker,
+        num_pipelines=job.plan.num_pipelines,
+        seed=job.settings.seed,
+        timeout=job.settings.deadline,
+        log=log,
+    )
+
+
+def _run_steps(
+    job: Job,
+    worker: Worker,
+    pipeline: Pipeline,
+    optimizer: AdamW,
+    sync: GroupSync | None,
+    text: ByteText,
+    log: EventLog,
+) -> None:
+    settings = job.settings
+    warmup = max(1, settings.steps // 10)
+    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
+    losses: list[Tensor] = []
+    for step in range(settings.steps):
+        began = log.now()
+        inputs, targets = text.batch(
+            step=step, pipeline=worker.pipeline, num_microbatches=settings.microbatches
+        )
+        arguments = (inputs,) if pipeline.is_first else ()
+        pipeline.step(*arguments, target=targets, losses=losses, return_outputs=False)
+        optimizer.step()
+        if sync is not None:
+            sync.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        values: dict[str, float | int] = {}
+        if pipeline.is_last:
+            loss = torch.stack(losses).mean().item()
+            values = {"loss": loss, "tokens": settings.tokens_per_step}
+        log.write("step", start=began, step=step, values=values)
+
+
+def _record_job(job: Job, device: torch.device, log: EventLog) -> None:
+    settings = job.settings
+    log.write(
+        "run",
+        name="demo",
+        values={
+            "stages": settings.stages,
+            "pipelines": settings.pipelines,
+            "steps": settings.steps,
+            "schedule": settings.schedule,
+            "sync": settings.sync,
+            "device": device.type,
+            "torch": str(torch.__version__),
+        },
+    )
+
+
+def _device(settings: Settings, place: Place) -> torch.device:
+    # Asked in the worker: a process that has touched CUDA cannot fork workers that use it.
+    if settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LaunchError(
+            "--device cuda on a machine without a usable GPU",
+            expected="torch.cuda.is_available()",
+            fix="use --device cpu; `polyrhythm doctor` says what this machine has",
+        )
+    return torch.device("cuda", place.local_rank % torch.cuda.device_count())

@@ -1,0 +1,1 @@
+"""One model in stages: this process runs one of them."""

@@ -1,0 +1,124 @@
+"""One batch as a stage sees it: cut into micro-batches in the same way on every stage.
+
+The first stage has the inputs and decides how they are cut; the others hear of it. Each stage cuts
+what it was given itself: the last one targets, all of them keyword arguments.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyrhythm.errors import ScheduleError
+from polyrhythm.run.pipeline.connections import Cut
+from polyrhythm.run.pipeline.microbatches import (
+    all_on,
+    batch_size_of,
+    cut,
+    kind_of,
+    sizes_by_number,
+    sizes_by_size,
+)
+from polyrhythm.run.pipeline.transport import Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a stage's process passed to `step` or `eval`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    loss_kwargs: dict[str, Any]
+    keeps_outputs: bool
+    training: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """What is given per micro-batch, and what came out of it."""
+
+    step: int
+    cut: Cut
+    arguments: Sequence[tuple[Any, ...]]  # first stage: the model's
+    keywords: Sequence[dict[str, Any]]
+    targets: Sequence[Any]  # last stage
+    loss_kwargs: dict[str, Any]
+    loss_weights: Sequence[float]  # last stage: what a micro-batch's loss counts in the gradient
+    keeps_outputs: bool
+    is_elsewhere: bool  # some of it has yet to be moved to the device
+    first: int = 0  # number of its first micro-batch: a pipeline that is not flushed counts on
+    losses: list[Tensor] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    _kinds: list[Kind] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._kinds = self.cut.kinds
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self._kinds)
+
+    def kind(self, microbatch: int) -> Kind:
+        return self._kinds[microbatch - self.first]
+
+
+@dataclass(slots=True, kw_only=True)
+class Cutter:
+    """`num_microbatches` or, where that is None, micro-batches of `microbatch_size`."""
+
+    num_microbatches: int | None
+    microbatch_size: int | None
+    sizes_to_try: Sequence[int] = ()  # by the tuner, which compares whole batches
+    scale_grads: bool
+    device: torch.device
+
+    def decided(self, given: Given) -> Cut:
+        """How the first stage cuts what it was given."""
+        sizes = self._sizes(batch_size_of((given.args, given.kwargs), "the model's inputs"))
+        whole, training = (given.args, given.kwargs), given.training
+        kinds = {size: kind_of(whole, size, training=training) for size in set(sizes)}
+        return Cut.of([kinds[size] for size in sizes], sizes, training=training)
+
+    def batch(self, given: Given, told: Cut, *, step: int, is_first: bool, is_last: bool) -> Batch:
+        """Cut what this stage was given as the first one decided."""
+        if told.training != given.training:
+            called = {True: "step", False: "eval"}
+            raise ScheduleError(
+                f"{called[given.training]} here, {called[told.training]} on the first stage",
+                expected="the same call on every stage",
+                fix="call step and eval in the same order in all processes",
+            )
+        sizes = told.sizes
+        return Batch(
+            step=step,
+            cut=told,
+            arguments=cut(given.args, sizes, "the model's inputs") if is_first else [],
+            keywords=cut(given.kwargs, sizes, "keyword arguments"),
+            targets=cut(given.target, sizes, "targets") if is_last else [],
+            loss_kwargs=given.loss_kwargs,
+            loss_weights=[size / sum(sizes) if self.scale_grads else 1.0 for size in sizes],
+            keeps_outputs=given.keeps_outputs and is_last,
+            is_elsewhere=not all_on(self.device, (given.args, given.kwargs, given.target)),
+        )
+
+    def _sizes(self, batch_size: int | None) -> list[int]:
+        if batch_size is None:
+            raise ScheduleError(
+                "the first stage got no tensor",
+                expected="the model's inputs, with the samples along their first dimension",
+                fix="call step(inputs) on the first stage",
+            )
+        if self.num_microbatches is not None:
+            return sizes_by_number(batch_size, self.num_microbatches)
+        assert self.microbatch_size is not None, "one of the two is given"
+        for size in self.sizes_to_try:
+            if batch_size % size:
+                raise ScheduleError(
+                    f"micro-batches of {size} for a batch of {batch_size}",
+                    expected="sizes that divide the batch, to be compared on the same work",
+                    fix=f"leave {size} out of microbatch_sizes, or change the batch",
+                )
+        return sizes_by_size(batch_size, self.microbatch_size)

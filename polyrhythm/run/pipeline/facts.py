@@ -1,0 +1,71 @@
+"""What one can ask a pipeline about itself."""
+
+from collections.abc import Mapping
+
+from polyrhythm.errors import ScheduleError
+from polyrhythm.run.pipeline.continuous import Continuous
+from polyrhythm.run.pipeline.flushed import Flushed
+from polyrhythm.run.pipeline.stage import StageCompute
+from polyrhythm.schedule.recipe import Recipe, Written
+from polyrhythm.types import Bytes
+
+
+class PipelineFacts:
+    """Read between steps; `recipe` may be set there, too."""
+
+    stage: int
+    num_stages: int
+    _compute: StageCompute
+    _way: Flushed | Continuous
+
+    @property
+    def recipe(self) -> Recipe | Written:
+        """The schedule of the next step; set it between steps, on all stages alike."""
+        return self._flushed.recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe | Written) -> None:
+        self._flushed.recipe = recipe
+
+    @property
+    def last_recipe(self) -> Recipe | Written:
+        """The schedule of the last step."""
+        return self._flushed.last_recipe
+
+    @property
+    def _flushed(self) -> Flushed:
+        if isinstance(self._way, Flushed):
+            return self._way
+        raise ScheduleError(
+            "the recipe of a pipeline with flush=False",
+            expected="one whose steps run a schedule each",
+            fix="use flush=True",
+        )
+
+    @property
+    def peak_in_flight(self) -> int:
+        """The most micro-batches whose activations were held at once, in the last step."""
+        return self._compute.peak_in_flight
+
+    @property
+    def activation_bytes(self) -> Mapping[int, Bytes]:
+        """What a micro-batch holds from its forward to its backward, by kind of micro-batch."""
+        return self._compute.activation_bytes
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the last step left gradients; without a flush the first few do not."""
+        return self._way.has_gradients
+
+    @property
+    def most_versions(self) -> int:
+        """Without a flush: the most copies of the weights that were stashed at once."""
+        return self._way.most_versions if isinstance(self._way, Continuous) else 0

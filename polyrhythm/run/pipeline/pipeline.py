@@ -1,0 +1,391 @@
+"""A pipeline: this process runs one stage of a model, action by action, as the schedule says.
+
+`step` and `eval` are called like those of torch.distributed.pipelining's schedules. Sends never
+block, receives are posted ahead, so a stage waits only when what its next action needs is not here
+yet. Micro-batches run in the same order under every schedule, so gradients are equal to the bit.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from polyrhythm.errors import ScheduleError
+from polyrhythm.events import EventLog, worker_log
+from polyrhythm.run.compute import Compute
+from polyrhythm.run.pipeline import split
+from polyrhythm.run.pipeline.batch import Batch, Cutter, Given
+from polyrhythm.run.pipeline.clocks import clocks_ahead, measure
+from polyrhythm.run.pipeline.connections import Connections
+from polyrhythm.run.pipeline.continuous import Continuous, check_untied
+from polyrhythm.run.pipeline.executor import Executor
+from polyrhythm.run.pipeline.facts import PipelineFacts
+from polyrhythm.run.pipeline.flushed import Flushed
+from polyrhythm.run.pipeline.gradients import TiedGradients, clip_grad_norm
+from polyrhythm.run.pipeline.microbatches import joined
+from polyrhythm.run.pipeline.options import Options
+from polyrhythm.run.pipeline.split import Part, split_sequential
+from polyrhythm.run.pipeline.stage import StageCompute
+from polyrhythm.run.pipeline.standing import device_of, place_of, whole_of
+from polyrhythm.run.pipeline.tuning import StageLimits, Tuning
+from polyrhythm.run.pipeline.wrappers import check_module
+from polyrhythm.schedule.builders import Schedule
+from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
+
+DEADLINE: Seconds = 120.0
+
+
+class Pipeline(PipelineFacts):
+    """One stage of a pipeline; the processes of `group`, in their order, are its stages."""
+
+    def __init__(
+        self,
+        module: nn.Module | Part,
+        *,
+        loss_fn: Callable[..., Tensor] | None,
+        num_microbatches: int | None = None,
+        microbatch_sizes: Sequence[int] | None = None,
+        schedule: str | Recipe | Schedule = "auto",
+        memory_limit: str | Bytes | None = None,
+        optimizer_floats: float = 2.0,
+        tune_every: int = 5,
+        flush: bool = True,
+        group: dist.ProcessGroup | None = None,
+        scale_grads: bool = True,
+        window: int | None = None,
+        deadline: Seconds = DEADLINE,
+        device: torch.device | str | None = None,
+        log: EventLog | Path | str | None = None,
+        compute: Compute | None = None,
+        pipeline: int = 0,
+    ) -> None:
+        """`loss_fn(output, target)` gives the mean loss of a micro-batch; the last stage calls it.
+
+        A batch is cut into `num_microbatches`, or, under the schedule auto, into micro-batches of
+        that one of `microbatch_sizes` that turns out best. Auto starts with 1f1b, and every
+        `tune_every` steps takes the schedule that is predicted to be shortest from what it measured
+        meanwhile, within the `memory_limit` of this stage ("20GiB"); the optimizer is taken to
+        keep `optimizer_floats` numbers per weight. Other schedules are written `1f1b`, `gpipe`,
+        `kfkb:2`, `bounded:7,5,3,1`, or are lists of actions.
+
+        `flush=False`: a step runs the forward of its batch, in one piece, and the backward of an
+        earlier one, so that stages never wait for the pipeline to empty; see `drain`.
+
+        `scale_grads`: gradients are those of the mean loss over the batch, else of the sum over
+        micro-batches. `deadline`: how long to wait for another stage before it counts as lost.
+        `window`: messages received ahead per direction, in place of what the schedule needs.
+        `pipeline` numbers the replicas of a job, for names in messages and logs; `log` is an
+        event log, or the folder of a run to write one in.
+        """
+        options = Options(
+            num_microbatches=num_microbatches,
+            microbatch_sizes=microbatch_sizes,
+            schedule=schedule,
+            flush=flush,
+            scale_grads=scale_grads,
+            tune_every=tune_every,
+            window=window,
+            deadline=deadline,
+            memory_limit=memory_limit,
+        )
+        if not isinstance(module, nn.Module | Part):
+            raise ScheduleError(
+                f"a {type(module).__name__} as a stage",
+                expected="an nn.Module",
+                fix="wrap it in one",
+            )
+        ranks, self.stage = place_of(group)
+        self.num_stages = len(ranks)
+        part = module if isinstance(module, Part) else whole_of(module, self.stage, self.num_stages)
+        self.module = part.module
+        self.device = device_of(part.module, device)
+        check_module(part.module, stage=self.stage, is_tuned=options.is_tuned, flush=flush)
+        if not flush:
+            check_untied(part.tied)
+            limits = options.continuous_limits(self.num_stages)
+        self._cutter = Cutter(
+            num_microbatches=num_microbatches,
+            microbatch_size=microbatch_sizes[0] if microbatch_sizes else None,
+            sizes_to_try=microbatch_sizes if microbatch_sizes and options.is_tuned else (),
+            scale_grads=scale_grads,
+            device=self.device,
+        )
+        self._loss_fn = loss_fn
+        self.num_steps = 0
+        self._connections: Connections | None = None
+        if self.num_stages > 1:
+            self._connections = Connections(
+                ranks,
+                self.stage,
+                part.wiring,
+                device=self.device,
+                pipeline=pipeline,
+                deadline=deadline,
+                window=window,
+            )
+            self._connections.agree(options.text)
+        self._log = log if isinstance(log, EventLog) else None
+        self._own_log: EventLog | None = None
+        if isinstance(log, str | Path):
+            worker = Worker(self.stage, pipeline)
+            self._log = self._own_log = EventLog(worker_log(Path(log), worker), worker)
+        self._compute = StageCompute(
+            call=part.module,
+            stage=self.stage,
+            is_last=self.is_last,
+            device=self.device,
+            loss_fn=loss_fn if self.is_last else None,
+            compute=compute,
+            is_watched=self._log is not None or compute is not None,
+        )
+        self._executor = Executor(
+            stage=self._compute, wiring=part.wiring, connections=self._connections, log=self._log
+        )
+        if self._log is not None and self._connections is not None:
+            self._executor.clocks_ahead = clocks_ahead(
+                self._connections, *measure(self._connections)
+            )
+        self._tied: TiedGradients | None = None
+        if part.tied and self._connections is not None:
+            self._tied = TiedGradients(part.module, part.tied, self._connections)
+        if not flush:
+            self._way = Continuous(module=part.module, executor=self._executor, limits=limits)
+            return
+        tuning: Tuning | None = None
+        if options.is_tuned:
+            tuning = Tuning(
+                microbatch_sizes=tuple(microbatch_sizes) if microbatch_sizes else None,
+                every=tune_every,
+                fixed=StageLimits.of(part.module, options.limit_bytes, optimizer_floats),
+                connections=self._connections,
+                log=self._log,
+            )
+        self._way = Flushed(
+            module=part.module,
+            executor=self._executor,
+            num_stages=self.num_stages,
+            recipe=options.recipe,
+            tied=self._tied,
+            tuning=tuning,
+        )
+
+    @classmethod
+    def from_sequential(
+        cls,
+        model: nn.Sequential,
+        *,
+        group: dist.ProcessGroup | None = None,
+        layers_per_stage: Sequence[int] | None = None,
+        skips: Mapping[int | str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """This process's layers of `model`; `skips={5: 1}`: layer 5 also gets layer 1's output."""
+        ranks, stage = place_of(group)
+        part = split_sequential(
+            model,
+            stage=stage,
+            num_stages=len(ranks),
+            layers_per_stage=layers_per_stage,
+            skips=skips,
+        )
+        return cls(part, group=group, **options)
+
+    @classmethod
+    def from_layers(
+        cls,
+        model: nn.Module,
+        *,
+        layers: str,
+        prologue: Sequence[str] = (),
+        every: Sequence[str] = (),
+        epilogue: Sequence[str] = (),
+        group: dist.ProcessGroup | None = None,
+        layers_per_stage: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Self:
+        """This process's part of a model that keeps its layers in a list, as Hugging Face's do.
+
+        `prologue` modules run on the first stage, `epilogue` on the last, `every` on all.
+        """
+        ranks, stage = place_of(group)
+        part = split.split_layers(
+            model,
+            stage=stage,
+            num_stages=len(ranks),
+            layers=layers,
+            prologue=prologue,
+            every=every,
+            epilogue=epilogue,
+            layers_per_stage=layers_per_stage,
+        )
+        return cls(part, group=group, **options)
+
+    @classmethod
+    def from_torch_stage(cls, stage: Any, **options: Any) -> Self:
+        """The module, process group and device of a torch.distributed.pipelining.PipelineStage."""
+        ranks, place = place_of(stage.group)
+        if (place, len(ranks)) != (stage.stage_index, stage.num_stages):
+            raise ScheduleError(
+                f"a torch stage {stage.stage_index} of {stage.num_stages} "
+                f"on process {place} of {len(ranks)}",
+                expected="one stage per process, in the order of the process group",
+                fix="give each process one PipelineStage, whose stage_index is its group rank",
+            )
+        return cls(stage.submod, group=stage.group, device=stage.device, **options)
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Forward and backward of one batch; gradients are added to those of the parameters.
+
+        The first stage gives the model's arguments, the last one `target`; keyword arguments go to
+        the module of the stage that gives them. On the last stage `losses` receives the loss of
+        every micro-batch, and the outputs of the batch are returned.
+        """
+        self._check_training(target)
+        batch = self._begin(
+            Given(
+                args=args,
+                kwargs=kwargs,
+                target=target,
+                loss_kwargs=loss_kwargs or {},
+                keeps_outputs=return_outputs,
+                training=True,
+            )
+        )
+        began = time.perf_counter()
+        self._way.run(batch)
+        if self._own_log is not None:
+            self._record(self._own_log, began, batch)
+        self.num_steps += 1
+        return self._results(batch, losses)
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Forward only, without gradients; otherwise like `step`."""
+        with torch.no_grad():
+            batch = self._begin(
+                Given(
+                    args=args,
+                    kwargs=kwargs,
+                    target=target,
+                    loss_kwargs=loss_kwargs or {},
+                    keeps_outputs=return_outputs,
+                    training=False,
+                )
+            )
+            forwards = [Action(Op.F, m) for m in range(batch.num_microbatches)]
+            self._executor.run(forwards, batch)
+            if self._connections is not None:
+                self._connections.drain()
+        return self._results(batch, losses)
+
+    def drain(self) -> Iterator[None]:
+        """Without a flush: run the backwards that are left; update the weights after each.
+
+        for _ in pipeline.drain():
+            optimizer.step()
+            optimizer.zero_grad()
+        """
+        if isinstance(self._way, Continuous):
+            yield from self._way.drain()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all stages together, as torch's does for a model in one piece."""
+        if isinstance(self._way, Continuous) and self.num_stages > 1:
+            raise ScheduleError(
+                "clipping across stages without a flush",
+                expected="gradients of one mini-batch on all stages at once",
+                fix="clip per stage with torch.nn.utils.clip_grad_norm_, or use flush=True",
+            )
+        return clip_grad_norm(
+            self.module.parameters(),
+            max_norm,
+            norm_type=norm_type,
+            not_counted=set() if self._tied is None else self._tied.elsewhere(),
+            control=None if self._connections is None else self._connections.control,
+        )
+
+    def close(self) -> None:
+        """End the threads that carry messages; without a flush, `drain` first."""
+        if self._connections is not None:
+            if isinstance(self._way, Continuous) and not self._way.is_drained:
+                self._connections.break_off()
+            self._connections.close()
+        if self._own_log is not None:
+            self._own_log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        if self._connections is not None:  # a peer may be gone: waiting would hide the error
+            self._connections.break_off()
+        if self._own_log is not None:
+            self._own_log.close()
+
+    def _begin(self, given: Given) -> Batch:
+        """Cut the batch as the first stage says, and post receives for all of it."""
+        self._cutter.microbatch_size = self._way.microbatch_size or self._cutter.microbatch_size
+        told = self._cutter.decided(given) if self.is_first else None
+        if self._connections is not None:
+            told = self._connections.brief(told)
+        assert told is not None, "the first stage decides, the others hear of it"
+        batch = self._cutter.batch(
+            given, told, step=self.num_steps, is_first=self.is_first, is_last=self.is_last
+        )
+        batch.first = self._way.expect(told)
+        return batch
+
+    def _record(self, log: EventLog, began: Seconds, batch: Batch) -> None:
+        """A step, with the loss of the batch where it is known."""
+        weighted = zip(batch.losses, batch.cut.sizes, strict=False)
+        loss = sum(loss.item() * size for loss, size in weighted) / sum(batch.cut.sizes)
+        values = {"loss": loss} if batch.losses else {}
+        log.write("step", start=log.at(began), step=batch.step, values=values)
+
+    def _results(self, batch: Batch, losses: list[Tensor] | None) -> Any:
+        if losses is not None:
+            losses.clear()
+            losses.extend(batch.losses)
+        return joined(batch.outputs)
+
+    def _check_training(self, target: Any) -> None:
+        if self._loss_fn is None or not torch.is_grad_enabled():
+            lacks = "without a loss_fn" if self._loss_fn is None else "under torch.no_grad()"
+            raise ScheduleError(
+                f"step {lacks}", expected="a loss and gradients", fix="call eval() to run forward"
+            )
+        if self.is_last and target is None:
+            raise ScheduleError(
+                "step on the last stage without a target",
+                expected="what the loss function compares the output with",
+                fix="call step(target=...) on the last stage",
+            )

@@ -1,0 +1,171 @@
+"""The compute of one stage: forward and backward of one micro-batch, and what is held in between.
+
+Activations live from the forward of a micro-batch to its backward. Their size is taken from what
+autograd really saves, once for every kind of micro-batch.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from polyrhythm.errors import ScheduleError
+from polyrhythm.run.compute import Compute
+from polyrhythm.run.pipeline.wrappers import local
+from polyrhythm.types import Bytes, Op, Seconds
+
+MOST_TIMES = 4096  # kept, of one thing, until somebody asks: far more than a step has
+_Span = tuple[torch.cuda.Event, torch.cuda.Event] | Seconds
+
+
+@dataclass(slots=True)
+class _Held:
+    """What the backward of a micro-batch needs."""
+
+    inputs: list[Tensor]
+    # Where gradients go in, not the tensors: those have been sent and are free. None for one that
+    # needs no gradient. On the last stage the loss itself.
+    outputs: list[GradientEdge | Tensor | None]
+
+
+@dataclass(slots=True, kw_only=True)
+class StageCompute:
+    """Runs the module; `loss_fn` on the last stage only."""
+
+    call: Callable[..., Any]  # the module, or it with other weights
+    stage: int
+    is_last: bool
+    device: torch.device
+    loss_fn: Callable[..., Tensor] | None = None
+    compute: Compute | None = None
+    is_watched: bool = False  # times are recorded or held back as they pass, on a GPU too
+    activation_bytes: dict[int, Bytes] = field(default_factory=dict, init=False)  # by kind
+    peak_in_flight: int = field(default=0, init=False)
+    _held: dict[int, _Held] = field(default_factory=dict, init=False)
+    _spans: deque[tuple[Op, int, _Span]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._spans = deque(maxlen=MOST_TIMES)
+
+    def forward(
+        self,
+        kind: int,
+        inputs: Sequence[Any],
+        kwargs: dict[str, Any],
+        finish: Callable[[Any], Any] = lambda returned: returned,
+    ) -> Any:
+        """What the module returns, as `finish` (the loss, on the last stage) leaves it."""
+        with self._timed(Op.F, kind), self._measured(kind):
+            return finish(self.call(*inputs, **kwargs))
+
+    def hold(self, microbatch: int, inputs: Sequence[Any], outputs: tuple[Tensor, ...]) -> None:
+        """Keep what the backward will need."""
+        needing = (x for x in inputs if isinstance(x, Tensor) and x.requires_grad)
+        received = [x for x in needing if x.is_leaf]  # pieces of what the user gave are none
+        kept = [
+            (y if self.is_last else get_gradient_edge(y)) if y.requires_grad else None
+            for y in outputs
+        ]
+        self._held[microbatch] = _Held(received, kept)
+        self.peak_in_flight = max(self.peak_in_flight, len(self._held))
+
+    def _way_back(self, output: Tensor) -> GradientEdge | Tensor:
+        return output if self.is_last else get_gradient_edge(output)
+
+    def loss(self, returned: Any, target: Any, loss_kwargs: dict[str, Any]) -> Tensor:
+        assert self.loss_fn is not None, "checked before the step"
+        loss = self.loss_fn(returned, target, **loss_kwargs)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ScheduleError(
+                f"the loss function returned {shown}",
+                expected="a tensor with one number: the mean over the micro-batch",
+                fix="use a loss with reduction='mean'",
+            )
+        return loss
+
+    def backward(
+        self, microbatch: int, kind: int, gradients: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """The gradients of the inputs that need one, given those of the outputs that do."""
+        held = self._held.pop(microbatch)
+        with self._timed(Op.B, kind):
+            pairs = [
+                (edge, g)
+                for edge, g in zip(held.outputs, gradients, strict=True)
+                if edge is not None and (g is not None or self.is_last)
+            ]
+            if pairs:  # else everything so far is frozen
+                with self._outside_autocast():
+                    outputs: list[Any] = [edge for edge, _ in pairs]
+                    torch.autograd.backward(outputs, [g for _, g in pairs])
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in held.inputs]
+
+    def durations(self) -> list[tuple[Op, int, Seconds]]:
+        """Operation, kind and time of what ran since this was asked last."""
+        spans = list(self._spans)
+        self._spans.clear()
+        found = []
+        for op, kind, span in spans:
+            if not isinstance(span, float):
+                start, end = span
+                end.synchronize()
+                span = start.elapsed_time(end) / 1e3
+            found.append((op, kind, span))
+        return found
+
+    def _outside_autocast(self) -> AbstractContextManager[object]:
+        """A backward follows the types of its forward, and autocast would change those."""
+        if torch.is_autocast_enabled(self.device.type):
+            return torch.autocast(self.device.type, enabled=False)
+        return nullcontext()
+
+    @contextmanager
+    def _timed(self, op: Op, kind: int) -> Iterator[None]:
+        if self.device.type == "cuda" and not self.is_watched:
+            stream = torch.cuda.current_stream(self.device)
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record(stream)
+            yield
+            end.record(stream)
+            self._spans.append((op, kind, (start, end)))
+            return
+        began = time.perf_counter()
+        yield
+        if self.device.type == "cuda":  # its end, not its launch, is what is watched
+            torch.cuda.current_stream(self.device).synchronize()
+        if self.compute is not None:
+            self.compute.hold_back(op, time.perf_counter() - began)
+        self._spans.append((op, kind, time.perf_counter() - began))
+
+    @contextmanager
+    def _measured(self, kind: int) -> Iterator[None]:
+        if kind in self.activation_bytes or not torch.is_grad_enabled():
+            yield
+            return
+        saved: dict[tuple[int, int], Bytes] = {}
+        parameters = self._parameter_storages()
+
+        @torch.compiler.disable  # or it is traced as if it were part of a compiled module
+        def note(saved_tensor: Tensor) -> Tensor:
+            tensor = local(saved_tensor)
+            # By view, not by storage: a micro-batch is a view of the batch, which is not ours.
+            if tensor.untyped_storage().data_ptr() not in parameters:
+                saved[tensor.data_ptr(), tensor.numel()] = tensor.nbytes
+            return saved_tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            yield
+        self.activation_bytes[kind] = sum(saved.values())
+
+    def _parameter_storages(self) -> set[int]:
+        if not isinstance(self.call, nn.Module):
+            return set()
+        return {local(p).untyped_storage().data_ptr() for p in self.call.parameters()}
