@@ -46,18 +46,6 @@ def share(speeds: Sequence[float], num_microbatches: int, least: int = 1) -> lis
     return counts
 
 
-def gradient_weights(num_samples: Mapping[Worker, int]) -> dict[Worker, float]:
-    """What each worker's mean gradient counts in the mean over all samples."""
-    total = sum(num_samples.values())
-    if total < 1 or min(num_samples.values()) < 0:
-        raise PolicyError(
-            f"samples {list(num_samples.values())}",
-            expected="at least one sample in all, none negative",
-            fix="deal the micro-batches first",
-        )
-    return {worker: samples / total for worker, samples in num_samples.items()}
-
-
 @dataclass(slots=True)
 class Dealer:
     """Deals by smoothed measurements, and anew only if that is worth it."""

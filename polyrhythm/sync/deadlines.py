@@ -1,14 +1,17 @@
 """Limits of a group's time: how long it may take, learned from how long groups have taken.
 
-A fixed deadline is too short on a slow network and lets a fast one hang for minutes. Here it is the
-median of past group times plus k times their spread, within bounds. The spread is the median
-absolute deviation, which a few outliers do not move. A deadline that was missed doubles the next
-one, since a group that was cut off says nothing about how long it would have taken; each group that
-makes it halves that again.
+A fixed deadline is too short on a slow network and lets a fast one hang for minutes. Here it is ten
+times the median of past times, within bounds: a few outliers do not move the median, and ten times
+is enough for the group of everybody after many pairs, and for a worker that is slow just now. (The
+median plus k deviations would be the median itself when times are steady, and never more than that
+much: of times above 0, the median absolute deviation is not above the median.) A deadline that was
+missed doubles the next one, since a group that was cut off says nothing about how long it would
+have taken; each group that makes it halves that again.
 """
 
 import math
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -23,14 +26,14 @@ REFRESH = 8  # a median is worth computing after so many new ones
 class Limits:
     """How patient a scheduler is."""
 
-    spreads: float = 8.0  # k: how far beyond the median a group may be
     floor: Seconds = 1.0  # of a deadline
-    ceiling: Seconds = 45.0  # of a deadline; less than the lease of the enforcement token
+    ceiling: Seconds = 240.0  # of a deadline; less than the lease of the enforcement token
     readiness: Seconds = 300.0  # how long at most an assigned group waits for who computes
-    slower: float = 10.0  # it waits as long for one so many times slower than the usual
-    waiting: Seconds = math.inf  # how long a ready worker waits for a policy to put it in a group
+    slower: float = 10.0  # an average, or a step, may take so many times as long as is usual
+    waiting: Seconds = math.inf  # how long a ready worker waits for a policy to put it in a group,
+    steps: float = 3.0  # or so many steps, if that is longer, and not longer than `readiness`
     gathering: Seconds = 540.0  # how long all wait for the last; less than workers wait for anybody
-    retries: int = 2  # after so many more failed groups, a worker goes on alone
+    retries: float = 2  # after so many more failed groups, a worker goes on alone
 
     def __post_init__(self) -> None:
         if not 0 < self.floor <= self.ceiling:
@@ -39,11 +42,11 @@ class Limits:
                 expected="0 < floor <= ceiling, in seconds",
                 fix="leave them out: deadlines are learned between them",
             )
-        above_0 = (self.spreads, self.readiness, self.slower, self.waiting, self.gathering)
+        above_0 = (self.readiness, self.slower, self.waiting, self.steps, self.gathering)
         if not (all(limit > 0 for limit in above_0) and self.retries >= 0):
             raise PolicyError(
-                f"spreads={self.spreads:g} readiness={self.readiness:g} slower={self.slower:g} "
-                f"waiting={self.waiting:g} gathering={self.gathering:g} retries={self.retries}",
+                f"readiness={self.readiness:g} slower={self.slower:g} waiting={self.waiting:g} "
+                f"steps={self.steps:g} gathering={self.gathering:g} retries={self.retries}",
                 expected="retries not below 0, all others above",
                 fix="leave them out for the defaults",
             )
@@ -51,19 +54,20 @@ class Limits:
 
 @dataclass(slots=True)
 class Deadlines:
-    """Of the groups of one stage."""
+    """Of the groups of one stage, or of its steps."""
 
-    limits: Limits
+    slower: float  # how many times the usual
+    floor: Seconds
     ceiling: Seconds
-    slower: float = 1.0  # at least so many times the median
-    current: Seconds = field(init=False)  # of a group that starts now
+    current: Seconds  # of what starts now; at first, of what starts before anything is known
+    usual: Callable[[Iterable[Seconds]], Seconds] = median
     _past: deque[Seconds] = field(default_factory=lambda: deque(maxlen=PAST), init=False)
     _num_new: int = field(default=0, init=False)
     _learned: Seconds = field(init=False)
     _slack: int = field(default=1, init=False)  # doubled by each deadline missed
 
     def __post_init__(self) -> None:
-        self._learned = self.current = self.ceiling
+        self._learned = self.current
 
     def made(self, duration: Seconds) -> None:
         """A group took this long."""
@@ -71,9 +75,7 @@ class Deadlines:
         self._num_new += 1
         if self._num_new == REFRESH:  # never of fewer: they would say little about the spread
             self._num_new = 0
-            middle = median(self._past)
-            spread = median(abs(past - middle) for past in self._past)
-            self._learned = max(middle + self.limits.spreads * spread, middle * self.slower)
+            self._learned = self.slower * self.usual(self._past)
         elif self._slack == 1:
             return
         self._slack = max(self._slack // 2, 1)
@@ -85,5 +87,5 @@ class Deadlines:
         self._update()
 
     def _update(self) -> None:
-        deadline = max(self._learned, self.limits.floor) * self._slack
+        deadline = max(self._learned, self.floor) * self._slack
         self.current = min(deadline, self.ceiling)

@@ -26,6 +26,11 @@ class Gathering(Policy):
     # One announced: nobody is expected but those who are here.
     _roster: Roster = field(default_factory=lambda: Roster(1, startup=0.0), init=False)
 
+    @property
+    def has_others(self) -> bool:
+        """Whether there is anybody to average with."""
+        return len(self._roster.present) > 1
+
     def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
         self._roster.join(worker, now)
         return []

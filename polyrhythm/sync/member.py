@@ -7,11 +7,12 @@ member that has not asked by the time it opens is passive: it answers while it c
 ready before the group is done, that is the group it waits for, like any other.
 """
 
+import math
 from enum import Enum
 from typing import NamedTuple
 
 from polyrhythm.sync.deadlines import Deadlines
-from polyrhythm.sync.messages import Command
+from polyrhythm.sync.messages import Abort, Assign, Commit, Skip
 from polyrhythm.sync.policy import Policy
 from polyrhythm.types import Group, Seconds, Worker
 
@@ -29,15 +30,29 @@ class Decider(NamedTuple):
     policy: Policy
     deadlines: Deadlines  # of averages
     readiness: Deadlines  # of members that have asked, and compute when their group is assigned
+    patience: Deadlines | None  # of members that are ready; None if it has no end
     asks_ahead: bool
     is_gathering: bool
     timer: int  # the place of its timer among all
+
+    def stepped(self, duration: Seconds) -> None:
+        """A worker took so long for a step."""
+        if self.asks_ahead:  # else no group is assigned before all that are waited for are ready
+            self.readiness.made(duration)
+        if self.patience is not None:
+            self.patience.made(duration)
+
+    def longest_wait(self) -> Seconds:
+        """Of an assigned group, for those of its members that compute."""
+        wait = self.readiness.current
+        return wait if self.patience is None else min(wait, self.patience.current)
 
 
 class Assigned:
     """A group on its way: in the lines of its members, then open, then averaging."""
 
     __slots__ = (
+        "assign",
         "decider",
         "due",
         "gid",
@@ -53,6 +68,7 @@ class Assigned:
     def __init__(self, gid: int, group: Group, members: "list[Member]", decider: Decider) -> None:
         self.gid, self.group, self.members, self.decider = gid, group, members, decider
         self.is_open = False  # it comes first in the line of each of its members
+        self.assign: Assign | None = None  # what they were told then
         self.unready: set[Worker] = set()  # those who have asked, and are still computing
         self.pending = set(group.members)  # those who have not said Done
         self.opened: Seconds = 0.0
@@ -67,13 +83,14 @@ class Member:
         "active",
         "ahead",
         "alone",
-        "answer",
         "asked",
-        "asked_at",
+        "began",
         "clock",
+        "crosses",
         "decider",
         "failures",
         "gathered",
+        "group_end",
         "has_asked",
         "heard",
         "incarnation",
@@ -81,6 +98,7 @@ class Member:
         "life",
         "line",
         "node",
+        "step_end",
         "stops",
         "wants",
         "worker",
@@ -97,9 +115,13 @@ class Member:
         """Nothing is under way; its model is that of step `clock`."""
         self.clock = clock
         self.heard = self.asked = clock  # the last step it has said Ready, or Request, for
-        self.asked_at: Seconds = 0.0  # when it said the latter
+        self.began: Seconds = math.inf  # when it began to compute; inf if that is not known
         self.gathered = -1  # the last one that it has said Gather at
-        self.answer: Command | None = None  # the last command for it, to repeat
+        # To be told again, if it repeats what it has said: what ended its last step, or None from
+        # its Ready or Gather to that end; and what ended the last group that it was in.
+        self.step_end: Commit | Skip | None = None
+        self.group_end: Commit | Abort | None = None
+        self.crosses = -1  # the group that was given up before its Done, which may come yet
         self.line: list[Assigned] = []  # its groups, in the order of their ids
         self.ahead = self.wants = False  # Ready, or Request, of the next step came early
         self.stops = False  # Gather came early; or it leaves: no more groups are opened for it

@@ -126,6 +126,7 @@ class Skip(_Message, frozen=True):
     worker: Worker
     clock: int
     why: str
+    failed: bool = False  # there should have been one; else it is in a group of one
 
 
 class Heal(_Message, frozen=True):

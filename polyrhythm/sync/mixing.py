@@ -12,6 +12,8 @@ for the workers that were there all through it, and knows no path through one th
 group that failed connects nobody. Causal age is new: the union of a window ignores the order of its
 groups, so {3,4}, {2,3}, {1,2} over and over is connected though news from 1 needs seven groups to
 reach 4; and a worker that is always slow holds up every window, though nobody misses anything new.
+An average of all workers (`gathering.py`) begins both measures anew; so does one that has failed,
+since validators hear only that all have left and are back: for once, old news may go unnoticed.
 """
 
 from collections import deque
@@ -143,8 +145,8 @@ class CausalAge:
     `seen[v][u]` is how many updates of u the model of v contains; averaging makes that the largest
     of the members' for all of them, so the members of a group share one row from then on. Nothing
     is known of the model of a worker that joins: it counts as having seen nothing of the others.
-    When the last one has left, all counts begin again: those who come then have a common past, as
-    after an average of all workers, or none.
+    When the last one has left, all counts begin again: those who come then are taken to have a
+    common past, as after an average of all workers, or none.
     """
 
     def __init__(self, max_age: int) -> None:
@@ -211,10 +213,6 @@ class CausalAge:
                 self._seen[worker.pipeline] = row
             else:
                 self._clock[worker.pipeline] -= 1  # it comes again with the same update
-
-    def ages(self) -> NDArray[np.int64]:
-        """How many updates of each pipeline's worker the candidate misses; < 0 for one not here."""
-        return self._clock - self._merged
 
     def _empty_row(self) -> NDArray[np.int64]:
         return np.zeros(len(self._clock), np.int64)  # several times faster than zeros_like

@@ -67,11 +67,6 @@ class Pairwise(Policy):
             self._queue.remove(worker)
         return self._serve()
 
-    def is_active(self, worker: Worker) -> bool:
-        """Whether a worker starts exchanges; else it answers them."""
-        self._turns.check(worker)
-        return worker in self._active
-
     def _change_over(self, worker: Worker) -> None:
         mine, other = self._passive, self._active
         if worker in self._active:

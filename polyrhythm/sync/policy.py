@@ -14,8 +14,9 @@ A policy can rely on this:
 - A group of one is a local step, and done at once: whether `on_done` is called for it makes no
   difference, and its worker may report again right after.
 - A worker that leaves is in no group: those it was in are done before, with `ok=False`, and so are
-  those that the policy forms of it meanwhile. It may come back: from a loss, a wait that was too
-  long, or an average of all workers, for which all of them leave before one joins again.
+  those that the policy forms of it meanwhile. It may come back: it joins in another life, and it
+  returns, in the same one, from a wait that was too long, or from an average of all workers of its
+  stage, for which all of them leave before one returns (or from one that failed, and some stayed).
 """
 
 import math
@@ -29,6 +30,10 @@ class Policy:
     def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
         """A worker takes part from now on; `node` is the machine it runs on."""
         return []
+
+    def on_return(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
+        """A worker that has left is back; to most policies it is as good as one that joins."""
+        return self.on_join(worker, node, now)
 
     def on_request(self, worker: Worker, now: Seconds) -> list[Group]:
         """A worker begins a step, at the end of which it will want to average (Prague)."""

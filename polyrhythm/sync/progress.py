@@ -10,9 +10,11 @@ gathering of its stage (`gathering.py`); all this is the same for both.
 Source: none; in SDPipe and Prague nobody is told whether a group has averaged.
 """
 
+import heapq
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from polyrhythm.sync.deadlines import Deadlines, Limits
 from polyrhythm.sync.gathering import Gathering
@@ -22,6 +24,16 @@ from polyrhythm.sync.membership import Membership
 from polyrhythm.sync.messages import Abort, Assign, Command, Commit, Skip
 from polyrhythm.sync.policy import Policy
 from polyrhythm.types import Group, Seconds
+
+
+class _Wait(NamedTuple):
+    """A ready worker waits for its policy; the number is there so that no others are compared."""
+
+    until: Seconds
+    number: int
+    patience: Seconds
+    clock: int
+    member: Member
 
 
 class Progress:
@@ -41,7 +53,8 @@ class Progress:
         self._first_timer = min(self._timers)
         for member in membership.members.values():
             member.decider = self._policies[member.worker.stage]
-        self._waits: deque[tuple[Seconds, int, Member]] = deque()  # until when, at which clock
+        self._waits: list[_Wait] = []  # a heap
+        self._num_waits = 0
         self._early: list[Member] = []  # those who told of a step before the last one ended
 
     def next_timer(self) -> Seconds:
@@ -65,7 +78,7 @@ class Progress:
             if self._timers[decider.timer] <= self.now:
                 self._accept(decider, decider.policy.on_timer(self.now))
         while self._next_wait() <= self.now:
-            self._send_on(self._waits.popleft()[2])
+            self._send_on(heapq.heappop(self._waits))
 
     def catch_up(self) -> None:
         """Go on with what workers have told before their last step was over."""
@@ -96,9 +109,10 @@ class Progress:
 
     def begin(self, member: Member) -> None:
         """A local update is made: the worker wants to average now."""
-        member.clock, member.is_ready, member.answer = member.heard, True, None
+        member.clock, member.is_ready, member.step_end = member.heard, True, None
         if not member.active:
-            self._skip(member, f"its pipeline is not whole: {self._membership.missing(member)}")
+            missing = self._membership.missing(member)
+            self._skip(member, f"its pipeline is not whole: {missing}", failed=True)
             return
         self._offer(member)
         head = member.line[0] if member.line else None
@@ -117,6 +131,7 @@ class Progress:
         if member.is_ready:
             return
         member.end_step()
+        member.step_end = None
         head = member.line[0] if member.line else None
         answers = head is not None and head.is_open and member.worker not in head.unready
         left_behind = self._empty_line(member, f"{member.worker} gathers", down_to=int(answers))
@@ -138,8 +153,11 @@ class Progress:
         if not assigned.unready:
             assigned.decider.deadlines.made(self.now - assigned.started)
         ends = tuple([other.clock if other.is_ready else -1 for other in assigned.members])
-        self._tell(assigned, Commit(assigned.gid, assigned.group.members, ends))
+        commit = Commit(assigned.gid, assigned.group.members, ends)
+        self._tell_the_end(assigned, commit)
         for other in _concerned(assigned):
+            if other.is_ready:
+                other.step_end = commit
             self._end_step(other)
         self._close(assigned, ok=True)
 
@@ -154,7 +172,8 @@ class Progress:
             if assigned.decider.is_gathering:  # all go on, or none: who came last would be alone
                 member.failures = most
             if member.failures > self._limits.retries and not member.line:
-                self._skip(member, f"{member.failures} groups failed, the last one: {reason}")
+                why = f"{member.failures} groups failed, the last one: {reason}"
+                self._skip(member, why, failed=True)
         self._again(concerned)
 
     def drop(self, member: Member, reason: str) -> None:
@@ -169,7 +188,7 @@ class Progress:
         self._exit(member, self._gatherings[member.worker.stage])
         member.decider = self._policies[member.worker.stage]
         if was_ready and member.life is Life.ALIVE:
-            self._skip(member, reason)
+            self._skip(member, reason, failed=True)
         self._again(left_behind)
 
     def _decider(self, policy: Policy) -> Decider:
@@ -178,13 +197,23 @@ class Progress:
         self._timers.append(policy.next_timer())
         timer = len(self._timers) - 1
         limits = self._limits
-        deadlines = Deadlines(limits, limits.ceiling)
-        readiness = Deadlines(limits, limits.readiness, limits.slower)
-        return Decider(policy, deadlines, readiness, asks_ahead, is_gathering, timer)
+        deadlines = Deadlines(limits.slower, limits.floor, limits.ceiling, limits.ceiling)
+        readiness = Deadlines(limits.slower, limits.floor, limits.readiness, limits.readiness)
+        patience = None
+        if limits.waiting < math.inf:
+            # By the quickest step: others may contain such waits, and patience would feed itself.
+            most = max(limits.waiting, limits.readiness)
+            patience = Deadlines(limits.steps, limits.waiting, most, limits.waiting, usual=min)
+        return Decider(policy, deadlines, readiness, patience, asks_ahead, is_gathering, timer)
 
     def _enter(self, member: Member, decider: Decider) -> None:
         groups = decider.policy.on_join(member.worker, member.node, self.now)
         self._accept(decider, groups)
+
+    def _return(self, member: Member) -> None:
+        """A worker is back in its policy, in the same life."""
+        groups = member.decider.policy.on_return(member.worker, member.node, self.now)
+        self._accept(member.decider, groups)
 
     def _exit(self, member: Member, decider: Decider) -> None:
         """The policy hears that a worker is gone; a group of one that it gave out is void."""
@@ -209,24 +238,29 @@ class Progress:
         if member.is_ready:
             decider = member.decider
             self._accept(decider, decider.policy.on_ready(member.worker, self.now))
-            if self._limits.waiting < math.inf:
-                self._waits.append((self.now + self._limits.waiting, member.clock, member))
+            if decider.patience is not None:
+                patience, self._num_waits = decider.patience.current, self._num_waits + 1
+                until = self.now + patience
+                wait = _Wait(until, self._num_waits, patience, member.clock, member)
+                heapq.heappush(self._waits, wait)
 
     def _next_wait(self) -> Seconds:
         """When a worker will have waited too long for a policy; inf for never."""
         while self._waits:
-            until, clock, member = self._waits[0]
+            wait = self._waits[0]
+            member = wait.member
             waits = member.is_ready and not member.line and not member.decider.is_gathering
-            if waits and member.clock == clock:
-                return until
-            self._waits.popleft()
+            if waits and member.clock == wait.clock:
+                return wait.until
+            heapq.heappop(self._waits)
         return math.inf
 
-    def _send_on(self, member: Member) -> None:
-        """Take a worker out of its policy, and back in: it goes on alone, and all is forgotten."""
-        self._skip(member, f"no group within {self._limits.waiting:g} s")
+    def _send_on(self, wait: _Wait) -> None:
+        """Take a worker out of its policy, and back in: it goes on alone, and waits for nobody."""
+        member = wait.member
+        self._skip(member, f"no group within {wait.patience:.3g} s", failed=True)
         self._exit(member, member.decider)
-        self._enter(member, member.decider)
+        self._return(member)
 
     def _accept(self, decider: Decider, groups: Iterable[Group]) -> None:
         """Put new groups in line, and open those whose turn it is; after every call of a policy."""
@@ -246,8 +280,9 @@ class Progress:
     def _go_alone(self, member: Member) -> None:
         group, decider = member.alone, member.decider
         assert group is not None, f"{member.worker} has a group of one"
-        self._skip(member, group.why)
-        self._accept(decider, decider.policy.on_done(group, True, self.now))
+        policy = decider.policy
+        self._skip(member, group.why, failed=isinstance(policy, Gathering) and policy.has_others)
+        self._accept(decider, policy.on_done(group, True, self.now))
 
     def _open_if_first(self, assigned: Assigned) -> None:
         if assigned.is_open or not self.lines.is_first(assigned):
@@ -260,9 +295,11 @@ class Progress:
         members, why = assigned.group
         weights = (1 / len(members),) * len(members)
         lives = tuple([member.incarnation for member in assigned.members])
-        self._tell(assigned, Assign(assigned.gid, epoch, members, weights, lives, deadline, why))
+        assign = Assign(assigned.gid, epoch, members, weights, lives, deadline, why)
+        assigned.assign = assign
+        self.out.append(assign)
         if assigned.unready:
-            self.lines.set_due(assigned, self.now + assigned.decider.readiness.current)
+            self.lines.set_due(assigned, self.now + assigned.decider.longest_wait())
         else:
             self._start(assigned)
 
@@ -274,7 +311,10 @@ class Progress:
     def _give_up(self, assigned: Assigned, reason: str) -> None:
         if assigned.is_open:
             self.counters["aborted"] += 1
-            self._tell(assigned, Abort(assigned.gid, assigned.group.members, reason))
+            self._tell_the_end(assigned, Abort(assigned.gid, assigned.group.members, reason))
+            for member in assigned.members:
+                if member.worker in assigned.pending:
+                    member.crosses = assigned.gid
         self._close(assigned, ok=False)
 
     def _close(self, assigned: Assigned, *, ok: bool) -> None:
@@ -289,35 +329,44 @@ class Progress:
         self._accept(decider, decider.policy.on_done(assigned.group, ok, self.now))
 
     def _again(self, members: Iterable[Member]) -> None:
-        """Members of a group that is no more tell the policy again what they had told it."""
+        """Members of a group that is no more tell the policy again what they had told it.
+
+        All ask before one of them is ready: so a policy finds all of them for another group.
+        """
+        ready = []
         for member in members:
             if not member.active or member.line:
                 continue
             if member.is_ready:
-                member.has_asked = False
-                self._offer(member)
+                ready.append(member)
+                self.ask(member)
             elif member.has_asked:
                 self.ask(member)
+        for member in ready:
+            if member.is_ready:  # else it was told to go on alone when it asked
+                self._offer(member)
 
-    def _skip(self, member: Member, why: str) -> None:
+    def _skip(self, member: Member, why: str, *, failed: bool) -> None:
         self.counters["skipped"] += 1
-        member.answer = Skip(member.worker, member.clock, why)
-        self.out.append(member.answer)
+        member.step_end = Skip(member.worker, member.clock, why, failed)
+        self.out.append(member.step_end)
         self._end_step(member)
 
     def _end_step(self, member: Member) -> None:
         """A worker goes on; if it has gathered, it is back in its policy before anything else."""
         member.end_step()
+        if not member.wants:  # else it has begun its next step before
+            member.began = self.now
         if member.decider.is_gathering:
             member.decider = self._policies[member.worker.stage]
-            self._enter(member, member.decider)
+            self._return(member)
         if member.ahead or member.wants or member.stops:
             self._early.append(member)
 
-    def _tell(self, assigned: Assigned, command: Command) -> None:
+    def _tell_the_end(self, assigned: Assigned, command: Commit | Abort) -> None:
         self.out.append(command)
         for member in assigned.members:
-            member.answer = command
+            member.group_end = command
 
 
 def _concerned(assigned: Assigned) -> list[Member]:

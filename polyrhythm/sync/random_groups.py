@@ -95,10 +95,6 @@ class RandomGroups(Policy):
         held.members.remove(worker)
         return self._begin([held.owner, *self._lock_what_is_free()])
 
-    def num_undone(self) -> int:
-        """Groups that were drawn and are not done."""
-        return len(self._owners)
-
     def _lock_what_is_free(self) -> list[Worker]:
         """Lock the queued groups that can be, oldest first; their owners."""
         locked: list[Worker] = []

@@ -20,7 +20,7 @@ import msgspec
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.deadlines import Limits
 from polyrhythm.sync.policy import Policy
-from polyrhythm.sync.token import EnforcementToken
+from polyrhythm.sync.token import LEASE, EnforcementToken
 from polyrhythm.types import Seconds
 
 POLICIES = {
@@ -40,8 +40,10 @@ ACROSS_STAGES = ("ssp",)  # one policy for the workers of all stages
 EVERY = {"local": 500}  # steps from one average to the next, where it is not 1: as in DiLoCo
 # These wait for certain workers, for as long as it takes. In a pipeline such a worker may be held
 # up by another stage, where somebody waits in the same way for one that this stage holds up.
-WAITS_WITHOUT_END = ("random", "smart", "partial_reduce")
-LONGEST_WAIT: Seconds = 30.0
+WAITS_WITHOUT_END = ("random", "smart", "partial_reduce", "static")
+LONGEST_WAIT: Seconds = 30.0  # or that of ten steps, if it is longer
+# These promise that all have the same model: nobody goes on alone because averages fail.
+EXACT = ("all_reduce", "balanced", "local")
 
 Options = Mapping[str, object]
 
@@ -79,7 +81,7 @@ def make_policies(
     *,
     num_stages: int,
     num_pipelines: int,
-    lease: Seconds = 60.0,
+    lease: Seconds = LEASE,
     seed: int = 0,
     options: Options | None = None,
 ) -> list[Policy]:
@@ -114,9 +116,10 @@ def limits_for(name: str, num_stages: int, limits: Limits | None = None) -> Limi
     """The same limits, with an end to waits that could be for ever in a pipeline."""
     _check_name(name)
     limits = limits or Limits()
+    if name in EXACT:
+        return dataclasses.replace(limits, retries=math.inf)
     if name in WAITS_WITHOUT_END and num_stages > 1 and limits.waiting == math.inf:
-        readiness = min(limits.readiness, LONGEST_WAIT)
-        return dataclasses.replace(limits, waiting=LONGEST_WAIT, readiness=readiness)
+        return dataclasses.replace(limits, waiting=LONGEST_WAIT)
     return limits
 
 

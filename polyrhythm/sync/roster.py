@@ -93,6 +93,11 @@ class Roster:
         waits = self.assembles_until > -math.inf and 0 < len(self.ready) == len(self.present)
         return self.assembles_until if waits else math.inf
 
+    def assembled_by(self) -> Seconds:
+        """When those who are ready need not wait any more for who is yet to come; inf for never."""
+        waits = self.ready and self.assembles_until > -math.inf
+        return self.assembles_until if waits else math.inf
+
     def take_ready(self) -> tuple[Worker, ...]:
         """All that are ready, sorted, so that every member names the group alike."""
         members = tuple(sorted(self.ready))

@@ -25,9 +25,7 @@ from polyrhythm.sync.deadlines import Limits
 from polyrhythm.sync.member import Life, Member
 from polyrhythm.sync.membership import Membership
 from polyrhythm.sync.messages import (
-    Abort,
     Command,
-    Commit,
     Dead,
     Done,
     Event,
@@ -136,7 +134,7 @@ class Scheduler:
         if event.clock <= member.asked or event.clock <= member.heard:
             self.counters["duplicate" if event.clock == member.asked else "late"] += 1
             return
-        member.asked, member.asked_at = event.clock, self._now
+        member.asked, member.began = event.clock, self._now
         if member.is_ready or member.has_asked:
             member.wants = True
         elif member.active:
@@ -150,14 +148,14 @@ class Scheduler:
             self._hear_again(member, event.clock)
             return
         member.heard = event.clock
-        if member.asked == event.clock:
-            member.decider.readiness.made(self._now - member.asked_at)
         if self._healing:
             self._healing.pop(event.worker, None)
         if member.is_ready:
             member.ahead = True
             self.counters["early"] += 1
         else:
+            if member.began < math.inf:
+                member.decider.stepped(self._now - member.began)
             self._progress.begin(member)
 
     def _gather(self, event: Gather) -> None:
@@ -183,15 +181,14 @@ class Scheduler:
         assigned = self._progress.lines.groups.get(event.gid)
         if assigned is None:
             self.counters["late"] += 1
-            answer = member.answer
-            if isinstance(answer, Commit | Abort) and answer.gid == event.gid:
-                self._progress.out.append(answer)
+            self._tell_the_end_again(member, event.gid)
         elif event.worker not in assigned.pending or not assigned.is_open:
             is_member = assigned.is_open and event.worker in assigned.group.members
             self.counters["duplicate" if is_member else "out_of_turn"] += 1
         elif event.ok:
             self._progress.done(member, assigned)
         else:
+            assigned.pending.remove(event.worker)
             self._progress.fail(assigned, f"{event.worker} failed")
 
     def _dead(self, event: Dead) -> None:
@@ -229,8 +226,18 @@ class Scheduler:
             self._refuse(member.worker, clock, "clock_backwards", why)
             return
         self.counters["duplicate"] += 1
-        if member.answer is not None:
-            self._progress.out.append(member.answer)
+        answer: Command | None = member.step_end
+        if member.is_ready and member.line:
+            answer = member.line[0].assign
+        if answer is not None:
+            self._progress.out.append(answer)
+
+    def _tell_the_end_again(self, member: Member, gid: int) -> None:
+        end = member.group_end
+        if member.crosses == gid:  # it had not heard of the end when it said so
+            member.crosses = -1
+        elif end is not None and end.gid == gid:
+            self._progress.out.append(end)
 
     def _refuse(self, worker: Worker, clock: int, kind: str, why: str) -> None:
         self.counters[kind] += 1

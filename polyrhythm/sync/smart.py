@@ -52,6 +52,7 @@ class SmartGroups(Policy):
     _buffers: GroupBuffers = field(default_factory=GroupBuffers, init=False)
     _nodes: dict[Worker, str] = field(default_factory=dict, init=False)
     _num_asked: dict[Worker, int] = field(default_factory=dict, init=False)  # c_w
+    _failed: set[Worker] = field(default_factory=set, init=False)  # they ask again for that step
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,7 +78,10 @@ class SmartGroups(Policy):
 
     def on_request(self, worker: Worker, now: Seconds) -> list[Group]:
         begun = self._buffers.ask(worker)
-        self._count(worker)
+        if worker in self._failed:
+            self._failed.remove(worker)
+        else:
+            self._count(worker)
         return begun
 
     def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
@@ -87,16 +91,15 @@ class SmartGroups(Policy):
 
     def on_done(self, group: Group, ok: bool, now: Seconds) -> list[Group]:
         self._buffers.finish(group)
+        if not ok:
+            self._failed.update(group.members)
         return []
 
     def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:
         begun = self._buffers.leave(worker)
         del self._nodes[worker], self._num_asked[worker]
+        self._failed.discard(worker)
         return begun
-
-    def num_planned(self, worker: Worker) -> int:
-        """How many groups a worker is in or planned for: at most two."""
-        return self._buffers.depth(worker)
 
     def _count(self, worker: Worker) -> None:
         leader_before = max(self._num_asked.values())

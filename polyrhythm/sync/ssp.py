@@ -13,7 +13,10 @@ policy the workers of all stages; then a pipeline is one virtual worker, whose c
 slowest stage, and `staleness` is the number of stages by default, as in Miao et al., "SDPipe",
 PVLDB 16(9), 2023, section 5.1.
 Departures: a step is one clock, where HetPipe counts a wave of several mini-batches; who joins
-starts at the clock of the most advanced, since it pulls the newest weights, and holds nobody up.
+starts at the clock of the most advanced, since it pulls the newest weights, and holds nobody up. So
+does a pipeline that was away, if it returns as a whole; but its stages stay as far apart as they
+were. Were one of them counted as further than it is, it would wait for another one that waits for
+it in the pipeline.
 """
 
 from dataclasses import dataclass, field
@@ -33,6 +36,7 @@ class BoundedStaleness(Policy):
     _most_ahead: int = field(init=False)
     _roster: Roster = field(init=False)
     _num_pushed: dict[Worker, int] = field(default_factory=dict, init=False)
+    _away: dict[Worker, int] = field(default_factory=dict, init=False)  # what it had pushed
 
     def __post_init__(self) -> None:
         self._most_ahead = self.num_stages if self.staleness is None else self.staleness
@@ -46,7 +50,20 @@ class BoundedStaleness(Policy):
 
     def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
         self._roster.join(worker, now)
+        self._away.pop(worker, None)  # that was another life
         self._num_pushed[worker] = max(self._num_pushed.values(), default=0)
+        return self._release(now)
+
+    def on_return(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
+        self._roster.join(worker, now)
+        pushed = self._away.pop(worker)
+        if not any(other.pipeline == worker.pipeline for other in self._num_pushed):
+            missed = max(max(self._num_pushed.values(), default=0) - pushed, 0)
+            pushed += missed
+            for other in self._away:
+                if other.pipeline == worker.pipeline:
+                    self._away[other] += missed
+        self._num_pushed[worker] = pushed
         return self._release(now)
 
     def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
@@ -60,26 +77,11 @@ class BoundedStaleness(Policy):
 
     def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:
         self._roster.leave(worker)
-        del self._num_pushed[worker]
+        self._away[worker] = self._num_pushed.pop(worker)
         return self._release(now)
 
     def next_timer(self) -> Seconds:
-        return self._roster.next_timer()
-
-    def clock(self, pipeline: int) -> int:
-        """How many steps all stages of a pipeline have pushed."""
-        pushed = [n for worker, n in self._num_pushed.items() if worker.pipeline == pipeline]
-        if not pushed:
-            raise PolicyError(
-                f"pipeline {pipeline} is not here",
-                expected="a pipeline with workers that have joined",
-                fix="report that they joined first",
-            )
-        return min(pushed)
-
-    def may_go_on(self, worker: Worker, now: Seconds) -> bool:
-        """Whether a worker may begin its next step."""
-        return self._num_pushed[worker] - self._slowest(now) <= self._most_ahead
+        return self._roster.assembled_by()
 
     def _slowest(self, now: Seconds) -> int:
         missing = self._roster.is_assembling(now)  # who is still to come has pushed nothing

@@ -115,13 +115,20 @@ class StaticGroups(Policy):
     _nodes: dict[Worker, str] = field(default_factory=dict, init=False)
     _layout: Layout = field(default=Layout((), ()), init=False)
     _step: dict[Worker, int] = field(default_factory=dict, init=False)  # the next to average
+    _passed: dict[Worker, int] = field(default_factory=dict, init=False)  # alone, and then it left
 
     def __post_init__(self) -> None:
         self._roster = Roster(self.num_workers, self.startup)
 
     def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
+        self._passed.pop(worker, None)  # that was another life
+        return self.on_return(worker, node, now)
+
+    def on_return(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
         self._roster.join(worker, now)
-        self._step[worker] = max(self._step.values(), default=0)
+        # One that has waited too long goes on with the step after that: else it would miss many.
+        next_step = self._passed.pop(worker, -1) + 1
+        self._step[worker] = next_step or max(self._step.values(), default=0)
         self._nodes[worker] = node
         self._layout = Layout.of(self._nodes)
         return self._release(now)
@@ -140,13 +147,15 @@ class StaticGroups(Policy):
         return self._release(now)
 
     def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:
+        if worker in self._roster.ready:
+            self._passed[worker] = self._step[worker]
         self._roster.leave(worker)
         del self._nodes[worker], self._step[worker]
         self._layout = Layout.of(self._nodes)
         return self._release(now)
 
     def next_timer(self) -> Seconds:
-        return self._roster.next_timer()
+        return self._roster.assembled_by()
 
     def _release(self, now: Seconds) -> list[Group]:
         """The groups whose members are all ready, among those still to come to that step."""

@@ -21,13 +21,14 @@ from polyrhythm.errors import PolicyError
 from polyrhythm.types import Seconds
 
 NOBODY = -1
+LEASE: Seconds = 300.0  # longer than the slowest worker's step, or waiting for it is in vain
 
 
 @dataclass(slots=True)
 class EnforcementToken:
     """Shared by the policies of all stages of a job."""
 
-    lease: Seconds = 60.0  # longer than the slowest worker's step, or waiting for it is in vain
+    lease: Seconds = LEASE
     holder: int = field(default=NOBODY, init=False)  # a stage
     expires: Seconds = field(default=-math.inf, init=False)
     _last: int = field(default=NOBODY, init=False)  # the stage that had it before

@@ -49,9 +49,12 @@ class WindowedGroups(Policy):
         self.validator = validator
         self.stage, self.token = stage, token or EnforcementToken()
         self.counters: Counter[str] = Counter()  # groups by how they came about
+        self._max_window = max_window
         self._opened = self._closes = math.inf
         self._enforces_since = math.inf  # inf if it does not wait for anybody in particular
+        self._enforces_until = math.inf  # the end of its own lease: another stage may have the next
         self._awaited = ""
+        self._failed: dict[Worker, Seconds] = {}  # when their groups did
 
     def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
         self.roster.join(worker, now)
@@ -61,17 +64,21 @@ class WindowedGroups(Policy):
     def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
         roster = self.roster
         roster.add_ready(worker, now)
-        self.window.arrived(worker, now, len(roster.present))
+        if self._failed.pop(worker, None) != now:  # else it arrived before, and tries again
+            self.window.arrived(worker, now, len(roster.present))
         self.validator.offer(worker)
         if self._closes == math.inf and len(roster.ready) == 1:
             self._opened = now
             self._closes = now + self.window.open(len(roster.present))
         else:
-            self._closes = max(self._closes, now + self.window.stay())
+            longest = self._opened + self._max_window
+            self._closes = max(self._closes, min(now + self.window.stay(), longest))
         return self._decide(now)
 
     def on_done(self, group: Group, ok: bool, now: Seconds) -> list[Group]:
         self.validator.done(group, ok)
+        if not ok:
+            self._failed.update(dict.fromkeys(group.members, now))
         return []
 
     def on_timer(self, now: Seconds) -> list[Group]:
@@ -81,6 +88,7 @@ class WindowedGroups(Policy):
         self.roster.leave(worker)
         self.window.left(worker)
         self.validator.leave(worker)
+        self._failed.pop(worker, None)
         if not self.roster.ready:
             self._close()
         return self._decide(now)
@@ -88,7 +96,7 @@ class WindowedGroups(Policy):
     def next_timer(self) -> Seconds:
         if not self.roster.ready:
             return math.inf
-        closes = self.token.expires if self._enforces_since < math.inf else self._closes
+        closes = self._enforces_until if self._enforces_since < math.inf else self._closes
         return min(closes, self.roster.next_timer())
 
     def _decide(self, now: Seconds) -> list[Group]:
@@ -109,6 +117,7 @@ class WindowedGroups(Policy):
         lacking = names(self.validator.lacking())
         if self.token.take(self.stage, now):
             self._enforces_since, self._awaited = now, lacking
+            self._enforces_until = self.token.expires
             return []
         why_not = self.token.why_not(self.stage, now)
         return self._form("waived_token", f"waived: lacks {lacking}, but {why_not}", now)
@@ -117,7 +126,7 @@ class WindowedGroups(Policy):
         waited = now - self._enforces_since
         if self.validator.is_valid():
             return self._form("enforced", f"waited {waited:.3g} s for {self._awaited}", now)
-        if self.token.holder != self.stage or now >= self.token.expires:
+        if now >= self._enforces_until:
             lacking = names(self.validator.lacking())
             return self._form("waived_lease", f"waived: lacks {lacking} after {waited:.3g} s", now)
         return []

@@ -210,8 +210,8 @@ def test_times_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         coordinator_of(setup_of(), silence=0.5)
     with pytest.raises(PolicyError, match="startup=inf"):
         coordinator_of(setup_of(), startup=float("inf"))
-    with pytest.raises(PolicyError, match=r"up to 60 s, and a lease .* of 60 s"):
-        setup_of(limits=Limits(ceiling=60.0))
+    with pytest.raises(PolicyError, match=r"up to 300 s, and a lease .* of 300 s"):
+        setup_of(limits=Limits(ceiling=300.0))
     setup = setup_of(pipelines=2)
     with pytest.raises(PolicyError, match="1 stages x 2 pipelines, in a job of 2 stages x 1"):
         Coordinator(

@@ -31,6 +31,7 @@ from polyrhythm.sync.messages import (
     Skip,
     Timer,
 )
+from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.types import Action, Op, Seconds, Worker
 
@@ -56,6 +57,7 @@ class Simulated:
     waits_since: Seconds | None = None  # Ready was sent, or Gather
     gathers: bool = False  # since then, and it was Gather
     gathered: int = -1  # the clock at which it did last
+    asked: int = 0  # the clock of its last Request
     heard: Seconds = 0.0  # when its last message arrived
     gids: list[int] = field(default_factory=list)  # in the order of Assign
     open: int | None = None
@@ -91,6 +93,10 @@ class Grid:
         self._finished: set[tuple[int, int, Action]] = set()  # stage, pipeline, action
         self._met: dict[int, set[Worker]] = {}  # who has come to a group, by gid
         self._assigned: dict[int, Assign] = {}
+        self._asks_ahead = [
+            self.asks_ahead and type(policy).on_request is not Policy.on_request
+            for policy in self.scheduler.policies
+        ]
         batches = range(self.num_steps)
         self.workers = {
             Worker(stage, pipeline): Simulated(one_f_one_b(self._ahead(stage), batches))
@@ -151,6 +157,7 @@ class Grid:
             other = self.workers[w]
             other.program = one_f_one_b(self._ahead(w.stage), range(first, self.num_steps))
             other.clock, other.is_computing, other.waits_since = first, False, None
+            other.asked = first
             other.gathers = False
         state.is_alive, state.incarnation, state.open = True, state.incarnation + 1, None
         life = state.incarnation
@@ -177,15 +184,15 @@ class Grid:
             self.say(worker, lambda now: Leave(worker, state.incarnation, now))
             state.is_computing = True  # gone
             return
+        if self.asks_ahead and state.asked <= state.clock:
+            clock = state.asked = state.clock + 1
+            self.say(worker, lambda now: Request(worker, clock, state.incarnation, now))
         action, (stage, pipeline) = state.program[0], worker
         neighbour = stage - 1 if action.op is Op.F else stage + 1
         has_input = (neighbour, pipeline, action) in self._finished
         if not has_input and 0 <= neighbour < self.num_stages:
             return
         state.is_computing = True
-        if self.asks_ahead and action.op is Op.B:
-            clock = state.clock + 1
-            self.say(worker, lambda now: Request(worker, clock, state.incarnation, now))
         program = state.program
         self._later(self.compute(worker, action), lambda: self._finish(worker, action, program))
 
@@ -285,8 +292,8 @@ class Grid:
         state, assigned = self.workers[worker], self._assigned.get(gid)
         if assigned is None or not state.is_alive or state.open != gid:
             return
-        if state.waits_since is None and self.asks_ahead:
-            return
+        if state.waits_since is None and self._asks_ahead[worker.stage]:
+            return  # it has asked for this group, for the end of its step; else it is passive
         self._met[gid].add(worker)
         if len(self._met[gid]) == len(assigned.members):
             for member in assigned.members:

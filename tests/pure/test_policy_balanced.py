@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.balanced import Dealer, gradient_weights, share
+from polyrhythm.sync.balanced import Dealer, share
 from polyrhythm.types import Worker
 
 speeds_of = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -119,20 +119,6 @@ def test_one_that_is_not_measured_yet_is_taken_as_typical() -> None:
     assert dealer.deal(W[:3]) == {W[0]: 4, W[1]: 4, W[2]: 4}
 
 
-@given(st.lists(st.lists(st.integers(-9, 9), max_size=6), min_size=1, max_size=5))
-def test_weighted_means_of_the_workers_are_the_mean_of_all_samples(
-    samples: list[list[int]],
-) -> None:
-    everything = [value for own in samples for value in own]
-    if not everything:
-        return
-    weights = gradient_weights({W[i]: len(own) for i, own in enumerate(samples)})
-    means = {W[i]: sum(own) / len(own) for i, own in enumerate(samples) if own}
-    mean = sum(weights[worker] * mean for worker, mean in means.items())
-    assert mean == pytest.approx(sum(everything) / len(everything))
-    assert sum(weights.values()) == pytest.approx(1)
-
-
 def test_what_cannot_be_dealt_or_measured_is_refused() -> None:
     for speeds, num in [([], 4), ([1.0, 0.0], 4), ([1.0, float("nan")], 4), ([1.0] * 5, 4)]:
         with pytest.raises(PolicyError, match="fix:"):
@@ -140,7 +126,5 @@ def test_what_cannot_be_dealt_or_measured_is_refused() -> None:
     for count, seconds in [(0, 1.0), (1, 0.0), (1, float("inf")), (1, float("nan"))]:
         with pytest.raises(PolicyError, match="s0p0 took"):
             Dealer(4).measured(W[0], count, seconds)
-    with pytest.raises(PolicyError, match="at least one sample"):
-        gradient_weights({W[0]: 0})
     with pytest.raises(PolicyError, match="smoothing=0"):
         Dealer(4, smoothing=0.0)

@@ -125,7 +125,7 @@ class Job:
             self.at(self.now + self.exchange, lambda g=group, ok=ok: self._averaged(g, ok))
 
     def _is_passive(self, worker: Worker) -> bool:
-        return isinstance(self.policy, Pairwise) and not self.policy.is_active(worker)
+        return isinstance(self.policy, Pairwise) and worker not in self._ready_since
 
     def _averaged(self, group: Group, ok: bool) -> None:
         if any(group is running for running in self._running):  # else a member has left

@@ -34,14 +34,12 @@ def test_a_push_releases_exactly_those_within_the_bound(
     for pipeline in order:
         worker = workers[pipeline % num_workers]
         if worker in held:
-            assert not policy.may_go_on(worker, 0.0)
             continue
         pushed[worker] += 1
         held.add(worker)
         free = {w for w in held if pushed[w] - min(pushed.values()) <= staleness}
         assert released(policy.on_ready(worker, 0.0)) == free
         held -= free
-        assert {w for w in workers if policy.may_go_on(w, 0.0)} == set(workers) - held
         assert max(pushed.values()) - min(pushed.values()) <= staleness + 1
         assert held != set(workers), "somebody can always go on"
 
@@ -69,16 +67,17 @@ def test_a_pipeline_is_one_virtual_worker_with_the_clock_of_its_slowest_stage(
     workers = [Worker(s, p) for p in range(num_pipelines) for s in range(num_stages)]
     policy = joined(BoundedStaleness(len(workers), staleness), workers)
     pushed = dict.fromkeys(workers, 0)
+    held: set[Worker] = set()
     for index in order:
         worker = workers[index % len(workers)]
-        if policy.may_go_on(worker, 0.0):
+        if worker not in held:
             pushed[worker] += 1
-            policy.on_ready(worker, 0.0)
-        clocks = [policy.clock(pipeline) for pipeline in range(num_pipelines)]
-        assert clocks == [
+            held = (held | {worker}) - released(policy.on_ready(worker, 0.0))
+        clocks = [
             min(n for w, n in pushed.items() if w.pipeline == p) for p in range(num_pipelines)
         ]
         assert max(clocks) - min(clocks) <= staleness + 1
+        assert held == {w for w in workers if pushed[w] - min(clocks) > staleness}
 
 
 def test_the_slowest_may_leave_and_who_joins_is_level_with_the_leader() -> None:
@@ -89,7 +88,6 @@ def test_the_slowest_may_leave_and_who_joins_is_level_with_the_leader() -> None:
     [group] = policy.on_leave(slow, 2.0)
     assert group == Group((fast,), "0 of 1 steps ahead")
     policy.on_join(new, "n0", 3.0)
-    assert policy.clock(2) == 2
     assert released(policy.on_ready(fast, 3.0)) == {fast}
     assert released(policy.on_ready(new, 3.0)) == {new}
 
@@ -107,7 +105,5 @@ def test_a_second_push_a_stranger_and_a_negative_bound_are_refused() -> None:
     policy.on_ready(Worker(0, 0), 0.0)
     with pytest.raises(PolicyError, match="already ready"):
         policy.on_ready(Worker(0, 0), 0.0)
-    with pytest.raises(PolicyError, match="pipeline 7 is not here"):
-        policy.clock(7)
     with pytest.raises(PolicyError, match="staleness=-1"):
         BoundedStaleness(2, staleness=-1)

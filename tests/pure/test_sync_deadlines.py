@@ -11,40 +11,63 @@ from polyrhythm.sync.deadlines import Deadlines, Limits
 from polyrhythm.sync.lines import Lines
 from polyrhythm.sync.member import Decider, Member
 from polyrhythm.sync.policy import Policy
-from polyrhythm.types import Group, Worker
+from polyrhythm.types import Group, Seconds, Worker
 
-LIMITS = Limits()
-DEADLINES, READINESS = Deadlines(LIMITS, LIMITS.ceiling), Deadlines(LIMITS, LIMITS.readiness)
-DECIDER = Decider(Policy(), DEADLINES, READINESS, False, False, 0)
+DEADLINES = Deadlines(slower=10.0, floor=1.0, ceiling=60.0, current=60.0)
+DECIDER = Decider(Policy(), DEADLINES, DEADLINES, None, False, False, 0)
 
 
-def test_the_first_deadlines_are_generous_and_then_close_to_the_median() -> None:
-    deadlines, chance = (
-        Deadlines(Limits(floor=0.01, ceiling=60.0, spreads=5.0), 60.0),
-        random.Random(0),
-    )
+def deadlines_of(floor: Seconds, ceiling: Seconds) -> Deadlines:
+    return Deadlines(10.0, floor, ceiling, ceiling)
+
+
+def test_the_first_deadlines_are_generous_and_then_ten_times_the_median() -> None:
+    deadlines, chance = deadlines_of(0.01, 60.0), random.Random(0)
     for _ in range(7):
         deadlines.made(chance.uniform(0.9, 1.1))
         assert deadlines.current == 60.0
     for _ in range(100):
         deadlines.made(chance.uniform(0.9, 1.1))
-    assert 1.0 + 5 * 0.03 < deadlines.current < 1.0 + 5 * 0.07
+    assert deadlines.current == pytest.approx(10.0, rel=0.05)
 
 
 def test_a_few_outliers_move_nothing_and_a_change_for_good_does() -> None:
-    deadlines = Deadlines(Limits(floor=0.01, ceiling=60.0), 60.0)
+    deadlines = deadlines_of(0.01, 60.0)
     for n in range(64):
         deadlines.made(50.0 if n % 10 == 0 else 1.0)
-    assert deadlines.current == 1.0
+    assert deadlines.current == 10.0
     for _ in range(64):
         deadlines.made(3.0)
-    assert deadlines.current == 3.0
+    assert deadlines.current == 30.0
+
+
+@given(st.floats(0.001, 5.0))
+def test_what_always_takes_the_same_time_has_time_to_spare(duration: float) -> None:
+    deadlines = deadlines_of(0.001, 60.0)
+    for _ in range(20):
+        deadlines.made(duration)
+        assert deadlines.current >= 10 * duration
+
+
+def test_patience_in_a_pipeline_follows_the_quickest_step_from_what_it_is_at_first() -> None:
+    """The others contain waits for one another, which must not feed the patience they take."""
+    patience = Deadlines(3.0, 30.0, 300.0, 30.0, usual=min)
+    assert patience.current == 30.0
+    for _ in range(8):
+        patience.made(5.0)
+    assert patience.current == 30.0  # the floor
+    for n in range(64):
+        patience.made(40.0 if n % 10 == 0 else 200.0)
+    assert patience.current == 120.0
+    for _ in range(64):
+        patience.made(200.0)
+    assert patience.current == 300.0  # the ceiling
 
 
 def test_missed_deadlines_double_up_to_the_ceiling_and_successes_undo_it() -> None:
-    deadlines = Deadlines(Limits(floor=1.0, ceiling=10.0), 10.0)
+    deadlines = deadlines_of(1.0, 10.0)
     for _ in range(8):
-        deadlines.made(0.5)
+        deadlines.made(0.05)
     assert deadlines.current == 1.0  # the floor
     found = []
     for _ in range(5):
@@ -52,13 +75,13 @@ def test_missed_deadlines_double_up_to_the_ceiling_and_successes_undo_it() -> No
         found.append(deadlines.current)
     assert found == [2.0, 4.0, 8.0, 10.0, 10.0]
     for _ in range(5):
-        deadlines.made(0.5)
+        deadlines.made(0.05)
     assert deadlines.current == 1.0
 
 
 @given(st.lists(st.one_of(st.floats(0, 100), st.none()), max_size=100))
 def test_deadlines_stay_within_their_bounds(story: list[float | None]) -> None:
-    deadlines = Deadlines(Limits(floor=0.5, ceiling=20.0), 20.0)
+    deadlines = deadlines_of(0.5, 20.0)
     for duration in story:
         if duration is None:
             deadlines.missed()
@@ -72,7 +95,8 @@ def test_deadlines_stay_within_their_bounds(story: list[float | None]) -> None:
     [
         lambda: Limits(floor=0.0),
         lambda: Limits(floor=2.0, ceiling=1.0),
-        lambda: Limits(spreads=0.0),
+        lambda: Limits(slower=0.0),
+        lambda: Limits(steps=0.0),
         lambda: Limits(readiness=0.0),
         lambda: Limits(waiting=0.0),
         lambda: Limits(gathering=0.0),
@@ -119,11 +143,16 @@ def test_a_group_is_overdue_at_its_last_due_time_only() -> None:
     assert lines.next_due() == float("inf")
 
 
-def test_a_member_ten_times_slower_than_the_usual_is_waited_for_and_no_longer() -> None:
-    """In a pipeline two stages can wait for each other: that has to end soon, and not too soon."""
-    limits = Limits(floor=0.1, readiness=300.0, slower=10.0)
-    readiness = Deadlines(limits, limits.readiness, limits.slower)
-    assert readiness.current == 300.0
-    for _ in range(64):
-        readiness.made(0.5)
-    assert readiness.current == 5.0
+@pytest.mark.parametrize(("step", "longest"), [(0.2, 2.0), (9.0, 30.0), (60.0, 180.0)])
+def test_an_assigned_group_waits_for_slow_members_but_not_without_end(
+    step: Seconds, longest: Seconds
+) -> None:
+    """For ten usual steps; where it might be in vain, for no longer than a ready worker waits."""
+    readiness = Deadlines(10.0, 1.0, 300.0, 300.0)
+    patience = Deadlines(3.0, 30.0, 300.0, 30.0, usual=min)
+    decider = Decider(Policy(), DEADLINES, readiness, patience, True, False, 0)
+    assert decider.longest_wait() == 30.0
+    for _ in range(8):
+        decider.stepped(step)
+    assert decider.longest_wait() == longest
+    assert decider._replace(patience=None).longest_wait() == min(10 * step, 300.0)

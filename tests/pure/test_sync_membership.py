@@ -23,10 +23,10 @@ def test_a_death_takes_its_pipeline_out_of_every_stage() -> None:
     commands = scheduler.step(Dead(pipeline[1], now=2.0))
     assert commands == [
         Abort(1, (other[0], pipeline[0]), "s1p1 died"),
-        Skip(pipeline[0], 1, "s1p1 died"),
+        Skip(pipeline[0], 1, "s1p1 died", True),
         Skip(other[0], 1, "all are ready; 1 of 2 workers are not here"),
         Skip(other[1], 1, "all are ready; 1 of 2 workers are not here"),
-        Skip(pipeline[2], 1, "s1p1 died"),
+        Skip(pipeline[2], 1, "s1p1 died", True),
     ]
     assert scheduler.epoch == 3  # two pipelines came, one went
     (skip,) = ready(scheduler, pipeline[0], clock=2, now=3.0)

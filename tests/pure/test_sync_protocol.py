@@ -1,12 +1,13 @@
 """The scheduler under any storm of messages: nothing breaks, and nothing of value is lost.
 
 A stateful test plays workers that may send anything, in order or not, twice or late, and gather,
-die, leave and return at any time. Beside the scheduler it keeps the weights that its commands
-imply.
+die, leave and return at any time; and they may miss a command, and ask again. Limits are those of a
+real job. Beside the scheduler it keeps the weights that its commands imply.
 """
 
 import math
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -30,19 +31,20 @@ from polyrhythm.sync.messages import (
     Skip,
     Timer,
 )
-from polyrhythm.sync.registry import POLICIES, make_policies
+from polyrhythm.sync.registry import POLICIES, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.types import Worker
 
 NUM_STAGES, NUM_PIPELINES = 2, 3
 WORKERS = [Worker(s, p) for s in range(NUM_STAGES) for p in range(NUM_PIPELINES)]
 NAMES = [name for name in POLICIES if name not in ("balanced", "local")]  # both are all_reduce
+LEASE, MAX_WINDOW = 6.0, 4.0
 OPTIONS: dict[str, dict[str, object]] = {
-    "adaptive": {"last_groups": 2},
-    "age": {"max_age": 1},
+    "adaptive": {"last_groups": 2, "max_window": MAX_WINDOW},
+    "age": {"max_age": 1, "max_window": MAX_WINDOW},
     "partial_reduce": {"group_size": 2},
 }
-LIMITS = Limits(ceiling=5.0, readiness=20.0, waiting=30.0, gathering=60.0)
+LIMITS = Limits(ceiling=5.0, readiness=40.0, gathering=60.0)
 
 
 class Storm(RuleBasedStateMachine):
@@ -52,10 +54,16 @@ class Storm(RuleBasedStateMachine):
             name,
             num_stages=NUM_STAGES,
             num_pipelines=NUM_PIPELINES,
-            lease=6.0,
+            lease=LEASE,
             options=OPTIONS.get(name),
         )
-        self.scheduler = Scheduler(policies, NUM_PIPELINES, limits=LIMITS)
+        limits = limits_for(name, NUM_STAGES, LIMITS)
+        self.scheduler = Scheduler(policies, NUM_PIPELINES, limits=limits)
+        self.tries_without_end = limits.retries == math.inf
+        # If steps are long, waits are: up to `readiness`.
+        self.longest_wait = max(limits.waiting, limits.readiness)
+        if name in ("adaptive", "age"):
+            self.longest_wait = MAX_WINDOW + LEASE
         self.now = 0.0
         self.log: list[Event] = []
         self.clock = dict.fromkeys(WORKERS, 0)
@@ -71,6 +79,10 @@ class Storm(RuleBasedStateMachine):
         self.weights = {worker: float(n) for n, worker in enumerate(WORKERS)}
         self.since: dict[Worker, float] = {}
         self.last_gather: dict[tuple[Worker, int], int] = {}  # its clock, by life
+        self.said: dict[Worker, Ready | Gather] = {}  # the last one
+        self.deaf: set[Worker] = set()  # they will miss the end of a step,
+        self.missed: dict[Worker, Command] = {}  # and these have: this one
+        self.last_end: dict[Worker, Commit | Abort] = {}  # of its groups, in this life
         for worker in WORKERS:
             self.tell(Join(worker, f"node{worker.pipeline}", 0, 0, self.now))
 
@@ -109,14 +121,15 @@ class Storm(RuleBasedStateMachine):
                 return
             assign = self.open.pop(command.gid)
             self.closed[command.gid] = command
+            for worker, life in zip(assign.members, assign.lives, strict=True):
+                if life == self.life[worker]:
+                    self.last_end[worker] = command
             if isinstance(command, Commit):
                 assert self.said_done[command.gid] == set(assign.members)
-                self.average(assign, command.ends)
+                self.average(assign, command)
         elif isinstance(command, Skip):
-            self.since.pop(command.worker, None)
             if command.clock == self.clock[command.worker]:
-                self.waits[command.worker] = False
-                self.gathers.discard(command.worker)
+                self.release(command.worker, command)
         elif isinstance(command, Heal):
             assert command.worker.stage == command.source.stage
             assert command.worker != command.source
@@ -131,18 +144,27 @@ class Storm(RuleBasedStateMachine):
         assert set(assign.members) == active
         assert self.gathers.issuperset(assign.members)
 
-    def average(self, assign: Assign, ends: tuple[int, ...]) -> None:
+    def release(self, worker: Worker, command: Command) -> None:
+        """The end of a step is sent to a worker, which may miss it."""
+        self.since.pop(worker, None)
+        self.gathers.discard(worker)
+        if worker in self.deaf:
+            self.deaf.remove(worker)
+            self.missed[worker] = command
+        else:
+            self.waits[worker] = False
+            self.missed.pop(worker, None)
+
+    def average(self, assign: Assign, commit: Commit) -> None:
         before = sum(self.weights.values())
         pairs = zip(assign.members, assign.weights, strict=True)
         mean = sum(self.weights[worker] * weight for worker, weight in pairs)
-        for worker, clock in zip(assign.members, ends, strict=True):
+        for worker, clock in zip(assign.members, commit.ends, strict=True):
             self.weights[worker] = mean
             assert clock in (-1, self.clock[worker])
             assert clock == -1 or self.waits[worker]
             if clock != -1:  # else it only answered
-                self.waits[worker] = False
-                self.gathers.discard(worker)
-                self.since.pop(worker, None)
+                self.release(worker, commit)
         assert math.isclose(sum(self.weights.values()), before)
 
     @rule(worker=st.sampled_from(WORKERS))
@@ -151,7 +173,8 @@ class Storm(RuleBasedStateMachine):
             self.clock[worker] += 1
             self.waits[worker] = True
             self.since[worker] = self.now
-            self.tell(Ready(worker, self.clock[worker], self.life[worker], self.now))
+            self.said[worker] = Ready(worker, self.clock[worker], self.life[worker], self.now)
+            self.tell(self.said[worker])
 
     @rule(worker=st.sampled_from(WORKERS), num_steps=st.sampled_from([0, 0, 1, 5]))
     def gather(self, worker: Worker, num_steps: int) -> None:
@@ -162,7 +185,31 @@ class Storm(RuleBasedStateMachine):
             self.clock[worker] = self.last_gather[worker, self.life[worker]] = clock
             self.waits[worker] = True
             self.gathers.add(worker)
-            self.tell(Gather(worker, clock, self.life[worker], self.now))
+            self.said[worker] = Gather(worker, clock, self.life[worker], self.now)
+            self.tell(self.said[worker])
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def miss_the_end(self, worker: Worker) -> None:
+        if worker not in self.missed:
+            self.deaf.add(worker)
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def ask_for_the_end_of_a_step(self, worker: Worker) -> None:
+        """Whatever else has happened meanwhile, a worker that asks again is told what it missed."""
+        if self.waits[worker]:
+            missed = self.missed.pop(worker, None)
+            commands = self.tell(msgspec.structs.replace(self.said[worker], now=self.now))
+            assert missed is None or missed in commands
+            if missed is not None:
+                self.waits[worker] = False
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def ask_for_the_end_of_a_group(self, worker: Worker) -> None:
+        if self.alive[worker] and worker in self.last_end:
+            end = self.last_end[worker]
+            done = Done(worker, end.gid, True, self.life[worker], self.now)
+            self.tell(done)  # this one may cross the end, and needs no answer
+            assert end in self.tell(done)
 
     @rule(worker=st.sampled_from(WORKERS))
     def ask_ahead(self, worker: Worker) -> None:
@@ -188,20 +235,26 @@ class Storm(RuleBasedStateMachine):
             self.tell(Done(worker, gid, True, self.life[worker], self.now))
         assert gid in self.closed
 
+    def forget(self, worker: Worker) -> None:
+        """A life is over: nothing of it is waited for, and nothing told again."""
+        self.waits[worker] = False
+        self.gathers.discard(worker)
+        self.deaf.discard(worker)
+        for of in (self.since, self.missed, self.last_end):
+            of.pop(worker, None)
+
     @rule(worker=st.sampled_from(WORKERS), leaves=st.booleans())
     def be_lost(self, worker: Worker, leaves: bool) -> None:
         if self.alive[worker]:
-            self.alive[worker] = self.waits[worker] = False
-            self.gathers.discard(worker)
-            self.since.pop(worker, None)
+            self.alive[worker] = False
+            self.forget(worker)
             self.tell((Leave if leaves else Dead)(worker, self.life[worker], self.now))
 
     @rule(worker=st.sampled_from(WORKERS))
     def return_anew(self, worker: Worker) -> None:
         self.life[worker] += 1
-        self.alive[worker], self.waits[worker] = True, False
-        self.gathers.discard(worker)
-        self.since.pop(worker, None)
+        self.alive[worker] = True
+        self.forget(worker)
         clock, life = self.clock[worker], self.life[worker]
         self.tell(Join(worker, "node", clock, life, self.now))
 
@@ -243,7 +296,7 @@ class Storm(RuleBasedStateMachine):
     def nobody_starves(self) -> None:
         """Alive, ready, and in no group: an answer comes within the longest wait there is."""
         for worker, since in self.since.items():
-            assert self.now - since <= LIMITS.waiting + 1e-6, worker
+            assert self.now - since <= self.longest_wait + 1e-6, worker
 
     def teardown(self) -> None:
         """When all is quiet, every group ends; and when all have gathered, all are free."""
@@ -251,19 +304,27 @@ class Storm(RuleBasedStateMachine):
             return
         self.calm_down()
         assert not self.open
+        self.deaf.clear()
+        for worker in list(self.missed):
+            self.ask_for_the_end_of_a_step(worker)
         for _ in range(3):
             for worker in WORKERS:
                 self.gather(worker, 1)
-            while self.open:
-                for worker in (assign := self.open[min(self.open)]).members:
-                    self.said_done[assign.gid].add(worker)
-                    self.tell(Done(worker, assign.gid, True, self.life[worker], self.now))
+            self.finish_all_groups()
             self.calm_down()
         assert not self.gathers
         assert not any(self.waits.values())
 
+    def finish_all_groups(self) -> None:
+        while self.open:
+            for worker in (assign := self.open[min(self.open)]).members:
+                self.said_done[assign.gid].add(worker)
+                self.tell(Done(worker, assign.gid, True, self.life[worker], self.now))
+
     def calm_down(self) -> None:
         for _ in range(200):
+            if self.tries_without_end:  # a group ends when somebody says so, or is lost
+                self.finish_all_groups()
             if (timer := self.scheduler.next_timer()) == math.inf:
                 break
             self.now = timer

@@ -1,5 +1,7 @@
 """Policies by name: all are there, options are checked, and errors say what would be right."""
 
+import math
+
 import pytest
 
 from polyrhythm.errors import PolicyError
@@ -16,6 +18,7 @@ from polyrhythm.sync.registry import (
     make_policies,
     make_policy,
 )
+from polyrhythm.sync.token import EnforcementToken
 from polyrhythm.types import Worker
 
 NEEDED: dict[str, dict[str, object]] = {"partial_reduce": {"group_size": 2}}
@@ -93,16 +96,28 @@ def test_local_is_all_reduce_once_in_500_steps_and_the_others_average_at_each() 
 
 
 def test_waits_end_in_a_pipeline_for_policies_that_wait_without_end() -> None:
-    endless = ["random", "smart", "partial_reduce"]
     for name in POLICIES:
-        assert limits_for(name, 1) == Limits()
-        ends = Limits(waiting=30.0, readiness=30.0)
-        expected = ends if name in endless else Limits()
-        assert limits_for(name, 2) == expected
-        assert limits_for(name, 2, Limits(waiting=7.0)) == Limits(waiting=7.0)
-        assert limits_for(name, 2, Limits(retries=9)).retries == 9
+        ends = name in ("random", "smart", "partial_reduce", "static")
+        assert limits_for(name, 1).waiting == math.inf
+        assert limits_for(name, 2).waiting == (30.0 if ends else math.inf)
+        assert limits_for(name, 2, Limits(waiting=7.0)).waiting == 7.0
+        assert limits_for(name, 2).readiness == Limits().readiness
     with pytest.raises(PolicyError, match="did you mean 'random'"):
         limits_for("rndom", 2)
+
+
+def test_whoever_promises_one_model_for_all_tries_without_end() -> None:
+    for name in POLICIES:
+        exact = name in ("all_reduce", "balanced", "local")
+        for num_stages in (1, 2):
+            found = limits_for(name, num_stages, Limits(retries=9, ceiling=7.0))
+            assert found.retries == (math.inf if exact else 9)
+            assert found.ceiling == 7.0
+
+
+def test_a_lease_is_longer_than_any_deadline_of_a_group() -> None:
+    first, *_ = make_policies("age", num_stages=2, num_pipelines=2)
+    assert first.token.lease == EnforcementToken().lease > Limits().ceiling
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from polyrhythm.sync.messages import (
     Skip,
     Timer,
 )
-from polyrhythm.sync.registry import POLICIES, make_policies
+from polyrhythm.sync.registry import POLICIES, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.types import Worker
 from tests.pure.sync_grid import Grid
@@ -42,7 +42,8 @@ def scheduler_of(name: str) -> Scheduler:
     policies = make_policies(
         name, num_stages=SHAPE[0], num_pipelines=SHAPE[1], lease=20.0, seed=7, options=options
     )
-    return Scheduler(policies, SHAPE[1], limits=Limits(waiting=100.0, ceiling=10.0))
+    limits = limits_for(name, SHAPE[0], Limits(ceiling=10.0))
+    return Scheduler(policies, SHAPE[1], limits=limits)
 
 
 def run_of(name: str) -> Grid:
@@ -113,7 +114,7 @@ COMMANDS: list[Command] = [
     Assign(1, 2, (Worker(0, 0), Worker(0, 1)), (0.5, 0.5), (0, 3), float("inf"), "why"),
     Commit(1, (Worker(0, 0),), (3,)),
     Abort(1, (Worker(0, 0),), "reason"),
-    Skip(Worker(0, 0), 1, "why"),
+    Skip(Worker(0, 0), 1, "why", True),
     Heal(Worker(0, 0), Worker(0, 1), "why"),
     Refuse(Worker(0, 0), 1, "why"),
 ]

@@ -5,7 +5,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.sync.adaptive import Adaptive
 from polyrhythm.sync.token import NOBODY, EnforcementToken
+from polyrhythm.types import Group, Worker
 
 LEASE = 10.0
 STAGES = st.integers(0, 3)
@@ -103,3 +105,22 @@ def test_nor_for_one_that_has_not_asked_for_a_lease() -> None:
 def test_a_lease_lasts(lease: float) -> None:
     with pytest.raises(PolicyError, match="lease="):
         EnforcementToken(lease)
+
+
+def test_a_stage_whose_lease_is_over_does_not_wait_for_the_end_of_the_next_one() -> None:
+    token = EnforcementToken(LEASE)
+    first, second = (
+        Adaptive(2, last_groups=1, window=1.0, stage=stage, token=token) for stage in range(2)
+    )
+    for stage, policy in enumerate((first, second)):
+        for pipeline in range(2):
+            policy.on_join(Worker(stage, pipeline), "node", 0.0)
+    first.on_ready(Worker(0, 0), 0.0)
+    assert first.on_timer(1.0) == []  # it waits for the other worker, from 1 to 11
+    second.on_ready(Worker(1, 0), 10.0)
+    assert second.on_timer(11.0) == []  # at that moment the token is free
+    assert token.holder == 1
+    assert first.next_timer() == 11.0
+    (group,) = first.on_timer(11.0)
+    assert group == Group((Worker(0, 0),), "waived: lacks s0p1 after 10 s")
+    assert token.holder == 1

@@ -1,5 +1,6 @@
 """Windows: sizes come out as asked, a step over N is the paper's, and no window is too long."""
 
+import math
 import random
 
 import pytest
@@ -7,8 +8,8 @@ import pytest
 from polyrhythm.sync.adaptive import Adaptive
 from polyrhythm.sync.age import Age
 from polyrhythm.sync.window import PaperWindow, RateWindow
-from polyrhythm.types import Worker
-from tests.pure.sync_drive import train, workers
+from polyrhythm.types import Group, Seconds, Worker
+from tests.pure.sync_drive import join_all, train, workers
 
 
 @pytest.mark.parametrize("name", ["adaptive", "age"])
@@ -81,3 +82,37 @@ def test_a_burst_is_not_cut_apart() -> None:
             policy.on_done(group, True, step + 0.9)
         sizes.append([len(group.members) for group in formed])
     assert sizes[5] == [10], "not three, and three, and so on"
+
+
+@pytest.mark.parametrize("max_window", [0.5, 2.0, 5.0])
+def test_no_window_is_longer_than_the_longest_however_they_come(max_window: float) -> None:
+    """After rare arrivals, those that come faster would each keep it open for half a gap more."""
+    policy = Adaptive(16, max_window=max_window, last_groups=1000)
+    join_all(policy, 16)
+    now, opened, waits = 0.0, math.inf, []
+
+    def close(groups: list[Group], at: Seconds) -> None:
+        nonlocal opened
+        for group in groups:
+            waits.append(at - opened)
+            opened = math.inf
+            policy.on_done(group, True, at)
+
+    for gap in [4.0] * 48 + [0.3 * max_window] * 160:
+        now += gap
+        while policy.next_timer() <= now:
+            close(policy.on_timer(at := policy.next_timer()), at)
+        worker = Worker(0, len(waits) * 7 % 16)
+        while worker in policy.roster.ready:
+            worker = Worker(0, (worker.pipeline + 1) % 16)
+        opened = min(opened, now)
+        close(policy.on_ready(worker, now), now)
+    assert max(waits) == pytest.approx(max_window)
+
+
+def test_a_window_that_is_fixed_may_be_longer_than_the_longest_of_the_others() -> None:
+    policy = Adaptive(3, window=50.0, max_window=2.0)
+    join_all(policy, 3)
+    policy.on_ready(Worker(0, 0), 1.0)
+    policy.on_ready(Worker(0, 1), 30.0)
+    assert policy.next_timer() == 51.0

@@ -175,7 +175,7 @@ def test_a_group_that_waits_says_for_whom() -> None:
     assert policy.on_ready(c, 1.5) == []
     assert policy.on_timer(2.5) == []  # {a,b} and {c} do not connect
     assert policy.token.holder == 0
-    assert policy.next_timer() == 62.5  # the lease
+    assert policy.next_timer() == 302.5  # the lease
     assert policy.on_ready(d, 3.0) == []
     (group,) = policy.on_ready(a, 4.0)
     assert group == Group((a, c, d), "waited 1.5 s for s0p0 s0p1 s0p3")

@@ -11,6 +11,7 @@ from polyrhythm.errors import PolicyError
 from polyrhythm.sync.deadlines import Limits
 from polyrhythm.sync.registry import default_every, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
+from polyrhythm.sync.token import LEASE
 from polyrhythm.types import Seconds
 
 
@@ -22,7 +23,7 @@ class Setup:
     options: Mapping[str, object] = field(default_factory=dict)
     every: int | None = None  # steps from one average to the next; None for what the policy says
     seed: int = 0
-    lease: Seconds = 60.0  # of the enforcement token
+    lease: Seconds = LEASE  # of the enforcement token
     limits: Limits = field(default_factory=Limits)
     pipelines_die_whole: bool = True
     first_gid: int = 1

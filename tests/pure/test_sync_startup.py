@@ -1,0 +1,58 @@
+"""At the start nobody waits longer than `startup` for who has not come, whoever computes still."""
+
+import math
+
+import pytest
+
+from polyrhythm.sync.policy import Policy
+from polyrhythm.sync.ssp import BoundedStaleness
+from polyrhythm.sync.static import StaticGroups
+from polyrhythm.types import Worker
+
+A, B, C = (Worker(0, pipeline) for pipeline in range(3))
+
+
+def test_static_groups_begin_without_one_that_never_comes() -> None:
+    policy = StaticGroups(4, startup=60.0)
+    for worker, node in [(A, "n0"), (B, "n0"), (C, "n1")]:
+        policy.on_join(worker, node, 0.0)
+    assert policy.on_ready(B, 1.0) == []  # takes a local step in the first phase
+    assert policy.next_timer() == 60.0
+    assert [group.members for group in policy.on_timer(60.0)] == [(B,)]
+    assert policy.next_timer() == math.inf
+
+
+def test_a_parameter_server_goes_on_without_one_that_never_comes() -> None:
+    policy = BoundedStaleness(3, staleness=1, startup=60.0)
+    for worker in (A, B):
+        policy.on_join(worker, "node", 0.0)
+    for worker in (A, B):
+        assert [group.members for group in policy.on_ready(worker, 1.0)] == [(worker,)]
+    assert policy.on_ready(A, 2.0) == []  # two steps ahead of the one that is to come
+    assert policy.next_timer() == 60.0
+    assert [group.members for group in policy.on_timer(60.0)] == [(A,)]
+    assert policy.next_timer() == math.inf
+
+
+@pytest.mark.parametrize("policy", [StaticGroups(2), BoundedStaleness(2, 0)])
+def test_nothing_is_timed_while_nobody_is_ready_nor_once_all_have_come(policy: Policy) -> None:
+    policy.on_join(A, "node", 0.0)
+    assert policy.next_timer() == math.inf
+    policy.on_join(B, "another node", 0.0)
+    assert policy.on_ready(A, 1.0) == []
+    assert policy.next_timer() == math.inf
+
+
+def test_one_that_static_groups_have_waited_for_too_long_meets_them_at_its_next_step() -> None:
+    policy = StaticGroups(3)
+    for worker in (A, B, C):
+        policy.on_join(worker, "node", 0.0)
+    for worker in (A, B, C):  # phase 0: the first one is alone, the others are a pair or alone
+        for group in policy.on_ready(worker, 1.0):
+            policy.on_done(group, True, 1.0)
+    assert policy.on_ready(A, 2.0) == []  # phase 1: all of the node
+    assert policy.on_leave(A, 32.0) == policy.on_return(A, "node", 32.0) == []  # sent on alone
+    assert policy.on_ready(B, 33.0) == []
+    assert [group.members for group in policy.on_ready(C, 34.0)] == [(B, C)]  # without it
+    assert policy.on_ready(A, 35.0) == []  # phase 2: with the third one
+    assert [group.members for group in policy.on_ready(C, 36.0)] == [(A, C)]
