@@ -13,13 +13,11 @@ from polyrhythm.events import Event, read_run
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.compute import Compute
 from polyrhythm.schedule.recipe import Recipe
-from polyrhythm.sync.local import OuterNesterov
 from polyrhythm.types import Action, Op, Worker
 
 if TYPE_CHECKING:
     from polyrhythm.run.average.group_sync import GroupSync
     from polyrhythm.run.average.parameter_server import ParameterServer
-    from polyrhythm.run.average.reduced_variance import ReducedVarianceAdamW
     from polyrhythm.run.pipeline.pipeline import Pipeline
 
 __all__ = [
@@ -33,13 +31,11 @@ __all__ = [
     "Link",
     "ModelProfile",
     "Op",
-    "OuterNesterov",
     "ParameterServer",
     "PeerError",
     "Pipeline",
     "Plan",
     "Recipe",
-    "ReducedVarianceAdamW",
     "Scenario",
     "UserError",
     "Worker",
@@ -51,7 +47,6 @@ _LAZY = {  # what needs torch is imported when it is first used
     "GroupSync": "polyrhythm.run.average.group_sync",
     "ParameterServer": "polyrhythm.run.average.parameter_server",
     "Pipeline": "polyrhythm.run.pipeline.pipeline",
-    "ReducedVarianceAdamW": "polyrhythm.run.average.reduced_variance",
 }
 
 

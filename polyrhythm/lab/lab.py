@@ -118,7 +118,6 @@ class Lab:
         end_all(self.children)
         self._end_switch()
         self._release()
-        gc.unfreeze()
 
     def _end_switch(self) -> None:
         # It must be told: of a connection that closes it thinks no more than of any other client's.
@@ -134,6 +133,7 @@ class Lab:
             os.close(host.namespace)
             os.close(host.tun)
         self._network.clear()
+        gc.unfreeze()
 
     def address(self, host: str) -> str:
         return self._network[self._index(host)].address

@@ -15,6 +15,8 @@ def waiting_for(peer: Worker | str, action: str) -> Iterator[None]:
     start = time.monotonic()
     try:
         yield
+    except PeerError:  # says it already
+        raise
     except RuntimeError as error:  # gloo raises plain ones; torch's DistError is one too
         waited = time.monotonic() - start
         raise PeerError(str(peer), action=action, waited=waited, cause=cause_of(error)) from None

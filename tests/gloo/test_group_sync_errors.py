@@ -84,8 +84,8 @@ def test_a_model_of_another_shape_is_refused_with_both(
         return str(caught.value)
 
     _, refused = run_replicas(2, work, tmp_path)
-    assert f"'weight' of shape ({size}, 3) in s0p1" in refused
-    assert "'weight' of shape (2, 3) in s0p0" in refused
+    assert f"'weight: float32' of shape ({size}, 3) in s0p1" in refused
+    assert "'weight: float32' of shape (2, 3) in s0p0" in refused
 
 
 def test_static_groups_ask_nobody(tmp_path: Path) -> None:

@@ -124,3 +124,53 @@ def test_a_share_is_for_balanced_and_balanced_needs_a_share(tmp_path: Path) -> N
 
     expected = ["a share under age", "a step under balanced without a share"]
     assert run_replicas(2, work, tmp_path) == [expected] * 2
+
+
+@pytest.mark.parametrize("policy", ["all_reduce", "balanced"])
+def test_gradients_may_be_averaged_before_they_are_clipped_or_left_out(
+    policy: str, tmp_path: Path
+) -> None:
+    """As with a GradScaler: one step is left out, by all, since all see the same mean."""
+
+    def work(place: Place) -> tuple[float, list[float]]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        norms = []
+        with GroupSync(model, optimizer, policy, timeout=TIMEOUT) as sync:
+            for step in range(3):
+                if policy == "balanced":
+                    sync.share(2)
+                model.weight.grad = torch.full((1, 1), -1.0 - 2 * place.rank)
+                if step == 1 and place.rank == 1:
+                    model.weight.grad[:] = torch.inf
+                sync.average_gradients()
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.5).item())
+                if norms[-1] < torch.inf:
+                    optimizer.step()
+                sync.step()
+        return model.weight.item(), norms
+
+    expected = pytest.approx(2 * 1.5, rel=1e-4), [2.0, torch.inf, 2.0]
+    for found in run_replicas(2, work, tmp_path):
+        assert found == expected
+
+
+def test_the_last_one_under_balanced_computes_the_whole_batch(tmp_path: Path) -> None:
+    def work(place: Place) -> list[int]:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = GroupSync(model, optimizer, "balanced", timeout=TIMEOUT)
+        counts = []
+        for step in range(4):
+            counts.append(len(sync.share(8)))
+            model(torch.ones(1, 1)).backward()
+            optimizer.step()
+            if step == 1 and place.rank == 1:
+                break
+        sync.close()
+        return counts
+
+    found = run_replicas(2, work, tmp_path)
+    assert found[0][0] == found[1][0] == 4
+    assert found[0][-1] == 8

@@ -8,13 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyrhythm.run.average import averager
+from polyrhythm.errors import PeerError
+from polyrhythm.run.average import averager, exchange
+from polyrhythm.run.average.group_sync import GroupSync
 from polyrhythm.run.coordinator.wire import FromWorker
 from polyrhythm.run.launch import Place
 from polyrhythm.sync.messages import Done
-from tests.gloo.replicas import run_with_losses, train
+from tests.gloo.replicas import run_with_losses, target_of, train
 
 VICTIM = 2
+
+
+def step(sync: GroupSync, place: Place) -> None:
+    model, optimizer = sync._model.module, sync._model.optimizer
+    optimizer.zero_grad()
+    model(target_of(place.rank)).backward()
+    optimizer.step()
+    sync.step()
 
 
 def die(*_: object, **__: object) -> None:
@@ -32,8 +42,6 @@ def die_at(point: str) -> None:
         connect = averager.Pairs.connect
         averager.Pairs.connect = lambda *a, **k: die() if third() else connect(*a, **k)
     elif point == "between the two exchanges":
-        from polyrhythm.run.average import exchange
-
         weighted = exchange._weighted
         exchange._weighted = lambda *a: die() if third() else weighted(*a)
     elif point == "before Done":
@@ -78,3 +86,39 @@ def test_the_others_go_on_when_a_worker_is_killed(policy: str, point: str, tmp_p
     places = [place for _, place in found.values()]
     assert all(torch.equal(place, places[0]) for place in places)
     assert places[0].isfinite().all()
+
+
+def test_who_stands_still_for_a_while_is_waited_for_under_all_reduce(tmp_path: Path) -> None:
+    """For longer than several groups are given, once it is known how long they take."""
+
+    def work(place: Place) -> tuple[int, torch.Tensor]:
+        with train(place, 20, "all_reduce") as sync:
+            if place.rank == 1:
+                weighted = exchange._weighted
+                exchange._weighted = lambda *a: (time.sleep(9.0), weighted(*a))[1]
+            step(sync, place)
+            exchange._weighted = weighted if place.rank == 1 else exchange._weighted
+            step(sync, place)
+            return sync.num_steps, sync._model.module.place.detach().clone()
+
+    (first_steps, first), (second_steps, second) = run_with_losses(
+        2, work, tmp_path, lost=set()
+    ).values()
+    assert first_steps == second_steps == 22
+    assert torch.equal(first, second)
+
+
+def test_models_that_could_not_be_consolidated_are_not_taken_for_one(tmp_path: Path) -> None:
+    def work(place: Place) -> str:
+        def fail(*_: object, **__: object) -> None:
+            raise PeerError("s0p9", action="averaging", waited=0.1, cause="as this test wants it")
+
+        sync = train(place, 3, "age")
+        averager.mean = fail
+        with pytest.raises(PeerError) as caught, sync:
+            sync.consolidate()
+        return str(caught.value)
+
+    for said in run_with_losses(2, work, tmp_path, lost=set()).values():
+        assert "consolidating" in said
+        assert "groups failed" in said

@@ -28,6 +28,7 @@ from polyrhythm.types import Seconds
 
 # Only if the scheduler falls silent: it gives up a group that waits too long, and says so.
 _LONGEST: Seconds = 900.0
+_CLOSING: Seconds = 30.0  # for the thread, whose exchange has been broken off
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class Averager:
         self._published: Tensor | None = None
         self._value: Tensor | None = None  # the same, with all averages since
         self._clock: int | None = None  # of the step whose end training is to be told
+        self._missed: str | None = None  # why the last step has no average, though one was due
         self._exchanged: _Exchanged | None = None
         self._running: tuple[int, list[Peer]] | None = None  # a group in the midst of its exchange
         self._given_up: set[int] = set()  # groups whose Abort has come, and not been seen to
@@ -90,15 +92,15 @@ class Averager:
             self._raise_error()
             assert self._clock is None, "the last step has ended"
             self._published = self._value = flat = read(self._taken())
-            self._clock = clock
+            self._clock, self._missed = clock, None
             self._changed.notify_all()
         worker, life = self._pairs.me
         message = Gather if gather else Ready
         self._send(message(worker, clock, life))
         return flat
 
-    def wait(self, timeout: Seconds) -> None:
-        """Until the step has ended, with an average or without."""
+    def wait(self, timeout: Seconds) -> str | None:
+        """Until the step has ended; why without an average, if there should have been one."""
         began = time.monotonic()
         with self._changed:
             over = self._changed.wait_for(lambda: self._clock is None or self._error, timeout)
@@ -110,6 +112,7 @@ class Averager:
                     waited=time.monotonic() - began,
                     cause="it is alive, but not ready; the scheduler's log says who was missing",
                 )
+            return self._missed
 
     def take(self) -> Outcome | None:
         """What has come since the last time, for training to take in."""
@@ -140,7 +143,7 @@ class Averager:
     def close(self) -> None:
         self.fail(RuntimeError("averaging is over"))
         self._commands.put(None)
-        self._thread.join()
+        self._thread.join(_CLOSING)
         self._pairs.close()
 
     def _taken(self) -> Outcome | None:
@@ -170,6 +173,8 @@ class Averager:
             self._abort(command)
         elif isinstance(command, Skip):
             with self._changed:
+                if command.failed and command.clock == self._clock:
+                    self._missed = command.why
                 self._end_step(command.clock)
         elif isinstance(command, Heal):
             self.fail(
@@ -216,7 +221,15 @@ class Averager:
             return assign.gid in self._given_up or self._error is not None
 
         try:
-            self._pairs.connect(others, str(assign.gid), deadline=_LONGEST, stopped=stopped)
+            self._pairs.connect(
+                others,
+                str(assign.gid),
+                size=published.nbytes,
+                deadline=_LONGEST,
+                stopped=stopped,
+            )
+            if stopped():  # while the last pair was made, which nobody could break off
+                return None
             return mean(
                 self._pairs,
                 members,

@@ -6,6 +6,8 @@ made anew at each reading, so that training may go on while it is under way.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import zip_longest
 from typing import Literal
 
 import torch
@@ -28,7 +30,7 @@ class Flat:
         self.size = sum(tensor.numel() for tensor in self._tensors)
 
     def read(self) -> Tensor:
-        flat = torch.empty(self.size, dtype=self.dtype)
+        flat = torch.empty(self.size, dtype=self.dtype, device="cpu")
         for tensor, part in self._parts(flat):
             part.copy_(tensor.detach())
         return flat
@@ -40,10 +42,8 @@ class Flat:
 
     @torch.no_grad()
     def add(self, delta: Tensor) -> None:
-        for tensor, part in self._parts(delta):
-            tensor.copy_(
-                tensor + part.to(tensor.device)
-            )  # rounded once, if it is in half precision
+        for tensor, part in self._parts(delta):  # rounded once, if it is in half precision
+            tensor.copy_(tensor + part.to(tensor.device))
 
     def _parts(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         parts = flat.split([tensor.numel() for tensor in self._tensors])
@@ -58,35 +58,50 @@ class Model:
     module: nn.Module
     optimizer: Optimizer
     state: State = "local"
-    _without_state: Flat = field(init=False)
+    _trained: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
         if self.state not in ("local", "average"):
             raise PolicyError(
                 f"state={self.state!r}", expected="local or average", fix="use local for plain SGD"
             )
-        self._without_state = Flat([*trained(self.module), *statistics(self.module)])
+        self._trained = trained(self.module)
 
     @property
     def num_weights(self) -> int:
         """They come first in the buffer."""
-        return sum(_local(p).numel() for p in trained(self.module))
+        return sum(_local(p).numel() for p in self._trained)
 
     def flat(self) -> Flat:
         """To be asked for after the first step of the optimizer, which makes its state."""
-        if self.state == "local":
-            return self._without_state
-        state = optimizer_state(self.optimizer, trained(self.module))
-        return Flat([*trained(self.module), *statistics(self.module), *state])
+        if any(p is not q for p, q in zip_longest(trained(self.module), self._trained)):
+            raise PolicyError(
+                "other parameters are trained than when averaging began",
+                expected="the same ones all along",
+                fix="make a new GroupSync when parameters are frozen or unfrozen",
+            )
+        tensors = [*self._trained, *statistics(self.module)]
+        if self.state == "average":
+            tensors += optimizer_state(self.optimizer, self._trained)
+        return Flat(tensors)
+
+    def everything(self) -> list[Flat]:
+        """All parameters and buffers, also those that are never averaged: one of each type."""
+        tensors = [t for t in (*self.module.parameters(), *self.module.buffers()) if t.numel()]
+        types = dict.fromkeys(tensor.dtype for tensor in tensors)
+        return [Flat([t for t in tensors if t.dtype == dtype]) for dtype in types]
 
     def shape(self) -> Shape:
         """All workers of a stage must have the same one."""
         named: list[tuple[str, Tensor]] = [
-            (name, p) for name, p in self.module.named_parameters() if p.requires_grad
+            (name if p.requires_grad else f"{name} (frozen)", p)
+            for name, p in self.module.named_parameters()
         ]
-        buffers = {id(buffer) for buffer in statistics(self.module)}
-        named += [(name, b) for name, b in self.module.named_buffers() if id(b) in buffers]
-        shape = [(name, tuple(_local(tensor).shape)) for name, tensor in named]
+        named += self.module.named_buffers()
+        shape = [
+            (f"{name}: {str(t.dtype).removeprefix('torch.')}", tuple(_local(t).shape))
+            for name, t in named
+        ]
         if self.state == "average":
             shape.append((f"state of {type(self.optimizer).__name__}", ()))
         return tuple(shape)
@@ -98,19 +113,18 @@ class Gradients:
 
     module: nn.Module
 
-    def read(self, factor: float = 1.0) -> Tensor:
-        """Gradients times `factor`, running statistics, and a 1 for each gradient there is."""
+    def read(self) -> Tensor:
+        """Gradients, running statistics, and a 1 for each gradient there is."""
         parameters = trained(self.module)
         flat = Flat([*self._gradients(parameters), *statistics(self.module)]).read()
-        flat[: sum(_local(p).numel() for p in parameters)] *= factor
-        has_one = torch.tensor([p.grad is not None for p in parameters], dtype=flat.dtype)
-        return torch.cat([flat, has_one])
+        has_one = [p.grad is not None for p in parameters]
+        return torch.cat([flat, torch.tensor(has_one, dtype=flat.dtype, device="cpu")])
 
     @torch.no_grad()
     def write(self, flat: Tensor, factor: float = 1.0) -> None:
         """Of what `read` gave, averaged; gradients times `factor`."""
         parameters = trained(self.module)
-        anybody_has = flat[-len(parameters) :] > 0
+        anybody_has = flat[-len(parameters) :].real > 0
         for parameter, has in zip(parameters, anybody_has.tolist(), strict=True):
             if has and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -120,6 +134,12 @@ class Gradients:
         Flat([*gradients, *statistics(self.module)]).write(flat)
 
     def _gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
+            raise PolicyError(
+                "a sparse gradient",
+                expected="dense ones, which can be averaged as one buffer",
+                fix="use nn.Embedding(..., sparse=False), or a policy that averages models",
+            )
         return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
 
 
@@ -161,7 +181,4 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _common(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     """One that holds all of them."""
-    kinds = set(dtypes)
-    if len(kinds) == 1:
-        return kinds.pop()
-    return torch.float64 if torch.float64 in kinds else torch.float32
+    return reduce(torch.promote_types, dtypes)

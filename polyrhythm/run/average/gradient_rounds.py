@@ -24,7 +24,13 @@ class GradientRounds:
         self.num_steps = 0
         self._model, self._line = model, line
         self._gradients = Gradients(model.module)
+        self._is_averaged = False  # by the loop itself, before the optimizer's step
         self._hook = model.optimizer.register_step_pre_hook(self._before_update)
+
+    def average_gradients(self) -> None:
+        self.num_steps += 1
+        self._average()
+        self._is_averaged = True
 
     def step(self) -> None:
         """All is done before the optimizer's step."""
@@ -32,7 +38,7 @@ class GradientRounds:
     def consolidate(self) -> None:
         """The models are equal but for what only one worker has seen, such as statistics."""
         self._line.publish(lambda _: self._model.flat().read(), gather=True)
-        self._line.wait(self.num_steps - 1)
+        self._line.wait(self.num_steps - 1, needed="consolidating")
         outcome = self._line.take()
         if outcome is not None:
             self._model.flat().write(outcome.value)
@@ -42,8 +48,9 @@ class GradientRounds:
         self._line.close(in_order=in_order)
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.num_steps += 1
-        self._average()
+        if not self._is_averaged:
+            self.average_gradients()
+        self._is_averaged = False
 
     def _average(self) -> None:
         mean = self._mean(self._gradients.read())
@@ -53,7 +60,7 @@ class GradientRounds:
     def _mean(self, flat: Tensor) -> Tensor | None:
         """None if this worker is the only one."""
         self._line.publish(lambda _: flat)
-        self._line.wait(self.num_steps - 1)
+        self._line.wait(self.num_steps - 1, needed="averaging gradients")
         outcome = self._line.take()
         return None if outcome is None else outcome.value
 
@@ -85,16 +92,15 @@ class BalancedRounds(GradientRounds):
                 fix="compute the micro-batches that it gives, and no others",
             )
         # Of each worker, in a place of its own: how many micro-batches, and seconds for each.
-        told = torch.zeros(2, len(self._workers))
+        told = torch.zeros(2, len(self._workers), device="cpu")
         told[0, self._place], told[1, self._place] = self._count, took / self._count
         gradients = self._gradients.read()
         flat = torch.cat([gradients, told.flatten().to(gradients.dtype)])
         mean = self._mean(flat)
-        if mean is None:
-            self._gradients.write(gradients, factor=1 / self._count)
-            return
+        if mean is None:  # there is nobody else
+            mean = flat
         gradients, heard = mean[: gradients.numel()], mean[gradients.numel() :].view_as(told)
-        self._gradients.write(gradients, factor=1 / heard[0].sum().item())
+        self._gradients.write(gradients, factor=1 / heard[0].float().sum().item())
         self._hear(heard)
         self._count = 0
 

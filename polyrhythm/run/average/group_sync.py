@@ -29,7 +29,7 @@ from polyrhythm.errors import PolicyError
 from polyrhythm.events import EventLog
 from polyrhythm.run.average.flat import Model, State, trained
 from polyrhythm.run.average.gradient_rounds import BalancedRounds, GradientRounds
-from polyrhythm.run.average.meeting import Meeting
+from polyrhythm.run.average.meeting import Meeting, next_name
 from polyrhythm.run.average.model_rounds import ModelRounds
 from polyrhythm.run.average.parameter_server import ServerLine
 from polyrhythm.run.average.reduced_variance import ReducedVarianceAdamW
@@ -80,8 +80,8 @@ class GroupSync:
         machine; `coordinator` and `keys` a `polyrhythm scheduler` that runs on its own: without,
         the process of rank 0 serves. `timeout` bounds every wait for other workers.
 
-        All begin with the weights of the first pipeline. A process may have several of these: all
-        processes make them in the same order, or give each a `name`.
+        All begin with the parameters and buffers of the first pipeline. A process may have several
+        of these: all processes make them in the same order, or give each a `name`.
         """
         module = model.module if isinstance(model, Pipeline) else model
         if isinstance(model, Pipeline):
@@ -99,13 +99,15 @@ class GroupSync:
             seed=seed,
         )
         _check(setup, module, overlap=overlap, outer=outer)
-        name = "ssp" if name is None and policy == "ssp" else name
         worker = worker or Worker(0, dist.get_rank() if dist.is_initialized() else 0)
-        self._meeting = Meeting(setup, worker, timeout=timeout, name=name)
+        self._meeting = Meeting(setup, worker, timeout=timeout, name=name or next_name(setup))
         self._model = Model(module, optimizer, state)
         self._meeting.check(self._model.shape())
-        flat = self._model.flat()
-        flat.write(self._meeting.spread(flat.read()))
+        for part in self._model.everything():
+            part.write(self._meeting.spread(part.read()))
+        if isinstance(optimizer, ReducedVarianceAdamW) and _averages_models_at_each_step(setup):
+            # Not the size of a group: within a few steps an update has come to all of them.
+            optimizer.num_averaged = float(setup.num_pipelines)
         node = node or socket.gethostname()
         if policy == "static":
             self._rounds: _Rounds = StaticRounds(
@@ -120,7 +122,13 @@ class GroupSync:
                 keys=keys,
                 log=log,
             )
-            self._rounds = _rounds(self._model, line, self._meeting, overlap=overlap, outer=outer)
+            try:
+                self._rounds = _rounds(
+                    self._model, line, self._meeting, overlap=overlap, outer=outer
+                )
+            except BaseException:
+                line.close(in_order=False)
+                raise
         # Threads that wait in gloo when the interpreter ends would abort it.
         self._end = weakref.finalize(self, self._rounds.close, in_order=False)
 
@@ -144,6 +152,15 @@ class GroupSync:
         """
         if isinstance(self._rounds, ModelRounds):
             self._rounds.refresh()
+
+    def average_gradients(self) -> None:
+        """Under `all_reduce` and `balanced`: now, before the optimizer's step does it by itself.
+
+        For what needs the mean, such as clipping, or a GradScaler, which may leave the step out.
+        Under other policies nothing happens: they average models.
+        """
+        if isinstance(self._rounds, GradientRounds):
+            self._rounds.average_gradients()
 
     def share(self, num_microbatches: int) -> range:
         """Under `balanced`: which micro-batches of the global batch this worker is to compute.
@@ -194,9 +211,6 @@ def _rounds(
         return GradientRounds(model, line)
     if setup.policy == "local" and outer is None:
         outer = OuterNesterov()
-    if isinstance(model.optimizer, ReducedVarianceAdamW) and setup.steps_between == 1:
-        # Not the size of a group: within a few steps an update has come to all of them.
-        model.optimizer.num_averaged = float(setup.num_pipelines)
     return ModelRounds(
         model,
         line,
@@ -238,6 +252,10 @@ def _averages_gradients(setup: Setup) -> bool:
     """Not with local steps in between, after which only models can be averaged."""
     is_alone = setup.policy == "all_reduce" and setup.steps_between == 1
     return is_alone or setup.policy == "balanced"
+
+
+def _averages_models_at_each_step(setup: Setup) -> bool:
+    return setup.steps_between == 1 and setup.policy not in ("all_reduce", "balanced", "ssp")
 
 
 def _asks_ahead(setup: Setup) -> bool:

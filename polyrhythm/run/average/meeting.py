@@ -7,11 +7,13 @@ torch.distributed itself. A coordinator of its own (`polyrhythm scheduler`) has 
 """
 
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -26,19 +28,23 @@ from polyrhythm.run.coordinator.wire import Shape
 from polyrhythm.run.peers import waiting_for
 from polyrhythm.types import Seconds, Worker
 
-_numbers = count()  # of the meetings of a process: all processes hold the same ones, in order
+# Of the meetings of a process: all processes hold the same ones, in order. A parameter server takes
+# part in its own ones only.
+_numbers: dict[str, Iterator[int]] = {"workers": count(), "ssp": count()}
+_STARTUP = 1.1  # times the timeout: until then all who are there have given up
+
+
+def next_name(setup: Setup) -> str:
+    """The same for all who take part in a meeting, if nobody has given it another name."""
+    kind = "ssp" if setup.policy == "ssp" else "workers"
+    return f"{kind}{next(_numbers[kind])}"
 
 
 class Meeting:
     """One worker's part in it, under a name of its own among the meetings of the job."""
 
-    def __init__(
-        self, setup: Setup, worker: Worker, *, timeout: Seconds, name: str | None = None
-    ) -> None:
-        """Without a `name`, all processes of the job meet equally often, in the same order.
-
-        `timeout` bounds every wait for others.
-        """
+    def __init__(self, setup: Setup, worker: Worker, *, timeout: Seconds, name: str) -> None:
+        """`timeout` bounds every wait for others."""
         if not timeout > 0:
             raise PolicyError(
                 f"timeout={timeout:g}",
@@ -52,7 +58,6 @@ class Meeting:
                 fix="start with torchrun, and call torch.distributed.init_process_group first",
             )
         self.setup, self.timeout = setup, timeout
-        name = str(next(_numbers)) if name is None else name
         everything = _get_default_store().clone()  # type: ignore[attr-defined]
         self.store = PrefixStore(f"polyrhythm/sync/{name}", everything)
         self.store.set_timeout(timedelta(seconds=timeout))
@@ -93,11 +98,11 @@ class Meeting:
             flat = flat.clone()
             above = self._connected(Worker(stage, (place - 1) // 2))
             with waiting_for(above.worker, "receiving the model to begin with"):
-                self.pairs.receive(above, flat, tag=0).wait(timeout)
+                self.pairs.receive(above, flat.view(torch.uint8), tag=0).wait(timeout)
         for worker in workers:
             peer = self._connected(worker)
             with waiting_for(worker, "sending the model to begin with"):
-                self.pairs.send(peer, flat, tag=0).wait(timeout)
+                self.pairs.send(peer, flat.view(torch.uint8), tag=0).wait(timeout)
         return flat
 
     def coordinate(self, log: Path | None) -> Coordinator | None:
@@ -106,7 +111,9 @@ class Meeting:
             return None
         keys = JobKeys.new()
         bind = f"tcp://{_own_address()}:0"
-        coordinator = Coordinator.of(self.setup, bind=bind, keys=keys, log=log).in_thread()
+        coordinator = Coordinator.of(
+            self.setup, bind=bind, keys=keys, log=log, startup=_STARTUP * self.timeout
+        ).in_thread()
         self.store.set("keys", keys.text)
         self.store.set("address", coordinator.address)
         return coordinator

@@ -7,7 +7,8 @@ of everybody. A pair breaks alone. There are at most as many as a worker has pee
 
 Both sides have to agree on which connection is meant: it is named after the two, their lives (one
 that starts anew has none of the old connections) and the group that first needed it; and when a
-group fails, all its members drop all connections among them.
+group fails, all its members drop all connections among them. They also agree on the size of what
+they exchange, since gloo ends a process that gets more than it expects.
 """
 
 import os
@@ -21,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from polyrhythm.errors import PeerError
+from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.run.groups import break_off
 from polyrhythm.run.peers import waiting_for
-from polyrhythm.types import Seconds, Worker
+from polyrhythm.types import Bytes, Seconds, Worker
 
 _POLL: Seconds = 0.002  # at first; doubled up to the next one
 _LONGEST_POLL: Seconds = 0.05
@@ -39,6 +40,11 @@ class Peer(NamedTuple):
     life: int
 
 
+class _Pair(NamedTuple):
+    group: dist.ProcessGroup
+    size: Bytes
+
+
 class Pairs:
     """Of one worker; `connect` and what follows are called by one thread, `break_off` by any."""
 
@@ -46,57 +52,74 @@ class Pairs:
         self.me = me
         # A connection of its own: one that waits for a key holds up whoever shares it.
         self._store = store.clone()  # type: ignore[attr-defined]
-        self._groups: dict[Peer, dist.ProcessGroup] = {}
+        self._made: dict[Peer, _Pair] = {}
 
     def connect(
         self,
         peers: Iterable[Peer],
         name: str,
         *,
+        size: Bytes = 0,
         deadline: Seconds,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """Make what is missing, together with the peers, who do so under the same name.
 
         All make their pairs in one order, so that nobody waits in a circle. Raises PeerError after
-        `deadline`, or as soon as `stopped` says so.
+        `deadline`, or as soon as `stopped` says so, and PolicyError if a peer has another `size`.
         """
         ends = time.monotonic() + deadline
-        missing = [tuple(sorted((self.me, peer))) for peer in peers if peer not in self._groups]
+        known = {peer for peer, pair in self._made.items() if pair.size == size}
+        missing = [tuple(sorted((self.me, peer))) for peer in peers if peer not in known]
         for lower, upper in sorted(missing):
             other = upper if lower == self.me else lower
             meeting = f"{lower.worker}.{lower.life}+{upper.worker}.{upper.life}/{name}"
-            self._groups[other] = self._made(other, meeting, ends, stopped)
+            self._made[other] = _Pair(self._make(other, meeting, size, ends, stopped), size)
 
     def send(self, peer: Peer, tensor: Tensor, *, tag: int) -> dist.Work:
-        group = self._groups[peer]
+        group = self._made[peer].group
         with waiting_for(peer.worker, "sending"):  # fails at once if the connection has closed
             return group.send([tensor], 1 - group.rank(), tag)
 
     def receive(self, peer: Peer, tensor: Tensor, *, tag: int) -> dist.Work:
-        group = self._groups[peer]
+        group = self._made[peer].group
         with waiting_for(peer.worker, "receiving"):
             return group.recv([tensor], 1 - group.rank(), tag)
 
     def break_off(self, peers: Sequence[Peer]) -> None:
         """Wake whoever waits for these peers, here and there; then `drop` them."""
-        for group in [self._groups.get(peer) for peer in peers]:
-            if group is not None:
-                break_off(group)
+        for pair in [self._made.get(peer) for peer in peers]:
+            if pair is not None:
+                break_off(pair.group)
 
     def drop(self, workers: Iterable[Worker]) -> None:
         """Forget the connections to these, in whatever life."""
         gone = set(workers)
-        self._groups = {p: group for p, group in self._groups.items() if p.worker not in gone}
+        self._made = {p: pair for p, pair in self._made.items() if p.worker not in gone}
 
     def close(self) -> None:
-        self._groups.clear()
+        self._made.clear()
 
-    def _made(
-        self, other: Peer, meeting: str, ends: Seconds, stopped: Callable[[], bool]
+    def _make(
+        self,
+        other: Peer,
+        meeting: str,
+        size: Bytes,
+        ends: Seconds,
+        stopped: Callable[[], bool],
     ) -> dist.ProcessGroup:
         store, mine = PrefixStore(meeting, self._store), int(other < self.me)
-        self._meet(store, mine, other, ends, stopped)
+        with waiting_for(other.worker, "connecting"):  # the store may be gone, too
+            store.set(f"here{mine}", str(size))
+            self._meet(store, mine, other, ends, stopped)
+            theirs = int(store.get(f"here{1 - mine}"))
+        if theirs != size:
+            raise PolicyError(
+                f"{self.me.worker} has {size:,} bytes to average, {other.worker} has {theirs:,}",
+                expected="the same tensors in both",
+                fix='average no optimizer state (state="local") if workers may skip their first '
+                "step of the optimizer, and freeze the same parameters everywhere",
+            )
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))]
         options._threads = 1  # of those that run collectives, which a pair does not
@@ -116,7 +139,6 @@ class Pairs:
 
         Gloo would wait for a peer that has given up, or is gone, and could not be told to stop.
         """
-        store.set(f"here{mine}", "")
         began, pause = time.monotonic(), _POLL
         while not store.check([f"here{1 - mine}"]):
             if stopped() or time.monotonic() >= ends:

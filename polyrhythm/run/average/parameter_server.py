@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from polyrhythm.errors import PeerError
-from polyrhythm.run.average.meeting import Meeting
+from polyrhythm.run.average.meeting import Meeting, next_name
 from polyrhythm.run.average.pairs import Pairs, Peer
 from polyrhythm.run.coordinator.setup import Setup
 from polyrhythm.run.peers import waiting_for
@@ -89,6 +89,8 @@ class ServerLine:
 
 @dataclass(slots=True)
 class _StageWeights:
+    """In single precision at least: small moves add up, which half precision would round away."""
+
     num_pipelines: int
     lock: threading.Lock = field(default_factory=threading.Lock)
     weights: Tensor | None = None
@@ -96,17 +98,21 @@ class _StageWeights:
     def begin(self, weights: Tensor) -> None:
         with self.lock:
             if self.weights is None:  # all offer the same
-                self.weights = weights
+                self.weights = _widened(weights)
 
     def push(self, move: Tensor) -> None:
         with self.lock:
             assert self.weights is not None, "a worker begins before it pushes"
-            self.weights += move / self.num_pipelines
+            self.weights += _widened(move) / self.num_pipelines
 
-    def pull(self) -> Tensor:
+    def pull(self, dtype: torch.dtype) -> Tensor:
         with self.lock:
             assert self.weights is not None, "a worker begins before it pulls"
-            return self.weights.clone()
+            return self.weights.to(dtype, copy=True)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class ParameterServer:
@@ -118,11 +124,11 @@ class ParameterServer:
         num_pipelines: int,
         num_stages: int = 1,
         timeout: Seconds = 600.0,
-        name: str = "ssp",
+        name: str | None = None,
     ) -> None:
-        """All as in the workers' GroupSync, of which there may be several under other names."""
+        """All as in the workers' GroupSync; of several, in the same order or each with a name."""
         self._setup = Setup(policy="ssp", num_stages=num_stages, num_pipelines=num_pipelines)
-        self._timeout = timeout
+        self._timeout, name = timeout, name or next_name(self._setup)
         self._meetings = [
             Meeting(self._setup, server_of(stage, num_pipelines), timeout=timeout, name=name)
             for stage in range(num_stages)
@@ -165,7 +171,7 @@ class ParameterServer:
             return False
         with waiting_for(peer.worker, f"its {word.name.lower()}"):
             if word is _Word.PULL:
-                pairs.send(peer, stage.pull(), tag=_WEIGHTS).wait(timeout)
+                pairs.send(peer, stage.pull(dtype), tag=_WEIGHTS).wait(timeout)
                 return True
             buffer = torch.empty(size, dtype=dtype)
             pairs.receive(peer, buffer, tag=_WEIGHTS).wait(timeout)

@@ -6,10 +6,12 @@ serves the coordinator for the others leaves last, after waiting for them.
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from torch import Tensor
 
+from polyrhythm.errors import PeerError
 from polyrhythm.events import WORKERS, EventLog
 from polyrhythm.run.average.averager import Averager, Outcome
 from polyrhythm.run.average.meeting import Meeting
@@ -34,22 +36,28 @@ class Scheduled:
         self._timeout, self._clock = meeting.timeout, 0
         self._policy, self._log = meeting.setup.policy, log
         worker, life = self.me = meeting.me
-        self._coordinator = None if coordinator else meeting.coordinate(_decisions(log))
-        if not coordinator:
-            address, job_keys = meeting.coordinator()
-        else:
-            address, job_keys = coordinator, JobKeys.load(Path(keys or "job.keys"))
         hello = Hello(PROTOCOL, worker, node, 0, life, meeting.setup.text, shape)
-        self._averager = Averager(
-            meeting.pairs,
-            self._send,
-            answers_meanwhile=meeting.setup.policy == "pairwise",
-            log=log,
-        )
-        self._client = CoordinatorClient(
-            address, job_keys, hello, hear=self._averager.hear, fail=self._averager.fail
-        )
-        self._client.join(self._timeout)
+        with ExitStack() as undo:  # threads that lived on would be taken for a worker
+            self._coordinator = None if coordinator else meeting.coordinate(_decisions(log))
+            if self._coordinator is not None:
+                undo.callback(self._coordinator.close, 0.0)
+            if not coordinator:
+                address, job_keys = meeting.coordinator()
+            else:
+                address, job_keys = coordinator, JobKeys.load(Path(keys or "job.keys"))
+            self._averager = Averager(
+                meeting.pairs,
+                self._send,
+                answers_meanwhile=meeting.setup.policy == "pairwise",
+                log=log,
+            )
+            undo.callback(self._averager.close)
+            self._client = CoordinatorClient(
+                address, job_keys, hello, hear=self._averager.hear, fail=self._averager.fail
+            )
+            undo.callback(self._client.close, leave=False)
+            self._client.join(self._timeout)
+            undo.pop_all()
 
     def ask(self) -> None:
         """A step begins after which a group will be wanted."""
@@ -60,12 +68,18 @@ class Scheduled:
         self._clock += 1
         return self._averager.publish(read, self._clock, gather=gather)
 
-    def wait(self, step: int) -> None:
-        """Until the scheduler has sent this worker on; `step` is for the log."""
+    def wait(self, step: int, *, needed: str = "") -> None:
+        """Until the scheduler has sent this worker on; `step` is for the log.
+
+        `needed` says what for: then to go on without an average is an error.
+        """
         began = time.perf_counter()
-        self._averager.wait(self._timeout)
+        why = self._averager.wait(self._timeout)
         if self._log is not None:
             self._log.write("sync", start=self._log.at(began), step=step, name=self._policy)
+        if needed and why is not None:
+            waited = time.perf_counter() - began
+            raise PeerError("another worker", action=needed, waited=waited, cause=why)
 
     def take(self) -> Outcome | None:
         return self._averager.take()

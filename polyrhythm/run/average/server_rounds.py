@@ -31,6 +31,6 @@ class ServerRounds:
         weights = flat.read()
         self._server.push(weights - self._pulled)
         self._line.publish(lambda _: weights, gather=gather)
-        self._line.wait(self.num_steps - 1)
+        self._line.wait(self.num_steps - 1, needed="consolidating" if gather else "")
         self._pulled = self._server.pull(weights)
         flat.write(self._pulled)

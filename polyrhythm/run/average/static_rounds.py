@@ -35,6 +35,7 @@ class StaticRounds:
         pairs, timeout = self._meeting.pairs, self._meeting.timeout
         members = [self._meeting.peer(worker) for worker in workers]
         others = [peer for peer in members if peer != pairs.me]
-        pairs.connect(others, str(number), deadline=timeout)
         weights, flat = [1 / len(members)] * len(members), self._model.flat()
-        flat.write(mean(pairs, members, weights, flat.read(), number=number, timeout=timeout))
+        published = flat.read()
+        pairs.connect(others, str(number), size=published.nbytes, deadline=timeout)
+        flat.write(mean(pairs, members, weights, published, number=number, timeout=timeout))
