@@ -14,6 +14,7 @@ from polyrhythm.errors import UserError
 from polyrhythm.tables import print_line
 
 _MODULES = {
+    "average": "polyrhythm.bench.average.bench",
     "converge": "polyrhythm.bench.converge.bench",
     "lab": "polyrhythm.bench.lab.bench",
     "pipeline": "polyrhythm.bench.pipeline.bench",
