@@ -126,4 +126,4 @@ def test_the_full_benchmark_has_time_for_its_runs() -> None:
     for trial in FULL.trials:
         lanes = [1.0, *(0.6 * len(lane) for lane in trial.lanes)]  # in runs of all_reduce
         seconds += len(FULL.seeds) * max(lanes) * trial.setting.looks * trial.setting.every
-    assert seconds < 900
+    assert seconds < 1200

@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from polyrhythm.bench.converge.record import load_weights, shared, weights_of
-from polyrhythm.bench.converge.tasks import Batch, SourceText, num_weights
+from polyrhythm.bench.converge.tasks import SourceText, num_weights
 from polyrhythm.bench.converge.worker import rate, set_rate
 from polyrhythm.errors import LaunchError
 from polyrhythm.run.demo.gpt import next_byte_loss
@@ -24,7 +24,6 @@ from polyrhythm.run.launch import LocalJob, Place
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.types import Seconds
 
-_NUM_DRAWS = 4  # that make one batch
 _DEADLINE: Seconds = 60.0
 _PATIENCE: Seconds = 120.0
 
@@ -110,7 +109,7 @@ def _train(
 
         with pipeline:
             for step in range(steps):
-                inputs, targets = _draw(task, seed, step)
+                inputs, targets = task.draw(seed, 0, step)
                 arguments = (inputs,) if pipeline.is_first else ()
                 target = targets if pipeline.is_last else None
                 pipeline.step(*arguments, target=target, return_outputs=False)
@@ -120,11 +119,6 @@ def _train(
                 update()
         before = sum(_size(task, layer) for layer in range(stage))
         weights[before : before + _size(task, stage)] = weights_of(module)
-
-
-def _draw(task: SourceText, seed: int, step: int) -> Batch:
-    drawn = [task.draw(seed, part, step) for part in range(_NUM_DRAWS)]
-    return torch.cat([x for x, _ in drawn]), torch.cat([y for _, y in drawn])
 
 
 def _size(task: SourceText, layer: int) -> int:

@@ -101,7 +101,7 @@ def recorded(*, num_workers: int, step: Seconds, steps: int, looks: int) -> Sett
 
 # The peak learning rate that each side needs, found by a search.
 RATES: Mapping[str, Mapping[str, float]] = {
-    "gpt": {ALL_REDUCE: 0.012, ADAPTIVE: 0.012, AGE: 0.012, OVERLAP: 0.012},
+    "gpt": {ALL_REDUCE: 0.016, ADAPTIVE: 0.012, AGE: 0.012, OVERLAP: 0.012},
     "cnn": {ALL_REDUCE: 0.5, ADAPTIVE: 0.5, AGE: 0.5, OVERLAP: 0.5},
 }
 
@@ -109,27 +109,27 @@ _BESIDE = ((ADAPTIVE, AGE), (OVERLAP,))
 FULL = Plan(
     trials=(
         Trial(
-            setting=setting_b(num_workers=8, step=0.160, steps=120, looks=80),
+            setting=setting_b(num_workers=8, step=0.300, steps=120, looks=80),
             task="gpt",
-            target=2.4,
+            target=2.1,
             lanes=_BESIDE,
         ),
         Trial(
             setting=setting_b(num_workers=8, step=0.080, steps=120, looks=80),
             task="cnn",
-            target=0.8,
+            target=0.6,
             lanes=_BESIDE,
         ),
         Trial(
-            setting=recorded(num_workers=16, step=0.080, steps=120, looks=80),
+            setting=recorded(num_workers=16, step=0.120, steps=120, looks=80),
             task="cnn",
-            target=0.8,
+            target=0.6,
             lanes=((AGE,),),
         ),
     ),
     seeds=(0, 1, 2),
     depth_rates={SHALLOW: 0.004, DEEP: 0.002},
-    depth_steps=200,
+    depth_steps=400,
 )
 QUICK = Plan(
     trials=(

@@ -54,7 +54,7 @@ class SourceText:
     name = "gpt"
     largest_norm = 0.3  # without, some seeds spend half of so short a training recovering
 
-    def __init__(self, *, batch_size: int = 8, num_held_out: int = 128) -> None:
+    def __init__(self, *, batch_size: int = 32, num_held_out: int = 256) -> None:
         self.shape = GPTShape(num_blocks=2, width=48, context=32)
         text = standard_library(4_000_000)
         cut = len(text) * 9 // 10
