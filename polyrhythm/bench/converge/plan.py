@@ -10,7 +10,7 @@ from polyrhythm.types import Seconds
 
 ALL_REDUCE, ADAPTIVE, AGE, OVERLAP = "all_reduce", "adaptive", "age", "overlap"
 WARM_UP = 0.2  # of all batches: the learning rate rises over them, and then falls to 0
-MICROBATCHES = 4  # of a step
+MICROBATCHES = 8  # of a step
 TRACE = "sdpipe_16gpu"
 _SLOWER = 4.5  # about how much longer a step of all_reduce takes than that of the fastest machine
 SHALLOW, DEEP = "1f1b", "bounded:16,12,8,4"  # the second is four times as deep

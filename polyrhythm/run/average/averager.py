@@ -221,13 +221,7 @@ class Averager:
             return assign.gid in self._given_up or self._error is not None
 
         try:
-            self._pairs.connect(
-                others,
-                str(assign.gid),
-                size=published.nbytes,
-                deadline=_LONGEST,
-                stopped=stopped,
-            )
+            self._pairs.connect(others, str(assign.gid), deadline=_LONGEST, stopped=stopped)
             if stopped():  # while the last pair was made, which nobody could break off
                 return None
             return mean(

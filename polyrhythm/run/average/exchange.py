@@ -22,6 +22,7 @@ from polyrhythm.types import Bytes, Seconds
 
 _HALVES = (torch.float16, torch.bfloat16)
 _MOST_TAGS = 2**28  # a tag is a 32-bit number
+_SIZES = 2**30  # added to it where sizes are compared
 _SMALL: Bytes = 16 * 2**10  # takes 0.1 ms at 1 Gbit/s, about as long as any message
 
 
@@ -34,11 +35,15 @@ def mean(
     number: int,  # of the group: messages of different groups never mix
     timeout: Seconds,
 ) -> Tensor:
-    """The weighted mean of the members' `flat`; raises PeerError if a member is lost."""
+    """The weighted mean of the members' `flat`; raises PeerError if a member is lost.
+
+    And PolicyError, in both, if two of them have buffers of different size.
+    """
     place, size = members.index(pairs.me), len(members)
     others = [(i, peer) for i, peer in enumerate(members) if i != place]
     parts = _parts(flat.numel(), size, flat.element_size())
     tag = 2 * (number % _MOST_TAGS)
+    pairs.compare([peer for _, peer in others], flat.nbytes, tag=_SIZES + tag, timeout=timeout)
 
     own = flat[parts[place]]
     theirs = own.new_empty(size, own.numel())

@@ -7,8 +7,8 @@ of everybody. A pair breaks alone. There are at most as many as a worker has pee
 
 Both sides have to agree on which connection is meant: it is named after the two, their lives (one
 that starts anew has none of the old connections) and the group that first needed it; and when a
-group fails, all its members drop all connections among them. They also agree on the size of what
-they exchange, since gloo ends a process that gets more than it expects.
+group fails, all its members drop all connections among them. Before they exchange buffers of some
+size for the first time, they compare it: gloo ends a process that gets more than it expects.
 """
 
 import os
@@ -18,6 +18,7 @@ from datetime import timedelta
 from functools import cache
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -42,7 +43,7 @@ class Peer(NamedTuple):
 
 class _Pair(NamedTuple):
     group: dist.ProcessGroup
-    size: Bytes
+    sizes: set[Bytes]  # that both have had
 
 
 class Pairs:
@@ -59,22 +60,42 @@ class Pairs:
         peers: Iterable[Peer],
         name: str,
         *,
-        size: Bytes = 0,
         deadline: Seconds,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """Make what is missing, together with the peers, who do so under the same name.
 
         All make their pairs in one order, so that nobody waits in a circle. Raises PeerError after
-        `deadline`, or as soon as `stopped` says so, and PolicyError if a peer has another `size`.
+        `deadline`, or as soon as `stopped` says so.
         """
         ends = time.monotonic() + deadline
-        known = {peer for peer, pair in self._made.items() if pair.size == size}
-        missing = [tuple(sorted((self.me, peer))) for peer in peers if peer not in known]
+        missing = [tuple(sorted((self.me, peer))) for peer in peers if peer not in self._made]
         for lower, upper in sorted(missing):
             other = upper if lower == self.me else lower
             meeting = f"{lower.worker}.{lower.life}+{upper.worker}.{upper.life}/{name}"
-            self._made[other] = _Pair(self._make(other, meeting, size, ends, stopped), size)
+            self._made[other] = _Pair(self._group(other, meeting, ends, stopped), set())
+
+    def compare(self, peers: Iterable[Peer], size: Bytes, *, tag: int, timeout: Seconds) -> None:
+        """With those who have not had that size before; PolicyError if theirs is another."""
+        new = [peer for peer in peers if size not in self._made[peer].sizes]
+        ours, theirs = (
+            torch.tensor([size]),
+            {peer: torch.zeros(1, dtype=torch.int64) for peer in new},
+        )
+        works = [(peer, self.receive(peer, theirs[peer], tag=tag)) for peer in new]
+        works += [(peer, self.send(peer, ours, tag=tag)) for peer in new]
+        for peer, work in works:
+            with waiting_for(peer.worker, "comparing sizes"):
+                work.wait(timedelta(seconds=timeout))
+        for peer in new:
+            if (other := int(theirs[peer])) != size:
+                raise PolicyError(
+                    f"{self.me.worker} has {size:,} bytes to average, {peer.worker} has {other:,}",
+                    expected="the same tensors in both",
+                    fix='average no optimizer state (state="local") if workers may skip their '
+                    "first step of the optimizer, and freeze the same parameters everywhere",
+                )
+            self._made[peer].sizes.add(size)
 
     def send(self, peer: Peer, tensor: Tensor, *, tag: int) -> dist.Work:
         group = self._made[peer].group
@@ -100,31 +121,16 @@ class Pairs:
     def close(self) -> None:
         self._made.clear()
 
-    def _make(
-        self,
-        other: Peer,
-        meeting: str,
-        size: Bytes,
-        ends: Seconds,
-        stopped: Callable[[], bool],
+    def _group(
+        self, other: Peer, meeting: str, ends: Seconds, stopped: Callable[[], bool]
     ) -> dist.ProcessGroup:
         store, mine = PrefixStore(meeting, self._store), int(other < self.me)
-        with waiting_for(other.worker, "connecting"):  # the store may be gone, too
-            store.set(f"here{mine}", str(size))
-            self._meet(store, mine, other, ends, stopped)
-            theirs = int(store.get(f"here{1 - mine}"))
-        if theirs != size:
-            raise PolicyError(
-                f"{self.me.worker} has {size:,} bytes to average, {other.worker} has {theirs:,}",
-                expected="the same tensors in both",
-                fix='average no optimizer state (state="local") if workers may skip their first '
-                "step of the optimizer, and freeze the same parameters everywhere",
-            )
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))]
         options._threads = 1  # of those that run collectives, which a pair does not
         options._timeout = timedelta(seconds=_HANDSHAKE)
-        with waiting_for(other.worker, "connecting"):
+        with waiting_for(other.worker, "connecting"):  # the store may be gone, too
+            self._meet(store, mine, other, ends, stopped)
             return dist.ProcessGroupGloo(store, mine, 2, options)  # type: ignore[return-value]
 
     def _meet(
@@ -139,6 +145,7 @@ class Pairs:
 
         Gloo would wait for a peer that has given up, or is gone, and could not be told to stop.
         """
+        store.set(f"here{mine}", "")
         began, pause = time.monotonic(), _POLL
         while not store.check([f"here{1 - mine}"]):
             if stopped() or time.monotonic() >= ends:

@@ -36,6 +36,5 @@ class StaticRounds:
         members = [self._meeting.peer(worker) for worker in workers]
         others = [peer for peer in members if peer != pairs.me]
         weights, flat = [1 / len(members)] * len(members), self._model.flat()
-        published = flat.read()
-        pairs.connect(others, str(number), size=published.nbytes, deadline=timeout)
-        flat.write(mean(pairs, members, weights, published, number=number, timeout=timeout))
+        pairs.connect(others, str(number), deadline=timeout)
+        flat.write(mean(pairs, members, weights, flat.read(), number=number, timeout=timeout))
