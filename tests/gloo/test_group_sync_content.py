@@ -104,6 +104,24 @@ def test_with_overlap_a_refresh_takes_in_the_average_before_the_step_ends(tmp_pa
     assert run_replicas(2, work, tmp_path) == [[2.0, 3.0, 4.0], [2.0, 5.0, 4.0]]
 
 
+def test_overlap_may_begin_and_end_on_the_way(tmp_path: Path) -> None:
+    def work(place: Place) -> list[float]:
+        model, seen = Point(size=1), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with GroupSync(model, optimizer, "age", options=everybody(2), timeout=TIMEOUT) as sync:
+            for overlap in (False, True, False):
+                sync.overlap = overlap
+                assert sync.overlap == overlap
+                model.place.grad = torch.tensor([-1.0 - 2 * place.rank])
+                optimizer.step()
+                sync.step()
+                seen.append(model.place.item())
+        return seen
+
+    # The second mean, 4, is taken in with the third step.
+    assert run_replicas(2, work, tmp_path) == [[2.0, 3.0, 6.0], [2.0, 5.0, 6.0]]
+
+
 def test_a_refresh_after_the_optimizer_keeps_its_step(tmp_path: Path) -> None:
     def work(place: Place) -> float:
         model = Point(size=1)

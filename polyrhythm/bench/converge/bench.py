@@ -2,9 +2,10 @@
 
 Workers are real processes with real gradients and real averages; only the pace of the machines is
 emulated. Runs of one seed go on at the same time: `all_reduce`, and beside it `adaptive`, `age` and
-`age` with overlap, after one another. The loss is that of the mean of all workers' models, on data
-that nobody trains on; models are kept at fixed moments and evaluated afterwards. Every side has the
-learning rate that a search found best for it, and learns from equally many batches.
+`age` with overlap (once the learning rate has risen), after one another. The loss is that of the
+mean of all workers' models, on data that nobody trains on; models are kept at fixed moments and
+evaluated afterwards. Every side has the learning rate that a search found best for it, and learns
+from equally many batches.
 """
 
 import statistics

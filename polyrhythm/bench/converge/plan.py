@@ -159,7 +159,7 @@ QUICK = Plan(
 
 
 def make_side(task: str, name: str) -> Side:
-    """`overlap` is `age` whose averages overlap with the next step."""
+    """`overlap` is `age` whose averages overlap with the next step, after the warm-up."""
     return Side(
         name=name,
         policy=AGE if name == OVERLAP else name,

@@ -63,7 +63,6 @@ def train(place: Place, run: Run, record: Record, traces: Mapping[str, Trace]) -
             optimizer,
             side.policy,
             options=side.options,
-            overlap=side.overlap,
             state=side.state,
             timeout=DEADLINE,
         ) as sync:
@@ -85,6 +84,7 @@ def train(place: Place, run: Run, record: Record, traces: Mapping[str, Trace]) -
                 # By rounds, not batches: workers that average gradients must make equal steps.
                 done = number // place.world_size / run.setting.steps
                 set_rate(optimizer, side.lr * rate(done))
+                sync.overlap = side.overlap and done >= WARM_UP
                 optimizer.step()
                 sync.step()
                 optimizer.zero_grad()

@@ -141,6 +141,17 @@ class GroupSync:
         """That this worker has made."""
         return self._rounds.num_steps
 
+    @property
+    def overlap(self) -> bool:
+        """Whether training goes on at once; may be changed between steps, by each for itself."""
+        return isinstance(self._rounds, ModelRounds) and self._rounds.overlap
+
+    @overlap.setter
+    def overlap(self, overlap: bool) -> None:
+        _check_overlap(self._meeting.setup, overlap)
+        if isinstance(self._rounds, ModelRounds):
+            self._rounds.overlap = overlap
+
     def step(self) -> None:
         """After the optimizer's step: average if it is time, with whom the policy says."""
         self._rounds.step()
@@ -228,12 +239,7 @@ def _check(setup: Setup, module: nn.Module, *, overlap: bool, outer: OuterNester
             expected="a model with at least one",
             fix="give the model that the optimizer updates, unfrozen",
         )
-    if overlap and (_averages_gradients(setup) or setup.policy in ("static", "ssp")):
-        raise PolicyError(
-            f"overlap under {setup.policy}",
-            expected="a policy that averages models, with whom the scheduler says",
-            fix="use age or adaptive, or overlap=False",
-        )
+    _check_overlap(setup, overlap)
     if outer is not None and setup.policy != "local":
         raise PolicyError(
             f"an outer optimizer under {setup.policy}",
@@ -245,6 +251,15 @@ def _check(setup: Setup, module: nn.Module, *, overlap: bool, outer: OuterNester
             f"every={setup.steps_between} under balanced",
             expected="every=1: the gradients of each step are averaged",
             fix="make more micro-batches of a larger batch instead",
+        )
+
+
+def _check_overlap(setup: Setup, overlap: bool) -> None:
+    if overlap and (_averages_gradients(setup) or setup.policy in ("static", "ssp")):
+        raise PolicyError(
+            f"overlap under {setup.policy}",
+            expected="a policy that averages models, with whom the scheduler says",
+            fix="use age or adaptive, or overlap=False",
         )
 
 

@@ -31,7 +31,7 @@ class ModelRounds:
     ) -> None:
         self.num_steps = 0
         self._model, self._line = model, line
-        self._every, self._overlap, self._asks_ahead = every, overlap, asks_ahead
+        self.overlap, self._every, self._asks_ahead = overlap, every, asks_ahead
         self._outer = None if outer is None else _Outer(outer, model)
         self._ask()
 
@@ -40,7 +40,7 @@ class ModelRounds:
         if self.num_steps % self._every == 0:
             self._wait()
             published = self._line.publish(self._refreshed)
-            if not self._overlap:
+            if not self.overlap:
                 self._wait()
                 self._take_in(self._line.take(), unmoved=published)
         self._ask()

@@ -2,8 +2,9 @@
 
 A group exchanges over the pairs of its members. With a process group for each group of workers
 instead, most groups would have to be made first, which takes three times as long as the average
-itself (`polyrhythm bench average`); with one process group for all workers, one lost worker would break the connections
-of everybody. A pair breaks alone. There are at most as many as a worker has peers.
+itself (`polyrhythm bench average`); with one process group for all workers, one lost worker would
+break the connections of everybody. A pair breaks alone. There are at most as many as a worker has
+peers.
 
 Both sides have to agree on which connection is meant: it is named after the two, their lives (one
 that starts anew has none of the old connections) and the group that first needed it; and when a
