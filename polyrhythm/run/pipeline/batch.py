@@ -4,7 +4,7 @@ The first stage has the inputs and decides how they are cut; the others hear of 
 what it was given itself: the last one targets, all of them keyword arguments.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,22 @@ class Given:
     loss_kwargs: dict[str, Any]
     keeps_outputs: bool
     training: bool
+
+    def check(self, loss_fn: Callable[..., Tensor] | None, *, is_last: bool) -> None:
+        """Refuse to train without what training needs."""
+        if not self.training:
+            return
+        if loss_fn is None or not torch.is_grad_enabled():
+            lacks = "without a loss_fn" if loss_fn is None else "under torch.no_grad()"
+            raise ScheduleError(
+                f"step {lacks}", expected="a loss and gradients", fix="call eval() to run forward"
+            )
+        if is_last and self.target is None:
+            raise ScheduleError(
+                "step on the last stage without a target",
+                expected="what the loss function compares the output with",
+                fix="call step(target=...) on the last stage",
+            )
 
 
 @dataclass(slots=True, kw_only=True)

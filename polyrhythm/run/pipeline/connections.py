@@ -19,7 +19,7 @@ from polyrhythm.run.groups import all_gather, break_off, new_group
 from polyrhythm.run.peers import waiting_for
 from polyrhythm.run.pipeline.message import Layout, padded, unpadded
 from polyrhythm.run.pipeline.split import Wiring
-from polyrhythm.run.pipeline.transport import Inbox, Kind, Outbox, Route
+from polyrhythm.run.pipeline.transport import GOODBYE, Inbox, Kind, Outbox, Route
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
 
 _BRIEF: Bytes = 1024
@@ -160,12 +160,16 @@ class Connections:
             self._hearing.join(self.deadline)
         self.drain()
         self._end.detach()
-        for box in self._boxes():
-            box.close()
+        _close(self._boxes())
 
     def break_off(self) -> None:
         """Let go of everybody without a word: after a failure, when a peer may be gone."""
-        self._end()
+        if self._end.detach() is None:
+            return
+        _wake(self._groups)
+        if self._hearing is not None:
+            self._hearing.join(GOODBYE)  # or it might post a receive in an inbox that is closed
+        _close(self._boxes())
 
     def agree(self, text: str) -> None:
         """Raise ScheduleError unless all stages say the same."""
@@ -202,8 +206,16 @@ class Connections:
 
 
 def _break_off(groups: Sequence[dist.ProcessGroup], boxes: Sequence[Inbox | Outbox]) -> None:
+    _wake(groups)
+    _close(boxes)
+
+
+def _wake(groups: Sequence[dist.ProcessGroup]) -> None:
     for group in groups:
         break_off(group)
+
+
+def _close(boxes: Sequence[Inbox | Outbox]) -> None:
     for box in boxes:
         box.close()
 

@@ -94,6 +94,13 @@ class Continuous:
             yield
         self.has_gradients = False
 
+    def release(self) -> None:
+        """Free what is in flight: batches, activations, copies of the weights."""
+        self._in_flight.clear()
+        self._versions.clear()
+        self.executor.stage.call = self.module  # a forward that failed has left a copy there
+        self.executor.stage.release()
+
     def _stash(self, number: int) -> None:
         weights = {  # what is frozen is the same in all versions
             name: p.detach().clone().requires_grad_()

@@ -17,6 +17,7 @@ class PipelineFacts:
     num_stages: int
     _compute: StageCompute
     _way: Flushed | Continuous
+    _is_closed: bool
 
     @property
     def recipe(self) -> Recipe | Written:
@@ -41,6 +42,14 @@ class PipelineFacts:
             expected="one whose steps run a schedule each",
             fix="use flush=True",
         )
+
+    def _check_open(self, called: str) -> None:
+        if self._is_closed:
+            raise ScheduleError(
+                f"{called} of a pipeline that is closed",
+                expected="a pipeline in use: closing frees what is in flight",
+                fix="make a new Pipeline; without a flush, drain() before close()",
+            )
 
     @property
     def peak_in_flight(self) -> int:

@@ -79,6 +79,10 @@ class Flushed:
         self.last_recipe = self.recipe
         self._tune(batch)
 
+    def release(self) -> None:
+        """Free what a step that failed has left."""
+        self.executor.stage.release()
+
     def _tune(self, batch: Batch) -> None:
         stage = self.executor.stage
         transfers = self.executor.taken_transfers()

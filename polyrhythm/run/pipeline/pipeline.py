@@ -117,6 +117,7 @@ class Pipeline(PipelineFacts):
             device=self.device,
         )
         self._loss_fn = loss_fn
+        self._is_closed = False
         self.num_steps = 0
         self._connections: Connections | None = None
         if self.num_stages > 1:
@@ -254,7 +255,6 @@ class Pipeline(PipelineFacts):
         the module of the stage that gives them. On the last stage `losses` receives the loss of
         every micro-batch, and the outputs of the batch are returned.
         """
-        self._check_training(target)
         batch = self._begin(
             Given(
                 args=args,
@@ -306,11 +306,17 @@ class Pipeline(PipelineFacts):
             optimizer.step()
             optimizer.zero_grad()
         """
+        self._check_open("drain")
         if isinstance(self._way, Continuous):
-            yield from self._way.drain()
+            for _ in self._way.drain():
+                was_last = self._way.is_drained
+                yield
+                if not was_last:
+                    self._check_open("drain")
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all stages together, as torch's does for a model in one piece."""
+        self._check_open("clip_grad_norm_")
         if isinstance(self._way, Continuous) and self.num_stages > 1:
             raise ScheduleError(
                 "clipping across stages without a flush",
@@ -325,14 +331,20 @@ class Pipeline(PipelineFacts):
             control=None if self._connections is None else self._connections.control,
         )
 
+    @property
+    def log(self) -> EventLog | None:
+        """Where it writes what happens."""
+        return self._log
+
     def close(self) -> None:
-        """End the threads that carry messages; without a flush, `drain` first."""
-        if self._connections is not None:
-            if isinstance(self._way, Continuous) and not self._way.is_drained:
-                self._connections.break_off()
-            self._connections.close()
-        if self._own_log is not None:
-            self._own_log.close()
+        """End for good, and free what is in flight; without a flush, `drain` first."""
+        try:
+            if self._connections is not None:
+                if isinstance(self._way, Continuous) and not self._way.is_drained:
+                    self._connections.break_off()
+                self._connections.close()
+        finally:
+            self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -348,11 +360,18 @@ class Pipeline(PipelineFacts):
             return
         if self._connections is not None:  # a peer may be gone: waiting would hide the error
             self._connections.break_off()
+        self._release()
+
+    def _release(self) -> None:
+        self._is_closed = True
+        self._way.release()
         if self._own_log is not None:
             self._own_log.close()
 
     def _begin(self, given: Given) -> Batch:
         """Cut the batch as the first stage says, and post receives for all of it."""
+        self._check_open("step" if given.training else "eval")
+        given.check(self._loss_fn, is_last=self.is_last)
         self._cutter.microbatch_size = self._way.microbatch_size or self._cutter.microbatch_size
         told = self._cutter.decided(given) if self.is_first else None
         if self._connections is not None:
@@ -376,16 +395,3 @@ class Pipeline(PipelineFacts):
             losses.clear()
             losses.extend(batch.losses)
         return joined(batch.outputs)
-
-    def _check_training(self, target: Any) -> None:
-        if self._loss_fn is None or not torch.is_grad_enabled():
-            lacks = "without a loss_fn" if self._loss_fn is None else "under torch.no_grad()"
-            raise ScheduleError(
-                f"step {lacks}", expected="a loss and gradients", fix="call eval() to run forward"
-            )
-        if self.is_last and target is None:
-            raise ScheduleError(
-                "step on the last stage without a target",
-                expected="what the loss function compares the output with",
-                fix="call step(target=...) on the last stage",
-            )

@@ -107,6 +107,10 @@ class StageCompute:
                     torch.autograd.backward(outputs, [g for _, g in pairs])
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in held.inputs]
 
+    def release(self) -> None:
+        """Free what is held for backwards that will not come."""
+        self._held.clear()
+
     def durations(self) -> list[tuple[Op, int, Seconds]]:
         """Operation, kind and time of what ran since this was asked last."""
         spans = list(self._spans)
@@ -159,7 +163,7 @@ class StageCompute:
             # By view, not by storage: a micro-batch is a view of the batch, which is not ours.
             if tensor.untyped_storage().data_ptr() not in parameters:
                 saved[tensor.data_ptr(), tensor.numel()] = tensor.nbytes
-            return saved_tensor
+            return saved_tensor.detach()  # itself would keep its own graph alive, for ever
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             yield

@@ -33,7 +33,7 @@ Kind = int  # micro-batches of one kind look alike on every stage: the first one
 # Threads wait for work that may be posted long before it is due; the deadline is kept by whoever
 # needs a message. A peer that dies closes its connections and is noticed at once.
 _PATIENCE = timedelta(days=1)
-_GOODBYE: Seconds = 5.0  # for a thread that has nothing left to do
+GOODBYE: Seconds = 5.0  # for a thread that has nothing left to do
 _NUM_TAGS = 2**20  # more than are ever under way at once
 
 
@@ -146,9 +146,15 @@ class Inbox:
         return tensors, transfer
 
     def close(self) -> None:
-        """End the thread; for an inbox that awaits nothing any more."""
+        """End the thread and free what nobody took; for an inbox that awaits nothing any more."""
         self._posted.put(None)
-        self._thread.join(_GOODBYE)
+        self._thread.join(GOODBYE)
+        with self._changed:
+            self._expected.clear()
+            self._arrived.clear()
+            self._defect = None  # its traceback holds messages
+        if not self._thread.is_alive():  # after a failure it leaves what was posted behind that
+            self._posted = queue.SimpleQueue()
 
     def _post(self) -> None:
         """Post receives up to the window; with the lock held, by either thread."""
@@ -298,9 +304,12 @@ class Outbox:
             self._raise_failure(time.perf_counter() - began)
 
     def close(self) -> None:
-        """End the thread; for an outbox that is drained."""
+        """End the thread and free what has not left; for an outbox that is drained, or broken."""
         self._leaving.put(None)
-        self._thread.join(_GOODBYE)
+        self._thread.join(GOODBYE)
+        self._defect = None  # its traceback holds messages
+        if not self._thread.is_alive():
+            self._leaving = queue.SimpleQueue()
 
     def _started(self, buffer: Tensor, tag: int) -> Callable[[], object]:
         """Start to send; what is returned waits for the end."""

@@ -1,0 +1,230 @@
+"""A pipeline that is closed keeps nothing of what was in flight, and says that it is closed."""
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import mse_loss
+
+from polyrhythm.errors import PeerError, ScheduleError
+from polyrhythm.run.launch import Place
+from polyrhythm.run.pipeline.pipeline import Pipeline
+from tests.gloo.pairs import num_alive, wait_until, watch_buffers
+from tests.gloo.pipelines import random_batch, run_alone, run_stages, step
+
+INPUTS, TARGET = random_batch(4, 8)
+
+
+class OwnError(Exception):
+    """Something that goes wrong in the user's code."""
+
+
+class Noting(nn.Module):
+    """A stage that notes the memory its backward will need; it may fail at one of its calls."""
+
+    def __init__(self, noted: list[StorageWeakRef], fails_at: int | None = None) -> None:
+        super().__init__()
+        self.linear, self.noted, self.fails_at, self.num_calls = nn.Linear(8, 8), noted, fails_at, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        y = torch.tanh(self.linear(x))
+        note(self.noted, x, y)
+        if not isinstance(self.linear.weight, nn.Parameter):  # but a copy
+            note(self.noted, self.linear.weight)
+        if self.num_calls == self.fails_at:
+            raise OwnError
+        return y
+
+
+def note(noted: list[StorageWeakRef], *tensors: Tensor) -> None:
+    noted += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+
+def pipeline_of(module: nn.Module, *, flush: bool, window: int | None = None) -> Pipeline:
+    return Pipeline(
+        module,
+        loss_fn=mse_loss,
+        num_microbatches=4 if flush else 1,
+        schedule="gpipe" if flush else "bounded:6,3",
+        flush=flush,
+        window=window,
+        deadline=20,
+    )
+
+
+def run_ahead(pipeline: Pipeline, noted: list[StorageWeakRef], num_steps: int) -> None:
+    """Batches that nobody else keeps, and so few that no backward is due."""
+    for seed in range(num_steps):
+        inputs, target = random_batch(4, 8, seed=seed)
+        if pipeline.is_last:
+            note(noted, target)
+        step(pipeline, inputs, target)
+
+
+def stop_in_the_middle(pipeline: Pipeline, noted: list[StorageWeakRef]) -> None:
+    """The last stage has messages that it did not take, the first waits for some.
+
+    With a window of one, the first also has some that have not left.
+    """
+    run_ahead(pipeline, noted, 5 if pipeline.is_first else 2)
+    if pipeline.is_last:
+        inbox = pipeline._connections.activations_in[0]
+        wait_until(lambda: len(inbox._arrived) == min(3, inbox.window), "the next messages")
+    dist.barrier()  # whoever ends first disturbs nobody
+
+
+def fail_between_steps(pipeline: Pipeline, noted: list[StorageWeakRef]) -> None:
+    stop_in_the_middle(pipeline, noted)
+    raise OwnError
+
+
+def fail_in_the_last_stage(pipeline: Pipeline, noted: list[StorageWeakRef]) -> None:
+    run_ahead(pipeline, noted, 3)
+    raise OwnError  # in the first one, which may not have noticed
+
+
+def fail_to_receive(pipeline: Pipeline, noted: list[StorageWeakRef]) -> None:
+    def fail(*args: object) -> None:
+        raise OwnError
+
+    if pipeline.is_last:
+        pipeline._connections.activations_in[0]._receive = fail
+    dist.barrier()  # so that the first message comes afterwards
+    run_ahead(pipeline, noted, 3)
+    raise OwnError
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("run", "flush", "window"),
+    [
+        (stop_in_the_middle, False, None),
+        (stop_in_the_middle, False, 1),
+        (fail_between_steps, False, None),
+        (fail_in_the_last_stage, False, None),
+        (fail_in_the_last_stage, True, None),
+        (fail_to_receive, False, None),
+    ],
+)
+def test_a_closed_pipeline_keeps_nothing_that_was_in_flight(
+    tmp_path: Path,
+    run: Callable[[Pipeline, list[StorageWeakRef]], None],
+    flush: bool,
+    window: int | None,
+) -> None:
+    def work(place: Place) -> dict[str, int]:
+        buffers, noted = watch_buffers(), []
+        fails = run is fail_in_the_last_stage and place.rank == 1
+        module = Noting(noted, fails_at=3 if fails else None)
+        pipeline = pipeline_of(module, flush=flush, window=window)
+        try:
+            with pipeline:
+                try:
+                    run(pipeline, noted)
+                finally:
+                    before = num_alive(noted), num_alive(buffers)
+        except (OwnError, PeerError):
+            pass
+        num_threads = threading.active_count()
+        gc.collect()
+        return {
+            "in flight": before[0],
+            "messages": before[1],
+            "in flight after": num_alive(noted),
+            "messages after": num_alive(buffers),
+            "threads": num_threads,
+            "steps": pipeline.num_steps,  # asked last: it is still there
+        }
+
+    for found in run_stages(2, work, tmp_path):
+        assert found["in flight"] > 0
+        assert found["messages"] > 0, "taken, waiting to be, or expected"
+        assert (found["in flight after"], found["messages after"]) == (0, 0)
+        assert found["threads"] == 1
+
+
+def calls_of(pipeline: Pipeline) -> dict[str, Callable[[], Any]]:
+    inputs = (INPUTS,) if pipeline.is_first else ()
+    return {
+        "step": lambda: step(pipeline, INPUTS, TARGET),
+        "eval": lambda: pipeline.eval(*inputs),
+        "drain": lambda: list(pipeline.drain()),
+        "clip_grad_norm_": lambda: pipeline.clip_grad_norm_(1.0),
+    }
+
+
+def check_refusals(pipeline: Pipeline) -> None:
+    for name, call in calls_of(pipeline).items():
+        with pytest.raises(ScheduleError, match=f"^{name} of a pipeline that is closed\n"):
+            call()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("flush", "drains"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_call_of_a_closed_pipeline_is_refused(
+    tmp_path: Path, flush: bool, drains: bool, fails: bool
+) -> None:
+    def work(place: Place) -> None:
+        pipeline = pipeline_of(nn.Linear(8, 8), flush=flush)
+        with contextlib.suppress(OwnError), pipeline:
+            step(pipeline, INPUTS, TARGET)
+            if drains:
+                assert len(list(pipeline.drain())) == 1
+            dist.barrier()
+            if fails:
+                raise OwnError
+        check_refusals(pipeline)
+
+    run_stages(2, work, tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_a_pipeline_of_one_stage_is_closed_like_others(tmp_path: Path) -> None:
+    def alone() -> int:
+        noted: list[StorageWeakRef] = []
+        pipeline = Pipeline(
+            Noting(noted),
+            loss_fn=mse_loss,
+            num_microbatches=1,
+            schedule="bounded:3",
+            flush=False,
+        )
+        run_ahead(pipeline, noted, 2)
+        pipeline.close()
+        check_refusals(pipeline)
+        gc.collect()
+        return num_alive(noted)
+
+    assert run_alone(alone, tmp_path) == 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("num_left", [0, 1])
+def test_a_pipeline_that_is_closed_while_it_is_drained_hides_no_batch(
+    tmp_path: Path, num_left: int
+) -> None:
+    def work(place: Place) -> None:
+        pipeline = pipeline_of(nn.Linear(8, 8), flush=False)
+        for _ in range(1 + num_left):
+            step(pipeline, INPUTS, TARGET)
+        draining = pipeline.drain()
+        next(draining)
+        dist.barrier()
+        pipeline.close()
+        if num_left == 0:
+            assert list(draining) == []
+            return
+        with pytest.raises(ScheduleError, match="drain of a pipeline that is closed"):
+            next(draining)
+
+    run_stages(2, work, tmp_path)
