@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from polyrhythm.events import read_run
-from polyrhythm.observe.summary import Summary
+from polyrhythm.types import Worker
 
 POLYRHYTHM = [sys.executable, "-m", "polyrhythm"]
 CLUSTER = """
@@ -106,36 +107,25 @@ def test_a_scenario_kills_and_brings_back_and_slows_on_its_clock(folder: Path) -
     assert max(took) / min(took) > 2, "left is held back"
 
 
-@pytest.mark.timeout(90)
 def test_polyrhythms_own_workers_are_held_back(folder: Path) -> None:
-    (folder / "s.toml").write_text('name = "s"\n[[slow]]\ndevice = "left"\nfactor = 5\n')
-    demo = [
-        "demo",
-        "--stages",
-        "1",
-        "--pipelines",
-        "2",
-        "--steps",
-        "8",
-        "--width",
-        "64",
-        "--blocks",
-        "1",
-        "--out",
-    ]
+    """Twentyfold: far beyond what a busy machine does to one worker and not to the other.
 
-    def compute_times(out: str, *scenario: str) -> list[float]:
-        """Of both workers, for all their actions."""
-        program = ["--", sys.executable, "-m", "polyrhythm", *demo, out]
-        done = lab(folder, "run", "pair.toml", *scenario, *program)
-        assert done.returncode == 0, done.stdout + done.stderr
-        (found,) = (folder / out).iterdir()
-        spent = Summary.of(read_run(found)).workers
-        return [spent[worker].compute for worker in sorted(spent)]
-
-    equal = compute_times("equal")
-    slowed = compute_times("slowed", "--scenario", "s.toml")
-    assert slowed[0] / slowed[1] > 2 * equal[0] / equal[1]
+    It is asked action by action, since a pause of the machine is longer than many of them together.
+    """
+    (folder / "s.toml").write_text('name = "s"\n[[slow]]\ndevice = "left"\nfactor = 20\n')
+    shape = ["--stages", "1", "--pipelines", "2", "--width", "64", "--blocks", "1"]
+    program = [*POLYRHYTHM, "demo", *shape, "--steps", "4", "--out", "out"]
+    # Beside other work it takes up to a minute, most of that to load torch.
+    done = lab(folder, "run", "pair.toml", "--scenario", "s.toml", "--", *program, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (folder / "out").iterdir()
+    spent: dict[Worker, list[float]] = {Worker(0, 0): [], Worker(0, 1): []}
+    for event in read_run(run):
+        if event.kind == "action":
+            spent[event.worker].append(event.duration - event.values["wait"])
+    left, right = spent.values()
+    times_as_long = [one / other for one, other in zip(left, right, strict=True)]
+    assert statistics.median(times_as_long) > 5
 
 
 @pytest.mark.timeout(90)
