@@ -1,44 +1,70 @@
 """The benchmarks by name. A module is imported when it is run: some load torch.
 
-A benchmark is a module with `run(*, quick, console) -> Result`, which prints its table.
+A benchmark is a module with `run(*, quick, console) -> Result`, which prints its table. What it
+measures is said here in a line, so that `polyrhythm bench --help` can say it without the module.
 """
 
 import importlib
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from rich.console import Console
-
-from polyrhythm.bench.result import Result
 from polyrhythm.errors import UserError
-from polyrhythm.tables import print_line
 
-_MODULES = {
-    "average": "polyrhythm.bench.average.bench",
-    "converge": "polyrhythm.bench.converge.bench",
-    "lab": "polyrhythm.bench.lab.bench",
-    "pipeline": "polyrhythm.bench.pipeline.bench",
-    "sync": "polyrhythm.bench.sync.bench",
+if TYPE_CHECKING:  # --help needs neither
+    from rich.console import Console
+
+    from polyrhythm.bench.result import Result
+
+
+class Benchmark(NamedTuple):
+    module: str
+    about: str
+
+
+BENCHMARKS = {
+    "average": Benchmark(
+        "polyrhythm.bench.average.bench",
+        "how a group should exchange its average",
+    ),
+    "converge": Benchmark(
+        "polyrhythm.bench.converge.bench",
+        "loss over time and samples, of groups and of all-reduce",
+    ),
+    "lab": Benchmark("polyrhythm.bench.lab.bench", "how true the lab is, and where its limit lies"),
+    "pipeline": Benchmark(
+        "polyrhythm.bench.pipeline.bench",
+        "the adaptive schedule against 1F1B on slow networks",
+    ),
+    "sync": Benchmark(
+        "polyrhythm.bench.sync.bench",
+        "every way to average against all-reduce, with slow workers",
+    ),
 }
 
 
 def names() -> tuple[str, ...]:
-    return tuple(sorted(_MODULES))
+    return tuple(sorted(BENCHMARKS))
 
 
 def run(
-    name: str, *, quick: bool = False, out: Path | None = None, console: Console | None = None
-) -> Result:
+    name: str, *, quick: bool = False, out: Path | None = None, console: "Console | None" = None
+) -> "Result":
     """Measure, print the table and, as the last line, the result as JSON; both also into `out`."""
-    if name not in _MODULES:
+    if name not in BENCHMARKS:
         raise UserError(
             f"unknown benchmark {name!r}",
             expected=f"one of {', '.join(names())}",
             fix="polyrhythm bench NAME with one of these names",
         )
+    from rich.console import Console
+
+    from polyrhythm.tables import print_line
+
     console = console or Console()
     began = time.monotonic()
-    result: Result = importlib.import_module(_MODULES[name]).run(quick=quick, console=console)
+    module = importlib.import_module(BENCHMARKS[name].module)
+    result: Result = module.run(quick=quick, console=console)
     took = time.monotonic() - began
     if out is not None:
         path = result.save(out, quick=quick, took=took)

@@ -2,20 +2,25 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from polyrhythm.bench.registry import BENCHMARKS, names
+
 if TYPE_CHECKING:
     from rich.console import Console
+
+_NAMES = "\n".join(
+    ["Which benchmark:", *(f"- {name}: {BENCHMARKS[name].about}" for name in names())]
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     """Measure: a table, and as the last line one JSON object with the ratios."""
 
-    name: tyro.conf.Positional[str]
-    """Which benchmark, such as lab."""
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME", help=_NAMES)]
     quick: bool = False
     """A smoke test in seconds, whose figures prove nothing."""
     out: Path | None = None

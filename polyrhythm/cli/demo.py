@@ -98,14 +98,16 @@ class Demo:
         return run
 
     def _begin(self, job: Job, console: "Console") -> Path:
+        from polyrhythm.tables import print_line
+
         run = new_run_folder(self.out, "demo")
         job.save(run)
         plan = job.plan
-        console.print(
+        print_line(
+            console,
             f"{plan.num_stages} stages x {plan.num_pipelines} pipelines = "
             f"{plan.num_workers} processes, schedule {job.settings.schedule}, "
-            f"{job.settings.steps} steps",
-            highlight=False,
+            f"sync {job.settings.sync}, {job.settings.steps} steps",
         )
         return run
 

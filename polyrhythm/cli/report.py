@@ -1,4 +1,6 @@
-"""`polyrhythm report RUN`: where the time of a run went, as a table or as a trace to look at."""
+"""`polyrhythm report RUN`: where the time of a run went, as a table or as a trace to look at; and
+what its scheduler decided, which can be decided again.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,22 +18,74 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportCommand:
-    """Say how a run went, over or not: steps, loss, where the time went, plan switches."""
+    """Say how a run went, over or not: steps, loss, where the time went, plan switches, groups.
+
+    Of a folder that `polyrhythm scheduler --log` wrote: what the scheduler decided.
+    """
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """The run's folder, such as runs/demo-20261115-040004."""
     trace: Path | None = None
     """Write a Chrome trace to this file instead; open it at https://ui.perfetto.dev."""
+    replay: bool = False
+    """Decide the scheduler's log again instead, and say whether all comes out alike."""
 
     def run(self, console: "Console") -> int:
-        events = _read(self.folder)
         if self.trace is not None:
-            _write_trace(events, self.trace, console)
-        else:
-            from polyrhythm.observe.report import Report
+            _write_trace(_read(self.folder), self.trace, console)
+        elif not self.replay:
+            _show(self.folder, console)
+        return _replay(self.folder, console) if self.replay else 0
 
-            Report.of(events).show(console)
+
+def _show(folder: Path, console: "Console") -> None:
+    from polyrhythm.events import WORKERS, merged_log
+    from polyrhythm.observe.groups import Groups
+    from polyrhythm.observe.report import Report
+    from polyrhythm.run.coordinator.decision_log import NAME
+    from polyrhythm.tables import print_line
+
+    is_decided = (folder / NAME).exists()
+    is_run = merged_log(folder).exists() or (folder / WORKERS).exists() or not is_decided
+    if is_run:
+        events = _read(folder)
+        Report.of(events).show(console)
+        Groups.of(events).show(console)
+    if is_decided:
+        if is_run:
+            print_line(console, "")
+        _show_decisions(folder / NAME, console)
+
+
+def _show_decisions(path: Path, console: "Console") -> None:
+    from polyrhythm.observe.decisions import Decisions
+    from polyrhythm.run.coordinator.decision_log import DecisionReader
+
+    reader = DecisionReader(path)
+    decided = Decisions.of((each.event, each.commands) for _, each in reader.decisions())
+    setup = reader.setup
+    plan = f"{setup.num_stages} stages x {setup.num_pipelines} pipelines"
+    decided.show(console, f"{setup.text}, {plan}")
+
+
+def _replay(folder: Path, console: "Console") -> int:
+    from polyrhythm.run.coordinator.decision_log import NAME, DecisionReader, replay
+    from polyrhythm.tables import print_line
+
+    path = folder / NAME
+    if not path.exists():
+        raise EventError(
+            f"{folder}: no {NAME}",
+            expected="a run with groups, or a folder that `polyrhythm scheduler --log` wrote",
+            fix="leave --replay out, or give another folder",
+        )
+    num_decisions = sum(1 for _ in DecisionReader(path).decisions())  # first: it may still grow
+    difference = replay(path)
+    if difference is None:
+        print_line(console, f"{num_decisions:,} decisions, replayed alike")
         return 0
+    print_line(console, f"{path}: replayed otherwise\n{difference}")
+    return 1
 
 
 def _read(folder: Path) -> "list[Event]":

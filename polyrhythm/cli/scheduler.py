@@ -1,10 +1,10 @@
-"""`polyrhythm scheduler`: the scheduler of a job as a process of its own, until it is stopped."""
+"""`polyrhythm scheduler`: the scheduler of a job as a process of its own. It ends with the job."""
 
 import contextlib
 import gc
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,13 +17,17 @@ if TYPE_CHECKING:
     from polyrhythm.run.coordinator.coordinator import Coordinator
     from polyrhythm.run.coordinator.keys import JobKeys
     from polyrhythm.run.coordinator.setup import Setup
+    from polyrhythm.sync.scheduler import Scheduler
+    from polyrhythm.types import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerCommand:
     """Decide who averages with whom, for workers on any machines that have the job's keys.
 
-    Without it the process of rank 0 does so. On its own it outlives any worker.
+    Without it the process of rank 0 does so. On its own it outlives any worker. It serves one job
+    and ends with it: when all workers have left (status 0), or all are lost (1). The next job needs
+    a new one. Ctrl-C ends it before.
     """
 
     bind: str = "tcp://0.0.0.0:29600"
@@ -50,19 +54,18 @@ class SchedulerCommand:
     """Seconds that the first worker waits for the last, before they begin."""
 
     def run(self, console: "Console") -> int:
+        from polyrhythm.observe.counted import in_words
         from polyrhythm.run.coordinator.coordinator import Coordinator
         from polyrhythm.run.coordinator.decision_log import NAME
-        from polyrhythm.run.coordinator.setup import Setup
 
-        setup = Setup(
-            policy=self.policy,
-            num_stages=self.stages,
-            num_pipelines=self.pipelines,
-            options=_parsed(self.options),
-            every=self.every,
-            seed=self.seed,
-        )
+        setup = self._setup()
         log = None if self.log is None else self.log / NAME
+        here: list[Worker] = []  # when one came or went last, and anybody was left
+
+        def say(line: str) -> None:
+            _say(console, line)
+            here[:] = coordinator.present or here
+
         coordinator = Coordinator.of(
             setup,
             bind=self.bind,
@@ -70,18 +73,40 @@ class SchedulerCommand:
             log=log,
             silence=self.silence,
             startup=self.startup,
-            say=partial(_say, console),
+            say=say,
         )
         end_on_sigterm()
         gc.freeze()  # all that was imported: to go through it, now and then, took 40 ms
         with coordinator:
             try:
                 self._introduce(coordinator, setup, log, console)
-                while not coordinator.wait(1.0):
-                    pass
+                _until_over(coordinator, console)
+                status, why = _ending(coordinator.scheduler, here)
+                if coordinator.is_over:
+                    _say(console, why)
+            except KeyboardInterrupt:  # the way to end it before the job does
+                status = 130
+                _say(console, "stopped")
             finally:
-                _summarise(coordinator, console)
-        return 0
+                _say(console, f"in all: {in_words(coordinator.counters)}")
+        return status
+
+    def _setup(self) -> "Setup":
+        from polyrhythm.run.coordinator.options import at_flag, parse_options
+        from polyrhythm.run.coordinator.setup import Setup
+
+        options = parse_options(self.options, flag="--options")
+        try:
+            return Setup(
+                policy=self.policy,
+                num_stages=self.stages,
+                num_pipelines=self.pipelines,
+                options=options,
+                every=self.every,
+                seed=self.seed,
+            )
+        except PolicyError as error:
+            raise at_flag(error, flag="--options") from None
 
     def _keys(self, console: "Console") -> "JobKeys":
         from polyrhythm.run.coordinator.keys import JobKeys
@@ -110,7 +135,7 @@ class SchedulerCommand:
             f"in each worker: GroupSync(model, optimizer, {self.policy!r}, {given}"
             f"coordinator={address!r}, keys={str(self.keys)!r})",
             *([] if log is None else [f"log: {log}"]),
-            "Ctrl-C ends it",
+            "it ends when all workers have left; Ctrl-C ends it before",
         ):
             print_line(console, line)
 
@@ -123,35 +148,26 @@ def _say(console: "Console", line: str) -> None:
         print_line(console, line)
 
 
-def _parsed(texts: tuple[str, ...]) -> dict[str, object]:
-    """Options as the policy takes them."""
-    import msgspec
-
-    options: dict[str, object] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        is_object = text.startswith("{")
-        try:
-            if is_object:
-                options |= msgspec.json.decode(text, type=dict[str, object])
-            else:
-                options[name] = msgspec.json.decode(value)
-            problem = ""
-        except msgspec.MsgspecError as error:
-            options[name] = value  # text needs no quotes
-            problem = str(error) if is_object else ""
-        if problem or not (is_object or (name and equals)):
-            raise PolicyError(
-                f"--options {text!r}" + (f": {problem}" if problem else ""),
-                expected="name=value, or a JSON object",
-                fix="--options group_size=4 window=rate",
-            )
-    return options
+def _until_over(coordinator: "Coordinator", console: "Console") -> None:
+    """Or until it has failed, which closing it will tell."""
+    was_knocked_at = False
+    while not coordinator.wait(1.0) and not coordinator.is_over:
+        if not was_knocked_at and coordinator.counters["unauthenticated"]:
+            was_knocked_at = True  # once: whoever has no keys tries again and again
+            _say(console, "refused: a connection without this job's keys")
 
 
-def _summarise(coordinator: "Coordinator", console: "Console") -> None:
-    from polyrhythm.tables import print_line
+def _ending(scheduler: "Scheduler", last: Sequence["Worker"]) -> tuple[int, str]:
+    """The exit status, and why: a job has ended well if the last to go has left in good order."""
+    from polyrhythm.sync.member import Life
 
-    counters = coordinator.counters
-    counted = ", ".join(f"{name} {counters[name]:,}" for name in sorted(counters))
-    print_line(console, f"in all: {counted or 'nothing happened'}")
+    lives = {worker: member.life for worker, member in scheduler.membership.members.items()}
+    lost = [w for w, life in lives.items() if life not in (Life.ABSENT, Life.LEFT)]
+    names = ", ".join(map(str, lost))
+    if not lost:
+        return 0, "all workers have left: the job is over"
+    if Life.LEFT not in lives.values():
+        return 1, "all workers are lost"
+    if set(last) <= set(lost):
+        return 1, f"the last worker is lost (lost in all: {names})"
+    return 0, f"all workers have left, except {names} (lost): the job is over"

@@ -1,5 +1,6 @@
 """`polyrhythm scheduler`: the coordinator as a process of its own."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -12,9 +13,19 @@ import pytest
 from polyrhythm.errors import PeerError
 from polyrhythm.run.coordinator.decision_log import replay
 from polyrhythm.run.coordinator.keys import JobKeys
-from polyrhythm.sync.messages import Commit
+from polyrhythm.sync.messages import Commit, Leave
+from polyrhythm.types import Worker
 from tests.gloo import coordinators
-from tests.gloo.coordinators import Trainee, setup_of, train_all, workers_of
+from tests.gloo.coordinators import (
+    Raw,
+    Trainee,
+    coordinator_of,
+    eventually,
+    hello_of,
+    setup_of,
+    train_all,
+    workers_of,
+)
 
 POLYRHYTHM = [sys.executable, "-m", "polyrhythm", "scheduler"]
 
@@ -43,6 +54,10 @@ class Running:
 
     def end(self, what: signal.Signals) -> int:
         self._process.send_signal(what)
+        return self.status()
+
+    def status(self) -> int:
+        """When it has ended by itself."""
         rest, _ = self._process.communicate(timeout=20)
         self.lines += rest.splitlines()
         return self._process.returncode
@@ -84,8 +99,9 @@ def test_workers_are_served_until_it_is_interrupted(
         with pytest.raises(PeerError, match="the coordinator has ended"):
             last.step()
         last.client.close()
-    assert any(re.match(r"in all: .*committed \d+", line) for line in running.lines)
-    assert "error: interrupted" in running.lines
+    assert re.match(r"in all: [\d,]+ groups? averaged", running.lines[-1])
+    assert running.lines[-2] == "stopped"
+    assert not any("error" in line for line in running.lines)
     assert any(trainee.told(Commit) for trainee in (*most, last))
     assert replay(tmp_path / "out" / "scheduler.jsonl") is None
 
@@ -95,11 +111,81 @@ def test_being_terminated_is_an_ending_like_any_other(tmp_path: Path) -> None:
     with Running(
         tmp_path, "--bind", "tcp://127.0.0.1:0", "--pipelines", "1", "--keys", "mine"
     ) as running:
-        running.until("Ctrl-C ends it")
+        running.until("it ends when all workers have left; Ctrl-C ends it before")
         assert running.end(signal.SIGTERM) == 143
         assert running.lines[-1] == "in all: nothing happened"
         assert not any("new keys" in line for line in running.lines)
         assert not (tmp_path / "job.keys").exists()
+
+
+@pytest.mark.parametrize(
+    ("leave", "status", "why"),
+    [
+        ([True, True], 0, "all workers have left: the job is over"),
+        ([False, False], 1, "all workers are lost"),
+        ([False, True], 0, "all workers have left, except s0p0 (lost): the job is over"),
+        ([True, False], 1, "the last worker is lost (lost in all: s0p1)"),
+    ],
+)
+def test_it_ends_with_the_job_and_the_last_to_go_decides_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave: list[bool], status: int, why: str
+) -> None:
+    setup = setup_of("all_reduce", pipelines=2)
+    shape = ["--policy", "all_reduce", "--pipelines", "2"]
+    with Running(tmp_path, "--bind", "tcp://127.0.0.1:0", *shape) as running:
+        address = running.until(r"scheduler at (tcp://[\d.]+:\d+)")
+        running.until("Ctrl-C")
+        monkeypatch.setattr(coordinators, "KEYS", JobKeys.load(tmp_path / "job.keys"))
+        trainees = [Trainee(address, setup, worker) for worker in workers_of(setup)]
+        for trainee in trainees:
+            trainee.join()
+        for trainee, leaves in zip(trainees, leave, strict=True):
+            trainee.client.close(leave=leaves)
+            running.until(f"{trainee.worker} has left" if leaves else f"{trainee.worker} is dead")
+        assert running.status() == status
+    assert why in running.lines
+    assert running.lines[-1].startswith("in all: ")
+
+
+def test_it_is_not_over_before_they_have_begun() -> None:
+    setup = setup_of(pipelines=2)
+    worker = Worker(0, 0)
+    with coordinator_of(setup) as coordinator:
+        assert not coordinator.is_over
+        with Raw(coordinator.address) as raw:
+            raw.say(hello_of(setup, worker))
+            eventually(lambda: coordinator.present)
+            raw.say(Leave(worker, 1))
+            eventually(lambda: not coordinator.present)
+            assert not coordinator.is_over
+        made = [Trainee(coordinator.address, setup, worker, life=2) for worker in workers_of(setup)]
+        train_all(made, 1)
+        eventually(lambda: coordinator.is_over)
+
+
+def test_a_knock_without_the_keys_is_told_once(tmp_path: Path) -> None:
+    with Running(tmp_path, "--bind", "tcp://127.0.0.1:0", "--pipelines", "1") as running:
+        address = running.until(r"scheduler at (tcp://[\d.]+:\d+)")
+        running.until("Ctrl-C")
+        keys, others = JobKeys.load(tmp_path / "job.keys"), JobKeys.new()
+        half = dataclasses.replace(
+            others, server_public=keys.server_public, server_secret=keys.server_secret
+        )
+        with Raw(address, half) as raw:
+            raw.say(b"hello")
+            running.until("refused: a connection without this job's keys")
+            with Raw(address, others) as another:
+                another.say(b"hello")
+                with Raw(address, keys) as good:
+                    good.say(b"no message")
+                    good.say(hello_of(setup_of("adaptive", pipelines=1), Worker(0, 0)))
+                    running.until("1 of 1 workers have joined")
+        running.until("s0p0 is dead")
+        assert running.status() == 1
+    assert sum("without this job's keys" in line for line in running.lines) == 1
+    assert re.search(r"messages refused \(unauthenticated \d+, malformed 1\)", running.lines[-1]), (
+        running.lines
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,6 +196,7 @@ def test_being_terminated_is_an_ending_like_any_other(tmp_path: Path) -> None:
         (["--options", "=1"], "--options '=1'"),
         (["--options", '{"group_size"'], "truncated"),
         (["--options", "group_size=x"], "group_size='x'"),
+        (["--options", "group_size=x"], "in --options"),
         (["--options", '{"group_size": 9}'], "group_size=9"),
         (["--bind", "nonsense"], "bind 'nonsense'"),
         (["--pipelines", "0"], "num_pipelines=0"),

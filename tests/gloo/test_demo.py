@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from polyrhythm.events import Event, read_run
+from polyrhythm.run.coordinator.decision_log import DecisionReader
 from polyrhythm.types import Worker
 
 POLYRHYTHM = [sys.executable, "-m", "polyrhythm"]
@@ -45,7 +46,7 @@ def test_the_demo_learns_and_leaves_a_run_folder(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     folder = only_run(tmp_path)
     assert f"run folder: {folder.relative_to(tmp_path)}" in done.stdout
-    assert "2 stages x 2 pipelines = 4 processes" in done.stdout
+    assert "2 pipelines = 4 processes, schedule 1f1b, sync all_reduce, 30 steps" in done.stdout
     assert re.search(r"step +30/30  loss \d\.\d+  tokens/s p0 [\d,]+  p1 [\d,]+", done.stdout)
     assert sorted(p.name for p in folder.iterdir()) == [
         "config.toml",
@@ -69,6 +70,31 @@ def test_the_demo_learns_and_leaves_a_run_folder(tmp_path: Path) -> None:
     course = losses(events)
     assert len(course) == 30
     assert sum(course[-5:]) / 5 < course[0] - 0.5
+
+
+@pytest.mark.timeout(100)
+def test_options_of_the_policy_reach_the_scheduler_and_the_run_folder(tmp_path: Path) -> None:
+    shape = [*SMALL, "--steps", "6", "--stages", "1", "--pipelines", "3"]
+    options = ["--sync", "partial_reduce", "--sync-options", "group_size=2", "patience=1"]
+    done = run(*POLYRHYTHM, "demo", *shape, *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "schedule 1f1b, sync partial_reduce, 6 steps" in done.stdout
+    folder = only_run(tmp_path)
+    saved = tomllib.loads((folder / "config.toml").read_text())
+    assert saved["sync_options"] == ["group_size=2", "patience=1"]
+    assert DecisionReader(folder / "scheduler.jsonl").setup.options["group_size"] == 2
+    sizes = {
+        len(str(event.values["members"]).split())
+        for event in read_run(folder)
+        if event.kind == "average"
+    }
+    assert sizes == {2}
+    reported = run(*POLYRHYTHM, "report", str(folder), cwd=tmp_path)
+    assert reported.returncode == 0, reported.stderr
+    assert re.search(r"\d+ groups of 2\.00 workers on average", reported.stdout)
+    assert re.search(r"groups +\d+ averaged, 0 given up", reported.stdout)
+    replayed = run(*POLYRHYTHM, "report", str(folder), "--replay", cwd=tmp_path)
+    assert re.fullmatch(r"[\d,]+ decisions, replayed alike\n", replayed.stdout), replayed.stderr
 
 
 @pytest.mark.timeout(100)
@@ -208,6 +234,12 @@ def test_a_text_of_ones_own_is_learned(tmp_path: Path) -> None:
         (["--deadline", "1e300"], "--deadline 1e+300"),
         (["--stepps", "3"], "--stepps"),
         (["--stages", "two"], "two"),
+        (["--sync", "agee"], "did you mean 'age'?"),
+        (["--sync", "ssp"], "polyrhythm.ParameterServer"),
+        (["--sync", "balanced"], "each pipeline has a fixed number"),
+        (["--sync", "partial_reduce", "--sync-options", "group_size=x"], "in --sync-options"),
+        (["--sync-options", "group_size"], "--sync-options 'group_size'"),
+        (["--sync", "age", "--sync-options", "max_aeg=3"], "did you mean 'max_age'?"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(

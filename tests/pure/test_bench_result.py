@@ -1,7 +1,11 @@
 """A benchmark's last line is one JSON object, whatever the terminal is like."""
 
+import importlib.util
 import io
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +35,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> None:
         return Result(bench="example", ratios=ratios, figures={"rounds": 3}, rows=[Row("a", 1.5)])
 
     module.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(registry._MODULES, "example", "example")
+    monkeypatch.setitem(registry.BENCHMARKS, "example", registry.Benchmark("example", "a test"))
     monkeypatch.setattr(registry.importlib, "import_module", lambda name: module)
 
 
@@ -55,3 +59,31 @@ def test_an_unknown_benchmark_is_refused_with_all_the_names() -> None:
         bench.run("lba", console=Console(file=io.StringIO()))
     assert all(name in refused.value.expected for name in bench.names())
     assert "lab" in bench.names()
+
+
+def test_the_help_says_each_benchmark_in_a_line_without_loading_one() -> None:
+    code = (
+        "import sys; from polyrhythm import cli\n"
+        "try: cli.main(['bench', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print(*(name for name in ('torch', 'zmq', 'rich.console') if name in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+        check=True,
+    )
+    *shown, loaded = done.stdout.splitlines()
+    for name, benchmark in registry.BENCHMARKS.items():
+        assert any(f"- {name}: {benchmark.about}" in line for line in shown), name
+    assert loaded == "", "slow to load"
+
+
+@pytest.mark.parametrize("name", bench.names())
+def test_every_benchmark_has_its_module_and_a_line_about_it(name: str) -> None:
+    module, about = registry.BENCHMARKS[name]
+    assert importlib.util.find_spec(module) is not None
+    assert 0 < len(about) <= 90
+    assert "\n" not in about

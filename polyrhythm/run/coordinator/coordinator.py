@@ -52,11 +52,13 @@ class Coordinator:
         silence: Seconds = 15.0,
         startup: Seconds = 60.0,
         say: Callable[[str], None] = _silent,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
         """`policy` is what a Hello has to say; `setup`, needed for a log, made the scheduler.
 
         A worker silent for `silence` is dead; workers begin together, if all have joined within
-        `startup` after the first. `say` gets a line when one comes or goes, in the serving thread.
+        `startup` after the first. `say` gets a line when one comes or goes, `warn` (by default the
+        same) when one is lost or refused; in the serving thread.
         """
         _check_plan(scheduler, num_stages, num_pipelines)
         _check_times(silence, startup)
@@ -83,6 +85,7 @@ class Coordinator:
             silence=silence,
             startup=startup,
             say=say,
+            warn=warn or say,
         )
         self._stop = threading.Event()
         self._ended = threading.Event()
@@ -100,6 +103,7 @@ class Coordinator:
         silence: Seconds = 15.0,
         startup: Seconds = 60.0,
         say: Callable[[str], None] = _silent,
+        warn: Callable[[str], None] | None = None,
     ) -> Self:
         """With a new scheduler of that setup."""
         return cls(
@@ -114,6 +118,7 @@ class Coordinator:
             silence=silence,
             startup=startup,
             say=say,
+            warn=warn,
         )
 
     @property
@@ -128,6 +133,11 @@ class Coordinator:
     def present(self) -> list[Worker]:
         """Who takes part now."""
         return [seat.worker for seat in self._desk.seats.taken()]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether workers had begun, and all of them are gone."""
+        return self._desk.has_begun and self._desk.seats.num_taken == 0
 
     def serve(self, until: threading.Event) -> None:
         """Until that is set. Raises what a defect of ours raised, once all workers were told."""
@@ -153,11 +163,15 @@ class Coordinator:
         return self._ended.wait(timeout)
 
     def close(self, patience: Seconds = 0.0) -> None:
-        """End, once all workers have left, or after `patience`; raises what has ended it before."""
+        """End, once all workers have left; raises what has ended it before.
+
+        Or when none of them has said anything for `patience`, but that it lives.
+        """
         if self._thread is not None:
-            gives_up = time.monotonic() + patience
-            while self.present and time.monotonic() < gives_up and not self.wait(0.02):
-                pass
+            began = time.monotonic()
+            while self.present and not self.wait(0.02):
+                if time.monotonic() - max(began, self._desk.last_word) >= patience:
+                    break
             self._stop.set()
             assert self.wait(CLOSING), f"the coordinator does not end within {CLOSING:g} s"
             self._thread.join()

@@ -58,11 +58,14 @@ class Desk:
         silence: Seconds,
         startup: Seconds,
         say: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
         self.seats = seats
         self.counters: Counter[str] = Counter()
+        self.last_word: Seconds = -math.inf  # when a worker said something else than that it lives
         self._scheduler, self._door, self._log = scheduler, door, log
-        self._silence, self._startup, self._say = silence, startup, say
+        self._silence, self._startup = silence, startup
+        self._say, self._warn = say, warn
         self._grace = max(GRACE, silence / 15)  # longer where signs of life may be
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromWorker).decode
@@ -72,6 +75,11 @@ class Desk:
         self._silent_at = math.inf  # when somebody may have been silent for too long
         self._lost: dict[bytes, Seconds] = {}  # connections that may be gone, and until when
         self._last_turn = time.monotonic()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether workers were welcomed."""
+        return self._begins_at == -math.inf
 
     def turn(self) -> None:
         """Wait for something to happen, for a moment at the most, and see to it."""
@@ -121,6 +129,7 @@ class Desk:
         elif isinstance(message, Beat):
             self._send(name, data)
         else:
+            self.last_word = now
             msgspec.structs.force_setattr(message, "now", now)  # it is ours, and nobody else's yet
             self._step(message)
             if isinstance(message, Leave) and message.incarnation == seat.incarnation:
@@ -132,7 +141,7 @@ class Desk:
         if refusal is not None:
             kind, why = refusal
             self.counters[kind] += 1
-            self._say(f"refused: {why}")
+            self._warn(f"refused: {why}")
             self._send(name, self._encode(Refuse(hello.worker, hello.clock, why)))
             return
         is_back = self.seats.has(name, hello)
@@ -148,7 +157,7 @@ class Desk:
         else:
             self._say(f"{worker} has joined from {hello.node}, {num_taken} are here")
         self._step(Join(worker, hello.node, hello.clock, hello.incarnation, now))
-        if self._begins_at == -math.inf:
+        if self.has_begun:
             self._send(name, self._encode(Welcome(num_taken)))
         elif num_taken == len(self.seats.of):
             self._welcome()
@@ -172,7 +181,7 @@ class Desk:
         self.counters["hello_protocol" if is_other else "malformed"] += 1
         if is_other:
             why = other_protocol(hello.worker, hello.protocol)
-            self._say(f"refused: {why}")
+            self._warn(f"refused: {why}")
             self._send(name, self._encode(Refuse(hello.worker, OUT, why)))
 
     def _turn_away(self, name: bytes, worker: Worker, seat: Seat | None) -> None:
@@ -258,5 +267,5 @@ class Desk:
         for seat in connection.seats.values():
             if seat.name == connection.name:
                 self.seats.empty(seat, why)
-                self._say(f"{seat.worker} {why}; {self.seats.num_taken} are here")
+                self._warn(f"{seat.worker} {why}; {self.seats.num_taken} are here")
                 self._step(Dead(seat.worker, seat.incarnation, now))

@@ -11,8 +11,9 @@ from typing import Literal, Self
 
 import tomli_w
 
-from polyrhythm.errors import LaunchError, PlanError
+from polyrhythm.errors import LaunchError, PlanError, PolicyError
 from polyrhythm.plan.plan import Plan, even_plan
+from polyrhythm.run.coordinator.options import at_flag, parse_options
 from polyrhythm.run.coordinator.setup import Setup
 from polyrhythm.run.demo.shape import GPTShape
 from polyrhythm.run.pipeline.options import AUTO, recipe_of
@@ -20,6 +21,12 @@ from polyrhythm.schedule.check import check
 from polyrhythm.types import Seconds
 
 LONGEST_DEADLINE: Seconds = 86_400.0  # a day; timers overflow at some point beyond
+_SYNC_OPTIONS = "--sync-options"
+_BEYOND = {  # policies that need more than the demo has
+    "ssp": "it needs a process more that serves, a polyrhythm.ParameterServer, "
+    "and the demo starts workers only",
+    "balanced": "it deals micro-batches by speed, and in the demo each pipeline has a fixed number",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +48,10 @@ class Settings:
     kfkb:K, or bounded:L0,L1,... with the most in flight on each stage."""
     sync: str = "all_reduce"
     """How replicas keep together: all_reduce (gradients, of all), adaptive, age, static, smart,
-    random, pairwise (models, in groups), or local (models, each 500 steps)."""
+    random, pairwise, partial_reduce (models, in groups), or local (models, each 500 steps)."""
+    sync_options: tuple[str, ...] = ()
+    """Of the way to keep together: name=value, once or more, or one JSON object, such as
+    group_size=2 for partial_reduce."""
     blocks: int = 4
     """Transformer blocks of the model, which has an embedding and a head besides."""
     width: int = 128
@@ -58,6 +68,11 @@ class Settings:
     """A text of your own, of which 8 MB are used, instead of Python's standard library."""
     deadline: Seconds = 60.0
     """Seconds to wait for another worker before giving it up as lost."""
+
+    @property
+    def policy_options(self) -> dict[str, object]:
+        """`sync_options` as a policy takes them."""
+        return parse_options(self.sync_options, flag=_SYNC_OPTIONS)
 
     @property
     def shape(self) -> GPTShape:
@@ -92,7 +107,7 @@ class Job:
             recipe = recipe_of(settings.schedule)
             schedule = recipe.build(num_stages=settings.stages, num_microbatches=num_microbatches)
             check(schedule, num_microbatches=num_microbatches)
-        Setup(policy=settings.sync, num_stages=settings.stages, num_pipelines=settings.pipelines)
+        _check_sync(settings)
         return cls(settings=settings, plan=plan)
 
     def check_processes(self, num_processes: int) -> None:
@@ -115,19 +130,32 @@ def _check(settings: Settings) -> None:
     for name in ("stages", "pipelines", "steps", "microbatches", "microbatch_size"):
         if getattr(settings, name) < 1:
             raise _refuse(name, getattr(settings, name), "at least 1")
-    if settings.sync in ("balanced", "ssp"):
-        needs = "a parameter server" if settings.sync == "ssp" else "a loop that asks for its share"
-        raise LaunchError(
-            f"--sync {settings.sync}: it needs {needs}",
-            expected="all_reduce, adaptive, age, static, smart, random, pairwise or local",
-            fix="use pr.GroupSync in a script of your own; docs/sync.md shows how",
-        )
     if not 0 <= settings.seed < 2**31:
         raise _refuse("seed", settings.seed, "0 or more, below 2**31")
     if not 0 < settings.lr < float("inf"):
         raise _refuse("lr", settings.lr, "a finite number above 0")
     if not 0 < settings.deadline <= LONGEST_DEADLINE:
         raise _refuse("deadline", settings.deadline, f"seconds, up to {LONGEST_DEADLINE:g}")
+
+
+def _check_sync(settings: Settings) -> None:
+    if settings.sync in _BEYOND:
+        raise LaunchError(
+            f"--sync {settings.sync}: {_BEYOND[settings.sync]}",
+            expected="all_reduce, adaptive, age, static, smart, random, pairwise, partial_reduce "
+            "or local",
+            fix="use polyrhythm.GroupSync in a script of your own; docs/sync.md shows how",
+        )
+    options = settings.policy_options
+    try:
+        Setup(
+            policy=settings.sync,
+            num_stages=settings.stages,
+            num_pipelines=settings.pipelines,
+            options=options,
+        )
+    except PolicyError as error:
+        raise at_flag(error, flag=_SYNC_OPTIONS) from None
 
 
 def new_run_folder(parent: Path, name: str) -> Path:

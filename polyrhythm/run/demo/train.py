@@ -109,6 +109,7 @@ def _build_sync(
         pipeline,
         optimizer,
         job.settings.sync,
+        options=job.settings.policy_options,
         worker=worker,
         num_pipelines=job.plan.num_pipelines,
         seed=job.settings.seed,

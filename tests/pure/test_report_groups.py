@@ -1,0 +1,173 @@
+"""`polyrhythm report` of groups: as workers logged them, and as the scheduler decided them."""
+
+from pathlib import Path
+
+import pytest
+
+from polyrhythm import cli
+from polyrhythm.events import EventLog, merge, worker_log
+from polyrhythm.run.coordinator.decision_log import NAME, DecisionLog
+from polyrhythm.run.coordinator.setup import Setup
+from polyrhythm.sync.messages import Commit, Dead, Done, Event, Join, Leave, Ready
+from polyrhythm.types import Worker
+
+WORKERS = [Worker(0, pipeline) for pipeline in range(4)]
+SETUP = Setup(
+    policy="partial_reduce", num_stages=1, num_pipelines=4, options={"group_size": 2}, first_gid=7
+)
+# Group 7 of the first two averages; group 8 of the others is given up when the last one dies.
+EVENTS: list[Event] = [
+    *(Join(worker, "node", 0, 1, 100.0 + worker.pipeline) for worker in WORKERS),
+    *(Ready(worker, 1, 1, 110.0) for worker in WORKERS),
+    Done(WORKERS[0], 7, True, 1, 111.0),
+    Done(WORKERS[1], 7, True, 1, 111.0),
+    Ready(WORKERS[0], 1, 1, 112.0),  # once more: it has missed the answer, and gets it again
+    Dead(WORKERS[3], 1, 112.34),
+    Dead(WORKERS[3], 1, 112.5),  # is known
+    Leave(WORKERS[2], 1, 113.0),
+    Leave(WORKERS[0], 1, 114.0),
+    Join(WORKERS[1], "node", 0, 2, 115.0),  # has started anew
+    Leave(WORKERS[1], 1, 116.0),  # of its earlier life
+]
+
+
+def decide(folder: Path, events: list[Event] = EVENTS) -> Path:
+    scheduler, log = SETUP.scheduler(), DecisionLog(folder / NAME, SETUP)
+    for event in events:
+        log.add(event, scheduler.step(event))
+    log.close()
+    return folder / NAME
+
+
+def write_run(run: Path) -> Path:
+    """Workers 0 and 1 in two groups, 2 in the larger one of them; 3 was lost twice, 1 once."""
+    groups = {7: "s0p0 s0p1", 8: "s0p0 s0p1 s0p2"}
+    for worker in WORKERS[:3]:
+        with EventLog(worker_log(run, worker), worker) as log:
+            log.write("step", start=log.now(), step=0)
+            for gid, members in groups.items():
+                if str(worker) in members:
+                    values = {"members": members, "bytes": 80}
+                    log.write("average", start=log.now(), name=str(gid), why="full", values=values)
+            if worker.pipeline != 1:
+                why = "lost s0p3 during averaging after 1.0 s: Connection closed by peer"
+                log.write("average_failed", name="9", why=why)
+            if worker.pipeline == 2:
+                log.write("average_failed", name="10", why="lost s0p1 during connecting after 1 s")
+    return run
+
+
+def report(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["report", *map(str, arguments)])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_groups_of_each_worker_are_counted_and_who_was_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path)
+    assert report(tmp_path) == 0
+    said = capsys.readouterr().out
+    shown = [line.split() for line in said.splitlines()]
+    after = shown.index(["groups"])
+    assert shown[after + 1 :][:1] == [["worker", "averages", "mean", "size", "failed"]]
+    assert ["s0p0", "2", "2.50", "1"] in shown
+    assert ["s0p1", "2", "2.50", "0"] in shown
+    assert ["s0p2", "1", "3.00", "2"] in shown
+    assert "2 groups of 2.50 workers on average" in said
+    assert "averages that failed: 3, lost s0p3 (2), s0p1 (1)" in said
+    merge(tmp_path)
+    assert report(tmp_path) == 0
+    assert capsys.readouterr().out == said
+
+
+def test_without_averages_there_is_no_word_of_groups(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with EventLog(worker_log(tmp_path, WORKERS[0]), WORKERS[0]) as log:
+        log.write("step", start=log.now(), step=0)
+    assert report(tmp_path) == 0
+    assert "group" not in capsys.readouterr().out
+
+
+def test_what_the_scheduler_decided_is_told_with_reasons_and_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decide(tmp_path)
+    assert report(tmp_path) == 0
+    out = capsys.readouterr().out.splitlines()
+    title = "partial_reduce every=1 seed=0 group_size=2, 1 stages x 4 pipelines"
+    assert out[0] == f"scheduler  {title}: {len(EVENTS)} decisions"
+    assert "groups     1 averaged, 1 given up: s0p3 died (1)" in out
+    assert "died       s0p3 after 12.3 s, s0p1 after 15.0 s" in out
+    assert "left       s0p2 after 13.0 s, s0p0 after 14.0 s" in out
+    assert not any(line.startswith("steps") for line in out), "there is no run here"
+
+
+def test_the_answer_that_is_given_again_is_counted_once() -> None:
+    scheduler = SETUP.scheduler()
+    commands = [command for event in EVENTS for command in scheduler.step(event)]
+    assert sum(isinstance(command, Commit) for command in commands) == 2, "of one group"
+
+
+def test_a_run_with_both_logs_is_told_by_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decide(write_run(tmp_path))
+    assert report(tmp_path) == 0
+    shown = lines(capsys)
+    assert ["steps", "1"] in shown
+    assert ["s0p0", "2", "2.50", "1"] in shown
+    assert any(line[:3] == ["groups", "1", "averaged,"] for line in shown)
+
+
+def test_many_that_have_left_are_told_in_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup = Setup(policy="all_reduce", num_stages=1, num_pipelines=20)
+    scheduler, log = setup.scheduler(), DecisionLog(tmp_path / NAME, setup)
+    workers = [Worker(0, pipeline) for pipeline in range(20)]
+    joins: list[Event] = [Join(worker, "node", 0, 1, 5.0) for worker in workers]
+    for event in [*joins, *(Leave(w, 1, 10.0 + w.pipeline) for w in workers)]:
+        log.add(event, scheduler.step(event))
+    log.close()
+    assert report(tmp_path) == 0
+    told = "left       20 workers, from s0p0 after 5.0 s to s0p19 after 24.0 s"
+    assert told in capsys.readouterr().out
+
+
+def test_a_replay_says_that_all_comes_out_alike_or_what_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = decide(tmp_path)
+    assert report(tmp_path, "--replay") == 0
+    assert capsys.readouterr().out == f"{len(EVENTS)} decisions, replayed alike\n"
+    text = log.read_bytes()
+    assert text.count(b'"s0p3 died"') == 1
+    log.write_bytes(text.replace(b'"s0p3 died"', b'"s0p3 slept"'))
+    assert report(tmp_path, "--replay") == 1
+    out = capsys.readouterr().out
+    assert f"{log}: replayed otherwise" in out
+    assert "line 13: Dead" in out
+    assert "s0p3 slept" in out
+    assert "s0p3 died" in out
+
+
+def test_no_log_to_replay_and_no_run_to_trace_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run")
+    assert report(tmp_path / "run", "--replay") == 2
+    assert f"{tmp_path / 'run'}: no scheduler.jsonl" in capsys.readouterr().err
+    decide(tmp_path / "decided")
+    assert report(tmp_path / "decided", "--trace", tmp_path / "trace.json") == 2
+    assert "events.jsonl: No such file" in capsys.readouterr().err
+    (tmp_path / "decided" / NAME).write_text("nonsense\n")
+    assert report(tmp_path / "decided") == 2
+    assert "expected: a decision log" in capsys.readouterr().err
