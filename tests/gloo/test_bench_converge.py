@@ -55,6 +55,17 @@ def test_weights_come_back_as_they_were(task: Task) -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_slower_machines_have_longer_steps_and_all_that_goes_with_them() -> None:
+    for make in (setting_b, recorded):
+        setting = make(num_workers=2, step=0.1, steps=10, looks=5)
+        longer = setting.paced(0.3)
+        assert longer.step == 0.3
+        assert longer.every == pytest.approx(3 * setting.every)
+        assert longer.slow.probability == setting.slow.probability
+        if make is recorded:
+            assert longer.slow.trace_duration == pytest.approx(3 * setting.slow.trace_duration)
+
+
 def test_the_rate_rises_from_nothing_to_its_peak_and_falls_to_nothing() -> None:
     rates = [rate(part / 100) for part in range(101)]
     assert max(rates) == pytest.approx(1)

@@ -1,7 +1,8 @@
 """What is compared with what: sides and their learning rates, settings, and how much of each."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from polyrhythm.bench.converge.tasks import Task
 from polyrhythm.describe.scenario import EVERY_DEVICE, Scenario, Slow
@@ -34,13 +35,20 @@ class Setting:
 
     name: str
     num_workers: int
-    step: Seconds  # of a machine that nothing holds back
+    step: Seconds  # of a machine that nothing holds back; longer where real compute needs it
     steps: int  # of each worker under all_reduce; together, of all workers under any policy
     slow: Slow
     looks: int  # at the models of all_reduce; the others are done sooner, and have fewer
 
     def scenario(self, seed: int) -> Scenario:
         return Scenario(name=self.name, seed=seed, slow=(self.slow,))
+
+    def paced(self, step: Seconds) -> Self:
+        """The same with longer steps, and so with all that is measured in them."""
+        longer, slow = step / self.step, self.slow
+        if slow.trace_duration is not None:
+            slow = replace(slow, trace_duration=longer * slow.trace_duration)
+        return replace(self, step=step, slow=slow)
 
     @property
     def every(self) -> Seconds:
@@ -105,11 +113,11 @@ RATES: Mapping[str, Mapping[str, float]] = {
     "cnn": {ALL_REDUCE: 0.5, ADAPTIVE: 0.5, AGE: 0.5, OVERLAP: 0.5},
 }
 
-_BESIDE = ((ADAPTIVE, AGE), (OVERLAP,))
+_BESIDE = ((ADAPTIVE, AGE, OVERLAP),)
 FULL = Plan(
     trials=(
         Trial(
-            setting=setting_b(num_workers=8, step=0.300, steps=120, looks=80),
+            setting=setting_b(num_workers=8, step=0.250, steps=120, looks=80),
             task="gpt",
             target=2.1,
             lanes=_BESIDE,

@@ -15,12 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import torch
 
 from polyrhythm.bench.converge.plan import Run, Setting
-from polyrhythm.bench.converge.record import Record, load_weights
-from polyrhythm.bench.converge.tasks import num_weights
-from polyrhythm.bench.converge.worker import train
+from polyrhythm.bench.converge.record import Record, load_weights, shared
+from polyrhythm.bench.converge.tasks import Task, num_weights
+from polyrhythm.bench.converge.worker import compute_times, train
 from polyrhythm.describe.slowness import load_traces
 from polyrhythm.describe.trace import Trace
 from polyrhythm.errors import LaunchError
@@ -28,6 +29,8 @@ from polyrhythm.run.launch import LocalJob, Place
 from polyrhythm.types import Seconds
 
 _LOOK: Seconds = 0.05  # how long one lane is watched before the next
+_TRIES = 9  # steps that are computed to find out how long one takes
+_COMPUTE_PATIENCE: Seconds = 60.0
 _EVALUATORS = 2
 _EVALUATION_PATIENCE: Seconds = 120.0
 
@@ -36,6 +39,22 @@ _EVALUATION_PATIENCE: Seconds = 120.0
 class Ran:
     run: Run
     record: Record
+
+
+def compute_time(task: Task) -> Seconds:
+    """Of a step, alone on this machine: the median."""
+    times = shared(_TRIES, np.float64)
+
+    def work(place: Place) -> None:
+        times[:] = list(compute_times(task, _TRIES))
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LocalJob(work, 1, output_folder=Path(folder)) as job,
+    ):
+        if not job.wait(_COMPUTE_PATIENCE):
+            raise _too_long(f"computing {_TRIES} steps", _COMPUTE_PATIENCE)
+    return float(np.median(times))
 
 
 def side_by_side(*lanes: Sequence[Run]) -> list[Ran]:

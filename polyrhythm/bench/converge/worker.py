@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from polyrhythm.bench.converge.plan import ALL_REDUCE, MICROBATCHES, WARM_UP, Run, Setting
 from polyrhythm.bench.converge.record import Record, Track
-from polyrhythm.bench.converge.tasks import Batch
+from polyrhythm.bench.converge.tasks import Batch, Task
 from polyrhythm.describe.slowness import Slowness
 from polyrhythm.describe.trace import Trace
 from polyrhythm.run.average.group_sync import GroupSync
@@ -91,6 +91,17 @@ def train(place: Place, run: Run, record: Record, traces: Mapping[str, Trace]) -
                 track.step(number, is_late=is_late)
             sync.consolidate()
             track.finish(model)
+
+
+def compute_times(task: Task, num_steps: int) -> Iterator[Seconds]:
+    """Of the gradients of so many steps, with nothing emulated."""
+    torch.set_num_threads(1)
+    model = task.build(0)
+    for step in range(num_steps):
+        began = time.perf_counter()
+        for part in _microbatches(task.draw(0, 0, step)):
+            torch.autograd.backward(task.loss(model, part))
+        yield time.perf_counter() - began
 
 
 def _microbatches(batch: Batch) -> Iterator[Batch]:
