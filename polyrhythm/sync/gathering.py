@@ -49,7 +49,7 @@ class Gathering(Policy):
         late = [
             worker for worker in sorted(self._roster.present) if worker not in self._roster.ready
         ]
-        why = f"not consolidated: {names(late)} did not gather within {self.patience:g} s"
+        why = f"{names(late)} did not call consolidate() within {self.patience:g} s"
         return [Group((worker,), why) for worker in self._roster.take_ready()]
 
     def next_timer(self) -> Seconds:

@@ -18,25 +18,22 @@ from dataclasses import dataclass, field
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.roster import Roster
+from polyrhythm.sync.windowed import target_size
 from polyrhythm.types import Group, Seconds, Worker
 
 
 @dataclass(slots=True)
 class PartialReduce(Policy):
     num_workers: int
-    group_size: int
+    group_size: int | None = None  # None for 3, as in Prague's random groups, or all of fewer
     patience: Seconds = math.inf
     startup: Seconds = 60.0  # how long a stage waits, at the start, for workers that are missing
+    _size: int = field(init=False)
     _roster: Roster = field(init=False)
 
     def __post_init__(self) -> None:
         self._roster = Roster(self.num_workers, self.startup)
-        if not 1 <= self.group_size <= self.num_workers:
-            raise PolicyError(
-                f"group_size={self.group_size} in a job with {self.num_workers} workers per stage",
-                expected=f"1 to {self.num_workers}",
-                fix="make the groups smaller; all_reduce is the policy for groups of everybody",
-            )
+        self._size = target_size(self.group_size, self.num_workers)
         if not self.patience >= 0:
             raise PolicyError(
                 f"patience={self.patience:g}",
@@ -64,7 +61,7 @@ class PartialReduce(Policy):
 
     def _release(self, now: Seconds) -> list[Group]:
         roster = self._roster
-        if len(roster.ready) >= self.group_size:
+        if len(roster.ready) >= self._size:
             why = "full"
         elif roster.all_ready(now):
             why = f"all {len(roster.ready)} that are here"

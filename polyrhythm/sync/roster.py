@@ -20,8 +20,13 @@ NAMED = 4  # how many of the workers that are missing a reason names
 
 
 def names(workers: Sequence[Worker]) -> str:
-    named = " ".join(map(str, workers[:NAMED]))
-    return named + (f" and {len(workers) - NAMED} more" if len(workers) > NAMED else "")
+    return listed([str(worker) for worker in workers])
+
+
+def listed(texts: Sequence[str]) -> str:
+    """The first few, and how many more."""
+    named = " ".join(texts[:NAMED])
+    return named + (f" and {len(texts) - NAMED} more" if len(texts) > NAMED else "")
 
 
 @dataclass(slots=True)

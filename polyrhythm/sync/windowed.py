@@ -151,11 +151,12 @@ def target_size(group_size: int | None, num_workers: int) -> int:
     """How many members groups are to have; None for a few, or all of fewer."""
     if group_size is None:
         return min(TARGET, num_workers)
-    if not 1 <= group_size <= num_workers:
+    fewest = min(2, num_workers)
+    if not fewest <= group_size <= num_workers:
         raise PolicyError(
             f"group_size={group_size} in a job with {num_workers} workers per stage",
-            expected=f"1 to {num_workers}",
-            fix="make the groups smaller; all_reduce is the policy for groups of everybody",
+            expected=f"{fewest} to {num_workers}: one alone averages with nobody",
+            fix="leave it out for 3; all_reduce is the policy for groups of everybody",
         )
     return group_size
 

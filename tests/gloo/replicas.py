@@ -38,7 +38,7 @@ def train(place: Place, num_steps: int, policy: str, *, lr: float = 0.2, **more:
     """So many steps; the GroupSync is still open."""
     model = Point()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    sync = GroupSync(model, optimizer, policy, timeout=TIMEOUT, **more)
+    sync = GroupSync(model, optimizer, policy, **{"timeout": TIMEOUT, **more})
     for _ in range(num_steps):
         time.sleep(0.005)  # so that all train at the same time
         optimizer.zero_grad()

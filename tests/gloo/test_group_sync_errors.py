@@ -69,7 +69,8 @@ def test_a_worker_with_another_policy_is_refused_with_both(tmp_path: Path) -> No
     served, refused = run_replicas(2, work, tmp_path)
     assert "'age every=1 seed=0'" in refused
     assert "'adaptive every=1 seed=0'" in refused
-    assert "others have yet to" in served
+    assert "lost s0p1 during joining" in served
+    assert "it could not begin: the coordinator" in served
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "static"])

@@ -281,7 +281,7 @@ def test_the_last_one_is_not_waited_for_without_end() -> None:
     assert scheduler.step(Timer(544.0)) == []
     skips = scheduler.step(Timer(545.0))
     named = "s0p2 s0p3 s0p4 s0p5 and 2 more"
-    why = f"not consolidated: {named} did not gather within 540 s"
+    why = f"{named} did not call consolidate() within 540 s"
     assert skips == [Skip(A, 1, why, True), Skip(B, 1, why, True)]
     assert scheduler.next_timer() == math.inf
     assert ready(scheduler, A, B, clock=2, now=600.0) == []

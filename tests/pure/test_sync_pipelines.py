@@ -25,7 +25,6 @@ shapes = st.tuples(st.integers(1, 4), st.integers(1, 5))  # stages, pipelines
 OPTIONS: dict[str, dict[str, object]] = {
     "adaptive": {"last_groups": 3, "max_window": MAX_WINDOW},
     "age": {"max_age": 1, "max_window": MAX_WINDOW},
-    "partial_reduce": {"group_size": 1},
     "random": {"group_size": 2},
     "smart": {"group_size": 2},
     "ssp": {"staleness": 2},

@@ -10,6 +10,8 @@ A worker that answers while it computes (the passive side of a pair) has its lat
 without being asked, any number of times between two of its steps; differences add up.
 """
 
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +31,8 @@ from polyrhythm.types import Seconds
 # Only if the scheduler falls silent: it gives up a group that waits too long, and says so.
 _LONGEST: Seconds = 900.0
 _CLOSING: Seconds = 30.0  # for the thread, whose exchange has been broken off
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +103,22 @@ class Averager:
         self._send(message(worker, clock, life))
         return flat
 
-    def wait(self, timeout: Seconds) -> str | None:
+    def wait(self, timeout: Seconds, action: str, says_so: Seconds = math.inf) -> str | None:
         """Until the step has ended; why without an average, if there should have been one."""
         began = time.monotonic()
         with self._changed:
-            over = self._changed.wait_for(lambda: self._clock is None or self._error, timeout)
+            if says_so < timeout and not self._changed.wait_for(self._is_over, says_so):
+                _logger.warning(
+                    "%s has waited %g s for others while %s, and gives up after %g s",
+                    *(self._pairs.me.worker, says_so, action, timeout),
+                )
+                timeout -= says_so
+            over = self._changed.wait_for(self._is_over, timeout)
             self._raise_error()
             if not over:
                 raise PeerError(
                     "another worker",
-                    action="waiting for a group",
+                    action=action,
                     waited=time.monotonic() - began,
                     cause="it is alive, but not ready; the scheduler's log says who was missing",
                 )
@@ -152,6 +162,9 @@ class Averager:
         outcome = Outcome(self._published, self._value)
         self._published = self._value
         return outcome
+
+    def _is_over(self) -> bool:
+        return self._clock is None or self._error is not None
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -63,7 +63,9 @@ class Model:
     def __post_init__(self) -> None:
         if self.state not in ("local", "average"):
             raise PolicyError(
-                f"state={self.state!r}", expected="local or average", fix="use local for plain SGD"
+                f"state={self.state!r}",
+                expected='"local" or "average"',
+                fix='state="average" averages momentum and the like, state="local" does not',
             )
         self._trained = trained(self.module)
 

@@ -37,9 +37,7 @@ class GradientRounds:
 
     def consolidate(self) -> None:
         """The models are equal but for what only one worker has seen, such as statistics."""
-        self._line.publish(lambda _: self._model.flat().read(), gather=True)
-        self._line.wait(self.num_steps - 1, needed="consolidating")
-        outcome = self._line.take()
+        outcome = self._line.gather(lambda _: self._model.flat().read(), self.num_steps - 1)
         if outcome is not None:
             self._model.flat().write(outcome.value)
 

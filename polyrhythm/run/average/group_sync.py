@@ -15,21 +15,29 @@ optimizer uses them. Who averages with whom is for the scheduler to say (`sync/`
 """
 
 import socket
+import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.events import EventLog
-from polyrhythm.run.average.flat import Model, State, trained
+from polyrhythm.events import EventLog, worker_log
+from polyrhythm.run.average.checks import (
+    averages_gradients,
+    check_model,
+    check_options,
+    check_overlap,
+    check_place,
+)
+from polyrhythm.run.average.flat import Model, State
 from polyrhythm.run.average.gradient_rounds import BalancedRounds, GradientRounds
-from polyrhythm.run.average.meeting import Meeting, next_name
+from polyrhythm.run.average.meeting import Meeting, check_timeout, next_name
 from polyrhythm.run.average.model_rounds import ModelRounds
 from polyrhythm.run.average.parameter_server import ServerLine
 from polyrhythm.run.average.reduced_variance import ReducedVarianceAdamW
@@ -38,10 +46,12 @@ from polyrhythm.run.average.server_rounds import ServerRounds
 from polyrhythm.run.average.static_rounds import StaticRounds
 from polyrhythm.run.coordinator.setup import Setup
 from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.sync.deadlines import Limits
 from polyrhythm.sync.local import OuterNesterov
 from polyrhythm.sync.policy import Policy
 from polyrhythm.types import Seconds, Worker
 
+_GATHERING = 0.9  # of the timeout: the scheduler then says who did not come, before it has passed
 _Rounds = GradientRounds | ModelRounds | ServerRounds | StaticRounds
 
 
@@ -67,7 +77,7 @@ class GroupSync:
         keys: Path | str | None = None,
         seed: int = 0,
         timeout: Seconds = 600.0,
-        log: EventLog | None = None,
+        log: EventLog | Path | str | None = None,
         name: str | None = None,
     ) -> None:
         """`policy` and its `options` are those of `polyrhythm.sync`; `every`: steps per average.
@@ -78,59 +88,81 @@ class GroupSync:
         Of a Pipeline, each stage synchronises on its own. Otherwise every process of the job is a
         replica, or `worker`, `num_stages` and `num_pipelines` say what it is. `node` names the
         machine; `coordinator` and `keys` a `polyrhythm scheduler` that runs on its own: without,
-        the process of rank 0 serves. `timeout` bounds every wait for other workers.
+        the process of rank 0 serves. `timeout` bounds every wait for other workers. `log` is an
+        event log, or the folder of a run to write one in; a Pipeline's own log is used, too.
 
         All begin with the parameters and buffers of the first pipeline. A process may have several
-        of these: all processes make them in the same order, or give each a `name`.
+        of these: all processes make them in the same order, or give each a `name`, used once.
         """
+        check_timeout(timeout)
         module = model.module if isinstance(model, Pipeline) else model
-        if isinstance(model, Pipeline):
-            num_stages = model.num_stages
-            pipeline = dist.get_rank() // num_stages if worker is None else worker.pipeline
-            worker = Worker(model.stage, pipeline)
-        num_stages = num_stages or 1
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        setup = Setup(
+        setup, worker = _setup_of(
+            model,
+            worker,
+            num_stages=num_stages,
+            num_pipelines=num_pipelines,
             policy=policy,
             options=options or {},
             every=every,
-            num_stages=num_stages,
-            num_pipelines=num_pipelines or max(world // num_stages, 1),
             seed=seed,
+            limits=Limits(gathering=_GATHERING * timeout),
         )
-        _check(setup, module, overlap=overlap, outer=outer)
-        worker = worker or Worker(0, dist.get_rank() if dist.is_initialized() else 0)
-        self._meeting = Meeting(setup, worker, timeout=timeout, name=name or next_name(setup))
+        check_model(module, optimizer)
+        check_options(setup, overlap=overlap, outer=outer, coordinator=coordinator, keys=keys)
         self._model = Model(module, optimizer, state)
-        self._meeting.check(self._model.shape())
+        check_place(setup, worker)
+        self._meeting = Meeting(setup, worker, timeout=timeout, name=name or next_name(setup))
+        self._own_log: EventLog | None = None
+        if isinstance(model, Pipeline):
+            log = model.log or log
+        if isinstance(log, str | Path):
+            log = self._own_log = EventLog(worker_log(Path(log), worker), worker)
+        self._stepped = time.perf_counter()
+        try:
+            self._begin(
+                log=log,
+                node=node or socket.gethostname(),
+                coordinator=coordinator,
+                keys=keys,
+                overlap=overlap,
+                outer=outer,
+            )
+        except BaseException as error:
+            self._meeting.give_up(error)
+            raise
+        # Threads that wait in gloo when the interpreter ends would abort it.
+        self._end = weakref.finalize(self, self._rounds.close, in_order=False)
+
+    def _begin(
+        self,
+        *,
+        log: EventLog | None,
+        node: str,
+        coordinator: str | None,
+        keys: Path | str | None,
+        overlap: bool,
+        outer: OuterNesterov | None,
+    ) -> None:
+        setup, meeting, optimizer = self._meeting.setup, self._meeting, self._model.optimizer
+        meeting.gather()
+        meeting.check(self._model.shape())
         for part in self._model.everything():
-            part.write(self._meeting.spread(part.read()))
+            part.write(meeting.spread(part.read()))
         if isinstance(optimizer, ReducedVarianceAdamW) and _averages_models_at_each_step(setup):
             # Not the size of a group: within a few steps an update has come to all of them.
             optimizer.num_averaged = float(setup.num_pipelines)
-        node = node or socket.gethostname()
-        if policy == "static":
+        if setup.policy == "static":
             self._rounds: _Rounds = StaticRounds(
-                self._model, self._meeting, node=node, every=setup.steps_between
+                self._model, meeting, node=node, every=setup.steps_between
             )
-        else:
-            line = Scheduled(
-                self._meeting,
-                self._model.shape(),
-                node=node,
-                coordinator=coordinator,
-                keys=keys,
-                log=log,
-            )
-            try:
-                self._rounds = _rounds(
-                    self._model, line, self._meeting, overlap=overlap, outer=outer
-                )
-            except BaseException:
-                line.close(in_order=False)
-                raise
-        # Threads that wait in gloo when the interpreter ends would abort it.
-        self._end = weakref.finalize(self, self._rounds.close, in_order=False)
+            return
+        shape = self._model.shape()
+        line = Scheduled(meeting, shape, node=node, coordinator=coordinator, keys=keys, log=log)
+        try:
+            self._rounds = _rounds(self._model, line, meeting, overlap=overlap, outer=outer)
+        except BaseException:
+            line.close(in_order=False)
+            raise
 
     @property
     def worker(self) -> Worker:
@@ -148,19 +180,25 @@ class GroupSync:
 
     @overlap.setter
     def overlap(self, overlap: bool) -> None:
-        _check_overlap(self._meeting.setup, overlap)
+        check_overlap(self._meeting.setup, overlap)
         if isinstance(self._rounds, ModelRounds):
             self._rounds.overlap = overlap
 
     def step(self) -> None:
         """After the optimizer's step: average if it is time, with whom the policy says."""
+        self._check_open()
         self._rounds.step()
+        if self._own_log is not None:
+            began, self._stepped = self._stepped, time.perf_counter()
+            start = self._own_log.at(began)
+            self._own_log.write("step", start=start, step=self.num_steps - 1)
 
     def refresh(self) -> None:
         """With overlap, between micro-batches: take in an average that has come meanwhile.
 
         Not between a forward and its backward, which needs the weights that the forward had.
         """
+        self._check_open()
         if isinstance(self._rounds, ModelRounds):
             self._rounds.refresh()
 
@@ -170,6 +208,7 @@ class GroupSync:
         For what needs the mean, such as clipping, or a GradScaler, which may leave the step out.
         Under other policies nothing happens: they average models.
         """
+        self._check_open()
         if isinstance(self._rounds, GradientRounds):
             self._rounds.average_gradients()
 
@@ -187,13 +226,19 @@ class GroupSync:
         return self._rounds.share(num_microbatches)
 
     def consolidate(self) -> None:
-        """Average over all workers of the stage, who all call this: to evaluate, save or end."""
+        """Average over all workers of the stage, who all call this: to evaluate, save or end.
+
+        Those who have closed theirs, or died, are not waited for.
+        """
+        self._check_open()
         self._rounds.consolidate()
 
     def close(self) -> None:
         """Leave; the others go on without this worker. Who serves them waits until they leave."""
         if self._end.detach() is not None:
             self._rounds.close(in_order=True)
+        if self._own_log is not None:
+            self._own_log.close()
 
     def __enter__(self) -> Self:
         return self
@@ -208,6 +253,38 @@ class GroupSync:
             self.close()
         else:  # the others must not take this worker for one that has finished
             self._end()
+            self.close()
+
+    def _check_open(self) -> None:
+        if not self._end.alive:
+            raise PolicyError(
+                f"{self.worker} goes on after its GroupSync was closed",
+                expected="close() after the last step, and after consolidate()",
+                fix="close it later, or make a new one: all workers do",
+            )
+
+
+def _setup_of(
+    model: nn.Module | Pipeline,
+    worker: Worker | None,
+    *,
+    num_stages: int | None,
+    num_pipelines: int | None,
+    **of_the_policy: Any,
+) -> tuple[Setup, Worker]:
+    """What the job is, and what this process is in it; by default, as ranks and sizes say."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if isinstance(model, Pipeline):
+        num_stages = model.num_stages
+        pipeline = rank // num_stages if worker is None else worker.pipeline
+        worker = Worker(model.stage, pipeline)
+    num_stages = num_stages or 1
+    if num_pipelines is None:  # a process that serves parameters is none of them
+        num_training = world - (of_the_policy["policy"] == "ssp")
+        num_pipelines = max(num_training // num_stages, 1)
+    setup = Setup(num_stages=num_stages, num_pipelines=num_pipelines, **of_the_policy)
+    return setup, worker or Worker(0, rank)
 
 
 def _rounds(
@@ -218,7 +295,7 @@ def _rounds(
         return ServerRounds(model, line, ServerLine(meeting), every=setup.steps_between)
     if setup.policy == "balanced":
         return BalancedRounds(model, line, setup.num_pipelines)
-    if _averages_gradients(setup):
+    if averages_gradients(setup):
         return GradientRounds(model, line)
     if setup.policy == "local" and outer is None:
         outer = OuterNesterov()
@@ -230,43 +307,6 @@ def _rounds(
         asks_ahead=_asks_ahead(setup),
         outer=outer,
     )
-
-
-def _check(setup: Setup, module: nn.Module, *, overlap: bool, outer: OuterNesterov | None) -> None:
-    if not trained(module):
-        raise PolicyError(
-            f"a {type(module).__name__} without a parameter that is trained",
-            expected="a model with at least one",
-            fix="give the model that the optimizer updates, unfrozen",
-        )
-    _check_overlap(setup, overlap)
-    if outer is not None and setup.policy != "local":
-        raise PolicyError(
-            f"an outer optimizer under {setup.policy}",
-            expected="the policy local",
-            fix="leave outer away, or use policy='local'",
-        )
-    if setup.policy == "balanced" and setup.steps_between > 1:
-        raise PolicyError(
-            f"every={setup.steps_between} under balanced",
-            expected="every=1: the gradients of each step are averaged",
-            fix="make more micro-batches of a larger batch instead",
-        )
-
-
-def _check_overlap(setup: Setup, overlap: bool) -> None:
-    if overlap and (_averages_gradients(setup) or setup.policy in ("static", "ssp")):
-        raise PolicyError(
-            f"overlap under {setup.policy}",
-            expected="a policy that averages models, with whom the scheduler says",
-            fix="use age or adaptive, or overlap=False",
-        )
-
-
-def _averages_gradients(setup: Setup) -> bool:
-    """Not with local steps in between, after which only models can be averaged."""
-    is_alone = setup.policy == "all_reduce" and setup.steps_between == 1
-    return is_alone or setup.policy == "balanced"
 
 
 def _averages_models_at_each_step(setup: Setup) -> bool:

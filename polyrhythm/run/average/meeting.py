@@ -1,13 +1,17 @@
 """How the workers of a job find each other: names, places, and who runs the scheduler.
 
 The store of torch.distributed, which all of them have, serves for the first words: the address and
-the keys of the coordinator, and everybody's life. By default the coordinator is a thread of the
-process of rank 0; its keys go through the store, which whoever can reach the job can read, as with
-torch.distributed itself. A coordinator of its own (`polyrhythm scheduler`) has its keys in a file.
+the keys of the coordinator, everybody's life, and why somebody could not begin. By default the
+coordinator is a thread of the process of rank 0; its keys go through the store, which whoever can
+reach the job can read, as with torch.distributed itself. A coordinator of its own (`polyrhythm
+scheduler`) has its keys in a file.
 """
 
+import contextlib
+import logging
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -18,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from polyrhythm.errors import LaunchError, PolicyError
+from polyrhythm.errors import LaunchError, PeerError, PolicyError, UserError
 from polyrhythm.run.average.pairs import Pairs, Peer
 from polyrhythm.run.coordinator.coordinator import Coordinator
 from polyrhythm.run.coordinator.keys import JobKeys
@@ -26,12 +30,20 @@ from polyrhythm.run.coordinator.seats import shapes_differ
 from polyrhythm.run.coordinator.setup import Setup
 from polyrhythm.run.coordinator.wire import Shape
 from polyrhythm.run.peers import waiting_for
+from polyrhythm.sync.roster import listed
 from polyrhythm.types import Seconds, Worker
 
 # Of the meetings of a process: all processes hold the same ones, in order. A parameter server takes
 # part in its own ones only.
 _numbers: dict[str, Iterator[int]] = {"workers": count(), "ssp": count()}
 _STARTUP = 1.1  # times the timeout: until then all who are there have given up
+_POLL: Seconds = 0.002  # at first; doubled up to the next one
+_LONGEST_POLL: Seconds = 0.05
+SAYS_SO: Seconds = 10.0  # after that long, whoever waits
+RANK_0 = "the process of rank 0"
+_FAILED = "failed"  # the key of why the first one that failed has done so
+
+_logger = logging.getLogger(__name__)
 
 
 def next_name(setup: Setup) -> str:
@@ -40,17 +52,26 @@ def next_name(setup: Setup) -> str:
     return f"{kind}{next(_numbers[kind])}"
 
 
+def server_of(stage: int, num_pipelines: int) -> Worker:
+    """The name of a parameter server among the workers of a stage: it comes after all pipelines."""
+    return Worker(stage, num_pipelines)
+
+
+def check_timeout(timeout: Seconds) -> None:
+    if not timeout > 0:
+        raise PolicyError(
+            f"timeout={timeout:g}",
+            expected="more than 0 seconds",
+            fix="make it several steps of the slowest worker",
+        )
+
+
 class Meeting:
     """One worker's part in it, under a name of its own among the meetings of the job."""
 
     def __init__(self, setup: Setup, worker: Worker, *, timeout: Seconds, name: str) -> None:
         """`timeout` bounds every wait for others."""
-        if not timeout > 0:
-            raise PolicyError(
-                f"timeout={timeout:g}",
-                expected="more than 0 seconds",
-                fix="make it several steps of the slowest worker",
-            )
+        check_timeout(timeout)
         if not dist.is_initialized():
             raise LaunchError(
                 "workers that average, outside of a job",
@@ -63,24 +84,74 @@ class Meeting:
         self.store.set_timeout(timedelta(seconds=timeout))
         self.me = Peer(worker, self.store.add(f"lives/{worker}", 1))
         self.store.set(f"life/{worker}", str(self.me.life))
+        if self.me.life == 1:
+            self.store.add("here", 1)
         self.pairs = Pairs(self.store, self.me)
+
+    def gather(self) -> None:
+        """Wait until all who take part are here."""
+        expected = {worker: str(worker) for worker in self.setup.workers}
+        if self.setup.policy == "ssp":
+            servers = [
+                server_of(stage, self.setup.num_pipelines) for stage in range(self.setup.num_stages)
+            ]
+            expected |= {server: f"{server} (the parameter server)" for server in servers}
+
+        def all_are_here() -> bool:
+            return self.store.add("here", 0) >= len(expected)
+
+        def missing() -> tuple[str, str]:
+            who = [name for who, name in expected.items() if not self.store.check([f"life/{who}"])]
+            return listed(who), "no GroupSync was made there; has it ended?"
+
+        self.wait_until(all_are_here, missing, "beginning")
+
+    def wait_until(
+        self, is_so: Callable[[], bool], missing: Callable[[], tuple[str, str]], action: str
+    ) -> None:
+        """Raises PeerError, with who is `missing` and why, after `timeout`.
+
+        Sooner if somebody has failed.
+        """
+        began, pause, says_so = time.monotonic(), _POLL, SAYS_SO
+        with waiting_for(RANK_0, action):
+            while not is_so():
+                waited = time.monotonic() - began
+                self._raise_failure(action, waited)
+                if waited >= self.timeout:
+                    who, cause = missing()
+                    raise PeerError(who, action=action, waited=waited, cause=cause)
+                if waited >= says_so:
+                    _logger.warning(
+                        "%s has waited %.0f s for %s, and gives up after %g s",
+                        *(self.me.worker, waited, missing()[0], self.timeout),
+                    )
+                    says_so *= 10
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_POLL)
+
+    def give_up(self, error: BaseException) -> str:
+        """Tell the others, so that they do not wait in vain; what the first to fail has told."""
+        told = f"{self.me.worker}: {error.wrong if isinstance(error, UserError) else error}"
+        with contextlib.suppress(RuntimeError):  # the store is gone: nobody waits there
+            told = self.store.compare_set(_FAILED, "", told).decode()
+        self.pairs.break_off_all()
+        return told
 
     def nodes(self, node: str) -> dict[Worker, str]:
         """The machine of every worker of this stage; each says its own."""
         stage = self.me.worker.stage
-        workers = [Worker(stage, pipeline) for pipeline in range(self.setup.num_pipelines)]
         self.store.set(f"node/{self.me.worker}", node)
-        with waiting_for("another worker", "asking where it runs"):
-            return {worker: self.store.get(f"node/{worker}").decode() for worker in workers}
+        workers = [worker for worker in self.setup.workers if worker.stage == stage]
+        return {worker: self._told(f"node/{worker}", worker).decode() for worker in workers}
 
     def check(self, shape: Shape) -> None:
         """Refuse a model that is not the first pipeline's, before anything of it is sent."""
         first = Worker(self.me.worker.stage, 0)
         if self.me.worker == first:
-            self.store.set(f"shape/{first}", msgspec.json.encode(shape).decode())
+            self.store.set(f"shape/{first.stage}", msgspec.json.encode(shape).decode())
             return
-        with waiting_for(first, "asking for the shape of its model"):
-            known = msgspec.json.decode(self.store.get(f"shape/{first}"), type=Shape)
+        known = msgspec.json.decode(self._told(f"shape/{first.stage}", first), type=Shape)
         if shape != known:
             raise PolicyError(
                 shapes_differ(self.me.worker, shape, first, known),
@@ -112,7 +183,13 @@ class Meeting:
         keys = JobKeys.new()
         bind = f"tcp://{_own_address()}:0"
         coordinator = Coordinator.of(
-            self.setup, bind=bind, keys=keys, log=log, startup=_STARTUP * self.timeout
+            self.setup,
+            bind=bind,
+            keys=keys,
+            log=log,
+            startup=_STARTUP * self.timeout,
+            say=_logger.info,
+            warn=_logger.warning,
         ).in_thread()
         self.store.set("keys", keys.text)
         self.store.set("address", coordinator.address)
@@ -120,20 +197,38 @@ class Meeting:
 
     def coordinator(self) -> tuple[str, JobKeys]:
         """Address and keys of the one that a worker of the job serves."""
-        with waiting_for("the process of rank 0", "asking for the coordinator"):
-            address = self.store.get("address").decode()
-            return address, JobKeys.parse(self.store.get("keys").decode())
+        address = self._told("address", RANK_0).decode()
+        return address, JobKeys.parse(self._told("keys", RANK_0).decode())
 
     def peer(self, worker: Worker) -> Peer:
         """A worker in its present life; waits until it has one."""
-        with waiting_for(worker, "joining"):
-            return Peer(worker, int(self.store.get(f"life/{worker}")))
+        return Peer(worker, int(self._told(f"life/{worker}", worker)))
 
     def _connected(self, worker: Worker) -> Peer:
         """To somebody who is not in a group with us, but expects us."""
-        peer = self.peer(worker)
-        self.pairs.connect([peer], "begin", deadline=self.timeout)
+        peer, began = self.peer(worker), time.monotonic()
+        try:
+            self.pairs.connect([peer], "begin", deadline=self.timeout, stopped=self.has_failed)
+        except PeerError:
+            self._raise_failure("connecting", time.monotonic() - began)
+            raise
         return peer
+
+    def _told(self, key: str, who: Worker | str) -> bytes:
+        """What somebody tells all others; waits until it has."""
+        missing = str(who), "it has not come so far"
+        self.wait_until(lambda: self.store.check([key]), lambda: missing, "beginning")
+        return self.store.get(key)
+
+    def has_failed(self) -> bool:
+        return self.store.check([_FAILED])
+
+    def _raise_failure(self, action: str, waited: Seconds) -> None:
+        if self.has_failed():
+            worker, _, why = self.store.get(_FAILED).decode().partition(": ")
+            raise PeerError(
+                worker, action=action, waited=waited, cause=f"it could not begin: {why}"
+            )
 
 
 def _own_address() -> str:

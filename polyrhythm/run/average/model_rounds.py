@@ -51,9 +51,7 @@ class ModelRounds:
 
     def consolidate(self) -> None:
         self._wait()
-        self._line.publish(self._refreshed, gather=True)
-        self._line.wait(self.num_steps - 1, needed="consolidating")
-        outcome = self._line.take()
+        outcome = self._line.gather(self._refreshed, self.num_steps - 1)
         if outcome is not None:
             self._model.flat().write(outcome.value)
         self._ask()

@@ -114,6 +114,9 @@ class Pairs:
             if pair is not None:
                 break_off(pair.group)
 
+    def break_off_all(self) -> None:
+        self.break_off(list(self._made))
+
     def drop(self, workers: Iterable[Worker]) -> None:
         """Forget the connections to these, in whatever life."""
         gone = set(workers)

@@ -15,10 +15,11 @@ from datetime import timedelta
 from enum import IntEnum
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from polyrhythm.errors import PeerError
-from polyrhythm.run.average.meeting import Meeting, next_name
+from polyrhythm.errors import PeerError, PolicyError
+from polyrhythm.run.average.meeting import Meeting, next_name, server_of
 from polyrhythm.run.average.pairs import Pairs, Peer
 from polyrhythm.run.coordinator.setup import Setup
 from polyrhythm.run.peers import waiting_for
@@ -35,11 +36,6 @@ class _Word(IntEnum):
     PUSH = 1
     PULL = 2
     LEAVE = 3
-
-
-def server_of(stage: int, num_pipelines: int) -> Worker:
-    """The server's name among the workers of a stage: it comes after all pipelines."""
-    return Worker(stage, num_pipelines)
 
 
 class ServerLine:
@@ -128,6 +124,7 @@ class ParameterServer:
     ) -> None:
         """All as in the workers' GroupSync; of several, in the same order or each with a name."""
         self._setup = Setup(policy="ssp", num_stages=num_stages, num_pipelines=num_pipelines)
+        _check_rank(len(self._setup.workers))
         self._timeout, name = timeout, name or next_name(self._setup)
         self._meetings = [
             Meeting(self._setup, server_of(stage, num_pipelines), timeout=timeout, name=name)
@@ -137,6 +134,12 @@ class ParameterServer:
         self.lost: list[str] = []  # why, of workers that did not leave in good order
 
     def serve(self) -> None:
+        """Raises PeerError if not all workers come."""
+        try:
+            self._meetings[0].gather()
+        except BaseException as error:
+            self._meetings[0].give_up(error)
+            raise
         threads = [
             threading.Thread(target=self._serve, args=(Worker(stage, pipeline),), daemon=True)
             for stage in range(self._setup.num_stages)
@@ -181,3 +184,14 @@ class ParameterServer:
                 stage.push(buffer)
                 pairs.send(peer, torch.empty(1), tag=_WEIGHTS).wait(timeout)
         return True
+
+
+def _check_rank(num_workers: int) -> None:
+    """Workers have the ranks from 0 on; the first of them coordinates."""
+    if dist.is_initialized() and dist.get_rank() < num_workers:
+        raise PolicyError(
+            f"a parameter server on rank {dist.get_rank()} of {dist.get_world_size()}, "
+            f"for {num_workers} workers",
+            expected=f"the rank after those of the workers, {num_workers}",
+            fix=f"start {num_workers + 1} processes, and serve on the last one",
+        )

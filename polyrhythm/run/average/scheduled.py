@@ -4,6 +4,7 @@ Its clock counts what it has reported: each average, or gathering, has a number 
 serves the coordinator for the others leaves last, after waiting for them.
 """
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,11 +15,12 @@ from torch import Tensor
 from polyrhythm.errors import PeerError
 from polyrhythm.events import WORKERS, EventLog
 from polyrhythm.run.average.averager import Averager, Outcome
-from polyrhythm.run.average.meeting import Meeting
+from polyrhythm.run.average.meeting import RANK_0, SAYS_SO, Meeting
 from polyrhythm.run.coordinator.client import CoordinatorClient
 from polyrhythm.run.coordinator.keys import JobKeys
 from polyrhythm.run.coordinator.wire import PROTOCOL, FromWorker, Hello, Shape
 from polyrhythm.sync.messages import Request
+from polyrhythm.types import Seconds
 
 
 class Scheduled:
@@ -53,28 +55,41 @@ class Scheduled:
             )
             undo.callback(self._averager.close)
             self._client = CoordinatorClient(
-                address, job_keys, hello, hear=self._averager.hear, fail=self._averager.fail
+                address,
+                job_keys,
+                hello,
+                hear=self._averager.hear,
+                fail=self._averager.fail,
+                served_by="" if coordinator else RANK_0,
             )
             undo.callback(self._client.close, leave=False)
-            self._client.join(self._timeout)
+            client = self._client
+            meeting.wait_until(lambda: client.has_joined, client.missing, "joining")
             undo.pop_all()
 
     def ask(self) -> None:
         """A step begins after which a group will be wanted."""
         self._send(Request(self.me.worker, self._clock + 1, self.me.life))
 
-    def publish(self, read: Callable[[Outcome | None], Tensor], *, gather: bool = False) -> Tensor:
-        """What `read` gives may be averaged: in a group, or with all workers of the stage."""
+    def publish(self, read: Callable[[Outcome | None], Tensor]) -> Tensor:
+        """What `read` gives may be averaged in a group."""
         self._clock += 1
-        return self._averager.publish(read, self._clock, gather=gather)
+        return self._averager.publish(read, self._clock)
 
-    def wait(self, step: int, *, needed: str = "") -> None:
+    def gather(self, read: Callable[[Outcome | None], Tensor], step: int) -> Outcome | None:
+        """The average with all workers of the stage; None if there is nobody else."""
+        self._clock += 1
+        self._averager.publish(read, self._clock, gather=True)
+        self.wait(step, needed="consolidating", says_so=SAYS_SO)
+        return self.take()
+
+    def wait(self, step: int, *, needed: str = "", says_so: Seconds = math.inf) -> None:
         """Until the scheduler has sent this worker on; `step` is for the log.
 
         `needed` says what for: then to go on without an average is an error.
         """
         began = time.perf_counter()
-        why = self._averager.wait(self._timeout)
+        why = self._averager.wait(self._timeout, needed or "waiting for a group", says_so)
         if self._log is not None:
             self._log.write("sync", start=self._log.at(began), step=step, name=self._policy)
         if needed and why is not None:

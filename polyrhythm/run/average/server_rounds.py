@@ -1,5 +1,9 @@
 """Push to a parameter server and pull from it; how far one may run ahead, the scheduler says."""
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from polyrhythm.run.average.flat import Model
 from polyrhythm.run.average.parameter_server import ServerLine
 from polyrhythm.run.average.scheduled import Scheduled
@@ -16,21 +20,27 @@ class ServerRounds:
     def step(self) -> None:
         self.num_steps += 1
         if self.num_steps % self._every == 0:
-            self._meet(gather=False)
+            self._meet(self._wait)
 
     def consolidate(self) -> None:
         """All have pushed by the time that anybody pulls."""
-        self._meet(gather=True)
+        self._meet(self._gather)
 
     def close(self, *, in_order: bool) -> None:
         self._line.close(in_order=in_order)
         self._server.close()
 
-    def _meet(self, *, gather: bool) -> None:
+    def _meet(self, wait: Callable[[Tensor], object]) -> None:
         flat = self._model.flat()
         weights = flat.read()
         self._server.push(weights - self._pulled)
-        self._line.publish(lambda _: weights, gather=gather)
-        self._line.wait(self.num_steps - 1, needed="consolidating" if gather else "")
+        wait(weights)
         self._pulled = self._server.pull(weights)
         flat.write(self._pulled)
+
+    def _wait(self, weights: Tensor) -> None:
+        self._line.publish(lambda _: weights)
+        self._line.wait(self.num_steps - 1)
+
+    def _gather(self, weights: Tensor) -> None:
+        self._line.gather(lambda _: weights, self.num_steps - 1)

@@ -4,6 +4,7 @@ There is no scheduler, so nobody commits: a member that is lost ends the others'
 PeerError, and weights are those before the average or after it.
 """
 
+from polyrhythm.errors import PeerError
 from polyrhythm.run.average.exchange import mean
 from polyrhythm.run.average.flat import Model
 from polyrhythm.run.average.meeting import Meeting
@@ -36,5 +37,16 @@ class StaticRounds:
         members = [self._meeting.peer(worker) for worker in workers]
         others = [peer for peer in members if peer != pairs.me]
         weights, flat = [1 / len(members)] * len(members), self._model.flat()
-        pairs.connect(others, str(number), deadline=timeout)
-        flat.write(mean(pairs, members, weights, flat.read(), number=number, timeout=timeout))
+        try:
+            has_failed = self._meeting.has_failed
+            pairs.connect(others, str(number), deadline=timeout, stopped=has_failed)
+            flat.write(mean(pairs, members, weights, flat.read(), number=number, timeout=timeout))
+        except PeerError as error:
+            # Those who see it die are told by gloo; the others only that these have ended.
+            first = self._meeting.give_up(error)
+            if first.startswith(f"{pairs.me.worker}: "):
+                raise
+            cause = f"{error.cause}; first of all, {first}"
+            raise PeerError(
+                error.peer, action=error.action, waited=error.waited, cause=cause
+            ) from None

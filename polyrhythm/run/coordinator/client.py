@@ -36,11 +36,14 @@ from polyrhythm.run.coordinator.wire import (
 from polyrhythm.sync.messages import Leave, Refuse
 from polyrhythm.types import Seconds
 
+# A connection that has closed, and is refused since: the process is gone, or has given us up.
+GONE: Seconds = 2.0
 CLOSING: Seconds = 1.0  # for the last words, and as long again for the thread to end
 _TROUBLE = {
     News.CONNECTED: "nothing was heard from it",
     News.CUT_OFF: "it ends connections at once: are the keys those of its job?",
     News.NOT_UNDERSTOOD: "something else answers there",
+    News.CLOSED: "its connection has closed: its process has ended",
 }
 
 
@@ -56,8 +59,11 @@ class CoordinatorClient:
         hear: Callable[[ToWorker], None],
         fail: Callable[[Exception], None],
         silence: Seconds = 15.0,
+        served_by: str = "",
     ) -> None:
+        """`served_by` says where the coordinator is, for messages."""
         _check(hello, silence)
+        self._name = f"coordinator at {address}" + (f" (in {served_by})" if served_by else "")
         self.address, self._hello, self._silence = address, hello, silence
         self._tell, self._tell_failure = hear, fail
         self._encode = msgspec.msgpack.Encoder().encode
@@ -67,7 +73,7 @@ class CoordinatorClient:
         self._coordinator: str | None = None  # its name, since it has accepted us
         self._beat_after = silence / BEATS
         self._trouble = "nobody answers there"
-        self._is_connected = False
+        self._is_connected, self._closed = False, math.inf
         self._spoke = self._heard = self._last_turn = time.monotonic()
         self._changed = threading.Condition()
         self._welcome: Welcome | None = None
@@ -84,6 +90,18 @@ class CoordinatorClient:
         self._outgoing.append(message)
         self._line.ring()
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether all workers are there; raises why this one cannot take part."""
+        if self._error is not None:
+            raise self._error
+        return self._welcome is not None
+
+    def missing(self) -> tuple[str, str]:
+        """Who keeps us waiting before all have joined, and why."""
+        is_known = self._coordinator is not None
+        return self._name, "others have yet to join" if is_known else self._trouble
+
     def join(self, timeout: Seconds) -> Welcome:
         """Wait until all workers are there; raises why this one cannot take part."""
         began = time.monotonic()
@@ -91,12 +109,11 @@ class CoordinatorClient:
             self._changed.wait_for(
                 lambda: self._welcome or self._error or self._is_closing, timeout
             )
-            if self._error is not None:
-                raise self._error
-            if self._welcome is not None:
+            if self.has_joined:
+                assert self._welcome is not None, "it has joined"
                 return self._welcome
-        cause = self._trouble if self._coordinator is None else "others have yet to join"
-        raise self._lost(time.monotonic() - began, cause)
+        who, cause = self.missing()
+        raise PeerError(who, action="joining", waited=time.monotonic() - began, cause=cause)
 
     def close(self, leave: bool = True) -> None:
         """End; with `leave` the worker has finished, without it is lost."""
@@ -179,11 +196,18 @@ class CoordinatorClient:
 
     def _look(self) -> None:
         """What has become of the connection."""
+        now = time.monotonic()
         for news in self._line.news():
+            if news is News.CLOSED and not self._is_connected:
+                continue  # never was: the reason has been told
             self._trouble = _TROUBLE.get(news, self._trouble)
-            if news is News.CONNECTED:
+            if news is News.CLOSED:
+                self._closed = min(self._closed, now)
+            elif news is News.NOT_THERE and now - self._closed >= GONE:
+                self._fail(self._lost(now - self._closed, self._trouble))
+            elif news is News.CONNECTED:
+                self._closed = math.inf
                 if self._is_connected:  # again
-                    now = time.monotonic()
                     self._put(msgspec.structs.replace(self._hello, clock=self._talk.clock), now)
                     self._say_again(now)
                 self._is_connected = True
@@ -223,11 +247,9 @@ class CoordinatorClient:
         self._tell_failure(error)
 
     def _lost(self, waited: Seconds, cause: str) -> PeerError:
-        waiting = self._talk.unanswered()
-        action = f"waiting for an answer to {waiting[-1]}" if waiting else "training"
+        action = "waiting for a group" if self._talk.unanswered() else "training"
         action = action if self._welcome else "joining"
-        peer = f"coordinator at {self.address}"
-        return PeerError(peer, action=action, waited=waited, cause=cause)
+        return PeerError(self._name, action=action, waited=waited, cause=cause)
 
     def _refused(self, refuse: Refuse) -> Exception:
         if self._coordinator is not None and refuse.clock == OUT:

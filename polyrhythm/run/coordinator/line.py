@@ -28,6 +28,7 @@ class News(Enum):
     CUT_OFF = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # before the other side was known
     NOT_UNDERSTOOD = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     NOT_THERE = zmq.EVENT_CONNECT_RETRIED
+    CLOSED = zmq.EVENT_DISCONNECTED
 
 
 def check_address(address: str, *, what: str) -> None:

@@ -12,7 +12,7 @@ from polyrhythm.sync.deadlines import Limits
 from polyrhythm.sync.registry import default_every, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.token import LEASE
-from polyrhythm.types import Seconds
+from polyrhythm.types import Seconds, Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,12 @@ class Setup:
                 fix="lower the ceiling, or make the lease longer",
             )
         self.scheduler()  # refuses what is unknown now, not when workers wait
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """Of all stages and pipelines."""
+        stages, pipelines = range(self.num_stages), range(self.num_pipelines)
+        return tuple(Worker(stage, pipeline) for stage in stages for pipeline in pipelines)
 
     @property
     def steps_between(self) -> int:
