@@ -103,7 +103,7 @@ def fall_silent(place: Place) -> None:
 @pytest.mark.timeout(60)
 def test_a_silent_replica_is_given_up_at_the_deadline(tmp_path: Path) -> None:
     with (
-        pytest.raises(WorkerError, match="lost another worker during waiting for a group"),
+        pytest.raises(WorkerError, match="lost another worker during averaging gradients"),
         LocalJob(fall_silent, 2, output_folder=tmp_path) as job,
     ):
         job.wait(40)

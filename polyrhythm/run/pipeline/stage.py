@@ -75,9 +75,6 @@ class StageCompute:
         self._held[microbatch] = _Held(received, kept)
         self.peak_in_flight = max(self.peak_in_flight, len(self._held))
 
-    def _way_back(self, output: Tensor) -> GradientEdge | Tensor:
-        return output if self.is_last else get_gradient_edge(output)
-
     def loss(self, returned: Any, target: Any, loss_kwargs: dict[str, Any]) -> Tensor:
         assert self.loss_fn is not None, "checked before the step"
         loss = self.loss_fn(returned, target, **loss_kwargs)
