@@ -20,7 +20,11 @@ from tests.gloo.replicas import TIMEOUT, Point, run_replicas, run_with_losses, t
 
 BAD = [
     ({"policy": "adaptve"}, "unknown policy: 'adaptve'", "did you mean 'adaptive'?"),
-    ({"policy": "random", "options": {"group_size": 3}}, "in a job with 2 workers", "smaller"),
+    (
+        {"policy": "random", "options": {"group_size": 3}},
+        "in a job with 2 workers",
+        "add pipelines",
+    ),
     ({"policy": "adaptive", "options": {"last_groups": 0}}, "last_groups=0", ""),
     ({"policy": "age", "options": {"max_aeg": 3}}, "unknown option of age: 'max_aeg'", "max_age"),
     ({"policy": "age", "every": 0}, "every=0", "use 1"),

@@ -129,12 +129,11 @@ def test_when_rank_0_is_killed_the_others_hear_of_it_soon(tmp_path: Path) -> Non
         assert is_soon, said
 
 
-@pytest.mark.parametrize("num_steps", [0, 3])
-def test_static_says_who_was_lost_first(num_steps: int, tmp_path: Path) -> None:
+def test_static_says_who_was_lost_first(tmp_path: Path) -> None:
     def work(place: Place) -> str:
         with (
             pytest.raises(PeerError) as caught,
-            train(place, num_steps, "static", node=f"n{place.rank // 2}", timeout=4.0) as sync,
+            train(place, 3, "static", node=f"n{place.rank // 2}") as sync,
         ):
             if place.rank == 5:
                 os.kill(os.getpid(), signal.SIGKILL)

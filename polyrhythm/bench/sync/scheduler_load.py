@@ -27,6 +27,7 @@ from polyrhythm.sync.messages import Assign, Commit, Done, Ready, Skip
 from polyrhythm.types import Seconds, Worker
 
 LIFE = 1
+_STANDSTILL: Seconds = 30.0  # of a machine that is busy elsewhere
 BATCH = 64  # messages between two looks at who is to begin
 JITTER = 0.1  # of a worker's period, so that they do not come to march in step
 
@@ -118,14 +119,14 @@ class Load:
         self._in_step = set(self._workers)
 
     def run(self, seconds: Seconds) -> float:
-        """For so long; the cycles per second."""
+        """For so long, and until there was a cycle; the cycles per second."""
         began, before = time.monotonic(), self.num_cycles
         now = began
-        while now < began + seconds:
+        while now < began + (seconds if self.num_cycles > before else max(seconds, _STANDSTILL)):
             while self._begins and self._begins[0][0] <= now:
                 self._ready(heapq.heappop(self._begins)[1], now)
             until = self._begins[0][0] if self._begins else math.inf
-            for name, message in self._messages(min(until, began + seconds) - now):
+            for name, message in self._messages(max(min(until, began + seconds) - now, 0.001)):
                 self._obey(name, message, time.monotonic())
             now = time.monotonic()
         return (self.num_cycles - before) / (now - began)
