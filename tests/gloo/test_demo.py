@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from polyrhythm.cli import main
 from polyrhythm.events import Event, read_run
+from polyrhythm.processes import Child
 from polyrhythm.run.coordinator.decision_log import DecisionReader
 from polyrhythm.types import Worker
 
@@ -24,6 +27,36 @@ SMALL = ["--steps", "30", "--width", "32", "--context", "32", "--blocks", "2"]
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=90, check=False)
+
+
+def forked(
+    *arguments: str, cwd: Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The command in a process that has torch loaded: an interpreter of its own takes seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder) / name for name in ("stdout", "stderr")]
+
+        def command() -> None:
+            os.chdir(cwd)
+            os.environ |= env or {}
+            for stream, path in enumerate(said, start=1):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+            sys.stdout = os.fdopen(1, "w", buffering=1)
+            sys.stderr = os.fdopen(2, "w", buffering=1)
+            try:
+                main(arguments)
+            except SystemExit as end:
+                sys.stdout.flush()
+                os._exit(end.code if isinstance(end.code, int) else 1)
+
+        child = Child(command)
+        try:
+            status = child.wait(90)
+            assert status is not None, "it has not ended in time"
+        finally:
+            child.end()
+        out, err = (path.read_text() for path in said)
+    return subprocess.CompletedProcess(arguments, status, out, err)
 
 
 def only_run(folder: Path) -> Path:
@@ -76,7 +109,7 @@ def test_the_demo_learns_and_leaves_a_run_folder(tmp_path: Path) -> None:
 def test_options_of_the_policy_reach_the_scheduler_and_the_run_folder(tmp_path: Path) -> None:
     shape = [*SMALL, "--steps", "6", "--stages", "1", "--pipelines", "3"]
     options = ["--sync", "partial_reduce", "--sync-options", "group_size=2", "patience=1"]
-    done = run(*POLYRHYTHM, "demo", *shape, *options, cwd=tmp_path)
+    done = forked("demo", *shape, *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "schedule 1f1b, sync partial_reduce, 6 steps" in done.stdout
     folder = only_run(tmp_path)
@@ -89,11 +122,11 @@ def test_options_of_the_policy_reach_the_scheduler_and_the_run_folder(tmp_path: 
         if event.kind == "average"
     }
     assert sizes == {2}
-    reported = run(*POLYRHYTHM, "report", str(folder), cwd=tmp_path)
+    reported = forked("report", str(folder), cwd=tmp_path)
     assert reported.returncode == 0, reported.stderr
     assert re.search(r"\d+ groups of 2\.00 workers on average", reported.stdout)
     assert re.search(r"groups +\d+ averaged, 0 given up", reported.stdout)
-    replayed = run(*POLYRHYTHM, "report", str(folder), "--replay", cwd=tmp_path)
+    replayed = forked("report", str(folder), "--replay", cwd=tmp_path)
     assert re.fullmatch(r"[\d,]+ decisions, replayed alike\n", replayed.stdout), replayed.stderr
 
 
@@ -188,22 +221,14 @@ def test_a_killed_worker_ends_the_demo_with_its_name(tmp_path: Path) -> None:
 @pytest.mark.timeout(100)
 def test_brackets_in_a_folder_are_not_markup(tmp_path: Path) -> None:
     few = [*SMALL, "--steps", "2", "--stages", "1", "--pipelines", "1"]
-    done = run(*POLYRHYTHM, "demo", *few, "--out", "r[/x]", cwd=tmp_path)
+    done = forked("demo", *few, "--out", "r[/x]", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "run folder: r[/x]/demo-" in done.stdout
 
 
 @pytest.mark.timeout(100)
 def test_half_of_torchruns_variables_are_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*POLYRHYTHM, "demo"],
-        cwd=tmp_path,
-        env={**os.environ, "RANK": "0", "WORLD_SIZE": "4"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = forked("demo", cwd=tmp_path, env={"RANK": "0", "WORLD_SIZE": "4"})
     assert done.returncode == 2
     assert "'MASTER_PORT' is missing" in done.stderr
     assert "unset RANK WORLD_SIZE" in done.stderr
@@ -214,7 +239,7 @@ def test_half_of_torchruns_variables_are_refused(tmp_path: Path) -> None:
 def test_a_text_of_ones_own_is_learned(tmp_path: Path) -> None:
     text = tmp_path / "tide.txt"
     text.write_text("in and out goes the tide, " * 200)
-    done = run(*POLYRHYTHM, "demo", *SMALL, "--text", "tide.txt", cwd=tmp_path)
+    done = forked("demo", *SMALL, "--text", "tide.txt", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     course = losses(list(read_run(only_run(tmp_path))))
     assert course[-1] < course[0] / 2
@@ -246,7 +271,7 @@ def test_bad_input_is_refused_before_anything_starts(
     tmp_path: Path, arguments: list[str], says: str
 ) -> None:
     (tmp_path / "short.txt").write_text("short")
-    done = run(*POLYRHYTHM, "demo", *arguments, cwd=tmp_path)
+    done = forked("demo", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
@@ -258,7 +283,7 @@ def test_bad_input_is_refused_before_anything_starts(
     Path("/dev/nvidia0").exists(), reason="tells of a machine without a GPU, and this one has one"
 )
 def test_a_missing_gpu_is_refused_by_the_workers(tmp_path: Path) -> None:
-    done = run(*POLYRHYTHM, "demo", "--device", "cuda", cwd=tmp_path)
+    done = forked("demo", "--device", "cuda", cwd=tmp_path)
     assert done.returncode == 2
     assert "without a usable GPU" in done.stderr
     assert "fix: use --device cpu" in done.stderr

@@ -79,7 +79,7 @@ def run(*, quick: bool, console: Console) -> Result:
     tasks: dict[str, Task] = {task.name: task for task in (text, digits)}
     rows: list[Row] = []
     for trial in plan.trials:
-        found = list(_compare(trial, tasks[trial.task], plan.seeds))
+        found = list(_compare(trial, tasks[trial.task], plan))
         _show_runs(console, found)
         rows += found
     depths = list(_compare_depths(plan, text))
@@ -89,9 +89,11 @@ def run(*, quick: bool, console: Console) -> Result:
     return Result(bench="converge", ratios=ratios, figures=_figures(rows), rows=[*rows, *depths])
 
 
-def _compare(trial: Trial, task: Task, seeds: Sequence[int]) -> Iterator[Row]:
-    setting = _paced(trial.setting, task, num_lanes=1 + len(trial.lanes))
-    for seed in seeds:
+def _compare(trial: Trial, task: Task, plan: Plan) -> Iterator[Row]:
+    setting = trial.setting
+    if plan.keeps_up:
+        setting = _paced(setting, task, num_lanes=1 + len(trial.lanes))
+    for seed in plan.seeds:
         lanes = [
             [
                 Run(task=task, setting=setting, side=make_side(task.name, name), seed=seed)

@@ -85,6 +85,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
+    keeps_up: bool  # whether steps are as long as this machine needs
     trials: tuple[Trial, ...]
     seeds: tuple[int, ...]
     depth_rates: Mapping[str, float]  # of each schedule
@@ -115,6 +116,7 @@ RATES: Mapping[str, Mapping[str, float]] = {
 
 _BESIDE = ((ADAPTIVE, AGE, OVERLAP),)
 FULL = Plan(
+    keeps_up=True,
     trials=(
         Trial(
             setting=setting_b(num_workers=8, step=0.250, steps=120, looks=80),
@@ -140,6 +142,7 @@ FULL = Plan(
     depth_steps=400,
 )
 QUICK = Plan(
+    keeps_up=False,
     trials=(
         Trial(
             setting=setting_b(num_workers=3, step=0.010, steps=6, looks=4),
