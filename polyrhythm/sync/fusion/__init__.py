@@ -1,0 +1,1 @@
+"""Tensor fusion: which gradients travel together, and in which order."""

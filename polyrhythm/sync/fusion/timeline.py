@@ -1,0 +1,136 @@
+"""One step played through, in steady state: when each layer computes, and each bucket travels.
+
+One processor computes layer by layer, one network carries bucket by bucket, and neither stops what
+it has begun. Four ways to order what the network carries:
+- `wfbp`: an all-reduce per bucket as soon as its gradients are there, first come, first served; the
+  next forward begins when all are through. With buckets of MG-WFBP's rule it is `mg_wfbp`, with
+  fixed ones what DDP and Horovod do.
+- `dear`: a reduce-scatter per bucket as its gradients come; when all are through, an all-gather per
+  bucket in forward order, which the forward of its first layer waits for.
+- `bytescheduler`: an all-reduce per piece of at most `piece` bytes, those of the first layers
+  first; the forward of a layer waits for its own pieces. Each piece costs a negotiation, since all
+  workers have to agree on the order.
+
+Source: Zhang et al., "DeAR", ICDCS 2023, Figures 1 and 2; Peng et al., "A generic communication
+scheduler for distributed DNN training acceleration", SOSP 2019 (ByteScheduler). Departures: the
+optimizer takes no time; ByteScheduler's credits are one: a piece begins when the one before is
+through.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from polyrhythm.cost.decoupled import Ring
+from polyrhythm.errors import DescriptionError
+from polyrhythm.sync.fusion.layers import Buckets, LayerTimes, check_buckets
+from polyrhythm.types import Bytes, Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """How long one takes, and what of it is not compute."""
+
+    seconds: Seconds
+    compute: Seconds
+
+    @property
+    def exposed(self) -> Seconds:
+        """Communication that nothing hides."""
+        return self.seconds - self.compute
+
+
+def wfbp(layers: Sequence[LayerTimes], buckets: Buckets, ring: Ring, num_workers: int) -> Step:
+    check_buckets(buckets, len(layers))
+    free = _travelled(
+        (ready, ring.all_reduce(size, num_workers)) for ready, size in _filled(layers, buckets)
+    )
+    forward, backward = _compute(layers)
+    return Step(seconds=forward + max(backward, free), compute=forward + backward)
+
+
+def dear(layers: Sequence[LayerTimes], buckets: Buckets, ring: Ring, num_workers: int) -> Step:
+    check_buckets(buckets, len(layers))
+    forward, backward = _compute(layers)
+    scattered = _travelled(
+        (ready, ring.reduce_scatter(size, num_workers)) for ready, size in _filled(layers, buckets)
+    )
+    gathered = computed = max(backward, scattered)
+    for bucket in buckets:
+        gathered += ring.all_gather(sum(layers[i].size for i in bucket), num_workers)
+        computed = max(computed, gathered) + sum(layers[i].forward for i in bucket)
+    return Step(seconds=computed, compute=forward + backward)
+
+
+def bytescheduler(
+    layers: Sequence[LayerTimes],
+    ring: Ring,
+    num_workers: int,
+    *,
+    piece: Bytes,
+    negotiation: Seconds = 0.0,
+) -> Step:
+    if not piece > 0:
+        raise DescriptionError(
+            f"pieces of {piece:g} bytes", expected="more than 0", fix="use 4e6, its default"
+        )
+    forward, backward = _compute(layers)
+    arrived = _by_priority(layers, ring, num_workers, piece=piece, negotiation=negotiation)
+    computed = backward
+    for layer, at in zip(layers, arrived, strict=True):
+        computed = max(computed, at) + layer.forward
+    return Step(seconds=computed, compute=forward + backward)
+
+
+def _compute(layers: Sequence[LayerTimes]) -> tuple[Seconds, Seconds]:
+    return sum(layer.forward for layer in layers), sum(layer.backward for layer in layers)
+
+
+def _filled(layers: Sequence[LayerTimes], buckets: Buckets) -> Iterator[tuple[Seconds, Bytes]]:
+    """When each bucket has its gradients, from the beginning of the backward, and its size."""
+    ready: Seconds = 0.0
+    for bucket in reversed(buckets):
+        ready += sum(layers[i].backward for i in bucket)
+        yield ready, sum(layers[i].size for i in bucket)
+
+
+def _travelled(messages: Iterator[tuple[Seconds, Seconds]]) -> Seconds:
+    """When the last is through; of messages, when they are ready and how long they take."""
+    free: Seconds = 0.0
+    for ready, takes in messages:
+        free = max(free, ready) + takes
+    return free
+
+
+def _by_priority(
+    layers: Sequence[LayerTimes],
+    ring: Ring,
+    num_workers: int,
+    *,
+    piece: Bytes,
+    negotiation: Seconds,
+) -> list[Seconds]:
+    """When all pieces of each layer are through: the lowest layer that is there goes first."""
+    ready_at, moment = [0.0] * len(layers), 0.0
+    for number in range(len(layers) - 1, -1, -1):
+        moment += layers[number].backward
+        ready_at[number] = moment
+    coming = list(range(len(layers)))  # the last layer's gradients are there first: pop from here
+    waiting: list[tuple[int, Bytes]] = []
+    through, now = list(ready_at), 0.0
+    while coming or waiting:
+        if not waiting:
+            now = max(now, ready_at[coming[-1]])
+        while coming and ready_at[coming[-1]] <= now:
+            number = coming.pop()
+            heapq.heappush(waiting, (number, layers[number].size))
+        number, left = heapq.heappop(waiting)
+        sent = min(left, piece)
+        if sent > 0:
+            now += negotiation + ring.all_reduce(sent, num_workers)
+            through[number] = now
+        if left - sent > 0:
+            heapq.heappush(waiting, (number, left - sent))
+    assert all(math.isfinite(at) for at in through), "every layer has been through"
+    return through
