@@ -1,0 +1,1 @@
+"""All-reduce in two halves: gradients scatter during backward, weights gather during forward."""

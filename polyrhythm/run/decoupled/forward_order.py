@@ -1,0 +1,50 @@
+"""In which order a forward uses parameters, and where it has to wait for them.
+
+A hook runs before the forward of every module that has parameters of its own, in training and
+evaluation, as often as the module is called, also when activations are computed anew. What is used
+without its module being called (a weight that another module reads) has no such place, and is
+waited for in the step itself.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class ForwardOrder:
+    """Calls `before` with the indices of a module's own parameters; notes who came first."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        indices: Mapping[nn.Parameter, int],
+        before: Callable[[Iterable[int]], None],
+    ) -> None:
+        self.seen: dict[int, None] = {}  # a set in order
+        self._before = before
+        self._handles: list[RemovableHandle] = []
+        for module in model.modules():
+            own = [indices[p] for p in module.parameters(recurse=False) if p in indices]
+            if own:
+                hook = _uncompiled(self._hook(own))
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, own: list[int]) -> Callable[[nn.Module, Any], None]:
+        def before_forward(module: nn.Module, args: Any) -> None:
+            self.seen.update(dict.fromkeys(own))
+            self._before(own)
+
+        return before_forward
+
+
+def _uncompiled(hook: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
+    """A compiled graph may not keep what was waited for when it was traced."""
+    found: Callable[[nn.Module, Any], None] = torch._dynamo.disable(hook)
+    return found

@@ -1,0 +1,57 @@
+"""What stands in a parameter's `.grad` once its gradient has gone to be averaged.
+
+From then on the gradient is not here to look at: what backward left was this worker's alone, and
+what comes back is a part of the mean. Whoever would clip, scale or add to it in the usual way gets
+an error that says what to call instead, where `None` would let clipping do nothing.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from polyrhythm.errors import PolicyError
+
+_HARMLESS = (torch.ops.aten.detach.default, torch.ops.aten.zero_.default)  # of zero_grad
+_ADDING = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+
+
+class HandedOver(Tensor):
+    """Of the shape of a gradient, without its numbers."""
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor) -> Self:
+        found: Self = Tensor._make_wrapper_subclass(
+            cls,
+            parameter.shape,
+            strides=parameter.stride(),
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+        return found
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"HandedOver(shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # whose stub is that of a function
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[Any, Any] | None = None,
+    ) -> Any:
+        if func in _HARMLESS:
+            return args[0]
+        if func in _ADDING:
+            raise PolicyError(
+                "a backward before the step that belongs to the one before",
+                expected="one backward for each step(), or no_sync() around all but the last",
+                fix="with optimizer.no_sync(): loss.backward()",
+            )
+        raise PolicyError(
+            f"{func} of a gradient that has gone to be averaged",
+            expected="gradients left alone between backward() and step()",
+            fix="optimizer.clip_grad_norm_(max_norm) clips by the norm of the mean of all workers",
+        )

@@ -1,0 +1,124 @@
+"""Optimizer state as if there were one worker: what segments have, put together, and cut again.
+
+In the form of torch's own `state_dict`, so that a checkpoint does not depend on the number of
+workers or the size of buckets, and a plain optimizer can load it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.run.decoupled.bucket import Bucket, Segment
+from polyrhythm.run.decoupled.halves import Halves
+
+State = dict[int, dict[str, Any]]  # by the index of a parameter
+Gathered = Callable[[Any], list[Any]]  # what all workers give, by rank
+
+
+def whole_state(
+    buckets: Sequence[Bucket],
+    state: Mapping[Tensor, Mapping[str, Any]],
+    halves: Halves,
+    gathered: Gathered,
+) -> State:
+    """Of all parameters; called by all workers together, with nothing else on its way."""
+    found: State = {}
+    for bucket in buckets:
+        mine = {s.index: state.get(s.parameter, {}) for s in bucket.segments}
+        told = {
+            index: {key: value if _is_single(value) else value.dtype for key, value in of.items()}
+            for index, of in mine.items()
+        }
+        known: State = {}
+        for theirs in gathered(told):
+            for index, of in theirs.items():
+                known.setdefault(index, {}).update(of)
+        keys = dict.fromkeys(k for of in known.values() for k, v in of.items() if _is_type(v))
+        for key in keys:
+            dtype = next(of[key] for of in known.values() if key in of)
+            whole = _gather(bucket, key, dtype, state, halves)
+            for index, of in known.items():
+                if key in of:
+                    of[key] = bucket.cut_out(whole, index).clone()
+        found |= {index: of for index, of in known.items() if of}
+    return found
+
+
+def segment_state(
+    whole: Mapping[str, Any], segment: Segment, parameter: nn.Parameter
+) -> dict[str, Any]:
+    """What a segment has of its parameter's state."""
+    return {
+        key: value.clone()
+        if _is_single(value) and isinstance(value, Tensor)
+        else value
+        if _is_single(value)
+        else _as_it_lies(value, parameter)[segment.start : segment.stop].clone()
+        for key, value in whole.items()
+    }
+
+
+def check_state(whole: State, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+    """Refuse the state of another model."""
+    for index, of in whole.items():
+        if not 0 <= index < len(parameters):
+            raise PolicyError(
+                f"a checkpoint with state for parameter {index}",
+                expected=f"at most {len(parameters)} parameters, as this optimizer has",
+                fix="load the checkpoint of the same model",
+            )
+        shape = tuple(parameters[index].shape)
+        for key, value in of.items():
+            if not _is_single(value) and tuple(value.shape) != shape:
+                raise PolicyError(
+                    f"{key} of {names[index]} has shape {tuple(value.shape)} in the checkpoint",
+                    expected=f"shape {shape}, as the parameter",
+                    fix="load the checkpoint of the same model",
+                )
+
+
+def _gather(
+    bucket: Bucket,
+    key: str,
+    dtype: torch.dtype,
+    state: Mapping[Tensor, Mapping[str, Any]],
+    halves: Halves,
+) -> Tensor:
+    flat = torch.zeros(len(bucket.weights), dtype=dtype, device=bucket.weights.device)
+    for segment in bucket.segments:
+        value = state.get(segment.parameter, {}).get(key)
+        if value is not None:
+            start = bucket.offsets[segment.index] + segment.start
+            flat[start : start + value.numel()] = value
+    if not bucket.is_whole:
+        halves.gather(flat, bucket.number).wait()
+    return flat
+
+
+def _is_single(value: Any) -> bool:
+    """Not one number for each of the parameter's: a count of steps, say."""
+    return not isinstance(value, Tensor) or value.dim() == 0
+
+
+def _is_type(value: Any) -> bool:
+    return isinstance(value, torch.dtype)
+
+
+def _as_it_lies(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Flat, in the order in which the parameter lies in memory."""
+    placed = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype)
+    placed.copy_(value)
+    return placed.as_strided((parameter.numel(),), (1,))
+
+
+def all_gathered(group: dist.ProcessGroup | None) -> Gathered:
+    def gather(mine: Any) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, mine, group=group)
+        return found
+
+    return gather

@@ -1,0 +1,77 @@
+"""A thread that waits for gradients to come together, and adds them up, while backward goes on."""
+
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch.distributed as dist
+
+from polyrhythm.errors import PeerError
+from polyrhythm.run.groups import break_off
+from polyrhythm.types import Seconds
+
+_CLOSING: Seconds = 10.0  # for the thread, whose waits have been broken off
+
+_Job = tuple[Callable[[], None], "Task"]
+
+
+class Task:
+    """Something that the thread does; `wait` raises what went wrong there."""
+
+    def __init__(self) -> None:
+        self._is_done = threading.Event()
+        self._error: Exception | None = None
+
+    def wait(self, timeout: Seconds) -> None:
+        if not self._is_done.wait(timeout):
+            raise PeerError(
+                "another worker",
+                action="averaging gradients",
+                waited=timeout,
+                cause="it is alive, but has not computed its own",
+            )
+        if self._error is not None:
+            raise self._error
+
+    def run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # told where it is waited for
+            self._error = error
+        self._is_done.set()
+
+
+class Reducing:
+    """One thing after the other. `group` is what the thread waits in: it is broken off at exit."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread = threading.Thread(
+            target=_work, args=(self._jobs,), name="decoupled", daemon=True
+        )
+        self._thread.start()
+        # A daemon thread that waits in gloo when the interpreter ends would abort it.
+        self._end = weakref.finalize(self, _end, self._jobs, self._thread, group)
+
+    def start(self, work: Callable[[], None]) -> Task:
+        task = Task()
+        self._jobs.put((work, task))
+        return task
+
+    def close(self) -> None:
+        self._end()
+
+
+def _work(jobs: "SimpleQueue[_Job | None]") -> None:
+    while (job := jobs.get()) is not None:
+        work, task = job
+        task.run(work)
+
+
+def _end(
+    jobs: "SimpleQueue[_Job | None]", thread: threading.Thread, group: dist.ProcessGroup
+) -> None:
+    jobs.put(None)
+    break_off(group)
+    thread.join(_CLOSING)

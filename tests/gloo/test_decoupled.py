@@ -1,0 +1,158 @@
+"""The decoupled optimizer trains as DistributedDataParallel does, whatever the model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
+from polyrhythm.run.launch import Place
+from tests.gloo.pipelines import run_stages
+
+STEPS, WIDTH, TIMEOUT = 10, 12, 20.0
+
+
+class Tied(nn.Module):
+    """Two layers share a weight, one is called twice, one is registered last and used first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+        self.early = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.twice(torch.tanh(self.twice(self.early(x)))))
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Sometimes(nn.Module):
+    """Uses a layer on odd calls only, on rank 1 alone; another never; one frozen."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.always, self.odd = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.never, self.frozen = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, WIDTH)
+        self.frozen.requires_grad_(False)
+        self.rank, self.num_calls = rank, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        x = self.frozen(torch.tanh(self.always(x)))
+        if self.num_calls % 2 and self.rank == 1:
+            x = x + self.odd(x)
+        return x
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return torch.as_tensor(x)
+
+
+def stack(kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    return kind(*layers)
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "plain": lambda rank: stack(),
+    "tied": lambda rank: Tied(),
+    "sometimes": Sometimes,
+    "checkpointed": lambda rank: stack(Checkpointed),
+    "norms": lambda rank: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)),
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+}
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Two, with learning rates of their own."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [{"params": trained[:1], "lr": 0.05}, {"params": trained[1:]}]
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(6, WIDTH, generator=generator), torch.randn(6, WIDTH, generator=generator)
+
+
+def train(
+    place: Place, name: str, optimizer: str, *, ours: bool, clip: bool, parts: int, **more: Any
+) -> dict[str, Tensor]:
+    torch.manual_seed(place.rank)  # they begin with rank 0's
+    model = MODELS[name](place.rank)
+    module = model
+    if ours:
+        opt = DistributedOptimizer(
+            OPTIMIZERS[optimizer](groups_of(model)), model, timeout=TIMEOUT, **more
+        )
+    else:
+        module = DistributedDataParallel(model, find_unused_parameters=name == "sometimes")
+        opt = OPTIMIZERS[optimizer](groups_of(model))
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 3, gamma=0.5)
+    quiet = opt if ours else module
+    for step in range(STEPS):
+        for part in range(parts):
+            inputs, target = batch(place.rank, parts * step + part)
+
+            def backward(inputs: Tensor = inputs, target: Tensor = target) -> None:
+                (nn.functional.mse_loss(module(inputs), target) / parts).backward()
+
+            if part < parts - 1:
+                with quiet.no_sync():
+                    backward()
+            else:
+                backward()
+        if clip and ours:
+            opt.clip_grad_norm_(0.1)
+        elif clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        opt.step()
+        schedule.step()
+        opt.zero_grad()
+    if ours:
+        opt.synchronize()
+        opt.close()
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "clip", "parts", "num_workers"),
+    [
+        ("plain", False, 1, 2),
+        ("plain", True, 3, 3),
+        ("tied", False, 1, 2),
+        ("tied", True, 1, 4),
+        ("sometimes", False, 1, 2),
+        ("checkpointed", False, 2, 2),
+        ("norms", False, 1, 2),
+    ],
+)
+def test_after_ten_steps_weights_are_those_of_ddp(
+    name: str, clip: bool, parts: int, num_workers: int, optimizer: str, tmp_path: Path
+) -> None:
+    def work(place: Place) -> list[dict[str, Tensor]]:
+        same = {"clip": clip, "parts": parts}
+        return [
+            train(place, name, optimizer, ours=False, **same),
+            train(place, name, optimizer, ours=True, bucket_bytes=1000, **same),
+            train(place, name, optimizer, ours=True, **same),
+        ]
+
+    found = run_stages(num_workers, work, tmp_path)
+    expected = found[0][0]
+    for _, *ours in found:
+        for weights in ours:
+            for key, value in expected.items():
+                assert (weights[key] - value).abs().max() <= 1e-6, key
