@@ -31,6 +31,10 @@ BENCHMARKS = {
         "polyrhythm.bench.converge.bench",
         "loss over time and samples, of groups and of all-reduce",
     ),
+    "decoupled": Benchmark(
+        "polyrhythm.bench.decoupled.bench",
+        "all-reduce in two halves against DDP and FSDP2 on slow links",
+    ),
     "lab": Benchmark("polyrhythm.bench.lab.bench", "how true the lab is, and where its limit lies"),
     "pipeline": Benchmark(
         "polyrhythm.bench.pipeline.bench",

@@ -1,0 +1,1 @@
+"""Decoupled all-reduce against DDP and FSDP2, where gradients travel slowly."""

@@ -1,0 +1,53 @@
+"""All-reduce in two halves against DDP and FSDP2: how much of it hides, on slow and far links.
+
+Two and four workers on hosts of the lab, real gloo processes, emulated compute: layers sleep, but
+have weights and gradients. All sides are in the same processes and take turns; DDP and ours are
+swept over bucket sizes, and compared at their best. How fast gradients can travel is measured with
+a plain message, and with it the paper's bounds. With four workers, all that a host sends shares one
+line.
+"""
+
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from polyrhythm.bench.decoupled.collectives import HalfRow
+from polyrhythm.bench.decoupled.ratios import BARS, figures, ratios_of
+from polyrhythm.bench.decoupled.settings import FULL_PLAN, QUICK_PLAN
+from polyrhythm.bench.decoupled.steps import Measured, measure
+from polyrhythm.bench.decoupled.tables import show_halves, show_ratios, show_setting
+from polyrhythm.bench.decoupled.worker import MeasureHalves
+from polyrhythm.bench.decoupled.workers import Workers, cluster
+from polyrhythm.bench.result import Result
+from polyrhythm.lab.lab import Lab
+
+__all__ = ["BARS", "run"]
+
+
+def run(*, quick: bool, console: Console) -> Result:
+    plan = QUICK_PLAN if quick else FULL_PLAN
+    found: dict[str, Measured] = {}
+    halves: list[HalfRow] = []
+    for num_workers in plan.worker_counts:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Lab(cluster(num_workers)) as lab,
+            Workers(lab, Path(folder)) as workers,
+        ):
+            for setting in plan.settings:
+                if setting.num_workers == num_workers:
+                    found[setting.name] = measure(workers, setting)
+                    show_setting(console, found[setting.name])
+            network = plan.halves
+            workers.set_network(network.latency, network.bandwidth, uplink=num_workers > 2)
+            halves += workers.ask(MeasureHalves(network))[0]
+    show_halves(console, halves)
+    ratios = ratios_of(found)
+    show_ratios(console, ratios, quick=quick)
+    return Result(
+        bench="decoupled",
+        ratios=ratios,
+        figures=figures(found, halves),
+        rows=[*(row for measured in found.values() for row in measured.rows), *halves],
+    )

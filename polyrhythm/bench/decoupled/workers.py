@@ -1,0 +1,117 @@
+"""The hosts of the benchmark, driven from outside: one order at a time, to all of them."""
+
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from polyrhythm.bench.decoupled.settings import OVERHEAD
+from polyrhythm.bench.decoupled.worker import Order, SetUplink, work
+from polyrhythm.describe.cluster import Cluster, Device
+from polyrhythm.describe.scenario import LinkChange
+from polyrhythm.errors import LabError
+from polyrhythm.lab.lab import Lab
+from polyrhythm.lab.orders import Report
+from polyrhythm.types import BytesPerSecond, Seconds
+
+_REGION = "lab"
+_PATIENCE: Seconds = 120.0  # for one order
+_FAST: BytesPerSecond = 50e6
+_SHORT: Seconds = 0.0002
+
+
+def cluster(num_workers: int) -> Cluster:
+    return Cluster(
+        name="decoupled",
+        devices=tuple(Device(name=f"w{rank}", region=_REGION) for rank in range(num_workers)),
+        regions=(_REGION,),
+        latency=((_SHORT,),),
+        bandwidth=((_FAST,),),
+    )
+
+
+class Workers:
+    """A process per host, while a `with` block lasts."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self._lab, self._folder = lab, folder
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> Self:
+        hosts = self._lab.hosts
+        for rank, host in enumerate(hosts):
+            ours, theirs = multiprocessing.Pipe()
+            self._pipes.append(ours)
+            place = (rank, len(hosts), self._lab.address(hosts[0]))
+            self._lab.spawn(host, work, *place, theirs, output=self._folder / f"{host}.log")
+            theirs.close()
+        self._answers("joining")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            for pipe in self._pipes:
+                pipe.send(None)
+            self._lab.wait(self._lab.children, timeout=10.0)
+        for pipe in self._pipes:
+            pipe.close()
+
+    def ask(self, order: Order) -> list[Any]:
+        """An answer per worker."""
+        for pipe in self._pipes:
+            pipe.send(order)
+        return self._answers(str(order))
+
+    def set_network(
+        self, latency: Seconds, bandwidth: BytesPerSecond, *, uplink: bool = False
+    ) -> None:
+        """`bandwidth`: of what TCP carries."""
+        wire = bandwidth * OVERHEAD
+        self.ask(SetUplink(wire if uplink else None))
+        self._change(latency, max(_FAST, 2 * wire) if uplink else wire)
+
+    def set_fast_network(self) -> None:
+        """For preparations, which take many messages."""
+        self.ask(SetUplink(None))
+        self._change(_SHORT, _FAST)
+
+    def report(self) -> Report:
+        """What the network has carried since this was last asked, and how well."""
+        return self._lab.report(reset=True)
+
+    def _change(self, latency: Seconds, bandwidth: BytesPerSecond) -> None:
+        self._lab.change(
+            LinkChange(at=0.0, source=_REGION, target=_REGION, latency=latency, bandwidth=bandwidth)
+        )
+
+    def _answers(self, action: str) -> list[Any]:
+        ends = time.monotonic() + _PATIENCE
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if not pipe.poll(max(0.0, ends - time.monotonic())):
+                    raise LabError(
+                        f"{action}: no answer of rank {rank} within {_PATIENCE:g} s",
+                        expected="one, on two idle cores",
+                        fix="run the benchmark while the machine has nothing else to do",
+                    )
+                answers.append(pipe.recv())
+            except EOFError:
+                raise self._ended(rank, action) from None
+        return answers
+
+    def _ended(self, rank: int, action: str) -> LabError:
+        child = self._lab.children[rank]
+        child.wait(2.0)
+        return LabError(
+            f"rank {rank}, {action}: {child.reason}",
+            expected="it to run until the benchmark ends",
+            fix="report it, with what it says",
+        )
