@@ -174,6 +174,7 @@ def test_closing_twice_or_in_the_middle_does_not_wait_for_anybody(tmp_path: Path
         full = pipeline_of(module, flush=False, num_microbatches=1)
         for _ in range(4):
             step(full)
+        dist.barrier()  # or who is first would end the steps of the others
         full.close()  # not drained
         full.close()
         empty = pipeline_of(module, flush=False, num_microbatches=1)

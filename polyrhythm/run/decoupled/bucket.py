@@ -41,9 +41,14 @@ class Bucket:
         rank: int,
         num_workers: int,
         whole: bool,
+        late: bool = False,
     ) -> None:
-        """Takes the parameters in: `parameters` are those of one type and device, by index."""
-        self.number, self.parameters, self.is_whole = number, dict(parameters), whole
+        """Takes the parameters in: `parameters` are those of one type and device, by index.
+
+        `late`: their gradients come when they like.
+        """
+        self.number, self.parameters = number, dict(parameters)
+        self.is_whole, self.is_late = whole, late
         first = next(iter(self.parameters.values()))
         size = sum(p.numel() for p in self.parameters.values())
         self.part = -(-size // num_workers)  # rounded up: the last part is padded
@@ -54,6 +59,7 @@ class Bucket:
         self._owned = slice(0, size) if whole else slice(self.own.start, min(self.own.stop, size))
         self.offsets: dict[int, int] = {}
         self._filled: set[int] = set()
+        self._addresses: dict[int, int] = {}
         offset = 0
         with torch.no_grad():
             for index, parameter in self.parameters.items():
@@ -61,6 +67,7 @@ class Bucket:
                 view = self.cut_out(self.weights, index)
                 view.copy_(parameter)
                 parameter.data = view
+                self._addresses[index] = view.data_ptr()
                 offset += parameter.numel()
         self.segments = list(self._segments())
 
@@ -70,7 +77,8 @@ class Bucket:
 
     @property
     def is_full(self) -> bool:
-        return len(self._filled) == len(self.parameters)
+        """All gradients are here that are to come: not those of frozen parameters."""
+        return all(i in self._filled or not p.requires_grad for i, p in self.parameters.items())
 
     @property
     def missing(self) -> list[int]:
@@ -93,10 +101,8 @@ class Bucket:
 
     def replaced(self) -> int | None:
         """The first parameter that is not a view of the buffer any more."""
-        for index, parameter in self.parameters.items():
-            if parameter.data_ptr() != self.cut_out(self.weights, index).data_ptr():
-                return index
-        return None
+        found = (i for i, p in self.parameters.items() if p.data_ptr() != self._addresses[i])
+        return next(found, None)
 
     def cut_out(self, flat: Tensor, index: int) -> Tensor:
         """What such a buffer has of a parameter, with its own strides if these leave no holes."""

@@ -1,5 +1,8 @@
 """Which models and optimizers can be decoupled; the others are refused with the reason."""
 
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -8,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from polyrhythm.errors import LaunchError, PolicyError
+from polyrhythm.run.decoupled.bucket import Bucket
 
 # These update each number by itself, so that a part of a parameter is updated as in the whole.
 ELEMENTWISE = (
@@ -82,3 +86,76 @@ def check(optimizer: Optimizer, model: nn.Module) -> None:
                     expected="parameters on the CPU: only gloo is supported so far",
                     fix="use DDP on GPUs",
                 )
+
+
+def check_choices(bucket_bytes: object, mode: object) -> None:
+    is_size = isinstance(bucket_bytes, int | float) and bucket_bytes > 0
+    if bucket_bytes != "auto" and not is_size:
+        raise PolicyError(
+            f"bucket_bytes={bucket_bytes!r}",
+            expected='"auto", or more than 0 bytes',
+            fix="use 25_000_000, as DDP does",
+        )
+    if mode not in ("auto", "decoupled", "all_reduce"):
+        raise PolicyError(
+            f"mode={mode!r}",
+            expected='"auto", "decoupled" or "all_reduce"',
+            fix='leave it out: "auto" takes the faster one',
+        )
+
+
+def check_alive() -> None:
+    if not dist.is_initialized():
+        raise PolicyError(
+            "a distributed optimizer after destroy_process_group()",
+            expected="the process group that it was made with",
+            fix="destroy it after the last step and the last state_dict()",
+        )
+
+
+def check_agreed(
+    gathered: Callable[[Any], list[Any]], names: Sequence[str], parameters: Sequence[nn.Parameter]
+) -> None:
+    """Name the first difference between this worker's parameters and another's."""
+    mine = [(n, tuple(p.shape), str(p.dtype)) for n, p in zip(names, parameters, strict=True)]
+    for rank, theirs in enumerate(gathered(mine)):
+        if theirs == mine:
+            continue
+        place = next(
+            (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
+            min(len(mine), len(theirs)),
+        )
+        here, there = (
+            f"{found[place][0]!r} {found[place][1]} {found[place][2]}"
+            if place < len(found)
+            else "missing"
+            for found in (mine, theirs)
+        )
+        raise PolicyError(
+            f"parameter {place} is {here} here, and {there} on rank {rank}",
+            expected="the same parameters in the same order on all workers",
+            fix="build the same model and optimizer in every process",
+        )
+
+
+def check_in_place(buckets: Iterable[Bucket], names: Sequence[str]) -> None:
+    """Weights that lie elsewhere now would not be updated."""
+    for bucket in buckets:
+        if (index := bucket.replaced()) is not None:
+            raise PolicyError(
+                f"{names[index]} was moved to other memory",
+                expected="a model that stays where and what it was when this optimizer was made",
+                fix="call to(), half() and the like before that",
+            )
+
+
+def check_same(model: nn.Module, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+    """Parameters that have taken the place of others would not be trained."""
+    now = dict(model.named_parameters())
+    for name, parameter in zip(names, parameters, strict=True):
+        if now.get(name) is not parameter:
+            raise PolicyError(
+                f"{name} was replaced by another parameter",
+                expected="the parameters that this optimizer was made for",
+                fix="load_state_dict(...) without assign=True",
+            )

@@ -4,6 +4,7 @@ The same on all workers, who agree on the order first.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -11,24 +12,40 @@ from polyrhythm.sync.fusion.layers import by_bytes
 from polyrhythm.types import Bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Of parameters, by index."""
+
+    indices: tuple[int, ...]  # all of them, as the forward needs them
+    late: frozenset[int] = frozenset()  # whose gradients do not come in the reverse order
+
+    @classmethod
+    def of(cls, seen: Sequence[int], num_parameters: int, late: frozenset[int]) -> "Order":
+        """What the forward was not seen to use comes last, and late."""
+        unseen = frozenset(range(num_parameters)) - set(seen)
+        return cls((*seen, *sorted(unseen)), late | unseen)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters of one bucket."""
+
+    indices: tuple[int, ...]
+    is_late: bool
+
+
 def grouped(
-    parameters: Sequence[nn.Parameter], order: Sequence[int], bucket_bytes: Bytes
-) -> list[list[int]]:
-    """Indices of each bucket; buckets in the order in which the forward first needs them."""
-    kinds: dict[object, list[int]] = {}
-    for index in order:
-        kind = parameters[index].dtype, parameters[index].device
+    parameters: Sequence[nn.Parameter], order: Order, bucket_bytes: Bytes
+) -> tuple[Group, ...]:
+    """In the order in which the forward first needs them."""
+    kinds: dict[tuple[object, object, bool], list[int]] = {}
+    for index in order.indices:
+        kind = parameters[index].dtype, parameters[index].device, index in order.late
         kinds.setdefault(kind, []).append(index)
-    place = {index: number for number, index in enumerate(order)}
-    buckets = [
-        [indices[i] for i in run]
-        for indices in kinds.values()
+    place = {index: number for number, index in enumerate(order.indices)}
+    groups = [
+        Group(tuple(indices[i] for i in run), is_late)
+        for (_, _, is_late), indices in kinds.items()
         for run in by_bytes([parameters[i].nbytes for i in indices], bucket_bytes)
     ]
-    return sorted(buckets, key=lambda bucket: place[bucket[0]])
-
-
-def completed(order: Sequence[int], num_parameters: int) -> list[int]:
-    """The order, and behind it those that were not used, as they are listed."""
-    known = set(order)
-    return [*order, *(i for i in range(num_parameters) if i not in known)]
+    return tuple(sorted(groups, key=lambda group: place[group.indices[0]]))

@@ -38,7 +38,7 @@ class Pending(Protocol):
 
 
 class Halves(Protocol):
-    rank: int
+    rank: int  # of the part that is this worker's
     num_workers: int
 
     def scatter(self, flat: Tensor, number: int) -> Pending:
@@ -46,9 +46,6 @@ class Halves(Protocol):
 
     def gather(self, flat: Tensor, number: int) -> Pending:
         """In the end, `flat` has every worker's own part."""
-
-    def unite(self, flags: Tensor, number: int) -> Pending:
-        """In the end, `flags` (bytes of 0 and 1) has what any worker has set."""
 
 
 class PeerHalves:
@@ -80,6 +77,7 @@ class PeerHalves:
         return _Messages(works, self._timeout)
 
     def unite(self, flags: Tensor, number: int) -> Pending:
+        """In the end, `flags` (bytes of 0 and 1) has what any worker has set."""
         tag = _tag(number, Half.FLAGS)
         theirs = flags.new_empty(len(self._others), flags.numel())
         works = [

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from polyrhythm.errors import PolicyError
@@ -113,12 +112,3 @@ def _as_it_lies(value: Tensor, parameter: nn.Parameter) -> Tensor:
     placed = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype)
     placed.copy_(value)
     return placed.as_strided((parameter.numel(),), (1,))
-
-
-def all_gathered(group: dist.ProcessGroup | None) -> Gathered:
-    def gather(mine: Any) -> list[Any]:
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, mine, group=group)
-        return found
-
-    return gather

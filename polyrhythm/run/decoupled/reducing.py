@@ -1,8 +1,8 @@
-"""A thread that waits for gradients to come together, and adds them up, while backward goes on."""
+"""A thread that waits for what is on its way, and adds up gradients, while compute goes on."""
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 import torch.distributed as dist
@@ -19,16 +19,17 @@ _Job = tuple[Callable[[], None], "Task"]
 class Task:
     """Something that the thread does; `wait` raises what went wrong there."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: Seconds) -> None:
+        self._timeout = timeout
         self._is_done = threading.Event()
         self._error: Exception | None = None
 
-    def wait(self, timeout: Seconds) -> None:
-        if not self._is_done.wait(timeout):
+    def wait(self) -> None:
+        if not self._is_done.wait(self._timeout):
             raise PeerError(
                 "another worker",
                 action="averaging gradients",
-                waited=timeout,
+                waited=self._timeout,
                 cause="it is alive, but has not computed its own",
             )
         if self._error is not None:
@@ -43,19 +44,20 @@ class Task:
 
 
 class Reducing:
-    """One thing after the other. `group` is what the thread waits in: it is broken off at exit."""
+    """One thing after the other. In `groups` the thread waits: they are broken off at exit."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, groups: Sequence[dist.ProcessGroup], *, timeout: Seconds) -> None:
+        self._timeout = timeout
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread = threading.Thread(
             target=_work, args=(self._jobs,), name="decoupled", daemon=True
         )
         self._thread.start()
         # A daemon thread that waits in gloo when the interpreter ends would abort it.
-        self._end = weakref.finalize(self, _end, self._jobs, self._thread, group)
+        self._end = weakref.finalize(self, _end, self._jobs, self._thread, groups)
 
     def start(self, work: Callable[[], None]) -> Task:
-        task = Task()
+        task = Task(self._timeout)
         self._jobs.put((work, task))
         return task
 
@@ -70,8 +72,11 @@ def _work(jobs: "SimpleQueue[_Job | None]") -> None:
 
 
 def _end(
-    jobs: "SimpleQueue[_Job | None]", thread: threading.Thread, group: dist.ProcessGroup
+    jobs: "SimpleQueue[_Job | None]",
+    thread: threading.Thread,
+    groups: Sequence[dist.ProcessGroup],
 ) -> None:
     jobs.put(None)
-    break_off(group)
+    for group in groups:
+        break_off(group)
     thread.join(_CLOSING)

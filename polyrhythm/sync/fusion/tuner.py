@@ -1,0 +1,274 @@
+"""Finding the size of buckets while training goes on: trials of some steps each, then the best.
+
+A few fixed trials come first; then a Gaussian process is fitted to what was measured, and the
+candidate is tried from which it expects the most improvement. Plain all-reduces are candidates like
+others, so that tuning does not lose to them; so are exchanges inside of nodes, then across. In the
+end the two best are measured again, since the best of many noisy figures is in part the luckiest.
+
+Nothing here has a clock or knows other workers. One worker is told the times that all agree on, and
+the others do what it says: its arithmetic may differ from theirs in the last digit. In the middle
+of an optimizer's step gradients have to be enabled for it: the process is fitted by them.
+
+Source: Zhang et al., "DeAR", ICDCS 2023, section IV.B; Figure 10 for random and grid search.
+Departures: the size is on a log scale, of which 41 points are candidates; sizes that lead to the
+same buckets are one candidate; the process is fitted to log times, as noise grows with them;
+optuna's expected improvement has no parameter for exploration (the paper sets one to 0.1), which
+the first trials make up for; medians, the lower one of an even number, since noise only adds.
+"""
+
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import fmean, median_low
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.types import Bytes, Seconds
+
+SMALLEST: Bytes = 1_000_000
+FIRST: Bytes = 25_000_000  # DDP's, and the paper's first trial
+LARGEST: Bytes = 100_000_000
+SIZES = tuple(max(SMALLEST, round(FIRST * 10 ** (i / 20))) for i in range(-28, 13))  # 12 % apart
+_CLOSE = 1.1  # this much longer than the best may be luck
+
+
+class Kind(StrEnum):
+    """How a bucket is averaged. Nested: inside of a node first, and then across."""
+
+    DECOUPLED = "decoupled"
+    ALL_REDUCE = "all_reduce"  # plain: every worker updates all parameters
+    NESTED = "nested decoupled"
+    NESTED_ALL_REDUCE = "nested all_reduce"
+
+    @property
+    def is_whole(self) -> bool:
+        return self in (Kind.ALL_REDUCE, Kind.NESTED_ALL_REDUCE)
+
+    @property
+    def is_nested(self) -> bool:
+        return self in (Kind.NESTED, Kind.NESTED_ALL_REDUCE)
+
+
+FLAT = (Kind.DECOUPLED, Kind.ALL_REDUCE)
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Candidate:
+    bucket_bytes: Bytes
+    kind: Kind = Kind.DECOUPLED
+
+    def __str__(self) -> str:
+        return f"{self.bucket_bytes / 1e6:.3g} MB, {self.kind}"
+
+
+class Space:
+    """Candidates that differ: of those that lead to the same buckets, one stands for all."""
+
+    def __init__(self, key: Callable[[Candidate], Hashable], kinds: Sequence[Kind] = FLAT) -> None:
+        """`key` gives the buckets of a candidate; it need not tell kinds apart."""
+        self.kinds = tuple(kinds)
+        alike: dict[Hashable, list[Candidate]] = {}
+        for kind in self.kinds:
+            for size in (FIRST, *SIZES):
+                candidate = Candidate(size, kind)
+                alike.setdefault((kind, key(candidate)), []).append(candidate)
+        self._alike = {members[0]: members for members in alike.values()}
+        self._names = {c: name for name, members in self._alike.items() for c in members}
+
+    def __len__(self) -> int:
+        return len(self._alike)
+
+    def name(self, candidate: Candidate) -> Candidate:
+        """The one that stands for it: of the nearest size that is a candidate."""
+        kin = (c for c in self._names if c.kind is candidate.kind)
+        return self._names[min(kin, key=lambda c: _apart(c, candidate))]
+
+    def ends(self, name: Candidate) -> list[Candidate]:
+        """The smallest and the largest that it stands for; one, if they are the same."""
+        return sorted({min(self._alike[name]), max(self._alike[name])})
+
+    def nearest(self, wanted: Candidate, tried: Container[Candidate]) -> Candidate:
+        """One that was not tried; of the same kind, if there is one left."""
+        left = [name for name in self._alike if name not in tried]
+        kin = [name for name in left if name.kind is wanted.kind]
+        return min(kin or left, key=lambda n: min(_apart(c, wanted) for c in self._alike[n]))
+
+
+@dataclass(kw_only=True, slots=True)
+class Search(ABC):
+    """Which candidate to try next; what it says depends on what it was told, and the seed."""
+
+    space: Space
+    num_trials: int = 8  # with the second looks at two of them: 10
+    seed: int = 0
+    _observed: dict[Candidate, list[Seconds]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.num_trials < 1:
+            raise PolicyError(
+                f"num_trials={self.num_trials}", expected="1 or more", fix="use 8, the default"
+            )
+
+    @property
+    def is_over(self) -> bool:
+        return len(self._observed) >= min(self.num_trials, len(self.space))
+
+    @property
+    def ranking(self) -> list[tuple[Candidate, Seconds]]:
+        """What was observed, and how long it takes: what was measured again, then the shortest."""
+        order = sorted(self._observed, key=lambda c: (-len(self._observed[c]), self._mean(c)))
+        return [(candidate, self._mean(candidate)) for candidate in order]
+
+    @property
+    def best(self) -> Candidate:
+        return self.ranking[0][0]
+
+    def suggest(self) -> Candidate:
+        """One that was not observed yet."""
+        if self.is_over:
+            raise PolicyError(
+                f"a suggestion after {len(self._observed)} trials",
+                expected=f"{self.num_trials} trials, or as many as there are candidates",
+                fix="look at is_over, and take the best",
+            )
+        return self.space.nearest(self._wanted(), self._observed)
+
+    def observe(self, candidate: Candidate, seconds: Seconds) -> None:
+        """The time of a step; again for one that was observed before, to know it better."""
+        if not (seconds > 0 and math.isfinite(seconds)):
+            raise PolicyError(
+                f"a step of {candidate} took {seconds:g} s",
+                expected="a time above 0",
+                fix="measure steps with a clock that does not go back",
+            )
+        self._observed.setdefault(self.space.name(candidate), []).append(seconds)
+
+    def _mean(self, candidate: Candidate) -> Seconds:
+        return fmean(self._observed[candidate])
+
+    @abstractmethod
+    def _wanted(self) -> Candidate:
+        """What was tried, too: then its nearest neighbour is next."""
+
+
+_SECOND: Bytes = 5_000_000  # the paper's fixed buffer, half-way between the first and the smallest
+
+
+@dataclass(kw_only=True, slots=True)
+class Bayesian(Search):
+    def _wanted(self) -> Candidate:
+        openings = [Candidate(FIRST, kind) for kind in self.space.kinds]
+        for opening in (*openings, Candidate(_SECOND, self.space.kinds[0])):
+            if self.space.name(opening) not in self._observed:
+                return opening
+        # A time holds for all sizes with these buckets, or it would be curious about known ones.
+        known = {end: math.log(time) for c, time in self.ranking for end in self.space.ends(c)}
+        seed = self.seed + len(self._observed)
+        return _most_promising(known, self.space.kinds, seed=seed)
+
+
+@dataclass(kw_only=True, slots=True)
+class RandomSearch(Search):
+    def _wanted(self) -> Candidate:
+        rng = random.Random(f"{self.seed} {len(self._observed)}")
+        return Candidate(rng.choice(SIZES), rng.choice(self.space.kinds))
+
+
+@dataclass(kw_only=True, slots=True)
+class GridSearch(Search):
+    """From the smallest size on, in even steps of the scale, all kinds of each."""
+
+    def _wanted(self) -> Candidate:
+        kinds = self.space.kinds
+        num_sizes = -(-self.num_trials // len(kinds))
+        nth, kind = divmod(len(self._observed), len(kinds))
+        return Candidate(SIZES[nth * (len(SIZES) - 1) // max(1, num_sizes - 1)], kinds[kind])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What to run from the next step on, and why."""
+
+    candidate: Candidate  # perhaps the current one
+    is_final: bool
+    why: str
+
+
+class Trials:
+    """Told of every step, it says when to change to what, and in the end settles."""
+
+    def __init__(self, search: Search, *, num_discarded: int = 2, num_measured: int = 10) -> None:
+        """Of each trial the first steps are not counted: buckets are new, and caches cold."""
+        if num_discarded < 0 or num_measured < 1:
+            raise PolicyError(
+                f"num_discarded={num_discarded} num_measured={num_measured}",
+                expected="0 or more steps to discard and 1 or more to measure",
+                fix="use 2 and 10, the defaults",
+            )
+        self.search = search
+        self.num_steps = num_discarded + num_measured  # to a decision: times may come all at once
+        self.current = search.suggest()
+        self.is_over = False
+        self._num_discarded = num_discarded
+        self._seconds: list[Seconds] = []  # of the steps of this trial
+        self._finalists: list[Candidate] | None = None  # to be measured again; None before that
+
+    def after_step(self, seconds: Seconds) -> Decision | None:
+        """The time of the slowest worker comes in; None is to go on as before."""
+        if self.is_over:
+            return None
+        self._seconds.append(seconds)
+        if len(self._seconds) < self.num_steps:
+            return None
+        self.search.observe(self.current, median_low(self._seconds[self._num_discarded :]))
+        self._seconds.clear()
+        decision = self._decide()
+        self.current, self.is_over = decision.candidate, decision.is_final
+        return decision
+
+    def _decide(self) -> Decision:
+        ranking = self.search.ranking
+        if not self.search.is_over:
+            why = f"trial {len(ranking) + 1} of {self.search.num_trials} at most"
+            return Decision(candidate=self.search.suggest(), is_final=False, why=why)
+        best, shortest = ranking[0]
+        if self._finalists is None:
+            close = [c for c, seconds in ranking[:2] if seconds <= shortest * _CLOSE]
+            close.sort(key=lambda c: c != self.current)  # which needs no new buckets
+            self._finalists = close if len(close) > 1 else []
+        if self._finalists:
+            why = f"again: two of {len(ranking)} take about {shortest:.3g} s"
+            return Decision(candidate=self._finalists.pop(0), is_final=False, why=why)
+        why = f"the best of {len(ranking)}, with {shortest:.3g} s"
+        return Decision(candidate=best, is_final=True, why=why)
+
+
+def _apart(one: Candidate, other: Candidate) -> float:
+    return abs(math.log(one.bucket_bytes / other.bucket_bytes))
+
+
+def _most_promising(
+    known: Mapping[Candidate, float], kinds: Sequence[Kind], *, seed: int
+) -> Candidate:
+    """By expected improvement; all is made anew, so that nothing but what is known counts."""
+    import optuna  # here, as it takes seconds, and only one worker needs it
+
+    scale = {
+        "size": optuna.distributions.FloatDistribution(SMALLEST, LARGEST, log=True),
+        "kind": optuna.distributions.CategoricalDistribution([str(kind) for kind in kinds]),
+    }
+    before = optuna.logging.get_verbosity()  # which a user's own studies may want to keep
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        # Its default is to begin with ten random trials; a study's, another sampler (TPE).
+        sampler = optuna.samplers.GPSampler(seed=seed, n_startup_trials=1)
+        study = optuna.create_study(sampler=sampler)
+        for candidate, value in known.items():
+            at = {"size": candidate.bucket_bytes, "kind": str(candidate.kind)}
+            study.add_trial(optuna.create_trial(params=at, distributions=scale, value=value))
+        found = study.ask(scale).params
+    finally:
+        optuna.logging.set_verbosity(before)
+    return Candidate(round(found["size"]), Kind(found["kind"]))
