@@ -1,6 +1,6 @@
 """The decoupled optimizer trains as DistributedDataParallel does, whatever the model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,7 @@ def test_after_ten_steps_weights_are_those_of_ddp(
             train(place, name, optimizer, ours=False, **same),
             train(place, name, optimizer, ours=True, bucket_bytes=1000, **same),
             train(place, name, optimizer, ours=True, **same),
+            train(place, name, optimizer, ours=True, bucket_bytes=700, mode="all_reduce", **same),
         ]
 
     found = run_stages(num_workers, work, tmp_path)
@@ -156,3 +157,72 @@ def test_after_ten_steps_weights_are_those_of_ddp(
         for weights in ours:
             for key, value in expected.items():
                 assert (weights[key] - value).abs().max() <= 1e-6, key
+
+
+@pytest.mark.parametrize("mode", ["nested decoupled", "nested all_reduce"])
+def test_averages_inside_of_nodes_and_then_across_are_those_of_ddp(
+    mode: str, tmp_path: Path
+) -> None:
+    """Of workers 0 and 2 on one node, 1 and 3 on the other."""
+
+    def work(place: Place) -> list[dict[str, Tensor]]:
+        nested = {"mode": mode, "node": f"node{place.rank % 2}", "bucket_bytes": 1000}
+        same = {"clip": True, "parts": 2}
+        return [
+            train(place, "tied", "adamw", ours=False, **same),
+            train(place, "tied", "adamw", ours=True, **same, **nested),
+        ]
+
+    found = run_stages(4, work, tmp_path)
+    for _, weights in found:
+        for key, value in found[0][0].items():
+            assert (weights[key] - value).abs().max() <= 1e-6, key
+
+
+@pytest.mark.timeout(100)
+def test_while_buckets_are_tuned_training_goes_on_as_with_ddp(tmp_path: Path) -> None:
+    """All workers change at the same steps to the same buckets, and settle; state is moved."""
+
+    def trained(place: Place, module: nn.Module, optimizer: Any) -> Iterator[int]:
+        for step in range(130):
+            inputs = torch.full((1, 640), 0.01 * (step % 7 + place.rank))
+            module(inputs).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield step + 1
+
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(640, 640) for _ in range(3)))
+
+    def work(place: Place) -> tuple[Any, ...]:
+        model = layers()
+        optimizer = DistributedOptimizer(
+            OPTIMIZERS["adamw"](model.parameters()), model, timeout=TIMEOUT
+        )
+        seen = set()
+        num_steps = 0
+        for number in trained(place, model, optimizer):
+            num_steps = number
+            seen.add(str(optimizer.candidate))
+            if optimizer.is_tuned:
+                break
+        optimizer.close()
+        expected = layers()
+        ddp = DistributedDataParallel(expected)
+        for number in trained(place, ddp, OPTIMIZERS["adamw"](expected.parameters())):
+            if number == num_steps:
+                break
+        pairs = zip(model.parameters(), expected.parameters(), strict=True)
+        difference = max((mine - its).abs().max().item() for mine, its in pairs)
+        return optimizer.is_tuned, num_steps, sorted(seen), str(optimizer.candidate), difference
+
+    one, other = run_stages(2, work, tmp_path, timeout=90)
+    assert one[:-1] == other[:-1], "both do the same"
+    is_tuned, num_steps, seen, candidate, _ = one
+    assert is_tuned
+    assert candidate in seen
+    assert len(seen) > 3
+    assert any("all_reduce" in candidate for candidate in seen)
+    assert num_steps <= 1 + 12 * 10
+    assert max(one[-1], other[-1]) <= 1e-6

@@ -9,12 +9,13 @@ comes back instead, still in backward: a plain all-reduce.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.run.decoupled.bucket import Bucket, Segment
 from polyrhythm.run.decoupled.grouping import Group
 from polyrhythm.run.decoupled.halves import Halves, PeerHalves, Pending
+from polyrhythm.run.decoupled.nccl_halves import NcclHalves
 from polyrhythm.run.decoupled.reducing import Reducing
 
 
@@ -39,6 +40,7 @@ class Averaging:
         self._leaving: list[Bucket] = []  # that have not left yet: the next one is the last
         self._scattering: list[Pending] = []
         self._returning: list[Pending] = []
+        self._sums: list[Tensor] = []  # of the gradients of buckets that have left
 
     @property
     def segments(self) -> Iterator[Segment]:
@@ -91,6 +93,10 @@ class Averaging:
         for bucket in self._leaving:
             self._fill_up(bucket)
         self._let_leave()
+        bad = torch.stack(self._sums).isfinite().logical_not().any()
+        self._sums.clear()
+        if not isinstance(self.halves, NcclHalves):
+            self._used[-1] = bad
         flags = self._control.unite(self._used, 0)
         for pending in self._scattering:
             pending.wait()
@@ -101,8 +107,7 @@ class Averaging:
         self._returning.clear()
         for segment in self.segments:
             segment.parameter.grad = segment.gradient if self._used[segment.index] else None
-            if self._used[-1]:  # a GradScaler finds it on all workers, or else they would part
-                segment.gradient[0] = torch.nan
+        self._spoil(bad)
         self._is_finished = True
 
     def send_on(self, buckets: Iterable[Bucket]) -> None:
@@ -110,7 +115,9 @@ class Averaging:
         for bucket in buckets:
             if not bucket.is_whole and any(self._used[index] for index in bucket.parameters):
                 pending = self.halves.gather(bucket.weights, bucket.number)
-                self._gathering[bucket.number] = self._started(pending.wait)
+                if self.halves.waits_on_host:
+                    pending = self._reducing.start(pending.wait)
+                self._gathering[bucket.number] = pending
 
     def await_parameters(self, indices: Iterable[int]) -> None:
         """Before they are used; again and again, if need be."""
@@ -136,10 +143,14 @@ class Averaging:
         while self._leaving and self._leaving[-1].is_full:
             bucket = self._leaving.pop()
             self._fill_up(bucket)  # with those of frozen parameters
-            if not torch.isfinite(bucket.gradients.sum(dtype=torch.float32)):
-                self._used[-1] = 1
+            self._sums.append(bucket.gradients.sum(dtype=torch.float32))
             pending = self.halves.scatter(bucket.gradients, bucket.number)
-            self._scattering.append(self._started(self._reduce(bucket, pending)))
+            if self.halves.waits_on_host:
+                self._scattering.append(self._reducing.start(self._reduce(bucket, pending)))
+                continue
+            self._scattering.append(pending)
+            if bucket.is_whole:
+                self._returning.append(self.halves.gather(bucket.gradients, bucket.number))
 
     def _fill_up(self, bucket: Bucket) -> None:
         for index in bucket.missing:
@@ -154,5 +165,17 @@ class Averaging:
 
         return reduce
 
-    def _started(self, work: Callable[[], None]) -> Pending:
-        return self._reducing.start(work)
+    def _spoil(self, bad: Tensor) -> None:
+        """A gradient on each worker, if one of anybody's is not finite.
+
+        A GradScaler then leaves the step out on all workers, or else they would part.
+        """
+        used = (s.gradient for s in self.segments if s.parameter.grad is not None)
+        gradient = next(used, None)
+        if isinstance(self.halves, NcclHalves):  # without keeping the processor
+            flag = bad.to(torch.uint8)
+            self.halves.unite(flag)
+            if gradient is not None:
+                gradient[:1].masked_fill_(flag.bool(), torch.nan)
+        elif self._used[-1] and gradient is not None:
+            gradient[0] = torch.nan

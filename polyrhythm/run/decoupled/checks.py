@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from polyrhythm.errors import LaunchError, PolicyError
 from polyrhythm.run.decoupled.bucket import Bucket
+from polyrhythm.sync.fusion.tuner import Kind
 
 # These update each number by itself, so that a part of a parameter is updated as in the whole.
 ELEMENTWISE = (
@@ -80,12 +81,13 @@ def check(optimizer: Optimizer, model: nn.Module) -> None:
                     expected="whole parameters on every worker",
                     fix="leave out fully_shard: it averages gradients itself",
                 )
-            if parameter.device.type != "cpu":
-                raise PolicyError(
-                    f"parameters on {parameter.device}",
-                    expected="parameters on the CPU: only gloo is supported so far",
-                    fix="use DDP on GPUs",
-                )
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    if len(devices) != 1:
+        raise PolicyError(
+            f"parameters on {', '.join(sorted(map(str, devices))) or 'no device'}",
+            expected="parameters, all on one device",
+            fix="give the optimizer the parameters of one device, with a process for each device",
+        )
 
 
 def check_choices(bucket_bytes: object, mode: object) -> None:
@@ -96,11 +98,11 @@ def check_choices(bucket_bytes: object, mode: object) -> None:
             expected='"auto", or more than 0 bytes',
             fix="use 25_000_000, as DDP does",
         )
-    if mode not in ("auto", "decoupled", "all_reduce"):
+    if mode not in ("auto", *Kind):
         raise PolicyError(
             f"mode={mode!r}",
-            expected='"auto", "decoupled" or "all_reduce"',
-            fix='leave it out: "auto" takes the faster one',
+            expected=f"auto, {', '.join(Kind)}",
+            fix="leave it out: auto takes the fastest",
         )
 
 

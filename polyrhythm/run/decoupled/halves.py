@@ -40,6 +40,7 @@ class Pending(Protocol):
 class Halves(Protocol):
     rank: int  # of the part that is this worker's
     num_workers: int
+    waits_on_host: bool  # a wait keeps a thread; otherwise the stream that is current
 
     def scatter(self, flat: Tensor, number: int) -> Pending:
         """In the end, this worker's part of `flat` has the mean over all workers."""
@@ -50,6 +51,8 @@ class Halves(Protocol):
 
 class PeerHalves:
     """Over messages of a gloo group."""
+
+    waits_on_host = True
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: Seconds) -> None:
         self.rank, self.num_workers = group.rank(), group.size()

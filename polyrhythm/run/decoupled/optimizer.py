@@ -40,12 +40,10 @@ from polyrhythm.run.decoupled.checks import (
 from polyrhythm.run.decoupled.forward_order import ForwardOrder
 from polyrhythm.run.decoupled.grouping import Order, grouped
 from polyrhythm.run.decoupled.portable import State, check_state, segment_state, whole_state
-from polyrhythm.run.decoupled.team import Team
+from polyrhythm.run.decoupled.team import Mode, Team
 from polyrhythm.run.decoupled.tuning import Tuning
-from polyrhythm.sync.fusion.tuner import FIRST, Candidate, Kind, Space
+from polyrhythm.sync.fusion.tuner import FIRST, Candidate, Space
 from polyrhythm.types import Bytes, Seconds
-
-Mode = Literal["auto", "decoupled", "all_reduce"]
 
 
 class DistributedOptimizer(Optimizer):
@@ -67,17 +65,19 @@ class DistributedOptimizer(Optimizer):
         `optimizer` is this one's from now on: its groups hold what this worker updates. `timeout`
         bounds every wait for other workers.
 
-        With `bucket_bytes="auto"` the first hundred steps try sizes, and a plain all-reduce, and
-        the best stays; a size that is given does, too. `mode`: only the one or the other: with
-        `all_reduce` every worker has the whole state of the optimizer. `node` names the machine,
-        by default as torchrun does, or else the host: where several workers share several of
-        them, averages inside of machines and then across are tried, too.
+        With `bucket_bytes="auto"` the first hundred steps try sizes, and a plain all-reduce
+        (`all_reduce`, with which every worker has the whole state of the optimizer), and the best
+        stays. `mode` takes one kind alone; with a size that is given, that is `decoupled` unless it
+        is said. `node` names the machine, by default as torchrun numbers it, or else the host's
+        name: where several machines have several workers each, averages inside of machines and
+        then across (`nested`) are tried, too.
         """
         check(optimizer, model)
         check_choices(bucket_bytes, mode)
         self._inner, self._model = optimizer, model
         self._names, self._parameters = parameters_of(optimizer, model)
-        self._team = Team(process_group, node=node, timeout=timeout)
+        device = self._parameters[0].device
+        self._team = Team(process_group, device, node=node, timeout=timeout)
         check_agreed(self._team.gathered, self._names, self._parameters)
         self._group_of = {
             id(parameter): number
@@ -97,9 +97,9 @@ class DistributedOptimizer(Optimizer):
         self._order = Order(tuple(range(len(self._parameters))))
         self._is_ordered = False
         self._tuning: Tuning | None = None
-        self._mode, self._is_auto = mode, bucket_bytes == "auto"
-        kind = Kind.ALL_REDUCE if mode == "all_reduce" else Kind.DECOUPLED
-        self._regroup(Candidate(FIRST if bucket_bytes == "auto" else bucket_bytes, kind), whole)
+        self._kinds, self._is_auto = self._team.kinds(mode), bucket_bytes == "auto"
+        size = FIRST if bucket_bytes == "auto" else bucket_bytes
+        self._regroup(Candidate(size, self._kinds[0]), whole)
         self._forward = ForwardOrder(
             model, {p: i for i, p in enumerate(self._parameters)}, self._averaging.await_parameters
         )
@@ -257,7 +257,7 @@ class DistributedOptimizer(Optimizer):
         self._order = Order.of(seen, len(self._parameters), frozenset())
         self._regroup(self._candidate, self._whole_state())
         if self._is_auto:
-            space = Space(self._groups_of, self._team.kinds(self._mode))
+            space = Space(self._groups_of, self._kinds)
             self._tuning = Tuning(space, self._team.gathered, self._team.rank)
             self._tuning.restart()
 
@@ -295,4 +295,8 @@ class DistributedOptimizer(Optimizer):
         for segment in self._averaging.segments:
             whole, parameter = state.get(segment.index), self._parameters[segment.index]
             if whole:
-                self._inner.state[segment.parameter] = segment_state(whole, segment, parameter)
+                of = self._inner.param_groups[self._group_of[id(parameter)]]
+                fused = bool(of.get("fused") or of.get("capturable"))
+                self._inner.state[segment.parameter] = segment_state(
+                    whole, segment, parameter, fused=fused
+                )

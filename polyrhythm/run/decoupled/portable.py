@@ -29,8 +29,7 @@ def whole_state(
     for bucket in buckets:
         mine = {s.index: state.get(s.parameter, {}) for s in bucket.segments}
         told = {
-            index: {key: value if _is_single(value) else value.dtype for key, value in of.items()}
-            for index, of in mine.items()
+            index: {key: _told(value) for key, value in of.items()} for index, of in mine.items()
         }
         known: State = {}
         for theirs in gathered(told):
@@ -48,17 +47,18 @@ def whole_state(
 
 
 def segment_state(
-    whole: Mapping[str, Any], segment: Segment, parameter: nn.Parameter
+    whole: Mapping[str, Any], segment: Segment, parameter: nn.Parameter, *, fused: bool
 ) -> dict[str, Any]:
-    """What a segment has of its parameter's state."""
-    return {
-        key: value.clone()
-        if _is_single(value) and isinstance(value, Tensor)
-        else value
-        if _is_single(value)
-        else _as_it_lies(value, parameter)[segment.start : segment.stop].clone()
-        for key, value in whole.items()
-    }
+    """What a segment has of its parameter's state; `fused` optimizers count steps on the GPU."""
+    found: dict[str, Any] = {}
+    for key, value in whole.items():
+        if not _is_single(value):
+            found[key] = _as_it_lies(value, parameter)[segment.start : segment.stop].clone()
+        elif isinstance(value, Tensor):
+            found[key] = value.to(parameter.device if fused else "cpu", copy=True)
+        else:
+            found[key] = value
+    return found
 
 
 def check_state(whole: State, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
@@ -103,12 +103,20 @@ def _is_single(value: Any) -> bool:
     return not isinstance(value, Tensor) or value.dim() == 0
 
 
+def _told(value: Any) -> Any:
+    """What the others need to know: all of a single number, else its type."""
+    if not _is_single(value):
+        return value.dtype
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
 def _is_type(value: Any) -> bool:
     return isinstance(value, torch.dtype)
 
 
 def _as_it_lies(value: Tensor, parameter: nn.Parameter) -> Tensor:
     """Flat, in the order in which the parameter lies in memory."""
-    placed = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype)
+    shape, stride = parameter.shape, parameter.stride()
+    placed = torch.empty_strided(shape, stride, dtype=value.dtype, device=parameter.device)
     placed.copy_(value)
     return placed.as_strided((parameter.numel(),), (1,))

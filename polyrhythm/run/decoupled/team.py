@@ -5,12 +5,14 @@ import pickle
 import socket
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from polyrhythm.errors import PolicyError
+from polyrhythm.run.decoupled.chosen_halves import halves_for, uses_nccl
 from polyrhythm.run.decoupled.halves import Halves, PeerHalves
 from polyrhythm.run.decoupled.nested import NestedHalves, places
 from polyrhythm.run.decoupled.reducing import Reducing
@@ -19,21 +21,32 @@ from polyrhythm.run.peers import waiting_for
 from polyrhythm.sync.fusion.tuner import Kind
 from polyrhythm.types import Seconds
 
+Mode = Literal[
+    "auto", "decoupled", "all_reduce", "nested decoupled", "nested all_reduce"
+]  # or one kind alone
+
 
 class Team:
     """As one of them sees it; made by all together."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, *, node: str | None, timeout: Seconds
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        node: str | None,
+        timeout: Seconds,
     ) -> None:
-        self._group, self._timeout = group, timeout
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._group = group or dist.group.WORLD
+        assert self._group is not None, "the job has begun"
+        self._device = device
+        ranks = dist.get_process_group_ranks(self._group)
         self.rank = ranks.index(dist.get_rank())
         self._groups = [new_group(ranks, "averaging gradients", deadline=timeout)]
         self.control = PeerHalves(self._groups[0], timeout=timeout)
         self._nested: Halves | None = None
         nodes = places(self.gathered(node or _name_of_this_node()))
-        if nodes is not None:
+        if nodes is not None and not uses_nccl(device, self._group):  # which knows nodes itself
             mine = next(node for node in nodes if self.rank in node)
             place = mine.index(self.rank)
             for where, members in (("inside of", mine), ("across", [of[place] for of in nodes])):
@@ -43,17 +56,29 @@ class Team:
             inside, across = (PeerHalves(g, timeout=timeout) for g in self._groups[1:])
             self._nested = NestedHalves(inside, across)
         self.reducing = Reducing(self._groups, timeout=timeout)
+        self._chosen: dict[bool, Halves] = {}
 
-    def kinds(self, mode: str) -> list[Kind]:
-        """Those of a mode that there are here."""
-        found = [kind for kind in Kind if self._nested is not None or not kind.is_nested]
-        return [kind for kind in found if mode == "auto" or kind.is_whole == (mode == "all_reduce")]
+    def kinds(self, mode: Mode) -> list[Kind]:
+        """Those that there are here, of a mode."""
+        if mode != "auto" and Kind(mode).is_nested and self._nested is None:
+            raise PolicyError(
+                f"mode={mode!r} where nodes do not have equally many workers, and several",
+                expected="two nodes or more, with two workers or more on each",
+                fix='use mode="auto", or name the machine of each worker with node=...',
+            )
+        if mode != "auto":
+            return [Kind(mode)]
+        return [kind for kind in Kind if self._nested is not None or not kind.is_nested]
 
     def halves(self, kind: Kind) -> Halves:
-        if kind.is_nested:
-            assert self._nested is not None, "it is no candidate without"
-            return self._nested
-        return self.control
+        if kind.is_nested not in self._chosen:
+            host = self._nested if kind.is_nested else self.control
+            assert host is not None, "it is no candidate without"
+            assert self._group is not None, "the job has begun"
+            self._chosen[kind.is_nested] = halves_for(
+                self._device, self._group, host, start=self.reducing.start
+            )
+        return self._chosen[kind.is_nested]
 
     def gathered(self, mine: Any) -> list[Any]:
         """What all give, by rank."""
@@ -70,7 +95,10 @@ class Team:
         """Those of the first one."""
         with waiting_for("another worker", "beginning with the same weights"):
             for tensor in tensors:
-                dist.broadcast(tensor.detach(), group=self._group, group_src=0)
+                if tensor.device.type == "cpu":  # the user's group may be NCCL's alone
+                    self._groups[0].broadcast(tensor.detach(), 0).wait()
+                else:
+                    dist.broadcast(tensor.detach(), group=self._group, group_src=0)
 
     def close(self) -> None:
         self.reducing.close()

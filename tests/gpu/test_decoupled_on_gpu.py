@@ -1,0 +1,275 @@
+"""The decoupled optimizer on a GPU: buckets travel as those in main memory do, and count the same.
+
+Gradients are written late, behind a kernel that keeps the GPU busy: whoever does not wait for them
+sends what was there before.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from polyrhythm.run.decoupled.chosen_halves import halves_for
+from polyrhythm.run.decoupled.halves import Halves, PeerHalves
+from polyrhythm.run.decoupled.nccl_halves import NcclHalves
+from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
+from polyrhythm.run.decoupled.reducing import Reducing
+from polyrhythm.run.decoupled.staged_halves import StagedHalves
+from polyrhythm.run.groups import new_group
+from polyrhythm.run.launch import Place
+from tests.gloo.pipelines import run_stages
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.device_count(), reason="this machine has no CUDA device"
+)
+
+NUM_BUCKETS, NUM_STEPS, SIZE, TIMEOUT = 3, 3, 2**21, 30.0
+BUSY = 100_000_000  # clock cycles: some 50 ms
+WIDTH = 64
+
+
+class Staged:
+    """Over gloo, with the thread that waits; both workers are on the first GPU."""
+
+    def __init__(self, place: Place) -> None:
+        self.device = torch.device("cuda", 0)
+        group = new_group(range(place.world_size), "a test", deadline=TIMEOUT)
+        self.reducing = Reducing([group], timeout=TIMEOUT)
+        host = PeerHalves(group, timeout=TIMEOUT)
+        assert dist.group.WORLD is not None
+        found = halves_for(self.device, dist.group.WORLD, host, start=self.reducing.start)
+        assert isinstance(found, StagedHalves)
+        self.halves = found
+
+    def __enter__(self) -> "Staged":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.reducing.close()
+
+
+def numbers(device: torch.device) -> Tensor:
+    """Small and whole: their sums and halves are exact in every type."""
+    return torch.arange(SIZE, device=device) % 32
+
+
+def write_late(flat: Tensor, values: Tensor) -> None:
+    """Values that are on the GPU already: a copy to it would wait."""
+    torch.cuda._sleep(BUSY)
+    flat.copy_(values)
+
+
+def is_busy() -> bool:
+    return not torch.cuda.current_stream().query()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_staged_halves_follow_compute_and_do_not_hold_it_up(
+    dtype: torch.dtype, own_stream: bool, tmp_path: Path
+) -> None:
+    def work(place: Place) -> dict[str, Any]:
+        same: list[bool] = []
+        overlapped: list[bool] = []
+        with Staged(place) as staged:
+            if own_stream:
+                torch.cuda.set_stream(torch.cuda.Stream(staged.device))
+            halves, start = staged.halves, staged.reducing.start
+            base, half = numbers(staged.device), SIZE // 2
+            own = slice(place.rank * half, (place.rank + 1) * half)
+            buckets = [torch.zeros(SIZE, dtype=dtype, device="cuda") for _ in range(NUM_BUCKETS)]
+            for step in range(NUM_STEPS):
+                tasks = []
+                for number, flat in enumerate(buckets):
+                    write_late(flat, base + 4 * place.rank + 2 * step + number)
+                    tasks.append(start(halves.scatter(flat, number).wait))
+                    overlapped.append(is_busy())
+                for number, (flat, task) in enumerate(zip(buckets, tasks, strict=True)):
+                    task.wait()
+                    same.append(
+                        torch.equal(flat[own], (base + 2 + 2 * step + number).to(dtype)[own])
+                    )
+                tasks = []
+                for number, flat in enumerate(buckets):
+                    write_late(flat[own], (base + step + number)[own])
+                    tasks.append(start(halves.gather(flat, number).wait))
+                    overlapped.append(is_busy())
+                for number, (flat, task) in enumerate(zip(buckets, tasks, strict=True)):
+                    task.wait()
+                    same.append(torch.equal(flat, (base + step + number).to(dtype)))
+        # In the first step buffers are made, which may take its time.
+        return {"same": all(same), "overlapped": all(overlapped[2 * NUM_BUCKETS :])}
+
+    assert run_stages(2, work, tmp_path) == [{"same": True, "overlapped": True}] * 2
+
+
+@pytest.mark.timeout(120)
+def test_a_gather_that_the_waiting_thread_sends_itself_has_the_means(tmp_path: Path) -> None:
+    """A plain all-reduce, while the stream of all threads is busy with what comes next."""
+
+    def work(place: Place) -> tuple[bool, bool]:
+        with Staged(place) as staged:
+            halves, base = staged.halves, numbers(staged.device)
+            flat = torch.zeros(SIZE, device="cuda")
+            for step in range(NUM_STEPS):
+                write_late(flat, base + 2 * place.rank + step)
+                scatter = halves.scatter(flat, 0)
+                torch.cuda._sleep(20 * BUSY)
+
+                def both(scatter: Any = scatter) -> None:
+                    scatter.wait()
+                    halves.gather(flat, 0).wait()
+
+                staged.reducing.start(both).wait()
+                overlapped = is_busy()
+                same = torch.equal(flat, (base + 1 + step).float())
+        return same, overlapped
+
+    assert run_stages(2, work, tmp_path) == [(True, True)] * 2
+
+
+@pytest.mark.timeout(120)
+def test_pinned_memory_is_used_again_but_not_before_its_time(tmp_path: Path) -> None:
+    def work(place: Place) -> dict[str, bool]:
+        with Staged(place) as staged:
+            halves, start, base = staged.halves, staged.reducing.start, numbers(staged.device)
+            half = SIZE // 2
+            own = slice(place.rank * half, (place.rank + 1) * half)
+            addresses = []
+            for _ in range(3):
+                start(halves.scatter(base.float(), 0).wait).wait()
+                addresses.append({t.data_ptr() for t in halves._kept.values()})
+            flats = [torch.zeros(SIZE, device="cuda") for _ in range(3)]
+            tasks = []
+            for step, flat in enumerate(flats):  # of one number, all on their way
+                write_late(flat, base + 2 * place.rank + step)
+                tasks.append(start(halves.scatter(flat, 0).wait))
+            for task in tasks:
+                task.wait()
+            right = [
+                torch.equal(flat[own], (base + 1 + step).float()[own])
+                for step, flat in enumerate(flats)
+            ]
+        return {
+            "again": addresses[0] == addresses[1] == addresses[2] and len(addresses[0]) == 1,
+            "not before": all(right),
+        }
+
+    assert run_stages(2, work, tmp_path) == [{"again": True, "not before": True}] * 2
+
+
+def nccl(place: Place) -> Halves:
+    torch.cuda.set_device(place.rank)
+    group = dist.new_group(list(range(place.world_size)), backend="nccl")
+    assert isinstance(group, dist.ProcessGroup)
+    device = torch.device("cuda", place.rank)
+    host = PeerHalves(
+        new_group(range(place.world_size), "a test", deadline=TIMEOUT), timeout=TIMEOUT
+    )
+    found = halves_for(device, group, host, start=lambda work: None)
+    assert isinstance(found, NcclHalves)
+    assert not found.waits_on_host
+    return found
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.complex64], ids=str
+)
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_nccl_halves_follow_compute_and_do_not_hold_it_up(
+    num_workers: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    if torch.cuda.device_count() < num_workers:
+        pytest.skip("NCCL takes one worker per GPU, and this machine has one")
+
+    def work(place: Place) -> dict[str, Any]:
+        halves = nccl(place)
+        device = torch.device("cuda", place.rank)
+        base, part = numbers(device), SIZE // num_workers
+        own = slice(place.rank * part, (place.rank + 1) * part)
+        flat = torch.zeros(SIZE, dtype=dtype, device=device)
+        same, overlapped = [], []
+        for step in range(NUM_STEPS):
+            write_late(flat, base + 2 * place.rank + step)
+            halves.scatter(flat, 0).wait()
+            overlapped.append(is_busy())
+            mean = (base + (num_workers - 1) + step).to(dtype)
+            same.append(torch.equal(flat[own], mean[own]))
+            write_late(flat[own], (base + step)[own])
+            halves.gather(flat, 0).wait()
+            overlapped.append(is_busy())
+            same.append(torch.equal(flat, (base + step).to(dtype)))
+            write_late(flat, base + 2 * place.rank + step)
+            pending = [halves.scatter(flat, 0), halves.gather(flat, 0)]  # nobody waits in between
+            for half in pending:
+                half.wait()
+            same.append(torch.equal(flat, mean))
+        # The first collective connects all.
+        return {"same": all(same), "overlapped": all(overlapped[2:])}
+
+    expected = {"same": True, "overlapped": True}
+    assert run_stages(num_workers, work, tmp_path) == [expected] * num_workers
+
+
+def stack() -> nn.Sequential:
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*layers).to("cuda:0")
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "fused adamw": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+}
+
+
+def train(
+    place: Place, name: str, bucket_bytes: int | None, mode: str = "decoupled"
+) -> dict[str, Tensor]:
+    """Ten steps, of DDP if there is no size of buckets."""
+    torch.manual_seed(place.rank)  # they begin with rank 0's
+    model = stack()
+    module: nn.Module = model
+    optimizer = OPTIMIZERS[name](model.parameters())
+    if bucket_bytes is None:
+        module = DistributedDataParallel(model)
+    else:
+        optimizer = DistributedOptimizer(optimizer, model, bucket_bytes, mode=mode)
+    generator = torch.Generator().manual_seed(place.rank)
+    for _ in range(10):
+        inputs = torch.randn(8, WIDTH, generator=generator).to("cuda:0")
+        torch.cuda._sleep(BUSY // 10)
+        module(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if isinstance(optimizer, DistributedOptimizer):
+        optimizer.synchronize()
+        optimizer.close()
+    return {key: value.detach().cpu() for key, value in model.named_parameters()}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_after_ten_steps_on_a_gpu_weights_are_those_of_ddp(name: str, tmp_path: Path) -> None:
+    def work(place: Place) -> list[dict[str, Tensor]]:
+        return [
+            train(place, name, None),
+            train(place, name, 20_000),
+            train(place, name, 10_000_000),
+            train(place, name, 20_000, "all_reduce"),
+        ]
+
+    found = run_stages(2, work, tmp_path)
+    expected = found[0][0]
+    for _, *ours in found:
+        for weights in ours:
+            for key, value in expected.items():
+                assert (weights[key] - value).abs().max() <= 1e-5, key
