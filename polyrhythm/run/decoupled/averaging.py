@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from polyrhythm.errors import PolicyError
 from polyrhythm.run.decoupled.bucket import Bucket, Segment
 from polyrhythm.run.decoupled.grouping import Group
-from polyrhythm.run.decoupled.halves import Halves, PeerHalves, Pending
+from polyrhythm.run.decoupled.halves import Half, Halves, PeerHalves, Pending
 from polyrhythm.run.decoupled.nccl_halves import NcclHalves
 from polyrhythm.run.decoupled.reducing import Reducing
 
@@ -63,10 +63,6 @@ class Averaging:
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.parameters}
         self.empty()
 
-    def is_used(self, index: int) -> bool:
-        """By anybody, once backward is finished."""
-        return bool(self._used[index])
-
     def check_arrived(self, index: int) -> None:
         """A parameter that has a gradient was used, and then it must have been waited for."""
         if self._bucket_of[index].number in self._gathering:
@@ -81,6 +77,8 @@ class Averaging:
         """The gradient of a parameter, which backward has just left in `.grad`."""
         if self._is_finished:  # looked at, but not stepped with
             self.empty()
+        if not self.has_gradients:
+            self._expect_gradients()
         self.has_gradients = True
         self._used[index] = 1
         self._bucket_of[index].fill(index)
@@ -110,10 +108,17 @@ class Averaging:
         self._spoil(bad)
         self._is_finished = True
 
+    def expect_weights(self) -> None:
+        """From the others, whose steps may be ahead of this one's; of late buckets, not yet."""
+        for bucket in self.buckets:
+            if not bucket.is_whole and not bucket.is_late:
+                self.halves.expect(bucket.weights, bucket.number, Half.GATHER)
+
     def send_on(self, buckets: Iterable[Bucket]) -> None:
-        """What has become of their weights; nothing has of those that nobody used."""
+        """What has become of their weights; nothing has of late ones that nobody used."""
         for bucket in buckets:
-            if not bucket.is_whole and any(self._used[index] for index in bucket.parameters):
+            is_used = any(self._used[index] for index in bucket.parameters)
+            if not bucket.is_whole and (is_used or not bucket.is_late):
                 pending = self.halves.gather(bucket.weights, bucket.number)
                 if self.halves.waits_on_host:
                     pending = self._reducing.start(pending.wait)
@@ -138,6 +143,11 @@ class Averaging:
         late = [bucket for bucket in self.buckets if bucket.is_late]
         self._leaving = late[::-1] + [bucket for bucket in self.buckets if not bucket.is_late]
         self.has_gradients = self._is_finished = False
+
+    def _expect_gradients(self) -> None:
+        for bucket in self._leaving[::-1]:
+            self.halves.expect(bucket.gradients, bucket.number, Half.SCATTER)
+        self._control.expect(self._used, 0, Half.FLAGS)
 
     def _let_leave(self) -> None:
         while self._leaving and self._leaving[-1].is_full:

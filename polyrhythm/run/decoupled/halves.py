@@ -42,11 +42,20 @@ class Halves(Protocol):
     num_workers: int
     waits_on_host: bool  # a wait keeps a thread; otherwise the stream that is current
 
+    def expect(self, flat: Tensor, number: int, half: Half) -> None:
+        """Receive from now on what `scatter` or `gather` of this buffer, soon to come, will need.
+
+        Gloo sends nothing before its receiver asks for it: who asks early saves the way there.
+        """
+
     def scatter(self, flat: Tensor, number: int) -> Pending:
         """In the end, this worker's part of `flat` has the mean over all workers."""
 
     def gather(self, flat: Tensor, number: int) -> Pending:
         """In the end, `flat` has every worker's own part."""
+
+
+_Works = list[tuple[int, dist.Work]]
 
 
 class PeerHalves:
@@ -60,36 +69,48 @@ class PeerHalves:
         self._others = [  # each begins with another one, so that not all send to the same
             (self.rank + step) % self.num_workers for step in range(1, self.num_workers)
         ]
+        self._expected: dict[tuple[int, Half], tuple[_Works, Tensor]] = {}
+
+    def expect(self, flat: Tensor, number: int, half: Half) -> None:
+        self._expected[number, half] = self._receive(flat, number, half)
 
     def scatter(self, flat: Tensor, number: int) -> Pending:
-        parts, tag = flat.view(self.num_workers, -1), _tag(number, Half.SCATTER)
-        theirs = flat.new_empty(len(self._others), parts.shape[1])
-        works = [
-            (other, self._group.recv([into], other, tag))
-            for other, into in zip(self._others, theirs, strict=True)
-        ]
-        works += [(other, self._group.send([parts[other]], other, tag)) for other in self._others]
+        parts = flat.view(self.num_workers, -1)
+        works, theirs = self._received(flat, number, Half.SCATTER)
+        works += self._send([parts[other] for other in self._others], number, Half.SCATTER)
         return _Scatter(works, self._timeout, parts[self.rank], theirs)
 
     def gather(self, flat: Tensor, number: int) -> Pending:
-        parts, tag = flat.view(self.num_workers, -1), _tag(number, Half.GATHER)
-        works = [(other, self._group.recv([parts[other]], other, tag)) for other in self._others]
-        works += [
-            (other, self._group.send([parts[self.rank]], other, tag)) for other in self._others
-        ]
+        own = flat.view(self.num_workers, -1)[self.rank]
+        works, _ = self._received(flat, number, Half.GATHER)
+        works += self._send([own] * len(self._others), number, Half.GATHER)
         return _Messages(works, self._timeout)
 
     def unite(self, flags: Tensor, number: int) -> Pending:
         """In the end, `flags` (bytes of 0 and 1) has what any worker has set."""
-        tag = _tag(number, Half.FLAGS)
-        theirs = flags.new_empty(len(self._others), flags.numel())
-        works = [
-            (other, self._group.recv([into], other, tag))
-            for other, into in zip(self._others, theirs, strict=True)
-        ]
-        sent = flags.clone()
-        works += [(other, self._group.send([sent], other, tag)) for other in self._others]
+        works, theirs = self._received(flags, number, Half.FLAGS)
+        works += self._send([flags.clone()] * len(self._others), number, Half.FLAGS)
         return _Union(works, self._timeout, flags, theirs)
+
+    def _received(self, flat: Tensor, number: int, half: Half) -> tuple[_Works, Tensor]:
+        expected = self._expected.pop((number, half), None)
+        return expected or self._receive(flat, number, half)
+
+    def _receive(self, flat: Tensor, number: int, half: Half) -> tuple[_Works, Tensor]:
+        """What the others send, in the order of `_others`, and where it goes."""
+        if half is Half.GATHER:
+            theirs = flat.view(self.num_workers, -1)
+            into = [theirs[other] for other in self._others]
+        else:
+            size = flat.numel() // (self.num_workers if half is Half.SCATTER else 1)
+            theirs = flat.new_empty(len(self._others), size)
+            into = list(theirs)
+        tag, pairs = _tag(number, half), zip(self._others, into, strict=True)
+        return [(other, self._group.recv([tensor], other, tag)) for other, tensor in pairs], theirs
+
+    def _send(self, tensors: Sequence[Tensor], number: int, half: Half) -> _Works:
+        tag, pairs = _tag(number, half), zip(self._others, tensors, strict=True)
+        return [(other, self._group.send([tensor], other, tag)) for other, tensor in pairs]
 
 
 class _Messages:

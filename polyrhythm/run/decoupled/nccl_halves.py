@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyrhythm.run.decoupled.halves import Pending
+from polyrhythm.run.decoupled.halves import Half, Pending
 from polyrhythm.run.peers import waiting_for
 
 # Torch 2.11 has the old names alone; where there are new ones, the old ones warn.
@@ -30,6 +30,9 @@ class NcclHalves:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.num_workers, self._group = group.rank(), group.size(), group
+
+    def expect(self, flat: Tensor, number: int, half: Half) -> None:
+        """NCCL needs no notice."""
 
     def scatter(self, flat: Tensor, number: int) -> Pending:
         """Half-precision numbers are divided before they are added up, as in DDP.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from polyrhythm.run.decoupled.halves import Halves, Pending
+from polyrhythm.run.decoupled.halves import Half, Halves, Pending
 
 
 def places(nodes: Sequence[str]) -> list[list[int]] | None:
@@ -33,6 +33,10 @@ class NestedHalves:
         self._inside, self._across = inside, across
         self.num_workers = inside.num_workers * across.num_workers
         self.rank = inside.rank * across.num_workers + across.rank  # of its part, not in the job
+
+    def expect(self, flat: Tensor, number: int, half: Half) -> None:
+        self._inside.expect(flat, number, half)
+        self._across.expect(self._of_node(flat), number, half)
 
     def scatter(self, flat: Tensor, number: int) -> Pending:
         first = self._inside.scatter(flat, number)

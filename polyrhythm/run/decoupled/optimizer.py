@@ -165,6 +165,7 @@ class DistributedOptimizer(Optimizer):
                 fix="call backward first; after zero_grad() there is nothing to step with",
             )
         check_in_place(self._averaging.buckets, self._names)
+        self._averaging.expect_weights()
         self._averaging.finish()
         first, *others = self._averaging.buckets
         self._update([first])

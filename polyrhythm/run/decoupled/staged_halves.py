@@ -45,6 +45,9 @@ class StagedHalves:
         self._posting = ThreadPoolExecutor(1, thread_name_prefix="decoupled posting")
         start(self._settle)
 
+    def expect(self, flat: Tensor, number: int, half: Half) -> None:
+        """Nothing yet: there is no room for it in main memory before it leaves."""
+
     def scatter(self, flat: Tensor, number: int) -> Pending:
         post, own = partial(self._host.scatter, number=number), self._own(flat)
         return self._sent(flat, (number, Half.SCATTER), post, out=[_EVERYTHING], back=[own])
