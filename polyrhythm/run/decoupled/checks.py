@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from polyrhythm.errors import LaunchError, PolicyError
 from polyrhythm.run.decoupled.bucket import Bucket
+from polyrhythm.run.decoupled.handed_over import HandedOver
 from polyrhythm.sync.fusion.tuner import Kind
 
 # These update each number by itself, so that a part of a parameter is updated as in the whole.
@@ -112,6 +113,17 @@ def check_alive() -> None:
             "a distributed optimizer after destroy_process_group()",
             expected="the process group that it was made with",
             fix="destroy it after the last step and the last state_dict()",
+        )
+
+
+def check_has_gradients(has_any: bool, parameters: Iterable[nn.Parameter]) -> None:
+    """`has_any`: that have left already."""
+    here = (p for p in parameters if p.grad is not None and not isinstance(p.grad, HandedOver))
+    if not has_any and next(here, None) is None:
+        raise PolicyError(
+            "step() without a backward()",
+            expected="loss.backward() before each step",
+            fix="call backward first; after zero_grad() there is nothing to step with",
         )
 
 

@@ -13,15 +13,15 @@ from polyrhythm.run.decoupled.staged_halves import StagedHalves
 
 def halves_for(
     device: torch.device,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     host: Halves,
     *,
     start: Callable[[Callable[[], None]], object],
 ) -> Halves:
     """For buckets on `device`, as parameters have it.
 
-    `group` is the user's; `host` are those for buckets in main memory, and `start` runs things in
-    the thread that waits for them.
+    `group` is the user's, if there is one; `host` are those for buckets in main memory, and `start`
+    runs things in the thread that waits for them.
     """
     if device.type == "cpu":
         return host
@@ -31,7 +31,7 @@ def halves_for(
             expected="parameters on the CPU, or on a CUDA device",
             fix="use DDP on other devices",
         )
-    if uses_nccl(device, group):
+    if group is not None and uses_nccl(device, group):
         return NcclHalves(group)
     return StagedHalves(host, device, start=start)
 

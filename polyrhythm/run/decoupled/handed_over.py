@@ -46,9 +46,10 @@ class HandedOver(Tensor):
             return args[0]
         if func in _ADDING:
             raise PolicyError(
-                "a backward before the step that belongs to the one before",
-                expected="one backward for each step(), or no_sync() around all but the last",
-                fix="with optimizer.no_sync(): loss.backward()",
+                "a backward on top of gradients that have gone to be averaged",
+                expected="step() and zero_grad() before the next backward",
+                fix="call optimizer.zero_grad() after each step; to accumulate, "
+                "with optimizer.no_sync(): loss.backward() for all but the last",
             )
         raise PolicyError(
             f"{func} of a gradient that has gone to be averaged",

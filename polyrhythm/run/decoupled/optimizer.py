@@ -17,7 +17,7 @@ ones and modules that are called twice are as without this.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -33,6 +33,7 @@ from polyrhythm.run.decoupled.checks import (
     check_agreed,
     check_alive,
     check_choices,
+    check_has_gradients,
     check_in_place,
     check_same,
     parameters_of,
@@ -40,8 +41,9 @@ from polyrhythm.run.decoupled.checks import (
 from polyrhythm.run.decoupled.forward_order import ForwardOrder
 from polyrhythm.run.decoupled.grouping import Order, grouped
 from polyrhythm.run.decoupled.portable import State, check_state, segment_state, whole_state
-from polyrhythm.run.decoupled.team import Mode, Team
+from polyrhythm.run.decoupled.team import Mode, Team, members_of
 from polyrhythm.run.decoupled.tuning import Tuning
+from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.fusion.tuner import FIRST, Candidate, Space
 from polyrhythm.types import Bytes, Seconds
 
@@ -52,7 +54,7 @@ class DistributedOptimizer(Optimizer):
     def __init__(
         self,
         optimizer: Optimizer,
-        model: nn.Module,
+        model: nn.Module | Pipeline,
         bucket_bytes: Bytes | Literal["auto"] = "auto",
         process_group: dist.ProcessGroup | None = None,
         *,
@@ -71,20 +73,27 @@ class DistributedOptimizer(Optimizer):
         is said. `node` names the machine, by default as torchrun numbers it, or else the host's
         name: where several machines have several workers each, averages inside of machines and
         then across (`nested`) are tried, too.
+
+        Of a Pipeline, each stage is averaged with its replicas: of consecutive ranks, as many as
+        there are stages make one pipeline, or `process_group` has the replicas of this stage.
+        Sizes are not tuned there: stages would take each other's changes for their own.
         """
-        check(optimizer, model)
+        stage = model if isinstance(model, Pipeline) else None
+        module = model.module if isinstance(model, Pipeline) else model
+        check(optimizer, module)
         check_choices(bucket_bytes, mode)
-        self._inner, self._model = optimizer, model
-        self._names, self._parameters = parameters_of(optimizer, model)
+        self._inner, self._stage = optimizer, stage
+        self._names, self._parameters = parameters_of(optimizer, module)
+        ranks, group = members_of(process_group, 1 if stage is None else stage.num_stages)
         device = self._parameters[0].device
-        self._team = Team(process_group, device, node=node, timeout=timeout)
+        self._team = Team(ranks, group, device, node=node, timeout=timeout)
         check_agreed(self._team.gathered, self._names, self._parameters)
         self._group_of = {
             id(parameter): number
             for number, of in enumerate(optimizer.param_groups)
             for parameter in of["params"]
         }
-        self._team.spread((*model.parameters(), *model.buffers()))
+        self._team.spread((*module.parameters(), *module.buffers()))
         whole = {
             i: dict(optimizer.state[p])
             for i, p in enumerate(self._parameters)
@@ -94,22 +103,28 @@ class DistributedOptimizer(Optimizer):
         self._averaging = Averaging(
             self._parameters, self._names, self._team.control, self._team.reducing
         )
-        self._order = Order(tuple(range(len(self._parameters))))
+        indices = {parameter: index for index, parameter in enumerate(self._parameters)}
+        tied = set() if stage is None else stage.tied
+        self._tied = frozenset(indices[p] for p in tied if p in indices)
+        self._order = Order(tuple(indices.values()), self._tied)
+        self._unseen: Sequence[int] = ()  # that no module waits for
         self._is_ordered = False
         self._tuning: Tuning | None = None
-        self._kinds, self._is_auto = self._team.kinds(mode), bucket_bytes == "auto"
+        self._kinds = self._team.kinds(mode)
+        self._is_auto = bucket_bytes == "auto" and stage is None
         size = FIRST if bucket_bytes == "auto" else bucket_bytes
         self._regroup(Candidate(size, self._kinds[0]), whole)
-        self._forward = ForwardOrder(
-            model, {p: i for i, p in enumerate(self._parameters)}, self._averaging.await_parameters
+        self._forward = ForwardOrder(module, indices, self._averaging.await_parameters)
+        for parameter, index in indices.items():
+            if index not in self._tied:
+                parameter.register_post_accumulate_grad_hook(self._hook(index))
+        module.register_state_dict_pre_hook(lambda *_: self.synchronize())
+        module.register_load_state_dict_pre_hook(lambda *_: self.synchronize())
+        module.register_load_state_dict_post_hook(
+            lambda *_: check_same(module, self._names, self._parameters)
         )
-        for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
-        model.register_state_dict_pre_hook(lambda *_: self.synchronize())
-        model.register_load_state_dict_pre_hook(lambda *_: self.synchronize())
-        model.register_load_state_dict_post_hook(
-            lambda *_: check_same(model, self._names, self._parameters)
-        )
+        if stage is not None:
+            stage.accumulate_in(self.no_sync)
         self.__setstate__({"defaults": optimizer.defaults})  # hooks of a step, as others have
 
     @property
@@ -158,21 +173,15 @@ class DistributedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         check_alive()
-        if not self._averaging.has_gradients:
-            raise PolicyError(
-                "step() without a backward()",
-                expected="loss.backward() before each step, outside of no_sync() at least once",
-                fix="call backward first; after zero_grad() there is nothing to step with",
-            )
+        check_has_gradients(self._averaging.has_gradients, self._parameters)
         check_in_place(self._averaging.buckets, self._names)
         self._averaging.expect_weights()
         self._averaging.finish()
         first, *others = self._averaging.buckets
         self._update([first])
         self._update(others)
-        unseen = self._order.late if self._is_ordered else ()
         self._averaging.empty()
-        self._averaging.await_parameters(unseen)  # nobody else would
+        self._averaging.await_parameters(self._unseen)
         if not self._is_ordered:
             self._follow_forward()
         self._tune()
@@ -181,16 +190,23 @@ class DistributedOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the mean gradients so that their norm is at most `max_norm`; the norm before."""
         self._averaging.finish()
-        found = [s.gradient for s in self._averaging.segments if s.parameter.grad is not None]
-        norms = [torch.linalg.vector_norm(g.float(), norm_type) for g in found]
+        found = [s for s in self._averaging.segments if s.parameter.grad is not None]
+        elsewhere = set() if self._stage is None else self._stage.tied_elsewhere
+        norms = [
+            torch.linalg.vector_norm(s.gradient.float(), norm_type)
+            for s in found
+            if self._parameters[s.index] not in elsewhere
+        ]
         total = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]), norm_type)
         if not self._averaging.is_whole:
             every = torch.tensor(self._team.gathered(total.item()))
             total = torch.linalg.vector_norm(every, norm_type)
+        if self._stage is not None:
+            total = self._stage.norm_over_stages(total.cpu(), norm_type).float()
         factor = min(1.0, max_norm / (total.item() + 1e-6))
         if factor < 1.0:
-            for gradient in found:
-                gradient.mul_(factor)
+            for segment in found:
+                segment.gradient.mul_(factor)
         return total
 
     def synchronize(self) -> None:
@@ -255,7 +271,8 @@ class DistributedOptimizer(Optimizer):
         """Once, after the first step: buckets in the order in which the forward uses them."""
         self._is_ordered = True
         seen = self._team.gathered(list(self._forward.seen))[0]
-        self._order = Order.of(seen, len(self._parameters), frozenset())
+        self._order = Order.of(seen, len(self._parameters), self._tied)
+        self._unseen = self._order.indices[len(seen) :]
         self._regroup(self._candidate, self._whole_state())
         if self._is_auto:
             space = Space(self._groups_of, self._kinds)

@@ -3,7 +3,7 @@
 import os
 import pickle
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -31,22 +31,22 @@ class Team:
 
     def __init__(
         self,
+        ranks: Sequence[int],
         group: dist.ProcessGroup | None,
         device: torch.device,
         *,
         node: str | None,
         timeout: Seconds,
     ) -> None:
-        self._group = group or dist.group.WORLD
-        assert self._group is not None, "the job has begun"
-        self._device = device
-        ranks = dist.get_process_group_ranks(self._group)
+        """Of these ranks of the job, who are those of `group`, if there is one."""
+        self._group, self._device = group, device
         self.rank = ranks.index(dist.get_rank())
         self._groups = [new_group(ranks, "averaging gradients", deadline=timeout)]
         self.control = PeerHalves(self._groups[0], timeout=timeout)
         self._nested: Halves | None = None
         nodes = places(self.gathered(node or _name_of_this_node()))
-        if nodes is not None and not uses_nccl(device, self._group):  # which knows nodes itself
+        has_nccl = group is not None and uses_nccl(device, group)
+        if nodes is not None and not has_nccl:  # which knows nodes itself
             mine = next(node for node in nodes if self.rank in node)
             place = mine.index(self.rank)
             for where, members in (("inside of", mine), ("across", [of[place] for of in nodes])):
@@ -74,7 +74,6 @@ class Team:
         if kind.is_nested not in self._chosen:
             host = self._nested if kind.is_nested else self.control
             assert host is not None, "it is no candidate without"
-            assert self._group is not None, "the job has begun"
             self._chosen[kind.is_nested] = halves_for(
                 self._device, self._group, host, start=self.reducing.start
             )
@@ -91,14 +90,14 @@ class Team:
             found = zip(self._all_gathered(padded), sizes, strict=True)
             return [pickle.loads(of[: size.item()].numpy().tobytes()) for of, size in found]
 
+    @torch.no_grad()
     def spread(self, tensors: Iterable[Tensor]) -> None:
         """Those of the first one."""
         with waiting_for("another worker", "beginning with the same weights"):
             for tensor in tensors:
-                if tensor.device.type == "cpu":  # the user's group may be NCCL's alone
-                    self._groups[0].broadcast(tensor.detach(), 0).wait()
-                else:
-                    dist.broadcast(tensor.detach(), group=self._group, group_src=0)
+                first = tensor.detach().cpu().contiguous()
+                self._groups[0].broadcast(first, 0).wait()
+                tensor.copy_(first)
 
     def close(self) -> None:
         self.reducing.close()
@@ -107,6 +106,17 @@ class Team:
         found = [torch.empty_like(mine) for _ in range(self.control.num_workers)]
         all_gather(self._groups[0], found, mine)
         return found
+
+
+def members_of(
+    group: dist.ProcessGroup | None, num_stages: int
+) -> tuple[list[int], dist.ProcessGroup | None]:
+    """The ranks of all replicas of what this process has, and their group, if there is one."""
+    if group is None and num_stages == 1:
+        group = dist.group.WORLD
+    if group is not None:
+        return dist.get_process_group_ranks(group), group
+    return list(range(dist.get_rank() % num_stages, dist.get_world_size(), num_stages)), None
 
 
 @cache

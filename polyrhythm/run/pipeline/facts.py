@@ -1,10 +1,16 @@
 """What one can ask a pipeline about itself."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+from torch.nn import Parameter
 
 from polyrhythm.errors import ScheduleError
+from polyrhythm.run.pipeline.connections import Connections
 from polyrhythm.run.pipeline.continuous import Continuous
 from polyrhythm.run.pipeline.flushed import Flushed
+from polyrhythm.run.pipeline.gradients import TiedGradients, norm_over_stages
 from polyrhythm.run.pipeline.stage import StageCompute
 from polyrhythm.schedule.recipe import Recipe, Written
 from polyrhythm.types import Bytes
@@ -18,6 +24,8 @@ class PipelineFacts:
     _compute: StageCompute
     _way: Flushed | Continuous
     _is_closed: bool
+    _connections: Connections | None
+    _tied: TiedGradients | None
 
     @property
     def recipe(self) -> Recipe | Written:
@@ -38,10 +46,30 @@ class PipelineFacts:
         if isinstance(self._way, Flushed):
             return self._way
         raise ScheduleError(
-            "the recipe of a pipeline with flush=False",
+            "the schedule of a pipeline with flush=False",
             expected="one whose steps run a schedule each",
             fix="use flush=True",
         )
+
+    def accumulate_in(self, context: Callable[[], AbstractContextManager[object]]) -> None:
+        """Entered around all backwards of a step but the last, whose gradients are complete."""
+        self._flushed.accumulating = context
+
+    @property
+    def tied(self) -> set[Parameter]:
+        """Those that other stages hold, too: their gradients are complete after the step."""
+        return set() if self._tied is None else self._tied.here()
+
+    @property
+    def tied_elsewhere(self) -> set[Parameter]:
+        """Those of them that an earlier stage counts as its own."""
+        return set() if self._tied is None else self._tied.elsewhere()
+
+    def norm_over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
+        """That of all stages' numbers, given that of this stage's; called by all stages."""
+        control = None if self._connections is None else self._connections.control
+        total = norm if norm_type == float("inf") else norm**norm_type
+        return norm_over_stages(total.double(), norm_type, control)
 
     def _check_open(self, called: str) -> None:
         if self._is_closed:

@@ -1,6 +1,7 @@
 """A pipeline that is flushed: every step runs the whole schedule, and ends with all gradients."""
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ class Flushed:
     recipe: Recipe | Written
     tied: TiedGradients | None
     tuning: Tuning | None
+    accumulating: Callable[[], AbstractContextManager[object]] = nullcontext
     last_recipe: Recipe | Written = field(init=False)  # of the last step; `recipe`: of the next
     _schedules: dict[tuple[Recipe | Written, int], _Built] = field(default_factory=dict, init=False)
     _sharded: Sharded | None = field(default=None, init=False)
@@ -71,7 +73,7 @@ class Flushed:
             check_module(self.module, stage=stage, is_tuned=is_tuned, flush=True)
             self._sharded = Sharded(self.module)
         with self.tied.summed() if self.tied is not None else nullcontext():
-            with self._sharded.accumulating():
+            with self._sharded.accumulating(), self.accumulating():
                 self.executor.run(actions[:-1], batch)
             self.executor.run(actions[-1:], batch)  # the last backward
         if self.executor.connections is not None:

@@ -64,6 +64,9 @@ class TiedGradients:
             send(control, total, other, tag=_TAG)
         return total
 
+    def here(self) -> set[Parameter]:
+        return {parameter for _, parameter in self._parameters()}
+
     def elsewhere(self) -> set[Parameter]:
         """Those of our parameters that an earlier stage counts as its own."""
         return {p for tie, p in self._parameters() if tie.stages[0] != self._connections.stage}
@@ -85,16 +88,22 @@ def clip_grad_norm(
     if counted:
         norms = torch.stack([_norm(gradient, norm_type) for gradient in counted])
         total = norms.max() if norm_type == float("inf") else (norms**norm_type).sum()
-    if control is not None:
-        operation = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
-        with waiting_for("another stage", "agreeing on the norm of the gradients"):
-            all_reduce(control, total, operation)
-    norm = total if norm_type == float("inf") else total ** (1.0 / norm_type)
+    norm = norm_over_stages(total, norm_type, control)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
     for parameter in with_gradient:
         assert parameter.grad is not None, "chosen for it"
         parameter.grad.mul_(scale)
     return norm.float()
+
+
+def norm_over_stages(total: Tensor, norm_type: float, control: dist.ProcessGroup | None) -> Tensor:
+    """Of all, given this stage's sum of powers, or its largest number."""
+    is_largest = norm_type == float("inf")
+    if control is not None:
+        operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
+        with waiting_for("another stage", "agreeing on the norm of the gradients"):
+            all_reduce(control, total, operation)
+    return total if is_largest else total ** (1.0 / norm_type)
 
 
 def _norm(gradient: Tensor, norm_type: float) -> Tensor:

@@ -1,0 +1,111 @@
+"""Replicas of pipeline stages whose all-reduce is decoupled train as one process would."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from polyrhythm.errors import ScheduleError
+from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
+from polyrhythm.run.launch import Place
+from polyrhythm.run.pipeline.pipeline import Pipeline
+from tests.gloo.pipelines import DEADLINE, merged, random_batch, run_stages, step
+
+STAGES, PIPELINES, STEPS, WIDTH, CLIP = 2, 2, 6, 8, 0.05
+
+
+def model_of(*, tied: bool) -> nn.Sequential:
+    torch.manual_seed(3)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    if tied:
+        layers[-1].weight = layers[0].weight
+    return nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def batch_of(pipeline: int, number: int) -> tuple[Tensor, Tensor]:
+    return random_batch(6, WIDTH, seed=100 * pipeline + number)
+
+
+def pipeline_of(place: Place, *, tied: bool, **options: object) -> Pipeline:
+    groups = [dist.new_group([STAGES * p + s for s in range(STAGES)]) for p in range(PIPELINES)]
+    return Pipeline.from_sequential(
+        model_of(tied=tied),
+        loss_fn=loss_of,
+        group=groups[place.rank // STAGES],
+        pipeline=place.rank // STAGES,
+        deadline=DEADLINE,
+        **options,
+    )
+
+
+def alone(*, tied: bool, clip: bool) -> dict[str, Tensor]:
+    """What all pipelines together are to do."""
+    model = model_of(tied=tied)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for number in range(STEPS):
+        for pipeline in range(PIPELINES):
+            inputs, target = batch_of(pipeline, number)
+            (loss_of(model(inputs), target) / PIPELINES).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tied", "clip", "mode"),
+    [
+        ("1f1b", False, False, "decoupled"),
+        ("gpipe", True, True, "decoupled"),
+        ("kfkb:2", True, True, "all_reduce"),
+        ("auto", False, True, "decoupled"),
+    ],
+)
+def test_stages_and_their_replicas_train_as_one_process(
+    schedule: str, tied: bool, clip: bool, mode: str, tmp_path: Path
+) -> None:
+    def work(place: Place) -> dict[str, Tensor]:
+        with pipeline_of(place, tied=tied, schedule=schedule, num_microbatches=3) as pipeline:
+            optimizer = DistributedOptimizer(
+                torch.optim.AdamW(pipeline.module.parameters(), lr=0.01),
+                pipeline,
+                200,
+                mode=mode,
+                timeout=DEADLINE,
+            )
+            for number in range(STEPS):
+                step(pipeline, *batch_of(place.rank // STAGES, number))
+                if clip:
+                    optimizer.clip_grad_norm_(CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.close()
+            return {n: p.detach().clone() for n, p in pipeline.module.named_parameters()}
+
+    found = run_stages(STAGES * PIPELINES, work, tmp_path)
+    expected = alone(tied=tied, clip=clip)
+    for pipeline in range(PIPELINES):
+        weights = merged(found[STAGES * pipeline : STAGES * (pipeline + 1)])
+        assert weights.keys() >= expected.keys()
+        for name, value in expected.items():
+            assert (weights[name] - value).abs().max() <= 1e-6, name
+
+
+def test_a_pipeline_that_is_never_flushed_is_refused(tmp_path: Path) -> None:
+    def work(place: Place) -> str:
+        options = {"schedule": "1f1b", "flush": False, "num_microbatches": 1}
+        with pipeline_of(place, tied=False, **options) as pipeline:
+            optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.05)
+            with pytest.raises(ScheduleError) as caught:
+                DistributedOptimizer(optimizer, pipeline, timeout=DEADLINE)
+            return str(caught.value)
+
+    for said in run_stages(STAGES * PIPELINES, work, tmp_path):
+        assert "use flush=True" in said
