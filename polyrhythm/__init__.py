@@ -9,7 +9,7 @@ from polyrhythm.describe.cluster import Cluster, Device, Link
 from polyrhythm.describe.model import Layer, ModelProfile
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.errors import PeerError, UserError
-from polyrhythm.events import Event, read_run
+from polyrhythm.events import read_run
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.compute import Compute
 from polyrhythm.schedule.recipe import Recipe
@@ -18,6 +18,7 @@ from polyrhythm.types import Action, Op, Worker
 if TYPE_CHECKING:
     from polyrhythm.run.average.group_sync import GroupSync
     from polyrhythm.run.average.parameter_server import ParameterServer
+    from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
     from polyrhythm.run.pipeline.pipeline import Pipeline
 
 __all__ = [
@@ -25,7 +26,7 @@ __all__ = [
     "Cluster",
     "Compute",
     "Device",
-    "Event",
+    "DistributedOptimizer",
     "GroupSync",
     "Layer",
     "Link",
@@ -44,6 +45,7 @@ __all__ = [
 
 
 _LAZY = {  # what needs torch is imported when it is first used
+    "DistributedOptimizer": "polyrhythm.run.decoupled.optimizer",
     "GroupSync": "polyrhythm.run.average.group_sync",
     "ParameterServer": "polyrhythm.run.average.parameter_server",
     "Pipeline": "polyrhythm.run.pipeline.pipeline",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError
+from polyrhythm.run.decoupled.checks import ELEMENTWISE
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.launch import Place
 from tests.gloo.pipelines import run_alone, run_stages
@@ -184,6 +185,22 @@ def test_a_grad_scaler_leaves_out_the_same_steps_everywhere(tmp_path: Path) -> N
         nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
         plain.step()
     assert close_to(weights, reference.state_dict())
+
+
+def test_every_optimizer_that_is_taken_trains_as_it_does_alone(tmp_path: Path) -> None:
+    def work(place: Place) -> list[str]:
+        wrong = []
+        for kind in ELEMENTWISE:
+            model, reference = stack(), stack()
+            optimizer = ours(model, kind(model.parameters(), lr=0.01))
+            own_steps(place, model, optimizer, range(4))
+            mean_steps(reference, kind(reference.parameters(), lr=0.01), range(2), range(4))
+            if not close_to(model.state_dict(), reference.state_dict()):
+                wrong.append(kind.__name__)
+            optimizer.close()
+        return wrong
+
+    assert run_stages(2, work, tmp_path) == [[], []]
 
 
 def test_a_compiled_model_trains_alike(tmp_path: Path) -> None:
