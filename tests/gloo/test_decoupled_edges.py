@@ -349,6 +349,11 @@ def test_a_model_that_was_moved_or_replaced_is_told(tmp_path: Path) -> None:
         model[0].weight.data = model[0].weight.data.clone()
         said["moved"] = refused(lambda: own_steps(place, model, optimizer, range(1, 2)))
         said["mode"] = refused(lambda: ours(stack(), mode="nested decoupled"))
+        said["group"] = refused(lambda: optimizer.add_param_group({"params": []}))
+        sparse = nn.Sequential(nn.Embedding(4, WIDTH, sparse=True))
+        lookup = ours(sparse, torch.optim.SGD(sparse.parameters()))
+        said["sparse"] = refused(lambda: sparse(torch.tensor([1])).sum().backward())
+        lookup.close()
         said["no mode"] = refused(lambda: ours(stack(), mode="best"))
         said["size"] = refused(lambda: ours(stack(), bucket_bytes=0))
         return said
@@ -358,8 +363,24 @@ def test_a_model_that_was_moved_or_replaced_is_told(tmp_path: Path) -> None:
         assert "without assign=True" in said["replaced"]
         assert "0.weight was moved" in said["moved"]
         assert "two nodes or more" in said["mode"]
+        assert "a parameter group added" in said["group"]
+        assert "sparse=False" in said["sparse"]
         assert "mode='best'" in said["no mode"]
         assert "bucket_bytes=0" in said["size"]
+
+
+def test_after_close_the_model_belongs_to_nobody(tmp_path: Path) -> None:
+    def work(place: Place) -> bool:
+        model, reference = stack(), stack()
+        optimizer = ours(model)
+        own_steps(place, model, optimizer, range(2))
+        mean_steps(reference, adam(reference), range(2), range(2))
+        optimizer.close()
+        for each in (model, reference):
+            mean_steps(each, torch.optim.SGD(each.parameters(), lr=0.1), range(2), range(2, 4))
+        return close_to(model.state_dict(), reference.state_dict())
+
+    assert run_stages(2, work, tmp_path) == [True, True]
 
 
 def test_use_after_the_process_group_is_gone_is_told(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from polyrhythm.errors import PolicyError
 from polyrhythm.run.decoupled.handed_over import HandedOver
 
 
@@ -90,6 +91,12 @@ class Bucket:
         place = self.cut_out(self.gradients, index)
         if parameter.grad is None:
             place.zero_()
+        elif parameter.grad.layout != torch.strided:
+            raise PolicyError(
+                f"a sparse gradient of shape {tuple(parameter.shape)}",
+                expected="dense ones, which travel in buckets",
+                fix="use nn.Embedding(..., sparse=False)",
+            )
         else:
             place.copy_(parameter.grad)
             parameter.grad = HandedOver(parameter)

@@ -115,14 +115,18 @@ class DistributedOptimizer(Optimizer):
         size = FIRST if bucket_bytes == "auto" else bucket_bytes
         self._regroup(Candidate(size, self._kinds[0]), whole)
         self._forward = ForwardOrder(module, indices, self._averaging.await_parameters)
-        for parameter, index in indices.items():
-            if index not in self._tied:
+        self._hooks = [
+            *(
                 parameter.register_post_accumulate_grad_hook(self._hook(index))
-        module.register_state_dict_pre_hook(lambda *_: self.synchronize())
-        module.register_load_state_dict_pre_hook(lambda *_: self.synchronize())
-        module.register_load_state_dict_post_hook(
-            lambda *_: check_same(module, self._names, self._parameters)
-        )
+                for parameter, index in indices.items()
+                if index not in self._tied
+            ),
+            module.register_state_dict_pre_hook(lambda *_: self.synchronize()),
+            module.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
+            module.register_load_state_dict_post_hook(
+                lambda *_: check_same(module, self._names, self._parameters)
+            ),
+        ]
         if stage is not None:
             stage.accumulate_in(self.no_sync)
         self.__setstate__({"defaults": optimizer.defaults})  # hooks of a step, as others have
@@ -150,6 +154,14 @@ class DistributedOptimizer(Optimizer):
     def is_tuned(self) -> bool:
         """Whether that will stay."""
         return not self._is_auto or (self._tuning is not None and self._tuning.is_over)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise PolicyError(
+            "a parameter group added to a distributed optimizer",
+            expected="all groups in the optimizer that is wrapped",
+            fix="close() this one, add the group to the wrapped optimizer of all parameters, and "
+            "wrap that: all workers do",
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._averaging.has_gradients:  # of a backward that no step has followed
@@ -246,6 +258,8 @@ class DistributedOptimizer(Optimizer):
         """End; the model and its parameters stay as they are."""
         self.synchronize()
         self._forward.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._team.close()
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
