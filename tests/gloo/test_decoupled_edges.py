@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -295,6 +296,34 @@ def test_a_weight_that_is_read_without_its_layer_is_waited_for_in_the_step(tmp_p
         return same
 
     assert run_stages(2, work, tmp_path) == [True, True]
+
+
+def test_evaluation_may_take_another_way_through_the_model(tmp_path: Path) -> None:
+    """It reads the weight of a layer that training calls."""
+
+    def work(place: Place) -> list[bool]:
+        model, reference = Borrowing(), Borrowing()
+        inner, plain = adam(model), adam(reference)
+        if place.rank == 1:  # its part of the update comes late
+            inner.register_step_pre_hook(lambda *_: time.sleep(0.1))
+        optimizer = ours(model, inner, bucket_bytes=170)  # a layer each
+        same = []
+        for step in range(3):
+            for each in (model, reference):
+                each.train()
+                each.calls_lender = True
+            own_steps(place, model, optimizer, range(step, step + 1))
+            mean_steps(reference, plain, range(2), range(step, step + 1))
+            for each in (model, reference):
+                each.eval()
+                each.calls_lender = False
+            with torch.no_grad():
+                outputs = [each(inputs_of(9, step)) for each in (model, reference)]
+            same.append(torch.allclose(*outputs, atol=1e-6, rtol=0))
+        optimizer.close()
+        return same
+
+    assert run_stages(2, work, tmp_path) == [[True] * 3] * 2
 
 
 def test_a_weight_that_is_read_too_early_is_told(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """In which order a forward uses parameters, and where it has to wait for them.
 
-A hook runs before the forward of every module that has parameters of its own, in training and
-evaluation, as often as the module is called, also when activations are computed anew. What is used
-without its module being called (a weight that another module reads) has no such place, and is
-waited for in the step itself.
+A hook runs before the forward of every module that has parameters of its own, as often as the
+module is called, also when activations are computed anew. What is used without its module being
+called (a weight that another module reads) has no such place, and is waited for in the step itself.
+In evaluation modules may take other ways, so there the first of them waits for everything.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,11 +24,11 @@ class ForwardOrder:
         before: Callable[[Iterable[int]], None],
     ) -> None:
         self.seen: dict[int, None] = {}  # a set in order
-        self._before = before
+        self._before, self._all = before, list(indices.values())
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
-            own = [indices[p] for p in module.parameters(recurse=False) if p in indices]
-            if own:
+            if any(p in indices for p in module.parameters()):
+                own = [indices[p] for p in module.parameters(recurse=False) if p in indices]
                 hook = _uncompiled(self._hook(own))
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
@@ -39,7 +39,7 @@ class ForwardOrder:
     def _hook(self, own: list[int]) -> Callable[[nn.Module, Any], None]:
         def before_forward(module: nn.Module, args: Any) -> None:
             self.seen.update(dict.fromkeys(own))
-            self._before(own)
+            self._before(own if module.training else self._all)
 
         return before_forward
 
