@@ -6,6 +6,9 @@ counts; on Abort nothing has happened. Training may wait for the outcome, or go 
 the next step's end: then it adds the difference to what the weights have become meanwhile
 (x += mean - published). Differences of a group add up to zero, so the mean of all weights stays.
 
+An average in two halves (`halves.py`) counts at Commit as well, when each member has its own part
+of the mean. Training goes on, and the thread gathers the parts of the others.
+
 A worker that answers while it computes (the passive side of a pair) has its latest buffer averaged,
 without being asked, any number of times between two of its steps; differences add up.
 """
@@ -22,7 +25,9 @@ from torch import Tensor
 
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.events import EventLog
+from polyrhythm.run.average.arriving import Arriving
 from polyrhythm.run.average.exchange import mean
+from polyrhythm.run.average.halves import Halves
 from polyrhythm.run.average.pairs import Pairs, Peer
 from polyrhythm.run.coordinator.wire import FromWorker, ToWorker
 from polyrhythm.sync.messages import Abort, Assign, Commit, Done, Gather, Heal, Ready, Skip
@@ -41,6 +46,7 @@ class Outcome:
 
     published: Tensor
     value: Tensor
+    arriving: Arriving | None = None  # what fills `value`, if it is not there yet
 
     @property
     def difference(self) -> Tensor:
@@ -52,6 +58,8 @@ class _Exchanged:
     gid: int
     published: Tensor
     mean: Tensor
+    halves: Halves | None  # if the mean is not there yet
+    deadline: Seconds
     why: str
     began: Seconds
 
@@ -60,6 +68,7 @@ class Averager:
     """Of one worker. The coordinator's client calls `hear` and `fail`, training calls the rest.
 
     `answers_meanwhile`: exchanges whenever it is asked to, else only once training has published.
+    `decoupled`: in two halves, but for what is gathered from all.
     """
 
     def __init__(
@@ -68,14 +77,17 @@ class Averager:
         send: Callable[[FromWorker], None],
         *,
         answers_meanwhile: bool,
+        decoupled: bool,
         log: EventLog | None,
     ) -> None:
         self._pairs, self._send, self._log = pairs, send, log
-        self._answers_meanwhile = answers_meanwhile
+        self._answers_meanwhile, self._decoupled = answers_meanwhile, decoupled
         self._commands: SimpleQueue[ToWorker | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._published: Tensor | None = None
         self._value: Tensor | None = None  # the same, with all averages since
+        self._arriving: Arriving | None = None  # what fills that, if it is not there yet
+        self._is_whole = True  # what was published is averaged in one piece
         self._clock: int | None = None  # of the step whose end training is to be told
         self._missed: str | None = None  # why the last step has no average, though one was due
         self._exchanged: _Exchanged | None = None
@@ -97,6 +109,7 @@ class Averager:
             assert self._clock is None, "the last step has ended"
             self._published = self._value = flat = read(self._taken())
             self._clock, self._missed = clock, None
+            self._arriving, self._is_whole = None, gather or not self._decoupled
             self._changed.notify_all()
         worker, life = self._pairs.me
         message = Gather if gather else Ready
@@ -150,6 +163,11 @@ class Averager:
         if running is not None:
             self._pairs.break_off(running[1])
 
+    def settle(self, timeout: Seconds) -> None:
+        """Until nobody needs this worker for an average that has been committed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._running is None, timeout)
+
     def close(self) -> None:
         self.fail(RuntimeError("averaging is over"))
         self._commands.put(None)
@@ -159,7 +177,7 @@ class Averager:
     def _taken(self) -> Outcome | None:
         if self._published is None or self._value is None or self._value is self._published:
             return None
-        outcome = Outcome(self._published, self._value)
+        outcome = Outcome(self._published, self._value, self._arriving)
         self._published = self._value
         return outcome
 
@@ -208,12 +226,9 @@ class Averager:
             published = self._value
             assert published is not None, "published before it was ready"
             self._running = assign.gid, others
-        began = time.perf_counter()
         found = self._exchange(assign, members, others, published)
         with self._changed:
-            self._running = None
-            if found is not None:
-                self._exchanged = _Exchanged(assign.gid, published, found, assign.why, began)
+            self._running, self._exchanged = None, found
         if found is None:
             self._pairs.drop(peer.worker for peer in others)
         worker, life = self._pairs.me
@@ -227,27 +242,27 @@ class Averager:
 
     def _exchange(
         self, assign: Assign, members: list[Peer], others: list[Peer], published: Tensor
-    ) -> Tensor | None:
-        """The mean, or None if somebody was lost; the scheduler finds out who."""
+    ) -> _Exchanged | None:
+        """Whole or its first half; None if somebody was lost: the scheduler finds out who."""
 
         def stopped() -> bool:
             return assign.gid in self._given_up or self._error is not None
 
+        gid, weights, began = assign.gid, assign.weights, time.perf_counter()
+        halves: Halves | None = None
         try:
-            self._pairs.connect(others, str(assign.gid), deadline=_LONGEST, stopped=stopped)
+            self._pairs.connect(others, str(gid), deadline=_LONGEST, stopped=stopped)
             if stopped():  # while the last pair was made, which nobody could break off
                 return None
-            return mean(
-                self._pairs,
-                members,
-                assign.weights,
-                published,
-                number=assign.gid,
-                timeout=_LONGEST,
-            )
+            if self._is_whole:
+                found = mean(self._pairs, members, weights, published, number=gid, timeout=_LONGEST)
+            else:
+                halves = Halves(self._pairs, members, published, number=gid)
+                found = halves.scatter(weights, timeout=_LONGEST)
+            return _Exchanged(gid, published, found, halves, assign.deadline, assign.why, began)
         except PeerError as error:
             if self._log is not None:
-                self._log.write("average_failed", name=str(assign.gid), why=str(error))
+                self._log.write("average_failed", name=str(gid), why=str(error))
             return None
 
     def _commit(self, commit: Commit) -> None:
@@ -257,11 +272,33 @@ class Averager:
             assert done.gid == commit.gid, f"group {done.gid} was to be committed"
             if self._value is done.published:
                 self._value = done.mean
+                if done.halves is not None:
+                    self._arriving = done.halves.arriving
+                    self._running = done.gid, done.halves.others
             else:  # training has published anew since the exchange began
                 assert self._value is not None, "something was exchanged"
+                assert done.halves is None, "training waits for the first half"
                 self._value = self._value + (done.mean - done.published)
             self._end_step(commit.ends[commit.members.index(self._pairs.me.worker)])
+        if done.halves is not None:
+            self._gather(done, done.halves)
         self._record(done, commit)
+
+    def _gather(self, done: _Exchanged, halves: Halves) -> None:
+        """The second half, while training goes on."""
+        try:
+            mended = halves.gather(done.deadline, lambda: self._error is not None)
+        except Exception as error:
+            halves.arriving.fail(self._error or error)
+            if self._error is None:
+                raise
+            return
+        finally:
+            with self._changed:
+                self._running = None
+                self._changed.notify_all()
+        if mended is not None and self._log is not None:
+            self._log.write("average_mended", name=str(done.gid), why=mended)
 
     def _abort(self, abort: Abort) -> None:
         with self._changed:

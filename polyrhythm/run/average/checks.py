@@ -7,8 +7,16 @@ from torch.optim import Optimizer
 from polyrhythm.errors import PolicyError
 from polyrhythm.run.average.flat import trained
 from polyrhythm.run.coordinator.setup import Setup
+from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.local import OuterNesterov
 from polyrhythm.types import Worker
+
+_NOT_DECOUPLED = {
+    "static": "without a scheduler nobody says when an average counts",
+    "ssp": "a parameter server has the weights",
+    "pairwise": "a passive worker is averaged while it computes",
+    "local": "the outer optimizer needs the whole mean at once",
+}
 
 
 def averages_gradients(setup: Setup) -> bool:
@@ -71,11 +79,14 @@ def check_options(
     setup: Setup,
     *,
     overlap: bool,
+    decoupled: bool,
     outer: OuterNesterov | None,
     coordinator: str | None,
     keys: object,
 ) -> None:
-    check_overlap(setup, overlap)
+    check_overlap(setup, overlap, decoupled)
+    if decoupled:
+        _check_decoupled(setup)
     if outer is not None and setup.policy != "local":
         raise PolicyError(
             f"an outer optimizer under {setup.policy}",
@@ -102,7 +113,37 @@ def check_options(
         )
 
 
-def check_overlap(setup: Setup, overlap: bool) -> None:
+def check_flush(model: object, decoupled: bool) -> None:
+    if decoupled and isinstance(model, Pipeline) and not model.is_flushed:
+        raise PolicyError(
+            "decoupled=True with a Pipeline that is never flushed",
+            expected="one version of the weights at a time: this one copies them before a forward",
+            fix="make the Pipeline with flush=True, or use overlap=True instead of decoupled=True",
+        )
+
+
+def _check_decoupled(setup: Setup) -> None:
+    if averages_gradients(setup):
+        raise PolicyError(
+            f"decoupled=True under {setup.policy}",
+            expected="a policy that averages models; this one averages gradients",
+            fix="use polyrhythm.DistributedOptimizer, which does the same for gradients",
+        )
+    if setup.policy in _NOT_DECOUPLED:
+        raise PolicyError(
+            f"decoupled=True under {setup.policy}",
+            expected=f"a policy whose averages may come in parts; {_NOT_DECOUPLED[setup.policy]}",
+            fix="use age or adaptive, or decoupled=False",
+        )
+
+
+def check_overlap(setup: Setup, overlap: bool, decoupled: bool) -> None:
+    if overlap and decoupled:
+        raise PolicyError(
+            "overlap=True and decoupled=True",
+            expected="one of them: with overlap nobody waits for an average, whole or in parts",
+            fix="decoupled=True alone keeps exact copies, overlap=True alone hides slow groups",
+        )
     if overlap and (averages_gradients(setup) or setup.policy in ("static", "ssp")):
         raise PolicyError(
             f"overlap under {setup.policy}",

@@ -31,21 +31,22 @@ class Flat:
 
     def read(self) -> Tensor:
         flat = torch.empty(self.size, dtype=self.dtype, device="cpu")
-        for tensor, part in self._parts(flat):
+        for tensor, part in self.parts(flat):
             part.copy_(tensor.detach())
         return flat
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
-        for tensor, part in self._parts(flat):
+        for tensor, part in self.parts(flat):
             tensor.copy_(part)
 
     @torch.no_grad()
     def add(self, delta: Tensor) -> None:
-        for tensor, part in self._parts(delta):  # rounded once, if it is in half precision
+        for tensor, part in self.parts(delta):  # rounded once, if it is in half precision
             tensor.copy_(tensor + part.to(tensor.device))
 
-    def _parts(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def parts(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each tensor, and what such a buffer has of it."""
         parts = flat.split([tensor.numel() for tensor in self._tensors])
         for tensor, part in zip(self._tensors, parts, strict=True):
             yield tensor, part.view(tensor.shape)
@@ -58,6 +59,8 @@ class Model:
     module: nn.Module
     optimizer: Optimizer
     state: State = "local"
+    decoupled: bool = False  # averages come during the forward
+    order: list[int] = field(default_factory=list, init=False)  # in the buffer; empty: as they are
     _trained: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +74,7 @@ class Model:
 
     @property
     def num_weights(self) -> int:
-        """They come first in the buffer."""
+        """They come first in the buffer, unless it has another order."""
         return sum(_local(p).numel() for p in self._trained)
 
     def flat(self) -> Flat:
@@ -82,10 +85,16 @@ class Model:
                 expected="the same ones all along",
                 fix="make a new GroupSync when parameters are frozen or unfrozen",
             )
-        tensors = [*self._trained, *statistics(self.module)]
+        tensors = self.averaged()
+        if self.order:
+            tensors = [tensors[number] for number in self.order]
         if self.state == "average":
             tensors += optimizer_state(self.optimizer, self._trained)
         return Flat(tensors)
+
+    def averaged(self) -> list[Tensor]:
+        """Weights, then running statistics."""
+        return [*self._trained, *statistics(self.module)]
 
     def everything(self) -> list[Flat]:
         """All parameters and buffers, also those that are never averaged: one of each type."""
@@ -106,6 +115,8 @@ class Model:
         ]
         if self.state == "average":
             shape.append((f"state of {type(self.optimizer).__name__}", ()))
+        if self.decoupled:
+            shape.append(("what comes during the forward (decoupled=True)", ()))
         return tuple(shape)
 
 

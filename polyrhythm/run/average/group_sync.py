@@ -30,11 +30,13 @@ from polyrhythm.errors import PolicyError
 from polyrhythm.events import EventLog, worker_log
 from polyrhythm.run.average.checks import (
     averages_gradients,
+    check_flush,
     check_model,
     check_options,
     check_overlap,
     check_place,
 )
+from polyrhythm.run.average.decoupled_rounds import DecoupledRounds
 from polyrhythm.run.average.flat import Model, State
 from polyrhythm.run.average.gradient_rounds import BalancedRounds, GradientRounds
 from polyrhythm.run.average.meeting import Meeting, check_timeout, next_name
@@ -67,6 +69,7 @@ class GroupSync:
         options: Mapping[str, object] | None = None,
         every: int | None = None,
         overlap: bool = False,
+        decoupled: bool = False,
         state: State = "local",
         outer: OuterNesterov | None = None,
         worker: Worker | None = None,
@@ -82,8 +85,10 @@ class GroupSync:
     ) -> None:
         """`policy` and its `options` are those of `polyrhythm.sync`; `every`: steps per average.
 
-        `overlap`: go on at once, and take in the average at the next step's end. `state`: whether
-        momentum and the like are averaged, too. `outer` is the outer optimizer of `local`.
+        `overlap`: go on at once, and take in the average at the next step's end. `decoupled`: go on
+        when the average is certain, and wait for each module's part of it in the next forward.
+        `state`: whether momentum and the like are averaged, too. `outer` is the outer optimizer of
+        `local`.
 
         Of a Pipeline, each stage synchronises on its own. Otherwise every process of the job is a
         replica, or `worker`, `num_stages` and `num_pipelines` say what it is. `node` names the
@@ -108,8 +113,16 @@ class GroupSync:
             limits=Limits(gathering=_GATHERING * timeout),
         )
         check_model(module, optimizer)
-        check_options(setup, overlap=overlap, outer=outer, coordinator=coordinator, keys=keys)
-        self._model = Model(module, optimizer, state)
+        check_options(
+            setup,
+            overlap=overlap,
+            decoupled=decoupled,
+            outer=outer,
+            coordinator=coordinator,
+            keys=keys,
+        )
+        check_flush(model, decoupled)
+        self._model = Model(module, optimizer, state, decoupled)
         check_place(setup, worker)
         self._meeting = Meeting(setup, worker, timeout=timeout, name=name or next_name(setup))
         self._own_log: EventLog | None = None
@@ -157,7 +170,15 @@ class GroupSync:
             )
             return
         shape = self._model.shape()
-        line = Scheduled(meeting, shape, node=node, coordinator=coordinator, keys=keys, log=log)
+        line = Scheduled(
+            meeting,
+            shape,
+            node=node,
+            coordinator=coordinator,
+            keys=keys,
+            log=log,
+            decoupled=self._model.decoupled,
+        )
         try:
             self._rounds = _rounds(self._model, line, meeting, overlap=overlap, outer=outer)
         except BaseException:
@@ -180,7 +201,7 @@ class GroupSync:
 
     @overlap.setter
     def overlap(self, overlap: bool) -> None:
-        check_overlap(self._meeting.setup, overlap)
+        check_overlap(self._meeting.setup, overlap, self._model.decoupled)
         if isinstance(self._rounds, ModelRounds):
             self._rounds.overlap = overlap
 
@@ -196,6 +217,7 @@ class GroupSync:
     def refresh(self) -> None:
         """With overlap, between micro-batches: take in an average that has come meanwhile.
 
+        With decoupled, wait for the rest of it, before weights are read other than in a forward.
         Not between a forward and its backward, which needs the weights that the forward had.
         """
         self._check_open()
@@ -297,6 +319,10 @@ def _rounds(
         return BalancedRounds(model, line, setup.num_pipelines)
     if averages_gradients(setup):
         return GradientRounds(model, line)
+    if model.decoupled:
+        return DecoupledRounds(
+            model, line, meeting, every=setup.steps_between, asks_ahead=_asks_ahead(setup)
+        )
     if setup.policy == "local" and outer is None:
         outer = OuterNesterov()
     return ModelRounds(

@@ -200,6 +200,12 @@ class Meeting:
         address = self._told("address", RANK_0).decode()
         return address, JobKeys.parse(self._told("keys", RANK_0).decode())
 
+    def agreed(self, key: str, mine: str) -> str:
+        """What the first worker of this stage to come here has said; all go by it."""
+        with waiting_for(RANK_0, "agreeing"):
+            said = self.store.compare_set(f"{key}/{self.me.worker.stage}", "", mine)
+        return said.decode()
+
     def peer(self, worker: Worker) -> Peer:
         """A worker in its present life; waits until it has one."""
         return Peer(worker, int(self._told(f"life/{worker}", worker)))

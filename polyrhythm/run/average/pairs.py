@@ -53,7 +53,7 @@ class Pairs:
     def __init__(self, store: Store, me: Peer) -> None:
         self.me = me
         # A connection of its own: one that waits for a key holds up whoever shares it.
-        self._store = store.clone()  # type: ignore[attr-defined]
+        self.store = store.clone()  # type: ignore[attr-defined]
         self._made: dict[Peer, _Pair] = {}
 
     def connect(
@@ -128,7 +128,7 @@ class Pairs:
     def _group(
         self, other: Peer, meeting: str, ends: Seconds, stopped: Callable[[], bool]
     ) -> dist.ProcessGroup:
-        store, mine = PrefixStore(meeting, self._store), int(other < self.me)
+        store, mine = PrefixStore(meeting, self.store), int(other < self.me)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))]
         options._threads = 1  # of those that run collectives, which a pair does not

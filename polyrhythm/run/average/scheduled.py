@@ -33,6 +33,7 @@ class Scheduled:
         coordinator: str | None,
         keys: Path | str | None,
         log: EventLog | None,
+        decoupled: bool = False,
     ) -> None:
         """Returns when all workers have joined."""
         self._timeout, self._clock = meeting.timeout, 0
@@ -51,6 +52,7 @@ class Scheduled:
                 meeting.pairs,
                 self._send,
                 answers_meanwhile=meeting.setup.policy == "pairwise",
+                decoupled=decoupled,
                 log=log,
             )
             undo.callback(self._averager.close)
@@ -98,6 +100,10 @@ class Scheduled:
 
     def take(self) -> Outcome | None:
         return self._averager.take()
+
+    def settle(self) -> None:
+        """Until nobody needs this worker for an average that has been committed."""
+        self._averager.settle(self._timeout)
 
     def close(self, *, in_order: bool) -> None:
         """Leave; who serves the others waits for them. If not `in_order`, be missed: at once."""

@@ -56,6 +56,11 @@ class PipelineFacts:
         self._flushed.accumulating = context
 
     @property
+    def is_flushed(self) -> bool:
+        """Whether each step runs all backwards of its batch, with one version of the weights."""
+        return isinstance(self._way, Flushed)
+
+    @property
     def tied(self) -> set[Parameter]:
         """Those that other stages hold, too: their gradients are complete after the step."""
         return set() if self._tied is None else self._tied.here()

@@ -1,0 +1,388 @@
+"""Averages that are gathered during the next forward are those of a worker that waits for them."""
+
+import copy
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from polyrhythm.errors import PeerError, PolicyError, UserError
+from polyrhythm.run.average import exchange, halves
+from polyrhythm.run.average.arriving import Arriving
+from polyrhythm.run.average.group_sync import GroupSync
+from polyrhythm.run.launch import Place
+from polyrhythm.run.pipeline.pipeline import Pipeline
+from tests.gloo.pipelines import random_batch, run_stages, stack_of, step
+from tests.gloo.replicas import TIMEOUT, Point, run_replicas
+
+WIDTH = 8
+EVERYBODY = {  # options with which three workers are one group
+    "age": {"window": float("inf"), "group_size": 3},
+    "adaptive": {"window": float("inf"), "group_size": 3},
+    "random": {"group_size": 3},
+    "partial_reduce": {"group_size": 3},
+    "all_reduce": {},
+}
+
+
+class Normalised(nn.Sequential):
+    """In evaluation it takes the weights of its last layer, and does not call it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return super().forward(x)
+        return nn.functional.linear(self[2](self[1](self[0](x))), self[3].weight, self[3].bias)
+
+
+class Tied(nn.Module):
+    """One weight in two modules, of which the second is called first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.middle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.first.weight = self.last.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)).tanh())
+
+
+class Uncalled(nn.Module):
+    """One module is never used, the weights of another are used though it is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.read = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.called(x).tanh(), self.read.weight)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda x, layer=layer: layer(x).tanh(), x, use_reentrant=False)
+        return x
+
+
+def in_small_parts() -> None:
+    """From now on in this process: many buckets, of which each member owns a part."""
+    exchange._SMALL, halves.BUCKET = 0, 100
+
+
+def gathers_late(seconds: float = 0.1) -> None:
+    """From now on in this process: whoever does not wait for an average is ahead of it."""
+    gather = halves.Halves.gather
+
+    def late(*args: Any) -> str | None:
+        time.sleep(seconds)
+        return gather(*args)
+
+    halves.Halves.gather = late
+
+
+def inputs_of(rank: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def made(
+    kind: Callable[[], nn.Module],
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    policy: str = "age",
+    **more: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer, GroupSync]:
+    torch.manual_seed(3)
+    model = kind()
+    updates = optimizer(model)
+    options = {"options": EVERYBODY[policy], "timeout": TIMEOUT, **more}
+    return model, updates, GroupSync(model, updates, policy, **options)
+
+
+def train_step(place: Place, number: int, model: nn.Module, optimizer: Any, sync: Any) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(inputs_of(place.rank, number)).square().mean()
+    loss.backward()
+    optimizer.step()
+    sync.step()
+    return loss.detach()
+
+
+def content(of: Any) -> list[Tensor]:
+    """All tensors in a state, as they are now."""
+    if isinstance(of, Tensor):
+        return [of.detach().clone()]
+    if isinstance(of, dict):
+        return [tensor for key in of for tensor in content(of[key])]
+    return [tensor for item in of for tensor in content(item)] if isinstance(of, list) else []
+
+
+def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer", "state", "kind"),
+    [
+        ("age", sgd, "average", Normalised),
+        ("adaptive", adamw, "average", Normalised),
+        ("random", adamw, "local", Normalised),
+        ("random", sgd, "local", Tied),
+        ("partial_reduce", sgd, "average", Uncalled),
+        ("age", adamw, "average", Checkpointed),
+        ("all_reduce", sgd, "local", Tied),  # of models, at every second step
+    ],
+)
+def test_training_is_the_same_bit_for_bit(
+    policy: str,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    state: str,
+    kind: Callable[[], nn.Module],
+    tmp_path: Path,
+) -> None:
+    def work(place: Place) -> tuple[bool, bool, list[Tensor]]:
+        in_small_parts()
+        gathers_late(0.02)
+        found = []
+        every = 2 if policy == "all_reduce" else 1
+        for decoupled in (False, True):
+            model, updates, sync = made(
+                kind, optimizer, policy, state=state, every=every, decoupled=decoupled
+            )
+            with sync:
+                losses = [train_step(place, number, model, updates, sync) for number in range(6)]
+            found.append((losses, content(model.state_dict()), content(updates.state_dict())))
+        plain, ours = found
+        return equal(ours[0], plain[0]), equal(ours[1] + ours[2], plain[1] + plain[2]), ours[1]
+
+    found = run_replicas(3, work, tmp_path)
+    assert [(losses, states) for losses, states, _ in found] == [(True, True)] * 3
+    assert equal(found[1][2], found[0][2])
+
+
+def test_a_forward_begins_before_the_last_of_an_average_has_come(tmp_path: Path) -> None:
+    """The last bucket is held back until the first layer has been computed."""
+
+    def work(place: Place) -> list[bool]:
+        in_small_parts()
+        computed, reach, held = threading.Event(), Arriving.reach, []
+
+        def hold(arriving: Arriving, num: int) -> None:
+            if num == arriving.value.numel():
+                held.append(computed.wait(10.0))
+            reach(arriving, num)
+
+        model, optimizer, sync = made(lambda: stack_of(4), decoupled=True)
+        with sync:
+            train_step(place, 0, model, optimizer, sync)
+            sync.refresh()
+            Arriving.reach = hold
+            train_step(place, 1, model, optimizer, sync)
+            model[0].register_forward_hook(lambda *_: computed.set())
+            train_step(place, 2, model, optimizer, sync)
+        return held
+
+    assert run_replicas(3, work, tmp_path) == [[True, True]] * 3
+
+
+def test_a_compiled_model_waits_where_it_would_without(tmp_path: Path) -> None:
+    def work(place: Place) -> tuple[bool, int]:
+        in_small_parts()
+        gathers_late(0.05)
+        warnings.simplefilter("ignore")  # of torch, where its graphs break
+        found = []
+        for decoupled in (True, False):
+            model, optimizer, sync = made(Normalised, decoupled=decoupled)
+            compiled = torch.compile(model, backend="aot_eager")
+            with sync:
+                for number in range(4):
+                    train_step(place, number, compiled, optimizer, sync)
+                if decoupled:
+                    num_seen = len(sync._rounds._arrivals._seen)
+            found.append(content(model.state_dict()))
+            torch._dynamo.reset()
+        return equal(*found), num_seen
+
+    assert run_replicas(3, work, tmp_path) == [(True, 8)] * 3
+
+
+LOOKS: dict[str, Callable[[nn.Module, Any, GroupSync], Any]] = {
+    "the model's state": lambda model, _, __: model.state_dict(),
+    "the state of a part of it": lambda model, _, __: model[3].state_dict(),
+    "the optimizer's state": lambda _, optimizer, __: optimizer.state_dict(),
+    "evaluation": lambda model, _, __: model.eval()(inputs_of(9, 9)),
+    "a forward without gradients": lambda model, _, __: model(inputs_of(9, 9)),
+    "the weights, after a refresh": lambda m, _, sync: (sync.refresh(), list(m.parameters()))[1],
+    "the weights of a copy": lambda m, _, s: (s.refresh(), list(copy.deepcopy(m).parameters()))[1],
+}
+
+
+def test_between_a_step_and_the_next_whoever_looks_sees_the_average(tmp_path: Path) -> None:
+    def work(place: Place) -> dict[str, bool]:
+        in_small_parts()
+        gathers_late()
+        found: dict[bool, dict[str, list[Tensor]]] = {False: {}, True: {}}
+        for decoupled, seen in found.items():
+            model, optimizer, sync = made(Normalised, decoupled=decoupled, state="average")
+            with sync:
+                train_step(place, 0, model, optimizer, sync)
+                for number, (what, look) in enumerate(LOOKS.items()):
+                    train_step(place, number, model, optimizer, sync)
+                    with torch.no_grad():
+                        seen[what] = content(look(model, optimizer, sync))
+                    model.train()
+        return {what: equal(found[True][what], found[False][what]) for what in LOOKS}
+
+    assert run_replicas(3, work, tmp_path) == [dict.fromkeys(LOOKS, True)] * 3
+
+
+def test_weights_that_are_loaded_stay(tmp_path: Path) -> None:
+    """An average that is still on its way does not come over them."""
+
+    def work(place: Place) -> bool:
+        in_small_parts()
+        gathers_late()
+        model, optimizer, sync = made(Normalised, decoupled=True)
+        saved = copy.deepcopy(model.state_dict())
+        with sync:
+            train_step(place, 0, model, optimizer, sync)
+            model.load_state_dict(saved)
+            time.sleep(0.3)
+            return equal(content(model.state_dict()), content(saved))
+
+    assert run_replicas(3, work, tmp_path) == [True] * 3
+
+
+def test_averages_are_consolidated_and_a_worker_may_leave(tmp_path: Path) -> None:
+    """Whoever leaves in order is missed by nobody: all have what they need of it."""
+
+    def work(place: Place) -> list[Tensor]:
+        in_small_parts()
+        gathers_late(0.02)
+        model, optimizer, sync = made(Normalised, adamw, decoupled=True, log=tmp_path)
+        with sync:
+            for number in range(4):
+                train_step(place, number, model, optimizer, sync)
+            if place.rank == 1:
+                return []
+            for number in range(4, 8):
+                train_step(place, number, model, optimizer, sync)
+            sync.consolidate()
+            return [p.detach().clone() for p in model.parameters()]
+
+    found = run_replicas(3, work, tmp_path)
+    assert equal(found[0], found[2])
+    assert "average_mended" not in "".join(
+        path.read_text() for path in tmp_path.glob("workers/*.jsonl")
+    )
+
+
+def test_stages_of_a_pipeline_gather_during_its_forward(tmp_path: Path) -> None:
+    num_stages, num_pipelines = 2, 2
+
+    def work(place: Place) -> tuple[bool, list[Tensor]]:
+        in_small_parts()
+        gathers_late(0.02)
+        found = []
+        for decoupled in (False, True):
+            groups = [
+                torch.distributed.new_group([num_stages * p + s for s in range(num_stages)])
+                for p in range(num_pipelines)
+            ]
+            number = place.rank // num_stages
+            with Pipeline.from_sequential(
+                stack_of(num_stages),
+                loss_fn=lambda output, target: (output - target).square().mean(),
+                group=groups[number],
+                pipeline=number,
+                num_microbatches=4,
+                deadline=TIMEOUT,
+            ) as pipeline:
+                optimizer = sgd(pipeline.module)
+                options = {"window": float("inf"), "group_size": 2}
+                with GroupSync(
+                    pipeline, optimizer, "age", options=options, decoupled=decoupled
+                ) as sync:
+                    for turn in range(4):
+                        step(pipeline, *random_batch(8, 8, seed=10 * number + turn))
+                        optimizer.step()
+                        sync.step()
+                        optimizer.zero_grad()
+                found.append(content(pipeline.module.state_dict()))
+        return equal(found[1], found[0]), found[1]
+
+    found = run_stages(num_stages * num_pipelines, work, tmp_path)
+    assert [same for same, _ in found] == [True] * 4
+    assert equal(found[0][1], found[2][1])
+
+
+BAD = [
+    ({"policy": "age", "overlap": True}, "overlap=True and decoupled=True", "alone"),
+    ({"policy": "all_reduce"}, "decoupled=True under all_reduce", "DistributedOptimizer"),
+    ({"policy": "balanced"}, "decoupled=True under balanced", "DistributedOptimizer"),
+    ({"policy": "static"}, "decoupled=True under static", "use age"),
+    ({"policy": "ssp"}, "decoupled=True under ssp", "use age"),
+    ({"policy": "pairwise"}, "decoupled=True under pairwise", "use age"),
+    ({"policy": "local"}, "decoupled=True under local", "use age"),
+]
+
+
+def test_what_cannot_be_decoupled_is_refused(tmp_path: Path) -> None:
+    def work(place: Place) -> list[tuple[str, str]]:
+        model, reasons = Point(), []
+        for options, _, _ in BAD:
+            with pytest.raises(PolicyError) as caught:
+                GroupSync(model, sgd(model), decoupled=True, **options)
+            reasons.append((caught.value.wrong, caught.value.fix))
+        with GroupSync(model, sgd(model), "age", decoupled=True, timeout=TIMEOUT) as sync:
+            with pytest.raises(PolicyError, match="overlap=True and decoupled=True"):
+                sync.overlap = True
+            assert not sync.overlap
+        with (
+            Pipeline(
+                Point(), loss_fn=lambda y, _: y, flush=False, num_microbatches=1, schedule="1f1b"
+            ) as pipeline,
+            pytest.raises(PolicyError, match="never flushed"),
+        ):
+            GroupSync(pipeline, sgd(pipeline.module), "age", decoupled=True)
+        return reasons
+
+    found = run_replicas(1, work, tmp_path)[0]
+    for (wrong, fix), (_, expected_wrong, expected_fix) in zip(found, BAD, strict=True):
+        assert expected_wrong in wrong
+        assert expected_fix in fix
+
+
+def test_a_worker_that_is_not_decoupled_like_the_others_is_refused(tmp_path: Path) -> None:
+    def work(place: Place) -> str:
+        model = Point()
+        with pytest.raises((UserError, PeerError)) as caught:
+            GroupSync(model, sgd(model), "age", decoupled=place.rank == 1, timeout=2.0)
+        return str(caught.value)
+
+    assert "decoupled=True" in run_replicas(2, work, tmp_path)[1]
