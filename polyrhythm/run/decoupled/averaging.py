@@ -1,39 +1,57 @@
 """Gradients on their way to their mean, and updated weights on their way back, bucket by bucket.
 
 A bucket leaves when backward has filled it, but not before those that come before it on all
-workers: from the last of the forward to the first, then the late ones. What a step has made of the
-weights goes out in the order of the forward. With buckets that are whole the mean of the gradients
-comes back instead, still in backward: a plain all-reduce.
+workers: from the last of the forward to the first. The late ones follow when backward is over, if
+anybody has a gradient for them. What a step has made of the weights goes out in the order of the
+forward. With buckets that are whole the mean of the gradients comes back instead, still in
+backward: a plain all-reduce.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
 
-from polyrhythm.errors import PolicyError
+from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.run.decoupled.bucket import Bucket, Segment
 from polyrhythm.run.decoupled.grouping import Group
 from polyrhythm.run.decoupled.halves import Half, Halves, PeerHalves, Pending
+from polyrhythm.run.decoupled.handed_over import has_gradient
 from polyrhythm.run.decoupled.nccl_halves import NcclHalves
 from polyrhythm.run.decoupled.reducing import Reducing
 
 
+class Phase(Enum):
+    """Of the gradients since the last step."""
+
+    EMPTY = auto()
+    FILLING = auto()  # some have been taken
+    FINISHED = auto()  # their mean is here
+
+
 class Averaging:
-    """Of one worker; all do the same in the same order. `control` carries flags."""
+    """Of one worker; all do the same in the same order. `control` carries flags.
+
+    `tied` are parameters whose gradients are complete when they are there: nobody calls `take`.
+    """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         names: Sequence[str],
+        tied: Iterable[int],
         control: PeerHalves,
         reducing: Reducing,
     ) -> None:
         self._parameters, self._names = parameters, names
+        self._tied = [parameters[index] for index in tied]
         self._control, self._reducing = control, reducing
         self.buckets: list[Bucket] = []
-        self.has_gradients = False  # since the last step
-        self._is_finished = False  # the mean is here, too
+        # In the groups of the optimizer like others, but with a gradient of 0, or nan if one of
+        # anybody's is not finite: a GradScaler leaves the step out on all workers, or on none.
+        self.scout = nn.Parameter(torch.zeros(1, device=parameters[0].device))
+        self._phase = Phase.EMPTY
         # By parameter, whether there is a gradient; and last, whether one is not finite.
         self._used = torch.zeros(len(parameters) + 1, dtype=torch.uint8)
         self._gathering: dict[int, Pending] = {}  # by number of bucket
@@ -41,6 +59,11 @@ class Averaging:
         self._scattering: list[Pending] = []
         self._returning: list[Pending] = []
         self._sums: list[Tensor] = []  # of the gradients of buckets that have left
+        self._error: PeerError | None = None  # after which nothing is what it should be
+
+    @property
+    def has_gradients(self) -> bool:
+        return self._phase is not Phase.EMPTY or any(map(has_gradient, self._tied))
 
     @property
     def segments(self) -> Iterator[Segment]:
@@ -75,38 +98,34 @@ class Averaging:
 
     def take(self, index: int) -> None:
         """The gradient of a parameter, which backward has just left in `.grad`."""
-        if self._is_finished:  # looked at, but not stepped with
+        self._check_error()
+        if self._phase is Phase.FINISHED:  # looked at, but not stepped with
             self.empty()
-        if not self.has_gradients:
+        bucket = self._bucket_of[index]
+        if bucket.has(index):
+            raise PolicyError(
+                f"a second gradient of {self._names[index]} since the last step",
+                expected="a step() after each backward, or optimizer.zero_grad()",
+                fix="call optimizer.zero_grad(), not the model's: the first one has gone already",
+            )
+        bucket.fill(index)
+        if self._phase is Phase.EMPTY:
             self._expect_gradients()
-        self.has_gradients = True
+        self._phase = Phase.FILLING
         self._used[index] = 1
-        self._bucket_of[index].fill(index)
         self._let_leave()
 
     def finish(self) -> None:
         """Until the mean of all gradients is there; those that nobody has computed are None."""
-        if self._is_finished:
+        self._check_error()
+        if self._phase is Phase.FINISHED:
             return
-        for bucket in self._leaving:
-            self._fill_up(bucket)
-        self._let_leave()
-        bad = torch.stack(self._sums).isfinite().logical_not().any()
-        self._sums.clear()
-        if not isinstance(self.halves, NcclHalves):
-            self._used[-1] = bad
-        flags = self._control.unite(self._used, 0)
-        for pending in self._scattering:
-            pending.wait()
-        for pending in self._returning:
-            pending.wait()
-        flags.wait()
-        self._scattering.clear()
-        self._returning.clear()
-        for segment in self.segments:
-            segment.parameter.grad = segment.gradient if self._used[segment.index] else None
-        self._spoil(bad)
-        self._is_finished = True
+        try:
+            self._finish()
+        except PeerError as error:
+            self._error = error
+            raise
+        self._phase = Phase.FINISHED
 
     def expect_weights(self) -> None:
         """From the others, whose steps may be ahead of this one's; of late buckets, not yet."""
@@ -117,8 +136,7 @@ class Averaging:
     def send_on(self, buckets: Iterable[Bucket]) -> None:
         """What has become of their weights; nothing has of late ones that nobody used."""
         for bucket in buckets:
-            is_used = any(self._used[index] for index in bucket.parameters)
-            if not bucket.is_whole and (is_used or not bucket.is_late):
+            if not bucket.is_whole and (self._is_used(bucket) or not bucket.is_late):
                 pending = self.halves.gather(bucket.weights, bucket.number)
                 if self.halves.waits_on_host:
                     pending = self._reducing.start(pending.wait)
@@ -127,22 +145,36 @@ class Averaging:
     def await_parameters(self, indices: Iterable[int]) -> None:
         """Before they are used; again and again, if need be."""
         for index in indices:
-            pending = self._gathering.pop(self._bucket_of[index].number, None)
-            if pending is not None:
-                pending.wait()
+            number = self._bucket_of[index].number
+            if number in self._gathering:
+                self._gathering[number].wait()  # raises each time, if the weights are not whole
+                del self._gathering[number]
 
     def await_all(self) -> None:
-        for number in list(self._gathering):
-            self._gathering.pop(number).wait()
+        self.await_parameters(range(len(self._parameters)))
+
+    def mark_changed(self) -> None:
+        """Of a graph that was made before the step, autograd then says that it is out of date."""
+        torch.autograd.graph.increment_version(
+            [p for p, used in zip(self._parameters, self._used, strict=False) if used]
+        )
 
     def empty(self) -> None:
         """Ready for the next backward."""
         for bucket in self.buckets:
             bucket.empty()
         self._used.zero_()
-        late = [bucket for bucket in self.buckets if bucket.is_late]
-        self._leaving = late[::-1] + [bucket for bucket in self.buckets if not bucket.is_late]
-        self.has_gradients = self._is_finished = False
+        for segment in self.segments:
+            segment.parameter.grad = None
+        self._leaving = [bucket for bucket in self.buckets if not bucket.is_late]
+        self._phase, self.scout.grad = Phase.EMPTY, None
+
+    def _check_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _is_used(self, bucket: Bucket) -> bool:
+        return any(self._used[index] for index in bucket.parameters)
 
     def _expect_gradients(self) -> None:
         for bucket in self._leaving[::-1]:
@@ -153,19 +185,57 @@ class Averaging:
         while self._leaving and self._leaving[-1].is_full:
             bucket = self._leaving.pop()
             self._fill_up(bucket)  # with those of frozen parameters
-            self._sums.append(bucket.gradients.sum(dtype=torch.float32))
-            pending = self.halves.scatter(bucket.gradients, bucket.number)
-            if self.halves.waits_on_host:
-                self._scattering.append(self._reducing.start(self._reduce(bucket, pending)))
-                continue
-            self._scattering.append(pending)
-            if bucket.is_whole:
-                self._returning.append(self.halves.gather(bucket.gradients, bucket.number))
+            self._sums.append(_sum(bucket.gradients))
+            self._scatter(bucket)
+
+    def _finish(self) -> None:
+        for bucket in self._leaving:
+            self._fill_up(bucket)
+        self._let_leave()
+        late = [bucket for bucket in self.buckets if bucket.is_late]
+        for bucket in late:
+            if any(has_gradient(p) or self._used[i] for i, p in bucket.parameters.items()):
+                self._fill_up(bucket)
+                self._sums.append(_sum(bucket.gradients))
+        bad = torch.stack([self.scout.new_zeros(()), *self._sums]).isfinite().logical_not().any()
+        self._sums.clear()
+        if isinstance(self.halves, NcclHalves):  # without keeping the processor
+            bad = bad.to(torch.uint8)
+            self.halves.unite(bad)
+        else:
+            self._used[-1] = bad
+        self._control.unite(self._used, 0).wait()
+        for bucket in late:
+            if self._is_used(bucket):
+                self._fill_up(bucket)
+                self._scatter(bucket)
+        for pending in self._scattering:
+            pending.wait()
+        for pending in self._returning:
+            pending.wait()
+        self._scattering.clear()
+        self._returning.clear()
+        for segment in self.segments:
+            segment.parameter.grad = segment.gradient if self._used[segment.index] else None
+        flag = bad.bool() if isinstance(self.halves, NcclHalves) else self._used[-1].bool()
+        self.scout.grad = torch.zeros_like(self.scout).masked_fill_(
+            flag.to(self.scout.device), torch.nan
+        )
 
     def _fill_up(self, bucket: Bucket) -> None:
+        """With what is still missing, to be complete; once."""
         for index in bucket.missing:
-            self._used[index] = self._parameters[index].grad is not None
+            if has_gradient(self._parameters[index]):
+                self._used[index] = 1
             bucket.fill(index)
+
+    def _scatter(self, bucket: Bucket) -> None:
+        pending = self.halves.scatter(bucket.gradients, bucket.number)
+        if self.halves.waits_on_host:
+            pending = self._reducing.start(self._reduce(bucket, pending))
+        self._scattering.append(pending)
+        if bucket.is_whole and not self.halves.waits_on_host:
+            self._returning.append(self.halves.gather(bucket.gradients, bucket.number))
 
     def _reduce(self, bucket: Bucket, pending: Pending) -> Callable[[], None]:
         def reduce() -> None:
@@ -175,17 +245,8 @@ class Averaging:
 
         return reduce
 
-    def _spoil(self, bad: Tensor) -> None:
-        """A gradient on each worker, if one of anybody's is not finite.
 
-        A GradScaler then leaves the step out on all workers, or else they would part.
-        """
-        used = (s.gradient for s in self.segments if s.parameter.grad is not None)
-        gradient = next(used, None)
-        if isinstance(self.halves, NcclHalves):  # without keeping the processor
-            flag = bad.to(torch.uint8)
-            self.halves.unite(flag)
-            if gradient is not None:
-                gradient[:1].masked_fill_(flag.bool(), torch.nan)
-        elif self._used[-1] and gradient is not None:
-            gradient[0] = torch.nan
+def _sum(flat: Tensor) -> Tensor:
+    """Not finite, if one of them is not."""
+    real = torch.view_as_real(flat) if flat.is_complex() else flat
+    return real.sum(dtype=torch.float32)

@@ -81,6 +81,9 @@ class Bucket:
         """All gradients are here that are to come: not those of frozen parameters."""
         return all(i in self._filled or not p.requires_grad for i, p in self.parameters.items())
 
+    def has(self, index: int) -> bool:
+        return index in self._filled
+
     @property
     def missing(self) -> list[int]:
         return [index for index in self.parameters if index not in self._filled]
@@ -98,7 +101,7 @@ class Bucket:
                 fix="use nn.Embedding(..., sparse=False)",
             )
         else:
-            place.copy_(parameter.grad)
+            place.copy_(parameter.grad.detach())
             parameter.grad = HandedOver(parameter)
         self._filled.add(index)
 

@@ -1,18 +1,19 @@
 """Which models and optimizers can be decoupled; the others are refused with the reason."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from polyrhythm.errors import LaunchError, PolicyError
 from polyrhythm.run.decoupled.bucket import Bucket
-from polyrhythm.run.decoupled.handed_over import HandedOver
 from polyrhythm.sync.fusion.tuner import Kind
 
 # These update each number by itself, so that a part of a parameter is updated as in the whole.
@@ -38,7 +39,7 @@ def parameters_of(optimizer: Optimizer, model: nn.Module) -> tuple[list[str], li
     return [names[p] for p in parameters], parameters
 
 
-def check(optimizer: Optimizer, model: nn.Module) -> None:
+def check(optimizer: Optimizer, model: nn.Module, *, elementwise: bool) -> None:
     if not isinstance(optimizer, Optimizer) or not isinstance(model, nn.Module):
         raise PolicyError(
             f"DistributedOptimizer({type(optimizer).__name__}, {type(model).__name__})",
@@ -51,18 +52,18 @@ def check(optimizer: Optimizer, model: nn.Module) -> None:
             expected="an initialised torch.distributed",
             fix="start with torchrun, and call torch.distributed.init_process_group first",
         )
-    if not isinstance(optimizer, ELEMENTWISE):
+    if not elementwise and type(optimizer) not in ELEMENTWISE:
         raise PolicyError(
             f"a {type(optimizer).__name__}",
             expected="an optimizer that updates each number by itself: "
             + ", ".join(kind.__name__ for kind in ELEMENTWISE),
-            fix="one that needs whole tensors (LAMB, Muon, Adafactor) runs under "
-            'GroupSync(model, optimizer, "all_reduce"), or DDP',
+            fix="say elementwise=True if it does; one that needs whole tensors (LAMB, Muon, "
+            'Adafactor) runs under GroupSync(model, optimizer, "all_reduce"), or DDP',
         )
     for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
             raise PolicyError(
-                f"{name or 'a model'} wrapped in DistributedDataParallel",
+                f"{name or 'a model'} wrapped in {type(module).__name__}",
                 expected="a model that nobody else averages",
                 fix="give the module inside: model.module",
             )
@@ -116,40 +117,31 @@ def check_alive() -> None:
         )
 
 
-def check_has_gradients(has_any: bool, parameters: Iterable[nn.Parameter]) -> None:
-    """`has_any`: that have left already."""
-    here = (p for p in parameters if p.grad is not None and not isinstance(p.grad, HandedOver))
-    if not has_any and next(here, None) is None:
-        raise PolicyError(
-            "step() without a backward()",
-            expected="loss.backward() before each step",
-            fix="call backward first; after zero_grad() there is nothing to step with",
-        )
-
-
 def check_agreed(
-    gathered: Callable[[Any], list[Any]], names: Sequence[str], parameters: Sequence[nn.Parameter]
+    gathered: Callable[[Any], list[Any]],
+    optimizer: Optimizer,
+    names: Sequence[str],
+    settings: Mapping[str, object],
 ) -> None:
-    """Name the first difference between this worker's parameters and another's."""
-    mine = [(n, tuple(p.shape), str(p.dtype)) for n, p in zip(names, parameters, strict=True)]
+    """Name the first difference between what this worker has and another one has."""
+    mine = [f"{key}={value}" for key, value in settings.items()]
+    mine.append(f"optimizer {type(optimizer).__name__}")
+    parameters = [(n, p) for n, of in enumerate(optimizer.param_groups) for p in of["params"]]
+    for number, (name, (group, parameter)) in enumerate(zip(names, parameters, strict=True)):
+        shown = f"{name!r} {tuple(parameter.shape)} {parameter.dtype} in group {group}"
+        if not parameter.is_contiguous():
+            shown += f", strides {parameter.stride()}"
+        if not parameter.requires_grad:
+            shown += ", frozen"
+        mine.append(f"parameter {number} is {shown}")
     for rank, theirs in enumerate(gathered(mine)):
-        if theirs == mine:
-            continue
-        place = next(
-            (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
-            min(len(mine), len(theirs)),
-        )
-        here, there = (
-            f"{found[place][0]!r} {found[place][1]} {found[place][2]}"
-            if place < len(found)
-            else "missing"
-            for found in (mine, theirs)
-        )
-        raise PolicyError(
-            f"parameter {place} is {here} here, and {there} on rank {rank}",
-            expected="the same parameters in the same order on all workers",
-            fix="build the same model and optimizer in every process",
-        )
+        for here, there in zip_longest(mine, theirs, fillvalue="no more parameters"):
+            if here != there:
+                raise PolicyError(
+                    f"{here} here, and on rank {rank}: {there}",
+                    expected="the same model, optimizer and settings on all workers",
+                    fix="build them in the same way in every process",
+                )
 
 
 def check_in_place(buckets: Iterable[Bucket], names: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ class ForwardOrder:
         before: Callable[[Iterable[int]], None],
     ) -> None:
         self.seen: dict[int, None] = {}  # a set in order
-        self._before, self._all = before, list(indices.values())
+        self._before, self._all, self._model = before, list(indices.values()), model
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
             if any(p in indices for p in module.parameters()):
@@ -39,7 +39,7 @@ class ForwardOrder:
     def _hook(self, own: list[int]) -> Callable[[nn.Module, Any], None]:
         def before_forward(module: nn.Module, args: Any) -> None:
             self.seen.update(dict.fromkeys(own))
-            self._before(own if module.training else self._all)
+            self._before(own if self._model.training else self._all)
 
         return before_forward
 

@@ -69,6 +69,7 @@ class PeerHalves:
         self._others = [  # each begins with another one, so that not all send to the same
             (self.rank + step) % self.num_workers for step in range(1, self.num_workers)
         ]
+        self._rooms: dict[int, Tensor] = {}  # for what is added up, by number; kept, as large
         self._expected: dict[tuple[int, Half], tuple[_Works, Tensor]] = {}
 
     def expect(self, flat: Tensor, number: int, half: Half) -> None:
@@ -98,19 +99,35 @@ class PeerHalves:
 
     def _receive(self, flat: Tensor, number: int, half: Half) -> tuple[_Works, Tensor]:
         """What the others send, in the order of `_others`, and where it goes."""
-        if half is Half.GATHER:
-            theirs = flat.view(self.num_workers, -1)
-            into = [theirs[other] for other in self._others]
-        else:
-            size = flat.numel() // (self.num_workers if half is Half.SCATTER else 1)
-            theirs = flat.new_empty(len(self._others), size)
-            into = list(theirs)
-        tag, pairs = _tag(number, half), zip(self._others, into, strict=True)
-        return [(other, self._group.recv([tensor], other, tag)) for other, tensor in pairs], theirs
+        match half:
+            case Half.GATHER:
+                theirs = flat.view(self.num_workers, -1)
+                into = [theirs[other] for other in self._others]
+            case Half.SCATTER:
+                theirs = self._room(flat, number)
+                into = list(theirs)
+            case Half.FLAGS:
+                theirs = flat.new_empty(len(self._others), flat.numel())
+                into = list(theirs)
+        works, tag = [], _tag(number, half)
+        for other, tensor in zip(self._others, into, strict=True):
+            with waiting_for(f"rank {other}", "averaging"):  # fails at once if it has gone
+                works.append((other, self._group.recv([tensor], other, tag)))
+        return works, theirs
+
+    def _room(self, flat: Tensor, number: int) -> Tensor:
+        shape = len(self._others), flat.numel() // self.num_workers
+        room = self._rooms.get(number)
+        if room is None or (room.shape, room.dtype) != (shape, flat.dtype):
+            room = self._rooms[number] = flat.new_empty(shape)
+        return room
 
     def _send(self, tensors: Sequence[Tensor], number: int, half: Half) -> _Works:
-        tag, pairs = _tag(number, half), zip(self._others, tensors, strict=True)
-        return [(other, self._group.send([tensor], other, tag)) for other, tensor in pairs]
+        works, tag = [], _tag(number, half)
+        for other, tensor in zip(self._others, tensors, strict=True):
+            with waiting_for(f"rank {other}", "averaging"):
+                works.append((other, self._group.send([tensor], other, tag)))
+        return works
 
 
 class _Messages:

@@ -56,3 +56,8 @@ class HandedOver(Tensor):
             expected="gradients left alone between backward() and step()",
             fix="optimizer.clip_grad_norm_(max_norm) clips by the norm of the mean of all workers",
         )
+
+
+def has_gradient(parameter: Tensor) -> bool:
+    """That has not gone yet."""
+    return parameter.grad is not None and not isinstance(parameter.grad, HandedOver)

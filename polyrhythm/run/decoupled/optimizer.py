@@ -17,13 +17,15 @@ ones and modules that are called twice are as without this.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.run.decoupled.averaging import Averaging
@@ -33,14 +35,22 @@ from polyrhythm.run.decoupled.checks import (
     check_agreed,
     check_alive,
     check_choices,
-    check_has_gradients,
     check_in_place,
     check_same,
     parameters_of,
 )
 from polyrhythm.run.decoupled.forward_order import ForwardOrder
 from polyrhythm.run.decoupled.grouping import Order, grouped
-from polyrhythm.run.decoupled.portable import State, check_state, segment_state, whole_state
+from polyrhythm.run.decoupled.handed_over import has_gradient
+from polyrhythm.run.decoupled.norms import norm_of
+from polyrhythm.run.decoupled.portable import (
+    State,
+    cast,
+    check_groups,
+    check_state,
+    segment_state,
+    whole_state,
+)
 from polyrhythm.run.decoupled.team import Mode, Team, members_of
 from polyrhythm.run.decoupled.tuning import Tuning
 from polyrhythm.run.pipeline.pipeline import Pipeline
@@ -60,6 +70,7 @@ class DistributedOptimizer(Optimizer):
         *,
         mode: Mode = "auto",
         node: str | None = None,
+        elementwise: bool = False,
         timeout: Seconds = 600.0,
     ) -> None:
         """All workers begin with the parameters and buffers of the first one.
@@ -74,20 +85,24 @@ class DistributedOptimizer(Optimizer):
         name: where several machines have several workers each, averages inside of machines and
         then across (`nested`) are tried, too.
 
+        `elementwise` says of an optimizer that is not torch's own that it updates each number by
+        itself.
+
         Of a Pipeline, each stage is averaged with its replicas: of consecutive ranks, as many as
         there are stages make one pipeline, or `process_group` has the replicas of this stage.
         Sizes are not tuned there: stages would take each other's changes for their own.
         """
         stage = model if isinstance(model, Pipeline) else None
         module = model.module if isinstance(model, Pipeline) else model
-        check(optimizer, module)
+        check(optimizer, module, elementwise=elementwise)
         check_choices(bucket_bytes, mode)
         self._inner, self._stage = optimizer, stage
         self._names, self._parameters = parameters_of(optimizer, module)
         ranks, group = members_of(process_group, 1 if stage is None else stage.num_stages)
         device = self._parameters[0].device
         self._team = Team(ranks, group, device, node=node, timeout=timeout)
-        check_agreed(self._team.gathered, self._names, self._parameters)
+        settings = {"bucket_bytes": bucket_bytes, "mode": mode}
+        check_agreed(self._team.gathered, optimizer, self._names, settings)
         self._group_of = {
             id(parameter): number
             for number, of in enumerate(optimizer.param_groups)
@@ -100,13 +115,13 @@ class DistributedOptimizer(Optimizer):
             if p in optimizer.state
         }
         self._syncing = True
-        self._averaging = Averaging(
-            self._parameters, self._names, self._team.control, self._team.reducing
-        )
         indices = {parameter: index for index, parameter in enumerate(self._parameters)}
         tied = set() if stage is None else stage.tied
         self._tied = frozenset(indices[p] for p in tied if p in indices)
-        self._order = Order(tuple(indices.values()), self._tied)
+        self._averaging = Averaging(
+            self._parameters, self._names, self._tied, self._team.control, self._team.reducing
+        )
+        self._order = Order(tuple(indices.values()), self._tied | self._frozen())
         self._unseen: Sequence[int] = ()  # that no module waits for
         self._is_ordered = False
         self._tuning: Tuning | None = None
@@ -116,17 +131,20 @@ class DistributedOptimizer(Optimizer):
         self._regroup(Candidate(size, self._kinds[0]), whole)
         self._forward = ForwardOrder(module, indices, self._averaging.await_parameters)
         self._hooks = [
-            *(
-                parameter.register_post_accumulate_grad_hook(self._hook(index))
-                for parameter, index in indices.items()
-                if index not in self._tied
-            ),
-            module.register_state_dict_pre_hook(lambda *_: self.synchronize()),
-            module.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
+            _hooked(parameter, self._hook(index))
+            for parameter, index in indices.items()
+            if index not in self._tied
+        ]
+        for part in module.modules():
+            self._hooks += [
+                part.register_state_dict_pre_hook(lambda *_: self.synchronize()),
+                part.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
+            ]
+        self._hooks.append(
             module.register_load_state_dict_post_hook(
                 lambda *_: check_same(module, self._names, self._parameters)
-            ),
-        ]
+            )
+        )
         if stage is not None:
             stage.accumulate_in(self.no_sync)
         self.__setstate__({"defaults": optimizer.defaults})  # hooks of a step, as others have
@@ -159,8 +177,7 @@ class DistributedOptimizer(Optimizer):
         raise PolicyError(
             "a parameter group added to a distributed optimizer",
             expected="all groups in the optimizer that is wrapped",
-            fix="close() this one, add the group to the wrapped optimizer of all parameters, and "
-            "wrap that: all workers do",
+            fix="save its state_dict(), close() it, and wrap a new optimizer with all groups",
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -185,13 +202,19 @@ class DistributedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         check_alive()
-        check_has_gradients(self._averaging.has_gradients, self._parameters)
+        if not self._averaging.has_gradients:
+            raise PolicyError(
+                "step() without a backward()",
+                expected="loss.backward() before each step, outside of no_sync() at least once",
+                fix="call backward first; after zero_grad() there is nothing to step with",
+            )
         check_in_place(self._averaging.buckets, self._names)
         self._averaging.expect_weights()
         self._averaging.finish()
         first, *others = self._averaging.buckets
         self._update([first])
         self._update(others)
+        self._averaging.mark_changed()
         self._averaging.empty()
         self._averaging.await_parameters(self._unseen)
         if not self._is_ordered:
@@ -201,25 +224,25 @@ class DistributedOptimizer(Optimizer):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the mean gradients so that their norm is at most `max_norm`; the norm before."""
+        if not self._averaging.has_gradients:
+            raise PolicyError(
+                "clip_grad_norm_() without a backward()",
+                expected="loss.backward() before it, outside of no_sync() at least once",
+                fix="clip between backward() and step()",
+            )
         self._averaging.finish()
-        found = [s for s in self._averaging.segments if s.parameter.grad is not None]
         elsewhere = set() if self._stage is None else self._stage.tied_elsewhere
-        norms = [
-            torch.linalg.vector_norm(s.gradient.float(), norm_type)
-            for s in found
-            if self._parameters[s.index] not in elsewhere
-        ]
-        total = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]), norm_type)
+        found = [s for s in self._averaging.segments if s.parameter.grad is not None]
+        counted = [s.gradient for s in found if self._parameters[s.index] not in elsewhere]
+        total = norm_of(counted, norm_type, self._parameters[0].device)
         if not self._averaging.is_whole:
-            every = torch.tensor(self._team.gathered(total.item()))
-            total = torch.linalg.vector_norm(every, norm_type)
+            total = norm_of(list(torch.tensor(self._team.gathered(total.item()))), norm_type)
         if self._stage is not None:
             total = self._stage.norm_over_stages(total.cpu(), norm_type).float()
         factor = min(1.0, max_norm / (total.item() + 1e-6))
-        if factor < 1.0:
-            for segment in found:
-                segment.gradient.mul_(factor)
-        return total
+        for segment in found if factor < 1.0 else ():
+            segment.gradient.mul_(factor)
+        return total.to(self._parameters[0].device)
 
     def synchronize(self) -> None:
         """Wait until this worker has all parameters of the last step."""
@@ -236,31 +259,43 @@ class DistributedOptimizer(Optimizer):
         return {"state": self._whole_state(), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict`, or that of the wrapped optimizer without this, has given."""
+        """What `state_dict`, or that of the wrapped optimizer without this, has given.
+
+        Called by all workers, with the same.
+        """
         groups, ours = state_dict["param_groups"], self._inner.param_groups
-        sizes = [len(of["params"]) for of in groups]
-        counts = [0] * len(ours)
-        for number in self._group_of.values():
-            counts[number] += 1
-        if sizes != counts:
-            raise PolicyError(
-                f"a checkpoint with parameter groups of {sizes}",
-                expected=f"groups of {counts}, as this optimizer has",
-                fix="load the checkpoint of the same model and the same groups",
-            )
+        counts = Counter(self._group_of.values())
+        check_groups(groups, [counts[number] for number in range(len(ours))])
         check_state(state_dict["state"], self._parameters, self._names)
         self.synchronize()
         for of, into in zip(groups, ours, strict=True):
             into |= {k: v for k, v in of.items() if k != "params"}
-        self._adopt_state(state_dict["state"])
+        self._adopt_state(cast(state_dict["state"], self._parameters))
 
     def close(self) -> None:
         """End; the model and its parameters stay as they are."""
-        self.synchronize()
-        self._forward.remove()
-        for hook in self._hooks:
-            hook.remove()
-        self._team.close()
+        try:
+            self.synchronize()
+        finally:
+            self._forward.remove()
+            for hook in self._hooks:
+                hook.remove()
+            for parameter in self._parameters:
+                if not has_gradient(parameter):
+                    parameter.grad = None
+            if self._stage is not None:
+                self._stage.accumulate_in(contextlib.nullcontext)
+            self._team.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise PolicyError(
+            "a copy of a distributed optimizer",
+            expected="one for each model, made by all workers together",
+            fix="copy or save its state_dict()",
+        )
+
+    def _frozen(self) -> frozenset[int]:
+        return frozenset(i for i, p in enumerate(self._parameters) if not p.requires_grad)
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
@@ -270,10 +305,11 @@ class DistributedOptimizer(Optimizer):
 
         return on_gradient
 
-    def _update(self, buckets: Iterable[Bucket]) -> None:
+    def _update(self, buckets: Sequence[Bucket]) -> None:
         """With the gradients of these alone, and send on what has become of them."""
         own = {id(s.parameter) for bucket in buckets for s in bucket.segments}
         kept = {s.parameter: s.parameter.grad for s in self._averaging.segments}
+        self._averaging.scout.grad = None  # which is no weight
         for parameter, gradient in kept.items():
             parameter.grad = gradient if id(parameter) in own else None
         self._inner.step()
@@ -284,8 +320,8 @@ class DistributedOptimizer(Optimizer):
     def _follow_forward(self) -> None:
         """Once, after the first step: buckets in the order in which the forward uses them."""
         self._is_ordered = True
-        seen = self._team.gathered(list(self._forward.seen))[0]
-        self._order = Order.of(seen, len(self._parameters), self._tied)
+        seen, frozen = self._team.gathered((list(self._forward.seen), self._frozen()))[0]
+        self._order = Order.of(seen, len(self._parameters), self._tied | frozen)
         self._unseen = self._order.indices[len(seen) :]
         self._regroup(self._candidate, self._whole_state())
         if self._is_auto:
@@ -314,6 +350,7 @@ class DistributedOptimizer(Optimizer):
         for segment in self._averaging.segments:
             of = self._inner.param_groups[self._group_of[id(self._parameters[segment.index])]]
             of["params"].append(segment.parameter)
+        self._inner.param_groups[0]["params"].append(self._averaging.scout)
         self._adopt_state(state)
 
     def _whole_state(self) -> State:
@@ -332,3 +369,12 @@ class DistributedOptimizer(Optimizer):
                 self._inner.state[segment.parameter] = segment_state(
                     whole, segment, parameter, fused=fused
                 )
+
+
+def _hooked(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Also if it is frozen for now."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(is_trained)
+    return handle

@@ -15,6 +15,7 @@ from polyrhythm.run.decoupled.bucket import Bucket, Segment
 from polyrhythm.run.decoupled.halves import Halves
 
 State = dict[int, dict[str, Any]]  # by the index of a parameter
+_COUNTS = ("step", "eta", "mu", "mu_product")  # of torch's optimizers
 Gathered = Callable[[Any], list[Any]]  # what all workers give, by rank
 
 
@@ -52,13 +53,24 @@ def segment_state(
     """What a segment has of its parameter's state; `fused` optimizers count steps on the GPU."""
     found: dict[str, Any] = {}
     for key, value in whole.items():
-        if not _is_single(value):
+        if not _is_one_of_all(key, value, parameter):
             found[key] = _as_it_lies(value, parameter)[segment.start : segment.stop].clone()
         elif isinstance(value, Tensor):
             found[key] = value.to(parameter.device if fused else "cpu", copy=True)
         else:
             found[key] = value
     return found
+
+
+def check_groups(groups: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> None:
+    """`groups` are those of a checkpoint, `counts` the parameters in each of this optimizer's."""
+    sizes = [len(of["params"]) for of in groups]
+    if sizes != list(counts):
+        raise PolicyError(
+            f"a checkpoint with parameter groups of {sizes}",
+            expected=f"groups of {list(counts)}, as this optimizer has",
+            fix="load the checkpoint of the same model and the same groups",
+        )
 
 
 def check_state(whole: State, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
@@ -72,12 +84,27 @@ def check_state(whole: State, parameters: Sequence[nn.Parameter], names: Sequenc
             )
         shape = tuple(parameters[index].shape)
         for key, value in of.items():
-            if not _is_single(value) and tuple(value.shape) != shape:
+            is_one = _is_one_of_all(key, value, parameters[index])
+            if not is_one and tuple(value.shape) != shape:
                 raise PolicyError(
                     f"{key} of {names[index]} has shape {tuple(value.shape)} in the checkpoint",
                     expected=f"shape {shape}, as the parameter",
                     fix="load the checkpoint of the same model",
                 )
+
+
+def cast(whole: State, parameters: Sequence[nn.Parameter]) -> State:
+    """As torch loads a checkpoint: numbers of a parameter get its type."""
+    return {
+        index: {
+            key: value.to(parameters[index].dtype)
+            if parameters[index].is_floating_point()
+            and not _is_one_of_all(key, value, parameters[index])
+            else value
+            for key, value in of.items()
+        }
+        for index, of in whole.items()
+    }
 
 
 def _gather(
@@ -99,8 +126,14 @@ def _gather(
 
 
 def _is_single(value: Any) -> bool:
-    """Not one number for each of the parameter's: a count of steps, say."""
+    """In the state of a segment, which has a dimension: a count of steps, say."""
     return not isinstance(value, Tensor) or value.dim() == 0
+
+
+def _is_one_of_all(key: str, value: Any, parameter: nn.Parameter) -> bool:
+    """The same in the state of a whole parameter, which may have none itself."""
+    is_number = _is_single(value)
+    return is_number and (parameter.dim() > 0 or key in _COUNTS or not isinstance(value, Tensor))
 
 
 def _told(value: Any) -> Any:

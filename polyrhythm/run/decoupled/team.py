@@ -95,9 +95,11 @@ class Team:
         """Those of the first one."""
         with waiting_for("another worker", "beginning with the same weights"):
             for tensor in tensors:
-                first = tensor.detach().cpu().contiguous()
-                self._groups[0].broadcast(first, 0).wait()
-                tensor.copy_(first)
+                if tensor.numel():
+                    first = tensor.detach().cpu().contiguous()
+                    raw = first.view(-1).view(torch.uint8)  # gloo need not know the type
+                    self._groups[0].broadcast(raw, 0).wait()
+                    tensor.copy_(first)
 
     def close(self) -> None:
         self.reducing.close()

@@ -73,8 +73,8 @@ class PipelineFacts:
     def norm_over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
         """That of all stages' numbers, given that of this stage's; called by all stages."""
         control = None if self._connections is None else self._connections.control
-        total = norm if norm_type == float("inf") else norm**norm_type
-        return norm_over_stages(total.double(), norm_type, control)
+        total = norm.double() if norm_type == float("inf") else norm.double() ** norm_type
+        return norm_over_stages(total, norm_type, control)
 
     def _check_open(self, called: str) -> None:
         if self._is_closed:
