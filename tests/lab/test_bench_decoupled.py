@@ -6,14 +6,17 @@ Bytes, state and weights are: they do not depend on what else the machine does.
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from polyrhythm.bench.decoupled.ratios import BARS, of_smax, ratios_of, theory
-from polyrhythm.bench.decoupled.settings import FULL_PLAN, QUICK_PLAN, Plan, Setting
-from polyrhythm.bench.decoupled.steps import Measured, Row
+from polyrhythm.bench.decoupled.ratios import BARS, first_guess, of_smax, ratios_of, theory
+from polyrhythm.bench.decoupled.rounds import better, contenders, to_repeat
+from polyrhythm.bench.decoupled.settings import FULL_PLAN, MIB, QUICK_PLAN, Plan, Setting, Side
+from polyrhythm.bench.decoupled.steps import Measured, Row, Tuned, goodput
+from polyrhythm.sync.fusion.tuner import FIRST, Candidate, Kind
+from polyrhythm.types import Seconds
 
 PLANS = pytest.mark.parametrize("plan", [FULL_PLAN, QUICK_PLAN])
 
@@ -31,6 +34,8 @@ def test_the_quick_benchmark_ends_with_its_ratios(tmp_path: Path) -> None:
     assert all(ratio > 0 for ratio in result["ratios"].values())
     assert result["ratios"]["state"] <= BARS["state"]
     figures = result["figures"]
+    assert 1 <= figures["tuned_trials"] <= 10
+    assert figures["nested_gain"] > 0
     assert figures["state_2"] == pytest.approx(1 / 2, rel=0.02)
     for setting in QUICK_PLAN.settings:
         assert figures[f"{setting.name}_difference"] <= 1e-6
@@ -57,7 +62,8 @@ def test_there_is_a_ratio_for_each_bar(plan: Plan) -> None:
 def test_a_step_as_long_as_its_bound_is_all_of_what_is_possible() -> None:
     setting = FULL_PLAN.settings[0]
     times = setting.times(0.75, setting.bandwidth)
-    steps = {"alone": 0.75, "ddp 0.5": times.coupled, "ours 0.5": times.decoupled}
+    ddp, ours = (next(s.name for s in setting.sides if s.kind == kind) for kind in ("ddp", "ours"))
+    steps = {"alone": 0.75, ddp: times.coupled, ours: times.decoupled}
     measured = _measured(setting, steps)
     assert of_smax(measured) == pytest.approx(1.0)
     assert measured.ratio("ddp", "ours") == pytest.approx(theory(measured))
@@ -77,6 +83,86 @@ def test_sides_are_compared_at_their_best_bucket_and_within_rounds() -> None:
     assert measured.ratio("ddp", "ours") == 2.5
 
 
+def test_a_side_that_one_noisy_step_held_back_has_a_second_round() -> None:
+    sides = [Side("ddp", size * MIB) for size in (1, 2, 4)] + [Side("fsdp2")]
+    first = [_row(*row) for row in [("ddp 1", 0, 1.0), ("ddp 2", 0, 1.14), ("ddp 4", 0, 1.2)]]
+    first.append(_row("fsdp2", 0, 3.0))
+    assert contenders(sides, [], 0) == sides
+    assert _names(contenders(sides, first, 1)) == ["ddp 1", "ddp 2", "fsdp2"]
+    second = [_row("ddp 1", 1, 1.2), _row("ddp 2", 1, 1.0), _row("fsdp2", 1, 3.0)]
+    assert _names(contenders(sides, first + second, 2)) == ["ddp 1", "ddp 2"]
+    second[1] = _row("ddp 2", 1, 1.3)
+    assert _names(contenders(sides, first + second, 2)) == ["ddp 1"]
+
+
+def test_who_is_out_stays_out_however_good_it_was() -> None:
+    sides = [Side("ddp", size * MIB) for size in (1, 2)]
+    rows = [_row("ddp 1", 0, 1.0), _row("ddp 2", 0, 9.0), _row("ddp 1", 1, 50.0)]
+    assert _names(contenders(sides, rows, 2)) == ["ddp 1"]
+
+
+def test_a_side_is_not_left_out_for_a_time_that_the_machine_was_disturbed() -> None:
+    sides = [Side("ddp", size * MIB) for size in (1, 2)]
+    calm = _row("ddp 1", 0, 1.0)
+    for doubt in ({"stolen": 0.2}, {"trouble": "late"}):
+        for seconds, names in ((1.35, ["ddp 1", "ddp 2"]), (1.45, ["ddp 1"])):
+            rows = [calm, _row("ddp 2", 0, seconds, **doubt)]
+            assert _names(contenders(sides, rows, 1)) == names
+
+
+def test_steps_in_doubt_are_repeated_the_most_promising_first_and_not_for_ever() -> None:
+    calm, late = _row("ddp 1", 0, 1.0), _row("ddp 2", 0, 1.5, trouble="late")
+    robbed = _row("ours 1", 0, 1.0, stolen=0.5)
+    assert to_repeat([calm], {}) is None
+    assert to_repeat([calm, late, robbed], {}) == "ours 1"
+    assert to_repeat([calm, late, robbed], {"ours 1": 2}) == "ddp 2"
+    assert to_repeat([calm, late, robbed], {"ours 1": 2, "ddp 2": 2}) is None
+    assert to_repeat([late], {"a": 2, "b": 2, "c": 2}) is None
+
+
+def test_a_repetition_counts_if_it_can_be_trusted_or_noise_added_less() -> None:
+    calm, late = _row("ddp 1", 0, 1.2), _row("ddp 1", 0, 1.0, trouble="late")
+    assert better(late, calm) == better(calm, late) == calm
+    later = _row("ddp 1", 0, 1.1, trouble="late")
+    assert better(later, late) == late
+
+
+def test_the_network_is_never_faster_than_it_was_made() -> None:
+    sizes = 1_000, 11_000
+    assert goodput(sizes, [0.1, 0.3], [1.1, 2.1, 1.6], most=20_000.0) == pytest.approx(10_000.0)
+    assert goodput(sizes, [1.0], [1.1], most=20_000.0) == 20_000.0
+    assert goodput(sizes, [1.0], [0.9], most=20_000.0) == 20_000.0
+
+
+def test_trials_are_counted_though_some_measure_again_what_is_there() -> None:
+    first, second, third = Candidate(FIRST), Candidate(FIRST, Kind.ALL_REDUCE), Candidate(5_000_000)
+    steps = [first] * 11 + [second] * 12 + [third] * 24 + [second]
+    assert Tuned.of(steps, first) == Tuned(found=second, num_trials=4)
+    assert Tuned.of([first] * 12, first) == Tuned(found=first, num_trials=1)
+
+
+def test_the_first_guess_is_compared_in_the_round_that_it_was_in() -> None:
+    rows = [_row("ours 1", 0, 1.0), _row("ours 25", 0, 1.5), _row("ours 1", 1, 3.0)]
+    assert first_guess(_measured(FULL_PLAN.settings[0], {}, tuple(rows))) == 1.5
+
+
+@PLANS
+def test_sides_of_a_setting_have_names_of_their_own(plan: Plan) -> None:
+    for setting in plan.settings:
+        assert len(set(_names(setting.sides))) == len(setting.sides)
+
+
+def test_every_side_of_the_grid_has_other_buckets() -> None:
+    setting = next(s for s in FULL_PLAN.settings if s.name == "tuned")
+    grid = [side for side in setting.sides if side.bucket is not None]
+    held = {(min(s.bucket or 0, setting.size) // setting.layer_bytes, s.mode) for s in grid}
+    assert len(held) == len(grid)
+
+
+def _names(sides: Sequence[Side]) -> list[str]:
+    return [side.name for side in sides]
+
+
 def _measured(
     setting: Setting, seconds: Mapping[str, float], rows: tuple[Row, ...] | None = None
 ) -> Measured:
@@ -90,7 +176,14 @@ def _measured(
     )
 
 
-def _row(side: str, number: int, seconds: float) -> Row:
+def _row(
+    side: str,
+    number: int,
+    seconds: Seconds,
+    *,
+    stolen: float = 0.0,
+    trouble: str | None = None,
+) -> Row:
     return Row(
         setting="speed",
         side=side,
@@ -98,5 +191,6 @@ def _row(side: str, number: int, seconds: float) -> Row:
         round=number,
         seconds=seconds,
         wire_bytes=1.0,
-        trouble=None,
+        stolen=stolen,
+        trouble=trouble,
     )

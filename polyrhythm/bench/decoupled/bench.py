@@ -2,20 +2,22 @@
 
 Two and four workers on hosts of the lab, real gloo processes, emulated compute: layers sleep, but
 have weights and gradients. All sides are in the same processes and take turns; DDP and ours are
-swept over bucket sizes, and compared at their best. How fast gradients can travel is measured with
-a plain message, and with it the paper's bounds. With four workers, all that a host sends shares one
-line.
+swept over bucket sizes, and compared at their best; so is what tuning finds with a grid of sizes.
+How fast gradients can travel is measured with plain messages, and with it the paper's bounds. With
+four workers, all that a host sends to other nodes shares one line.
 """
 
 import tempfile
+import time
 from pathlib import Path
 
 from rich.console import Console
 
 from polyrhythm.bench.decoupled.collectives import HalfRow
 from polyrhythm.bench.decoupled.ratios import BARS, figures, ratios_of
+from polyrhythm.bench.decoupled.rounds import measure
 from polyrhythm.bench.decoupled.settings import FULL_PLAN, QUICK_PLAN
-from polyrhythm.bench.decoupled.steps import Measured, measure
+from polyrhythm.bench.decoupled.steps import Measured
 from polyrhythm.bench.decoupled.tables import show_halves, show_ratios, show_setting
 from polyrhythm.bench.decoupled.worker import MeasureHalves
 from polyrhythm.bench.decoupled.workers import Workers, cluster
@@ -29,6 +31,7 @@ def run(*, quick: bool, console: Console) -> Result:
     plan = QUICK_PLAN if quick else FULL_PLAN
     found: dict[str, Measured] = {}
     halves: list[HalfRow] = []
+    until = time.monotonic()
     for num_workers in plan.worker_counts:
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -37,7 +40,8 @@ def run(*, quick: bool, console: Console) -> Result:
         ):
             for setting in plan.settings:
                 if setting.num_workers == num_workers:
-                    found[setting.name] = measure(workers, setting)
+                    until += setting.budget  # what one leaves, the next may use
+                    found[setting.name] = measure(workers, setting, until=until)
                     show_setting(console, found[setting.name])
             network = plan.halves
             workers.set_network(network.latency, network.bandwidth, uplink=num_workers > 2)

@@ -18,8 +18,7 @@ ALL_REDUCE = "all-reduce"
 SCATTER, GATHER, BOTH = "reduce-scatter", "all-gather", "both"
 GLOO, PEERS = "gloo", "ours"
 _NOTICE: Seconds = 0.02  # from agreeing on a moment until it comes
-_LONG_NOTICE: Seconds = 0.2  # far away
-_SMALL: Bytes = 65_536
+_TRIPS = 9  # that agreeing takes, at most, of messages between four workers
 
 Way = tuple[str, str]  # whose, and what
 
@@ -88,26 +87,21 @@ def _ways(flat: Tensor, peers: PeerHalves) -> dict[Way, Sequence[Callable[[], ob
     }
 
 
-def message_rate(size: Bytes) -> float:
-    """Bytes per second of plain messages from the first worker to the second.
+def message_time(size: Bytes, latency: Seconds) -> Seconds:
+    """Of a plain message from the first worker to the last; `latency` is what they are apart.
 
     In one direction: with traffic in both, acknowledgements wait behind data, and TCP gets about
-    three quarters of it. That is to count against whoever sends so. What a message takes whatever
-    its size is not counted.
+    three quarters of it. That is to count against whoever sends so.
     """
+    message, last = torch.ones(size // 4), dist.get_world_size() - 1
 
-    def seconds(size: Bytes) -> Seconds:
-        message = torch.ones(size // 4)
+    def pass_on() -> None:
+        if dist.get_rank() == 0:
+            dist.send(message, last)
+        elif dist.get_rank() == last:
+            dist.recv(message, 0)
 
-        def pass_on() -> None:
-            if dist.get_rank() == 0:
-                dist.send(message, 1)
-            elif dist.get_rank() == 1:
-                dist.recv(message, 0)
-
-        return _timed([pass_on], notice=_LONG_NOTICE)
-
-    return (size - _SMALL) / (seconds(size) - seconds(_SMALL))
+    return _timed([pass_on], notice=_NOTICE + _TRIPS * latency)
 
 
 def _timed(actions: Sequence[Callable[[], object]], *, notice: Seconds = _NOTICE) -> Seconds:

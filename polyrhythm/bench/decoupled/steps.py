@@ -1,23 +1,18 @@
-"""Measuring: the sides of a setting in turns, round by round, over the setting's network.
-
-All sides are there in the first round. After it, those that take clearly longer than the best of
-their kind are left out: they could not become it.
-"""
+"""What was measured of a setting: steps of its sides, round by round, and what they amount to."""
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polyrhythm.bench.decoupled.settings import ALONE, Setting, Side
-from polyrhythm.bench.decoupled.worker import Compare, MeasureRate, Prepare, Run
-from polyrhythm.bench.decoupled.workers import Workers
+from polyrhythm.bench.decoupled.settings import ALONE, Setting
 from polyrhythm.cost.decoupled import Ring, StepTimes
 from polyrhythm.sync.fusion.layers import LayerTimes, by_bytes
 from polyrhythm.sync.fusion.timeline import dear
+from polyrhythm.sync.fusion.tuner import Candidate
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
-_CONTENDERS = 1.05  # of the best of their kind
+_STOLEN = 0.04  # of all cores' time: more of it, and a step that sleeps takes visibly longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +25,34 @@ class Row:
     round: int
     seconds: Seconds  # of a step
     wire_bytes: float  # that all workers together sent in a step, headers counted
+    stolen: float  # share of the cores' time that the machine's host gave to others meanwhile
     trouble: str | None  # why the emulated network was no good meanwhile, if it was not
+
+    @property
+    def doubt(self) -> str | None:
+        """Why not to trust it; None if it can be."""
+        if self.stolen > _STOLEN:
+            return f"the host took {self.stolen:.0%} of the cores' time"
+        return self.trouble
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What tuning settled on, and after how many trials."""
+
+    found: Candidate
+    num_trials: int
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate], first: Candidate) -> "Tuned":
+        """From the candidate after each step until it was tuned; all trials have as many steps.
+
+        The second one tries something else, so that the first change tells how many.
+        """
+        num_steps = next(
+            (n for n, candidate in enumerate(candidates, 1) if candidate != first), len(candidates)
+        )
+        return cls(found=candidates[-1], num_trials=round(len(candidates) / num_steps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +62,7 @@ class Measured:
     goodput: BytesPerSecond  # of a plain message
     state: float  # of AdamW, ours over DDP's, on the worker that has most
     difference: float  # of weights between sides, after the first round
+    tuned: Tuned | None = None  # of a setting with a side that tunes itself
 
     @property
     def times(self) -> StepTimes:
@@ -64,9 +87,9 @@ class Measured:
 
     def best(self, kind: str) -> str:
         """The side of this kind that takes least: the median over rounds, of those in all."""
-        last = max(row.round for row in self.rows)
-        sides = [r.side for r in self.rows if r.kind == kind and r.round == last]
-        return min(sides, key=self.seconds)
+        rows = [row for row in self.rows if row.kind == kind]
+        last = max(row.round for row in rows)
+        return min((row.side for row in rows if row.round == last), key=self.seconds)
 
     def seconds(self, side: str) -> Seconds:
         return statistics.median(r.seconds for r in self.rows if r.side == side)
@@ -76,58 +99,25 @@ class Measured:
 
     def ratio(self, kind: str, to: str) -> float:
         """How many times longer the best of a kind takes: the median over rounds of both."""
-        one, other = (
-            {r.round: r.seconds for r in self.rows if r.side == self.best(of)} for of in (kind, to)
-        )
+        return self.side_ratio(self.best(kind), self.best(to))
+
+    def side_ratio(self, side: str, to: str) -> float:
+        one, other = ({r.round: r.seconds for r in self.rows if r.side == s} for s in (side, to))
         return statistics.median(one[n] / other[n] for n in one.keys() & other.keys())
 
 
-def measure(workers: Workers, setting: Setting) -> Measured:
-    workers.set_fast_network()
-    states = workers.ask(Prepare(setting))
-    workers.set_network(setting.latency, setting.bandwidth, uplink=setting.uplink)
-    # The fastest: TCP finds the bandwidth by and by.
-    rates = [max(workers.ask(MeasureRate(setting.size // 2))) for _ in range(setting.num_rounds)]
-    rows, difference = [], math.nan
-    sides: Sequence[Side] = setting.sides
-    for number in range(setting.num_rounds):
-        for side in sides:
-            rows.append(_run(workers, setting, side, number))
-        if number == 0:
-            difference = max(workers.ask(Compare()))
-            sides = _contenders(sides, rows)
-    return Measured(
-        setting=setting,
-        rows=tuple(rows),
-        goodput=max(rates),
-        state=_state_ratio(states),
-        difference=difference,
-    )
+def goodput(
+    sizes: tuple[Bytes, Bytes],
+    small: Sequence[Seconds],
+    large: Sequence[Seconds],
+    *,
+    most: BytesPerSecond,
+) -> BytesPerSecond:
+    """Of messages of two sizes: what one takes whatever its size is not counted.
 
-
-def _run(workers: Workers, setting: Setting, side: Side, number: int) -> Row:
-    """The first step does not count: nothing of the one before is under way then."""
-    num_steps = setting.num_steps + 1
-    workers.report()
-    ends = workers.ask(Run(side, num_steps))
-    report = workers.report()
-    first, last = (max(of[place] for of in ends) for place in (0, -1))
-    return Row(
-        setting=setting.name,
-        side=side.name,
-        kind=side.kind,
-        round=number,
-        seconds=(last - first) / setting.num_steps,
-        wire_bytes=sum(pair.wire_bytes for pair in report.pairs) / num_steps,
-        trouble=report.punctuality.trouble,
-    )
-
-
-def _contenders(sides: Iterable[Side], rows: Sequence[Row]) -> list[Side]:
-    took = {row.side: row.seconds for row in rows}
-    best = {row.kind: min(took[r.side] for r in rows if r.kind == row.kind) for row in rows}
-    return [side for side in sides if took[side.name] <= _CONTENDERS * best[side.kind]]
-
-
-def _state_ratio(states: Sequence[Mapping[str, int]]) -> float:
-    return max(of["ours"] / of["ddp"] for of in states)
+    By the fastest of each: noise only adds, and TCP finds the bandwidth by and by. Never more than
+    there is, which noise in the small ones would give.
+    """
+    longer = min(large) - min(small)
+    rate = (sizes[1] - sizes[0]) / longer if longer > 0 else math.inf
+    return min(rate, most)

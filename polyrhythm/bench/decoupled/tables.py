@@ -1,12 +1,13 @@
 """What the benchmark of decoupled all-reduce prints: a table per setting, halves, then the bars."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 
 from polyrhythm.bench.decoupled.collectives import ALL_REDUCE, BOTH, GATHER, GLOO, SCATTER, HalfRow
 from polyrhythm.bench.decoupled.ratios import (
     BARS,
+    first_guess,
     layered,
     milliseconds,
     of_smax,
@@ -14,7 +15,7 @@ from polyrhythm.bench.decoupled.ratios import (
     to_all_reduce,
     verdict,
 )
-from polyrhythm.bench.decoupled.settings import DDP, MIB, OURS
+from polyrhythm.bench.decoupled.settings import DDP, MIB, NESTED, OURS, TUNED
 from polyrhythm.bench.decoupled.steps import Measured
 from polyrhythm.describe.units import show
 from polyrhythm.tables import print_line, print_table
@@ -22,14 +23,15 @@ from polyrhythm.types import BytesPerSecond
 
 
 def show_setting(console: Console, measured: Measured) -> None:
-    setting, times = measured.setting, measured.times
+    setting = measured.setting
     best = measured.seconds(measured.best(OURS))
     print_line(
         console,
         f"{setting.name}: {setting.num_workers} workers, {setting.num_layers} layers of "
-        f"{setting.layer_bytes / MIB:g} MiB; forward {setting.forward:g} s, backward "
+        f"{setting.layer_bytes / MIB:.3g} MiB; forward {setting.forward:g} s, backward "
         f"{setting.backward:g} s; {1e3 * setting.latency:g} ms, "
-        f"{show(measured.goodput, BytesPerSecond)} measured: all-gather {times.all_gather:.3f} s",
+        f"{show(measured.goodput, BytesPerSecond)} measured: all-gather "
+        f"{measured.times.all_gather:.3f} s",
     )
     print_table(
         console,
@@ -46,20 +48,38 @@ def show_setting(console: Console, measured: Measured) -> None:
         ],
         numbers=True,
     )
-    print_line(
-        console,
-        f"bounds: coupled {times.coupled:.3f} s, decoupled {times.decoupled:.3f} s, "
-        f"layer by layer {layered(measured):.3f} s; "
-        f"{DDP} / {OURS} {measured.ratio(DDP, OURS):.3f} of {theory(measured):.3f}; "
-        f"{of_smax(measured):.1%} of S_max",
-    )
-    print_line(
-        console,
+    for line in _conclusions(measured):
+        print_line(console, line)
+
+
+def _conclusions(measured: Measured) -> Iterator[str]:
+    times = measured.times
+    if measured.setting.has(DDP):
+        yield (
+            f"bounds: coupled {times.coupled:.3f} s, decoupled {times.decoupled:.3f} s, "
+            f"layer by layer {layered(measured):.3f} s; "
+            f"{DDP} / {OURS} {measured.ratio(DDP, OURS):.3f} of {theory(measured):.3f}; "
+            f"{of_smax(measured):.1%} of S_max"
+        )
+    if measured.tuned is not None:
+        yield (
+            f"tuned to {measured.tuned.found} in {measured.tuned.num_trials} trials: "
+            f"{measured.ratio(TUNED, OURS):.3f} of the best of the grid, "
+            f"where the first guess is {first_guess(measured):.3f}"
+        )
+    if measured.setting.has(NESTED):
+        yield f"{OURS} / {NESTED} {measured.ratio(OURS, NESTED):.3f}"
+    yield (
         f"weights differ by {measured.difference:.1g} at most; "
-        f"state of AdamW {measured.state:.4f} of {DDP}'s",
+        f"state of AdamW {measured.state:.4f} of {DDP}'s"
     )
-    for trouble in dict.fromkeys(filter(None, (row.trouble for row in measured.rows))):
-        print_line(console, f"not to be trusted: {trouble}")
+    doubtful = [row for row in measured.rows if row.doubt is not None]
+    if doubtful:
+        worst = max(doubtful, key=lambda row: row.stolen)
+        yield (
+            f"not to be trusted: {len(doubtful)} of {len(measured.rows)} measurements, "
+            f"such as {worst.side} in round {worst.round + 1}: {worst.doubt}"
+        )
 
 
 def show_halves(console: Console, rows: Sequence[HalfRow]) -> None:

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from polyrhythm.bench.decoupled.layers import Layers
-from polyrhythm.bench.decoupled.settings import DDP, FSDP2, MIB, OURS, Setting, Side
+from polyrhythm.bench.decoupled.settings import DDP, FSDP2, MIB, NESTED, OURS, TUNED, Setting, Side
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
+from polyrhythm.sync.fusion.tuner import Candidate
 from polyrhythm.types import Bytes, Seconds
 
 DEADLINE: Seconds = 60.0  # of any wait for another process
@@ -37,10 +38,14 @@ class Training:
                 fully_shard(layer, mesh=mesh, reshard_after_forward=False)
             fully_shard(self.layers, mesh=mesh, reshard_after_forward=False)
         self.optimizer = _optimizer(self.layers.parameters(), has_adam=has_adam)
-        if side.kind == OURS:
-            assert side.bucket is not None, "its size has to be given so far"
+        if side.kind in (OURS, NESTED, TUNED):
             self.optimizer = DistributedOptimizer(
-                self.optimizer, self.layers, side.bucket, timeout=DEADLINE
+                self.optimizer,
+                self.layers,
+                side.bucket or "auto",
+                mode=side.mode,
+                node=f"node {dist.get_rank() // setting.node_size}",
+                timeout=DEADLINE,
             )
 
     def run(self, num_steps: int, *, paced: bool = True) -> list[Seconds]:
@@ -51,13 +56,27 @@ class Training:
             self.layers.set_pace(0.0, 0.0)
         ends = []
         for _ in range(num_steps):
-            self._model(torch.ones(4, requires_grad=True)).sum().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self._step()
             ends.append(time.monotonic())
         if isinstance(self.optimizer, DistributedOptimizer):
             self.optimizer.synchronize()
         return ends
+
+    def tune(self) -> list[Candidate]:
+        """What the optimizer has changed to, or has not, after each step until it is tuned."""
+        assert isinstance(self.optimizer, DistributedOptimizer), "no other tunes itself"
+        self.layers.set_pace(self._setting.forward, self._setting.backward)
+        candidates = []
+        while not self.optimizer.is_tuned:
+            self._step()
+            candidates.append(self.optimizer.candidate)
+        self.optimizer.synchronize()
+        return candidates
+
+    def _step(self) -> None:
+        self._model(torch.ones(4, requires_grad=True)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def difference(self, other: "Training") -> float:
         """The largest between two weights."""

@@ -9,15 +9,16 @@ import torch
 import torch._dynamo  # before the fork: it takes a second
 import torch.distributed as dist
 
-from polyrhythm.bench.decoupled.collectives import measure_halves, message_rate
-from polyrhythm.bench.decoupled.settings import DDP, OURS, HalvesPlan, Setting, Side
+from polyrhythm.bench.decoupled.collectives import measure_halves, message_time
+from polyrhythm.bench.decoupled.settings import DDP, NESTED, OURS, TUNED, HalvesPlan, Setting, Side
 from polyrhythm.bench.decoupled.training import DEADLINE, Training
 from polyrhythm.bench.decoupled.uplink import set_uplink
-from polyrhythm.types import Bytes, BytesPerSecond
+from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 _PORT = 29500
 # DDP and ours put buckets in order after the first step: from the third on, all are alike.
 NUM_WARM_UP = 2
+_EQUAL = (DDP, OURS, NESTED)  # whose weights are the same after as many steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,10 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class SetUplink:
+    """For what goes to the addresses of its own rank."""
+
     bandwidth: BytesPerSecond | None
+    targets: tuple[tuple[str, ...], ...]  # by rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +45,24 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Compare:
-    """Answer: the largest difference of weights from the first DDP's, after as many steps."""
+class Tune:
+    """Train until the optimizer is tuned. Answer: its candidate after each step."""
+
+    side: Side
 
 
 @dataclass(frozen=True, slots=True)
-class MeasureRate:
-    """Answer: bytes per second of a message of this size."""
+class Compare:
+    """Answer: the largest difference of weights from the first side's, after as many steps."""
 
-    size: Bytes
+
+@dataclass(frozen=True, slots=True)
+class TimeMessages:
+    """Answer: seconds of so many messages of each size."""
+
+    sizes: tuple[Bytes, ...]
+    num_messages: int
+    latency: Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +72,7 @@ class MeasureHalves:
     plan: HalvesPlan
 
 
-Order = Prepare | SetUplink | Run | Compare | MeasureRate | MeasureHalves
+Order = Prepare | SetUplink | Run | Tune | Compare | TimeMessages | MeasureHalves
 
 
 def work(rank: int, num_workers: int, master: str, orders: Connection) -> None:
@@ -91,15 +104,20 @@ class _Sides:
         match order:
             case Prepare(setting):
                 return self._prepare(setting)
-            case SetUplink(bandwidth):
-                return set_uplink(bandwidth)
+            case SetUplink(bandwidth, targets):
+                return set_uplink(bandwidth, targets[dist.get_rank()])
             case Run(side, num_steps):
                 dist.barrier()
                 return self._made[side].run(num_steps)
+            case Tune(side):
+                dist.barrier()
+                return self._made[side].tune()
             case Compare():
                 return self._difference()
-            case MeasureRate(size):
-                return message_rate(size)
+            case TimeMessages(sizes, num_messages, latency):
+                return [
+                    [message_time(size, latency) for _ in range(num_messages)] for size in sizes
+                ]
             case MeasureHalves(plan):
                 return measure_halves(plan)
 
@@ -113,11 +131,12 @@ class _Sides:
         self.close()
         for side in setting.sides:
             training = self._made[side] = Training(setting, side)
-            training.run(NUM_WARM_UP, paced=False)
+            if side.kind != TUNED:  # which would take the time of these steps for its own
+                training.run(NUM_WARM_UP, paced=False)
         return {kind: _adam_bytes(setting, kind) for kind in (DDP, OURS)}
 
     def _difference(self) -> float:
-        compared = [t for side, t in self._made.items() if side.kind in (DDP, OURS)]
+        compared = [t for side, t in self._made.items() if side.kind in _EQUAL]
         return max(training.difference(compared[0]) for training in compared)
 
 

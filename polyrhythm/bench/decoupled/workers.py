@@ -1,5 +1,6 @@
 """The hosts of the benchmark, driven from outside: one order at a time, to all of them."""
 
+import itertools
 import multiprocessing
 import time
 from multiprocessing.connection import Connection
@@ -19,6 +20,7 @@ from polyrhythm.types import BytesPerSecond, Seconds
 _REGION = "lab"
 _PATIENCE: Seconds = 120.0  # for one order
 _FAST: BytesPerSecond = 50e6
+_FASTEST: BytesPerSecond = 300e6  # about as much as the switch carries
 _SHORT: Seconds = 0.0002
 
 
@@ -63,42 +65,65 @@ class Workers:
         for pipe in self._pipes:
             pipe.close()
 
-    def ask(self, order: Order) -> list[Any]:
+    def ask(self, order: Order, patience: Seconds = _PATIENCE) -> list[Any]:
         """An answer per worker."""
         for pipe in self._pipes:
             pipe.send(order)
-        return self._answers(str(order))
+        return self._answers(str(order), patience)
 
     def set_network(
-        self, latency: Seconds, bandwidth: BytesPerSecond, *, uplink: bool = False
+        self,
+        latency: Seconds,
+        bandwidth: BytesPerSecond,
+        *,
+        uplink: bool = False,
+        node_size: int = 1,
     ) -> None:
-        """`bandwidth`: of what TCP carries."""
+        """`bandwidth`: of what TCP carries. Links inside of a node are fast and short."""
         wire = bandwidth * OVERHEAD
-        self.ask(SetUplink(wire if uplink else None))
-        self._change(latency, max(_FAST, 2 * wire) if uplink else wire)
+        self._set_uplink(wire if uplink else None, node_size)
+        self._change(_REGION, _REGION, latency, max(_FAST, 2 * wire) if uplink else wire)
+        for pair in itertools.combinations(enumerate(self._lab.hosts), 2):
+            (one, source), (other, target) = pair
+            if one // node_size == other // node_size:
+                self._change(source, target, _SHORT, _FAST)
 
     def set_fast_network(self) -> None:
-        """For preparations, which take many messages."""
-        self.ask(SetUplink(None))
-        self._change(_SHORT, _FAST)
+        """For preparations, which take many messages, and whose time does not count."""
+        self._set_uplink(None)
+        self._change(_REGION, _REGION, _SHORT, _FASTEST)
 
     def report(self) -> Report:
         """What the network has carried since this was last asked, and how well."""
         return self._lab.report(reset=True)
 
-    def _change(self, latency: Seconds, bandwidth: BytesPerSecond) -> None:
+    def _set_uplink(self, bandwidth: BytesPerSecond | None, node_size: int = 1) -> None:
+        hosts = self._lab.hosts
+        outside = tuple(
+            tuple(
+                self._lab.address(host)
+                for other, host in enumerate(hosts)
+                if other // node_size != rank // node_size
+            )
+            for rank in range(len(hosts))
+        )
+        self.ask(SetUplink(bandwidth, outside))
+
+    def _change(
+        self, source: str, target: str, latency: Seconds, bandwidth: BytesPerSecond
+    ) -> None:
         self._lab.change(
-            LinkChange(at=0.0, source=_REGION, target=_REGION, latency=latency, bandwidth=bandwidth)
+            LinkChange(at=0.0, source=source, target=target, latency=latency, bandwidth=bandwidth)
         )
 
-    def _answers(self, action: str) -> list[Any]:
-        ends = time.monotonic() + _PATIENCE
+    def _answers(self, action: str, patience: Seconds = _PATIENCE) -> list[Any]:
+        ends = time.monotonic() + patience
         answers = []
         for rank, pipe in enumerate(self._pipes):
             try:
                 if not pipe.poll(max(0.0, ends - time.monotonic())):
                     raise LabError(
-                        f"{action}: no answer of rank {rank} within {_PATIENCE:g} s",
+                        f"{action}: no answer of rank {rank} within {patience:g} s",
                         expected="one, on two idle cores",
                         fix="run the benchmark while the machine has nothing else to do",
                     )
