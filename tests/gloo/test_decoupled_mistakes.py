@@ -88,6 +88,7 @@ def test_every_part_of_a_model_has_the_last_update_in_its_state(tmp_path: Path) 
         ("size", "bucket_bytes=200"),
         ("mode", "mode=all_reduce"),
         ("kind", "optimizer AdamW"),
+        ("rate", "lr=0.01 in group 0"),
     ],
 )
 def test_workers_that_do_not_agree_are_told_of_the_first_difference(
@@ -104,13 +105,15 @@ def test_workers_that_do_not_agree_are_told_of_the_first_difference(
             optimizer = adam(model)
         elif differs == "groups" and place.rank:
             first, *others = model.parameters()
-            optimizer = torch.optim.AdamW([{"params": [first]}, {"params": others}])
+            optimizer = torch.optim.AdamW([{"params": [first]}, {"params": others}], lr=0.01)
         elif differs == "size" and place.rank:
             more["bucket_bytes"] = 400
         elif differs == "mode" and place.rank:
             more["mode"] = "all_reduce"
         elif differs == "kind" and place.rank:
             optimizer = torch.optim.SGD(model.parameters())
+        elif differs == "rate" and place.rank:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         return refused(lambda: ours(model, optimizer, **more))
 
     for said in run_stages(2, work, tmp_path):
@@ -240,3 +243,65 @@ def test_after_a_loss_weights_that_are_not_whole_are_never_given(tmp_path: Path)
     said = run_with_losses(2, work, tmp_path, lost={1})[0]
     assert len(said) == 4
     assert all("lost rank 1" in text for text in said)
+
+
+def test_weights_changed_too_early_and_the_wrong_step_are_told(tmp_path: Path) -> None:
+    def work(place: Place) -> list[str]:
+        model = stack()
+        inner = adam(model)
+        optimizer = ours(model, inner)
+        own_steps(place, model, optimizer, range(2))
+        with torch.no_grad():
+            model[0].weight.mul_(0.9)
+        said = [refused(lambda: model(inputs_of(0, 0)))]
+        optimizer.synchronize()
+        with torch.no_grad():
+            model[0].weight.mul_(0.9)
+        own_steps(place, model, optimizer, range(2, 3))
+        said.append(refused(inner.step))
+        said.append(refused(lambda: ours(model, optimizer)))
+        optimizer.close()
+        return said
+
+    for changed, stepped, twice in run_stages(2, work, tmp_path):
+        assert "0.weight was changed while its update was on its way" in changed
+        assert "step() of an optimizer that is wrapped" in stepped
+        assert "distributed already" in twice
+
+
+def test_workers_in_different_calls_are_told_which(tmp_path: Path) -> None:
+    """The first one alone saves, or clips; nobody reads what was meant for another call."""
+
+    def work(place: Place) -> str:
+        model = stack()
+        optimizer = ours(model)
+        loss_of(model, inputs_of(place.rank, 0)).backward()
+        if place.rank == 0:
+            return refused(lambda: optimizer.clip_grad_norm_(1.0))
+        return refused(optimizer.step)
+
+    first, second = run_stages(2, work, tmp_path)
+    assert "rank 0 is in clip_grad_norm_(), and rank 1 in step()" in first
+    assert "rank 1 is in step(), and rank 0 in clip_grad_norm_()" in second
+
+
+def test_each_worker_clips_its_part_by_value(tmp_path: Path) -> None:
+    def work(place: Place) -> bool:
+        model, reference = stack(), stack()
+        optimizer, plain = ours(model, bucket_bytes="1kB"), adam(reference)
+        for step in range(3):
+            for rank in range(2):
+                (loss_of(reference, inputs_of(rank, step)) / 2).backward()
+            nn.utils.clip_grad_value_(reference.parameters(), 0.01)
+            plain.step()
+            plain.zero_grad()
+            loss_of(model, inputs_of(place.rank, step)).backward()
+            own = [p for of in optimizer.param_groups for p in of["params"]]
+            nn.utils.clip_grad_value_(own, 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+        same = close_to(model.state_dict(), reference.state_dict())
+        optimizer.close()
+        return same
+
+    assert run_stages(2, work, tmp_path) == [True, True]

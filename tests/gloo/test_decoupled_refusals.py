@@ -62,7 +62,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         assert "groups of [2]" in said["groups"]
         assert "not the model's" in said["foreign"]
         assert "an optimizer of torch.optim, then the model" in said["swapped"]
-        assert "a Muon" in said["muon"]
+        assert "the optimizer Muon" in said["muon"]
         assert "give the module inside" in said["ddp"]
         assert "parameter 2 is '1.weight' (" in said["differs"]
 

@@ -59,6 +59,7 @@ class Averaging:
         self._scattering: list[Pending] = []
         self._returning: list[Pending] = []
         self._sums: list[Tensor] = []  # of the gradients of buckets that have left
+        self._versions: list[int] = []  # of parameters, when they were sent on
         self._error: PeerError | None = None  # after which nothing is what it should be
 
     @property
@@ -149,6 +150,7 @@ class Averaging:
             if number in self._gathering:
                 self._gathering[number].wait()  # raises each time, if the weights are not whole
                 del self._gathering[number]
+                self._check_untouched(self._bucket_of[index])
 
     def await_all(self) -> None:
         self.await_parameters(range(len(self._parameters)))
@@ -158,6 +160,7 @@ class Averaging:
         torch.autograd.graph.increment_version(
             [p for p, used in zip(self._parameters, self._used, strict=False) if used]
         )
+        self._versions = [parameter._version for parameter in self._parameters]
 
     def empty(self) -> None:
         """Ready for the next backward."""
@@ -172,6 +175,15 @@ class Averaging:
     def _check_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+    def _check_untouched(self, bucket: Bucket) -> None:
+        for index, parameter in bucket.parameters.items():
+            if parameter._version != self._versions[index]:
+                raise PolicyError(
+                    f"{self._names[index]} was changed while its update was on its way",
+                    expected="weights left alone between step() and the next forward",
+                    fix="call optimizer.synchronize() before changing weights by hand",
+                )
 
     def _is_used(self, bucket: Bucket) -> bool:
         return any(self._used[index] for index in bucket.parameters)

@@ -1,8 +1,7 @@
 """Which models and optimizers can be decoupled; the others are refused with the reason."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from polyrhythm.describe.units import parse
 from polyrhythm.errors import LaunchError, PolicyError
 from polyrhythm.run.decoupled.bucket import Bucket
-from polyrhythm.sync.fusion.tuner import Kind
+from polyrhythm.run.decoupled.portable import Gathered
+from polyrhythm.run.decoupled.team import BEGINNING
+from polyrhythm.sync.fusion.tuner import FIRST, Kind
+from polyrhythm.types import Bytes
 
 # These update each number by itself, so that a part of a parameter is updated as in the whole.
 ELEMENTWISE = (
@@ -52,10 +55,16 @@ def check(optimizer: Optimizer, model: nn.Module, *, elementwise: bool) -> None:
             expected="an initialised torch.distributed",
             fix="start with torchrun, and call torch.distributed.init_process_group first",
         )
+    if hasattr(optimizer, "no_sync"):
+        raise PolicyError(
+            "an optimizer that is distributed already",
+            expected="one of torch.optim",
+            fix="wrap it once",
+        )
     if not elementwise and type(optimizer) not in ELEMENTWISE:
         raise PolicyError(
-            f"a {type(optimizer).__name__}",
-            expected="an optimizer that updates each number by itself: "
+            f"the optimizer {type(optimizer).__name__}",
+            expected="one that updates each number by itself: "
             + ", ".join(kind.__name__ for kind in ELEMENTWISE),
             fix="say elementwise=True if it does; one that needs whole tensors (LAMB, Muon, "
             'Adafactor) runs under GroupSync(model, optimizer, "all_reduce"), or DDP',
@@ -92,14 +101,21 @@ def check(optimizer: Optimizer, model: nn.Module, *, elementwise: bool) -> None:
         )
 
 
-def check_choices(bucket_bytes: object, mode: object) -> None:
-    is_size = isinstance(bucket_bytes, int | float) and bucket_bytes > 0
-    if bucket_bytes != "auto" and not is_size:
+def size_of(bucket_bytes: Bytes | str) -> Bytes:
+    """Of buckets, to begin with; "25MB" is a size, too."""
+    if bucket_bytes == "auto":
+        return FIRST
+    size = parse(bucket_bytes, Bytes) if isinstance(bucket_bytes, str) else bucket_bytes
+    if not isinstance(size, int | float) or not size > 0:
         raise PolicyError(
             f"bucket_bytes={bucket_bytes!r}",
             expected='"auto", or more than 0 bytes',
-            fix="use 25_000_000, as DDP does",
+            fix='use "25MB", as DDP does',
         )
+    return int(size)
+
+
+def check_mode(mode: object) -> None:
     if mode not in ("auto", *Kind):
         raise PolicyError(
             f"mode={mode!r}",
@@ -118,7 +134,7 @@ def check_alive() -> None:
 
 
 def check_agreed(
-    gathered: Callable[[Any], list[Any]],
+    gathered: Gathered,
     optimizer: Optimizer,
     names: Sequence[str],
     settings: Mapping[str, object],
@@ -126,6 +142,8 @@ def check_agreed(
     """Name the first difference between what this worker has and another one has."""
     mine = [f"{key}={value}" for key, value in settings.items()]
     mine.append(f"optimizer {type(optimizer).__name__}")
+    for number, of in enumerate(optimizer.param_groups):
+        mine += [f"{key}={value} in group {number}" for key, value in of.items() if key != "params"]
     parameters = [(n, p) for n, of in enumerate(optimizer.param_groups) for p in of["params"]]
     for number, (name, (group, parameter)) in enumerate(zip(names, parameters, strict=True)):
         shown = f"{name!r} {tuple(parameter.shape)} {parameter.dtype} in group {group}"
@@ -134,7 +152,7 @@ def check_agreed(
         if not parameter.requires_grad:
             shown += ", frozen"
         mine.append(f"parameter {number} is {shown}")
-    for rank, theirs in enumerate(gathered(mine)):
+    for rank, theirs in enumerate(gathered(mine, BEGINNING)):
         for here, there in zip_longest(mine, theirs, fillvalue="no more parameters"):
             if here != there:
                 raise PolicyError(

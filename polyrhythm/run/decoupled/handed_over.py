@@ -54,7 +54,9 @@ class HandedOver(Tensor):
         raise PolicyError(
             f"{func} of a gradient that has gone to be averaged",
             expected="gradients left alone between backward() and step()",
-            fix="optimizer.clip_grad_norm_(max_norm) clips by the norm of the mean of all workers",
+            fix="optimizer.clip_grad_norm_(max_norm) clips by the norm of the mean of all workers; "
+            "for what treats each number by itself, take the parameters of "
+            "optimizer.param_groups: they have this worker's part of the mean",
         )
 
 

@@ -19,13 +19,12 @@ ones and modules that are called twice are as without this.
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.run.decoupled.averaging import Averaging
@@ -34,14 +33,16 @@ from polyrhythm.run.decoupled.checks import (
     check,
     check_agreed,
     check_alive,
-    check_choices,
     check_in_place,
+    check_mode,
     check_same,
     parameters_of,
+    size_of,
 )
 from polyrhythm.run.decoupled.forward_order import ForwardOrder
 from polyrhythm.run.decoupled.grouping import Order, grouped
 from polyrhythm.run.decoupled.handed_over import has_gradient
+from polyrhythm.run.decoupled.hooks import gradient_hooks, state_hooks
 from polyrhythm.run.decoupled.norms import norm_of
 from polyrhythm.run.decoupled.portable import (
     State,
@@ -54,8 +55,8 @@ from polyrhythm.run.decoupled.portable import (
 from polyrhythm.run.decoupled.team import Mode, Team, members_of
 from polyrhythm.run.decoupled.tuning import Tuning
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.sync.fusion.tuner import FIRST, Candidate, Space
-from polyrhythm.types import Bytes, Seconds
+from polyrhythm.sync.fusion.tuner import Candidate, Space
+from polyrhythm.types import Seconds
 
 
 class DistributedOptimizer(Optimizer):
@@ -65,7 +66,7 @@ class DistributedOptimizer(Optimizer):
         self,
         optimizer: Optimizer,
         model: nn.Module | Pipeline,
-        bucket_bytes: Bytes | Literal["auto"] = "auto",
+        bucket_bytes: int | str = "auto",
         process_group: dist.ProcessGroup | None = None,
         *,
         mode: Mode = "auto",
@@ -95,7 +96,8 @@ class DistributedOptimizer(Optimizer):
         stage = model if isinstance(model, Pipeline) else None
         module = model.module if isinstance(model, Pipeline) else model
         check(optimizer, module, elementwise=elementwise)
-        check_choices(bucket_bytes, mode)
+        check_mode(mode)
+        size = size_of(bucket_bytes)
         self._inner, self._stage = optimizer, stage
         self._names, self._parameters = parameters_of(optimizer, module)
         ranks, group = members_of(process_group, 1 if stage is None else stage.num_stages)
@@ -127,24 +129,20 @@ class DistributedOptimizer(Optimizer):
         self._tuning: Tuning | None = None
         self._kinds = self._team.kinds(mode)
         self._is_auto = bucket_bytes == "auto" and stage is None
-        size = FIRST if bucket_bytes == "auto" else bucket_bytes
         self._regroup(Candidate(size, self._kinds[0]), whole)
         self._forward = ForwardOrder(module, indices, self._averaging.await_parameters)
+        self._is_updating = False
         self._hooks = [
-            _hooked(parameter, self._hook(index))
-            for parameter, index in indices.items()
-            if index not in self._tied
+            *gradient_hooks(
+                {p: self._hook(index) for p, index in indices.items() if index not in self._tied}
+            ),
+            *state_hooks(
+                module,
+                before=self.synchronize,
+                after_load=lambda: check_same(module, self._names, self._parameters),
+            ),
+            optimizer.register_step_pre_hook(self._check_updating),
         ]
-        for part in module.modules():
-            self._hooks += [
-                part.register_state_dict_pre_hook(lambda *_: self.synchronize()),
-                part.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
-            ]
-        self._hooks.append(
-            module.register_load_state_dict_post_hook(
-                lambda *_: check_same(module, self._names, self._parameters)
-            )
-        )
         if stage is not None:
             stage.accumulate_in(self.no_sync)
         self.__setstate__({"defaults": optimizer.defaults})  # hooks of a step, as others have
@@ -236,7 +234,10 @@ class DistributedOptimizer(Optimizer):
         counted = [s.gradient for s in found if self._parameters[s.index] not in elsewhere]
         total = norm_of(counted, norm_type, self._parameters[0].device)
         if not self._averaging.is_whole:
-            total = norm_of(list(torch.tensor(self._team.gathered(total.item()))), norm_type)
+            total = norm_of(
+                list(torch.tensor(self._team.gathered(total.item(), "clip_grad_norm_()"))),
+                norm_type,
+            )
         if self._stage is not None:
             total = self._stage.norm_over_stages(total.cpu(), norm_type).float()
         factor = min(1.0, max_norm / (total.item() + 1e-6))
@@ -256,7 +257,7 @@ class DistributedOptimizer(Optimizer):
             of["params"] = []
         for index, parameter in enumerate(self._parameters):
             groups[self._group_of[id(parameter)]]["params"].append(index)
-        return {"state": self._whole_state(), "param_groups": groups}
+        return {"state": self._whole_state("state_dict()"), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What `state_dict`, or that of the wrapped optimizer without this, has given.
@@ -273,7 +274,10 @@ class DistributedOptimizer(Optimizer):
         self._adopt_state(cast(state_dict["state"], self._parameters))
 
     def close(self) -> None:
-        """End; the model and its parameters stay as they are."""
+        """End, with all parameters of the last step; the others may still need what this one sends.
+
+        Without it a process that ends waits some seconds for that, and then leaves them.
+        """
         try:
             self.synchronize()
         finally:
@@ -294,6 +298,14 @@ class DistributedOptimizer(Optimizer):
             fix="copy or save its state_dict()",
         )
 
+    def _check_updating(self, *_: Any) -> None:
+        if not self._is_updating:
+            raise PolicyError(
+                "step() of an optimizer that is wrapped",
+                expected="step() of the DistributedOptimizer around it, which averages first",
+                fix="call that, and zero_grad() of it, too",
+            )
+
     def _frozen(self) -> frozenset[int]:
         return frozenset(i for i, p in enumerate(self._parameters) if not p.requires_grad)
 
@@ -312,7 +324,9 @@ class DistributedOptimizer(Optimizer):
         self._averaging.scout.grad = None  # which is no weight
         for parameter, gradient in kept.items():
             parameter.grad = gradient if id(parameter) in own else None
+        self._is_updating = True
         self._inner.step()
+        self._is_updating = False
         for parameter, gradient in kept.items():
             parameter.grad = gradient
         self._averaging.send_on(buckets)
@@ -320,10 +334,11 @@ class DistributedOptimizer(Optimizer):
     def _follow_forward(self) -> None:
         """Once, after the first step: buckets in the order in which the forward uses them."""
         self._is_ordered = True
-        seen, frozen = self._team.gathered((list(self._forward.seen), self._frozen()))[0]
+        told = list(self._forward.seen), self._frozen()
+        seen, frozen = self._team.gathered(told, "step()")[0]
         self._order = Order.of(seen, len(self._parameters), self._tied | frozen)
         self._unseen = self._order.indices[len(seen) :]
-        self._regroup(self._candidate, self._whole_state())
+        self._regroup(self._candidate, self._whole_state("step()"))
         if self._is_auto:
             space = Space(self._groups_of, self._kinds)
             self._tuning = Tuning(space, self._team.gathered, self._team.rank)
@@ -331,7 +346,7 @@ class DistributedOptimizer(Optimizer):
 
     def _tune(self) -> None:
         if self._tuning is not None and (candidate := self._tuning.after_step()) is not None:
-            self._regroup(candidate, self._whole_state())
+            self._regroup(candidate, self._whole_state("step()"))
             self._tuning.restart()
 
     def _groups_of(self, candidate: Candidate) -> Any:
@@ -353,10 +368,15 @@ class DistributedOptimizer(Optimizer):
         self._inner.param_groups[0]["params"].append(self._averaging.scout)
         self._adopt_state(state)
 
-    def _whole_state(self) -> State:
+    def _whole_state(self, what: str) -> State:
+        """For `what`, which all workers call."""
         self.synchronize()
         return whole_state(
-            self._averaging.buckets, self._inner.state, self._averaging.halves, self._team.gathered
+            self._averaging.buckets,
+            self._inner.state,
+            self._averaging.halves,
+            self._team.gathered,
+            what,
         )
 
     def _adopt_state(self, state: State) -> None:
@@ -369,12 +389,3 @@ class DistributedOptimizer(Optimizer):
                 self._inner.state[segment.parameter] = segment_state(
                     whole, segment, parameter, fused=fused
                 )
-
-
-def _hooked(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Also if it is frozen for now."""
-    is_trained = parameter.requires_grad
-    parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(is_trained)
-    return handle

@@ -16,7 +16,7 @@ from polyrhythm.run.decoupled.halves import Halves
 
 State = dict[int, dict[str, Any]]  # by the index of a parameter
 _COUNTS = ("step", "eta", "mu", "mu_product")  # of torch's optimizers
-Gathered = Callable[[Any], list[Any]]  # what all workers give, by rank
+Gathered = Callable[[Any, str], list[Any]]  # what all workers give, by rank, in a call of all
 
 
 def whole_state(
@@ -24,18 +24,19 @@ def whole_state(
     state: Mapping[Tensor, Mapping[str, Any]],
     halves: Halves,
     gathered: Gathered,
+    what: str,
 ) -> State:
     """Of all parameters; called by all workers together, with nothing else on its way."""
+    segments = (segment for bucket in buckets for segment in bucket.segments)
+    mine = {s.index: state.get(s.parameter, {}) for s in segments}
+    told = {index: {key: _told(value) for key, value in of.items()} for index, of in mine.items()}
+    everybodys: State = {}
+    for theirs in gathered(told, what):
+        for index, of in theirs.items():
+            everybodys.setdefault(index, {}).update(of)
     found: State = {}
     for bucket in buckets:
-        mine = {s.index: state.get(s.parameter, {}) for s in bucket.segments}
-        told = {
-            index: {key: _told(value) for key, value in of.items()} for index, of in mine.items()
-        }
-        known: State = {}
-        for theirs in gathered(told):
-            for index, of in theirs.items():
-                known.setdefault(index, {}).update(of)
+        known = {index: everybodys.get(index, {}) for index in bucket.parameters}
         keys = dict.fromkeys(k for of in known.values() for k, v in of.items() if _is_type(v))
         for key in keys:
             dtype = next(of[key] for of in known.values() if key in of)

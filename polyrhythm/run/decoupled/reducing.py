@@ -11,7 +11,7 @@ from polyrhythm.errors import PeerError
 from polyrhythm.run.groups import break_off
 from polyrhythm.types import Seconds
 
-_CLOSING: Seconds = 10.0  # for the thread, whose waits have been broken off
+_CLOSING: Seconds = 5.0  # for what is on its way; then again, for waits that were broken off
 
 _Job = tuple[Callable[[], None], "Task"]
 
@@ -77,6 +77,7 @@ def _end(
     groups: Sequence[dist.ProcessGroup],
 ) -> None:
     jobs.put(None)
+    thread.join(_CLOSING)  # others may need what this worker sends
     for group in groups:
         break_off(group)
     thread.join(_CLOSING)

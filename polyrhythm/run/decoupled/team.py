@@ -25,6 +25,8 @@ Mode = Literal[
     "auto", "decoupled", "all_reduce", "nested decoupled", "nested all_reduce"
 ]  # or one kind alone
 
+BEGINNING = "DistributedOptimizer()"
+
 
 class Team:
     """As one of them sees it; made by all together."""
@@ -44,7 +46,7 @@ class Team:
         self._groups = [new_group(ranks, "averaging gradients", deadline=timeout)]
         self.control = PeerHalves(self._groups[0], timeout=timeout)
         self._nested: Halves | None = None
-        nodes = places(self.gathered(node or _name_of_this_node()))
+        nodes = places(self.gathered(node or _name_of_this_node(), BEGINNING))
         has_nccl = group is not None and uses_nccl(device, group)
         if nodes is not None and not has_nccl:  # which knows nodes itself
             mine = next(node for node in nodes if self.rank in node)
@@ -79,16 +81,17 @@ class Team:
             )
         return self._chosen[kind.is_nested]
 
-    def gathered(self, mine: Any) -> list[Any]:
-        """What all give, by rank."""
-        with waiting_for("another worker", "agreeing"):
-            given = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-            sizes = self._all_gathered(torch.tensor([len(given)]))
-            largest = max(size.item() for size in sizes)
-            padded = torch.zeros(int(largest), dtype=torch.uint8)
-            padded[: len(given)] = given
-            found = zip(self._all_gathered(padded), sizes, strict=True)
-            return [pickle.loads(of[: size.item()].numpy().tobytes()) for of, size in found]
+    def gathered(self, mine: Any, what: str) -> list[Any]:
+        """What all give, by rank, who all call `what`."""
+        found = self._gathered((what, mine), f"{what}, which all workers call")
+        for rank, (theirs, _) in enumerate(found):
+            if theirs != what:
+                raise PolicyError(
+                    f"rank {self.rank} is in {what}, and rank {rank} in {theirs}",
+                    expected="all workers in the same call",
+                    fix="call it on all of them, also where one alone needs what it gives",
+                )
+        return [given for _, given in found]
 
     @torch.no_grad()
     def spread(self, tensors: Iterable[Tensor]) -> None:
@@ -103,6 +106,16 @@ class Team:
 
     def close(self) -> None:
         self.reducing.close()
+
+    def _gathered(self, mine: Any, action: str) -> list[Any]:
+        with waiting_for("another worker", action):
+            given = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+            sizes = self._all_gathered(torch.tensor([len(given)]))
+            largest = max(size.item() for size in sizes)
+            padded = torch.zeros(int(largest), dtype=torch.uint8)
+            padded[: len(given)] = given
+            found = zip(self._all_gathered(padded), sizes, strict=True)
+            return [pickle.loads(of[: size.item()].numpy().tobytes()) for of, size in found]
 
     def _all_gathered(self, mine: Tensor) -> list[Tensor]:
         found = [torch.empty_like(mine) for _ in range(self.control.num_workers)]

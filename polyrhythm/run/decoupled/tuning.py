@@ -36,9 +36,10 @@ class Tuning:
         self._ended = now
         if len(self._seconds) < self._trials.num_steps:
             return None
-        slowest = [max(of) for of in zip(*self._gathered(self._seconds), strict=True)]
+        slowest = [max(of) for of in zip(*self._gathered(self._seconds, "step()"), strict=True)]
         self._seconds.clear()
-        decision = self._gathered(self._decided(slowest) if self._is_first else None)[0]
+        mine = self._decided(slowest) if self._is_first else None
+        decision: Decision = self._gathered(mine, "step()")[0]
         before, self.current = self.current, decision.candidate
         self.is_over = decision.is_final
         return None if before == self.current else self.current
