@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from polyrhythm.errors import LaunchError
@@ -49,6 +51,9 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         said["muon"] = refused(lambda: ours(model, muon))
         wrapped = DistributedDataParallel(other)
         said["ddp"] = refused(lambda: ours(wrapped))
+        sharded = stack()
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+        said["fsdp2"] = refused(lambda: ours(sharded))
         larger = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5 + place.rank))
         said["differs"] = refused(lambda: ours(larger))
         return said
@@ -64,6 +69,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         assert "an optimizer of torch.optim, then the model" in said["swapped"]
         assert "the optimizer Muon" in said["muon"]
         assert "give the module inside" in said["ddp"]
+        assert "leave out fully_shard" in said["fsdp2"]
         assert "parameter 2 is '1.weight' (" in said["differs"]
 
 
