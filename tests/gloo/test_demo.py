@@ -176,7 +176,7 @@ def long_demo(cwd: Path) -> Iterator["subprocess.Popen[str]"]:
     )
     try:
         ends = time.monotonic() + 40
-        while not list(cwd.glob("runs/*/workers/s1p1.jsonl")):
+        while not any(log.stat().st_size for log in cwd.glob("runs/*/workers/s1p1.jsonl")):
             assert time.monotonic() < ends, "the demo did not start"
             assert demo.poll() is None, demo.communicate()
             time.sleep(0.1)
