@@ -12,6 +12,7 @@ from pathlib import Path
 
 from polyrhythm.describe.bundled import bundled, located
 from polyrhythm.describe.read import unknown
+from polyrhythm.describe.sample import check_measured_at
 from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import DescriptionError
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
@@ -26,6 +27,8 @@ class Device:
     memory: Bytes | None = None
     speed: float = 1.0  # relative to the device that a model was profiled on
     price_per_hour: float | None = None  # in any currency, the same for all devices
+    flops: float | None = None  # operations per second, forward and backward, as `probe` measures
+    flops_spread: float | None = None  # see Sample
 
     def __post_init__(self) -> None:
         check_amount(f"speed of {self.name}", self.speed, zero=False)
@@ -33,6 +36,10 @@ class Device:
             check_amount(f"memory of {self.name}", self.memory, Bytes, zero=False)
         if self.price_per_hour is not None:
             check_amount(f"price_per_hour of {self.name}", self.price_per_hour)
+        if self.flops is not None:
+            check_amount(f"flops of {self.name}", self.flops, zero=False)
+        if self.flops_spread is not None:
+            check_amount(f"flops_spread of {self.name}", self.flops_spread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +62,13 @@ class Cluster:
     regions: tuple[str, ...]
     latency: tuple[tuple[Seconds, ...], ...]
     bandwidth: tuple[tuple[BytesPerSecond, ...], ...]
+    measured_at: str = ""  # ISO 8601, where somebody measured
+    latency_spread: tuple[tuple[float, ...], ...] = ()  # see Sample; none where nobody measured
+    bandwidth_spread: tuple[tuple[float, ...], ...] = ()
+    egress_price_per_gb: tuple[float, ...] = ()  # of what leaves each region; none if it is free
 
     def __post_init__(self) -> None:
+        check_measured_at(self.measured_at)
         if not self.devices:
             raise DescriptionError(
                 f"cluster {self.name!r} has no devices",
@@ -72,6 +84,9 @@ class Cluster:
         _check_square("latency", self.latency, len(self.regions))
         _check_square("bandwidth", self.bandwidth, len(self.regions))
         self._check_links()
+        _check_spread("latency_spread", self.latency_spread, len(self.regions))
+        _check_spread("bandwidth_spread", self.bandwidth_spread, len(self.regions))
+        self._check_prices()
 
     def link(self, a: str, b: str) -> Link:
         """The link from device `a` to another device `b`."""
@@ -114,6 +129,16 @@ class Cluster:
                     fix=f"rename the device, for example to '{device.region}/0'",
                 )
 
+    def _check_prices(self) -> None:
+        if len(self.egress_price_per_gb) not in (0, len(self.regions)):
+            raise DescriptionError(
+                f"egress_price_per_gb has {len(self.egress_price_per_gb)} prices",
+                expected=f"one for each of the {len(self.regions)} regions, or none",
+                fix="give the price of a gigabyte that leaves each region, in their order",
+            )
+        for price in self.egress_price_per_gb:
+            check_amount("egress_price_per_gb", price)
+
     def _check_links(self) -> None:
         num_devices = Counter(device.region for device in self.devices)
         for row, a in enumerate(self.regions):
@@ -153,3 +178,11 @@ def _check_square(what: str, matrix: tuple[tuple[float, ...], ...], size: int) -
         expected=f"{size} x {size}, one row and one column per region",
         fix=f"give {what} a value for every pair of regions",
     )
+
+
+def _check_spread(what: str, matrix: tuple[tuple[float, ...], ...], size: int) -> None:
+    if matrix:
+        _check_square(what, matrix, size)
+    for row in matrix:
+        for spread in row:
+            check_amount(what, spread)

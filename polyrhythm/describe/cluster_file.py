@@ -36,6 +36,8 @@ class _DeviceForm:
     memory: Bytes | None = None
     speed: float = 1.0
     price_per_hour: float | None = None
+    flops: float | None = None
+    flops_spread: float | None = None
 
     def __post_init__(self) -> None:
         if not (self.name or self.region):
@@ -62,6 +64,8 @@ class _DeviceForm:
             memory=self.memory,
             speed=self.speed,
             price_per_hour=self.price_per_hour,
+            flops=self.flops,
+            flops_spread=self.flops_spread,
         )
 
 
@@ -86,9 +90,20 @@ class _ClusterForm:
     latency: tuple[tuple[Seconds, ...], ...] | None = None
     bandwidth: tuple[tuple[BytesPerSecond, ...], ...] | None = None
     links: tuple[_LinkForm, ...] = ()
+    measured_at: str = ""
+    latency_spread: tuple[tuple[float, ...], ...] = ()
+    bandwidth_spread: tuple[tuple[float, ...], ...] = ()
+    egress_price_per_gb: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         matrices = [m for m in (self.latency, self.bandwidth) if m is not None]
+        spread = self.latency_spread or self.bandwidth_spread
+        if spread and not matrices:
+            raise DescriptionError(
+                "a spread without the matrix that it is the spread of",
+                expected="latency and bandwidth as matrices beside it",
+                fix="leave the spread out, or give all links as matrices",
+            )
         if matrices and (self.links or len(matrices) < 2):
             raise DescriptionError(
                 "matrices and [[links]] in one file" if self.links else "only one of two matrices",
@@ -111,6 +126,10 @@ class _ClusterForm:
             regions=regions,
             latency=latency,
             bandwidth=bandwidth,
+            measured_at=self.measured_at,
+            latency_spread=self.latency_spread,
+            bandwidth_spread=self.bandwidth_spread,
+            egress_price_per_gb=self.egress_price_per_gb,
         )
 
 

@@ -1,17 +1,35 @@
 """A model as a table of layers: what each takes in time and bytes, for one micro-batch.
 
 This is all that planning and simulation need to know of a model. Times are those of a device of
-speed 1; a stage of consecutive layers takes the sum of theirs.
+speed 1; a stage of consecutive layers takes the sum of theirs. A profile that was measured with
+micro-batches of several sizes can be asked for any size between them.
 """
 
+import itertools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from polyrhythm.describe.read import read
+from polyrhythm.describe.sample import check_measured_at
 from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import DescriptionError
 from polyrhythm.types import Bytes, Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtSize:
+    """What a layer takes with micro-batches of one size."""
+
+    microbatch_size: int
+    forward: Seconds
+    backward: Seconds
+    activation_bytes: Bytes
+    stored_bytes: Bytes
+
+    def __post_init__(self) -> None:
+        _check_size(self.microbatch_size)
+        _check_layer(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +40,15 @@ class Layer:
     parameter_bytes: Bytes
     activation_bytes: Bytes  # the output, which travels if the next layer is on another device
     stored_bytes: Bytes  # kept from the forward of a micro-batch to its backward
+    forward_spread: float | None = None  # see Sample
+    backward_spread: float | None = None
+    sizes: tuple[AtSize, ...] = ()  # with micro-batches of other sizes than the profile's
 
     def __post_init__(self) -> None:
-        check_amount("forward", self.forward, Seconds)
-        check_amount("backward", self.backward, Seconds)
+        _check_layer(self)
         check_amount("parameter_bytes", self.parameter_bytes, Bytes)
-        check_amount("activation_bytes", self.activation_bytes, Bytes)
-        check_amount("stored_bytes", self.stored_bytes, Bytes)
+        check_amount("forward_spread", self.forward_spread or 0.0)
+        check_amount("backward_spread", self.backward_spread or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +56,15 @@ class ModelProfile:
     name: str
     microbatch_size: int  # samples in the micro-batch that was measured
     layers: tuple[Layer, ...]
+    source: str = ""  # who measured this, and on what machine
+    measured_at: str = ""  # ISO 8601, where somebody measured
+    flops: float | None = None  # of that machine, as `probe` measures them: its speed is 1
 
     def __post_init__(self) -> None:
-        if self.microbatch_size < 1:
-            raise DescriptionError(
-                f"microbatch_size is {self.microbatch_size}",
-                expected="1 or more samples",
-                fix="give the micro-batch size that the layers were measured with",
-            )
+        check_measured_at(self.measured_at)
+        _check_size(self.microbatch_size)
+        if self.flops is not None:
+            check_amount("flops", self.flops, zero=False)
         if not self.layers:
             raise DescriptionError(
                 f"model {self.name!r} has no layers",
@@ -57,8 +78,86 @@ class ModelProfile:
                     expected="one layer per name",
                     fix=f"number them: '{name}.0', '{name}.1', ...",
                 )
+        self._check_sizes()
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """All sizes that were measured, from the smallest."""
+        others = (each.microbatch_size for each in self.layers[0].sizes)
+        return tuple(sorted((self.microbatch_size, *others)))
+
+    def at(self, microbatch_size: int) -> "ModelProfile":
+        """The profile for micro-batches of another size; between two measured ones, in proportion.
+
+        Raises DescriptionError for a size beyond those that were measured.
+        """
+        known = self.microbatch_sizes
+        if not known[0] <= microbatch_size <= known[-1]:
+            raise DescriptionError(
+                f"micro-batches of {microbatch_size} for model {self.name!r}",
+                expected=f"a size that was measured, or between two: {', '.join(map(str, known))}",
+                fix=f"measure it: polyrhythm profile --sizes {microbatch_size} ...",
+            )
+        if microbatch_size == self.microbatch_size:
+            return self
+        layers = tuple(self._layer_at(layer, microbatch_size) for layer in self.layers)
+        return replace(self, microbatch_size=microbatch_size, layers=layers)
 
     @classmethod
     def load(cls, path: str | Path) -> "ModelProfile":
         """Read a .toml or .json file."""
         return read(Path(path), cls)
+
+    def _layer_at(self, layer: Layer, size: int) -> Layer:
+        points = sorted((*layer.sizes, self._own(layer)), key=lambda each: each.microbatch_size)
+        low, high = next((a, b) for a, b in itertools.pairwise(points) if size <= b.microbatch_size)
+        share = (size - low.microbatch_size) / (high.microbatch_size - low.microbatch_size)
+        return replace(
+            layer,
+            forward=_between(low.forward, high.forward, share),
+            backward=_between(low.backward, high.backward, share),
+            activation_bytes=round(_between(low.activation_bytes, high.activation_bytes, share)),
+            stored_bytes=round(_between(low.stored_bytes, high.stored_bytes, share)),
+            forward_spread=None,
+            backward_spread=None,
+            sizes=(),
+        )
+
+    def _own(self, layer: Layer) -> AtSize:
+        return AtSize(
+            microbatch_size=self.microbatch_size,
+            forward=layer.forward,
+            backward=layer.backward,
+            activation_bytes=layer.activation_bytes,
+            stored_bytes=layer.stored_bytes,
+        )
+
+    def _check_sizes(self) -> None:
+        for layer in self.layers:
+            sizes = sorted((self.microbatch_size, *(each.microbatch_size for each in layer.sizes)))
+            if tuple(sizes) != self.microbatch_sizes or len(set(sizes)) < len(sizes):
+                raise DescriptionError(
+                    f"layer {layer.name!r} has micro-batches of {', '.join(map(str, sizes))}",
+                    expected="every size once, and the same ones in each layer",
+                    fix="correct its [[layers.sizes]], where the profile's own size has no place",
+                )
+
+
+def _between(low: float, high: float, share: float) -> float:
+    return low + share * (high - low)
+
+
+def _check_size(microbatch_size: int) -> None:
+    if microbatch_size < 1:
+        raise DescriptionError(
+            f"microbatch_size is {microbatch_size}",
+            expected="1 or more samples",
+            fix="give the micro-batch size that the layers were measured with",
+        )
+
+
+def _check_layer(layer: Layer | AtSize) -> None:
+    check_amount("forward", layer.forward, Seconds)
+    check_amount("backward", layer.backward, Seconds)
+    check_amount("activation_bytes", layer.activation_bytes, Bytes)
+    check_amount("stored_bytes", layer.stored_bytes, Bytes)

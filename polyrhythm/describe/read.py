@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -28,7 +29,7 @@ from polyrhythm.describe.units import (
     parse,
     unit_of,
 )
-from polyrhythm.errors import DescriptionError
+from polyrhythm.errors import DescriptionError, UserError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -52,8 +53,8 @@ _WORDS = {
 def read(path: Path, kind: type[T]) -> T:
     """The `kind` that the file describes."""
     try:
-        return _build(_table(path), kind, where="")
-    except DescriptionError as error:
+        return build(parsed(path), kind)
+    except UserError as error:
         raise error.at(str(path)) from None
 
 
@@ -71,7 +72,8 @@ def unknown(
     )
 
 
-def _table(path: Path) -> object:
+def parsed(path: Path) -> object:
+    """What the file holds, before anything of it is understood; its errors do not name it."""
     parsers: dict[str, Callable[[str], object]] = {".toml": tomllib.loads, ".json": _parse_json}
     if path.suffix not in parsers and path.is_file():
         raise DescriptionError(
@@ -142,7 +144,8 @@ def _main_key(field: dataclasses.Field[Any]) -> str:
     return key
 
 
-def _build(table: object, kind: type[T], where: str) -> T:
+def build(table: object, kind: type[T], where: str = "") -> T:
+    """The `kind` that a table describes, which stands at this place of a file."""
     if not isinstance(table, dict):
         raise _misfit(where, expected="dict", got=type(table).__name__)
     keys = _keys(kind)
@@ -163,17 +166,19 @@ def _build(table: object, kind: type[T], where: str) -> T:
             raise _at(where, _missing(keys[_main_key(field)]))
     try:
         return kind(**values)
-    except DescriptionError as error:
+    except UserError as error:
         raise _at(where, error) from None
 
 
 def _value(value: object, key: _Key, where: str) -> object:
-    if _is_table(key.hint):
-        return _build(value, key.hint, where)
-    if get_origin(key.hint) is tuple and _is_table(item_kind := get_args(key.hint)[0]):
+    if _is_optional(key.hint) and value is None:
+        return None
+    if (table_kind := _table_kind(key.hint)) is not None:
+        return build(value, table_kind, where)
+    if get_origin(key.hint) is tuple and (item_kind := _table_kind(get_args(key.hint)[0])):
         if not isinstance(value, list):
             raise _misfit(where, expected="a list of tables", got=type(value).__name__)
-        return tuple(_build(item, item_kind, f"{where}[{i}]") for i, item in enumerate(value))
+        return tuple(build(item, item_kind, f"{where}[{i}]") for i, item in enumerate(value))
     try:
         return msgspec.convert(_numbers(value, key, where), key.hint)
     except msgspec.ValidationError as error:  # such as "Expected `float`, got `str` - at `$[0][1]`"
@@ -185,8 +190,15 @@ def _value(value: object, key: _Key, where: str) -> object:
         raise _misfit(where + place, expected, got or message) from None
 
 
-def _is_table(hint: Any) -> bool:
-    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+def _is_optional(hint: Any) -> bool:
+    return NoneType in get_args(hint)
+
+
+def _table_kind(hint: Any) -> Any:
+    """The dataclass that a hint such as `Wire` or `Wire | None` asks for; None without one."""
+    kinds = [each for each in get_args(hint) if each is not NoneType]
+    kind = kinds[0] if _is_optional(hint) and len(kinds) == 1 else hint
+    return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
 def _numbers(value: object, key: _Key, where: str) -> object:
@@ -235,7 +247,7 @@ def _not_a_quantity(wrong: str, key: _Key) -> DescriptionError:
     )
 
 
-def _misfit(where: str, expected: str, got: str) -> DescriptionError:
+def _misfit(where: str, expected: str, got: str) -> UserError:
     expected = _WORDS.get(expected, expected)
     return _at(
         where,
@@ -245,5 +257,5 @@ def _misfit(where: str, expected: str, got: str) -> DescriptionError:
     )
 
 
-def _at(where: str, error: DescriptionError) -> DescriptionError:
+def _at(where: str, error: UserError) -> UserError:
     return error.at(where) if where else error

@@ -69,13 +69,22 @@ def fewer_devices(cluster: Cluster, num_devices: int) -> Cluster:
             devices.append(device)
     left = {device.region for device in devices}
     kept = [i for i, region in enumerate(cluster.regions) if region in left]
+    prices = cluster.egress_price_per_gb
     return replace(
         cluster,
         devices=tuple(devices),
         regions=tuple(cluster.regions[i] for i in kept),
-        latency=tuple(tuple(cluster.latency[i][j] for j in kept) for i in kept),
-        bandwidth=tuple(tuple(cluster.bandwidth[i][j] for j in kept) for i in kept),
+        latency=_part(cluster.latency, kept),
+        bandwidth=_part(cluster.bandwidth, kept),
+        latency_spread=_part(cluster.latency_spread, kept),
+        bandwidth_spread=_part(cluster.bandwidth_spread, kept),
+        egress_price_per_gb=tuple(prices[i] for i in kept) if prices else (),
     )
+
+
+def _part(matrix: tuple[tuple[float, ...], ...], kept: list[int]) -> tuple[tuple[float, ...], ...]:
+    """Rows and columns that are kept; a matrix that is not there stays so."""
+    return tuple(tuple(matrix[i][j] for j in kept) for i in kept) if matrix else ()
 
 
 def _shares(cluster: Cluster, num_devices: int) -> Counter[str]:

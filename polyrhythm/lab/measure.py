@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from polyrhythm.describe.cluster import Cluster, Link
+from polyrhythm.describe.pairs import matchings
 from polyrhythm.lab.lab import SWITCH_LIMIT, Lab
 from polyrhythm.lab.meter import (
     NUM_ECHOES,
@@ -104,22 +105,6 @@ def batches_of(cluster: Cluster) -> Iterator[list[Pair]]:
             batch.append(pair)
             asked += bandwidth
         yield batch
-
-
-def matchings(hosts: Sequence[str]) -> Iterator[list[Pair]]:
-    """Rounds of pairs without a common host; every directed pair is in one of them.
-
-    The circle method of tournaments: the first stays, the others move on by one place each round.
-    """
-    circle: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]  # None: a free round
-    half = len(circle) // 2
-    for _ in range(len(circle) - 1):
-        facing = zip(circle[:half], reversed(circle[half:]), strict=True)
-        there = [(a, b) for a, b in facing if a is not None and b is not None]
-        if there:
-            yield there
-            yield [(b, a) for a, b in there]
-        circle[1:] = [circle[-1], *circle[1:-1]]
 
 
 def _figures(cluster: Cluster, meter: Meter, pairs: list[Pair]) -> _Figures:

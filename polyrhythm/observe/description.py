@@ -40,10 +40,9 @@ def _show_cluster(cluster: Cluster, console: Console) -> None:
     print_line(
         console, f"{cluster.name}: {len(cluster.devices)} devices, {len(cluster.regions)} regions"
     )
-    if cluster.source:
-        print_line(console, f"source: {cluster.source}")
+    _show_origin(cluster, console)
     kinds = Counter(
-        (device.region, device.memory, device.speed, device.price_per_hour)
+        (device.region, device.memory, device.speed, device.flops, device.price_per_hour)
         for device in cluster.devices
     )
     rows = [
@@ -52,13 +51,25 @@ def _show_cluster(cluster: Cluster, console: Console) -> None:
             str(count),
             "-" if memory is None else text(memory, Bytes),
             f"{speed:g}",
+            "-" if flops is None else f"{flops / 1e9:.4g}",
             "-" if price is None else f"{price:g}",
         ]
-        for (region, memory, speed, price), count in kinds.items()
+        for (region, memory, speed, flops, price), count in kinds.items()
     ]
-    print_table(console, ["region", "devices", "memory", "speed", "price/h"], rows)
+    print_table(console, ["region", "devices", "memory", "speed", "GFLOPS", "price/h"], rows)
     _print_matrix(console, "one-way latency, ms", cluster, cluster.latency, 1e-3)
     _print_matrix(console, "bandwidth, Mbit/s", cluster, cluster.bandwidth, 125e3)
+    if cluster.latency_spread:
+        _print_matrix(console, "spread of latency, %", cluster, cluster.latency_spread, 0.01)
+    if cluster.bandwidth_spread:
+        _print_matrix(console, "spread of bandwidth, %", cluster, cluster.bandwidth_spread, 0.01)
+
+
+def _show_origin(described: Cluster | ModelProfile, console: Console) -> None:
+    if described.source:
+        print_line(console, f"source: {described.source}")
+    if described.measured_at:
+        print_line(console, f"measured at {described.measured_at}")
 
 
 def _print_matrix(
@@ -81,11 +92,14 @@ def _show_model(model: ModelProfile, console: Console) -> None:
         console,
         f"{model.name}: {len(model.layers)} layers, micro-batch of {model.microbatch_size}",
     )
+    _show_origin(model, console)
+    if model.flops is not None:
+        print_line(console, f"a device of speed 1 does {model.flops / 1e9:.4g} GFLOPS")
     rows = [
         [
             layer.name,
-            text(layer.forward, Seconds),
-            text(layer.backward, Seconds),
+            _with_spread(layer.forward, layer.forward_spread),
+            _with_spread(layer.backward, layer.backward_spread),
             text(layer.parameter_bytes, Bytes),
             text(layer.activation_bytes, Bytes),
             text(layer.stored_bytes, Bytes),
@@ -93,6 +107,28 @@ def _show_model(model: ModelProfile, console: Console) -> None:
         for layer in model.layers
     ]
     print_table(console, ["layer", "forward", "backward", "parameters", "output", "stored"], rows)
+    if len(model.microbatch_sizes) > 1:
+        _show_sizes(model, console)
+
+
+def _with_spread(time: Seconds, spread: float | None) -> str:
+    return text(time, Seconds) + ("" if spread is None else f" ±{spread / 2:.0%}")
+
+
+def _show_sizes(model: ModelProfile, console: Console) -> None:
+    rows = []
+    for size in model.microbatch_sizes:
+        layers = model.at(size).layers
+        rows.append(
+            [
+                str(size),
+                text(sum(layer.forward for layer in layers), Seconds),
+                text(sum(layer.backward for layer in layers), Seconds),
+                text(sum(layer.stored_bytes for layer in layers), Bytes),
+            ]
+        )
+    title = "all layers, by micro-batch size"
+    print_table(console, ["samples", "forward", "backward", "stored"], rows, title=title)
 
 
 def _show_scenario(scenario: Scenario, console: Console) -> None:

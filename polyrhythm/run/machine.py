@@ -157,6 +157,13 @@ def _memory() -> Finding:
     return Finding("memory", text, None, advice)
 
 
+def usable_memory() -> Bytes:
+    """What this machine has, or what the process's cgroup may use of it."""
+    limit = _cgroup_limit(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    total: Bytes = psutil.virtual_memory().total
+    return int(min(total, limit))
+
+
 def _cgroup_limit(own: Path, root: Path) -> float:
     """Bytes that this process's cgroup and those above it allow; inf without a limit."""
     limits = [math.inf]

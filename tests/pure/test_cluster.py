@@ -160,6 +160,18 @@ ALL_LINKS = [link("a", "a"), link("a", "b")]
     [
         ({**TWO, **LATENCY, **BANDWIDTH, "links": ALL_LINKS}, "matrices and [[links]] in one file"),
         ({**TWO, **LATENCY}, "only one of two matrices"),
+        (
+            {**TWO, "links": ALL_LINKS, "latency_spread": [[0, 0], [0, 0]]},
+            "a spread without the matrix that it is the spread of",
+        ),
+        (
+            {**TWO, **LATENCY, **BANDWIDTH, "bandwidth_spread": [[0.1], [0.1, 0]]},
+            "bandwidth_spread has 2 rows, row 0 has 1 columns",
+        ),
+        (
+            {**TWO, **LATENCY, **BANDWIDTH, "latency_spread": [[0.1, -0.5], [0.1, 0]]},
+            "latency_spread is -0.5",
+        ),
         (TWO, "no link from 'a' to 'a' (inside the region)"),
         ({**TWO, "links": [link("a", "a")]}, "no link from 'a' to 'b'"),
         (

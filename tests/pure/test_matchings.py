@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.describe.cluster import Cluster, Device
+from polyrhythm.describe.pairs import apart, matchings
 from polyrhythm.lab.lab import SWITCH_LIMIT
-from polyrhythm.lab.measure import _rows, batches_of, matchings
+from polyrhythm.lab.measure import _rows, batches_of
 from polyrhythm.lab.meter import window_for
 from polyrhythm.lab.orders import Punctuality, Report
 from polyrhythm.lab.punctual import punctual_rounds
@@ -39,6 +40,17 @@ def test_every_directed_pair_is_matched_once_and_nobody_twice_in_a_round(num_hos
     assert Counter(pair for pairs in rounds for pair in pairs) == Counter(permutations(hosts, 2))
     if num_hosts > 1:
         assert len(rounds) == 2 * (num_hosts - 1 + num_hosts % 2), "and no round more than needed"
+
+
+@given(st.lists(st.sampled_from("xyz"), min_size=2, max_size=9))
+def test_apart_keeps_every_pair_and_a_place_has_one_pair_at_a_time(places: list[str]) -> None:
+    place = dict(enumerate(places))
+    for pairs in matchings(range(len(places))):
+        rounds = list(apart(pairs, place))
+        assert sorted(pair for together in rounds for pair in together) == sorted(pairs)
+        for together in rounds:
+            taken = Counter(where for a, b in together for where in {place[a], place[b]})
+            assert set(taken.values()) == {1}
 
 
 @given(st.lists(st.floats(0.1, 1e5), min_size=1, max_size=8))

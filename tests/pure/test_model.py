@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyrhythm.describe.model import Layer, ModelProfile
+from polyrhythm.describe.model import AtSize, Layer, ModelProfile
 from polyrhythm.describe.units import keys_with_unit
 from polyrhythm.errors import DescriptionError
 from polyrhythm.types import Bytes, Seconds
@@ -75,3 +75,58 @@ def test_wrong_layer_of_a_file_is_named_by_its_place(tmp_path):
     with pytest.raises(DescriptionError) as caught:
         ModelProfile.load(str(path))
     assert caught.value.wrong == f"{path}: layers[0]: backward is -2ms"
+
+
+def at_size(size: int, scale: float) -> AtSize:
+    return AtSize(
+        microbatch_size=size,
+        forward=scale * LAYER.forward,
+        backward=scale * LAYER.backward,
+        activation_bytes=round(scale * LAYER.activation_bytes),
+        stored_bytes=round(scale * LAYER.stored_bytes),
+    )
+
+
+# Twice the samples take three times as long, half of them a quarter.
+BENT = replace(LAYER, sizes=(at_size(2, 0.25), at_size(8, 3.0)))
+MEASURED = replace(PROFILE, layers=(BENT, replace(BENT, name="head")))
+
+
+@pytest.mark.parametrize(
+    ("size", "scale"), [(2, 0.25), (3, 0.625), (4, 1.0), (5, 1.5), (6, 2.0), (8, 3.0)]
+)
+def test_a_profile_for_another_size_is_measured_or_between_two_that_are(size, scale):
+    profile = MEASURED.at(size)
+    assert profile.microbatch_size == size
+    for layer in profile.layers:
+        assert layer.forward == pytest.approx(scale * LAYER.forward)
+        assert layer.backward == pytest.approx(scale * LAYER.backward)
+        assert layer.activation_bytes == pytest.approx(scale * LAYER.activation_bytes, abs=1)
+        assert layer.stored_bytes == pytest.approx(scale * LAYER.stored_bytes, abs=1)
+        assert layer.parameter_bytes == LAYER.parameter_bytes
+
+
+@pytest.mark.parametrize(("profile", "size"), [(MEASURED, 1), (MEASURED, 9), (PROFILE, 5)])
+def test_a_size_beyond_those_that_were_measured_is_refused(profile, size):
+    with pytest.raises(DescriptionError, match=f"micro-batches of {size} for model 'm'"):
+        profile.at(size)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (BENT, replace(LAYER, name="head")),
+        (replace(LAYER, sizes=(at_size(4, 1.0),)),),
+        (replace(LAYER, sizes=(at_size(2, 1.0), at_size(2, 1.0))),),
+    ],
+)
+def test_sizes_that_do_not_fit_together_are_refused(layers):
+    with pytest.raises(DescriptionError, match="has micro-batches of"):
+        replace(PROFILE, layers=layers)
+
+
+@pytest.mark.parametrize("when", ["yesterday", "12:30", "2026-13-01"])
+def test_a_time_of_measurement_that_is_none_is_refused(when):
+    with pytest.raises(DescriptionError, match="measured_at is"):
+        replace(PROFILE, measured_at=when)
+    assert replace(PROFILE, measured_at="2026-05-12T14:30:00Z")

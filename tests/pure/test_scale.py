@@ -54,6 +54,7 @@ def clusters(draw) -> Cluster:
         regions=regions,
         latency=matrix(st.integers(0, 1000).map(lambda ms: ms / 1e3)),
         bandwidth=matrix(st.floats(1e3, 1e10)),
+        latency_spread=matrix(st.floats(0, 1)) if draw(st.booleans()) else (),
     )
 
 
@@ -193,6 +194,10 @@ def test_fewer_devices_are_the_first_of_each_region_and_keep_their_links(cluster
         for b in fewer.devices:
             if a != b:
                 assert fewer.link(a.name, b.name) == cluster.link(a.name, b.name)
+    kept = [cluster.regions.index(region) for region in fewer.regions]
+    for i, row in enumerate(fewer.latency_spread):
+        assert row == tuple(cluster.latency_spread[kept[i]][j] for j in kept)
+    assert bool(fewer.latency_spread) == bool(cluster.latency_spread)
 
 
 @given(clusters())

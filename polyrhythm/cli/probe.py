@@ -1,0 +1,144 @@
+"""`polyrhythm probe`: measure devices and links, here or in torchrun's processes, into a file."""
+
+import os
+import socket
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from polyrhythm.cli.ending import end_on_sigterm
+from polyrhythm.errors import LaunchError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from polyrhythm.run.launch import Place
+    from polyrhythm.run.probe.effort import Effort
+    from polyrhythm.run.probe.probe import ProbeOptions
+
+MOST_LOCAL = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Measure every device and every link between two of them, into a cluster's description.
+
+    A process on each device, started by torchrun on all machines:
+    torchrun --nnodes=4 --nproc-per-node=8 ... -m polyrhythm probe -o cluster.toml
+    """
+
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("cluster.toml")
+    """The file, on the machine of rank 0."""
+    local: int | None = None
+    """So many processes on this machine, instead of torchrun's."""
+    name: str | None = None
+    """Name of the cluster; else that of the file."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Whose speed and memory to measure: auto takes the GPUs if there are any."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the numbers that a device's speed is measured with."""
+    one_per_machine: bool = False
+    """One pair at a time touches a machine: slower, exact where processes share a network card."""
+    seconds: float = 0.2
+    """How long a transfer lasts, at the least, that a bandwidth is taken from."""
+    repeat: int = 5
+    """Measurements of each thing: their median and spread are written."""
+    patience: float = 20.0
+    """Seconds for one pair, after which a bandwidth that still climbs is taken as it is."""
+    deadline: float = 60.0
+    """Seconds to wait for a message of another process before giving it up as lost."""
+
+    def run(self, console: "Console") -> int:
+        from polyrhythm.describe.write import check_target
+        from polyrhythm.run.probe.effort import Effort
+
+        effort = Effort(
+            seconds=self.seconds,
+            repeat=self.repeat,
+            patience=self.patience,
+            deadline=self.deadline,
+        )
+        check_target(self.out, (".toml",))
+        from polyrhythm.run.launch import Place  # loads torch
+
+        place = Place.from_environment(os.environ)
+        if place is not None and self.local is not None:
+            raise LaunchError(
+                f"--local {self.local} in a process of torchrun's",
+                expected="processes of torchrun, or --local",
+                fix="leave --local out, or start without torchrun",
+            )
+        if place is not None:
+            self._measure(place, self._options(effort), console)
+        else:
+            self._run_here(self._options(effort), console)
+        if place is None or place.rank == 0:
+            self._show(console)
+        return 0
+
+    def _options(self, effort: "Effort") -> "ProbeOptions":
+        from datetime import UTC, datetime
+
+        from polyrhythm.run.probe.probe import ProbeOptions
+
+        return ProbeOptions(
+            cluster_name=self.name or self.out.stem,
+            measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            device=self.device,
+            dtype=self.dtype,
+            one_per_machine=self.one_per_machine,
+            effort=effort,
+        )
+
+    def _run_here(self, options: "ProbeOptions", console: "Console") -> None:
+        from polyrhythm.run.launch import LocalJob
+
+        if self.local is None or not 1 <= self.local <= MOST_LOCAL:
+            raise LaunchError(
+                "no processes to measure with" if self.local is None else f"--local {self.local}",
+                expected=f"torchrun's, one for each device, or --local with 1 to {MOST_LOCAL}",
+                fix="polyrhythm probe --local 2, or torchrun --nproc-per-node=2 -m polyrhythm "
+                "probe",
+            )
+        end_on_sigterm()
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            LocalJob(
+                lambda place: self._measure(place, options, None),
+                self.local,
+                output_folder=Path(folder),
+            ) as job,
+            console.status(f"measuring with {self.local} processes"),
+        ):
+            while not job.wait(0.2):
+                pass
+
+    def _measure(self, place: "Place", options: "ProbeOptions", console: "Console | None") -> None:
+        """As one process; rank 0 writes the file, and shows on its console how far it is."""
+        from contextlib import nullcontext
+
+        from polyrhythm.describe.write import write_cluster
+        from polyrhythm.run.probe.probe import probe
+
+        host = socket.gethostname()
+        device = os.environ.get("POLYRHYTHM_DEVICE", f"{host}/{place.local_rank}")
+        showing = nullcontext() if console is None or place.rank else console.status("measuring")
+        with showing as status:
+
+            def say(text: str) -> None:
+                if status is not None:
+                    status.update(f"measuring {text}")
+
+            cluster = probe(place, device, options, say)
+        if cluster is not None:
+            write_cluster(cluster, self.out)
+
+    def _show(self, console: "Console") -> None:
+        from polyrhythm.observe import description
+        from polyrhythm.tables import print_line
+
+        description.show("cluster", str(self.out), console)
+        print_line(console, f"written to {self.out}")

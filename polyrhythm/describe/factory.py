@@ -1,0 +1,97 @@
+"""A function of the user's by its name, `module:function`, called; whatever it does wrong is told.
+
+No torch here: what the function returns is for the caller to understand.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+from polyrhythm.describe.read import unknown
+from polyrhythm.errors import DescriptionError
+
+
+def call_factory(source: str) -> object:
+    """What `function()` of `module:function` returns; raises DescriptionError."""
+    module_name, colon, name = source.partition(":")
+    if not colon or not module_name or not name.isidentifier():
+        raise DescriptionError(
+            f"model {source!r}",
+            expected="module:factory, such as my_model:build for build() of my_model.py",
+            fix="name the module as `import` does, a colon, and the function in it",
+        )
+    factory = _factory(_module(module_name), name)
+    try:
+        return factory()
+    except (Exception, SystemExit) as error:
+        raise DescriptionError(
+            f"{source}() raises {told(error)}",
+            expected="a function that returns the model and an example of its input",
+            fix=f"mend it: python -c 'import {module_name}; {module_name}.{name}()'",
+        ) from None
+
+
+def told(error: BaseException) -> str:
+    """An error of the user's code in one line, with its place there."""
+    said = (str(error).strip() or "without a word").splitlines()[0]
+    return f"{type(error).__name__}: {said}{_place(error.__traceback__)}"
+
+
+def _module(name: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:  # as for `python -m`; the program itself lies elsewhere
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise DescriptionError(
+                f"no module {name!r}",
+                expected=f"{name.replace('.', '/')}.py in {here}, or an installed package",
+                fix="change to its folder, or set PYTHONPATH to it",
+            ) from None
+        raise _no_import(name, error) from None
+    except (Exception, SystemExit) as error:
+        raise _no_import(name, error) from None
+
+
+def _no_import(name: str, error: BaseException) -> DescriptionError:
+    return DescriptionError(
+        f"importing {name!r} raises {told(error)}",
+        expected="a module that can be imported",
+        fix=f"mend it: python -c 'import {name}'",
+    )
+
+
+def _factory(module: ModuleType, name: str) -> Callable[[], object]:
+    functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+    factory = getattr(module, name, None)
+    if factory is None:
+        raise unknown("function", name, functions).at(f"module {module.__name__!r}")
+    if not callable(factory):
+        raise DescriptionError(
+            f"{module.__name__}:{name} is a {type(factory).__name__}",
+            expected="a function without arguments",
+            fix=f"def {name}(): return model, example",
+        )
+    found: Callable[[], object] = factory
+    return found
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The innermost line that is not of an installed package: most often the user's own."""
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if _is_own(frame.filename)]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+
+
+def _is_own(filename: str) -> bool:
+    library = ("site-packages", "dist-packages", f"{Path(importlib.__file__).parent.parent}/")
+    ours = str(Path(__file__).parent.parent)
+    return not filename.startswith(("<", ours)) and not any(part in filename for part in library)

@@ -1,0 +1,64 @@
+"""A layer by its shape: what it computes and keeps for one sample, counted instead of measured.
+
+A profile follows from it for a device of known speed. Time is operations over operations per
+second: layers that only move numbers (an embedding, a norm) take none, which a measured profile
+knows better.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from polyrhythm.describe.model import Layer, ModelProfile
+from polyrhythm.describe.units import check_amount
+from polyrhythm.errors import DescriptionError
+from polyrhythm.types import Bytes
+
+BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWork:
+    """Numbers of one sample; a multiplication and its addition are two operations."""
+
+    name: str
+    parameters: int
+    operations: int  # of products of matrices, in the forward
+    outputs: int
+    stored: int  # kept from the forward to the backward, the layer's input among them
+    other_bytes: Bytes = 0  # kept too, but of a type of their own: indices
+    backward_ratio: float = 2.0  # operations of a backward: gradients of weights and of the input
+
+
+def profile_of(
+    name: str,
+    layers: Sequence[LayerWork],
+    *,
+    flops: float,
+    microbatch_size: int = 1,
+    dtype: str = "float32",
+) -> ModelProfile:
+    """The profile on a device that does `flops` operations per second; all numbers are `dtype`."""
+    check_amount("flops", flops, zero=False)
+    if dtype not in BYTES_OF:
+        raise DescriptionError(
+            f"dtype {dtype!r}", expected=f"one of {', '.join(BYTES_OF)}", fix="use float32"
+        )
+    return ModelProfile(
+        name=name,
+        source="counted by formulas, not measured",
+        microbatch_size=microbatch_size,
+        flops=flops,
+        layers=tuple(_layer(each, flops, microbatch_size, BYTES_OF[dtype]) for each in layers),
+    )
+
+
+def _layer(work: LayerWork, flops: float, size: int, width: Bytes) -> Layer:
+    forward = size * work.operations / flops
+    return Layer(
+        name=work.name,
+        forward=forward,
+        backward=work.backward_ratio * forward,
+        parameter_bytes=width * work.parameters,
+        activation_bytes=size * width * work.outputs,
+        stored_bytes=size * (width * work.stored + work.other_bytes),
+    )

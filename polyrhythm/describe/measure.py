@@ -1,0 +1,72 @@
+"""How fast this machine computes, measured by a product of matrices. [torch]
+
+`probe` measures every device of a cluster so, and `profile` the one that it runs on: the ratio of
+the two is the speed of a device relative to a profile.
+"""
+
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+from polyrhythm.describe.sample import Sample
+from polyrhythm.errors import DescriptionError
+from polyrhythm.types import Seconds
+
+_SMALLEST, _LARGEST = 256, 16_384  # rows of a matrix; the largest takes 1 GiB in float32
+_LONG_ENOUGH: Seconds = 0.05  # for a product forward and backward: then its launch does not count
+
+
+def device_flops(device: torch.device, dtype: torch.dtype, *, repeat: int) -> Sample:
+    """Operations per second of a product of square matrices, forward and backward."""
+    size = _SMALLEST
+    # The better of two: the first one may have to load a library.
+    while min(_product(size, device, dtype) for _ in range(2)) < _LONG_ENOUGH and size < _LARGEST:
+        size *= 2
+    operations = 6 * size**3  # n^3 multiplications and additions, once forward and twice backward
+    return Sample.of([operations / _product(size, device, dtype) for _ in range(repeat)])
+
+
+def device_of(name: str, *, index: int = 0) -> torch.device:
+    """`auto` takes a GPU if there is one; of several, by this index. Raises DescriptionError."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise DescriptionError(
+            f"--device {name} on a machine without a usable GPU",
+            expected="cpu, or a GPU that torch can use (`polyrhythm doctor` says why not)",
+            fix="use --device cpu",
+        )
+    return torch.device("cuda", index % torch.cuda.device_count())
+
+
+def device_text(device: torch.device) -> str:
+    """The processor, its threads and torch's version: what a time depends on."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}"
+
+
+def finish(device: torch.device) -> None:
+    """Wait until all that was started on the device is done: its end is what a time is of."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _product(size: int, device: torch.device, dtype: torch.dtype) -> Seconds:
+    left, right = (
+        torch.full((size, size), 0.5, device=device, dtype=dtype, requires_grad=True)
+        for _ in range(2)
+    )
+    gradient = torch.ones(size, size, device=device, dtype=dtype)
+    finish(device)
+    began = time.perf_counter()
+    torch.autograd.backward([left @ right], [gradient])
+    finish(device)
+    return time.perf_counter() - began

@@ -1,0 +1,128 @@
+"""A description as a file that `read` reads again: six digits, and rows that a person can follow.
+
+Files are replaced in one move: whoever reads meanwhile has the old one or the new one, whole.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import tomli_w
+
+from polyrhythm.describe.cluster import Cluster, Device
+from polyrhythm.describe.model import AtSize, Layer, ModelProfile
+from polyrhythm.errors import DescriptionError
+
+_MILLISECOND, _MEGABIT = 1e-3, 125e3
+
+
+def check_target(path: Path, endings: Sequence[str], *, flag: str = "-o") -> None:
+    """Refuse, before anything is measured, a file that could not be written; `flag` names it."""
+    if path.suffix not in endings:
+        raise DescriptionError(
+            f"a file named {path.name!r}",
+            expected=f"a name that ends in {' or '.join(endings)}",
+            fix=f"{flag} {path.with_suffix(endings[0]) if path.stem else 'measured' + endings[0]}",
+        )
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        problem = "is a folder" if path.is_dir() else f"cannot be made in {folder.absolute()}"
+        raise DescriptionError(
+            f"{path} {problem}",
+            expected="a file in a folder that is there and can be written to",
+            fix=f"mkdir -p {folder}, or give another file with {flag}",
+        )
+
+
+def write_cluster(cluster: Cluster, path: Path) -> None:
+    """As TOML, with matrices."""
+    origin = {"source": cluster.source, "measured_at": cluster.measured_at}
+    known = {key: text for key, text in origin.items() if text}
+    parts = [
+        tomli_w.dumps({"name": cluster.name, **known}),
+        tomli_w.dumps({"regions": list(cluster.regions)}),
+        _matrix("latency_ms", cluster.latency, _MILLISECOND),
+        _matrix("bandwidth_mbps", cluster.bandwidth, _MEGABIT),
+        _matrix("latency_spread", cluster.latency_spread, 1.0, digits=3),
+        _matrix("bandwidth_spread", cluster.bandwidth_spread, 1.0, digits=3),
+        _prices(cluster),
+        tomli_w.dumps({"devices": [_device(device) for device in cluster.devices]}),
+    ]
+    replace_file(path, "\n".join(part for part in parts if part))
+
+
+def write_model(profile: ModelProfile, path: Path) -> None:
+    """As TOML or as JSON: the ending decides."""
+    origin: dict[str, object] = {
+        "source": profile.source,
+        "measured_at": profile.measured_at,
+        "flops": profile.flops,
+    }
+    table = {
+        "name": profile.name,
+        **{key: _rounded(value) for key, value in origin.items() if value not in ("", None)},
+        "microbatch_size": profile.microbatch_size,
+        "layers": [_layer(layer) for layer in profile.layers],
+    }
+    if path.suffix == ".json":
+        replace_file(path, json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+    else:
+        replace_file(path, tomli_w.dumps(table))
+
+
+def _matrix(key: str, rows: Sequence[Sequence[float]], unit: float, digits: int = 6) -> str:
+    """One line for each row; nothing for a matrix that is not there."""
+    if not rows:
+        return ""
+    lines = ["  [" + ", ".join(str(_digits(v / unit, digits)) for v in row) + "]," for row in rows]
+    return "\n".join([f"{key} = [", *lines, "]", ""])
+
+
+def _prices(cluster: Cluster) -> str:
+    prices = list(cluster.egress_price_per_gb)
+    return tomli_w.dumps({"egress_price_per_gb": prices}) if prices else ""
+
+
+def _device(device: Device) -> dict[str, object]:
+    table: dict[str, object] = asdict(device)
+    table["memory_bytes"] = table.pop("memory")
+    if device.region == device.name:
+        del table["region"]
+    return {key: _rounded(value) for key, value in table.items() if value is not None}
+
+
+def _layer(layer: Layer) -> dict[str, object]:
+    table = _taken(layer)
+    table["sizes"] = [_taken(each) for each in layer.sizes]
+    return {key: value for key, value in table.items() if value not in (None, [])}
+
+
+def _taken(layer: Layer | AtSize) -> dict[str, object]:
+    """Times in milliseconds, bytes as they are."""
+    table: dict[str, object] = asdict(layer)
+    for key in ("forward", "backward"):
+        time = table.pop(key)
+        assert isinstance(time, float | int), "a number of seconds"
+        table[f"{key}_ms"] = _digits(time / _MILLISECOND)
+    return {key: _rounded(value) for key, value in table.items()}
+
+
+def _rounded(value: object) -> object:
+    return _digits(value) if isinstance(value, float) else value
+
+
+def _digits(value: float, digits: int = 6) -> float:
+    """Six are more than any of this is measured to."""
+    return float(f"{value:.{digits}g}")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """In one move: no reader ever finds half of it."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

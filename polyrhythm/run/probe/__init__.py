@@ -1,0 +1,1 @@
+"""Measure a cluster: its devices, and the links between every two of them."""

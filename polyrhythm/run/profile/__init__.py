@@ -1,0 +1,1 @@
+"""Measure a torch model: what its layers take in time and bytes."""

@@ -1,0 +1,56 @@
+"""A profile of a user's model: made by a factory, measured on a device of this machine."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from polyrhythm.describe.factory import call_factory
+from polyrhythm.describe.measure import device_flops, device_of, device_text
+from polyrhythm.describe.model import ModelProfile
+from polyrhythm.run.profile.layers import measured_layers
+from polyrhythm.run.profile.subject import Subject
+
+
+def measured_profile(
+    source: str,
+    *,
+    sizes: Sequence[int] = (),
+    repeat: int = 5,
+    device: str = "auto",
+    dtype: str | None = None,
+    measured_at: str = "",
+    say: Callable[[str], None] = lambda text: None,
+) -> ModelProfile:
+    """The profile of what `module:factory` makes; the first of `sizes` is its own.
+
+    Raises DescriptionError, also for whatever goes wrong in the user's code.
+    """
+    where = device_of(device)
+    say("nothing yet: the factory is at work")
+    subject = Subject.of(call_factory(source), source=source)
+    number = None if dtype is None else getattr(torch, dtype)
+    subject = subject.to(where, number)
+    own, *others = sizes or reversed(subject.default_sizes())
+    layers = measured_layers(
+        subject, size=own, other_sizes=others, repeat=repeat, device=where, say=say
+    )
+    say("the speed of the device")
+    speed = device_flops(where, number or _type_of(subject), repeat=repeat)
+    return ModelProfile(
+        name=source,
+        source=f"polyrhythm profile, {device_text(where)}",
+        measured_at=measured_at,
+        flops=speed.median,
+        microbatch_size=own,
+        layers=layers,
+    )
+
+
+def _type_of(subject: Subject) -> torch.dtype:
+    """The type of most of the model's numbers; float32 for one without any."""
+    count: dict[torch.dtype, int] = {}
+    for layer in subject.layers.values():
+        for parameter in layer.parameters():
+            if parameter.is_floating_point():
+                count[parameter.dtype] = count.get(parameter.dtype, 0) + parameter.numel()
+    return max(count, key=lambda each: count[each], default=torch.float32)

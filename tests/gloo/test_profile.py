@@ -1,0 +1,228 @@
+"""A profile as a user makes it: sizes are exact, times follow the work, bad models are told of."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from polyrhythm.describe.model import ModelProfile
+from polyrhythm.run.profile.layers import measured_layers
+from polyrhythm.run.profile.subject import Subject
+from tests.gloo.test_demo import forked
+
+pytestmark = pytest.mark.timeout(100)
+
+CPU = torch.device("cpu")
+MODULE = """
+import time
+import torch
+from torch import nn
+
+class Slow(nn.Module):
+    def forward(self, x):
+        time.sleep(0.03)
+        return x + 0
+
+def build():
+    layers = [nn.Linear(64, 128), nn.ReLU(inplace=True), Slow(), nn.Linear(128, 10)]
+    return nn.Sequential(*layers), torch.randn(8, 64)
+
+def listed():
+    model, example = build()
+    return list(model), (example,)
+
+def nothing():
+    pass
+
+def alone():
+    return nn.Linear(1, 1)
+
+def function():
+    return [torch.relu], torch.ones(3)
+
+def empty():
+    return nn.Sequential(), torch.ones(3)
+
+def no_example():
+    return nn.Sequential(nn.ReLU()), 5
+
+def scalar():
+    return nn.Sequential(nn.ReLU()), torch.tensor(5.0)
+
+def misfit():
+    return nn.Sequential(nn.ReLU(), nn.Linear(3, 4)), torch.ones(2, 7)
+
+def raising():
+    return 1 / 0
+
+def leaving():
+    raise SystemExit("no such file")
+
+class Fixed(nn.Module):
+    def forward(self, x):
+        return x.view(4, 2)
+
+def fixed():
+    return [Fixed()], torch.ones(4, 2)
+
+number = 7
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "toy.py").write_text(MODULE)
+    (tmp_path / "broken.py").write_text("import no_such_package\n")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(3)\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("factory", "ending"), [("build", "json"), ("listed", "toml")])
+def test_a_model_is_measured_into_a_file_that_loads(
+    folder: Path, factory: str, ending: str
+) -> None:
+    out = f"p.{ending}"
+    done = forked("profile", f"toy:{factory}", "-o", out, "--repeat", "2", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    profile = ModelProfile.load(folder / out)
+    assert profile.name == f"toy:{factory}"
+    assert "torch" in profile.source
+    assert profile.measured_at
+    assert profile.flops is not None
+    assert profile.flops > 1e6
+    names = ["0.Linear", "1.ReLU", "2.Slow", "3.Linear"]
+    assert [layer.name for layer in profile.layers] == names
+    assert profile.microbatch_size == 8
+    assert profile.microbatch_sizes == (1, 2, 4, 8)
+    assert [layer.parameter_bytes for layer in profile.layers] == [4 * 65 * 128, 0, 0, 4 * 1290]
+    for size in profile.microbatch_sizes:
+        layers = profile.at(size).layers
+        assert [x.activation_bytes for x in layers] == [4 * size * n for n in (128, 128, 128, 10)]
+        # The ReLU keeps its output; the last layer keeps what Slow gave, which is a copy of that.
+        assert [x.stored_bytes for x in layers] == [4 * size * n for n in (64, 128, 0, 128)]
+        assert layers[2].forward >= 0.03
+        assert layers[2].forward > 2 * max(layers[i].forward for i in (1, 3))
+    assert f"written to {out}" in done.stdout
+    assert "2.Slow" in done.stdout
+    assert "all layers, by micro-batch size" in done.stdout
+
+
+def test_sizes_are_as_asked_for_also_beyond_the_example(folder: Path) -> None:
+    done = forked("profile", "toy:build", "--sizes", "3", "16", "--repeat", "1", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    profile = ModelProfile.load(folder / "profile.json")
+    assert (profile.microbatch_size, profile.microbatch_sizes) == (3, (3, 16))
+    assert profile.at(16).layers[0].activation_bytes == 16 * 512
+
+
+def test_a_model_that_comes_along_is_counted(folder: Path) -> None:
+    done = forked("profile", "gpt-2x64x32", "--flops", "1e12", "--sizes", "4", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    profile = ModelProfile.load(folder / "profile.json")
+    assert profile.microbatch_size == 4
+    assert profile.layers[1].forward == pytest.approx(4 * 32 * (24 * 64**2 + 4 * 32 * 64) / 1e12)
+    assert json.loads((folder / "profile.json").read_text())["flops"] == 1e12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["toy:biuld"], "did you mean 'build'?"),
+        (["toy:number"], "toy:number is a int"),
+        (["toi:build"], "no module 'toi'"),
+        (["toy:"], "expected: module:factory"),
+        (["broken:build"], "No module named 'no_such_package' (broken.py:1)"),
+        (["script:build"], "importing 'script' raises SystemExit: 3"),
+        (["toy:raising"], "ZeroDivisionError: division by zero (toy.py:"),
+        (["toy:leaving"], "SystemExit: no such file"),
+        (["toy:nothing"], "toy:nothing() returned nothing"),
+        (["toy:alone"], "returned a Linear"),
+        (["toy:function"], "as layer 0"),
+        (["toy:empty"], "a model without layers"),
+        (["toy:no_example"], "a int as the example"),
+        (["toy:scalar"], "a tensor of shape () as the example"),
+        (["toy:misfit"], "layer '1.Linear' fails in its forward with micro-batches of 2"),
+        (["toy:fixed"], "layer '0.Fixed' fails in its forward with micro-batches of 2"),
+        (["toy:build", "--repeat", "0"], "--repeat 0"),
+        (["toy:build", "--sizes", "4", "4"], "--sizes 4 4"),
+        (["toy:build", "--flops", "1e9"], "leave --flops out"),
+        (["toy:build", "-o", "p.yaml"], "ends in .json or .toml"),
+        (["bert-base"], "bert-base without --flops"),
+        (["bert-bass", "--flops", "1e9"], "did you mean 'bert-base'?"),
+        (["bert-base", "--flops", "0"], "flops is 0"),
+    ],
+)
+def test_bad_input_is_refused_without_a_traceback(
+    folder: Path, arguments: list[str], says: str
+) -> None:
+    before = {path.name for path in folder.iterdir()}
+    done = forked("profile", *arguments, cwd=folder)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert "expected:" in done.stderr
+    assert "fix:" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == before
+
+
+def kept_by(model: nn.Sequential, example: Tensor) -> int:
+    """Bytes that autograd keeps of a whole forward, each storage once."""
+    storages: dict[int, int] = {}
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = model(example)
+    assert output.requires_grad
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_what_layers_keep_adds_up_to_what_the_model_keeps(inplace: bool) -> None:
+    layers: list[nn.Module] = [nn.Embedding(50, 32)]
+    for _ in range(3):
+        layers += [nn.Linear(32, 32), nn.ReLU(inplace=inplace), nn.LayerNorm(32), nn.Tanh()]
+    model, example = nn.Sequential(*layers), torch.randint(50, (4, 8))
+    subject = Subject.of((model, example), source="test")
+    found = measured_layers(subject, size=4, other_sizes=[], repeat=1, device=CPU)
+    assert sum(layer.stored_bytes for layer in found) == kept_by(model, example)
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+        return x * scale, {"y": y}
+
+
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, both: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
+        return both[0] * self.weight + both[1]["y"]
+
+
+def test_layers_may_take_several_arguments_and_pass_on_more_than_a_tensor() -> None:
+    example = (torch.ones(4, 6), torch.ones(4, 6), 2.0)
+    subject = Subject.of(([Pair(), Join()], example), source="test")
+    pair, join = measured_layers(subject, size=2, other_sizes=[4], repeat=1, device=CPU)
+    assert pair.activation_bytes == 2 * 2 * 6 * 4
+    assert join.sizes[0].activation_bytes == 4 * 6 * 4
+    assert pair.stored_bytes == 0, "nothing in it learns"
+    assert join.stored_bytes == 2 * 6 * 4
+
+
+def test_measuring_leaves_no_gradients() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    weights = [p.detach().clone() for p in model.parameters()]
+    subject = Subject.of((model, torch.ones(2, 3)), source="test")
+    measured_layers(subject, size=2, other_sizes=[], repeat=2, device=CPU)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))

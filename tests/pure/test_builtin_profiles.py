@@ -1,0 +1,91 @@
+"""Models that come along: counted as the world knows them, and in proportion."""
+
+import pytest
+
+from polyrhythm.describe.profiles import builtin_profile, layers_of
+from polyrhythm.errors import DescriptionError
+
+EXAMPLES = ["gpt-3x128x64", "bert-base", "bert-large-128", "resnet50"]
+
+
+def test_parameters_add_up_to_the_known_numbers() -> None:
+    tied = 30522 * 768  # one matrix for both embeddings, which the head counts again
+    assert sum(layer.parameters for layer in layers_of("bert-base")) - tied == 109_514_298
+    tied = 30522 * 1024
+    assert sum(layer.parameters for layer in layers_of("bert-large")) - tied == 335_174_458
+    assert sum(layer.parameters for layer in layers_of("resnet50")) == 25_557_032
+    tied = 50257 * 768
+    gpt2 = layers_of("gpt-12x768x1024x12")
+    assert sum(layer.parameters for layer in gpt2) - tied == 124_439_808
+
+
+def test_operations_are_the_known_ones() -> None:
+    """4.09e9 multiplications of ResNet-50; those of a layer of GPT-3 XL as DT-FM has them."""
+    assert sum(layer.operations for layer in layers_of("resnet50")) == pytest.approx(
+        2 * 4.09e9, rel=0.01
+    )
+    block = layers_of("gpt-24x2048x2048")[1]
+    assert (block.parameters, block.operations) == (50_358_272, 240_518_168_576)
+    assert block.outputs * 2 == 8_388_608, "bytes in float16"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_time_is_operations_over_the_speed_of_the_device(name: str) -> None:
+    profile = builtin_profile(name, flops=2e12, microbatch_size=3)
+    for layer, work in zip(profile.layers, layers_of(name), strict=True):
+        assert layer.forward == pytest.approx(3 * work.operations / 2e12)
+        assert layer.backward == pytest.approx(work.backward_ratio * layer.forward)
+    assert profile.flops == 2e12
+    assert profile.microbatch_size == 3
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_bytes_follow_the_micro_batch_and_the_type(name: str) -> None:
+    one = builtin_profile(name, flops=1e12)
+    many = builtin_profile(name, flops=1e12, microbatch_size=4)
+    half = builtin_profile(name, flops=1e12, dtype="bfloat16")
+    for a, b, c in zip(one.layers, many.layers, half.layers, strict=True):
+        assert b.parameter_bytes == a.parameter_bytes == 2 * c.parameter_bytes
+        assert b.activation_bytes == 4 * a.activation_bytes
+        assert b.stored_bytes == 4 * a.stored_bytes
+        assert a.activation_bytes == 2 * c.activation_bytes
+        assert c.stored_bytes <= a.stored_bytes, "indices keep their size"
+
+
+def test_heads_and_vocabulary_are_optional() -> None:
+    short, long = layers_of("gpt-2x128x64"), layers_of("gpt-2x128x64x2x50257")
+    assert short == long
+    assert layers_of("gpt-2x128x64x4")[1].stored > short[1].stored
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("gtp-2x128x64", "did you mean 'gpt-"),
+        ("gpt-2x128", "gpt-LAYERSxHIDDENxSEQUENCE"),
+        ("bert-huge", "unknown model 'bert-huge'"),
+        ("gpt-0x128x64", "gpt-0x128x64: a transformer of shape 0x128x64"),
+        ("gpt-2x100x64x3", "hidden 100 for 3 heads"),
+        ("bert-base-513", "at most 512"),
+        ("resnet50-31", "images of 31 x 31"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(name: str, says: str) -> None:
+    with pytest.raises(DescriptionError) as caught:
+        builtin_profile(name, flops=1e12)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"flops": 0.0}, "flops is 0"),
+        ({"flops": float("inf")}, "flops is inf"),
+        ({"flops": 1e12, "dtype": "int8"}, "dtype 'int8'"),
+        ({"flops": 1e12, "microbatch_size": 0}, "microbatch_size is 0"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused(more: dict[str, float], says: str) -> None:
+    with pytest.raises(DescriptionError) as caught:
+        builtin_profile("bert-base", **more)  # type: ignore[arg-type]
+    assert says in str(caught.value)
