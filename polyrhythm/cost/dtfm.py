@@ -1,0 +1,235 @@
+"""What DT-FM says a layout costs: gradients within each stage, activations from stage to stage.
+
+A layout has one row of devices per stage and one column per pipeline. Devices of a row average
+their gradients, all rows at once, so the slowest device of all decides. Neighbours in a column
+exchange activations and their gradients, one hop after another, and the slowest column of a hop
+decides. Eq. 1 leaves the columns and the order of the rows to the cost: the rows alone are given,
+and `best_layout` finds both. `layout_cost` prices a layout as it stands.
+
+Source: Yuan et al., "Decentralized Training of Foundation Models in Heterogeneous Environments",
+arXiv:2206.01288, equations 1 to 4. Departures: none in the equations. The factor 2 is inside of a
+hop, as printed; the published code has it outside, which is the same. `PUBLISHED` reproduces the
+published planner: it reckons activations in GiB but bandwidth in 1e9 bit/s, has 2024 for 2048
+tokens, and takes 61.035 sequences per pipeline whatever the batch. Latency in ms and bandwidth in
+Gbit/s, as it stores them, are read into seconds and bytes per second with nothing lost.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
+
+from polyrhythm.describe.cluster import Cluster
+from polyrhythm.errors import DescriptionError, PlanError
+from polyrhythm.types import Seconds
+
+Matrix = NDArray[np.float64]
+Groups = Sequence[Sequence[int]]  # of devices: one per stage
+
+MOST_STAGES = 16  # Held-Karp takes 2^stages * stages^2 steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """How much is sent in one step."""
+
+    gradient_bytes: float  # c_DP: the gradients of one stage
+    activation_bytes: float  # c_PP: the activations of one pipeline's share of the batch
+
+    def __post_init__(self) -> None:
+        if not (self.gradient_bytes >= 0 and self.activation_bytes >= 0):
+            raise DescriptionError(
+                f"{self.gradient_bytes:g} bytes of gradients, {self.activation_bytes:g} of "
+                "activations",
+                expected="0 or more of each",
+                fix="give the bytes of one stage's gradients and of one boundary's activations",
+            )
+
+
+PUBLISHED = Traffic(
+    gradient_bytes=1.3e9 * 4 * 3 / 24,  # fp32, 3 of 24 layers
+    activation_bytes=2024
+    * 2048
+    * 2
+    * (1e6 / 2048 / 8)
+    / 2**30
+    * 1e9,  # GiB taken for GB, see above
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PairTimes:
+    """Seconds that each pair of devices needs, symmetric, 0 for a device and itself."""
+
+    sync: Matrix  # as members of one stage: the summand of eq. 2
+    hop: Matrix  # as neighbours in a pipeline: the term of eq. 3
+    num_stages: int  # D_PP
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.sync)
+
+    @property
+    def num_pipelines(self) -> int:
+        """D_DP: how many devices share a stage."""
+        return self.num_devices // self.num_stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutCost:
+    layout: tuple[tuple[int, ...], ...]  # layout[stage][pipeline] is a device
+    sync: Seconds  # DATAP-COST
+    hops: tuple[Seconds, ...]  # between neighbouring stages; their sum is PIPELINEP-COST
+
+    @property
+    def total(self) -> Seconds:
+        return self.sync + sum(self.hops)
+
+
+def device_links(cluster: Cluster) -> tuple[Matrix, Matrix]:
+    """Latency (s) and bandwidth (bytes/s) from device to device, in the cluster's order."""
+    regions = {region: index for index, region in enumerate(cluster.regions)}
+    of_device = np.array([regions[device.region] for device in cluster.devices])
+    everyone = np.ix_(of_device, of_device)
+    return np.array(cluster.latency)[everyone], np.array(cluster.bandwidth)[everyone]
+
+
+def pair_times(
+    latency: Matrix, bandwidth: Matrix, traffic: Traffic, *, num_stages: int
+) -> PairTimes:
+    """Both weights of all pairs; a link is the mean of its two directions, as in section 2.
+
+    Raises PlanError if the devices cannot be dealt into stages of one size, DescriptionError if
+    a link cannot be.
+    """
+    num_devices = len(latency)
+    if num_stages < 1 or num_devices % num_stages or not num_devices:
+        raise PlanError(
+            f"{num_stages} stages for {num_devices} devices",
+            expected="a number of stages that divides the number of devices",
+            fix=f"use one of {_divisors(num_devices)} stages, or other devices",
+        )
+    apart = ~np.eye(num_devices, dtype=bool)
+    latency, bandwidth = (latency + latency.T) / 2, (bandwidth + bandwidth.T) / 2
+    _check_links(latency, bandwidth, apart)
+    # A device sends nothing to itself, and its own link may be given as 0.
+    seconds_per_byte = np.divide(1.0, bandwidth, out=np.zeros_like(bandwidth), where=apart)
+    latency = np.where(apart, latency, 0.0)
+    share = traffic.gradient_bytes / (num_devices // num_stages)
+    return PairTimes(
+        sync=2 * (latency + share * seconds_per_byte),
+        hop=2 * (latency + traffic.activation_bytes * seconds_per_byte),
+        num_stages=num_stages,
+    )
+
+
+def group_sync(group: Sequence[int], times: PairTimes) -> Seconds:
+    """Eq. 2: every device exchanges a share with every other one; the slowest decides."""
+    return float(times.sync[np.ix_(group, group)].sum(axis=1).max())
+
+
+def best_matching(
+    left: Sequence[int], right: Sequence[int], times: PairTimes
+) -> tuple[Seconds, tuple[int, ...]]:
+    """Eq. 3: the hop, and the device of `right` for each of `left`, so that the worst is best.
+
+    The answer is the matching of the smallest threshold that has one. (The published code returns
+    what it found after the last feasible threshold, which may be worse than what it reports.)
+    """
+    weights = times.hop[np.ix_(left, right)]
+    thresholds = np.unique(weights)
+    # Every row and column has to be matched, so nothing below the largest minimum will do.
+    least = max(weights.min(axis=0).max(), weights.min(axis=1).max())
+    low, high = int(np.searchsorted(thresholds, least)), len(thresholds) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if (_matching(weights <= thresholds[middle]) >= 0).all():
+            high = middle
+        else:
+            low = middle + 1
+    pairing = _matching(weights <= thresholds[low])
+    return float(thresholds[low]), tuple(int(right[column]) for column in pairing)
+
+
+def best_order(hops: Matrix) -> tuple[Seconds, tuple[int, ...]]:
+    """Eq. 4: the cheapest path through all groups, ends free (Held-Karp); `hops` is symmetric.
+
+    Raises PlanError for more than `MOST_STAGES` groups.
+    """
+    num_groups = len(hops)
+    if num_groups > MOST_STAGES:
+        raise PlanError(
+            f"the best order of {num_groups} stages",
+            expected=f"at most {MOST_STAGES}, for an exact answer",
+            fix="use layout_cost with an order, or plan.placement.place to find a good one",
+        )
+    # best[visited, last]: the cheapest path over the set `visited` that ends in `last`
+    best = np.full((1 << num_groups, num_groups), np.inf)
+    best[1 << np.arange(num_groups), np.arange(num_groups)] = 0.0
+    for visited in range(1, 1 << num_groups):
+        for last in range(num_groups):
+            rest = visited & ~(1 << last)
+            if rest and visited & (1 << last):
+                best[visited, last] = (best[rest] + hops[last]).min()
+    visited, last = (1 << num_groups) - 1, int(best[-1].argmin())
+    order = [last]
+    while visited := visited & ~(1 << order[-1]):
+        order.append(int((best[visited] + hops[order[-1]]).argmin()))
+    return float(best[-1, last]), tuple(order)
+
+
+def best_layout(groups: Groups, times: PairTimes) -> LayoutCost:
+    """Eq. 1 for these groups: their best order, matched hop by hop."""
+    num_groups = len(groups)
+    hops = np.zeros((num_groups, num_groups))
+    for i in range(num_groups):
+        for j in range(i):
+            hops[i, j] = hops[j, i] = best_matching(groups[i], groups[j], times)[0]
+    order = best_order(hops)[1]
+    layout = [tuple(groups[order[0]])]
+    for index in order[1:]:
+        layout.append(best_matching(layout[-1], groups[index], times)[1])
+    return layout_cost(layout, times)
+
+
+def layout_cost(layout: Groups, times: PairTimes) -> LayoutCost:
+    """The cost of these columns in this order. Raises PlanError unless each device is in once."""
+    sizes = [len(row) for row in layout]
+    devices = sorted(device for row in layout for device in row)
+    if sizes != [times.num_pipelines] * times.num_stages or devices != [*range(times.num_devices)]:
+        raise PlanError(
+            f"a layout with stages of {sizes} for {times.num_devices} devices",
+            expected=f"{times.num_stages} stages of {times.num_pipelines}, every device once",
+            fix="deal all devices, each to one stage and one pipeline",
+        )
+    rows = np.array(layout)
+    return LayoutCost(
+        layout=tuple(tuple(map(int, row)) for row in rows),
+        sync=max(group_sync(row, times) for row in rows),
+        hops=tuple(map(float, times.hop[rows[:-1], rows[1:]].max(axis=1))),
+    )
+
+
+def _matching(allowed: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """For each row its column, or -1, with as many pairs as there can be."""
+    pairing: NDArray[np.int32] = maximum_bipartite_matching(csr_array(allowed), perm_type="column")
+    return pairing
+
+
+def _check_links(latency: Matrix, bandwidth: Matrix, apart: NDArray[np.bool_]) -> None:
+    good = (latency >= 0) & (bandwidth > 0) & np.isfinite(latency)  # a NaN is not good either
+    if bad := np.argwhere(apart & ~good).tolist():
+        i, j = bad[0]
+        raise DescriptionError(
+            f"link of devices {i} and {j}: latency {latency[i, j]:g} s, "
+            f"bandwidth {bandwidth[i, j]:g} bytes/s",
+            expected="a latency of 0 or more, and a bandwidth above 0",
+            fix="measure it, or leave out a device that others cannot reach",
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

@@ -1,0 +1,69 @@
+"""The best layout of all, proven, where devices are of few kinds.
+
+With few classes there are few types of stage (`classes.py`). A depth-first search appends one type
+after another and turns back where what is certain already - the slowest stage so far, the hops so
+far, and the cheapest hop for each that is missing - is no better than the best layout known. With a
+good one to start from it ends at once or within seconds.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyrhythm.cost.dtfm import LayoutCost, Matrix, PairTimes
+from polyrhythm.plan.classes import (
+    Classes,
+    dealt,
+    device_classes,
+    num_stage_types,
+    stage_types,
+    type_sync,
+)
+from polyrhythm.types import Seconds
+
+MOST_TYPES = 200
+MOST_NODES = 20_000_000  # of the search tree: about a second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exact:
+    """What an exact search found below a cost that was known."""
+
+    better: LayoutCost | None
+    complete: bool  # if so, nothing is better than `better`, or than what was known
+
+
+def search_exactly(
+    times: PairTimes, *, below: Seconds = np.inf, most_nodes: int = MOST_NODES
+) -> Exact:
+    """Look for the best layout that costs less than `below`; gives up where kinds are too many."""
+    from polyrhythm.plan.exact_tree import Choices, explore  # compiled: imported when needed
+    from polyrhythm.plan.settle import settled
+
+    classes = device_classes(times)
+    if num_stage_types(classes.counts, times.num_pipelines) > MOST_TYPES:
+        return Exact(better=None, complete=False)
+    types = stage_types(classes.counts, times.num_pipelines)
+    hops = _type_hops(types, classes, times.num_pipelines)
+    choices = Choices(types, type_sync(types, classes), hops, classes.counts)
+    sequence, complete = explore(
+        choices, num_stages=times.num_stages, below=below, most_nodes=most_nodes
+    )
+    if sequence[0] < 0:
+        return Exact(better=None, complete=complete)
+    return Exact(better=settled(dealt(types[sequence], classes), times), complete=complete)
+
+
+def _type_hops(types: NDArray[np.int64], classes: Classes, size: int) -> Matrix:
+    """Eq. 3 for each two types; inf for a type that there cannot be two stages of."""
+    from polyrhythm.plan.matching import all_hops, bottleneck
+
+    every_class = np.arange(len(classes.counts))
+    groups = np.array([np.repeat(every_class, counts) for counts in types]).reshape(-1, size)
+    hops = all_hops(groups, classes.hop)
+    for index, group in enumerate(groups):
+        twice = (2 * types[index] <= classes.counts).all()
+        within = classes.hop[np.ix_(group, group)]
+        hops[index, index] = bottleneck(within)[0] if twice else np.inf
+    return hops

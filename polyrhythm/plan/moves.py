@@ -1,0 +1,113 @@
+"""What annealing tries, compiled: larger moves than two devices, and which devices to move."""
+
+import numpy as np
+
+from polyrhythm.plan.compiled import inlined
+from polyrhythm.plan.grid import Grid, Mood, accept, between, swap_devices
+
+
+@inlined
+def below(count: int) -> int:
+    """A random number from 0 on; NumPy's own takes seconds more to compile."""
+    return int(np.random.random() * count)
+
+
+@inlined
+def swap_ends(grid: Grid, h: int, p: int, q: int, mood: Mood) -> None:
+    """Columns p and q change places from stage h on: only one hop is not as before."""
+    layout, size = grid.layout, grid.layout.shape[1]
+    worst, total = 0.0, 0.0
+    for i in range(size):
+        j = q if i == p else p if i == q else i
+        weight = grid.hop[layout[h - 1, i], layout[h, j]]
+        worst = max(worst, weight)
+        total += weight
+    if accept(grid, mood, worst - grid.worst_hop[h], (total - grid.sum_hop[h]) / size):
+        grid.worst_hop[h], grid.sum_hop[h] = worst, total
+        for s in range(h, len(layout)):
+            layout[s, p], layout[s, q] = layout[s, q], layout[s, p]
+            grid.column_of[layout[s, p]], grid.column_of[layout[s, q]] = p, q
+
+
+@inlined
+def turn_stages(grid: Grid, first: int, last: int, mood: Mood) -> None:
+    """Stages first to last turn round: the hops within stay as they are."""
+    first, last = min(first, last), max(first, last)
+    layout, size = grid.layout, grid.layout.shape[1]
+    if first == last:
+        return
+    before, before_sum = between(layout, grid.hop, first - 1, last)
+    after, after_sum = between(layout, grid.hop, first, last + 1)
+    worst_hop, sum_hop = grid.worst_hop, grid.sum_hop
+    cost = before + after - worst_hop[first] - worst_hop[last + 1]
+    mean = (before_sum + after_sum - sum_hop[first] - sum_hop[last + 1]) / size
+    if not accept(grid, mood, cost, mean):
+        return
+    for i in range((last - first + 1) // 2):
+        s, t = first + i, last - i
+        grid.worst_row[s], grid.worst_row[t] = grid.worst_row[t], grid.worst_row[s]
+        for p in range(size):
+            layout[s, p], layout[t, p] = layout[t, p], layout[s, p]
+    for i in range((last - first) // 2):
+        h, k = first + 1 + i, last - i
+        worst_hop[h], worst_hop[k] = worst_hop[k], worst_hop[h]
+        sum_hop[h], sum_hop[k] = sum_hop[k], sum_hop[h]
+    worst_hop[first], sum_hop[first] = before, before_sum
+    worst_hop[last + 1], sum_hop[last + 1] = after, after_sum
+    for s in range(first, last + 1):
+        for p in range(size):
+            grid.stage_of[layout[s, p]] = s
+
+
+@inlined
+def swap_runs(grid: Grid, length: int, mood: Mood) -> None:
+    """As many stages of two pipelines, or of two parts of one, change places; or one turns round.
+
+    One swap after another is made; if all together are not worth it, they are unmade.
+    """
+    num_stages, size = grid.layout.shape
+    p, q = below(size), below(size)
+    s, t = below(num_stages - length + 1), below(num_stages - length + 1)
+    turned = np.random.random() < 0.5
+    if p == q and abs(s - t) < length:
+        t, turned = s, True  # a part cannot change places with itself: it turns round
+    num_swaps = length // 2 if p == q and s == t else length
+    before, before_mean = grid.total[0], grid.total[1]
+    anything = Mood(mood.blend, np.inf)
+    for _ in range(2):
+        for i in range(num_swaps):
+            a = grid.layout[s + i, p]
+            b = grid.layout[t + length - 1 - i if turned else t + i, q]
+            swap_devices(grid, a, b, anything)
+        cost, mean = grid.total[0] - before, grid.total[1] - before_mean
+        if (1 - mood.blend) * cost + mood.blend * mean <= mood.allowed:
+            return
+
+
+@inlined
+def slowest_column(grid: Grid, h: int) -> int:
+    for p in range(grid.layout.shape[1]):
+        if grid.hop[grid.layout[h - 1, p], grid.layout[h, p]] == grid.worst_hop[h]:
+            return p
+    return 0
+
+
+@inlined
+def critical_device(grid: Grid) -> int:
+    """A device that a maximum is due to: of a hop, or of the gradients."""
+    h = below(len(grid.layout))
+    if h > 0:
+        return int(grid.layout[h - below(2), slowest_column(grid, h)])
+    device = grid.layout[0, 0]
+    for d in range(len(grid.rows)):
+        if grid.rows[d] > grid.rows[device]:
+            device = d
+    return int(device)
+
+
+@inlined
+def beside(grid: Grid, device: int) -> int:
+    """Who is before or after a device in its pipeline."""
+    s, last = grid.stage_of[device], len(grid.layout) - 1
+    after = s == 0 or (s < last and np.random.random() < 0.5)
+    return int(grid.layout[s + 1 if after else s - 1, grid.column_of[device]])

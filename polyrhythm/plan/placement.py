@@ -1,0 +1,150 @@
+"""Who runs which stage of which pipeline: a good layout for DT-FM's cost, and how good it is.
+
+A portfolio, cheapest first, that ends as soon as the lower bound is met: layouts made in one go;
+the exact search, where devices are of few kinds; then rounds of annealing, from layouts made in
+one go, from scratch, and from the best so far. What a round leaves is settled: the best matching
+and the best order for its groups. Each part alone fails somewhere: layouts made in one go where
+regions are of unequal sizes or links differ within a region, annealing where only many devices
+together can move for the better.
+
+The result depends on the times, the seed and the effort only, never on a clock: two machines with
+the same numbers make the same plan.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from polyrhythm.cost.dtfm import LayoutCost, PairTimes
+from polyrhythm.errors import PlanError
+from polyrhythm.plan.bound import lower_bound
+from polyrhythm.plan.construct import constructed, nearest
+from polyrhythm.plan.exact import search_exactly
+from polyrhythm.types import Seconds
+
+_PROVEN = 1e-6  # relative: a gap below is rounding, and the layout is the best one
+_NUM_NEAR = 8  # devices that annealing brings next to one another
+_EXACT_NODES = 2_000_000  # a tenth of a second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long to anneal: a move takes a microsecond with 64 devices, two with 512."""
+
+    num_rounds: int = 6
+    num_moves: int = 150_000  # per round, for up to 64 devices; for more, with the root of that
+
+    def __post_init__(self) -> None:
+        if self.num_rounds < 0 or self.num_moves < 1:
+            raise PlanError(
+                f"{self.num_rounds} rounds of {self.num_moves} moves",
+                expected="0 rounds or more, of at least one move",
+                fix="use 6 rounds of 150000 moves; more find more",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    cost: LayoutCost
+    bound: Seconds  # no layout is faster
+    why: str  # what found it
+
+    @property
+    def gap(self) -> float:
+        """The share of the time that another layout could save at most; 0 if none can."""
+        return max(0.0, 1 - self.bound / self.cost.total) if self.cost.total else 0.0
+
+    @property
+    def proven(self) -> bool:
+        """Whether this is the best layout of all."""
+        return self.gap <= _PROVEN
+
+
+def place(
+    times: PairTimes,
+    *,
+    seed: int = 0,
+    effort: Effort | None = None,
+    on_better: Callable[[Placement], None] = lambda _: None,
+) -> Placement:
+    """Search for the cheapest layout; `on_better` hears of each that is better than all before."""
+    from polyrhythm.plan.settle import settled  # compiled: imported when needed
+
+    effort = effort or Effort()
+    made = sorted(
+        (settled(layout, times) for layout in constructed(times)), key=lambda cost: cost.total
+    )
+    best = Placement(cost=made[0], bound=lower_bound(times), why="construction")
+    on_better(best)
+    if not best.proven:
+        best = _exact(times, best, on_better)
+    rng = np.random.default_rng(seed)
+    for index in range(effort.num_rounds):
+        if best.proven:
+            break
+        this = _ROUNDS[min(index, len(_ROUNDS) - 1)]
+        starts = {"best": best.cost, "made": made[0], "second": made[min(1, len(made) - 1)]}
+        cost = _annealed(times, starts.get(this.start), this, effort, rng)
+        if cost.total < best.cost.total:
+            best = replace(best, cost=cost, why="annealing")
+            on_better(best)
+    return best
+
+
+class _Round(NamedTuple):
+    """How to anneal once; temperatures are shares of the cost of a stage."""
+
+    start: str
+    hot: float
+    cold: float
+    blend_hot: float
+    blend_cold: float
+
+
+# Found by trying on DT-FM's five clusters with links made unequal: several rounds from a layout
+# made in one go find different valleys, cooler ones then go down the best of them.
+_ROUNDS = (
+    _Round("made", 0.10, 0.005, 0.5, 0.05),
+    _Round("made", 0.10, 0.005, 0.5, 0.05),
+    _Round("second", 0.10, 0.005, 0.5, 0.05),
+    _Round("scratch", 0.07, 0.003, 0.9, 0.05),
+    _Round("best", 0.03, 0.004, 0.5, 0.05),
+)
+
+
+def _exact(times: PairTimes, best: Placement, on_better: Callable[[Placement], None]) -> Placement:
+    found = search_exactly(times, below=best.cost.total, most_nodes=_EXACT_NODES)
+    if found.better is not None:
+        best = replace(best, cost=found.better, why="exact search")
+        on_better(best)
+    return replace(best, bound=best.cost.total) if found.complete else best
+
+
+def _annealed(
+    times: PairTimes,
+    start: LayoutCost | None,
+    this: _Round,
+    effort: Effort,
+    rng: np.random.Generator,
+) -> LayoutCost:
+    from polyrhythm.plan.anneal import Schedule, anneal
+    from polyrhythm.plan.compiled import seed
+    from polyrhythm.plan.settle import settled
+
+    if start is None:
+        shape = times.num_stages, times.num_pipelines
+        start = settled(rng.permutation(times.num_devices).reshape(shape), times)
+    layout = np.array(start.layout)
+    scale = start.total / times.num_stages
+    seed(int(rng.integers(2**31)))
+    schedule = Schedule(
+        int(effort.num_moves * max(1.0, (times.num_devices / 64) ** 0.5)),
+        this.hot * scale,
+        this.cold * scale,
+        this.blend_hot,
+        this.blend_cold,
+    )
+    anneal(layout, times.sync, times.hop, nearest(times.hop, _NUM_NEAR), schedule)
+    return settled(layout, times)

@@ -1,0 +1,159 @@
+"""The compiled parts of the planner, each against the plain way to do the same."""
+
+import os
+from itertools import pairwise, permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyrhythm.bench.plan.cases import published
+from polyrhythm.cost.dtfm import PairTimes, best_layout, best_order, layout_cost
+from polyrhythm.plan import compiled, path
+from polyrhythm.plan.anneal import Schedule, anneal
+from polyrhythm.plan.compiled import seed
+from polyrhythm.plan.construct import constructed, nearest
+from polyrhythm.plan.grid import Mood, started, swap_devices
+from polyrhythm.plan.matching import bottleneck
+from polyrhythm.plan.moves import swap_ends, swap_runs, turn_stages
+from polyrhythm.plan.path import cheapest_order, path_length
+from polyrhythm.plan.settle import partition_cost, settled
+from tests.pure.dtfm_cases import small_times
+
+
+@st.composite
+def square(draw: st.DrawFn, most: int = 6) -> np.ndarray:
+    size = draw(st.integers(1, most))
+    value = draw(st.sampled_from([st.floats(0, 10), st.sampled_from([1.0, 2.0, 3.0])]))
+    values = draw(st.lists(value, min_size=size * size, max_size=size * size))
+    return np.array(values).reshape(size, size)
+
+
+@given(square())
+def test_the_bottleneck_matching_is_the_best_of_all(weights: np.ndarray) -> None:
+    size = len(weights)
+    found, pairing = bottleneck(weights)
+    columns = range(size)
+    assert found == min(max(weights[list(columns), list(p)]) for p in permutations(columns))
+    assert sorted(pairing) == list(columns)
+    assert weights[list(columns), pairing].max() == found
+
+
+@given(square(7))
+def test_the_cheapest_order_is_the_best_of_all(weights: np.ndarray) -> None:
+    hops = weights + weights.T
+    order = cheapest_order(hops)
+    lengths = [
+        sum(hops[a, b] for a, b in pairwise(order)) for order in permutations(range(len(hops)))
+    ]
+    assert sorted(order) == list(range(len(hops)))
+    assert path_length(hops, order) == pytest.approx(min(lengths))
+    assert best_order(hops)[0] == pytest.approx(min(lengths))
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_hidden_path_through_many_stages_is_found(number: int) -> None:
+    """40 stages are too many for an exact order; the fastest links are one path."""
+    rng = np.random.default_rng(number)
+    hidden = rng.permutation(40)
+    hops = rng.uniform(1.5, 3, (40, 40))
+    hops = np.minimum(hops, hops.T)
+    hops[hidden[:-1], hidden[1:]] = hops[hidden[1:], hidden[:-1]] = 1.0
+    order = cheapest_order(hops)
+    assert sorted(order) == list(range(40))
+    assert path_length(hops, order) == pytest.approx(39)
+
+
+def test_an_order_improved_step_by_step_is_mostly_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 9 stages it was in all 40 draws; with only one of the two kinds of steps not in all."""
+    monkeypatch.setattr(path, "MOST_EXACT", 1)
+    rng = np.random.default_rng(0)
+    longer = []
+    for _ in range(40):
+        hops = rng.uniform(1, 2, (9, 9))
+        hops += hops.T
+        order = cheapest_order(hops)
+        assert sorted(order) == list(range(9))
+        longer.append(path_length(hops, order) / best_order(hops)[0] - 1)
+    assert min(longer) > -1e-9
+    assert max(longer) < 1e-9
+
+
+def test_an_order_of_many_stages_is_never_far_from_a_good_one() -> None:
+    """Points on a circle: going round is best, and leaves out the longest step."""
+    angles = np.sort(np.random.default_rng(0).uniform(0, 2 * np.pi, 30))
+    points = np.exp(1j * np.random.default_rng(1).permutation(angles))
+    hops = np.abs(points[:, None] - points).astype(np.float64)
+    steps = abs(np.diff(np.exp(1j * np.append(angles, angles[0]))))
+    assert path_length(hops, cheapest_order(hops)) == pytest.approx(steps.sum() - steps.max())
+
+
+@given(small_times(), st.integers(0, 100))
+def test_settled_groups_cost_what_the_reference_says(times: PairTimes, number: int) -> None:
+    devices = np.random.default_rng(number).permutation(times.num_devices)
+    groups = devices.reshape(times.num_stages, times.num_pipelines)
+    reference = best_layout(groups.tolist(), times)
+    assert settled(groups, times).total == pytest.approx(reference.total)
+    assert partition_cost(groups, times) == pytest.approx(reference.total)
+
+
+@given(small_times(), st.integers(0, 2**32 - 1), st.floats(0, 1))
+def test_annealing_keeps_its_books(times: PairTimes, number: int, blend: float) -> None:
+    """Thousands of moves later the cost, kept move by move, is that of the layout."""
+    seed(number)
+    layout = np.arange(times.num_devices).reshape(times.num_stages, times.num_pipelines)
+    before = layout_cost(layout.tolist(), times).total
+    schedule = Schedule(2000, 5.0, 0.01, blend, 0.0)
+    found = anneal(layout, times.sync, times.hop, nearest(times.hop, 3), schedule)
+    assert found == pytest.approx(layout_cost(layout.tolist(), times).total)
+    assert found <= before * (1 + 1e-9)
+
+
+@given(small_times(), st.integers(0, 2**32 - 1))
+def test_every_move_keeps_all_books(times: PairTimes, number: int) -> None:
+    """Also the means, which decide what is accepted and are in no result."""
+    rng = np.random.default_rng(number)
+    np.random.seed(number)
+    devices = np.arange(times.num_devices).reshape(times.num_stages, times.num_pipelines)
+    grid, last = started(devices, times.sync, times.hop), times.num_stages - 1
+    for _ in range(20):
+        mood = Mood(rng.random(), rng.choice([np.inf, rng.exponential()]))
+        s, t = rng.integers(times.num_stages, size=2)
+        p, q = rng.integers(times.num_pipelines, size=2)
+        swap_devices(grid, grid.layout[s, p], grid.layout[t, q], mood)
+        turn_stages(grid, s, t, mood)
+        if s < last:
+            swap_ends(grid, s + 1, p, q, mood)
+        if last > 2:
+            swap_runs(grid, 2, mood)
+        for kept, fresh in zip(grid, started(grid.layout, times.sync, times.hop), strict=True):
+            assert kept == pytest.approx(fresh, abs=1e-9)
+
+
+def test_annealing_improves_a_real_cluster() -> None:
+    seed(0)
+    times = published("case5_worldwide", shuffle=0, noise=0)
+    layout = np.arange(64).reshape(8, 8)
+    before = layout_cost(layout.tolist(), times).total
+    schedule = Schedule(50_000, 0.5, 0.02, 0.9, 0.05)
+    assert anneal(layout, times.sync, times.hop, nearest(times.hop, 8), schedule) < before / 2
+
+
+def test_old_machine_code_is_removed_and_the_newest_kept(tmp_path: Path) -> None:
+    for number in range(7):
+        (tmp_path / f"compiled-{number}").mkdir()
+        os.utime(tmp_path / f"compiled-{number}", (number, number))
+    (tmp_path / "plan.pyc").touch()
+    compiled.remove_oldest(tmp_path)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [*(f"compiled-{number}" for number in range(3, 7)), "plan.pyc"]
+
+
+@given(small_times())
+def test_layouts_made_in_one_go_have_every_device_once(times: PairTimes) -> None:
+    layouts = list(constructed(times))
+    assert layouts
+    for layout in layouts:
+        layout_cost(layout.tolist(), times)  # refuses anything else
