@@ -13,16 +13,16 @@ from polyrhythm.events import read_run
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.compute import Compute
 from polyrhythm.schedule.recipe import Recipe
-from polyrhythm.types import Action, Op, Worker
+from polyrhythm.types import Op, Worker
 
 if TYPE_CHECKING:
     from polyrhythm.run.average.group_sync import GroupSync
     from polyrhythm.run.average.parameter_server import ParameterServer
     from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
+    from polyrhythm.run.make_plan import make_plan
     from polyrhythm.run.pipeline.pipeline import Pipeline
 
 __all__ = [
-    "Action",
     "Cluster",
     "Compute",
     "Device",
@@ -40,15 +40,17 @@ __all__ = [
     "Scenario",
     "UserError",
     "Worker",
+    "make_plan",
     "read_run",
 ]
 
 
-_LAZY = {  # what needs torch is imported when it is first used
+_LAZY = {  # what needs torch, or SciPy, is imported when it is first used
     "DistributedOptimizer": "polyrhythm.run.decoupled.optimizer",
     "GroupSync": "polyrhythm.run.average.group_sync",
     "ParameterServer": "polyrhythm.run.average.parameter_server",
     "Pipeline": "polyrhythm.run.pipeline.pipeline",
+    "make_plan": "polyrhythm.run.make_plan",
 }
 
 

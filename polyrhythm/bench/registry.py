@@ -40,6 +40,10 @@ BENCHMARKS = {
         "polyrhythm.bench.pipeline.bench",
         "the adaptive schedule against 1F1B on slow networks",
     ),
+    "plan": Benchmark(
+        "polyrhythm.bench.plan.bench",
+        "how good plans are: known optima, against DT-FM's, and in the lab",
+    ),
     "sync": Benchmark(
         "polyrhythm.bench.sync.bench",
         "every way to average against all-reduce, with slow workers",

@@ -16,6 +16,9 @@ from polyrhythm.cli.bench import Bench
 from polyrhythm.cli.demo import Demo
 from polyrhythm.cli.inspect import Doctor, Show
 from polyrhythm.cli.lab import LabCommand
+from polyrhythm.cli.plan import PlanCommand
+from polyrhythm.cli.probe import Probe
+from polyrhythm.cli.profile import Profile
 from polyrhythm.cli.report import ReportCommand
 from polyrhythm.cli.scheduler import SchedulerCommand
 from polyrhythm.errors import PeerError, UserError, WorkerError
@@ -25,6 +28,9 @@ Command = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     | Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[Probe, tyro.conf.subcommand("probe")]
+    | Annotated[Profile, tyro.conf.subcommand("profile")]
+    | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[LabCommand, tyro.conf.subcommand("lab")]
     | Annotated[ReportCommand, tyro.conf.subcommand("report")]
     | Annotated[SchedulerCommand, tyro.conf.subcommand("scheduler")]

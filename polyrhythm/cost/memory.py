@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import DescriptionError
-from polyrhythm.types import Bytes
+from polyrhythm.types import Action, Bytes, Op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,15 @@ def needed(stage: StageMemory, *, in_flight: int, window: int) -> Bytes:
     """
     fixed = stage.weights + stage.gradients + stage.optimizer
     return fixed + in_flight * stage.activation + window * stage.message
+
+
+def peak_in_flight(actions: Sequence[Action]) -> int:
+    """The most micro-batches whose forward is done and whose backward is not: held activations."""
+    live = peak = 0
+    for op, _ in actions:
+        live += 1 if op is Op.F else -1
+        peak = max(peak, live)
+    return peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,6 +82,18 @@ class PipelineTimes:
         return max(f + b for f, b in zip(self.forward, self.backward, strict=True))
 
     @property
+    def first(self) -> Seconds:
+        """From the first stage to the last and back, of one micro-batch alone."""
+        links = self.activations + self.gradients
+        return sum(self.forward) + sum(self.backward) + sum(link.transfer for link in links)
+
+    @property
+    def pace(self) -> Seconds:
+        """Of the slowest stage or link: no schedule does a micro-batch in less, on average."""
+        links = self.activations + self.gradients
+        return max([self.period, *(fmean(link.busy) for link in links)])
+
+    @property
     def transfers(self) -> tuple[Seconds, ...]:
         """Per link, the mean of both directions."""
         links = zip(self.activations, self.gradients, strict=True)
@@ -99,13 +111,18 @@ class Timeline:
 
 
 def simulate(
-    schedule: Sequence[Sequence[Action]], times: PipelineTimes, *, first_message: int = 0
+    schedule: Sequence[Sequence[Action]],
+    times: PipelineTimes,
+    *,
+    first_message: int = 0,
+    ready: Sequence[Seconds] | None = None,
 ) -> Timeline:
     """Execute the lists; `first_message` says where in the recorded transfers the step begins.
 
-    Raises ScheduleError if the stages end up waiting for each other.
+    `ready` is when each stage may begin, 0 without it. Raises ScheduleError if the stages end up
+    waiting for each other.
     """
-    starts = _execute(schedule, times, first_message)
+    starts = _execute(schedule, times, first_message, ready)
     ends, works = [], []
     for stage, actions in enumerate(schedule):
         takes = {Op.F: times.forward[stage], Op.B: times.backward[stage]}
@@ -149,7 +166,10 @@ class _Work(NamedTuple):
 
 
 def _execute(
-    schedule: Sequence[Sequence[Action]], times: PipelineTimes, first_message: int
+    schedule: Sequence[Sequence[Action]],
+    times: PipelineTimes,
+    first_message: int,
+    ready: Sequence[Seconds] | None = None,
 ) -> list[list[Seconds]]:
     """When each action starts."""
     if len(schedule) != times.num_stages:
@@ -161,7 +181,7 @@ def _execute(
     size = 1 + max(map(itemgetter(1), chain.from_iterable(schedule)), default=-1)
     starts: list[list[Seconds]] = [[] for _ in schedule]
     waiting = [
-        _run(actions, forward, backward, starts[stage])
+        _run(actions, forward, backward, starts[stage], 0.0 if ready is None else ready[stage])
         for stage, (actions, forward, backward) in enumerate(
             zip(schedule, *_works(times, size, first_message), strict=True)
         )
@@ -179,12 +199,16 @@ def _execute(
 
 
 def _run(
-    actions: Sequence[Action], forward: _Work, backward: _Work, starts: list[Seconds]
+    actions: Sequence[Action],
+    forward: _Work,
+    backward: _Work,
+    starts: list[Seconds],
+    now: Seconds,
 ) -> Iterator[None]:
     """Run one stage, yielding when it has to wait; `starts` grows. The hot path: plain names."""
     forward_takes, activations, sent_down, busy_down, latency_down = forward
     backward_takes, gradients, sent_up, busy_up, latency_up = backward
-    now = free_down = free_up = 0.0
+    free_down = free_up = 0.0
     is_forward = Op.F
     for op, m in actions:
         if op is is_forward:

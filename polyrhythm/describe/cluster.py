@@ -29,6 +29,7 @@ class Device:
     price_per_hour: float | None = None  # in any currency, the same for all devices
     flops: float | None = None  # operations per second, forward and backward, as `probe` measures
     flops_spread: float | None = None  # see Sample
+    uplink: BytesPerSecond | None = None  # to all others together; without it, its fastest link
 
     def __post_init__(self) -> None:
         check_amount(f"speed of {self.name}", self.speed, zero=False)
@@ -40,6 +41,8 @@ class Device:
             check_amount(f"flops of {self.name}", self.flops, zero=False)
         if self.flops_spread is not None:
             check_amount(f"flops_spread of {self.name}", self.flops_spread)
+        if self.uplink is not None:
+            check_amount(f"uplink of {self.name}", self.uplink, BytesPerSecond, zero=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

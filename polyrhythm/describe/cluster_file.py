@@ -38,6 +38,7 @@ class _DeviceForm:
     price_per_hour: float | None = None
     flops: float | None = None
     flops_spread: float | None = None
+    uplink: BytesPerSecond | None = None
 
     def __post_init__(self) -> None:
         if not (self.name or self.region):
@@ -66,6 +67,7 @@ class _DeviceForm:
             price_per_hour=self.price_per_hour,
             flops=self.flops,
             flops_spread=self.flops_spread,
+            uplink=self.uplink,
         )
 
 

@@ -16,7 +16,7 @@ from polyrhythm.types import BytesPerSecond, Seconds
 
 
 def scaled_cluster(cluster: Cluster, *, time_scale: float, byte_scale: float) -> Cluster:
-    """The cluster for a rehearsal: latencies and bandwidths are scaled, devices are not.
+    """The cluster for a rehearsal: latencies and bandwidths are scaled, devices otherwise not.
 
     Speed is a ratio already. Memory decides what a plan may place where; a rehearsal carries out
     the plan of the real cluster, so it keeps the real memory.
@@ -25,6 +25,10 @@ def scaled_cluster(cluster: Cluster, *, time_scale: float, byte_scale: float) ->
     rate_scale = byte_scale / time_scale
     return replace(
         cluster,
+        devices=tuple(
+            device if device.uplink is None else replace(device, uplink=device.uplink * rate_scale)
+            for device in cluster.devices
+        ),
         latency=tuple(tuple(latency * time_scale for latency in row) for row in cluster.latency),
         bandwidth=tuple(tuple(rate * rate_scale for rate in row) for row in cluster.bandwidth),
     )

@@ -88,6 +88,8 @@ def _prices(cluster: Cluster) -> str:
 def _device(device: Device) -> dict[str, object]:
     table: dict[str, object] = asdict(device)
     table["memory_bytes"] = table.pop("memory")
+    del table["uplink"]
+    table["uplink_mbps"] = None if device.uplink is None else device.uplink / _MEGABIT
     if device.region == device.name:
         del table["region"]
     return {key: _rounded(value) for key, value in table.items() if value is not None}

@@ -82,3 +82,9 @@ _FOLDER = _folder()
 def seed(value: int) -> None:
     """Fix what compiled code draws from here on: Numba's generator is not NumPy's."""
     np.random.seed(value)
+
+
+@inlined
+def below(count: int) -> int:
+    """A random number from 0 on; NumPy's own takes seconds more to compile."""
+    return int(np.random.random() * count)

@@ -1,24 +1,98 @@
-"""The plan: which layers make a stage, and which process is which worker.
+"""The plan: which layers make a stage, and which device runs which stages of which pipeline.
+
+All pipelines are cut into the same stages, so that those who hold the same layers can average. They
+need not be alike otherwise: one may have more micro-batches than another, and one device may run
+several stages in a row, so that a pipeline of two large devices stands beside one of six small
+ones. Devices that would only slow the others down are left out.
 
 Ranks are dealt pipeline by pipeline: neighbours in a pipeline, which talk most, get neighbouring
 ranks, which torchrun puts on one machine.
 """
 
-import json
-from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from polyrhythm.errors import PlanError
-from polyrhythm.types import Worker
+from polyrhythm.types import Seconds, Worker
 
-SCHEMA = 1
+AUTO = "auto"  # a schedule that the pipeline finds while it runs
+
+
+class Part(NamedTuple):
+    """Stages in a row that one device runs; a half-open range of stages."""
+
+    device: str
+    first: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan:
+    """One replica of all stages."""
+
+    devices: tuple[str, ...] = ()  # per stage; none where any device will do
+    num_microbatches: int | None = None  # in a step; None where that is not planned
+    schedule: str = AUTO  # or a recipe, such as 1f1b, for as many stages as it has parts
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches is not None and self.num_microbatches < 1:
+            raise PlanError(
+                f"a pipeline with {self.num_microbatches} micro-batches",
+                expected="at least 1",
+                fix="give it a micro-batch, or leave its devices out",
+            )
+        names = [device for device, _ in groupby(self.devices)]
+        for name in names:
+            if names.count(name) > 1:
+                raise PlanError(
+                    f"{name!r} runs stages that are not next to one another",
+                    expected="stages in a row for each device",
+                    fix="move its stages together, or use another device",
+                )
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        ends = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(self.devices)) if a != b)]
+        ends.append(len(self.devices))
+        return tuple(Part(self.devices[i], i, j) for i, j in pairwise(ends))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePart:
+    """A piece of the time of a step, and what it is spent on."""
+
+    name: str
+    takes: Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What the planner expects of a step."""
+
+    step: Seconds
+    bound: Seconds  # no plan for this job is faster
+    parts: tuple[TimePart, ...]  # they add up to the step; the largest first
+    price_per_step: float | None = None  # in the currency of the cluster
+
+    @property
+    def gap(self) -> float:
+        """The share of the step that another plan could save at most."""
+        return max(0.0, 1 - self.bound / self.step) if self.step else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     layers_per_stage: tuple[int, ...]
-    num_pipelines: int
+    pipelines: tuple[PipelinePlan, ...]
+    microbatch_size: int | None = None  # samples
+    sync: str = "all_reduce"  # how replicas of a stage stay together
+    cluster: str = ""  # the names of what it was made for
+    model: str = ""
+    left_out: tuple[str, ...] = ()  # devices that have no part in it
+    predicted: Predicted | None = None
 
     def __post_init__(self) -> None:
         if not self.layers_per_stage or min(self.layers_per_stage) < 1:
@@ -27,20 +101,39 @@ class Plan:
                 expected="at least one stage, and at least one layer in each",
                 fix="use fewer stages",
             )
-        if self.num_pipelines < 1:
+        if not self.pipelines:
             raise PlanError(
-                f"num_pipelines={self.num_pipelines}",
-                expected="at least one pipeline",
+                "a plan without pipelines",
+                expected="at least one",
                 fix="use 1 to train without replicas",
             )
+        if self.microbatch_size is not None and self.microbatch_size < 1:
+            raise PlanError(
+                f"microbatch_size={self.microbatch_size}",
+                expected="1 or more samples",
+                fix="use a size that the model was profiled with",
+            )
+        self._check_devices()
 
     @property
     def num_stages(self) -> int:
         return len(self.layers_per_stage)
 
     @property
+    def num_pipelines(self) -> int:
+        return len(self.pipelines)
+
+    @property
     def num_workers(self) -> int:
         return self.num_stages * self.num_pipelines
+
+    @property
+    def batch(self) -> int | None:
+        """Samples of a step, of all pipelines together; None where that is not planned."""
+        numbers = [pipeline.num_microbatches for pipeline in self.pipelines]
+        if self.microbatch_size is None or None in numbers:
+            return None
+        return self.microbatch_size * sum(number or 0 for number in numbers)
 
     def worker(self, rank: int) -> Worker:
         pipeline, stage = divmod(rank, self.num_stages)
@@ -50,15 +143,51 @@ class Plan:
         return worker.pipeline * self.num_stages + worker.stage
 
     def layers(self, stage: int) -> range:
-        bounds = list(pairwise(accumulate(self.layers_per_stage, initial=0)))
-        return range(*bounds[stage])
+        return range(*self._bounds[stage])
 
     def replicas(self, stage: int) -> tuple[Worker, ...]:
         """The workers that hold the same layers and average with one another."""
         return tuple(Worker(stage, pipeline) for pipeline in range(self.num_pipelines))
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n")
+        from polyrhythm.plan.plan_file import write_plan  # it builds plans, so it imports this
+
+        write_plan(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read what `save` wrote, or what somebody wrote by hand; raises UserError."""
+        from polyrhythm.plan.plan_file import read_plan
+
+        return read_plan(Path(path))
+
+    @cached_property
+    def _bounds(self) -> list[tuple[int, int]]:
+        return list(pairwise(accumulate(self.layers_per_stage, initial=0)))
+
+    def _check_devices(self) -> None:
+        where: dict[str, int] = {}
+        for number, pipeline in enumerate(self.pipelines):
+            if len(pipeline.devices) not in (0, self.num_stages):
+                raise PlanError(
+                    f"pipeline {number} has {len(pipeline.devices)} devices",
+                    expected=f"one for each of the {self.num_stages} stages, or none at all",
+                    fix="name the device of every stage; one may stand for several in a row",
+                )
+            for device in dict.fromkeys(pipeline.devices):
+                if device in where:
+                    raise PlanError(
+                        f"{device!r} is in pipelines {where[device]} and {number}",
+                        expected="a device in one pipeline only",
+                        fix="use another device in one of them",
+                    )
+                if device in self.left_out:
+                    raise PlanError(
+                        f"{device!r} is in pipeline {number} and left out",
+                        expected="one of them",
+                        fix="take it out of left_out",
+                    )
+                where[device] = number
 
 
 def even_plan(*, num_layers: int, num_stages: int, num_pipelines: int) -> Plan:
@@ -69,8 +198,14 @@ def even_plan(*, num_layers: int, num_stages: int, num_pipelines: int) -> Plan:
             expected=f"1 to {num_layers} stages, one layer or more in each",
             fix=f"use at most {num_layers} stages, or a model with more layers",
         )
+    if num_pipelines < 1:
+        raise PlanError(
+            f"num_pipelines={num_pipelines}",
+            expected="at least one pipeline",
+            fix="use 1 to train without replicas",
+        )
     each, rest = divmod(num_layers, num_stages)
     return Plan(
         layers_per_stage=tuple(each + (stage < rest) for stage in range(num_stages)),
-        num_pipelines=num_pipelines,
+        pipelines=(PipelinePlan(),) * num_pipelines,
     )

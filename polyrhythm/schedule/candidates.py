@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
+from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.cost.pipeline import PipelineTimes, length
 from polyrhythm.schedule.builders import Schedule, build
-from polyrhythm.schedule.check import peak_in_flight
 from polyrhythm.schedule.limits import limits_for, one_f_one_b_limits
 from polyrhythm.schedule.recipe import Recipe
 from polyrhythm.types import Seconds

@@ -31,15 +31,6 @@ def check(schedule: Schedule, *, num_microbatches: int) -> None:
     _check_no_deadlock(schedule)
 
 
-def peak_in_flight(actions: list[Action]) -> int:
-    """The most micro-batches whose forward is done and whose backward is not: held activations."""
-    live = peak = 0
-    for op, _ in actions:
-        live += 1 if op is Op.F else -1
-        peak = max(peak, live)
-    return peak
-
-
 def forwards_before_backward(actions: list[Action]) -> list[int]:
     """f(m) for every micro-batch m: forwards this stage runs before B(m)."""
     forwards = 0

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import mse_loss
 
+from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.errors import WorkerError
 from polyrhythm.events import EventLog, read_run, worker_log
 from polyrhythm.run.launch import Place
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.pipeline.stage import MOST_TIMES
-from polyrhythm.schedule.check import peak_in_flight
 from polyrhythm.schedule.recipe import Recipe
 from polyrhythm.types import Worker
 from tests.gloo.pipelines import (

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.run.launch import LocalJob, Place
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.schedule.check import peak_in_flight
 from polyrhythm.schedule.recipe import Recipe
 
 NUM_STAGES, NUM_MICROBATCHES, WIDTH = 3, 8, 32

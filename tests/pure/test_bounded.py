@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.errors import ScheduleError
 from polyrhythm.schedule.builders import bounded, build, gpipe, kfkb, one_f_one_b
-from polyrhythm.schedule.check import check, forwards_before_backward, peak_in_flight
+from polyrhythm.schedule.check import check, forwards_before_backward
 from polyrhythm.schedule.limits import limits_for, one_f_one_b_limits
 from polyrhythm.types import Action, Op
 

@@ -1,14 +1,11 @@
 """A plan gives every layer to one stage and every worker one rank."""
 
-import json
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import PlanError
-from polyrhythm.plan.plan import Plan, even_plan
+from polyrhythm.plan.plan import PipelinePlan, Plan, Predicted, even_plan
 
 
 @given(st.data(), st.integers(1, 40), st.integers(1, 6))
@@ -48,14 +45,59 @@ def test_an_impossible_plan_is_refused(
 
 def test_a_stage_without_layers_is_refused() -> None:
     with pytest.raises(PlanError, match=r"\[3, 0\]"):
-        Plan(layers_per_stage=(3, 0), num_pipelines=1)
+        Plan(layers_per_stage=(3, 0), pipelines=(PipelinePlan(),))
 
 
-def test_a_saved_plan_names_its_schema(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    even_plan(num_layers=6, num_stages=4, num_pipelines=2).save(path)
-    assert json.loads(path.read_text()) == {
-        "schema": 1,
-        "layers_per_stage": [2, 2, 1, 1],
-        "num_pipelines": 2,
-    }
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6))
+def test_parts_are_the_stages_in_a_row_of_each_device(lengths: list[int]) -> None:
+    devices = tuple(f"d{i}" for i, length in enumerate(lengths) for _ in range(length))
+    parts = PipelinePlan(devices=devices).parts
+    assert [(part.device, part.end - part.first) for part in parts] == [
+        (f"d{i}", length) for i, length in enumerate(lengths)
+    ]
+    assert [stage for part in parts for stage in range(part.first, part.end)] == list(
+        range(len(devices))
+    )
+
+
+def test_a_device_runs_stages_in_a_row_only() -> None:
+    with pytest.raises(PlanError, match="'a' runs stages that are not next to one another"):
+        PipelinePlan(devices=("a", "b", "a"))
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "left_out", "says"),
+    [
+        ((), (), "a plan without pipelines"),
+        ((("a",),), (), "pipeline 0 has 1 devices"),
+        ((("a", "b"), ("b", "c")), (), "'b' is in pipelines 0 and 1"),
+        ((("a", "b"),), ("b",), "'b' is in pipeline 0 and left out"),
+    ],
+)
+def test_devices_that_contradict_one_another_are_refused(
+    pipelines: tuple[tuple[str, ...], ...], left_out: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises(PlanError, match=says):
+        Plan(
+            layers_per_stage=(3, 2),
+            pipelines=tuple(PipelinePlan(devices=devices) for devices in pipelines),
+            left_out=left_out,
+        )
+
+
+def test_a_batch_is_known_if_every_pipeline_says_its_micro_batches() -> None:
+    def plan(*numbers: int | None, size: int | None = 4) -> Plan:
+        return Plan(
+            layers_per_stage=(1,),
+            pipelines=tuple(PipelinePlan(num_microbatches=number) for number in numbers),
+            microbatch_size=size,
+        )
+
+    assert plan(3, 5).batch == 32
+    assert plan(3, None).batch is None
+    assert plan(3, 5, size=None).batch is None
+
+
+def test_the_gap_is_the_share_that_could_be_saved() -> None:
+    assert Predicted(step=10.0, bound=8.0, parts=()).gap == pytest.approx(0.2)
+    assert Predicted(step=10.0, bound=10.1, parts=()).gap == 0.0  # rounding

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from polyrhythm.bench.plan.cases import published
 from polyrhythm.cost.dtfm import PairTimes, best_layout, best_order, layout_cost
 from polyrhythm.plan import compiled, path
-from polyrhythm.plan.anneal import Schedule, anneal
 from polyrhythm.plan.compiled import seed
 from polyrhythm.plan.construct import constructed, nearest
-from polyrhythm.plan.grid import Mood, started, swap_devices
-from polyrhythm.plan.matching import bottleneck
-from polyrhythm.plan.moves import swap_ends, swap_runs, turn_stages
-from polyrhythm.plan.path import cheapest_order, path_length
-from polyrhythm.plan.settle import partition_cost, settled
+from polyrhythm.plan.dtfm.anneal import Schedule, anneal
+from polyrhythm.plan.dtfm.grid import Mood, started, swap_devices
+from polyrhythm.plan.dtfm.matching import bottleneck
+from polyrhythm.plan.dtfm.moves import swap_ends, swap_runs, turn_stages
+from polyrhythm.plan.dtfm.path import cheapest_order, path_length
+from polyrhythm.plan.dtfm.settle import partition_cost, settled
 from tests.pure.dtfm_cases import small_times
 
 

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.errors import ScheduleError
 from polyrhythm.schedule.builders import Schedule, build, gpipe, kfkb, one_f_one_b
-from polyrhythm.schedule.check import check, peak_in_flight
+from polyrhythm.schedule.check import check
 from polyrhythm.types import Action, Op
 
 num_stages_s = st.integers(1, 8)

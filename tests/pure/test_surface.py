@@ -39,7 +39,9 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("--help") == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("demo", "doctor", "probe", "profile", "report", "show"))
+    assert all(
+        name in text for name in ("demo", "doctor", "plan", "probe", "profile", "report", "show")
+    )
 
 
 @pytest.mark.parametrize("arguments", [[], ["dmeo"], ["show", "cluster"], ["show", "car", "x"]])

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from polyrhythm.bench.pipeline.networks import FAST, FULL, HOSTS, Network, ideal
 from polyrhythm.bench.pipeline.stages import Stages
 from polyrhythm.bench.pipeline.worker import Order
+from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.cost.pipeline import length
-from polyrhythm.schedule.check import peak_in_flight
 from polyrhythm.schedule.recipe import Recipe
 from polyrhythm.types import Seconds
 

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from polyrhythm.bench.plan.cases import BEST, ROUNDING, WORLDWIDE, planted, published
 from polyrhythm.cost.dtfm import PairTimes
+from polyrhythm.plan.dtfm.exact import search_exactly
 from polyrhythm.plan.dtfm.genetic import Settings, search
-from polyrhythm.plan.exact import search_exactly
-from polyrhythm.plan.placement import Effort, place
+from polyrhythm.plan.dtfm.placement import Effort, place
 from polyrhythm.types import Seconds
 
 BARS: Mapping[str, float] = {

@@ -1,1 +1,1 @@
-"""The search that DT-FM publishes, as a reference: nothing here is made better than it was."""
+"""Placement by DT-FM's cost: our search with its bound, and the paper's own as the reference."""

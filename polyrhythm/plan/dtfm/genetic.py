@@ -68,7 +68,10 @@ def search(
 
     Equal seeds give equal results.
     """
-    from polyrhythm.plan.settle import partition_cost, settled  # compiled: imported when needed
+    from polyrhythm.plan.dtfm.settle import (  # compiled: imported when needed
+        partition_cost,
+        settled,
+    )
 
     settings = settings or Settings()
     rng = np.random.default_rng(seed)

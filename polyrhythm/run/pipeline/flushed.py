@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.run.pipeline.batch import Batch
 from polyrhythm.run.pipeline.connections import Cut
 from polyrhythm.run.pipeline.executor import Executor
@@ -14,7 +15,7 @@ from polyrhythm.run.pipeline.gradients import TiedGradients
 from polyrhythm.run.pipeline.tuning import Tuning
 from polyrhythm.run.pipeline.wrappers import Sharded, check_module
 from polyrhythm.schedule.builders import Schedule
-from polyrhythm.schedule.check import check, peak_in_flight
+from polyrhythm.schedule.check import check
 from polyrhythm.schedule.recipe import Recipe, Written
 
 _EVAL_WINDOW = 8  # forwards hold nothing, so that only messages count

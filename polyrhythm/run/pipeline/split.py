@@ -15,7 +15,7 @@ from typing import NoReturn
 from torch import nn
 
 from polyrhythm.errors import PlanError
-from polyrhythm.plan.plan import Plan, even_plan
+from polyrhythm.plan.plan import PipelinePlan, Plan, even_plan
 from polyrhythm.run.pipeline.parts import Chain, Share, cut_model, starts_in_place
 
 
@@ -153,7 +153,7 @@ def _ranges(
     if layers_per_stage is None:
         plan = even_plan(num_layers=num_layers, num_stages=num_stages, num_pipelines=1)
     else:
-        plan = Plan(layers_per_stage=tuple(layers_per_stage), num_pipelines=1)
+        plan = Plan(layers_per_stage=tuple(layers_per_stage), pipelines=(PipelinePlan(),))
         if plan.num_stages != num_stages or sum(layers_per_stage) != num_layers:
             raise PlanError(
                 f"layers_per_stage={list(layers_per_stage)}: {sum(layers_per_stage)} layers in "

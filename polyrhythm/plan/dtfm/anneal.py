@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polyrhythm.plan.compiled import Floats, Ints, compiled
-from polyrhythm.plan.grid import Grid, Mood, started, swap_devices
-from polyrhythm.plan.moves import (
-    below,
+from polyrhythm.plan.compiled import Floats, Ints, below, compiled
+from polyrhythm.plan.dtfm.grid import Grid, Mood, started, swap_devices
+from polyrhythm.plan.dtfm.moves import (
     beside,
     critical_device,
     slowest_column,

@@ -19,9 +19,9 @@ import numpy as np
 
 from polyrhythm.cost.dtfm import LayoutCost, PairTimes
 from polyrhythm.errors import PlanError
-from polyrhythm.plan.bound import lower_bound
 from polyrhythm.plan.construct import constructed, nearest
-from polyrhythm.plan.exact import search_exactly
+from polyrhythm.plan.dtfm.bound import lower_bound
+from polyrhythm.plan.dtfm.exact import search_exactly
 from polyrhythm.types import Seconds
 
 _PROVEN = 1e-6  # relative: a gap below is rounding, and the layout is the best one
@@ -70,7 +70,7 @@ def place(
     on_better: Callable[[Placement], None] = lambda _: None,
 ) -> Placement:
     """Search for the cheapest layout; `on_better` hears of each that is better than all before."""
-    from polyrhythm.plan.settle import settled  # compiled: imported when needed
+    from polyrhythm.plan.dtfm.settle import settled  # compiled: imported when needed
 
     effort = effort or Effort()
     made = sorted(
@@ -129,9 +129,9 @@ def _annealed(
     effort: Effort,
     rng: np.random.Generator,
 ) -> LayoutCost:
-    from polyrhythm.plan.anneal import Schedule, anneal
     from polyrhythm.plan.compiled import seed
-    from polyrhythm.plan.settle import settled
+    from polyrhythm.plan.dtfm.anneal import Schedule, anneal
+    from polyrhythm.plan.dtfm.settle import settled
 
     if start is None:
         shape = times.num_stages, times.num_pipelines

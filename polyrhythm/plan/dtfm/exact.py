@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyrhythm.cost.dtfm import LayoutCost, Matrix, PairTimes
-from polyrhythm.plan.classes import (
+from polyrhythm.plan.dtfm.classes import (
     Classes,
     dealt,
     device_classes,
@@ -38,8 +38,8 @@ def search_exactly(
     times: PairTimes, *, below: Seconds = np.inf, most_nodes: int = MOST_NODES
 ) -> Exact:
     """Look for the best layout that costs less than `below`; gives up where kinds are too many."""
-    from polyrhythm.plan.exact_tree import Choices, explore  # compiled: imported when needed
-    from polyrhythm.plan.settle import settled
+    from polyrhythm.plan.dtfm.exact_tree import Choices, explore  # compiled: imported when needed
+    from polyrhythm.plan.dtfm.settle import settled
 
     classes = device_classes(times)
     if num_stage_types(classes.counts, times.num_pipelines) > MOST_TYPES:
@@ -57,7 +57,7 @@ def search_exactly(
 
 def _type_hops(types: NDArray[np.int64], classes: Classes, size: int) -> Matrix:
     """Eq. 3 for each two types; inf for a type that there cannot be two stages of."""
-    from polyrhythm.plan.matching import all_hops, bottleneck
+    from polyrhythm.plan.dtfm.matching import all_hops, bottleneck
 
     every_class = np.arange(len(classes.counts))
     groups = np.array([np.repeat(every_class, counts) for counts in types]).reshape(-1, size)

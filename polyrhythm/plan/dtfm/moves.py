@@ -2,14 +2,8 @@
 
 import numpy as np
 
-from polyrhythm.plan.compiled import inlined
-from polyrhythm.plan.grid import Grid, Mood, accept, between, swap_devices
-
-
-@inlined
-def below(count: int) -> int:
-    """A random number from 0 on; NumPy's own takes seconds more to compile."""
-    return int(np.random.random() * count)
+from polyrhythm.plan.compiled import below, inlined
+from polyrhythm.plan.dtfm.grid import Grid, Mood, accept, between, swap_devices
 
 
 @inlined

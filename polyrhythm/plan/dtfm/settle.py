@@ -4,8 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyrhythm.cost.dtfm import LayoutCost, PairTimes, layout_cost
-from polyrhythm.plan.matching import all_hops, matched
-from polyrhythm.plan.path import cheapest_order, path_length
+from polyrhythm.plan.dtfm.matching import all_hops, matched
+from polyrhythm.plan.dtfm.path import cheapest_order, path_length
 from polyrhythm.types import Seconds
 
 

@@ -1,0 +1,245 @@
+"""`polyrhythm plan`: who runs what on a cluster, how long a step takes, and how good that is."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from polyrhythm.errors import PlanError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from polyrhythm.plan.job import Job
+    from polyrhythm.plan.plan import Plan
+    from polyrhythm.plan.predict import Prediction
+    from polyrhythm.plan.problem import Problem
+    from polyrhythm.plan.search import Planned
+
+_LARGEST = 64  # samples in a micro-batch of a model that is counted, not measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCommand:
+    """Place a model on a cluster: stages, layers, who averages with whom, micro-batches, schedule.
+
+    polyrhythm plan cluster.toml profile.json --batch 512 -o plan.json
+    """
+
+    cluster: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CLUSTER")]
+    """A TOML or JSON file, or the name of a bundled network."""
+    profile: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROFILE")]
+    """A TOML or JSON file, or a model that comes along, such as gpt-24x2048x2048."""
+    batch: int | None = None
+    """Samples of a step, of all pipelines together; else those of --running."""
+    objective: Literal["time", "cost", "both"] = "time"
+    """The fastest step, the cheapest, or all plans that nothing beats in both."""
+    pick: str = "fastest"
+    """With --objective both, which plan to take: fastest, cheapest, or its number in the table."""
+    sync: Literal["all_reduce", "decoupled", "groups"] | None = None
+    """How replicas stay together: all_reduce, unless --running says otherwise."""
+    stages: int | None = None
+    """So many, instead of the best number."""
+    pipelines: int | None = None
+    """So many, instead of the best number."""
+    microbatch_size: int | None = None
+    """Samples, instead of the best of those that were profiled."""
+    schedule: str = "auto"
+    """Such as 1f1b, instead of the best for each pipeline."""
+    unequal: bool = True
+    """Pipelines may differ in their numbers of micro-batches and of devices."""
+    gradient_bytes: float = 1.0
+    """Per byte of parameters: 2 for float32 gradients of float16 weights."""
+    optimizer_bytes: float = 2.0
+    """Per byte of parameters: 2 for Adam, 6 for Adam in float32 with float16 weights."""
+    memory_reserve: float = 0.1
+    """Share of each device's memory that is left free."""
+    flops: float | None = None
+    """For a model that comes along: operations per second of a device of speed 1, such as 6e13."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """For a model that comes along: the type of its numbers, float32 unless given."""
+    running: Path | None = None
+    """A plan that is being carried out: go on with it, or move to a better one if that pays."""
+    steps: int | None = None
+    """With --running: how many steps are still to be done."""
+    seed: int = 0
+    """Of the search: the same seed and the same files give the same plan."""
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """The file for the plan, .json."""
+    svg: Path | None = None
+    """A file for a picture of regions, pipelines and groups."""
+
+    def run(self, console: "Console") -> int:
+        self._check()
+        running = None if self.running is None else self._load_running(self.running)
+        problem = self._problem(running)
+        if running is None:
+            planned = self._planned(problem, console)
+            chosen = self._chosen(planned, console)
+        else:
+            planned = self._replanned(running, problem, console)
+            chosen = planned.best
+        self._show(chosen, planned, problem, console)
+        return 0
+
+    def _check(self) -> None:
+        from polyrhythm.schedule.recipe import Recipe
+
+        _check_target(self.out, ".json", "-o")
+        _check_target(self.svg, ".svg", "--svg")
+        if self.schedule != "auto":
+            Recipe.parse(self.schedule)
+        if (self.running is None) != (self.steps is None):
+            raise PlanError(
+                "--steps without --running"
+                if self.running is None
+                else "--running without --steps",
+                expected="both, or neither: what a move takes is weighed against what is left",
+                fix="add --running plan.json --steps 1000, or leave both out",
+            )
+        for flag, number, least in (("--steps", self.steps, 1), ("--seed", self.seed, 0)):
+            if number is not None and number < least:
+                raise PlanError(
+                    f"{flag} {number}", expected=f"{least} or more", fix=f"correct {flag}"
+                )
+        if self.running is not None and self.objective == "both":
+            raise PlanError(
+                "--objective both with --running",
+                expected="one plan to go on with",
+                fix="use --objective time or --objective cost",
+            )
+        if self.pick != "fastest" and self.objective != "both":
+            raise PlanError(
+                f"--pick {self.pick} with --objective {self.objective}",
+                expected="--pick where there are several plans to choose from",
+                fix="add --objective both, or leave --pick out",
+            )
+        if self.pick not in ("fastest", "cheapest") and not self.pick.isdecimal():
+            raise self._no_such_plan("fastest, cheapest, or the number of a plan in the table")
+
+    def _load_running(self, path: Path) -> "Plan":
+        from polyrhythm.plan.plan import Plan
+
+        return Plan.load(path)
+
+    def _problem(self, running: "Plan | None") -> "Problem":
+        from polyrhythm.cli.described import load_cluster, load_model
+        from polyrhythm.plan.problem import Problem
+        from polyrhythm.schedule.planned import PlannedSchedules
+
+        job = self._job(running)
+        cluster = load_cluster(self.cluster)
+        profile = load_model(
+            self.profile, cluster, flops=self.flops, dtype=self.dtype, sizes=_sizes(job)
+        )
+        return Problem(cluster=cluster, profile=profile, job=job, schedules=PlannedSchedules())
+
+    def _job(self, running: "Plan | None") -> "Job":
+        from polyrhythm.plan.job import Job, Objective
+
+        batch: int | None = self.batch
+        sync: str | None = self.sync
+        if running is not None:
+            batch = running.batch if batch is None else batch
+            sync = sync or running.sync
+        if batch is None:
+            raise PlanError(
+                "no --batch",
+                expected="how many samples a step has, of all pipelines together",
+                fix="add --batch 512, or whatever the model is trained with",
+            )
+        return Job(
+            batch=batch,
+            sync=sync or "all_reduce",
+            objective=Objective.COST if self.objective == "cost" else Objective.TIME,
+            gradient_bytes=self.gradient_bytes,
+            optimizer_bytes=self.optimizer_bytes,
+            memory_reserve=self.memory_reserve,
+            num_stages=self.stages,
+            num_pipelines=self.pipelines,
+            microbatch_size=self.microbatch_size,
+            schedule=self.schedule,
+            unequal=self.unequal,
+        )
+
+    def _planned(self, problem: "Problem", console: "Console") -> "Planned":
+        from polyrhythm.observe.plan_progress import PlanProgress
+        from polyrhythm.plan.job import Objective
+        from polyrhythm.plan.search import make_plan, pareto_front
+
+        def searched(which: "Problem") -> "Planned":
+            with PlanProgress(console) as progress:
+                return make_plan(which, seed=self.seed, on_progress=progress.update)
+
+        if self.objective != "both":
+            return searched(problem)
+        # The cheapest first: it refuses devices without a price.
+        cheap = searched(replace(problem, job=replace(problem.job, objective=Objective.COST)))
+        fast = searched(problem)
+        return replace(fast, front=tuple(pareto_front([*fast.front, *cheap.front])))
+
+    def _chosen(self, planned: "Planned", console: "Console") -> "Prediction":
+        from polyrhythm.observe.plan_table import show_front
+
+        if self.objective != "both":
+            return planned.best
+        front = planned.front
+        numbers = {"fastest": 1, "cheapest": len(front)}
+        number = numbers.get(self.pick) or int(self.pick)
+        taken = number - 1
+        show_front(front, taken=taken, console=console)
+        if not 0 <= taken < len(front):
+            raise self._no_such_plan(f"a number from 1 to {len(front)}")
+        return front[taken]
+
+    def _replanned(self, running: "Plan", problem: "Problem", console: "Console") -> "Planned":
+        from polyrhythm.observe.plan_progress import PlanProgress
+        from polyrhythm.observe.plan_table import show_change
+        from polyrhythm.plan.predict import predict
+        from polyrhythm.plan.replan import replan
+
+        assert self.steps is not None, "checked"
+        try:
+            now: Prediction | str = predict(running, problem)
+        except PlanError as error:
+            now = f"{error.wrong} (expected: {error.expected})"
+        with PlanProgress(console) as progress:
+            change = replan(
+                running, problem, steps=self.steps, seed=self.seed, on_progress=progress.update
+            )
+        show_change(change, running=now, num_steps=self.steps, console=console)
+        return change.planned
+
+    def _show(
+        self, chosen: "Prediction", planned: "Planned", problem: "Problem", console: "Console"
+    ) -> None:
+        from polyrhythm.observe.plan_svg import draw_plan
+        from polyrhythm.observe.plan_table import show_plan
+        from polyrhythm.tables import print_line
+
+        show_plan(chosen, planned, console)
+        if self.out is not None:
+            chosen.plan.save(self.out)
+            print_line(console, f"written to {self.out}")
+        if self.svg is not None:
+            self.svg.write_text(draw_plan(chosen.plan, problem.cluster), encoding="utf-8")
+            print_line(console, f"drawn in {self.svg}")
+
+    def _no_such_plan(self, expected: str) -> PlanError:
+        return PlanError(f"--pick {self.pick}", expected=expected, fix="--pick fastest")
+
+
+def _check_target(path: Path | None, ending: str, flag: str) -> None:
+    from polyrhythm.describe.write import check_target
+
+    if path is not None:
+        check_target(path, (ending,), flag=flag)
+
+
+def _sizes(job: "Job") -> list[int]:
+    """Micro-batches to count a model for: as asked for, or 1 and the powers of 2 that divide."""
+    if job.microbatch_size is not None:
+        return [job.microbatch_size]
+    powers = (2**power for power in range(_LARGEST.bit_length()))
+    return [size for size in powers if job.batch % size == 0]

@@ -1,0 +1,204 @@
+"""How long a step of several pipelines takes: they run their schedules, then agree on gradients.
+
+Each pipeline executes its lists of actions (`cost/pipeline.py`) with the compute of its devices and
+the transfers of its links. As soon as all replicas of a stage have ended their last backward, they
+synchronise (`cost/sync.py`), while other stages still compute; after that a stage may begin its
+next step, while others still synchronise. So a step is the time from one to the next once that is
+steady, not the sum of everything.
+
+Where replicas average in groups, nobody waits for all: each pipeline has a step of its own, and the
+step of the job is the time in which all together process a batch.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, simulate
+from polyrhythm.cost.sync import Group, Links, Sync, half_times
+from polyrhythm.types import Action, Seconds
+
+_MOST_STEPS = 8  # simulated until the time from one to the next is steady
+_STEADY = 1e-3  # relative
+
+Schedule = Sequence[Sequence[Action]]
+
+
+class Run(NamedTuple):
+    """Stages in a row on one device; a half-open range of stages."""
+
+    device: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageWork:
+    """What a stage takes on a device of speed 1, for one micro-batch."""
+
+    forward: Seconds
+    backward: Seconds
+    activation_bytes: float  # to the next stage
+    gradient_bytes: float  # of its parameters, for a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """One pipeline: who runs what, in which order."""
+
+    runs: tuple[Run, ...]
+    schedule: Schedule  # a list of actions for each run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    replicas: tuple[Replica, ...]
+    stages: tuple[StageWork, ...]
+    speeds: tuple[float, ...]  # of the cluster's devices
+    links: Links
+    sync: Sync
+
+    @property
+    def coordinator(self) -> int:
+        """The device of rank 0."""
+        return self.replicas[0].runs[0].device
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of all pipelines together."""
+        return sum(len(replica.schedule[0]) // 2 for replica in self.replicas)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """The parts of a step: what each adds to those before. They sum up to `total`."""
+
+    total: Seconds
+    compute: Seconds  # of the device that has most to do
+    bubbles: Seconds  # filling and draining the pipeline, and waiting for slower stages
+    transfers: Seconds  # of activations and their gradients, as far as they are waited for
+    sync: Seconds  # of gradients, as far as it is waited for
+
+
+def step_time(step: Step) -> StepTime:
+    """Simulate it, then again without what it waits for, to see what each part is due to."""
+    times = [pipeline_times(replica.runs, step) for replica in step.replicas]
+    halves = half_times(groups_of(step), step.links, step.sync, coordinator=step.coordinator)
+    total = _steady(step, times, halves)
+    at_once = [0.0] * len(step.stages)
+    unsynced = _steady(step, times, at_once)
+    near = _steady(step, [_without_links(one) for one in times], at_once)
+    works = [
+        max(f + b for f, b in zip(one.forward, one.backward, strict=True))
+        * (len(replica.schedule[0]) // 2)
+        for one, replica in zip(times, step.replicas, strict=True)
+    ]
+    compute = min(max(works), near)
+    return StepTime(
+        total=total,
+        compute=compute,
+        bubbles=near - compute,
+        transfers=max(0.0, unsynced - near),
+        sync=max(0.0, total - max(unsynced, near)),
+    )
+
+
+def pipeline_times(runs: Sequence[Run], step: Step) -> PipelineTimes:
+    """What the devices of one pipeline and the links between them take."""
+    stages = step.stages
+    there: list[LinkTimes] = []
+    back: list[LinkTimes] = []
+    for here, after in itertools.pairwise(runs):
+        size = stages[here.end - 1].activation_bytes
+        for links, (a, b) in ((there, (here, after)), (back, (after, here))):
+            busy = size / step.links.bandwidth[a.device, b.device]
+            latency = step.links.latency[a.device, b.device]
+            links.append(LinkTimes(busy=(float(busy),), latency=float(latency)))
+    return PipelineTimes(
+        forward=tuple(_work(run, step, "forward") for run in runs),
+        backward=tuple(_work(run, step, "backward") for run in runs),
+        activations=tuple(there),
+        gradients=tuple(back),
+    )
+
+
+def groups_of(step: Step) -> list[Group]:
+    """The devices of each stage, and its gradients."""
+    return [
+        Group(
+            members=tuple(
+                next(run.device for run in replica.runs if run.first <= stage < run.end)
+                for replica in step.replicas
+            ),
+            size=work.gradient_bytes,
+        )
+        for stage, work in enumerate(step.stages)
+    ]
+
+
+def _work(run: Run, step: Step, direction: str) -> Seconds:
+    work: Seconds = sum(getattr(stage, direction) for stage in step.stages[run.first : run.end])
+    return work / step.speeds[run.device]
+
+
+def _without_links(times: PipelineTimes) -> PipelineTimes:
+    free = (LinkTimes(busy=(0.0,)),) * (times.num_stages - 1)
+    return replace(times, activations=free, gradients=free)
+
+
+def _steady(step: Step, times: Sequence[PipelineTimes], halves: Sequence[Seconds]) -> Seconds:
+    """From the end of a step to the end of the next; the mean where steps take turns.
+
+    `halves` are of the synchronisation of each stage.
+    """
+    if step.sync is Sync.GROUPS:
+        return _in_groups(step, times, halves)
+    summed = [0.0] * len(step.stages)
+    steps = [0.0]  # when each ends
+    for _ in range(_MOST_STEPS):
+        summed = _next_summed(step, times, halves, summed)
+        steps.append(max(summed))
+        period, last = steps[-1] - steps[-2], steps[-2] - steps[max(0, len(steps) - 3)]
+        if abs(period - last) <= _STEADY * period:
+            return period
+    # A long one and a short one may follow each other for ever: the mean of an even number.
+    half = _MOST_STEPS // 2
+    return (steps[-1] - steps[half]) / half
+
+
+def _next_summed(
+    step: Step,
+    times: Sequence[PipelineTimes],
+    halves: Sequence[Seconds],
+    summed: Sequence[Seconds],
+) -> list[Seconds]:
+    """When the first half of each stage is done, from when it was in the step before.
+
+    Decoupled, the first half hides behind the last backward of a step, that of whoever is last,
+    and the second behind the first forward of the next, layer by layer.
+    """
+    hides = 1.0 if step.sync is Sync.DECOUPLED else 0.0
+    ends, lasts = [0.0] * len(halves), [0.0] * len(halves)  # of and before the last backward
+    for replica, one in zip(step.replicas, times, strict=True):
+        begins = []
+        for device, first, end in replica.runs:
+            forwards = [work.forward / step.speeds[device] for work in step.stages[first:end]]
+            late = zip(summed[first:end], halves[first:end], forwards, strict=True)
+            begins.append(max(at + max(0.0, half - hides * hidden) for at, half, hidden in late))
+        timeline = simulate(replica.schedule, one, ready=begins)
+        for (device, first, end), done in zip(replica.runs, timeline.ends, strict=True):
+            for stage in range(first, end):
+                backward = step.stages[stage].backward / step.speeds[device]
+                ends[stage] = max(ends[stage], done[-1])
+                lasts[stage] = max(lasts[stage], done[-1] - hides * backward)
+    return [max(end, last + half) for end, last, half in zip(ends, lasts, halves, strict=True)]
+
+
+def _in_groups(step: Step, times: Sequence[PipelineTimes], halves: Sequence[Seconds]) -> Seconds:
+    """Pipelines do not wait for one another: their rates add up."""
+    rate = 0.0
+    for replica, one in zip(step.replicas, times, strict=True):
+        alone = replace(step, replicas=(replica,), sync=Sync.ALL_REDUCE)
+        rate += (len(replica.schedule[0]) // 2) / _steady(alone, [one], halves)
+    return step.num_microbatches / rate

@@ -1,0 +1,45 @@
+"""How far a search for a plan has got: one line that changes on a terminal, else a few lines."""
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.markup import escape
+
+from polyrhythm.plan.search import Progress
+from polyrhythm.tables import print_line
+
+MOST_LINES = 5  # where there is no terminal
+
+
+class PlanProgress:
+    """Give `update` to the search."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status = console.status("planning") if console.is_terminal else None
+        self._next_line = 0.0  # as a share of the search
+
+    def __enter__(self) -> Self:
+        if self._status:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._status:
+            self._status.stop()
+
+    def update(self, progress: Progress) -> None:
+        line = f"planning {progress.done}/{progress.total}: {progress.doing}"
+        if progress.best:
+            line += f"; best so far {progress.best}"
+        if self._status:
+            self._status.update(escape(line))
+        elif progress.done >= self._next_line * progress.total:
+            print_line(self._console, line)
+            self._next_line = progress.done / max(1, progress.total) + 1 / MOST_LINES

@@ -1,0 +1,253 @@
+"""A plan for people: who runs what, how long a step takes and why, and how much better it could be.
+
+Few devices get a row each. Of many, those of one region share a row if they are replicas of one
+stage, or neighbours in one pipeline, whichever makes fewer rows: 64 devices mostly fit on a screen.
+Figures are then those of the device that has most of it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+
+from rich.console import Console
+
+from polyrhythm.describe.units import show as text
+from polyrhythm.plan.plan import PipelinePlan, Plan
+from polyrhythm.plan.predict import Prediction, Use
+from polyrhythm.plan.replan import Replanned
+from polyrhythm.plan.search import Planned
+from polyrhythm.tables import print_line, print_table
+from polyrhythm.types import Bytes, Seconds
+
+MOST_ROWS = 24  # devices that get a row each
+MOST_NAMES = 12  # devices that a line names
+_NUM_PARTS = 3  # of a step, that are named
+_MILLION = 1_000_000
+
+
+def show_plan(prediction: Prediction, planned: Planned, console: Console) -> None:
+    """Who does what, then what to expect of it, and how much better any plan could be."""
+    plan = prediction.plan
+    print_line(console, f"{degrees(plan)}, {_settings(plan)}")
+    print_line(console, "")
+    if len(prediction.uses) <= MOST_ROWS:
+        _show_devices(prediction, console)
+    else:
+        _show_groups(prediction, console)
+    print_line(console, "")
+    _show_pipelines(prediction, console)
+    print_line(console, "")
+    for name, shown in _expected(prediction, planned):
+        print_line(console, f"{name:<11}{shown}")
+
+
+def show_front(front: Sequence[Prediction], *, taken: int, console: Console) -> None:
+    """The plans of which none is both slower and dearer than another; `taken` is one's place."""
+    rows = []
+    for place, each in enumerate(front):
+        plan = each.plan
+        rows.append(
+            [
+                str(place + 1),
+                in_seconds(each.time.total),
+                f"{each.samples_per_second:.4g}",
+                *_prices(each),
+                degrees(plan),
+                str(plan.microbatch_size),
+                str(len(each.uses)),
+                "this one" if place == taken else "",
+            ]
+        )
+    header = ["plan", "step", "samples/s", "price/step", "price/million samples"]
+    header += ["degrees", "micro-batch", "devices", ""]
+    title = "fastest to cheapest: nothing is both faster and cheaper than one of these"
+    print_table(console, header, rows, title=title)
+    print_line(console, "")
+
+
+def show_change(
+    change: Replanned, *, running: Prediction | str, num_steps: int, console: Console
+) -> None:
+    """What becomes of a running plan, which takes so long now, or cannot go on for a reason."""
+    chosen = change.planned.best
+    if isinstance(running, str):
+        now, saved = f"cannot go on: {running}", 0.0
+    else:
+        now = f"{in_seconds(running.time.total)} a step on this cluster"
+        saved = running.time.total - chosen.time.total
+    lines = [("running", now), ("decision", change.why)]
+    kept = len({use.device for use in chosen.uses} - set(change.moved))
+    if change.moved:
+        lines.append(("moves", f"{_devices(change.moved)} with new layers; {kept} as before"))
+    else:
+        lines.append(("moves", "nothing: every device keeps its layers"))
+    if change.from_checkpoint:
+        lost = _ranges(map(str, change.from_checkpoint))
+        lines.append(("lost", f"layers {lost} are on no device: load them from a checkpoint"))
+    if not change.stays:
+        takes = f"{in_seconds(change.migration)}, then {in_seconds(chosen.time.total)} a step"
+        if saved > 0:
+            takes += f"; won back after {change.migration / saved:,.0f} of {num_steps:,} steps"
+        lines.append(("migration", takes))
+    for name, shown in lines:
+        print_line(console, f"{name:<11}{shown}")
+    print_line(console, "")
+
+
+def degrees(plan: Plan) -> str:
+    """Such as 8 stages x 1 pipeline."""
+    return f"{_count(plan.num_stages, 'stage')} x {_count(plan.num_pipelines, 'pipeline')}"
+
+
+def in_seconds(time: Seconds) -> str:
+    """Seconds, unless they are less than one or many: people compare them."""
+    return f"{time:.4g}s" if 1 <= time < 1000 else text(time, Seconds)
+
+
+def _settings(plan: Plan) -> str:
+    return f"micro-batches of {plan.microbatch_size}, sync {plan.sync}"
+
+
+def _show_devices(prediction: Prediction, console: Console) -> None:
+    step = prediction.time.total
+    rows = [
+        [
+            str(use.pipeline),
+            _range(use.stages),
+            use.device,
+            use.region,
+            _range(use.layers),
+            _memory(use),
+            _busy(use, step),
+        ]
+        for use in prediction.uses
+    ]
+    header = ["pipeline", "stage", "device", "region", "layers", "memory", "busy in a step"]
+    print_table(console, header, rows)
+
+
+def _show_groups(prediction: Prediction, console: Console) -> None:
+    stages = [*_in_rows(sorted(prediction.uses, key=_stage_and_region), _stage_and_region)]
+    neighbours = [*_in_rows(prediction.uses, lambda use: (use.pipeline, use.region))]
+    rows = [
+        [
+            _ranges(dict.fromkeys(f"{use.pipeline}" for use in uses)),
+            _range(range(uses[0].stages.start, uses[-1].stages.stop)),
+            _range(range(uses[0].layers.start, uses[-1].layers.stop)),
+            uses[0].region,
+            f"{len(uses)}: {_within(uses)}",
+            _memory(max(uses, key=_fullness)),
+            _busy(max(uses, key=lambda use: use.busy), prediction.time.total),
+        ]
+        for uses in min(stages, neighbours, key=len)
+    ]
+    header = ["pipeline", "stage", "layers", "region", "devices"]
+    print_table(console, [*header, "memory, at most", "busy, at most"], rows)
+
+
+def _stage_and_region(use: Use) -> tuple[object, ...]:
+    return use.stages.start, use.stages.stop, use.region
+
+
+def _in_rows(uses: Iterable[Use], key: Callable[[Use], tuple[object, ...]]) -> Iterator[list[Use]]:
+    return (list(alike) for _, alike in groupby(uses, key))
+
+
+def _fullness(use: Use) -> tuple[float, Bytes]:
+    return (use.memory / use.limit if use.limit else 0.0), use.memory
+
+
+def _show_pipelines(prediction: Prediction, console: Console) -> None:
+    """Those that are alike share a row."""
+    regions = {use.device: use.region for use in prediction.uses}
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for number, pipeline in enumerate(prediction.plan.pipelines):
+        key = str(pipeline.num_microbatches), pipeline.schedule, _way(pipeline, regions)
+        alike.setdefault(key, []).append(str(number))
+    rows = [[_ranges(numbers), *key] for key, numbers in alike.items()]
+    print_table(console, ["pipeline", "micro-batches", "schedule", "through"], rows)
+
+
+def _expected(prediction: Prediction, planned: Planned) -> Iterable[tuple[str, str]]:
+    step, batch = prediction.time.total, prediction.plan.batch
+    rate = f"{prediction.samples_per_second:.4g} samples/s"
+    yield "step", f"{in_seconds(step)} for {batch:,} samples: {rate}"
+    largest = [part for part in prediction.parts if part.takes > 0][:_NUM_PARTS]
+    for number, part in enumerate(largest):
+        yield ("" if number else "of it"), f"{_percent(part.takes / step):>5} {part.name}"
+    saved = max(0.0, 1 - planned.bound / step) if step else 0.0
+    least = in_seconds(planned.bound)
+    yield "bound", f"no plan is faster than {least}; at most {_percent(saved)} of it could be saved"
+    if prediction.price is not None:
+        a_step, a_million = _prices(prediction)
+        yield "price", f"{a_step} per step, {a_million} per million samples"
+        if planned.price_bound:
+            yield "", f"no plan's step is cheaper than {_money(planned.price_bound)}"
+    if prediction.plan.left_out:
+        yield "left out", _devices(prediction.plan.left_out)
+
+
+def _prices(prediction: Prediction) -> tuple[str, str]:
+    """Of a step and of a million samples."""
+    price, batch = prediction.price, prediction.plan.batch
+    assert batch, "predict refuses a plan without one"
+    return ("-", "-") if price is None else (_money(price), _money(price / batch * _MILLION))
+
+
+def _money(price: float) -> str:
+    return f"{price:.4g}" if price < 1000 else f"{price:,.0f}"
+
+
+def _memory(use: Use) -> str:
+    return f"{_size(use.memory)} / {'-' if use.limit is None else _size(use.limit)}"
+
+
+def _size(size: Bytes) -> str:
+    return f"{size / 2**20:.0f}MiB" if size < 2**30 else f"{size / 2**30:.1f}GiB"
+
+
+def _busy(use: Use, step: Seconds) -> str:
+    return f"{in_seconds(use.busy)}, {_percent(use.busy / step if step else 0.0)}"
+
+
+def _percent(share: float) -> str:
+    return "<1 %" if 0 < share < 0.01 else f"{100 * share:.0f} %"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _devices(names: Sequence[str]) -> str:
+    more = "" if len(names) <= MOST_NAMES else f" ... ({len(names)} in all)"
+    return f"{_count(len(names), 'device')}: {', '.join(names[:MOST_NAMES])}{more}"
+
+
+def _range(numbers: range) -> str:
+    return str(numbers.start) if len(numbers) == 1 else f"{numbers.start}-{numbers.stop - 1}"
+
+
+def _ranges(numbers: Iterable[str]) -> str:
+    """Such as 0-3, 7; in the order that they have."""
+    runs: list[range] = []
+    for number in map(int, numbers):
+        if runs and runs[-1].stop == number:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    return ", ".join(map(_range, runs))
+
+
+def _within(uses: Sequence[Use]) -> str:
+    """Devices of a region, which are mostly numbered there: Oregon/0 to Oregon/3 are 0-3."""
+    names = [use.device for use in uses]
+    numbers = [name.removeprefix(f"{uses[0].region}/") for name in names]
+    if all(number.isascii() and number.isdigit() for number in numbers):
+        return _ranges(sorted(numbers, key=int))
+    return ", ".join(names)
+
+
+def _way(pipeline: PipelinePlan, regions: dict[str, str]) -> str:
+    """The regions of its devices, from the first stage to the last."""
+    passed = groupby(regions[part.device] for part in pipeline.parts)
+    counted = [(region, len(list(alike))) for region, alike in passed]
+    return " > ".join(name if count == 1 else f"{name} x{count}" for name, count in counted)

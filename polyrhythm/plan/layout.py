@@ -1,0 +1,208 @@
+"""Who runs which stage of which pipeline, for a step as it really runs.
+
+From layouts made in one go (`construct.py`), with near devices side by side as pipelines, as stages
+or in between, and with equally fast ones together, annealing (`layout_kernel.py`) goes on. Stages
+are given: `sketch.py` deals layers and places devices in turn.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyrhythm.cost.dtfm import PairTimes
+from polyrhythm.cost.memory import needed
+from polyrhythm.cost.step import StageWork
+from polyrhythm.cost.sync import GROUP_SIZE, Sync
+from polyrhythm.plan.construct import constructed, nearest
+from polyrhythm.plan.job import Objective
+from polyrhythm.plan.problem import Problem
+
+if TYPE_CHECKING:  # compiled: imported when needed
+    from polyrhythm.plan.layout_kernel import Prices
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_NUM_NEAR = 8  # devices that annealing brings next to one another
+_NO_ROOM = 1e3  # steps that a device costs that cannot hold its stage
+_HOUR = 3600.0
+_HOT, _COLD = 0.05, 0.001  # temperatures as shares of the value at the start
+_SEQUENTIAL = (Sync.SEQUENTIAL, Sync.RING)  # a ring is about as slow as one peer after the other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layout:
+    devices: Ints  # [stage, pipeline]
+    idle: Ints
+    value: float  # of the job's objective, estimated
+    first: Floats  # seconds of each pipeline's first micro-batch
+    period: Floats  # and of each further one
+
+
+def distances(problem: Problem) -> Floats:
+    """Seconds for a message of typical size between two devices, both ways."""
+    links = problem.links
+    layers = problem.profile.layers
+    size = max(1.0, float(np.mean([layer.activation_bytes for layer in layers])))
+    apart = ~np.eye(problem.num_devices, dtype=bool)
+    with np.errstate(divide="ignore"):
+        one_way = np.where(apart, links.latency + size / links.bandwidth, 0.0)
+    both: Floats = one_way + one_way.T
+    return both
+
+
+def starts(problem: Problem, num_stages: int, num_pipelines: int) -> Iterator[tuple[Ints, Ints]]:
+    """Layouts and who is idle; devices that are far, slow or dear are left out first."""
+    spread = distances(problem)
+    for kept in _kept(problem, num_stages * num_pipelines, spread):
+        idle = np.setdiff1d(np.arange(problem.num_devices), kept)
+        near = PairTimes(
+            sync=spread[np.ix_(kept, kept)],
+            hop=spread[np.ix_(kept, kept)],
+            num_stages=num_stages,
+        )
+        made = [kept[layout] for layout in constructed(near)]
+        yield from ((layout, idle) for layout in made)
+        speeds = np.array(problem.speeds)[kept]
+        if speeds.max() > speeds.min():
+            # Equally fast ones together, near ones next to one another: as stages, as pipelines.
+            row = made[0].T.ravel()
+            row = row[np.argsort(-np.array(problem.speeds)[row], kind="stable")]
+            yield np.ascontiguousarray(row.reshape(num_stages, num_pipelines)), idle
+            yield np.ascontiguousarray(row.reshape(num_pipelines, num_stages).T), idle
+
+
+def valued(problem: Problem, prices: "Prices", devices: Ints, idle: Ints) -> Layout:
+    """A layout as it stands."""
+    from polyrhythm.plan.layout_kernel import FIRST, PERIOD, started, values
+
+    state = started(devices.astype(np.int64), idle.astype(np.int64), prices)
+    return Layout(
+        devices=devices,
+        idle=idle,
+        value=values(state, prices)[0],
+        first=state.columns[FIRST],
+        period=state.columns[PERIOD],
+    )
+
+
+def ordered(problem: Problem, prices: "Prices", start: Layout) -> Layout:
+    """The same stages in a better order."""
+    from polyrhythm.plan.layout_anneal import order_rows
+
+    devices, idle = start.devices.astype(np.int64), start.idle.astype(np.int64)
+    order_rows(devices, idle, prices)
+    return valued(problem, prices, devices, idle)
+
+
+def annealed(
+    problem: Problem, prices: "Prices", start: Layout, *, num_moves: int, seed: int
+) -> Layout:
+    """The best layout found from there."""
+    from polyrhythm.plan import compiled
+    from polyrhythm.plan.layout_anneal import anneal_step
+
+    if problem.num_devices == 1 or start.value <= 0:
+        return start
+    devices, idle = start.devices.astype(np.int64), start.idle.astype(np.int64)
+    near = nearest(distances(problem), _NUM_NEAR)
+    compiled.seed(seed)
+    hot, cold = _HOT * start.value, _COLD * start.value
+    anneal_step(devices, idle, prices, near, num_moves, hot, cold)
+    return valued(problem, prices, devices, idle)
+
+
+def prices_of(
+    problem: Problem,
+    stages: Sequence[StageWork],
+    layers_per_stage: Sequence[int],
+    microbatch_size: int,
+    num_pipelines: int,
+    *,
+    even: bool,
+) -> "Prices":
+    from polyrhythm.plan.layout_kernel import Prices
+
+    links, sync = problem.links, Sync(problem.job.sync)
+    apart = ~np.eye(problem.num_devices, dtype=bool)
+    per_byte = np.divide(1.0, links.bandwidth, out=np.zeros_like(links.bandwidth), where=apart)
+    latency = np.where(apart, links.latency, 0.0)
+    group = min(num_pipelines, GROUP_SIZE) if sync is Sync.GROUPS else num_pipelines
+    work = np.array([stage.forward + stage.backward for stage in stages])
+    num_microbatches = problem.job.batch / microbatch_size
+    egress = _egress(problem)
+    return Prices(
+        np.array(
+            [
+                work,
+                [float(stage.activation_bytes) for stage in stages],
+                [stage.gradient_bytes / group for stage in stages],
+            ]
+        ),
+        np.array(
+            [
+                1 / np.array(problem.speeds),
+                1 / links.uplinks,
+                [(device.price_per_hour or 0.0) / _HOUR for device in problem.cluster.devices],
+            ]
+        ),
+        np.array(
+            [
+                latency + latency.T,
+                np.maximum(per_byte, per_byte.T),
+                per_byte + per_byte.T,
+                egress + egress.T,
+            ]
+        ),
+        _over(problem, layers_per_stage, microbatch_size, work.sum() * num_microbatches),
+        float(num_microbatches),
+        problem.job.objective is Objective.COST,
+        even,
+        sync not in _SEQUENTIAL,
+    )
+
+
+def _over(
+    problem: Problem, layers_per_stage: Sequence[int], microbatch_size: int, work: float
+) -> Floats:
+    """[stage, device]: what a device costs that cannot hold the stage with a micro-batch."""
+    over = np.zeros((len(layers_per_stage), problem.num_devices))
+    limits = [problem.limit(device) for device in range(problem.num_devices)]
+    if not any(limits):
+        return over
+    end = 0
+    for stage, count in enumerate(layers_per_stage):
+        layers = range(end, end + count)
+        end = layers.stop
+        bytes_needed = needed(problem.memory(layers, microbatch_size), in_flight=1, window=0)
+        for device, limit in enumerate(limits):
+            if limit is not None and bytes_needed > limit:
+                over[stage, device] = _NO_ROOM * work * (1 + (bytes_needed - limit) / bytes_needed)
+    return over
+
+
+def _egress(problem: Problem) -> Floats:
+    """[device, device]: price per byte from one to the other."""
+    cluster = problem.cluster
+    if not cluster.egress_price_per_gb:
+        return np.zeros((problem.num_devices, problem.num_devices))
+    region = np.array([cluster.regions.index(device.region) for device in cluster.devices])
+    price = np.array(cluster.egress_price_per_gb)[region] / 1e9
+    return np.where(region[:, None] == region[None, :], 0.0, price[:, None])
+
+
+def _kept(problem: Problem, count: int, distance: Floats) -> list[Ints]:
+    """Which devices to begin with if not all are used: the nearest ones, fast ones, cheap ones."""
+    everyone = np.arange(problem.num_devices)
+    if count == problem.num_devices:
+        return [everyone]
+    speeds = np.array(problem.speeds)
+    middle = np.sort(distance, axis=1)[:, :count].mean(axis=1)
+    rent = np.array([device.price_per_hour or 0.0 for device in problem.cluster.devices])
+    orders = [np.argsort(middle / speeds, kind="stable"), np.lexsort((middle, -speeds))]
+    if problem.job.objective is Objective.COST:
+        orders.append(np.lexsort((middle, rent / speeds)))
+    return [np.sort(order[:count]) for order in orders]

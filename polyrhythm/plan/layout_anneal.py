@@ -1,0 +1,173 @@
+"""Annealing of a layout by what a step really takes, compiled: two microseconds per move.
+
+Moves: two devices change places, at random or so that near ones become neighbours; two pipelines
+change places from some stage on; a run of stages turns round. As in DT-FM's cost (`dtfm/anneal.py`)
+maxima tell a search little, so means are blended in while it is hot.
+"""
+
+import math
+
+import numpy as np
+
+from polyrhythm.plan.compiled import Ints, below, compiled, inlined
+from polyrhythm.plan.layout_kernel import (
+    Prices,
+    State,
+    column_times,
+    device_at,
+    put,
+    row_times,
+    started,
+    values,
+)
+
+_ROUNDING = 1e-12
+_SUFFIXES, _ROWS = 0.30, 0.04  # shares of moves; else two devices change places
+_GUIDED = 0.5  # of those: to where a near device is
+
+
+@inlined
+def _swap(state: State, prices: Prices, a: int, b: int) -> None:
+    """Places a and b, counted stage by stage, change devices; places beyond the layout are idle."""
+    num_columns = state.layout.shape[1]
+    num_places = state.layout.size
+    first, second = device_at(state, a), device_at(state, b)
+    put(state, a, second)
+    put(state, b, first)
+    for i in range(2):
+        place = b if i else a
+        if place < num_places:
+            s, p = place // num_columns, place % num_columns
+            if i == 0 or p != a % num_columns or a >= num_places:
+                column_times(state, prices, p)
+            if i == 0 or s != a // num_columns:
+                row_times(state, prices, s)
+
+
+@inlined
+def _swap_suffix(state: State, prices: Prices, s: int, p: int, q: int) -> None:
+    """Columns change places from stage s on; rows keep their members."""
+    num_columns = state.layout.shape[1]
+    for t in range(s, len(state.layout)):
+        a, b = state.layout[t, p], state.layout[t, q]
+        put(state, t * num_columns + p, b)
+        put(state, t * num_columns + q, a)
+    column_times(state, prices, p)
+    column_times(state, prices, q)
+
+
+@inlined
+def _turn_rows(state: State, prices: Prices, s: int, t: int) -> None:
+    """Stages s to t in reverse order."""
+    num_columns = state.layout.shape[1]
+    for i in range((t - s + 1) // 2):
+        for p in range(num_columns):
+            a, b = state.layout[s + i, p], state.layout[t - i, p]
+            put(state, (s + i) * num_columns + p, b)
+            put(state, (t - i) * num_columns + p, a)
+    for p in range(num_columns):
+        column_times(state, prices, p)
+    for r in range(s, t + 1):
+        row_times(state, prices, r)
+
+
+@compiled
+def order_rows(layout: Ints, idle: Ints, prices: Prices) -> float:
+    """Turn stages round, one after another and moved on, as long as that helps."""
+    state = started(layout, idle, prices)
+    best = values(state, prices)[0]
+    num_stages, better = len(layout), True
+    while better:
+        better = False
+        for s in range(num_stages):
+            for t in range(s + 1, num_stages):
+                # A run turned round; and a stage moved to the other end of a run: turned twice.
+                for kind in range(3):
+                    _turn_rows(state, prices, s, t)
+                    if kind == 1:
+                        _turn_rows(state, prices, s, t - 1)
+                    elif kind == 2:
+                        _turn_rows(state, prices, s + 1, t)
+                    value = values(state, prices)[0]
+                    if value < best - _ROUNDING:
+                        best, better = value, True
+                        continue
+                    if kind == 1:
+                        _turn_rows(state, prices, s, t - 1)
+                    elif kind == 2:
+                        _turn_rows(state, prices, s + 1, t)
+                    _turn_rows(state, prices, s, t)
+    return float(best)
+
+
+@compiled
+def anneal_step(
+    layout: Ints,
+    idle: Ints,
+    prices: Prices,
+    near: Ints,
+    num_moves: int,
+    hot: float,
+    cold: float,
+) -> float:
+    """Improve `layout` and `idle` in place; returns the value, never worse than at the start.
+
+    Temperatures are in the unit of the value; `near[d]` lists devices near d.
+    """
+    num_stages, num_columns = layout.shape
+    num_places = num_stages * num_columns + len(idle)
+    state = started(layout, idle, prices)
+    value, mean = values(state, prices)
+    best = value
+    best_where = np.empty(num_places, np.int64)
+    _copy(state.where, best_where)
+    cooling = math.log(cold / hot)
+    for move in range(num_moves):
+        progress = move / num_moves
+        temperature, blend = hot * math.exp(cooling * progress), 0.6 * (1 - progress)
+        allowed = -temperature * math.log(1.0 - np.random.random())
+        kind = np.random.random()
+        a, b, h = 0, 0, 0
+        if kind < _SUFFIXES and num_stages > 1 and num_columns > 1:
+            h, a, b = 1 + below(num_stages - 1), below(num_columns), below(num_columns)
+            _swap_suffix(state, prices, h, a, b)
+        elif kind < _SUFFIXES + _ROWS and num_stages > 1:
+            a, b = below(num_stages), below(num_stages)
+            a, b = min(a, b), max(a, b)
+            _turn_rows(state, prices, a, b)
+        else:
+            kind = 1.0
+            a, b = below(num_places), below(num_places)
+            if np.random.random() < _GUIDED:
+                # Next to the device of place a, in its row or its column, comes one near to it.
+                device = device_at(state, a)
+                b = state.where[near[device, below(near.shape[1])]]
+                if a < layout.size:
+                    s, p = a // num_columns, a % num_columns
+                    if num_stages > 1 and (num_columns == 1 or np.random.random() < 0.5):
+                        s = s + 1 if s == 0 or (s < num_stages - 1 and below(2)) else s - 1
+                    else:
+                        p = below(num_columns)
+                    a = s * num_columns + p
+            _swap(state, prices, a, b)
+        new_value, new_mean = values(state, prices)
+        if (1 - blend) * (new_value - value) + blend * (new_mean - mean) <= allowed:
+            value, mean = new_value, new_mean
+            if value < best - _ROUNDING:
+                best = value
+                _copy(state.where, best_where)
+        elif kind < _SUFFIXES and num_stages > 1 and num_columns > 1:
+            _swap_suffix(state, prices, h, a, b)
+        elif kind < _SUFFIXES + _ROWS and num_stages > 1:
+            _turn_rows(state, prices, a, b)
+        else:
+            _swap(state, prices, a, b)
+    for device in range(num_places):
+        put(state, best_where[device], device)
+    return float(best)
+
+
+@inlined
+def _copy(source: Ints, target: Ints) -> None:
+    for i in range(len(source)):
+        target[i] = source[i]

@@ -1,0 +1,170 @@
+"""What a step takes by estimate, compiled: per pipeline and per stage, so that moves are cheap.
+
+A layout has one row of devices per stage and one column per pipeline; devices beyond are idle. A
+column takes what its devices and links need for the first micro-batch, and for each further one as
+long as its slowest device or link. Rows synchronise their gradients. Micro-batches are dealt to
+columns by how fast they are, or evenly. Kept are the numbers of each column and of each row; a move
+(`layout_anneal.py`) recomputes the columns and rows that it touches.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from polyrhythm.plan.compiled import Floats, Ints, compiled, inlined
+
+_NEVER = 1e-12  # seconds: a period that is none
+
+
+class Prices(NamedTuple):
+    """What a step is made of, in numbers that do not depend on the layout.
+
+    Tables with a name for each row: Numba takes seconds more for each array that it passes on.
+    """
+
+    stages: Floats  # [WORK, ACTIVATION or SHARE, stage]
+    devices: Floats  # [SLOWNESS, SENDS or RENT, device]
+    pairs: Floats  # [ROUND_TRIP, BUSY, BOTH or EGRESS, device, device]
+    over: Floats  # [stage, device]: seconds to add for memory that the device does not have
+    num_microbatches: float  # of all columns
+    by_price: bool  # what is annealed: the price of a step, else its time
+    even: bool  # the same number of micro-batches for each column
+    concurrent: bool  # a member of a row serves all peers at once, else one after the other
+
+
+WORK, ACTIVATION, SHARE = 0, 1, 2
+# of a micro-batch at speed 1, seconds; bytes to the next stage; bytes to each replica, per half
+SLOWNESS, SENDS, RENT = 0, 1, 2  # 1 / speed; seconds per byte to all others; price per second
+ROUND_TRIP, BUSY, BOTH, EGRESS = 0, 1, 2, 3
+# latencies; seconds per byte, of the slower direction; of both; price per byte, of both
+
+
+class State(NamedTuple):
+    layout: Ints  # [stage, column]
+    idle: Ints
+    where: Ints  # [device]: its place, counted stage by stage, idle ones after all stages
+    columns: Floats  # [FIRST, PERIOD or SENT, column]
+    rows: Floats  # [SYNC, MEAN or SENT, stage]
+
+
+FIRST, PERIOD = 0, 1  # seconds of a column's first micro-batch, and of each further one
+SYNC, MEAN = 0, 1  # seconds of a row's slowest member, and of its mean one
+SENT = 2  # price of what is sent: for a micro-batch, for the gradients of a step
+
+
+@inlined
+def column_times(state: State, prices: Prices, p: int) -> None:
+    first, period, sent = 0.0, 0.0, 0.0
+    layout = state.layout
+    for s in range(len(layout)):
+        d = layout[s, p]
+        work = prices.stages[WORK, s] * prices.devices[SLOWNESS, d]
+        first += work + prices.over[s, d]
+        period = max(period, work)
+        if s > 0:
+            before, size = layout[s - 1, p], prices.stages[ACTIVATION, s - 1]
+            first += prices.pairs[ROUND_TRIP, before, d] + size * prices.pairs[BOTH, before, d]
+            period = max(period, size * prices.pairs[BUSY, before, d])
+            sent += size * prices.pairs[EGRESS, before, d]
+    columns = state.columns
+    columns[FIRST, p], columns[PERIOD, p], columns[SENT, p] = first, period, sent
+
+
+@inlined
+def row_times(state: State, prices: Prices, s: int) -> None:
+    size, share = state.layout.shape[1], prices.stages[SHARE, s]
+    worst, total, sent = 0.0, 0.0, 0.0
+    trips = 2.0 if prices.concurrent else 1.0  # latencies both ways, of both halves
+    for i in range(size):
+        a = state.layout[s, i]
+        slowest, in_turn = 0.0, 0.0
+        for j in range(size):
+            if i != j:
+                b = state.layout[s, j]
+                # Both halves; the slower direction, since somebody is at its other end.
+                one = trips * prices.pairs[ROUND_TRIP, a, b] + 2 * share * prices.pairs[BUSY, a, b]
+                slowest = max(slowest, one)
+                in_turn += one
+                sent += share * prices.pairs[EGRESS, a, b]  # each pair is met twice, for two halves
+        if prices.concurrent:
+            in_turn = max(slowest, 2 * share * (size - 1) * prices.devices[SENDS, a])
+        worst = max(worst, in_turn)
+        total += in_turn
+    rows = state.rows
+    rows[SYNC, s], rows[MEAN, s], rows[SENT, s] = worst, total / size, sent
+
+
+@inlined
+def values(state: State, prices: Prices) -> tuple[float, float]:
+    """What is annealed, the time or the price of a step; and that with means for maxima."""
+    step, mean = step_times(state, prices)
+    if not prices.by_price:
+        return step, mean
+    rent, sent = 0.0, 0.0
+    for s in range(len(state.layout)):
+        sent += state.rows[SENT, s]
+        for p in range(state.layout.shape[1]):
+            rent += prices.devices[RENT, state.layout[s, p]]
+    for p in range(state.layout.shape[1]):
+        sent += state.columns[SENT, p] * prices.num_microbatches / state.layout.shape[1]
+    return step * rent + sent, mean * rent + sent
+
+
+@inlined
+def step_times(state: State, prices: Prices) -> tuple[float, float]:
+    """The step, and the same with means for maxima."""
+    num_columns = state.layout.shape[1]
+    slowest_first, mean_first, rate, mean_period = 0.0, 0.0, 0.0, 0.0
+    worst_column = 0.0
+    each = prices.num_microbatches / num_columns - 1
+    for p in range(num_columns):
+        slowest_first = max(slowest_first, state.columns[FIRST, p])
+        mean_first += state.columns[FIRST, p] / num_columns
+        rate += 1 / max(state.columns[PERIOD, p], _NEVER)
+        mean_period += state.columns[PERIOD, p] / num_columns
+        worst_column = max(worst_column, state.columns[FIRST, p] + each * state.columns[PERIOD, p])
+    worst_sync, mean_sync = 0.0, 0.0
+    for s in range(len(state.layout)):
+        worst_sync = max(worst_sync, state.rows[SYNC, s])
+        mean_sync += state.rows[MEAN, s] / len(state.layout)
+    columns = worst_column
+    if not prices.even:
+        columns = slowest_first + max(prices.num_microbatches - num_columns, 0.0) / rate
+    return columns + worst_sync, mean_first + each * mean_period + mean_sync
+
+
+@inlined
+def device_at(state: State, place: int) -> int:
+    num_columns = state.layout.shape[1]
+    if place < state.layout.size:
+        return int(state.layout[place // num_columns, place % num_columns])
+    return int(state.idle[place - state.layout.size])
+
+
+@inlined
+def put(state: State, place: int, device: int) -> None:
+    num_columns = state.layout.shape[1]
+    state.where[device] = place
+    if place < state.layout.size:
+        state.layout[place // num_columns, place % num_columns] = device
+    else:
+        state.idle[place - state.layout.size] = device
+
+
+@compiled
+def started(layout: Ints, idle: Ints, prices: Prices) -> State:
+    num_stages, num_columns = layout.shape
+    state = State(
+        layout,
+        idle,
+        np.zeros(layout.size + len(idle), np.int64),
+        np.zeros((3, num_columns)),
+        np.zeros((3, num_stages)),
+    )
+    for place in range(len(state.where)):
+        state.where[device_at(state, place)] = place
+    for p in range(num_columns):
+        column_times(state, prices, p)
+    for s in range(num_stages):
+        row_times(state, prices, s)
+    return state

@@ -1,0 +1,108 @@
+"""From one plan to another: which devices must get which layers, from whom, and how long it takes.
+
+A device keeps the layers that it has. What it lacks, weights and optimizer state, it gets from the
+device that sends it soonest; layers that nobody has any more come from a checkpoint, which is not
+timed here. All devices are served at once; each gets its layers one after another.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from polyrhythm.describe.cluster import Device
+from polyrhythm.plan.plan import PipelinePlan, Plan
+from polyrhythm.plan.problem import Problem
+from polyrhythm.types import Bytes, Seconds
+
+Held = Mapping[str, frozenset[int]]  # the layers on each device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migration:
+    takes: Seconds
+    moved: tuple[str, ...]  # devices that get layers
+    size: Bytes  # of all that is sent
+    lost: tuple[int, ...]  # layers that nobody has any more
+
+    @property
+    def is_none(self) -> bool:
+        return not self.moved
+
+
+def held_by(plan: Plan) -> dict[str, frozenset[int]]:
+    held: dict[str, set[int]] = {}
+    for pipeline in plan.pipelines:
+        for stage, device in enumerate(pipeline.devices):
+            held.setdefault(device, set()).update(plan.layers(stage))
+    return {device: frozenset(layers) for device, layers in held.items()}
+
+
+def migration(before: Plan, after: Plan, problem: Problem) -> Migration:
+    """`problem` has the cluster as it is now: devices that it lacks are gone."""
+    has = {device: layers for device, layers in held_by(before).items() if device in problem.index}
+    takes, moved, size = 0.0, [], 0
+    lost: set[int] = set()
+    for device, wanted in sorted(held_by(after).items()):
+        missing = wanted - has.get(device, frozenset())
+        if not missing:
+            continue
+        moved.append(device)
+        arrival = 0.0
+        for layer in sorted(missing):
+            sources = [other for other, layers in has.items() if layer in layers]
+            if not sources:
+                lost.add(layer)
+                continue
+            state = _state(layer, problem)
+            here = problem.index[device]
+            arrival += min(
+                problem.links.transfer(problem.index[source], here, state) for source in sources
+            )
+            size += state
+        takes = max(takes, arrival)
+    return Migration(takes=takes, moved=tuple(moved), size=size, lost=tuple(sorted(lost)))
+
+
+def least_moves(before: Plan, after: Plan, problem: Problem) -> Plan:
+    """The same plan, with devices that are alike exchanged so that the least has to move."""
+    has, wants = held_by(before), held_by(after)
+    states = np.array([_state(layer, problem) for layer in range(problem.num_layers)])
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for device in problem.cluster.devices:
+        alike.setdefault(_kind(device), []).append(device.name)
+    renamed: dict[str, str] = {}
+    for names in alike.values():
+        roles = [wants.get(name, frozenset()) for name in names]
+        fetched = np.array(
+            [
+                [
+                    sum(states[layer] for layer in role - has.get(name, frozenset()))
+                    for name in names
+                ]
+                for role in roles
+            ]
+        )
+        for role, name in zip(*linear_sum_assignment(fetched), strict=True):
+            renamed[names[role]] = names[name]
+    return replace(
+        after,
+        pipelines=tuple(_renamed(pipeline, renamed) for pipeline in after.pipelines),
+        left_out=tuple(sorted(renamed[name] for name in after.left_out)),
+    )
+
+
+def _renamed(pipeline: PipelinePlan, names: Mapping[str, str]) -> PipelinePlan:
+    return replace(pipeline, devices=tuple(names[device] for device in pipeline.devices))
+
+
+def _kind(device: Device) -> tuple[object, ...]:
+    """Devices of one kind may change places: links depend on the region only."""
+    return device.region, device.speed, device.memory, device.price_per_hour
+
+
+def _state(layer: int, problem: Problem) -> Bytes:
+    """Weights and optimizer state."""
+    weights = problem.profile.layers[layer].parameter_bytes
+    return int(weights * (1 + problem.job.optimizer_bytes))

@@ -1,0 +1,76 @@
+"""Layers to stages: so that the slowest stage is as fast as can be, whatever its devices.
+
+A dynamic programme over stages and layers finds the cut whose slowest stage, or slowest transfer
+between two, is fastest; among those with the same bottleneck, the one whose stages are most alike.
+A stage is as slow as its slowest replica, and holds no more than its smallest one can. Once in a
+step it waits for all stages before it (`step_bound.py`), so with few micro-batches late stages
+should have less to do.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyrhythm.errors import PlanError
+
+Floats = NDArray[np.float64]
+
+
+def deal_layers(
+    work: Sequence[float],
+    slowness: Sequence[float],
+    *,
+    num_microbatches: float = math.inf,
+    transfers: Floats | None = None,
+    fits: NDArray[np.bool_] | None = None,
+) -> tuple[int, ...]:
+    """How many layers each stage gets.
+
+    `work` is per layer, `slowness` per stage; micro-batches are those of a pipeline in a step.
+    `transfers[s, n]` is what the link after stage s takes if n layers are before it;
+    `fits[s, a, b]` whether stage s can hold layers a to b. Raises PlanError if nothing fits.
+    """
+    num_layers, num_stages = len(work), len(slowness)
+    if num_stages > num_layers:
+        raise PlanError(
+            f"{num_stages} stages for {num_layers} layers",
+            expected=f"at most {num_layers} stages, one layer or more in each",
+            fix=f"use at most {num_layers} stages, or a model with more layers",
+        )
+    done = np.concatenate([[0.0], np.cumsum(work)])
+    inside = done[None, :] - done[:, None]  # [a, b]
+    before = np.arange(num_layers + 1)
+    ordered = before[:, None] < before[None, :]
+    # best[n]: (bottleneck, sum of squares) of the first stages with n layers in all
+    worst = np.where(before == 0, 0.0, np.inf)
+    spread = np.where(before == 0, 0.0, np.inf)
+    elapsed = np.zeros(num_layers + 1)  # of one micro-batch in the stages before
+    choices = []
+    for stage, slow in enumerate(slowness):
+        takes = np.where(ordered, inside * slow, np.inf)
+        if fits is not None:
+            takes = np.where(fits[stage], takes, np.inf)
+        waited = elapsed[:, None] / num_microbatches
+        longest = np.maximum(worst[:, None], takes + waited)
+        if transfers is not None and stage < num_stages - 1:
+            longest = np.maximum(longest, transfers[stage][None, :])
+        squares = spread[:, None] + np.where(np.isfinite(takes), takes, np.inf) ** 2
+        # Of equal bottlenecks, up to rounding, the one that is shortest before.
+        lowest = longest.min(axis=0)
+        good = longest <= lowest[None, :] * (1 + 1e-9)
+        choice = np.where(good, squares, np.inf).argmin(axis=0)
+        worst, spread = longest[choice, before], squares[choice, before]
+        elapsed = elapsed[choice] + np.where(np.isfinite(worst), takes[choice, before], 0.0)
+        choices.append(choice)
+    if not np.isfinite(worst[-1]):
+        raise PlanError(
+            f"no way to deal {num_layers} layers to {num_stages} stages",
+            expected="every stage to fit into the memory of its devices",
+            fix="use more stages, smaller micro-batches, or devices with more memory",
+        )
+    ends = [num_layers]
+    for choice in reversed(choices):
+        ends.append(int(choice[ends[-1]]))
+    return tuple(b - a for a, b in zip(ends[::-1][:-1], ends[::-1][1:], strict=True))

@@ -1,0 +1,114 @@
+"""A plan as a file that people read, edit and hand to others: JSON, or TOML, with its schema.
+
+Its keys are the fields of `Plan`, and its units stand in the keys, as in a description. The schema
+is looked at before anything else: what another version wrote is refused as such, and not for the
+first key that is unknown here. What the file predicts is information for people: whoever uses a
+plan predicts it anew.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from polyrhythm.cost.sync import Sync
+from polyrhythm.describe.read import build, parsed, unknown
+from polyrhythm.describe.units import check_amount
+from polyrhythm.describe.write import replace_file
+from polyrhythm.errors import PlanError, UserError
+from polyrhythm.plan.plan import Plan, Predicted
+from polyrhythm.types import Seconds
+
+SCHEMA = 2
+_WIDTH = 100  # a table that is not longer stands on one line
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a .json or .toml file; raises UserError."""
+    try:
+        table = parsed(path)
+        if isinstance(table, dict):
+            _check_schema(table)
+            table = {key: value for key, value in table.items() if key != "schema"}
+        plan = build(table, Plan)
+        if plan.sync not in set(Sync):
+            raise unknown("sync", plan.sync, map(str, Sync))
+        if plan.predicted is not None:
+            _check_predicted(plan.predicted)
+        return plan
+    except UserError as error:
+        raise error.at(str(path)) from None
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """As JSON."""
+    text = _text({"schema": SCHEMA, **_table(plan)}, indent="") + "\n"
+    replace_file(path, text)
+
+
+def _check_schema(table: dict[str, object]) -> None:
+    schema = table.get("schema")
+    if type(schema) is int and schema == SCHEMA:
+        return
+    raise PlanError(
+        "no schema: this is no plan" if schema is None else f"a plan of schema {schema!r}",
+        expected=f'"schema": {SCHEMA}, the only one that is known here',
+        fix="make a new plan: polyrhythm plan CLUSTER PROFILE --batch N -o plan.json",
+    )
+
+
+def _check_predicted(predicted: Predicted) -> None:
+    check_amount("predicted.step", predicted.step, Seconds)
+    check_amount("predicted.bound", predicted.bound, Seconds)
+    check_amount("predicted.price_per_step", predicted.price_per_step or 0.0)
+    for number, part in enumerate(predicted.parts):
+        check_amount(f"predicted.parts[{number}].takes", part.takes, Seconds)
+
+
+def _table(plan: Plan) -> dict[str, object]:
+    """What is not known, or empty, is left out."""
+    given = asdict(plan)
+    table = {
+        key: given[key]
+        for key in ("cluster", "model", "layers_per_stage", "microbatch_size", "sync")
+    }
+    table["pipelines"] = [_known(asdict(pipeline)) for pipeline in plan.pipelines]
+    table["left_out"] = plan.left_out
+    if plan.predicted is not None:
+        table["predicted"] = _known(
+            {
+                "step_s": _digits(plan.predicted.step),
+                "bound_s": _digits(plan.predicted.bound),
+                "price_per_step": _digits(plan.predicted.price_per_step),
+                "parts": [
+                    {"name": part.name, "takes_s": _digits(part.takes)}
+                    for part in plan.predicted.parts
+                ],
+            }
+        )
+    return _known(table)
+
+
+def _known(table: dict[str, object]) -> dict[str, object]:
+    return {key: value for key, value in table.items() if value not in (None, "", ())}
+
+
+def _digits(value: float | None) -> float | None:
+    """Six are more than anybody can predict."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _text(value: object, indent: str) -> str:
+    """JSON with every list of plain values on one line, and every table that fits on one."""
+    line = json.dumps(value, ensure_ascii=False)
+    inner = indent + " "
+    if isinstance(value, dict) and (not indent or len(inner) + len(line) > _WIDTH):
+        items = [f"{json.dumps(key)}: {_text(each, inner)}" for key, each in value.items()]
+        return _lines("{", items, "}", indent)
+    if isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        return _lines("[", [_text(each, inner) for each in value], "]", indent)
+    return line
+
+
+def _lines(begin: str, items: list[str], end: str, indent: str) -> str:
+    inner = f"\n{indent} "
+    return begin + inner + f",{inner}".join(items) + f"\n{indent}{end}"

@@ -1,0 +1,224 @@
+"""What a plan will do: the time of a step and its parts, the memory of every device, the price.
+
+The step is simulated (`cost/step.py`). A schedule that is left open is chosen here, within the
+memory of the devices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from polyrhythm.cost.memory import needed, peak_in_flight
+from polyrhythm.cost.pipeline import PipelineTimes
+from polyrhythm.cost.step import (
+    Replica,
+    Run,
+    Schedule,
+    Step,
+    StepTime,
+    pipeline_times,
+    step_time,
+)
+from polyrhythm.cost.sync import Sync
+from polyrhythm.errors import PlanError
+from polyrhythm.plan.plan import AUTO, PipelinePlan, Plan, TimePart
+from polyrhythm.plan.price import price_of
+from polyrhythm.plan.problem import Problem
+from polyrhythm.plan.time_parts import time_parts
+from polyrhythm.types import Bytes, Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """What one device does in a plan."""
+
+    device: str
+    region: str
+    pipeline: int
+    stages: range
+    layers: range
+    memory: Bytes  # at most
+    limit: Bytes | None  # that the plan may use
+    busy: Seconds  # computing, in a step
+    in_flight: int  # micro-batches at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    plan: Plan  # with the schedules that were chosen
+    time: StepTime
+    parts: tuple[TimePart, ...]  # of the time, the largest first
+    uses: tuple[Use, ...]
+    price: float | None  # of a step; None where a device has no price
+
+    @property
+    def samples_per_second(self) -> float:
+        assert self.plan.batch is not None, "predict refuses a plan without one"
+        return self.plan.batch / self.time.total
+
+
+def predict(plan: Plan, problem: Problem) -> Prediction:
+    """Raises PlanError if the plan does not fit the cluster, the model or the memory."""
+    check(plan, problem)
+    step = _step(plan, problem)
+    runs = [_runs(pipeline, problem) for pipeline in plan.pipelines]
+    times = [pipeline_times(each, step) for each in runs]
+    plan = replace(
+        plan,
+        pipelines=tuple(_scheduled(number, plan, one, problem) for number, one in enumerate(times)),
+    )
+    schedules = [_built(pipeline, problem) for pipeline in plan.pipelines]
+    replicas = tuple(
+        Replica(runs=each, schedule=schedule)
+        for each, schedule in zip(runs, schedules, strict=True)
+    )
+    step = replace(step, replicas=replicas)
+    time = step_time(step)
+    return Prediction(
+        plan=plan,
+        time=time,
+        parts=time_parts(time, step, times, problem),
+        uses=tuple(_uses(plan, times, schedules, problem)),
+        price=price_of(step, time.total, problem.cluster),
+    )
+
+
+def paces(plan: Plan, problem: Problem) -> list[tuple[Seconds, Seconds]]:
+    """What each pipeline takes for its first micro-batch, and for each further one, at best."""
+    step = _step(plan, problem)
+    times = [pipeline_times(_runs(pipeline, problem), step) for pipeline in plan.pipelines]
+    return [(one.first, one.pace) for one in times]
+
+
+def check(plan: Plan, problem: Problem) -> None:
+    """Whether the plan is for this cluster and this model, and complete."""
+    if sum(plan.layers_per_stage) != problem.num_layers:
+        raise PlanError(
+            f"stages of {sum(plan.layers_per_stage)} layers in all",
+            expected=f"the {problem.num_layers} layers of {problem.profile.name!r}",
+            fix="correct layers_per_stage, or plan for this model",
+        )
+    if plan.batch is None:
+        raise PlanError(
+            "a plan that does not say how many micro-batches of which size",
+            expected="microbatch_size, and num_microbatches of each pipeline",
+            fix="add them, or make the plan with polyrhythm plan",
+        )
+    if plan.sync not in set(Sync):
+        raise PlanError(
+            f"sync {plan.sync!r}",
+            expected=f"one of {', '.join(Sync)}",
+            fix="use all_reduce, decoupled or groups",
+        )
+    for number, pipeline in enumerate(plan.pipelines):
+        if not pipeline.devices:
+            raise PlanError(
+                f"pipeline {number} has no devices",
+                expected=f"one for each of the {plan.num_stages} stages",
+                fix="name them, or make the plan with polyrhythm plan",
+            )
+        for device in pipeline.devices:
+            if device not in problem.index:
+                raise PlanError(
+                    f"device {device!r} of pipeline {number}",
+                    expected=f"a device of cluster {problem.cluster.name!r}",
+                    fix="correct its name, or plan for this cluster",
+                )
+
+
+def _step(plan: Plan, problem: Problem) -> Step:
+    """Without its replicas, whose schedules are not known yet."""
+    assert plan.microbatch_size is not None, "checked"
+    return Step(
+        replicas=(),
+        stages=problem.stages(plan.layers_per_stage, plan.microbatch_size),
+        speeds=problem.speeds,
+        links=problem.links,
+        sync=Sync(plan.sync),
+    )
+
+
+def _runs(pipeline: PipelinePlan, problem: Problem) -> tuple[Run, ...]:
+    return tuple(Run(problem.index[part.device], part.first, part.end) for part in pipeline.parts)
+
+
+def _layers(plan: Plan, first: int, end: int) -> range:
+    return range(plan.layers(first).start, plan.layers(end - 1).stop)
+
+
+def _scheduled(number: int, plan: Plan, times: PipelineTimes, problem: Problem) -> PipelinePlan:
+    """The pipeline with a schedule that fits the memory of its devices."""
+    pipeline = plan.pipelines[number]
+    assert plan.microbatch_size is not None, "checked"
+    assert pipeline.num_microbatches is not None, "checked"
+    most = []
+    for part in pipeline.parts:
+        layers = _layers(plan, part.first, part.end)
+        device = problem.index[part.device]
+        fits = problem.most_in_flight(
+            device, layers, plan.microbatch_size, pipeline.num_microbatches
+        )
+        if fits < 1:
+            raise _too_large(part.device, layers, plan.microbatch_size, problem)
+        most.append(fits)
+    if pipeline.schedule != AUTO:
+        return pipeline
+    recipe = problem.schedules.choose(times, num_microbatches=pipeline.num_microbatches, most=most)
+    return replace(pipeline, schedule=recipe)
+
+
+def _built(pipeline: PipelinePlan, problem: Problem) -> Schedule:
+    assert pipeline.num_microbatches is not None, "checked"
+    return problem.schedules.build(
+        pipeline.schedule,
+        num_stages=len(pipeline.parts),
+        num_microbatches=pipeline.num_microbatches,
+    )
+
+
+def _too_large(device: str, layers: range, size: int, problem: Problem) -> PlanError:
+    index = problem.index[device]
+    limit, total = problem.limit(index), problem.cluster.devices[index].memory
+    assert limit is not None, "without a limit everything fits"
+    assert total is not None, "it has a limit"
+    lacking = needed(problem.memory(layers, size), in_flight=1, window=0) - limit
+    return PlanError(
+        f"layers {layers.start} to {layers.stop - 1} need {lacking / 2**30:.2f} GiB more than "
+        f"{device!r} has to give: {limit / 2**30:.2f} of {total / 2**30:.2f} GiB",
+        expected="the weights, their gradients and optimizer state, and one micro-batch to fit",
+        fix="use more stages, smaller micro-batches, or a device with more memory",
+    )
+
+
+def _uses(
+    plan: Plan, times: Sequence[PipelineTimes], schedules: Sequence[Schedule], problem: Problem
+) -> list[Use]:
+    assert plan.microbatch_size is not None, "checked"
+    uses = []
+    for number, pipeline in enumerate(plan.pipelines):
+        for place, part in enumerate(pipeline.parts):
+            layers = _layers(plan, part.first, part.end)
+            in_flight = peak_in_flight(schedules[number][place])
+            memory = problem.memory(layers, plan.microbatch_size)
+            one = times[number].forward[place] + times[number].backward[place]
+            index = problem.index[part.device]
+            use = Use(
+                device=part.device,
+                region=problem.cluster.devices[index].region,
+                pipeline=number,
+                stages=range(part.first, part.end),
+                layers=layers,
+                memory=needed(memory, in_flight=in_flight, window=0),
+                limit=problem.limit(index),
+                busy=one * (pipeline.num_microbatches or 0),
+                in_flight=in_flight,
+            )
+            if use.limit is not None and use.memory > use.limit:
+                raise PlanError(
+                    f"{use.device!r} would hold {in_flight} micro-batches under "
+                    f"{pipeline.schedule}: {use.memory / 2**30:.2f} GiB of "
+                    f"{use.limit / 2**30:.2f}",
+                    expected="a schedule that fits its memory",
+                    fix=f"set the schedule of pipeline {number} to {AUTO}",
+                )
+            uses.append(use)
+    return uses

@@ -1,0 +1,164 @@
+"""What a plan has to solve, in numbers: devices, links, layers, the job, and schedules to choose.
+
+Schedules come from outside (`schedule/planned.py`): planning and scheduling are neighbours that do
+not know one another.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
+
+from polyrhythm.cost.memory import StageMemory, needed
+from polyrhythm.cost.pipeline import PipelineTimes
+from polyrhythm.cost.step import Schedule, StageWork
+from polyrhythm.cost.sync import Links, Sync
+from polyrhythm.describe.cluster import Cluster
+from polyrhythm.describe.model import ModelProfile
+from polyrhythm.describe.speed import fitted
+from polyrhythm.errors import PlanError
+from polyrhythm.plan.job import Job
+from polyrhythm.types import Bytes
+
+_MOST_LEVELS = 64  # bandwidths looked at for islands
+
+
+class Schedules(Protocol):
+    def build(self, recipe: str, *, num_stages: int, num_microbatches: int) -> Schedule:
+        """The actions of every stage under a recipe by name."""
+
+    def choose(self, times: PipelineTimes, *, num_microbatches: int, most: Sequence[int]) -> str:
+        """The best recipe with at most so many micro-batches in flight on each stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    cluster: Cluster
+    profile: ModelProfile
+    job: Job
+    schedules: Schedules
+    _stages: dict[tuple[tuple[int, ...], int], tuple[StageWork, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    _least: dict[int, NDArray[np.float64]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cluster", fitted(self.cluster, self.profile))
+        if self.job.sync not in set(Sync):
+            raise PlanError(
+                f"sync={self.job.sync!r}",
+                expected=f"one of {', '.join(Sync)}",
+                fix="use all_reduce, decoupled or groups",
+            )
+
+    @cached_property
+    def links(self) -> Links:
+        return Links.of(self.cluster)
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        return tuple(device.speed for device in self.cluster.devices)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Of each device by its name."""
+        return {device.name: number for number, device in enumerate(self.cluster.devices)}
+
+    @cached_property
+    def islands(self) -> tuple[NDArray[np.int64], ...]:
+        """For bandwidths from the lowest: which island each device is on without slower links."""
+        both = self.links.both_ways
+        levels = np.unique(both[both > 0])
+        kept = np.unique(np.linspace(0, len(levels) - 1, _MOST_LEVELS).round().astype(int))
+        found: list[NDArray[np.int64]] = []
+        for level in levels[kept] if len(levels) else []:
+            number, island = connected_components(csr_array(both > level), directed=False)
+            if number > (found[-1].max() + 1 if found else 1):
+                found.append(island.astype(np.int64))
+        return tuple(found)
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.cluster.devices)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.profile.layers)
+
+    def limit(self, device: int) -> Bytes | None:
+        """The memory that a plan may use of a device."""
+        memory = self.cluster.devices[device].memory
+        return None if memory is None else int(memory * (1 - self.job.memory_reserve))
+
+    def stages(
+        self, layers_per_stage: Sequence[int], microbatch_size: int
+    ) -> tuple[StageWork, ...]:
+        key = tuple(layers_per_stage), microbatch_size
+        if key not in self._stages:
+            layers = self.profile.at(microbatch_size).layers
+            ends = list(accumulate(layers_per_stage, initial=0))
+            self._stages[key] = tuple(
+                StageWork(
+                    forward=sum(layer.forward for layer in layers[a:b]),
+                    backward=sum(layer.backward for layer in layers[a:b]),
+                    activation_bytes=layers[b - 1].activation_bytes,
+                    gradient_bytes=self.job.gradient_bytes
+                    * sum(layer.parameter_bytes for layer in layers[a:b]),
+                )
+                for a, b in pairwise(ends)
+            )
+        return self._stages[key]
+
+    def memory(self, layers: range, microbatch_size: int) -> StageMemory:
+        """What consecutive layers need on one device.
+
+        A micro-batch in flight also holds a message from the stage before and one to it.
+        """
+        table = self.profile.at(microbatch_size).layers
+        inside = table[layers.start : layers.stop]
+        before = table[layers.start - 1].activation_bytes if layers.start else 0
+        weights = sum(layer.parameter_bytes for layer in inside)
+        return StageMemory(
+            weights=weights,
+            gradients=int(weights * self.job.gradient_bytes),
+            optimizer=int(weights * self.job.optimizer_bytes),
+            activation=sum(layer.stored_bytes for layer in inside) + 2 * before,
+            message=0,
+        )
+
+    def least_memory(self, microbatch_size: int) -> NDArray[np.float64]:
+        """[a, b]: what layers a to b need on one device, with one micro-batch; inf if b <= a."""
+        if microbatch_size not in self._least:
+            layers = self.profile.at(microbatch_size).layers
+            weights = np.cumsum([0, *(layer.parameter_bytes for layer in layers)])
+            stored = np.cumsum([0, *(layer.stored_bytes for layer in layers)])
+            before = np.array([0, *(2 * layer.activation_bytes for layer in layers)])
+            per_weight = 1 + self.job.gradient_bytes + self.job.optimizer_bytes
+            total = per_weight * (weights[None, :] - weights[:, None]) + before[:, None]
+            total = total + (stored[None, :] - stored[:, None])
+            order = np.arange(len(layers) + 1)
+            self._least[microbatch_size] = np.where(order[:, None] < order, total, np.inf)
+        return self._least[microbatch_size]
+
+    def most_in_flight(
+        self, device: int, layers: range, microbatch_size: int, num_microbatches: int
+    ) -> int:
+        """How many micro-batches fit; 0 if not even one does, -1 if not even the weights do."""
+        limit, memory = self.limit(device), self.memory(layers, microbatch_size)
+        if limit is None:
+            return num_microbatches
+        room = limit - needed(memory, in_flight=0, window=0)
+        if room < 0:
+            return -1
+        if not memory.activation:
+            return num_microbatches
+        return min(num_microbatches, room // memory.activation)

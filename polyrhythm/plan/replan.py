@@ -1,0 +1,212 @@
+"""A running plan and a changed cluster: go on as before, mend the plan, or move to another one?
+
+What counts is the time, or the price, of the steps that are left and of the migration before them.
+Considered are the running plan, if all its devices are there; the running plan mended, where lost
+devices are replaced or their pipelines dropped; what annealing makes of the running plan; and plans
+from scratch. Devices that are alike keep what they have as far as possible.
+
+Like `make_plan`, the answer depends on its arguments only: every node that has the same
+measurements and knows the running plan comes to the same one.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from polyrhythm.errors import PlanError
+from polyrhythm.plan.job import Objective
+from polyrhythm.plan.migration import Migration, least_moves, migration
+from polyrhythm.plan.plan import AUTO, PipelinePlan, Plan
+from polyrhythm.plan.predict import Prediction, predict
+from polyrhythm.plan.problem import Problem
+from polyrhythm.plan.search import Planned, Progress, completed, predictions
+from polyrhythm.plan.shapes import no_shape, sizes_for
+from polyrhythm.plan.sketch import Shape, deal_microbatches, improved, plan_of, with_devices
+from polyrhythm.plan.step_bound import step_bound
+from polyrhythm.types import Seconds
+
+_MOVES = 30_000  # of annealing, from the running plan
+_RESTART: Seconds = 5.0  # to stop, connect anew and go on, beside what is sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replanned:
+    planned: Planned  # what to go on with, perhaps the running plan
+    migration: Seconds  # 0 if nothing changes
+    moved: tuple[str, ...]  # devices that get other layers
+    from_checkpoint: tuple[int, ...]  # layers that no device has any more
+    why: str
+
+    @property
+    def stays(self) -> bool:
+        return self.migration == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Option:
+    prediction: Prediction
+    migration: Migration
+    changes: bool
+    what: str
+
+    @property
+    def pause(self) -> Seconds:
+        return self.migration.takes + _RESTART if self.changes else 0.0
+
+    def value(self, problem: Problem, steps: int) -> float:
+        """What is left, with this."""
+        time = self.prediction.time.total
+        if problem.job.objective is not Objective.COST:
+            return self.pause + steps * time
+        assert self.prediction.price is not None, "prices are checked first"
+        return self.prediction.price * (steps + self.pause / time)
+
+
+def replan(
+    running: Plan,
+    problem: Problem,
+    *,
+    steps: int,
+    seed: int = 0,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> Replanned:
+    """`problem` has the cluster as it is now; `steps` are those left to do."""
+    if steps < 0:
+        raise PlanError(f"{steps} steps", expected="0 or more", fix="give the steps left to do")
+    if sum(running.layers_per_stage) != problem.num_layers:
+        raise PlanError(
+            f"a running plan of {sum(running.layers_per_stage)} layers",
+            expected=f"one for the {problem.num_layers} layers of {problem.profile.name!r}",
+            fix="give the plan that runs, and the profile of its model",
+        )
+    options = list(_options(running, problem, seed, on_progress))
+    if not options:
+        raise no_shape(problem)
+    best = min(options, key=lambda option: option.value(problem, steps))
+    bound = step_bound(problem, sizes=sizes_for(problem))
+    return Replanned(
+        planned=Planned(best=completed(best.prediction, bound), bound=bound, front=()),
+        migration=best.pause,
+        moved=best.migration.moved,
+        from_checkpoint=best.migration.lost,
+        why=_why(best, options, problem, steps),
+    )
+
+
+def _options(
+    running: Plan, problem: Problem, seed: int, on_progress: Callable[[Progress], None]
+) -> Iterator[_Option]:
+    near = [
+        ("as it runs", running),
+        *(("mended", plan) for plan in _mended(running, problem)),
+        *(("improved", plan) for plan in _annealed(running, problem, seed)),
+    ]
+    for what, plan in near:
+        try:
+            yield _option(what, running, predict(_reopened(plan, problem), problem), problem)
+        except PlanError:  # a device is gone, or is too small now
+            continue
+    try:
+        found = predictions(problem, seed=seed, on_progress=on_progress)
+    except PlanError:
+        return
+    for prediction in found:
+        moved = least_moves(running, prediction.plan, problem)
+        yield _option("new", running, replace(prediction, plan=moved), problem)
+
+
+def _option(what: str, running: Plan, prediction: Prediction, problem: Problem) -> _Option:
+    there = migration(running, prediction.plan, problem)
+    return _Option(
+        prediction=prediction,
+        migration=there,
+        changes=_work(prediction.plan) != _work(running),
+        what=what,
+    )
+
+
+def _work(plan: Plan) -> object:
+    """What a change of means a restart: schedules may change while the job runs."""
+    pipelines = {(p.devices, p.num_microbatches) for p in plan.pipelines}
+    return plan.layers_per_stage, plan.microbatch_size, pipelines
+
+
+def _reopened(plan: Plan, problem: Problem) -> Plan:
+    """With schedules chosen anew for the cluster as it is."""
+    pipelines = tuple(replace(p, schedule=AUTO) for p in plan.pipelines)
+    return replace(plan, pipelines=pipelines, sync=problem.job.sync, predicted=None)
+
+
+def _mended(running: Plan, problem: Problem) -> Iterator[Plan]:
+    """Lost devices replaced by idle ones, as far as there are any; the other pipelines dropped."""
+    used = {device for pipeline in running.pipelines for device in pipeline.devices}
+    lost = sorted(used - set(problem.index))
+    if not lost:
+        return
+    idle = [device.name for device in problem.cluster.devices if device.name not in used]
+    for spares in (idle, []):
+        stand_in = dict(zip(lost, spares, strict=False))
+        kept = [
+            replace(p, devices=tuple(stand_in.get(device, device) for device in p.devices))
+            for p in running.pipelines
+            if all(device in problem.index or device in stand_in for device in p.devices)
+        ]
+        if kept:
+            yield _with_batch(running, kept, problem)
+
+
+def _with_batch(running: Plan, kept: list[PipelinePlan], problem: Problem) -> Plan:
+    """The batch dealt to these pipelines, in proportion to what they had."""
+    size = running.microbatch_size or sizes_for(problem)[0]
+    pace = [1 / (pipeline.num_microbatches or 1) for pipeline in kept]
+    numbers = deal_microbatches(problem.job.batch // size, [0.0] * len(kept), pace, even=False)
+    used = {device for pipeline in kept for device in pipeline.devices}
+    names = [device.name for device in problem.cluster.devices]
+    return replace(
+        running,
+        microbatch_size=size,
+        pipelines=tuple(
+            replace(pipeline, num_microbatches=number, schedule=AUTO)
+            for pipeline, number in zip(kept, numbers, strict=True)
+        ),
+        left_out=tuple(name for name in names if name not in used),
+        predicted=None,
+    )
+
+
+def _annealed(running: Plan, problem: Problem, seed: int) -> Iterator[Plan]:
+    """The running plan as a start, if each of its devices is there and runs one stage."""
+    if running.microbatch_size is None or problem.job.batch % running.microbatch_size:
+        return
+    columns = [[problem.index.get(d, -1) for d in p.devices] for p in running.pipelines]
+    flat = [device for column in columns for device in column]
+    if not flat or min(flat) < 0 or len(set(flat)) != running.num_workers:
+        return
+    shape = Shape(running.num_stages, running.num_pipelines, running.microbatch_size)
+    layout = [list(row) for row in zip(*columns, strict=True)]
+    try:
+        start = with_devices(problem, shape, layout)
+    except PlanError:  # no layers fit
+        return
+    for sketch in (start, improved(problem, start, num_moves=_MOVES, seed=seed)):
+        yield least_moves(running, plan_of(sketch, problem), problem)
+
+
+def _why(best: _Option, options: list[_Option], problem: Problem, steps: int) -> str:
+    stays = next((option for option in options if not option.changes), None)
+    step = best.prediction.time.total
+    if best is stays:
+        others = [option for option in options if option.changes]
+        if not others:
+            return f"goes on as it is, a step of {step:.3g} s: no other plan was found"
+        other = min(others, key=lambda option: option.value(problem, steps))
+        return (
+            f"goes on as it is: a step of {step:.3g} s, and the best change, to "
+            f"{other.prediction.time.total:.3g} s after a pause of {other.pause:.3g} s, "
+            f"does not pay in {steps} steps"
+        )
+    if stays is None:
+        return f"the running plan cannot go on; {best.what}: a step of {step:.3g} s"
+    return (
+        f"{best.what}: from a step of {stays.prediction.time.total:.3g} s to {step:.3g} s, which "
+        f"pays for a pause of {best.pause:.3g} s within {steps} steps"
+    )

@@ -1,0 +1,210 @@
+"""From a problem to a plan: degrees, devices, layers, micro-batches and schedules.
+
+1. Every shape (stages x pipelines, size of micro-batches) that could beat the best one so far by
+   its lower bound gets a sketch: devices and layers, by estimates.
+2. The best sketches are worked on longer, also from DT-FM's layout.
+3. Pipelines of unequal numbers of devices are tried.
+4. The best are predicted: schedules chosen, a step simulated. What is best then is polished.
+
+The result depends on the problem and the seed only, never on a clock: all nodes that have the same
+measurements make the same plan.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from polyrhythm.cost.dtfm import Traffic, pair_times
+from polyrhythm.errors import PlanError, UserError
+from polyrhythm.plan.job import Objective
+from polyrhythm.plan.plan import Predicted
+from polyrhythm.plan.polish import polished
+from polyrhythm.plan.predict import Prediction, predict
+from polyrhythm.plan.problem import Problem
+from polyrhythm.plan.shapes import no_shape, shapes, sizes_for
+from polyrhythm.plan.sketch import Sketch, improved, plan_of, sketched, with_devices
+from polyrhythm.plan.step_bound import least_price, least_step, step_bound
+from polyrhythm.plan.unequal import unequal_plans
+from polyrhythm.types import Seconds
+
+_QUICK_MOVES, _MOVES = 8_000, 150_000
+_NUM_IMPROVED, _NUM_PREDICTED = 6, 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    doing: str  # such as "8 stages x 8 pipelines, micro-batches of 1"
+    done: int
+    total: int
+    best: str  # so far, such as "8.04 s, 8 stages x 8 pipelines, ..."; empty if nothing is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    best: Prediction  # by the job's objective; its plan has `predicted` filled in
+    bound: Seconds  # no plan takes less
+    front: tuple[Prediction, ...]  # none is slower and dearer; fastest first; () without prices
+    price_bound: float | None = None  # no plan's step costs less; None without prices
+
+
+def make_plan(
+    problem: Problem,
+    *,
+    seed: int = 0,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> Planned:
+    """Raises PlanError if there is no feasible plan."""
+    found = predictions(problem, seed=seed, on_progress=on_progress)
+    bound = step_bound(problem, sizes=sizes_for(problem))
+    best = min(found, key=lambda one: _value(one, problem))
+    return Planned(
+        best=completed(best, bound),
+        bound=bound,
+        front=tuple(completed(one, bound) for one in pareto_front(found)),
+        price_bound=least_price(problem, sizes_for(problem)),
+    )
+
+
+def predictions(
+    problem: Problem, *, seed: int, on_progress: Callable[[Progress], None]
+) -> list[Prediction]:
+    """Of the plans that seem best; at least one. Raises PlanError like `make_plan`."""
+    if seed < 0:
+        raise PlanError(f"seed={seed}", expected="0 or more", fix="use 0")
+    _check_prices(problem)
+    watch = _Watch(on_progress, problem)
+    sketches = _improved(problem, list(_sketches(problem, seed, watch)), seed, watch)
+    plans = [plan_of(sketch, problem) for sketch in sketches[:_NUM_PREDICTED]]
+    if problem.job.unequal:
+        best = min((sketch.value for sketch in sketches), default=float("inf"))
+        plans += unequal_plans(problem, sizes_for(problem), below=best)
+    found: list[Prediction] = []
+    reasons: list[UserError] = []
+    watch.total = watch.done + len(plans) + 1
+    for number, plan in enumerate(plans):
+        watch.say(f"simulating plan {number + 1} of {len(plans)}")
+        try:
+            found.append(predict(plan, problem))
+        except UserError as error:  # too large once all is counted, or not for this schedule
+            reasons.append(error)
+    if not found:
+        raise reasons[0] if reasons else no_shape(problem)
+    watch.say("polishing the best of them")
+    best = min(range(len(found)), key=lambda place: _value(found[place], problem))
+    found[best] = polished(found[best], problem, lambda one: _value(one, problem))
+    return found
+
+
+def pareto_front(predictions: list[Prediction]) -> list[Prediction]:
+    """Those that no other one beats in time and in money; fastest first. None without prices."""
+    front: list[Prediction] = []
+    priced = [one for one in predictions if one.price is not None]
+    for one in sorted(priced, key=lambda one: (one.time.total, one.price)):
+        assert one.price is not None, "chosen for it"
+        if not front or one.price < (front[-1].price or 0.0):
+            front.append(one)
+    return front
+
+
+def _value(prediction: Prediction, problem: Problem) -> float:
+    if problem.job.objective is Objective.COST:
+        assert prediction.price is not None, "prices are checked first"
+        return prediction.price
+    return prediction.time.total
+
+
+def completed(prediction: Prediction, bound: Seconds) -> Prediction:
+    """With what its plan should say about itself."""
+    predicted = Predicted(
+        step=prediction.time.total,
+        bound=min(bound, prediction.time.total),
+        parts=prediction.parts,
+        price_per_step=prediction.price,
+    )
+    return replace(prediction, plan=replace(prediction.plan, predicted=predicted))
+
+
+class _Watch:
+    """Tells how far the search is, and what the best sketch so far is estimated at."""
+
+    def __init__(self, on_progress: Callable[[Progress], None], problem: Problem) -> None:
+        self._tell, self._unit = on_progress, "s"
+        if problem.job.objective is Objective.COST:
+            self._unit = "per step"
+        self.done, self.total, self._best, self._value = 0, 0, "", float("inf")
+
+    def say(self, doing: str) -> None:
+        self._tell(Progress(doing=doing, done=self.done, total=self.total, best=self._best))
+        self.done += 1
+
+    def found(self, value: float, what: str) -> None:
+        if value < self._value:
+            self._value, self._best = value, f"about {value:.4g} {self._unit}, {what}"
+
+
+def _sketches(problem: Problem, seed: int, watch: _Watch) -> Iterator[Sketch]:
+    """One for each shape that may be worth it, in the order of what they could be at best."""
+    every = [
+        (least_step(problem, shape.microbatch_size, shape.num_pipelines, shape.num_places), shape)
+        for shape in shapes(problem)
+    ]
+    watch.total = len(every) + _NUM_IMPROVED + _NUM_PREDICTED
+    by_time = problem.job.objective is Objective.TIME
+    best = float("inf")
+    for bound, shape in sorted(every):
+        watch.say(str(shape))
+        if by_time and bound >= best:
+            continue
+        try:
+            sketch = sketched(problem, shape, num_moves=_QUICK_MOVES, seed=seed)
+        except PlanError:  # no layers fit
+            continue
+        best = min(best, sketch.value)
+        watch.found(sketch.value, str(shape))
+        yield sketch
+
+
+def _improved(problem: Problem, sketches: list[Sketch], seed: int, watch: _Watch) -> list[Sketch]:
+    """The best of them worked on, then all, best first."""
+    sketches = sorted(sketches, key=lambda sketch: sketch.value)
+    better = []
+    for sketch in sketches[:_NUM_IMPROVED]:
+        watch.say(f"improving {sketch.shape}")
+        candidates = [improved(problem, sketch, num_moves=_MOVES, seed=seed + 1)]
+        if sketch.shape.num_places == problem.num_devices and sketch.shape.num_stages > 1:
+            start = dtfm_start(problem, sketch, seed)
+            candidates.append(improved(problem, start, num_moves=_MOVES // 2, seed=seed + 2))
+        better.append(min(candidates, key=lambda one: one.value))
+        watch.found(better[-1].value, str(sketch.shape))
+    return sorted([*better, *sketches[_NUM_IMPROVED:]], key=lambda sketch: sketch.value)
+
+
+def dtfm_start(problem: Problem, sketch: Sketch, seed: int) -> Sketch:
+    """The same shape, placed by DT-FM's cost."""
+    from polyrhythm.plan.dtfm.placement import Effort, place
+
+    shape = sketch.shape
+    stages = problem.stages(sketch.layers_per_stage, shape.microbatch_size)
+    traffic = Traffic(
+        gradient_bytes=max(stage.gradient_bytes for stage in stages),
+        activation_bytes=max(stage.activation_bytes for stage in stages)
+        * problem.job.batch
+        / shape.microbatch_size
+        / shape.num_pipelines,
+    )
+    times = pair_times(
+        problem.links.latency, problem.links.bandwidth, traffic, num_stages=shape.num_stages
+    )
+    placed = place(times, seed=seed, effort=Effort(num_rounds=2, num_moves=50_000))
+    return with_devices(problem, shape, placed.cost.layout)
+
+
+def _check_prices(problem: Problem) -> None:
+    if problem.job.objective is not Objective.COST:
+        return
+    for device in problem.cluster.devices:
+        if device.price_per_hour is None:
+            raise PlanError(
+                f"device {device.name!r} has no price",
+                expected="price_per_hour of every device, to plan for money",
+                fix=f"add price_per_hour to {device.name!r}, or plan for time",
+            )

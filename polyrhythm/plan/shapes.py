@@ -1,0 +1,114 @@
+"""Which degrees of a plan are worth a look: stages x pipelines, and sizes of micro-batches."""
+
+from collections.abc import Iterator
+
+from polyrhythm.errors import PlanError
+from polyrhythm.plan.problem import Problem
+from polyrhythm.plan.sketch import Shape
+
+_ALL_STAGES = 16  # every number of stages up to this one, then fewer and fewer
+_USED = (1.0, 0.75, 0.5, 0.25)  # shares of the pipelines that there are devices for
+
+
+def sizes_for(problem: Problem) -> tuple[int, ...]:
+    """Sizes of micro-batches: those that were measured, and powers of two between, if they divide
+    the batch.
+    """
+    job, known = problem.job, problem.profile.microbatch_sizes
+    if job.microbatch_size is not None:
+        problem.profile.at(job.microbatch_size)  # refuses one that is not known
+        sizes = {job.microbatch_size}
+    else:
+        powers = {2**n for n in range(known[-1].bit_length()) if known[0] <= 2**n <= known[-1]}
+        sizes = powers | set(known)
+    good = tuple(sorted(size for size in sizes if job.batch % size == 0))
+    if not good:
+        raise PlanError(
+            f"a batch of {job.batch} for micro-batches of {', '.join(map(str, sorted(sizes)))}",
+            expected="a batch that one of these sizes divides",
+            fix=f"use a batch of {_rounded(job.batch, min(sizes))}, or profile other sizes",
+        )
+    return good
+
+
+def shapes(problem: Problem) -> Iterator[Shape]:
+    """Those with a device for every place; some leave devices out."""
+    job = problem.job
+    for size in sizes_for(problem):
+        most = job.batch // size  # pipelines: each has a micro-batch at least
+        for stages in _numbers_of_stages(problem):
+            there_are = min(problem.num_devices // stages, most)
+            wanted = {max(1, int(there_are * share)) for share in _USED} if there_are else set()
+            if job.num_pipelines is not None:
+                wanted = {job.num_pipelines} if job.num_pipelines <= there_are else set()
+            for pipelines in sorted(wanted, reverse=True):
+                yield Shape(stages, pipelines, size)
+
+
+def no_shape(problem: Problem) -> PlanError:
+    job = problem.job
+    stages = job.num_stages or 1
+    pipelines = job.num_pipelines or 1
+    most = min(problem.num_layers, problem.num_devices)
+    if stages * pipelines > problem.num_devices or stages > problem.num_layers:
+        return PlanError(
+            f"{stages} stages x {pipelines} pipelines for {problem.num_devices} devices and "
+            f"{problem.num_layers} layers",
+            expected=f"at most {most} stages, and a device for each stage of each pipeline",
+            fix="ask for fewer, or leave the numbers open",
+        )
+    size = sizes_for(problem)[0]
+    if pipelines > job.batch // size:
+        return PlanError(
+            f"{pipelines} pipelines for {job.batch // size} micro-batches of {size}",
+            expected="a micro-batch or more for each pipeline",
+            fix=f"use at most {job.batch // size} pipelines, or a batch of {pipelines * size}",
+        )
+    return _no_room(problem)
+
+
+def _no_room(problem: Problem) -> PlanError:
+    """Say which layers lack how much, with as many stages as there can be."""
+    size = sizes_for(problem)[0]
+    least = problem.least_memory(size)
+    single = [
+        (float(least[i, i + 1]), layer.name) for i, layer in enumerate(problem.profile.layers)
+    ]
+    limits = [problem.limit(device) or float("inf") for device in range(problem.num_devices)]
+    needed, layer = max(single)
+    roomy = max(limits)
+    gib = 2**30
+    if needed > roomy:
+        return PlanError(
+            f"layer {layer!r} alone needs {needed / gib:.2f} GiB with a micro-batch of {size}, and "
+            f"no device has more than {roomy / gib:.2f} GiB to give",
+            expected="every layer to fit into some device",
+            fix=f"use devices with {(needed - roomy) / gib:.2f} GiB more, smaller micro-batches, "
+            "or a smaller memory reserve",
+        )
+    total, there_is = float(least[0, -1]), sum(limits)
+    return PlanError(
+        f"no plan fits: the model needs at least {total / gib:.2f} GiB in all, and the "
+        f"{problem.num_devices} devices have {there_is / gib:.2f} GiB to give",
+        expected="consecutive layers for every device, with their weights, gradients, optimizer "
+        "state and one micro-batch",
+        fix=f"add devices with {max(total - there_is, needed) / gib:.2f} GiB, use smaller "
+        "micro-batches, a lighter optimizer, or fewer pipelines",
+    )
+
+
+def _numbers_of_stages(problem: Problem) -> list[int]:
+    most = min(problem.num_layers, problem.num_devices)
+    if problem.job.num_stages is not None:
+        return [problem.job.num_stages] if problem.job.num_stages <= most else []
+    numbers = set(range(1, min(most, _ALL_STAGES) + 1)) | {most}
+    number = _ALL_STAGES
+    while number < most:
+        numbers.add(number)
+        number = number * 5 // 4
+    numbers |= {n for n in range(1, most + 1) if problem.num_devices % n == 0}
+    return sorted(numbers)
+
+
+def _rounded(batch: int, size: int) -> int:
+    return max(size, batch // size * size)

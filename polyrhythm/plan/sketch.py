@@ -1,0 +1,231 @@
+"""A plan in outline for given degrees: devices placed and layers dealt, in turn, by estimates.
+
+Where devices are unequal, how many layers a stage gets depends on who runs it, and who should run
+it on how many layers it has. So both are done in turn, from layouts of different kinds, until
+nothing changes. What comes out is simulated later, if its estimate is among the best.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyrhythm.plan.layout import (
+    Floats,
+    Ints,
+    Layout,
+    annealed,
+    ordered,
+    prices_of,
+    starts,
+    valued,
+)
+from polyrhythm.plan.partition import deal_layers
+from polyrhythm.plan.plan import AUTO, PipelinePlan, Plan
+from polyrhythm.plan.problem import Problem
+
+if TYPE_CHECKING:
+    from polyrhythm.plan.layout_kernel import Prices
+
+_NUM_STARTS = 2  # of those made in one go, that are worked on
+_MOST_TURNS = 3  # of placing and dealing
+_NUM_HALVINGS = 40  # of a time, until hardly any micro-batch is left between
+_NEVER = 1e-12  # seconds: a pace that is none
+_WORTHWHILE = 0.01  # a share of the step that unequal numbers of micro-batches must save
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """Degrees of a plan."""
+
+    num_stages: int
+    num_pipelines: int
+    microbatch_size: int
+
+    @property
+    def num_places(self) -> int:
+        return self.num_stages * self.num_pipelines
+
+    def __str__(self) -> str:
+        stages = f"{self.num_stages} stage{'s' if self.num_stages > 1 else ''}"
+        pipelines = f"{self.num_pipelines} pipeline{'s' if self.num_pipelines > 1 else ''}"
+        return f"{stages} x {pipelines}, micro-batches of {self.microbatch_size}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sketch:
+    shape: Shape
+    layers_per_stage: tuple[int, ...]
+    layout: Layout
+
+    @property
+    def value(self) -> float:
+        return self.layout.value
+
+
+def sketched(problem: Problem, shape: Shape, *, num_moves: int, seed: int) -> Sketch:
+    """The best outline found; raises PlanError if no layers fit."""
+    found = [
+        _dealt(problem, shape, devices, idle)
+        for devices, idle in starts(problem, shape.num_stages, shape.num_pipelines)
+    ]
+    found.sort(key=lambda sketch: sketch.value)
+    best = [
+        improved(problem, start, num_moves=num_moves, seed=seed + number)
+        for number, start in enumerate(_unlike(found)[:_NUM_STARTS])
+    ]
+    return min(best, key=lambda sketch: sketch.value)
+
+
+def with_devices(problem: Problem, shape: Shape, devices: Sequence[Sequence[int]]) -> Sketch:
+    """This layout, with layers dealt to it."""
+    placed = np.array(devices, np.int64)
+    idle = np.setdiff1d(np.arange(problem.num_devices), placed)
+    return _dealt(problem, shape, placed, idle)
+
+
+def improved(problem: Problem, sketch: Sketch, *, num_moves: int, seed: int) -> Sketch:
+    """Going on from there; never worse."""
+    best = sketch
+    for turn in range(_MOST_TURNS):
+        prices = _prices(problem, best.shape, best.layers_per_stage)
+        layout = annealed(
+            problem, prices, best.layout, num_moves=num_moves // (turn + 1), seed=seed + turn
+        )
+        moved = replace(best, layout=layout)
+        dealt = _dealt(problem, best.shape, layout.devices, layout.idle)
+        same = dealt.layers_per_stage == best.layers_per_stage
+        best = min(best, moved, dealt, key=lambda one: one.value)
+        if same:
+            break
+    return best
+
+
+def plan_of(sketch: Sketch, problem: Problem) -> Plan:
+    """The plan, with micro-batches dealt and schedules left open."""
+    names = [device.name for device in problem.cluster.devices]
+    numbers = deal_microbatches(
+        problem.job.batch // sketch.shape.microbatch_size,
+        sketch.layout.first,
+        sketch.layout.period,
+        even=not problem.job.unequal,
+    )
+    return Plan(
+        layers_per_stage=sketch.layers_per_stage,
+        pipelines=tuple(
+            PipelinePlan(
+                devices=tuple(names[device] for device in column),
+                num_microbatches=number,
+                schedule=problem.job.schedule or AUTO,
+            )
+            for column, number in zip(sketch.layout.devices.T.tolist(), numbers, strict=True)
+        ),
+        microbatch_size=sketch.shape.microbatch_size,
+        sync=problem.job.sync,
+        cluster=problem.cluster.name,
+        model=problem.profile.name,
+        left_out=tuple(names[device] for device in sketch.layout.idle.tolist()),
+    )
+
+
+def deal_microbatches(
+    count: int, first: Sequence[float] | Floats, period: Sequence[float] | Floats, *, even: bool
+) -> tuple[int, ...]:
+    """One after another to the pipeline that would be done with it first; at least one to each.
+
+    Evenly, as far as that goes, if nothing is to be gained.
+    """
+    num_pipelines = len(first)
+    plain = [count // num_pipelines + (p < count % num_pipelines) for p in range(num_pipelines)]
+    if even:
+        return tuple(plain)
+    paces = [max(period[p], _NEVER) for p in range(num_pipelines)]
+
+    def done_by(time: float) -> list[int]:
+        return [1 + max(0, int((time - first[p]) / paces[p])) for p in range(num_pipelines)]
+
+    # Most of them at once: what each has done by a time at which not all are done.
+    early, late = 0.0, max(first) + count * max(period)
+    for _ in range(_NUM_HALVINGS):
+        middle = (early + late) / 2
+        early, late = (early, middle) if sum(done_by(middle)) > count else (middle, late)
+    numbers = done_by(early)
+    queue = [(first[p] + numbers[p] * period[p], p) for p in range(num_pipelines)]
+    heapq.heapify(queue)
+    for _ in range(count - sum(numbers)):
+        done, p = heapq.heappop(queue)
+        numbers[p] += 1
+        heapq.heappush(queue, (done + period[p], p))
+
+    def takes(dealt: Sequence[int]) -> float:
+        return max(first[p] + (dealt[p] - 1) * period[p] for p in range(num_pipelines))
+
+    if takes(plain) <= takes(numbers) * (1 + _WORTHWHILE):
+        return tuple(plain)
+    return tuple(numbers)
+
+
+def _dealt(problem: Problem, shape: Shape, devices: Ints, idle: Ints) -> Sketch:
+    """Layers for this layout, and what it takes with them."""
+    layers = layers_for(problem, shape, devices)
+    prices = _prices(problem, shape, layers)
+    layout = ordered(problem, prices, valued(problem, prices, devices, idle))
+    return Sketch(shape=shape, layers_per_stage=layers, layout=layout)
+
+
+def layers_for(problem: Problem, shape: Shape, devices: Ints) -> tuple[int, ...]:
+    """The best way to deal layers to stages of these devices."""
+    layers = problem.profile.at(shape.microbatch_size).layers
+    slowness = (1 / np.array(problem.speeds))[devices].max(axis=1)
+    return deal_layers(
+        [layer.forward + layer.backward for layer in layers],
+        slowness.tolist(),
+        num_microbatches=problem.job.batch / shape.microbatch_size / shape.num_pipelines,
+        transfers=_transfers(problem, shape, devices),
+        fits=_fits(problem, shape, devices),
+    )
+
+
+def _prices(problem: Problem, shape: Shape, layers: tuple[int, ...]) -> "Prices":
+    return prices_of(
+        problem,
+        problem.stages(layers, shape.microbatch_size),
+        layers,
+        shape.microbatch_size,
+        shape.num_pipelines,
+        even=not problem.job.unequal,
+    )
+
+
+def _transfers(problem: Problem, shape: Shape, devices: Ints) -> Floats:
+    """[stage, n]: the slowest link after a stage, if n layers are before it."""
+    layers = problem.profile.at(shape.microbatch_size).layers
+    sizes = np.array([0.0, *(float(layer.activation_bytes) for layer in layers)])
+    here, after = devices[:-1], devices[1:]
+    bandwidth = problem.links.bandwidth
+    slowest = np.minimum(bandwidth[here, after], bandwidth[after, here]).min(axis=1)
+    times: Floats = sizes[None, :] / slowest[:, None]
+    return times
+
+
+def _fits(problem: Problem, shape: Shape, devices: Ints) -> NDArray[np.bool_] | None:
+    """[stage, a, b]: whether every device of a stage holds layers a to b and a micro-batch."""
+    limits = [problem.limit(device) for device in range(problem.num_devices)]
+    if not any(limit is not None for limit in limits):
+        return None
+    size = problem.least_memory(shape.microbatch_size)
+    most = np.array([np.inf if limit is None else limit for limit in limits])
+    room = most[devices].min(axis=1)
+    fits: NDArray[np.bool_] = size[None, :, :] <= room[:, None, None]
+    return fits
+
+
+def _unlike(sketches: list[Sketch]) -> list[Sketch]:
+    """The first of each value: starts that cost the same are mostly the same."""
+    seen: dict[float, Sketch] = {}
+    for sketch in sketches:
+        seen.setdefault(round(sketch.value, 9), sketch)
+    return list(seen.values())

@@ -1,0 +1,209 @@
+"""How long replicas need to agree on gradients: against the plain way to reckon the same."""
+
+from dataclasses import replace
+from itertools import combinations, pairwise, permutations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyrhythm.cost.dtfm import Traffic, group_sync, pair_times
+from polyrhythm.cost.sync import GROUP_SIZE, Group, Links, Sync, half_times
+from polyrhythm.describe.cluster import Cluster
+from tests.pure.step_cases import even_links, links_of, random_links, seeds
+
+
+def half(members: tuple[int, ...], size: float, links: Links, sync: Sync) -> float:
+    return half_times([Group(members=members, size=size)], links, sync)[0]
+
+
+def best_ring(num_members: int, share: float, links: Links) -> float:
+    """By trying every order."""
+    return min(
+        (num_members - 1) * max(links.transfer(a, b, share) for a, b in pairwise((0, *order, 0)))
+        for order in permutations(range(1, num_members))
+    )
+
+
+@given(seeds, st.integers(2, 6), st.floats(0, 20))
+def test_an_exchange_takes_its_slowest_pair_or_its_fullest_uplink(
+    seed: int, num_members: int, size: float
+) -> None:
+    links = random_links(np.random.default_rng(seed), num_members)
+    share = size / num_members
+    everyone = range(num_members)
+    slowest = max(
+        links.latency[a, b] + links.latency[b, a] + share / links.bandwidth[a, b]
+        for a, b in permutations(everyone, 2)
+    )
+    fullest = max(
+        (num_members - 1) * share / max(links.bandwidth[a, b] for b in everyone if b != a)
+        for a in everyone
+    )
+    expected = max(slowest, fullest)
+    assert half(tuple(everyone), size, links, Sync.ALL_REDUCE) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("slow", [(0, 1), (1, 0)])
+def test_the_slower_direction_of_a_link_decides(slow: tuple[int, int]) -> None:
+    links = even_links(3, bandwidth=10.0)
+    links.latency[slow], links.bandwidth[slow] = 0.5, 0.1
+    assert half((0, 1, 2), 6.0, links, Sync.ALL_REDUCE) == pytest.approx(0.5 + 2 / 0.1)
+
+
+@given(st.integers(1, 12), st.floats(0, 1e9), st.floats(1, 1e9))
+def test_over_equal_links_an_exchange_is_the_classical_one(
+    num_members: int, size: float, bandwidth: float
+) -> None:
+    links = even_links(num_members, bandwidth=bandwidth)
+    found = half(tuple(range(num_members)), size, links, Sync.ALL_REDUCE)
+    assert found == pytest.approx((num_members - 1) / num_members * size / bandwidth)
+
+
+def test_what_two_devices_send_for_several_stages_adds_up() -> None:
+    links = even_links(4, latency=0.25, bandwidth=2.0)
+    groups = [Group(members=(0, 1), size=8.0), Group(members=(1, 0), size=4.0)]
+    apart = Group(members=(2, 3), size=8.0)
+    found = half_times([*groups, apart], links, Sync.ALL_REDUCE)
+    assert found == pytest.approx([0.5 + 6 / 2, 0.5 + 6 / 2, 0.5 + 4 / 2])
+
+
+def test_a_device_with_other_peers_for_each_stage_sends_to_all_through_one_uplink() -> None:
+    links = even_links(3, bandwidth=2.0)
+    groups = [Group(members=(0, 1), size=8.0), Group(members=(0, 2), size=8.0)]
+    assert half_times(groups, links, Sync.ALL_REDUCE) == pytest.approx([8 / 2, 8 / 2])
+
+
+@given(seeds, st.integers(1, 6), st.floats(0, 20))
+def test_one_peer_after_another_is_what_dtfm_says_over_symmetric_links(
+    seed: int, num_members: int, size: float
+) -> None:
+    links = random_links(np.random.default_rng(seed), num_members, symmetric=True)
+    members = tuple(range(num_members))
+    traffic = Traffic(gradient_bytes=size, activation_bytes=0)
+    times = pair_times(links.latency, links.bandwidth, traffic, num_stages=1)
+    found = half(members, size, links, Sync.SEQUENTIAL)
+    assert 2 * found == pytest.approx(group_sync(members, times))
+
+
+@given(seeds, st.integers(2, 6), st.floats(0, 20), st.booleans())
+def test_a_ring_is_the_best_of_all_orders(
+    seed: int, num_members: int, size: float, symmetric: bool
+) -> None:
+    links = random_links(np.random.default_rng(seed), num_members, symmetric=symmetric)
+    found = half(tuple(range(num_members)), size, links, Sync.RING)
+    assert found == pytest.approx(best_ring(num_members, size / num_members, links))
+
+
+def test_a_ring_of_more_than_are_tried_in_every_order_is_not_far_from_the_best() -> None:
+    orders = np.array([(0, *order, 0) for order in permutations(range(1, 9))])
+    shares = []
+    for seed in range(12):
+        links = random_links(np.random.default_rng(seed), 9)
+        best = 8 * links.latency[orders[:, :-1], orders[:, 1:]].max(axis=1).min()
+        shares.append(half(tuple(range(9)), 0.0, links, Sync.RING) / best)
+    assert min(shares) > 1 - 1e-9
+    assert np.mean(shares) < 1.15
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_fast_ring_hidden_among_many_devices_is_found_or_nearly(seed: int) -> None:
+    """24 members are too many for every order; the links of one ring take 1 s, others 1.1 to 3."""
+    rng = np.random.default_rng(seed)
+    hidden = rng.permutation(24)
+    latency = rng.uniform(1.1, 3, (24, 24))
+    latency[hidden, np.roll(hidden, -1)] = latency[np.roll(hidden, -1), hidden] = 1.0
+    links = links_of(latency, np.ones((24, 24)))
+    assert 23 <= half(tuple(range(24)), 0.0, links, Sync.RING) <= 23 * 1.3
+
+
+@given(seeds, st.integers(2, 6), st.floats(0, 20))
+def test_groups_lie_between_the_fastest_and_the_slowest(
+    seed: int, num_members: int, size: float
+) -> None:
+    links = random_links(np.random.default_rng(seed), num_members)
+    together = min(GROUP_SIZE, num_members)
+    halves = [
+        half(members, size, links, Sync.ALL_REDUCE)
+        for members in combinations(range(num_members), together)
+    ]
+    found = half(tuple(range(num_members)), size, links, Sync.GROUPS)
+    assert min(halves) * (1 - 1e-9) <= found <= max(halves) * (1 + 1e-9)
+    assert found == half(tuple(range(num_members)), size, links, Sync.GROUPS)
+
+
+def test_groups_of_many_are_not_all_the_same() -> None:
+    """One far member is in some draws and not in others."""
+    links = even_links(8)
+    links.latency[0, :] = links.latency[:, 0] = 100.0
+    assert 1 < half(tuple(range(8)), 1.0, links, Sync.GROUPS) < 199
+
+
+@given(seeds, st.integers(1, 6), st.sampled_from(Sync), st.floats(0, 20), st.floats(1, 3))
+def test_more_bytes_and_slower_links_never_take_less(
+    seed: int, num_members: int, sync: Sync, size: float, more: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    links = random_links(rng, num_members)
+    members = tuple(range(num_members))
+    before = half(members, size, links, sync) * (1 - 1e-9)
+    assert half(members, size * more, links, sync) >= before
+    a, b = rng.integers(num_members, size=2)
+    links.latency[a, b] *= more
+    links.bandwidth[a, b] /= more
+    assert half(members, size, links, sync) >= before
+
+
+@pytest.mark.parametrize("sync", Sync)
+def test_a_coordinator_is_heard_by_who_is_farthest_from_it(sync: Sync) -> None:
+    """A word there and one back, from devices 0 and 1 to 2; nobody needs one without replicas."""
+    links = even_links(3, latency=0.5)
+    links.latency[1, 2] = 2.0
+    groups = [Group(members=(0, 1), size=4.0), Group(members=(2,), size=4.0)]
+    plain = half_times(groups, links, sync)
+    asked = half_times(groups, links, sync, coordinator=2)
+    words = 2.0 + 0.5 if sync in (Sync.ALL_REDUCE, Sync.GROUPS) else 0.0
+    assert asked == pytest.approx([plain[0] + words, plain[1]])
+    own = half_times(groups[:1], links, sync, coordinator=0)
+    assert own == pytest.approx([plain[0] + (1.0 if words else 0.0)])
+
+
+@pytest.mark.parametrize("sync", Sync)
+def test_who_has_no_replica_has_nothing_to_agree_on(sync: Sync) -> None:
+    assert half((1,), 100.0, even_links(2, latency=1.0), sync) == 0
+
+
+@pytest.mark.parametrize("sync", Sync)
+def test_the_only_device_of_a_cluster_has_no_link(sync: Sync) -> None:
+    """Its own entry may be 0."""
+    links = links_of(np.zeros((1, 1)), np.zeros((1, 1)))
+    assert half((0,), 100.0, links, sync) == 0
+
+
+def test_links_are_those_of_the_regions_of_two_devices() -> None:
+    cluster = Cluster.load("case5_worldwide")
+    links = Links.of(cluster)
+    for a, b in [(0, 1), (0, 63), (63, 0), (20, 40)]:
+        link = cluster.link(cluster.devices[a].name, cluster.devices[b].name)
+        takes = link.latency + 1e6 / link.bandwidth
+        assert links.transfer(a, b, 1e6) == pytest.approx(takes)
+
+
+def test_a_ring_through_a_real_cluster_is_no_slower_than_one_in_the_order_of_its_regions() -> None:
+    """Many links are alike, so that many rings are as good as one another."""
+    links = Links.of(Cluster.load("case5_worldwide"))
+    in_order = max(links.transfer(a, b, 1e6) for a, b in pairwise([*range(64), 0]))
+    assert half(tuple(range(64)), 64e6, links, Sync.RING) <= 63 * in_order
+
+
+def test_a_device_sends_as_fast_as_its_fastest_link_or_as_it_says() -> None:
+    cluster = Cluster.load("case5_worldwide")
+    fastest = max(
+        cluster.link(cluster.devices[0].name, other.name).bandwidth for other in cluster.devices[1:]
+    )
+    devices = (cluster.devices[0], replace(cluster.devices[1], uplink=123.0), *cluster.devices[2:])
+    links = Links.of(replace(cluster, devices=devices))
+    assert links.uplinks[0] == pytest.approx(fastest)
+    assert links.uplinks[1] == 123.0
+    assert half((0, 1), 246.0, links, Sync.ALL_REDUCE) == pytest.approx(1.0)

@@ -1,0 +1,202 @@
+"""Plans that fit, use what helps, leave out what harms, and are the same for everybody."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import polyrhythm
+from polyrhythm.errors import PlanError
+from polyrhythm.plan.job import Objective
+from polyrhythm.plan.plan import Plan
+from polyrhythm.plan.predict import Prediction, predict
+from polyrhythm.plan.problem import Problem
+from polyrhythm.plan.search import make_plan, pareto_front
+from tests.pure.planning import GIGABYTE, cluster, layers, problem, small_problems
+
+
+def devices_of(plan: Plan) -> list[str]:
+    return [part.device for pipeline in plan.pipelines for part in pipeline.parts]
+
+
+@settings(max_examples=25, deadline=None)
+@given(small_problems(most_devices=6, most_layers=6), st.integers(0, 3))
+def test_a_plan_uses_or_leaves_out_every_device_and_does_the_whole_batch(
+    over: Problem, seed: int
+) -> None:
+    plan = make_plan(over, seed=seed).best.plan
+    assert sorted([*devices_of(plan), *plan.left_out]) == sorted(over.index)
+    assert sum(plan.layers_per_stage) == over.num_layers
+    assert plan.batch == over.job.batch
+    assert plan.predicted is not None
+    assert predict(plan, over).time.total == pytest.approx(plan.predicted.step)
+    assert sum(part.takes for part in plan.predicted.parts) == pytest.approx(plan.predicted.step)
+
+
+def test_the_same_measurements_give_the_same_plan() -> None:
+    plans = [make_plan(problem(cluster([5, 3], speeds=(1.0, 0.5)))).best.plan for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("count", [5, 7])
+def test_a_prime_number_of_devices_is_all_used(count: int) -> None:
+    over = problem(cluster([count]), (0.1,) * 24, batch=64)
+    best = make_plan(over).best
+    assert len(devices_of(best.plan)) == count
+    assert best.time.total < 1.25 * 64 * 2.4 / count
+
+
+def test_a_slow_device_far_away_is_left_out() -> None:
+    over = problem(cluster([4, 1], speeds=(1.0, 1.0, 1.0, 1.0, 0.05)), batch=16)
+    plan = make_plan(over).best.plan
+    assert plan.left_out == ("r1/0",)
+
+
+def test_layers_are_dealt_by_speed() -> None:
+    over = problem(
+        cluster([4], speeds=(1.0, 1.0, 1 / 3, 1 / 3)),
+        (0.1,) * 32,
+        batch=24,
+        num_stages=4,
+        num_pipelines=1,
+    )
+    planned = make_plan(over)
+    uses = {use.device: len(use.layers) for use in planned.best.uses}
+    assert uses["r0/0"] >= 11
+    assert uses["r0/2"] <= 5
+    even = replace(
+        planned.best.plan,
+        layers_per_stage=(8, 8, 8, 8),
+        pipelines=tuple(replace(p, schedule="auto") for p in planned.best.plan.pipelines),
+    )
+    assert predict(even, over).time.total / planned.best.time.total > 1.75
+
+
+def test_a_fast_and_a_slow_region_make_pipelines_of_unequal_work() -> None:
+    speeds = (1.0, 1.0, 0.5, 0.5)
+    far = cluster([2, 2], speeds=speeds, outer=(0.03, 2e6))
+    over = problem(far, (0.2,) * 8, batch=60, gradient_bytes=1e-3)
+    plan = make_plan(over).best.plan
+    numbers = Counter[str]()
+    for pipeline in plan.pipelines:
+        numbers[pipeline.devices[0][:2]] += pipeline.num_microbatches or 0
+    assert numbers == {"r0": 40, "r1": 20}
+
+
+def test_unequal_pipelines_can_be_forbidden() -> None:
+    speeds = (1.0, 1.0, 0.5, 0.5)
+    over = problem(cluster([2, 2], speeds=speeds), batch=60, unequal=False)
+    plan = make_plan(over).best.plan
+    assert len({pipeline.num_microbatches for pipeline in plan.pipelines}) == 1
+    assert len({len(pipeline.parts) for pipeline in plan.pipelines}) == 1
+
+
+def test_more_memory_needs_fewer_stages() -> None:
+    """8 layers of 100 MB of weights take 0.4 GB each with gradients and Adam."""
+
+    def num_stages(memory: int) -> int:
+        over = problem(cluster([8], memory=memory), num_pipelines=1)
+        best = make_plan(over).best
+        assert all(use.memory <= (use.limit or 0) for use in best.uses)
+        return min(len(pipeline.parts) for pipeline in best.plan.pipelines)
+
+    assert num_stages(GIGABYTE * 6 // 10) == 8
+    assert num_stages(GIGABYTE * 40) <= 8
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_what_is_missing() -> None:
+    over = problem(cluster([4], memory=GIGABYTE // 4))
+    with pytest.raises(PlanError, match=r"'layer7' alone needs 0.4\d GiB.*0.21 GiB") as caught:
+        make_plan(over)
+    assert "GiB more" in caught.value.fix
+    few = problem(cluster([2], memory=GIGABYTE))
+    with pytest.raises(PlanError, match=r"at least 3.\d\d GiB in all, and the 2 devices have 1.68"):
+        make_plan(few)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"num_stages": 9}, "9 stages x 1 pipelines for 4 devices and 8 layers"),
+        ({"num_stages": 2, "num_pipelines": 3}, "2 stages x 3 pipelines for 4 devices"),
+        ({"microbatch_size": 3}, "micro-batches of 3"),
+        ({"objective": Objective.COST}, "'r0/0' has no price"),
+        ({"sync": "gossip"}, "gossip"),
+        ({"batch": 0}, "batch=0"),
+    ],
+)
+def test_what_cannot_be_is_refused(asked: dict[str, object], says: str) -> None:
+    with pytest.raises((PlanError, ValueError), match=says):
+        make_plan(problem(cluster([4]), **asked))
+
+
+def priced(over: Problem, prices: dict[str, float]) -> Problem:
+    devices = [replace(d, price_per_hour=prices[d.region]) for d in over.cluster.devices]
+    return replace(over, cluster=replace(over.cluster, devices=tuple(devices)))
+
+
+def test_for_money_the_dear_region_is_left_out_and_for_time_it_is_used() -> None:
+    over = problem(cluster([2, 2], outer=(0.001, 1e9)), (0.2,) * 8, batch=32)
+    over = priced(over, {"r0": 1.0, "r1": 20.0})
+    fast = make_plan(over).best
+    cheap = make_plan(replace(over, job=replace(over.job, objective=Objective.COST))).best
+    assert {"r1/0", "r1/1"} <= set(cheap.plan.left_out)
+    assert fast.plan.left_out == ()
+    assert cheap.price is not None
+    assert fast.price is not None
+    assert cheap.price < fast.price
+    assert cheap.time.total > fast.time.total
+
+
+def test_the_front_has_nothing_that_is_slower_and_dearer() -> None:
+    over = priced(problem(cluster([2, 2])), {"r0": 1.0, "r1": 2.0})
+    planned = make_plan(over)
+    times = [one.time.total for one in planned.front]
+    prices = [one.price for one in planned.front]
+    assert times == sorted(times)
+    assert prices == sorted(prices, key=lambda price: -(price or 0.0))
+    assert planned.front[0].time.total == planned.best.time.total
+    assert make_plan(problem(cluster([2, 2]))).front == ()
+
+
+def test_a_front_keeps_the_cheaper_of_two_equally_fast_ones() -> None:
+    one = make_plan(priced(problem(cluster([2])), {"r0": 1.0})).best
+
+    def at(price: float) -> Prediction:
+        return replace(one, price=price)
+
+    assert [each.price for each in pareto_front([at(3.0), at(2.0)])] == [2.0]
+
+
+def test_sizes_of_micro_batches_are_chosen() -> None:
+    """Twice the samples take hardly longer: larger micro-batches must win."""
+    from polyrhythm.describe.model import AtSize, ModelProfile
+
+    over = problem(cluster([2]), batch=32)
+    table = tuple(
+        replace(
+            layer,
+            sizes=(
+                AtSize(
+                    microbatch_size=4,
+                    forward=layer.forward * 1.2,
+                    backward=layer.backward * 1.2,
+                    activation_bytes=layer.activation_bytes * 4,
+                    stored_bytes=layer.stored_bytes * 4,
+                ),
+            ),
+        )
+        for layer in layers((1.0,) * 8)
+    )
+    profile = ModelProfile(name="model", microbatch_size=1, layers=table)
+    assert make_plan(replace(over, profile=profile)).best.plan.microbatch_size == 4
+
+
+def test_a_script_gets_the_same_plan_in_one_call() -> None:
+    over = problem(cluster([2, 2]), batch=8)
+    plan = polyrhythm.make_plan(over.cluster, over.profile, batch=8)
+    assert plan == make_plan(over).best.plan
+    with pytest.raises(PlanError, match="9 stages"):
+        polyrhythm.make_plan(over.cluster, over.profile, batch=8, num_stages=9)

@@ -1,0 +1,53 @@
+"""The bound of a step is below every plan, and near the best one where that is simple."""
+
+import pytest
+from hypothesis import given, settings
+
+from polyrhythm.plan.predict import predict
+from polyrhythm.plan.problem import Problem
+from polyrhythm.plan.search import make_plan
+from polyrhythm.plan.step_bound import least_price, least_step, step_bound
+from tests.pure.planning import all_plans, cluster, problem, small_problems
+
+
+@settings(max_examples=40, deadline=None)
+@given(small_problems())
+def test_no_plan_is_faster_than_the_bound_and_the_search_finds_a_good_one(over: Problem) -> None:
+    bound = step_bound(over, sizes=(1,))
+    best = min(predict(plan, over).time.total for plan in all_plans(over))
+    assert bound <= best * (1 + 1e-9)
+    found = make_plan(over).best.time.total
+    assert bound <= found * (1 + 1e-9)
+    assert found <= best * 1.15
+
+
+def test_equal_devices_side_by_side_come_near_the_bound() -> None:
+    planned = make_plan(problem(cluster([4]), (1.0,) * 8, batch=64))
+    assert planned.best.plan.predicted is not None
+    assert planned.best.plan.predicted.gap < 0.05
+
+
+def test_one_device_reaches_the_bound() -> None:
+    planned = make_plan(problem(cluster([1]), (0.5, 1.0), batch=3))
+    assert planned.best.time.total == pytest.approx(4.5)
+    assert planned.bound == pytest.approx(4.5)
+
+
+def test_fewer_devices_and_far_islands_raise_the_bound() -> None:
+    near, far = problem(cluster([8])), problem(cluster([4, 4], outer=(0.03, 1e6)))
+    # As one pipeline: it stays on an island of four, or sends all over the slow link.
+    assert least_step(far, 1, 1) > 1.5 * least_step(near, 1, 1)
+    assert least_step(near, 1, 2, num_devices=4) > 1.5 * least_step(near, 1, 2, num_devices=8)
+
+
+def test_gradients_raise_the_bound_of_several_pipelines() -> None:
+    light = problem(cluster([2], inner=(1e-4, 1e8)), gradient_bytes=0.0)
+    heavy = problem(cluster([2], inner=(1e-4, 1e8)), gradient_bytes=1.0)
+    # 8 layers of 100 MB, half of them over the wire in each half, at 100 MB/s, by both devices.
+    assert least_step(heavy, 1, 2) - least_step(light, 1, 2) == pytest.approx(8.0)
+
+
+def test_the_least_price_is_that_of_the_compute_alone() -> None:
+    over = problem(cluster([2], speeds=(1.0, 2.0), price_per_hour=3.6), (1.0,), batch=10)
+    assert least_price(over, (1,)) == pytest.approx(10 * 0.001 / 2)
+    assert least_price(problem(cluster([2])), (1,)) is None
