@@ -159,6 +159,7 @@ def prices_of(
         ),
         _over(problem, layers_per_stage, microbatch_size, work.sum() * num_microbatches),
         float(num_microbatches),
+        float(group - 1),
         problem.job.objective is Objective.COST,
         even,
         sync not in _SEQUENTIAL,
@@ -170,17 +171,15 @@ def _over(
 ) -> Floats:
     """[stage, device]: what a device costs that cannot hold the stage with a micro-batch."""
     over = np.zeros((len(layers_per_stage), problem.num_devices))
-    limits = [problem.limit(device) for device in range(problem.num_devices)]
-    if not any(limits):
+    if np.isinf(problem.rooms).all():
         return over
     end = 0
     for stage, count in enumerate(layers_per_stage):
         layers = range(end, end + count)
         end = layers.stop
         bytes_needed = needed(problem.memory(layers, microbatch_size), in_flight=1, window=0)
-        for device, limit in enumerate(limits):
-            if limit is not None and bytes_needed > limit:
-                over[stage, device] = _NO_ROOM * work * (1 + (bytes_needed - limit) / bytes_needed)
+        missing = np.maximum(0.0, bytes_needed - problem.rooms)
+        over[stage] = np.where(missing > 0, _NO_ROOM * work * (1 + missing / bytes_needed), 0.0)
     return over
 
 

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from polyrhythm.plan.compiled import Ints, below, compiled, inlined
+from polyrhythm.plan.compiled import Ints, below, compiled
 from polyrhythm.plan.layout_kernel import (
     Prices,
     State,
@@ -26,7 +26,7 @@ _SUFFIXES, _ROWS = 0.30, 0.04  # shares of moves; else two devices change places
 _GUIDED = 0.5  # of those: to where a near device is
 
 
-@inlined
+@compiled
 def _swap(state: State, prices: Prices, a: int, b: int) -> None:
     """Places a and b, counted stage by stage, change devices; places beyond the layout are idle."""
     num_columns = state.layout.shape[1]
@@ -44,7 +44,7 @@ def _swap(state: State, prices: Prices, a: int, b: int) -> None:
                 row_times(state, prices, s)
 
 
-@inlined
+@compiled
 def _swap_suffix(state: State, prices: Prices, s: int, p: int, q: int) -> None:
     """Columns change places from stage s on; rows keep their members."""
     num_columns = state.layout.shape[1]
@@ -56,7 +56,7 @@ def _swap_suffix(state: State, prices: Prices, s: int, p: int, q: int) -> None:
     column_times(state, prices, q)
 
 
-@inlined
+@compiled
 def _turn_rows(state: State, prices: Prices, s: int, t: int) -> None:
     """Stages s to t in reverse order."""
     num_columns = state.layout.shape[1]
@@ -167,7 +167,7 @@ def anneal_step(
     return float(best)
 
 
-@inlined
+@compiled
 def _copy(source: Ints, target: Ints) -> None:
     for i in range(len(source)):
         target[i] = source[i]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polyrhythm.plan.compiled import Floats, Ints, compiled, inlined
+from polyrhythm.plan.compiled import Floats, Ints, compiled
 
 _NEVER = 1e-12  # seconds: a period that is none
 
@@ -27,6 +27,7 @@ class Prices(NamedTuple):
     pairs: Floats  # [ROUND_TRIP, BUSY, BOTH or EGRESS, device, device]
     over: Floats  # [stage, device]: seconds to add for memory that the device does not have
     num_microbatches: float  # of all columns
+    num_peers: float  # that a member of a row serves at a time
     by_price: bool  # what is annealed: the price of a step, else its time
     even: bool  # the same number of micro-batches for each column
     concurrent: bool  # a member of a row serves all peers at once, else one after the other
@@ -52,7 +53,7 @@ SYNC, MEAN = 0, 1  # seconds of a row's slowest member, and of its mean one
 SENT = 2  # price of what is sent: for a micro-batch, for the gradients of a step
 
 
-@inlined
+@compiled
 def column_times(state: State, prices: Prices, p: int) -> None:
     first, period, sent = 0.0, 0.0, 0.0
     layout = state.layout
@@ -70,7 +71,7 @@ def column_times(state: State, prices: Prices, p: int) -> None:
     columns[FIRST, p], columns[PERIOD, p], columns[SENT, p] = first, period, sent
 
 
-@inlined
+@compiled
 def row_times(state: State, prices: Prices, s: int) -> None:
     size, share = state.layout.shape[1], prices.stages[SHARE, s]
     worst, total, sent = 0.0, 0.0, 0.0
@@ -87,14 +88,15 @@ def row_times(state: State, prices: Prices, s: int) -> None:
                 in_turn += one
                 sent += share * prices.pairs[EGRESS, a, b]  # each pair is met twice, for two halves
         if prices.concurrent:
-            in_turn = max(slowest, 2 * share * (size - 1) * prices.devices[SENDS, a])
+            in_turn = max(slowest, 2 * share * prices.num_peers * prices.devices[SENDS, a])
         worst = max(worst, in_turn)
         total += in_turn
+    sent *= prices.num_peers / max(size - 1, 1)  # some of them, in groups
     rows = state.rows
     rows[SYNC, s], rows[MEAN, s], rows[SENT, s] = worst, total / size, sent
 
 
-@inlined
+@compiled
 def values(state: State, prices: Prices) -> tuple[float, float]:
     """What is annealed, the time or the price of a step; and that with means for maxima."""
     step, mean = step_times(state, prices)
@@ -110,7 +112,7 @@ def values(state: State, prices: Prices) -> tuple[float, float]:
     return step * rent + sent, mean * rent + sent
 
 
-@inlined
+@compiled
 def step_times(state: State, prices: Prices) -> tuple[float, float]:
     """The step, and the same with means for maxima."""
     num_columns = state.layout.shape[1]
@@ -133,7 +135,7 @@ def step_times(state: State, prices: Prices) -> tuple[float, float]:
     return columns + worst_sync, mean_first + each * mean_period + mean_sync
 
 
-@inlined
+@compiled
 def device_at(state: State, place: int) -> int:
     num_columns = state.layout.shape[1]
     if place < state.layout.size:
@@ -141,7 +143,7 @@ def device_at(state: State, place: int) -> int:
     return int(state.idle[place - state.layout.size])
 
 
-@inlined
+@compiled
 def put(state: State, place: int, device: int) -> None:
     num_columns = state.layout.shape[1]
     state.where[device] = place

@@ -99,6 +99,12 @@ class Problem:
         memory = self.cluster.devices[device].memory
         return None if memory is None else int(memory * (1 - self.job.memory_reserve))
 
+    @cached_property
+    def rooms(self) -> NDArray[np.float64]:
+        """The same for all devices; inf where there is no limit."""
+        limits = [self.limit(device) for device in range(self.num_devices)]
+        return np.array([np.inf if limit is None else limit for limit in limits], np.float64)
+
     def stages(
         self, layers_per_stage: Sequence[int], microbatch_size: int
     ) -> tuple[StageWork, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from polyrhythm.errors import PlanError
+from polyrhythm.plan.no_room import no_room
 from polyrhythm.plan.problem import Problem
 from polyrhythm.plan.sketch import Shape
 
@@ -64,37 +65,7 @@ def no_shape(problem: Problem) -> PlanError:
             expected="a micro-batch or more for each pipeline",
             fix=f"use at most {job.batch // size} pipelines, or a batch of {pipelines * size}",
         )
-    return _no_room(problem)
-
-
-def _no_room(problem: Problem) -> PlanError:
-    """Say which layers lack how much, with as many stages as there can be."""
-    size = sizes_for(problem)[0]
-    least = problem.least_memory(size)
-    single = [
-        (float(least[i, i + 1]), layer.name) for i, layer in enumerate(problem.profile.layers)
-    ]
-    limits = [problem.limit(device) or float("inf") for device in range(problem.num_devices)]
-    needed, layer = max(single)
-    roomy = max(limits)
-    gib = 2**30
-    if needed > roomy:
-        return PlanError(
-            f"layer {layer!r} alone needs {needed / gib:.2f} GiB with a micro-batch of {size}, and "
-            f"no device has more than {roomy / gib:.2f} GiB to give",
-            expected="every layer to fit into some device",
-            fix=f"use devices with {(needed - roomy) / gib:.2f} GiB more, smaller micro-batches, "
-            "or a smaller memory reserve",
-        )
-    total, there_is = float(least[0, -1]), sum(limits)
-    return PlanError(
-        f"no plan fits: the model needs at least {total / gib:.2f} GiB in all, and the "
-        f"{problem.num_devices} devices have {there_is / gib:.2f} GiB to give",
-        expected="consecutive layers for every device, with their weights, gradients, optimizer "
-        "state and one micro-batch",
-        fix=f"add devices with {max(total - there_is, needed) / gib:.2f} GiB, use smaller "
-        "micro-batches, a lighter optimizer, or fewer pipelines",
-    )
+    return no_room(problem, size)
 
 
 def _numbers_of_stages(problem: Problem) -> list[int]:

@@ -213,12 +213,10 @@ def _transfers(problem: Problem, shape: Shape, devices: Ints) -> Floats:
 
 def _fits(problem: Problem, shape: Shape, devices: Ints) -> NDArray[np.bool_] | None:
     """[stage, a, b]: whether every device of a stage holds layers a to b and a micro-batch."""
-    limits = [problem.limit(device) for device in range(problem.num_devices)]
-    if not any(limit is not None for limit in limits):
+    if np.isinf(problem.rooms).all():
         return None
     size = problem.least_memory(shape.microbatch_size)
-    most = np.array([np.inf if limit is None else limit for limit in limits])
-    room = most[devices].min(axis=1)
+    room = problem.rooms[devices].min(axis=1)
     fits: NDArray[np.bool_] = size[None, :, :] <= room[:, None, None]
     return fits
 

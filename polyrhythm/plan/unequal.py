@@ -149,12 +149,11 @@ def _dealt(problem: Problem, team: Sequence[int], size: int) -> tuple[Run, ...]:
     sizes = np.array([0.0, *(float(layer.activation_bytes) for layer in layers)])
     bandwidth = problem.links.bandwidth
     links = [min(bandwidth[a, b], bandwidth[b, a]) for a, b in pairwise(devices)]
-    limits = np.array([problem.limit(d) or np.inf for d in devices])
     counts = deal_layers(
         [layer.forward + layer.backward for layer in layers],
         [1 / problem.speeds[device] for device in devices],
         transfers=np.array([sizes / link for link in links]),
-        fits=problem.least_memory(size)[None, :, :] <= limits[:, None, None],
+        fits=problem.least_memory(size)[None, :, :] <= problem.rooms[devices][:, None, None],
     )
     ends = pairwise(accumulate(counts, initial=0))
     return tuple(Run(d, a, b) for d, (a, b) in zip(devices, ends, strict=True))

@@ -115,9 +115,10 @@ def plain_value(case: Case) -> float:
                 trips * lat(a, b) + 2 * share / min(links.bandwidth[a, b], links.bandwidth[b, a])
                 for b in others
             ]
-            all_sent = 2 * share * len(others) / links.uplinks[a]
+            all_sent = 2 * share * (group - 1) / links.uplinks[a]
             syncs.append(sum(pairs) if in_turn else max([all_sent, *pairs]))
-            sent += share * sum(egress(a, b) for b in others)
+            some = (group - 1) / max(len(others), 1)  # of them, in groups
+            sent += some * share * sum(egress(a, b) for b in others)
     if job.unequal:
         rest = (job.batch - num_pipelines) / sum(1 / each for each in period)
         takes = max(first) + rest + max(syncs)

@@ -21,7 +21,7 @@ def devices_of(plan: Plan) -> list[str]:
     return [part.device for pipeline in plan.pipelines for part in pipeline.parts]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(small_problems(most_devices=6, most_layers=6), st.integers(0, 3))
 def test_a_plan_uses_or_leaves_out_every_device_and_does_the_whole_batch(
     over: Problem, seed: int
@@ -108,12 +108,14 @@ def test_more_memory_needs_fewer_stages() -> None:
 
 def test_a_model_that_fits_nowhere_is_refused_with_what_is_missing() -> None:
     over = problem(cluster([4], memory=GIGABYTE // 4))
-    with pytest.raises(PlanError, match=r"'layer7' alone needs 0.4\d GiB.*0.21 GiB") as caught:
+    with pytest.raises(PlanError, match=r"'layer1' alone needs 0.4\d GiB.*0.21 GiB") as caught:
         make_plan(over)
     assert "GiB more" in caught.value.fix
     few = problem(cluster([2], memory=GIGABYTE))
-    with pytest.raises(PlanError, match=r"at least 3.\d\d GiB in all, and the 2 devices have 1.68"):
+    says = r"stage 1 \(layers 4 to 7\) needs 1.58 GiB and 'r0/1' has 0.84 GiB to give"
+    with pytest.raises(PlanError, match=says) as caught:
         make_plan(few)
+    assert "0.75 GiB to 'r0/1'" in caught.value.fix
 
 
 @pytest.mark.parametrize(

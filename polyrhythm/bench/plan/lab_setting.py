@@ -48,19 +48,19 @@ class Size:
 
 
 # Bytes: what is under way on the longest link is less than TCP sends before it hears anything.
-# Time: a step of the 16 processes takes them 3 s of two cores, and must take longer than that.
+# Time: a step of the 16 processes takes them 3 s of two cores, and must take much longer than that.
 FULL = Size(
     num_stages=4,
     num_pipelines=4,
     num_microbatches=64,
-    time_scale=0.25,
+    time_scale=0.4,
     byte_scale=1 / 2048,
     num_random=5,
     num_steps=2,
     uneven_forward=0.001,
     uneven_microbatches=32,
     uneven_rounds=2,
-    budget=90.0,
+    budget=150.0,
 )
 QUICK = Size(
     num_stages=2,
