@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, simulate
+from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, Timeline, simulate
 from polyrhythm.cost.sync import Group, Links, Sync, half_times
 from polyrhythm.types import Action, Seconds
 
@@ -180,13 +180,17 @@ def _next_summed(
     """
     hides = 1.0 if step.sync is Sync.DECOUPLED else 0.0
     ends, lasts = [0.0] * len(halves), [0.0] * len(halves)  # of and before the last backward
+    known: dict[tuple[int, PipelineTimes, tuple[Seconds, ...]], Timeline] = {}  # alike, alike
     for replica, one in zip(step.replicas, times, strict=True):
         begins = []
         for device, first, end in replica.runs:
             forwards = [work.forward / step.speeds[device] for work in step.stages[first:end]]
             late = zip(summed[first:end], halves[first:end], forwards, strict=True)
             begins.append(max(at + max(0.0, half - hides * hidden) for at, half, hidden in late))
-        timeline = simulate(replica.schedule, one, ready=begins)
+        key = id(replica.schedule), one, tuple(begins)
+        if key not in known:
+            known[key] = simulate(replica.schedule, one, ready=begins)
+        timeline = known[key]
         for (device, first, end), done in zip(replica.runs, timeline.ends, strict=True):
             for stage in range(first, end):
                 backward = step.stages[stage].backward / step.speeds[device]

@@ -15,8 +15,8 @@ from polyrhythm.plan.predict import Prediction, paces, predict
 from polyrhythm.plan.problem import Problem
 from polyrhythm.plan.sketch import deal_microbatches
 
-_MOST_ACTIONS = 1_000_000  # simulated, over all changes
-_MOST_CHANGES = 150
+_MOST_ACTIONS = 120_000  # of one step each, over all changes: a second or two
+_MOST_CHANGES = 100
 _WORTHWHILE = 1e-4  # relative
 
 
@@ -63,7 +63,7 @@ def _changed(plan: Plan, problem: Problem) -> Iterator[Plan]:
     """Plans that differ a little, with schedules chosen anew if they are free."""
     opened = tuple(replace(p, schedule=problem.job.schedule) for p in plan.pipelines)
     plan = replace(plan, pipelines=opened, predicted=None)
-    for changed in (*_layers_moved(plan), *_stages_swapped(plan)):
+    for changed in (*_stages_swapped(plan), *_layers_moved(plan)):
         yield changed
         if problem.job.unequal and (redealt := _redealt(changed, problem)) != changed:
             yield redealt

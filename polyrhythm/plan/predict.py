@@ -66,7 +66,7 @@ def predict(plan: Plan, problem: Problem) -> Prediction:
         plan,
         pipelines=tuple(_scheduled(number, plan, one, problem) for number, one in enumerate(times)),
     )
-    schedules = [_built(pipeline, problem) for pipeline in plan.pipelines]
+    schedules = _built(plan, problem)
     replicas = tuple(
         Replica(runs=each, schedule=schedule)
         for each, schedule in zip(runs, schedules, strict=True)
@@ -166,13 +166,20 @@ def _scheduled(number: int, plan: Plan, times: PipelineTimes, problem: Problem) 
     return replace(pipeline, schedule=recipe)
 
 
-def _built(pipeline: PipelinePlan, problem: Problem) -> Schedule:
-    assert pipeline.num_microbatches is not None, "checked"
-    return problem.schedules.build(
-        pipeline.schedule,
-        num_stages=len(pipeline.parts),
-        num_microbatches=pipeline.num_microbatches,
-    )
+def _built(plan: Plan, problem: Problem) -> list[Schedule]:
+    """Of each pipeline; those that are alike share it, so that they are simulated once."""
+    built: dict[tuple[str, int, int], Schedule] = {}
+    schedules = []
+    for pipeline in plan.pipelines:
+        assert pipeline.num_microbatches is not None, "checked"
+        key = pipeline.schedule, len(pipeline.parts), pipeline.num_microbatches
+        if key not in built:
+            recipe, num_stages, num_microbatches = key
+            built[key] = problem.schedules.build(
+                recipe, num_stages=num_stages, num_microbatches=num_microbatches
+            )
+        schedules.append(built[key])
+    return schedules
 
 
 def _too_large(device: str, layers: range, size: int, problem: Problem) -> PlanError:

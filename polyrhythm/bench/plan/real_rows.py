@@ -84,8 +84,8 @@ def real_rows(*, quick: bool, on_row: Callable[[Row], None] = lambda _: None) ->
     rows = []
     for case in CASES[-1:] if quick else CASES:
         layout = dtfm_layout(case)
-        for workload, sync in _workloads(case, quick=quick):
-            row = _row(case, workload, sync, layout)
+        for workload, sync in _workloads(quick=quick):
+            row = _row(case, workload, sync, layout, num_random=1 if quick else _NUM_RANDOM)
             on_row(row)
             rows.append(row)
     return rows
@@ -142,18 +142,20 @@ def dtfm_layout(case: str) -> list[list[int]]:
     return [list(row) for row in place(times, seed=0).cost.layout]
 
 
-def _workloads(case: str, *, quick: bool) -> Iterator[tuple[Workload, Sync]]:
+def _workloads(*, quick: bool) -> Iterator[tuple[Workload, Sync]]:
     for workload in PUBLISHED_WORKLOADS[:1] if quick else PUBLISHED_WORKLOADS:
         yield workload, Sync.ALL_REDUCE
     for sync in (Sync.ALL_REDUCE, Sync.RING, Sync.SEQUENTIAL):
         yield PLANNERS_WORKLOAD, sync
 
 
-def _row(case: str, workload: Workload, sync: Sync, layout: list[list[int]]) -> Row:
+def _row(
+    case: str, workload: Workload, sync: Sync, layout: list[list[int]], *, num_random: int
+) -> Row:
     problem = problem_of(Cluster.load(case), workload, sync)
     rng = np.random.default_rng(0)
     size = (DEGREE, DEGREE)
-    random = [rng.permutation(DEGREE**2).reshape(size).tolist() for _ in range(_NUM_RANDOM)]
+    random = [rng.permutation(DEGREE**2).reshape(size).tolist() for _ in range(num_random)]
     return Row(
         case=case,
         workload=workload,
