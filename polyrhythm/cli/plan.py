@@ -197,11 +197,11 @@ class PlanCommand:
         from polyrhythm.observe.plan_progress import PlanProgress
         from polyrhythm.observe.plan_table import show_change
         from polyrhythm.plan.predict import predict
-        from polyrhythm.plan.replan import replan
+        from polyrhythm.plan.replan import reopened, replan
 
         assert self.steps is not None, "checked"
         try:
-            now: Prediction | str = predict(running, problem)
+            now: Prediction | str = predict(reopened(running, problem), problem)
         except PlanError as error:
             now = f"{error.wrong} (expected: {error.expected})"
         with PlanProgress(console) as progress:

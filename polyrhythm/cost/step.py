@@ -204,5 +204,8 @@ def _in_groups(step: Step, times: Sequence[PipelineTimes], halves: Sequence[Seco
     rate = 0.0
     for replica, one in zip(step.replicas, times, strict=True):
         alone = replace(step, replicas=(replica,), sync=Sync.ALL_REDUCE)
-        rate += (len(replica.schedule[0]) // 2) / _steady(alone, [one], halves)
+        takes = _steady(alone, [one], halves)
+        if takes == 0:
+            return 0.0
+        rate += (len(replica.schedule[0]) // 2) / takes
     return step.num_microbatches / rate

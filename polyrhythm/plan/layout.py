@@ -1,7 +1,7 @@
 """Who runs which stage of which pipeline, for a step as it really runs.
 
 From layouts made in one go (`construct.py`), with near devices side by side as pipelines, as stages
-or in between, and with equally fast ones together, annealing (`layout_kernel.py`) goes on. Stages
+or in between, and with equally fast or equally large ones together, annealing (`layout_kernel.py`) goes on. Stages
 are given: `sketch.py` deals layers and places devices in turn.
 """
 
@@ -71,8 +71,20 @@ def starts(problem: Problem, num_stages: int, num_pipelines: int) -> Iterator[tu
             # Equally fast ones together, near ones next to one another: as stages, as pipelines.
             row = made[0].T.ravel()
             row = row[np.argsort(-np.array(problem.speeds)[row], kind="stable")]
-            yield np.ascontiguousarray(row.reshape(num_stages, num_pipelines)), idle
-            yield np.ascontiguousarray(row.reshape(num_pipelines, num_stages).T), idle
+            yield from _both_ways(row, num_stages, num_pipelines, idle)
+        if problem.rooms[kept].max() > problem.rooms[kept].min():
+            row = made[0].T.ravel()
+            row = row[np.argsort(-problem.rooms[row], kind="stable")]
+            yield from _both_ways(row, num_stages, num_pipelines, idle)
+            yield from _both_ways(row[::-1], num_stages, num_pipelines, idle)
+
+
+def _both_ways(
+    row: Ints, num_stages: int, num_pipelines: int, idle: Ints
+) -> Iterator[tuple[Ints, Ints]]:
+    """A row of devices dealt as stages, and as pipelines."""
+    yield np.ascontiguousarray(row.reshape(num_stages, num_pipelines)), idle
+    yield np.ascontiguousarray(row.reshape(num_pipelines, num_stages).T), idle
 
 
 def valued(problem: Problem, prices: "Prices", devices: Ints, idle: Ints) -> Layout:
@@ -202,6 +214,8 @@ def _kept(problem: Problem, count: int, distance: Floats) -> list[Ints]:
     middle = np.sort(distance, axis=1)[:, :count].mean(axis=1)
     rent = np.array([device.price_per_hour or 0.0 for device in problem.cluster.devices])
     orders = [np.argsort(middle / speeds, kind="stable"), np.lexsort((middle, -speeds))]
+    if problem.rooms.max() > problem.rooms.min():
+        orders.append(np.lexsort((middle, -problem.rooms)))
     if problem.job.objective is Objective.COST:
         orders.append(np.lexsort((middle, rent / speeds)))
     return [np.sort(order[:count]) for order in orders]

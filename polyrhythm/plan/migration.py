@@ -99,7 +99,7 @@ def _renamed(pipeline: PipelinePlan, names: Mapping[str, str]) -> PipelinePlan:
 
 def _kind(device: Device) -> tuple[object, ...]:
     """Devices of one kind may change places: links depend on the region only."""
-    return device.region, device.speed, device.memory, device.price_per_hour
+    return device.region, device.speed, device.memory, device.price_per_hour, device.uplink
 
 
 def _state(layer: int, problem: Problem) -> Bytes:

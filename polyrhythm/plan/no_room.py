@@ -40,15 +40,15 @@ def no_room(problem: Problem, microbatch_size: int) -> PlanError:
     has = limits[device]
     if most <= 0:  # one pipeline fits: it is their number, or who is next to whom
         return PlanError(
-            f"no plan of {problem.job.num_pipelines or 1} pipelines fits into memory",
+            "no plan was found that fits into memory",
             expected="every device to hold its layers, with gradients, optimizer state and one "
             "micro-batch",
             fix="use fewer pipelines, more stages, or smaller micro-batches",
         )
     return PlanError(
-        f"no plan fits: of {stages} stages, dealt by memory, stage {stage} (layers {layers.start} "
-        f"to {layers.stop - 1}) needs {(has + most) / _GIB:.2f} GiB and {name!r} has "
-        f"{has / _GIB:.2f} GiB to give",
+        f"no plan was found that fits: of {stages} stages, dealt by memory, stage {stage} (layers "
+        f"{layers.start} to {layers.stop - 1}) needs {(has + most) / _GIB:.2f} GiB and {name!r} "
+        f"has {has / _GIB:.2f} GiB to give",
         expected="every stage to fit, with its weights, gradients, optimizer state and one "
         f"micro-batch of {microbatch_size}",
         fix=f"add a device, or {most / _GIB:.2f} GiB to {name!r}; or use smaller micro-batches, "

@@ -149,10 +149,10 @@ class Plan:
         """The workers that hold the same layers and average with one another."""
         return tuple(Worker(stage, pipeline) for pipeline in range(self.num_pipelines))
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         from polyrhythm.plan.plan_file import write_plan  # it builds plans, so it imports this
 
-        write_plan(self, path)
+        write_plan(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":

@@ -13,7 +13,7 @@ from pathlib import Path
 from polyrhythm.cost.sync import Sync
 from polyrhythm.describe.read import build, parsed, unknown
 from polyrhythm.describe.units import check_amount
-from polyrhythm.describe.write import replace_file
+from polyrhythm.describe.write import check_target, replace_file
 from polyrhythm.errors import PlanError, UserError
 from polyrhythm.plan.plan import Plan, Predicted
 from polyrhythm.types import Seconds
@@ -40,7 +40,8 @@ def read_plan(path: Path) -> Plan:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """As JSON."""
+    """As JSON; raises UserError for a file that cannot be one."""
+    check_target(path, (".json",), flag="save")
     text = _text({"schema": SCHEMA, **_table(plan)}, indent="") + "\n"
     replace_file(path, text)
 

@@ -4,6 +4,7 @@ The step is simulated (`cost/step.py`). A schedule that is left open is chosen h
 memory of the devices.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -53,7 +54,7 @@ class Prediction:
     @property
     def samples_per_second(self) -> float:
         assert self.plan.batch is not None, "predict refuses a plan without one"
-        return self.plan.batch / self.time.total
+        return self.plan.batch / self.time.total if self.time.total else math.inf
 
 
 def predict(plan: Plan, problem: Problem) -> Prediction:

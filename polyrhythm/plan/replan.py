@@ -9,13 +9,14 @@ Like `make_plan`, the answer depends on its arguments only: every node that has 
 measurements and knows the running plan comes to the same one.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.job import Objective
 from polyrhythm.plan.migration import Migration, least_moves, migration
-from polyrhythm.plan.plan import AUTO, PipelinePlan, Plan
+from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.predict import Prediction, predict
 from polyrhythm.plan.problem import Problem
 from polyrhythm.plan.search import Planned, Progress, completed, predictions
@@ -96,30 +97,40 @@ def _options(
     running: Plan, problem: Problem, seed: int, on_progress: Callable[[Progress], None]
 ) -> Iterator[_Option]:
     near = [
-        ("as it runs", running),
-        *(("mended", plan) for plan in _mended(running, problem)),
-        *(("improved", plan) for plan in _annealed(running, problem, seed)),
+        ("as it runs", [running] if running.batch == problem.job.batch else []),
+        ("mended", _mended(running, problem)),
+        ("improved", _annealed(running, problem, seed)),
     ]
-    for what, plan in near:
-        try:
-            yield _option(what, running, predict(_reopened(plan, problem), problem), problem)
-        except PlanError:  # a device is gone, or is too small now
-            continue
+    for what, plans in near:
+        for plan in plans:
+            if not _asked_for(plan, problem):
+                continue
+            with contextlib.suppress(PlanError):  # a device is gone, or is too small now
+                yield _option(what, running, reopened(plan, problem), problem)
     try:
         found = predictions(problem, seed=seed, on_progress=on_progress)
     except PlanError:
         return
     for prediction in found:
-        moved = least_moves(running, prediction.plan, problem)
-        yield _option("new", running, replace(prediction, plan=moved), problem)
+        yield _option("new", running, least_moves(running, prediction.plan, problem), problem)
 
 
-def _option(what: str, running: Plan, prediction: Prediction, problem: Problem) -> _Option:
-    there = migration(running, prediction.plan, problem)
+def _asked_for(plan: Plan, problem: Problem) -> bool:
+    job = problem.job
+    return (
+        job.num_stages in (None, plan.num_stages)
+        and job.num_pipelines in (None, plan.num_pipelines)
+        and job.microbatch_size in (None, plan.microbatch_size)
+    )
+
+
+def _option(what: str, running: Plan, plan: Plan, problem: Problem) -> _Option:
+    prediction = predict(plan, problem)
+    there = migration(running, plan, problem)
     return _Option(
         prediction=prediction,
         migration=there,
-        changes=_work(prediction.plan) != _work(running),
+        changes=_work(plan) != _work(running),
         what=what,
     )
 
@@ -127,23 +138,32 @@ def _option(what: str, running: Plan, prediction: Prediction, problem: Problem) 
 def _work(plan: Plan) -> object:
     """What a change of means a restart: schedules may change while the job runs."""
     pipelines = {(p.devices, p.num_microbatches) for p in plan.pipelines}
-    return plan.layers_per_stage, plan.microbatch_size, pipelines
+    return plan.layers_per_stage, plan.microbatch_size, plan.sync, pipelines
 
 
-def _reopened(plan: Plan, problem: Problem) -> Plan:
+def reopened(plan: Plan, problem: Problem) -> Plan:
     """With schedules chosen anew for the cluster as it is."""
-    pipelines = tuple(replace(p, schedule=AUTO) for p in plan.pipelines)
-    return replace(plan, pipelines=pipelines, sync=problem.job.sync, predicted=None)
+    pipelines = tuple(replace(p, schedule=problem.job.schedule) for p in plan.pipelines)
+    used = {device for pipeline in pipelines for device in pipeline.devices}
+    return replace(
+        plan,
+        pipelines=pipelines,
+        sync=problem.job.sync,
+        left_out=tuple(d.name for d in problem.cluster.devices if d.name not in used),
+        predicted=None,
+    )
 
 
 def _mended(running: Plan, problem: Problem) -> Iterator[Plan]:
-    """Lost devices replaced by idle ones, as far as there are any; the other pipelines dropped."""
+    """Lost devices replaced by idle ones, as far as there are any, the other pipelines dropped;
+    or the batch dealt anew, if it is another one.
+    """
     used = {device for pipeline in running.pipelines for device in pipeline.devices}
     lost = sorted(used - set(problem.index))
-    if not lost:
+    if not lost and running.batch == problem.job.batch:
         return
     idle = [device.name for device in problem.cluster.devices if device.name not in used]
-    for spares in (idle, []):
+    for spares in (idle, []) if lost and idle else ([],):
         stand_in = dict(zip(lost, spares, strict=False))
         kept = [
             replace(p, devices=tuple(stand_in.get(device, device) for device in p.devices))
@@ -151,24 +171,26 @@ def _mended(running: Plan, problem: Problem) -> Iterator[Plan]:
             if all(device in problem.index or device in stand_in for device in p.devices)
         ]
         if kept:
-            yield _with_batch(running, kept, problem)
+            yield from _with_batch(running, kept, problem)
 
 
-def _with_batch(running: Plan, kept: list[PipelinePlan], problem: Problem) -> Plan:
-    """The batch dealt to these pipelines, in proportion to what they had."""
+def _with_batch(running: Plan, kept: list[PipelinePlan], problem: Problem) -> Iterator[Plan]:
+    """The batch dealt to these pipelines, in proportion to what they had, if it can be."""
     size = running.microbatch_size or sizes_for(problem)[0]
+    count, rest = divmod(problem.job.batch, size)
+    if rest:
+        return
+    kept = kept[:count]  # each has a micro-batch at least
     pace = [1 / (pipeline.num_microbatches or 1) for pipeline in kept]
-    numbers = deal_microbatches(problem.job.batch // size, [0.0] * len(kept), pace, even=False)
-    used = {device for pipeline in kept for device in pipeline.devices}
-    names = [device.name for device in problem.cluster.devices]
-    return replace(
+    numbers = deal_microbatches(count, [0.0] * len(kept), pace, even=False)
+    yield replace(
         running,
         microbatch_size=size,
         pipelines=tuple(
-            replace(pipeline, num_microbatches=number, schedule=AUTO)
+            replace(pipeline, num_microbatches=number)
             for pipeline, number in zip(kept, numbers, strict=True)
         ),
-        left_out=tuple(name for name in names if name not in used),
+        left_out=(),
         predicted=None,
     )
 

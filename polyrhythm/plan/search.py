@@ -10,24 +10,26 @@ The result depends on the problem and the seed only, never on a clock: all nodes
 measurements make the same plan.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from polyrhythm.cost.dtfm import Traffic, pair_times
-from polyrhythm.errors import PlanError, UserError
+from polyrhythm.errors import PlanError, ScheduleError, UserError
 from polyrhythm.plan.job import Objective
 from polyrhythm.plan.plan import Predicted
 from polyrhythm.plan.polish import polished
 from polyrhythm.plan.predict import Prediction, predict
 from polyrhythm.plan.problem import Problem
 from polyrhythm.plan.shapes import no_shape, shapes, sizes_for
-from polyrhythm.plan.sketch import Sketch, improved, plan_of, sketched, with_devices
+from polyrhythm.plan.sketch import Shape, Sketch, improved, plan_of, sketched, with_devices
 from polyrhythm.plan.step_bound import least_price, least_step, step_bound
 from polyrhythm.plan.unequal import unequal_plans
 from polyrhythm.types import Seconds
 
 _QUICK_MOVES, _MOVES = 8_000, 150_000
 _NUM_IMPROVED, _NUM_PREDICTED = 6, 6
+_FEW_SIZES, _NUM_DEGREES = 3, 8  # sizes that are all tried; degrees tried with all others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +70,12 @@ def predictions(
     problem: Problem, *, seed: int, on_progress: Callable[[Progress], None]
 ) -> list[Prediction]:
     """Of the plans that seem best; at least one. Raises PlanError like `make_plan`."""
-    if seed < 0:
-        raise PlanError(f"seed={seed}", expected="0 or more", fix="use 0")
+    if not 0 <= seed < 2**31:
+        raise PlanError(f"seed={seed}", expected="0 or more, below 2**31", fix="use 0")
     _check_prices(problem)
     watch = _Watch(on_progress, problem)
     sketches = _improved(problem, list(_sketches(problem, seed, watch)), seed, watch)
-    plans = [plan_of(sketch, problem) for sketch in sketches[:_NUM_PREDICTED]]
+    plans = [plan_of(sketch, problem) for sketch in _most_promising(sketches)]
     if problem.job.unequal:
         best = min((sketch.value for sketch in sketches), default=float("inf"))
         plans += unequal_plans(problem, sizes_for(problem), below=best)
@@ -87,7 +89,8 @@ def predictions(
         except UserError as error:  # too large once all is counted, or not for this schedule
             reasons.append(error)
     if not found:
-        raise reasons[0] if reasons else no_shape(problem)
+        asked = [reason for reason in reasons if isinstance(reason, ScheduleError)]
+        raise asked[0] if asked else no_shape(problem)
     watch.say("polishing the best of them")
     best = min(range(len(found)), key=lambda place: _value(found[place], problem))
     found[best] = polished(found[best], problem, lambda one: _value(one, problem))
@@ -116,7 +119,7 @@ def completed(prediction: Prediction, bound: Seconds) -> Prediction:
     """With what its plan should say about itself."""
     predicted = Predicted(
         step=prediction.time.total,
-        bound=min(bound, prediction.time.total),
+        bound=bound,
         parts=prediction.parts,
         price_per_step=prediction.price,
     )
@@ -142,25 +145,51 @@ class _Watch:
 
 
 def _sketches(problem: Problem, seed: int, watch: _Watch) -> Iterator[Sketch]:
-    """One for each shape that may be worth it, in the order of what they could be at best."""
-    every = [
-        (least_step(problem, shape.microbatch_size, shape.num_pipelines, shape.num_places), shape)
-        for shape in shapes(problem)
-    ]
-    watch.total = len(every) + _NUM_IMPROVED + _NUM_PREDICTED
-    by_time = problem.job.objective is Objective.TIME
-    best = float("inf")
-    for bound, shape in sorted(every):
-        watch.say(str(shape))
-        if by_time and bound >= best:
-            continue
-        try:
-            sketch = sketched(problem, shape, num_moves=_QUICK_MOVES, seed=seed)
-        except PlanError:  # no layers fit
-            continue
-        best = min(best, sketch.value)
-        watch.found(sketch.value, str(shape))
-        yield sketch
+    """One for each shape that may be worth it, in the order of what they could be at best.
+
+    Where there are many sizes of micro-batches, two of them tell which degrees are good; only those
+    are tried with the others.
+    """
+    every = list(shapes(problem))
+    sizes = sorted({shape.microbatch_size for shape in every})
+    first = set(sizes) if len(sizes) <= _FEW_SIZES else {sizes[0], sizes[len(sizes) // 2]}
+    search = _Sketching(problem, seed, watch)
+    later = [shape for shape in every if shape.microbatch_size not in first]
+    watch.total = len(every) - len(later) + _NUM_IMPROVED + _NUM_PREDICTED
+    found = list(search.of([shape for shape in every if shape.microbatch_size in first]))
+    yield from found
+    best = sorted(found, key=lambda sketch: sketch.value)[:_NUM_DEGREES]
+    good = {(sketch.shape.num_stages, sketch.shape.num_pipelines) for sketch in best}
+    later = [shape for shape in later if (shape.num_stages, shape.num_pipelines) in good]
+    watch.total += len(later)
+    yield from search.of(later)
+
+
+class _Sketching:
+    """Sketches of shapes, except where even their bound is above the best so far."""
+
+    def __init__(self, problem: Problem, seed: int, watch: _Watch) -> None:
+        self._problem, self._seed, self._watch = problem, seed, watch
+        self._best = float("inf")
+
+    def of(self, some: list[Shape]) -> Iterator[Sketch]:
+        problem = self._problem
+        bounds = [
+            (least_step(problem, one.microbatch_size, one.num_pipelines, one.num_places), one)
+            for one in some
+        ]
+        by_time = problem.job.objective is Objective.TIME
+        for bound, shape in sorted(bounds):
+            self._watch.say(str(shape))
+            if by_time and bound >= self._best:
+                continue
+            try:
+                sketch = sketched(problem, shape, num_moves=_QUICK_MOVES, seed=self._seed)
+            except PlanError:  # no layers fit
+                continue
+            self._best = min(self._best, sketch.value)
+            self._watch.found(sketch.value, str(shape))
+            yield sketch
 
 
 def _improved(problem: Problem, sketches: list[Sketch], seed: int, watch: _Watch) -> list[Sketch]:
@@ -171,11 +200,21 @@ def _improved(problem: Problem, sketches: list[Sketch], seed: int, watch: _Watch
         watch.say(f"improving {sketch.shape}")
         candidates = [improved(problem, sketch, num_moves=_MOVES, seed=seed + 1)]
         if sketch.shape.num_places == problem.num_devices and sketch.shape.num_stages > 1:
-            start = dtfm_start(problem, sketch, seed)
-            candidates.append(improved(problem, start, num_moves=_MOVES // 2, seed=seed + 2))
+            with contextlib.suppress(PlanError):  # DT-FM does not look at memory
+                start = dtfm_start(problem, sketch, seed)
+                candidates.append(improved(problem, start, num_moves=_MOVES // 2, seed=seed + 2))
         better.append(min(candidates, key=lambda one: one.value))
         watch.found(better[-1].value, str(sketch.shape))
     return sorted([*better, *sketches[_NUM_IMPROVED:]], key=lambda sketch: sketch.value)
+
+
+def _most_promising(sketches: list[Sketch]) -> list[Sketch]:
+    """The best, and the best of each size of micro-batches: memory may rule out the others."""
+    of_size: dict[int, Sketch] = {}
+    for sketch in sketches:
+        of_size.setdefault(sketch.shape.microbatch_size, sketch)
+    others = [one for one in of_size.values() if one not in sketches[:_NUM_PREDICTED]]
+    return [*sketches[:_NUM_PREDICTED], *others]
 
 
 def dtfm_start(problem: Problem, sketch: Sketch, seed: int) -> Sketch:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from polyrhythm.errors import PlanError
 from polyrhythm.plan.layout import (
     Floats,
     Ints,
@@ -67,11 +68,15 @@ class Sketch:
 
 
 def sketched(problem: Problem, shape: Shape, *, num_moves: int, seed: int) -> Sketch:
-    """The best outline found; raises PlanError if no layers fit."""
-    found = [
-        _dealt(problem, shape, devices, idle)
-        for devices, idle in starts(problem, shape.num_stages, shape.num_pipelines)
-    ]
+    """The best outline found, which may not fit into memory; for `predict` to say."""
+    found, unfit = [], None
+    for devices, idle in starts(problem, shape.num_stages, shape.num_pipelines):
+        try:
+            found.append(_dealt(problem, shape, devices, idle))
+        except PlanError:  # not with these devices; annealing may bring others
+            unfit = unfit or _dealt_by_memory(problem, shape, devices, idle)
+    if not found and unfit is not None:
+        found = [unfit]
     found.sort(key=lambda sketch: sketch.value)
     best = [
         improved(problem, start, num_moves=num_moves, seed=seed + number)
@@ -96,7 +101,11 @@ def improved(problem: Problem, sketch: Sketch, *, num_moves: int, seed: int) -> 
             problem, prices, best.layout, num_moves=num_moves // (turn + 1), seed=seed + turn
         )
         moved = replace(best, layout=layout)
-        dealt = _dealt(problem, best.shape, layout.devices, layout.idle)
+        try:
+            dealt = _dealt(problem, best.shape, layout.devices, layout.idle)
+        except PlanError:  # still not with these devices
+            best = min(best, moved, key=lambda one: one.value)
+            break
         same = dealt.layers_per_stage == best.layers_per_stage
         best = min(best, moved, dealt, key=lambda one: one.value)
         if same:
@@ -169,24 +178,62 @@ def deal_microbatches(
 
 
 def _dealt(problem: Problem, shape: Shape, devices: Ints, idle: Ints) -> Sketch:
-    """Layers for this layout, and what it takes with them."""
-    layers = layers_for(problem, shape, devices)
+    """Layers for this layout, by work alone or with their gradients, and what it takes with them.
+
+    Raises PlanError if nothing fits.
+    """
+    found = []
+    for layers in dict.fromkeys(
+        layers_for(problem, shape, devices, with_gradients=each) for each in (False, True)
+    ):
+        prices = _prices(problem, shape, layers)
+        layout = ordered(problem, prices, valued(problem, prices, devices, idle))
+        found.append(Sketch(shape=shape, layers_per_stage=layers, layout=layout))
+    return min(found, key=lambda sketch: sketch.value)
+
+
+def _dealt_by_memory(problem: Problem, shape: Shape, devices: Ints, idle: Ints) -> Sketch:
+    """Layers in proportion to room, though they do not fit: what is missing costs time."""
+    least = problem.least_memory(shape.microbatch_size)
+    single = [float(least[layer, layer + 1]) for layer in range(problem.num_layers)]
+    room = problem.rooms[devices].min(axis=1)
+    layers = deal_layers(single, (1 / np.minimum(room, sum(single))).tolist())
     prices = _prices(problem, shape, layers)
-    layout = ordered(problem, prices, valued(problem, prices, devices, idle))
+    layout = valued(problem, prices, devices, idle)
     return Sketch(shape=shape, layers_per_stage=layers, layout=layout)
 
 
-def layers_for(problem: Problem, shape: Shape, devices: Ints) -> tuple[int, ...]:
-    """The best way to deal layers to stages of these devices."""
+def layers_for(
+    problem: Problem, shape: Shape, devices: Ints, *, with_gradients: bool
+) -> tuple[int, ...]:
+    """The best way to deal layers to stages of these devices.
+
+    Work is that of a micro-batch, to which a layer's gradients may be added: what they take to be
+    exchanged, over the micro-batches of a step.
+    """
     layers = problem.profile.at(shape.microbatch_size).layers
+    count = problem.job.batch / shape.microbatch_size / shape.num_pipelines
+    per_byte = _sync_per_byte(problem, devices) / count if with_gradients else 0.0
     slowness = (1 / np.array(problem.speeds))[devices].max(axis=1)
     return deal_layers(
-        [layer.forward + layer.backward for layer in layers],
+        [layer.forward + layer.backward + per_byte * layer.parameter_bytes for layer in layers],
         slowness.tolist(),
-        num_microbatches=problem.job.batch / shape.microbatch_size / shape.num_pipelines,
+        num_microbatches=count,
         transfers=_transfers(problem, shape, devices),
         fits=_fits(problem, shape, devices),
     )
+
+
+def _sync_per_byte(problem: Problem, devices: Ints) -> float:
+    """Seconds that a byte of parameters adds to a step, in the mean over stages."""
+    num_pipelines = devices.shape[1]
+    if num_pipelines == 1:
+        return 0.0
+    bandwidth = problem.links.bandwidth
+    among = bandwidth[devices[:, :, None], devices[:, None, :]]
+    apart = ~np.eye(num_pipelines, dtype=bool)
+    slowest = np.where(apart, among, np.inf).min(axis=(1, 2))
+    return float((2 * problem.job.gradient_bytes / num_pipelines / slowest).mean())
 
 
 def _prices(problem: Problem, shape: Shape, layers: tuple[int, ...]) -> "Prices":

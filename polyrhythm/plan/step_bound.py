@@ -28,7 +28,7 @@ from polyrhythm.plan.problem import Problem
 from polyrhythm.types import Seconds
 
 _ROUNDING = 1e-9
-_AVERAGED_LATER = (Sync.DECOUPLED, Sync.GROUPS)  # nobody waits for all of it
+_NEVER = 1e-300
 
 
 def step_bound(problem: Problem, *, sizes: tuple[int, ...]) -> Seconds:
@@ -89,8 +89,8 @@ def least_price(problem: Problem, sizes: tuple[int, ...]) -> float | None:
 
 def _sent(problem: Problem, num_pipelines: int) -> Seconds:
     """What the gradients of all layers take in both halves, one after another, at best."""
-    if num_pipelines == 1 or problem.job.sync in _AVERAGED_LATER:
-        return 0.0
+    if num_pipelines == 1 or problem.job.sync != Sync.ALL_REDUCE:
+        return 0.0  # nobody waits for all of it, or it does not add up over stages
     gradients = sum(layer.parameter_bytes for layer in problem.profile.layers)
     fastest = float(problem.links.uplinks.max())
     share = 2 * (num_pipelines - 1) / num_pipelines
@@ -110,10 +110,9 @@ def _divided(
     largest = np.concatenate([[0.0], np.cumsum(islands)])
     inside = largest[np.minimum(num_pipelines - leaving, len(islands))]
     done = count * work + sent * (num_pipelines - leaving)
-    with np.errstate(divide="ignore"):
-        takes = done / (inside + (leaving * work / crossing if crossing > 0 else np.inf * leaving))
-    # Of 0 pipelines that leave, 0 * inf is no number: nothing crosses.
-    takes[0] = done[0] / inside[0]
+    # Over a link that takes no time as many as may be can cross; with nobody there, none does.
+    crossed = leaving * work / crossing if crossing > 0 else np.where(leaving > 0, np.inf, 0.0)
+    takes = done / np.maximum(inside + crossed, _NEVER)
     return float(takes.min())
 
 

@@ -75,8 +75,9 @@ def _starts(problem: Problem, num_microbatches: int) -> Iterator[Teams]:
         if number <= num_microbatches and wanted in (None, number):
             yield members
     for number in range(1, most + 1):
-        if wanted in (None, number):
-            yield _stretches(problem, row, number)
+        teams = _stretches(problem, row, number)
+        if wanted in (None, number) and len(teams) == number:
+            yield teams
 
 
 def _island_teams(problem: Problem, row: list[int]) -> Iterator[tuple[int, Teams]]:
@@ -211,7 +212,8 @@ def _changed(teams: Teams, problem: Problem) -> Iterator[Teams]:
     used = {device for team in teams for device in team}
     for i, team in enumerate(teams):
         others = [*teams[:i], *teams[i + 1 :]]
-        for device in {team[0], team[-1], min(team, key=lambda d: problem.speeds[d])}:
+        slowest = min(team, key=lambda device: problem.speeds[device])
+        for device in dict.fromkeys((team[0], team[-1], slowest)):
             rest = tuple(d for d in team if d != device)
             if rest:
                 yield (*others, rest)
@@ -219,7 +221,7 @@ def _changed(teams: Teams, problem: Problem) -> Iterator[Teams]:
                     kept = [*others[:j], *others[j + 1 :], rest]
                     yield (*kept, (*other, device))
                     yield (*kept, (device, *other))
-        for device in set(range(problem.num_devices)) - used:
+        for device in sorted(set(range(problem.num_devices)) - used):
             yield (*others, (*team, device))
             yield (*others, (device, *team))
         if others and problem.job.num_pipelines is None:

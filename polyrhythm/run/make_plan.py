@@ -5,6 +5,7 @@ from typing import Literal
 
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
+from polyrhythm.errors import PlanError
 from polyrhythm.plan.job import Job, Objective
 from polyrhythm.plan.plan import AUTO, Plan
 from polyrhythm.plan.problem import Problem
@@ -34,6 +35,12 @@ def make_plan(
     `batch` counts the samples of a step, of all pipelines together. The same arguments give the
     same plan on every machine.
     """
+    if objective not in set(Objective):
+        raise PlanError(
+            f"objective={objective!r}",
+            expected=f"one of {', '.join(Objective)}",
+            fix="use time, or cost",
+        )
     job = Job(
         batch=batch,
         sync=sync,

@@ -52,6 +52,22 @@ def test_bytes_follow_the_micro_batch_and_the_type(name: str) -> None:
         assert c.stored_bytes <= a.stored_bytes, "indices keep their size"
 
 
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_other_sizes_are_counted_as_if_each_were_the_own_one(name: str) -> None:
+    profile = builtin_profile(name, flops=1e12, microbatch_size=8, other_sizes=[2, 4])
+    assert profile.microbatch_sizes == (2, 4, 8)
+    for size in (2, 4):
+        assert profile.at(size) == builtin_profile(name, flops=1e12, microbatch_size=size)
+
+
+def test_a_backward_of_attention_computes_the_scores_again() -> None:
+    """Five products of matrices for two of the forward; for all others two for one."""
+    block = layers_of("gpt-1x128x4096")[1]
+    attention = 4 * 4096**2 * 128
+    backward = block.backward_ratio * block.operations
+    assert backward == pytest.approx(2 * block.operations + attention / 2, rel=1e-12)
+
+
 def test_heads_and_vocabulary_are_optional() -> None:
     short, long = layers_of("gpt-2x128x64"), layers_of("gpt-2x128x64x2x50257")
     assert short == long
@@ -68,6 +84,14 @@ def test_heads_and_vocabulary_are_optional() -> None:
         ("gpt-2x100x64x3", "hidden 100 for 3 heads"),
         ("bert-base-513", "at most 512"),
         ("resnet50-31", "images of 31 x 31"),
+        ("resnet50-" + "9" * 200, "the number 99999999999999999999... of 200 digits"),
+        ("resnet50-9999999", "at most 100000 x 100000"),
+        ("gpt-" + "1" * 5000 + "x64x64", "of 5000 digits"),
+        ("gpt-99999999x64x64", "the number 99999999"),
+        ("gpt-9999999x64x64", "at most 10000"),
+        ("gpt-2x128x64x0", "a transformer of shape 2x128x64x0x50257"),
+        ("gpt-2x128x64x2x0", "a transformer of shape 2x128x64x2x0"),
+        ("gpt-2x100x64", "hidden 100 without a number of heads"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(name: str, says: str) -> None:
@@ -83,9 +107,12 @@ def test_a_model_that_cannot_be_is_refused(name: str, says: str) -> None:
         ({"flops": float("inf")}, "flops is inf"),
         ({"flops": 1e12, "dtype": "int8"}, "dtype 'int8'"),
         ({"flops": 1e12, "microbatch_size": 0}, "microbatch_size is 0"),
+        ({"flops": 1e12, "microbatch_size": 10**5000}, "microbatch_size is endless"),
+        ({"flops": 1e12, "other_sizes": [0]}, "microbatch_size is 0"),
+        ({"flops": 1e12, "other_sizes": [1]}, "every size once"),
     ],
 )
-def test_a_device_that_cannot_be_is_refused(more: dict[str, float], says: str) -> None:
+def test_a_device_that_cannot_be_is_refused(more: dict[str, object], says: str) -> None:
     with pytest.raises(DescriptionError) as caught:
         builtin_profile("bert-base", **more)  # type: ignore[arg-type]
     assert says in str(caught.value)

@@ -202,3 +202,53 @@ def test_a_script_gets_the_same_plan_in_one_call() -> None:
     assert plan == make_plan(over).best.plan
     with pytest.raises(PlanError, match="9 stages"):
         polyrhythm.make_plan(over.cluster, over.profile, batch=8, num_stages=9)
+
+
+def test_devices_of_unequal_memory_get_what_they_can_hold() -> None:
+    """No cut fits them in the order of the cluster; a large one must be between the small ones."""
+    sizes = [14, 5, 14, 9]
+    over = problem(cluster([4], inner=(1e-4, 1e8)), (1.0,) * 5, batch=16)
+    table = [
+        replace(layer, parameter_bytes=size * GIGABYTE)
+        for layer, size in zip(over.profile.layers, (1, 2, 1, 1, 2), strict=True)
+    ]
+    devices = [
+        replace(device, memory=size * GIGABYTE)
+        for device, size in zip(over.cluster.devices, sizes, strict=True)
+    ]
+    over = replace(
+        over,
+        cluster=replace(over.cluster, devices=tuple(devices)),
+        profile=replace(over.profile, layers=tuple(table)),
+    )
+    best = make_plan(over).best
+    assert all(use.memory <= (use.limit or 0) for use in best.uses)
+    assert best.time.total <= 36
+
+
+def test_in_a_row_of_large_and_small_pairs_every_stage_has_its_kind() -> None:
+    over = problem(cluster([4]), (1.0,) * 8, batch=16, num_stages=2, num_pipelines=2)
+    devices = [
+        replace(device, memory=int(size * GIGABYTE))
+        for device, size in zip(over.cluster.devices, (4.0, 4.0, 1.2, 1.2), strict=True)
+    ]
+    over = replace(over, cluster=replace(over.cluster, devices=tuple(devices)))
+    plan = make_plan(over).best.plan
+    assert {plan.pipelines[0].devices[0], plan.pipelines[1].devices[0]} in (
+        {"r0/0", "r0/1"},
+        {"r0/2", "r0/3"},
+    )
+
+
+def test_the_number_of_pipelines_that_was_asked_for_is_made() -> None:
+    over = problem(cluster([3], speeds=(1.0, 1.0, 100.0)), num_pipelines=3)
+    assert make_plan(over).best.plan.num_pipelines == 3
+
+
+def test_layers_with_large_gradients_are_dealt_apart() -> None:
+    """Links decide, and the first layer has most of the gradients."""
+    over = problem(cluster([2, 2], outer=(0.001, 5e7)), (0.01,) * 8, batch=64)
+    heavy = replace(over.profile.layers[0], parameter_bytes=2 * GIGABYTE)
+    profile = replace(over.profile, layers=(heavy, *over.profile.layers[1:]))
+    over = replace(over, profile=profile, job=replace(over.job, num_stages=2, num_pipelines=2))
+    assert make_plan(over).best.plan.layers_per_stage[0] == 1

@@ -6,7 +6,7 @@ from hypothesis import given
 
 from polyrhythm.bench.plan.cases import BEST, planted, published
 from polyrhythm.cost.dtfm import PairTimes
-from polyrhythm.plan import bound
+from polyrhythm.plan.dtfm import bound
 from polyrhythm.plan.dtfm.bound import lower_bound
 from tests.pure.dtfm_cases import brute_force, small_times
 

@@ -8,6 +8,7 @@ from polyrhythm.describe.cluster import Cluster
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.migration import least_moves, migration
 from polyrhythm.plan.plan import PipelinePlan, Plan
+from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
 from polyrhythm.plan.replan import replan
 from polyrhythm.plan.search import make_plan
@@ -139,3 +140,43 @@ def test_alike_devices_keep_what_they_have() -> None:
     kept = least_moves(before, after, over)
     assert kept.pipelines[0].devices == ("r0/0", "r0/1")
     assert migration(before, kept, over).moved == ()
+
+
+def test_another_batch_is_dealt_anew() -> None:
+    over = problem(cluster([2]), batch=16, num_stages=1, num_pipelines=2)
+    running = running_on(over)
+    larger = replace(over, job=replace(over.job, batch=64))
+    assert replan(running, larger, steps=10).planned.best.plan.batch == 64
+    odd = replace(over, job=replace(over.job, batch=3, num_pipelines=None))
+    assert replan(running, odd, steps=10).planned.best.plan.batch == 3
+
+
+def test_what_is_asked_for_is_what_comes() -> None:
+    over = problem(cluster([4]), batch=16, num_stages=1, num_pipelines=4)
+    running = running_on(over)
+    fewer = replace(over, job=replace(over.job, num_stages=None, num_pipelines=2))
+    assert replan(running, fewer, steps=1).planned.best.plan.num_pipelines == 2
+    plain = replace(over, job=replace(over.job, schedule="gpipe"))
+    pipelines = replan(running, plain, steps=1).planned.best.plan.pipelines
+    assert {pipeline.schedule for pipeline in pipelines} == {"gpipe"}
+    decoupled = replace(over, job=replace(over.job, sync="decoupled"))
+    assert not replan(running, decoupled, steps=1).stays, "to change that is a restart, too"
+
+
+def test_the_prediction_is_that_of_the_plan_that_is_written() -> None:
+    base = cluster([4])
+    slow_uplink = [replace(d, uplink=1e6 if i < 2 else None) for i, d in enumerate(base.devices)]
+    over = problem(replace(base, devices=tuple(slow_uplink)), batch=16)
+    running = Plan(
+        layers_per_stage=(8,),
+        pipelines=(
+            PipelinePlan(devices=("r0/0",), num_microbatches=8),
+            PipelinePlan(devices=("r0/1",), num_microbatches=8),
+        ),
+        microbatch_size=1,
+    )
+    best = replan(running, over, steps=1000).planned.best
+    assert predict(best.plan, over).time.total == pytest.approx(best.time.total)
+    used = {device for pipeline in best.plan.pipelines for device in pipeline.devices}
+    assert {use.device for use in best.uses} == used
+    assert set(best.plan.left_out) == set(over.index) - used

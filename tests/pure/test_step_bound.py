@@ -1,5 +1,7 @@
 """The bound of a step is below every plan, and near the best one where that is simple."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 
@@ -51,3 +53,16 @@ def test_the_least_price_is_that_of_the_compute_alone() -> None:
     over = problem(cluster([2], speeds=(1.0, 2.0), price_per_hour=3.6), (1.0,), batch=10)
     assert least_price(over, (1,)) == pytest.approx(10 * 0.001 / 2)
     assert least_price(problem(cluster([2])), (1,)) is None
+
+
+@pytest.mark.parametrize("sync", ["ring", "sequential"])
+def test_a_slow_uplink_does_not_raise_the_bound_of_those_who_do_not_know_it(sync: str) -> None:
+    over = problem(cluster([2], inner=(1e-4, 1e9), uplink=1e6), (0.1,), batch=2, sync=sync)
+    assert make_plan(over).bound <= make_plan(over).best.time.total
+
+
+def test_layers_that_send_nothing_have_a_bound() -> None:
+    over = problem(cluster([2, 2]), (0.0, 0.0, 0.1))
+    table = tuple(replace(layer, activation_bytes=0) for layer in over.profile.layers)
+    over = replace(over, profile=replace(over.profile, layers=table))
+    assert 0 <= make_plan(over).bound <= make_plan(over).best.time.total

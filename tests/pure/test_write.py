@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.model import AtSize, Layer, ModelProfile
 from polyrhythm.describe.sample import Sample
-from polyrhythm.describe.speed import fitted
 from polyrhythm.describe.write import check_target, write_cluster, write_model
 from polyrhythm.errors import DescriptionError
 
@@ -31,6 +30,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         name=draw(texts),
         source=draw(st.text(max_size=8)),
         measured_at=draw(st.sampled_from(["", WHEN])),
+        flops_dtype=draw(st.sampled_from(["", "bfloat16"])),
         devices=tuple(
             Device(
                 name=name,
@@ -110,6 +110,7 @@ def test_a_profile_is_read_as_it_was_written(layers, sizes, ending, flops, name)
         source=name,
         measured_at=WHEN,
         flops=flops,
+        flops_dtype="bfloat16" if flops else "",
         microbatch_size=4,
         layers=tuple(layer(f"{name} {i}", *each, *sizes) for i, each in enumerate(layers)),
     )
@@ -148,25 +149,3 @@ def test_a_spread_is_a_fraction_that_no_unit_changes(values: list[float], scale:
 
 def test_one_outlier_changes_neither_median_nor_spread_much() -> None:
     assert Sample.of([1.0, 1.0, 1.01, 0.99, 50.0]) == Sample(1.0, pytest.approx(0.01))
-
-
-def test_speeds_are_fitted_to_the_device_of_the_profile() -> None:
-    names = ("a", "b")
-    devices = (Device(name="a", region="a", flops=1e12), Device(name="b", region="b", flops=3e12))
-    links = ((0.0, 1.0), (1.0, 0.0))
-    cluster = Cluster(name="c", devices=devices, regions=names, latency=links, bandwidth=links)
-    profile = ModelProfile(
-        name="m", microbatch_size=1, flops=2e12, layers=(layer("x", 1.0, 1, None),)
-    )
-    assert [device.speed for device in fitted(cluster, profile).devices] == [0.5, 1.5]
-    unmeasured = ModelProfile(name="m", microbatch_size=1, layers=profile.layers)
-    assert fitted(cluster, unmeasured) == cluster
-    half = Cluster(
-        name="c",
-        devices=(devices[0], Device(name="b", region="b")),
-        regions=names,
-        latency=links,
-        bandwidth=links,
-    )
-    with pytest.raises(DescriptionError, match="but not of 'b'"):
-        fitted(half, profile)
