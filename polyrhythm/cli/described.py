@@ -1,7 +1,6 @@
 """What a plan is for: a cluster and a model, each by a file or by the name of what comes along."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from polyrhythm.errors import DescriptionError
@@ -44,7 +43,7 @@ def load_model(
             profile = ModelProfile.load(source)
         else:
             flops = cluster.devices[0].flops if flops is None else flops
-            return _counted(source, flops, dtype or "float32", sizes)
+            return _counted(source, flops, dtype or cluster.flops_dtype or "float32", sizes)
     except DescriptionError:
         if _is_cluster(source):
             raise _swapped(source, "a cluster", "a model") from None
@@ -59,7 +58,6 @@ def load_model(
 
 
 def _counted(name: str, flops: float | None, dtype: str, sizes: Sequence[int]) -> "ModelProfile":
-    from polyrhythm.describe.model import AtSize
     from polyrhythm.describe.profiles import builtin_profile, layers_of
 
     layers_of(name)  # refuses an unknown one first
@@ -69,24 +67,9 @@ def _counted(name: str, flops: float | None, dtype: str, sizes: Sequence[int]) -
             expected="the operations per second of a device of speed 1, here or in the cluster",
             fix="add --flops 6e13 or whatever it does; `polyrhythm probe` measures it",
         )
-    first, *others = (
-        builtin_profile(name, flops=flops, microbatch_size=size, dtype=dtype) for size in sizes
+    return builtin_profile(
+        name, flops=flops, microbatch_size=sizes[0], other_sizes=sizes[1:], dtype=dtype
     )
-    layers = []
-    for number, layer in enumerate(first.layers):
-        measured = [(other.microbatch_size, other.layers[number]) for other in others]
-        at_sizes = tuple(
-            AtSize(
-                microbatch_size=size,
-                forward=each.forward,
-                backward=each.backward,
-                activation_bytes=each.activation_bytes,
-                stored_bytes=each.stored_bytes,
-            )
-            for size, each in measured
-        )
-        layers.append(replace(layer, sizes=at_sizes))
-    return replace(first, layers=tuple(layers))
 
 
 def _is_model(source: str) -> bool:

@@ -3,6 +3,8 @@
 import os
 import socket
 import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -40,8 +42,8 @@ class Probe:
     """Whose speed and memory to measure: auto takes the GPUs if there are any."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the numbers that a device's speed is measured with."""
-    one_per_machine: bool = False
-    """One pair at a time touches a machine: slower, exact where processes share a network card."""
+    all_at_once: bool = False
+    """Measure pairs of the same machines side by side: quicker, but they share network cards."""
     seconds: float = 0.2
     """How long a transfer lasts, at the least, that a bandwidth is taken from."""
     repeat: int = 5
@@ -61,10 +63,11 @@ class Probe:
             patience=self.patience,
             deadline=self.deadline,
         )
-        check_target(self.out, (".toml",))
         from polyrhythm.run.launch import Place  # loads torch
 
         place = Place.from_environment(os.environ)
+        if place is None or place.rank == 0:  # who writes it
+            check_target(self.out, (".toml",))
         if place is not None and self.local is not None:
             raise LaunchError(
                 f"--local {self.local} in a process of torchrun's",
@@ -72,7 +75,7 @@ class Probe:
                 fix="leave --local out, or start without torchrun",
             )
         if place is not None:
-            self._measure(place, self._options(effort), console)
+            self._run_as(place, self._options(effort), console)
         else:
             self._run_here(self._options(effort), console)
         if place is None or place.rank == 0:
@@ -89,12 +92,13 @@ class Probe:
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             device=self.device,
             dtype=self.dtype,
-            one_per_machine=self.one_per_machine,
+            all_at_once=self.all_at_once,
             effort=effort,
         )
 
     def _run_here(self, options: "ProbeOptions", console: "Console") -> None:
         from polyrhythm.run.launch import LocalJob
+        from polyrhythm.run.probe.local import check_device, watch
 
         if self.local is None or not 1 <= self.local <= MOST_LOCAL:
             raise LaunchError(
@@ -104,35 +108,44 @@ class Probe:
                 "probe",
             )
         end_on_sigterm()
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            LocalJob(
-                lambda place: self._measure(place, options, None),
-                self.local,
-                output_folder=Path(folder),
-            ) as job,
-            console.status(f"measuring with {self.local} processes"),
-        ):
-            while not job.wait(0.2):
-                pass
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            progress = folder / "progress"
+            check_device(self.device, folder)
 
-    def _measure(self, place: "Place", options: "ProbeOptions", console: "Console | None") -> None:
-        """As one process; rank 0 writes the file, and shows on its console how far it is."""
-        from contextlib import nullcontext
+            def work(place: "Place") -> None:
+                self._measure(place, options, progress.write_text)
 
-        from polyrhythm.describe.write import write_cluster
-        from polyrhythm.run.probe.probe import probe
+            with (
+                LocalJob(work, self.local, output_folder=folder) as job,
+                console.status(f"measuring with {self.local} processes") as status,
+            ):
+                watch(
+                    job,
+                    progress,
+                    say=lambda text: status.update(f"measuring {text}"),
+                    silence=options.effort.silence,
+                )
 
-        host = socket.gethostname()
-        device = os.environ.get("POLYRHYTHM_DEVICE", f"{host}/{place.local_rank}")
-        showing = nullcontext() if console is None or place.rank else console.status("measuring")
-        with showing as status:
+    def _run_as(self, place: "Place", options: "ProbeOptions", console: "Console") -> None:
+        with console.status("measuring") if place.rank == 0 else nullcontext() as status:
 
             def say(text: str) -> None:
                 if status is not None:
                     status.update(f"measuring {text}")
 
-            cluster = probe(place, device, options, say)
+            self._measure(place, options, say)
+
+    def _measure(
+        self, place: "Place", options: "ProbeOptions", say: Callable[[str], object]
+    ) -> None:
+        """As one process; rank 0 says how far it is, and writes the file."""
+        from polyrhythm.describe.write import write_cluster
+        from polyrhythm.run.probe.probe import probe
+
+        host = socket.gethostname()
+        device = os.environ.get("POLYRHYTHM_DEVICE", f"{host}/{place.local_rank}")
+        cluster = probe(place, device, options, say if place.rank == 0 else lambda text: None)
         if cluster is not None:
             write_cluster(cluster, self.out)
 

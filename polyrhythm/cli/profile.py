@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from polyrhythm.describe.model import ModelProfile
 
+_REPEAT = 5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
@@ -30,7 +32,7 @@ class Profile:
     sizes: tuple[int, ...] = ()
     """Samples in a micro-batch, once or more: the first is the profile's own. Else that of the
     example, then half, a quarter, and one."""
-    repeat: int = 5
+    repeat: int = _REPEAT
     """Runs whose median counts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure: auto takes a GPU if there is one."""
@@ -66,6 +68,7 @@ class Profile:
             self.model,
             flops=self.flops,
             microbatch_size=self.sizes[0] if self.sizes else 1,
+            other_sizes=self.sizes[1:],
             dtype=self.dtype or "float32",
         )
 
@@ -73,9 +76,11 @@ class Profile:
         from datetime import UTC, datetime
 
         from polyrhythm.run.profile.profile import measured_profile
+        from polyrhythm.tables import print_line
 
+        notes: list[str] = []
         with console.status("measuring") as status:
-            return measured_profile(
+            profile = measured_profile(
                 self.model,
                 sizes=self.sizes,
                 repeat=self.repeat,
@@ -83,17 +88,34 @@ class Profile:
                 dtype=self.dtype,
                 measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
                 say=lambda text: status.update(f"measuring {text}"),
+                note=notes.append,
             )
+        for text in notes:
+            print_line(console, text)
+        return profile
 
     def _check(self) -> None:
+        from polyrhythm.describe.model import MOST_SAMPLES
+
         if not 1 <= self.repeat <= 1000:
             raise DescriptionError(
-                f"--repeat {self.repeat}", expected="1 to 1000", fix="leave --repeat out for 5"
+                f"--repeat {self.repeat}",
+                expected="1 to 1000",
+                fix=f"leave --repeat out for {_REPEAT}",
             )
-        if min(self.sizes, default=1) < 1 or len(set(self.sizes)) < len(self.sizes):
+        if ":" not in self.model and (self.repeat != _REPEAT or self.device != "auto"):
+            given = f"--repeat {self.repeat}" if self.repeat != _REPEAT else "--device"
             raise DescriptionError(
-                f"--sizes {' '.join(map(str, self.sizes))}",
-                expected="numbers of samples, 1 or more, each once",
+                f"{given} for {self.model}, of which nothing is measured",
+                expected="--repeat and --device with module:factory only",
+                fix=f"leave {given.split()[0]} out, or name a module and a function in it",
+            )
+        sizes = self.sizes or (1,)
+        repeated = len(set(sizes)) < len(sizes)
+        if min(sizes) < 1 or max(sizes) > MOST_SAMPLES or repeated:
+            raise DescriptionError(
+                f"--sizes {' '.join(map(str, sizes))}",
+                expected=f"numbers of samples, 1 to {MOST_SAMPLES}, each once",
                 fix="write them like --sizes 8 4 2 1",
             )
         if self.flops is not None and ":" in self.model:

@@ -69,6 +69,7 @@ class Cluster:
     latency_spread: tuple[tuple[float, ...], ...] = ()  # see Sample; none where nobody measured
     bandwidth_spread: tuple[tuple[float, ...], ...] = ()
     egress_price_per_gb: tuple[float, ...] = ()  # of what leaves each region; none if it is free
+    flops_dtype: str = ""  # type of the numbers that all flops are of, such as bfloat16
 
     def __post_init__(self) -> None:
         check_measured_at(self.measured_at)

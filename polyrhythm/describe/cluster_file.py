@@ -96,6 +96,7 @@ class _ClusterForm:
     latency_spread: tuple[tuple[float, ...], ...] = ()
     bandwidth_spread: tuple[tuple[float, ...], ...] = ()
     egress_price_per_gb: tuple[float, ...] = ()
+    flops_dtype: str = ""
 
     def __post_init__(self) -> None:
         matrices = [m for m in (self.latency, self.bandwidth) if m is not None]
@@ -132,6 +133,7 @@ class _ClusterForm:
             latency_spread=self.latency_spread,
             bandwidth_spread=self.bandwidth_spread,
             egress_price_per_gb=self.egress_price_per_gb,
+            flops_dtype=self.flops_dtype,
         )
 
 

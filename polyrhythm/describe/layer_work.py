@@ -8,7 +8,7 @@ knows better.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polyrhythm.describe.model import Layer, ModelProfile
+from polyrhythm.describe.model import AtSize, Layer, ModelProfile, check_size
 from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import DescriptionError
 from polyrhythm.types import Bytes
@@ -26,7 +26,7 @@ class LayerWork:
     outputs: int
     stored: int  # kept from the forward to the backward, the layer's input among them
     other_bytes: Bytes = 0  # kept too, but of a type of their own: indices
-    backward_ratio: float = 2.0  # operations of a backward: gradients of weights and of the input
+    backward_ratio: float = 2.0  # of a backward's operations: gradients of weights and of the input
 
 
 def profile_of(
@@ -35,10 +35,13 @@ def profile_of(
     *,
     flops: float,
     microbatch_size: int = 1,
+    other_sizes: Sequence[int] = (),
     dtype: str = "float32",
 ) -> ModelProfile:
     """The profile on a device that does `flops` operations per second; all numbers are `dtype`."""
     check_amount("flops", flops, zero=False)
+    for size in (microbatch_size, *other_sizes):
+        check_size(size)
     if dtype not in BYTES_OF:
         raise DescriptionError(
             f"dtype {dtype!r}", expected=f"one of {', '.join(BYTES_OF)}", fix="use float32"
@@ -48,17 +51,34 @@ def profile_of(
         source="counted by formulas, not measured",
         microbatch_size=microbatch_size,
         flops=flops,
-        layers=tuple(_layer(each, flops, microbatch_size, BYTES_OF[dtype]) for each in layers),
+        flops_dtype=dtype,
+        layers=tuple(
+            _layer(each, flops, microbatch_size, other_sizes, BYTES_OF[dtype]) for each in layers
+        ),
     )
 
 
-def _layer(work: LayerWork, flops: float, size: int, width: Bytes) -> Layer:
-    forward = size * work.operations / flops
+def _layer(
+    work: LayerWork, flops: float, size: int, other_sizes: Sequence[int], width: Bytes
+) -> Layer:
+    own = _at_size(work, flops, size, width)
     return Layer(
         name=work.name,
+        forward=own.forward,
+        backward=own.backward,
+        parameter_bytes=width * work.parameters,
+        activation_bytes=own.activation_bytes,
+        stored_bytes=own.stored_bytes,
+        sizes=tuple(_at_size(work, flops, other, width) for other in other_sizes),
+    )
+
+
+def _at_size(work: LayerWork, flops: float, size: int, width: Bytes) -> AtSize:
+    forward = size * work.operations / flops
+    return AtSize(
+        microbatch_size=size,
         forward=forward,
         backward=work.backward_ratio * forward,
-        parameter_bytes=width * work.parameters,
         activation_bytes=size * width * work.outputs,
         stored_bytes=size * (width * work.stored + work.other_bytes),
     )

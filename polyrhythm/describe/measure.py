@@ -19,13 +19,40 @@ _LONG_ENOUGH: Seconds = 0.05  # for a product forward and backward: then its lau
 
 
 def device_flops(device: torch.device, dtype: torch.dtype, *, repeat: int) -> Sample:
-    """Operations per second of a product of square matrices, forward and backward."""
-    size = _SMALLEST
-    # The better of two: the first one may have to load a library.
-    while min(_product(size, device, dtype) for _ in range(2)) < _LONG_ENOUGH and size < _LARGEST:
-        size *= 2
-    operations = 6 * size**3  # n^3 multiplications and additions, once forward and twice backward
-    return Sample.of([operations / _product(size, device, dtype) for _ in range(repeat)])
+    """Operations per second of a product of square matrices, forward and backward.
+
+    Raises DescriptionError for a device that cannot do even a small one.
+    """
+    try:
+        size = _fitting_size(device, dtype)
+        operations = product_operations(size)
+        return Sample.of([operations / product(size, device, dtype) for _ in range(repeat)])
+    except RuntimeError as error:  # out of memory too
+        said = str(error).strip().splitlines()[0]
+        raise DescriptionError(
+            f"{device} cannot multiply matrices of {dtype}: {said}",
+            expected="a device with free memory that computes with this type of number",
+            fix="end what else uses the device, or try --dtype float32 or --device cpu",
+        ) from None
+
+
+def product_operations(size: int) -> int:
+    """Of a product of square matrices: n^3 multiplications and additions, and twice backward."""
+    return 6 * size**3
+
+
+def product(size: int, device: torch.device, dtype: torch.dtype) -> Seconds:
+    """How long a product of square matrices takes, forward and backward."""
+    # Random: a GPU multiplies equal numbers with less power, and so faster than a model's.
+    left, right, gradient = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(3))
+    with torch.enable_grad():
+        left.requires_grad_()
+        right.requires_grad_()
+        finish(device)
+        began = time.perf_counter()
+        torch.autograd.backward([left @ right], [gradient])
+        finish(device)
+    return time.perf_counter() - began
 
 
 def device_of(name: str, *, index: int = 0) -> torch.device:
@@ -59,14 +86,25 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _product(size: int, device: torch.device, dtype: torch.dtype) -> Seconds:
-    left, right = (
-        torch.full((size, size), 0.5, device=device, dtype=dtype, requires_grad=True)
-        for _ in range(2)
-    )
-    gradient = torch.ones(size, size, device=device, dtype=dtype)
-    finish(device)
-    began = time.perf_counter()
-    torch.autograd.backward([left @ right], [gradient])
-    finish(device)
-    return time.perf_counter() - began
+def _fitting_size(device: torch.device, dtype: torch.dtype) -> int:
+    """Rows for a product that takes long enough, or as long as memory allows."""
+    size = _SMALLEST
+    taken = _better_of_two(size, device, dtype)
+    while taken < _LONG_ENOUGH and size < _LARGEST:
+        try:
+            taken = _better_of_two(2 * size, device, dtype)
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            break
+        size *= 2
+    return size
+
+
+def _better_of_two(size: int, device: torch.device, dtype: torch.dtype) -> Seconds:
+    """The first one may have to load a library."""
+    return min(product(size, device, dtype) for _ in range(2))
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)

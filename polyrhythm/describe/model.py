@@ -16,6 +16,8 @@ from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import DescriptionError
 from polyrhythm.types import Bytes, Seconds
 
+MOST_SAMPLES = 1_000_000_000  # in a micro-batch: beyond, it is a slip of the finger
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtSize:
@@ -28,7 +30,7 @@ class AtSize:
     stored_bytes: Bytes
 
     def __post_init__(self) -> None:
-        _check_size(self.microbatch_size)
+        check_size(self.microbatch_size)
         _check_layer(self)
 
 
@@ -59,10 +61,11 @@ class ModelProfile:
     source: str = ""  # who measured this, and on what machine
     measured_at: str = ""  # ISO 8601, where somebody measured
     flops: float | None = None  # of that machine, as `probe` measures them: its speed is 1
+    flops_dtype: str = ""  # type of the numbers that `flops` are of, such as bfloat16
 
     def __post_init__(self) -> None:
         check_measured_at(self.measured_at)
-        _check_size(self.microbatch_size)
+        check_size(self.microbatch_size)
         if self.flops is not None:
             check_amount("flops", self.flops, zero=False)
         if not self.layers:
@@ -147,11 +150,12 @@ def _between(low: float, high: float, share: float) -> float:
     return low + share * (high - low)
 
 
-def _check_size(microbatch_size: int) -> None:
-    if microbatch_size < 1:
+def check_size(microbatch_size: int) -> None:
+    """Refuse a micro-batch that no device could hold."""
+    if not 1 <= microbatch_size <= MOST_SAMPLES:
         raise DescriptionError(
-            f"microbatch_size is {microbatch_size}",
-            expected="1 or more samples",
+            f"microbatch_size is {microbatch_size if abs(microbatch_size) < 10**18 else 'endless'}",
+            expected=f"1 or more samples, at most {MOST_SAMPLES}",
             fix="give the micro-batch size that the layers were measured with",
         )
 

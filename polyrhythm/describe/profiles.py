@@ -4,6 +4,7 @@ Nothing is measured: their layers are counted by formulas, for a device of a giv
 """
 
 import re
+from collections.abc import Sequence
 
 from polyrhythm.describe.layer_work import LayerWork, profile_of
 from polyrhythm.describe.model import ModelProfile
@@ -18,17 +19,32 @@ NAMES = (
     "bert-large[-SEQUENCE]",
     "resnet50[-IMAGE]",
 )
+_LARGEST = 10_000_000  # of any number in a name: beyond, it is a slip of the finger
+_LONGEST = 80  # characters of a name in an error
 _GPT = re.compile(r"gpt-(\d+)x(\d+)x(\d+)(?:x(\d+))?(?:x(\d+))?", re.ASCII)
 _BERT = re.compile(r"bert-(base|large)(?:-(\d+))?", re.ASCII)
 _RESNET = re.compile(r"resnet50(?:-(\d+))?", re.ASCII)
 
 
 def builtin_profile(
-    name: str, *, flops: float, microbatch_size: int = 1, dtype: str = "float32"
+    name: str,
+    *,
+    flops: float,
+    microbatch_size: int = 1,
+    other_sizes: Sequence[int] = (),
+    dtype: str = "float32",
 ) -> ModelProfile:
-    """The model of that name on a device that does `flops` operations per second."""
+    """The model of that name on a device that does `flops` operations per second.
+
+    Its layers have `sizes` for micro-batches of other sizes, as if they had been measured.
+    """
     return profile_of(
-        name, layers_of(name), flops=flops, microbatch_size=microbatch_size, dtype=dtype
+        name,
+        layers_of(name),
+        flops=flops,
+        microbatch_size=microbatch_size,
+        other_sizes=other_sizes,
+        dtype=dtype,
     )
 
 
@@ -36,20 +52,29 @@ def layers_of(name: str) -> list[LayerWork]:
     """What the layers of the model of that name compute and keep; raises DescriptionError."""
     try:
         if found := _GPT.fullmatch(name):
-            blocks, hidden, sequence, heads, vocabulary = (
-                int(n) if n else 0 for n in found.groups()
-            )
+            blocks, hidden, sequence, heads, vocabulary = found.groups()
             return gpt(
-                num_blocks=blocks,
-                hidden=hidden,
-                sequence=sequence,
-                num_heads=heads or None,
-                vocabulary=vocabulary or 50257,
+                num_blocks=_number(blocks),
+                hidden=_number(hidden),
+                sequence=_number(sequence),
+                num_heads=None if heads is None else _number(heads),
+                vocabulary=_number(vocabulary or "50257"),
             )
         if found := _BERT.fullmatch(name):
-            return bert(found[1], sequence=int(found[2] or 512))
+            return bert(found[1], sequence=_number(found[2] or "512"))
         if found := _RESNET.fullmatch(name):
-            return resnet50(image=int(found[1] or 224))
+            return resnet50(image=_number(found[1] or "224"))
     except DescriptionError as error:
-        raise error.at(name) from None
+        raise error.at(name if len(name) <= _LONGEST else f"{name[:_LONGEST]}...") from None
     raise unknown("model", name, NAMES, near=("gpt-24x2048x2048", "bert-base", "bert-large"))
+
+
+def _number(digits: str) -> int:
+    significant = digits.lstrip("0") or "0"
+    # By its length first: Python refuses to read a number of thousands of digits.
+    if len(significant) > len(str(_LARGEST)) or int(significant) > _LARGEST:
+        shown = digits if len(digits) <= 20 else f"{digits[:20]}... of {len(digits)} digits"
+        raise DescriptionError(
+            f"the number {shown}", expected=f"at most {_LARGEST}", fix="write a smaller one"
+        )
+    return int(significant)

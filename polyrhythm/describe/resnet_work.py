@@ -15,14 +15,16 @@ from polyrhythm.errors import DescriptionError
 _STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))  # width, blocks, first stride
 _EXPANSION = 4
 _INDEX = 8  # bytes
+_LARGEST_IMAGE = 100_000  # beyond, it is a slip of the finger
 
 
 def resnet50(*, image: int = 224, num_classes: int = 1000) -> list[LayerWork]:
     """For images of `image` x `image` points."""
-    if image < 32 or num_classes < 1:
+    if not 32 <= image <= _LARGEST_IMAGE or num_classes < 1:
         raise DescriptionError(
             f"images of {image} x {image} in {num_classes} classes",
-            expected="at least 32 x 32 points, which the five halvings leave one of, and a class",
+            expected="at least 32 x 32 points, which the five halvings leave one of, "
+            f"at most {_LARGEST_IMAGE} x {_LARGEST_IMAGE}, and a class",
             fix="use images of 224, as ResNet-50 was made for",
         )
     half = _halved(image)

@@ -7,6 +7,7 @@ a device is the ratio. Descriptions without them say speeds as somebody wrote th
 from dataclasses import replace
 
 from polyrhythm.describe.cluster import Cluster
+from polyrhythm.describe.layer_work import BYTES_OF
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.errors import DescriptionError
 
@@ -14,7 +15,8 @@ from polyrhythm.errors import DescriptionError
 def fitted(cluster: Cluster, profile: ModelProfile) -> Cluster:
     """The cluster with speeds relative to the profile's device, where both say their flops.
 
-    Both must have measured with the same type of number. Without flops speeds stay as they are.
+    Without flops speeds stay as they are. Raises DescriptionError for flops of two types of number,
+    where both say theirs: one device would have two speeds.
     """
     unknown = [device.name for device in cluster.devices if device.flops is None]
     if profile.flops is None or len(unknown) == len(cluster.devices):
@@ -25,6 +27,7 @@ def fitted(cluster: Cluster, profile: ModelProfile) -> Cluster:
             expected="flops for every device, or for none",
             fix=f"add flops to {unknown[0]!r}, or measure all: polyrhythm probe",
         )
+    _check_types(cluster, profile)
     flops = profile.flops
     return replace(
         cluster,
@@ -33,4 +36,18 @@ def fitted(cluster: Cluster, profile: ModelProfile) -> Cluster:
             for device in cluster.devices
             if device.flops is not None
         ),
+    )
+
+
+def _check_types(cluster: Cluster, profile: ModelProfile) -> None:
+    ours, theirs = cluster.flops_dtype, profile.flops_dtype
+    if not ours or not theirs or ours == theirs:
+        return
+    commands = (f"polyrhythm probe --dtype {theirs}", f"polyrhythm profile --dtype {ours}")
+    usable = [c for c, dtype in zip(commands, (theirs, ours), strict=True) if dtype in BYTES_OF]
+    raise DescriptionError(
+        f"flops of cluster {cluster.name!r} are of {ours}, those of model {profile.name!r} "
+        f"of {theirs}",
+        expected="flops of one type of number in both, as a speed is their ratio",
+        fix=f"measure one of them again: {' or '.join(usable or commands)}",
     )

@@ -15,6 +15,8 @@ from polyrhythm.describe.layer_work import LayerWork
 from polyrhythm.errors import DescriptionError
 
 _INDEX = 8  # bytes
+_HEAD = 64  # numbers of a head, where their count is not given
+_MOST_BLOCKS = 10_000  # beyond, it is a slip of the finger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,12 @@ class TransformerShape:
                 expected="blocks, hidden, sequence, heads and vocabulary of at least 1",
                 fix="correct the number that is 0 or less",
             )
+        if self.num_blocks > _MOST_BLOCKS:
+            raise DescriptionError(
+                f"{self.num_blocks} blocks",
+                expected=f"at most {_MOST_BLOCKS}",
+                fix="write the number of blocks first, then hidden, then the sequence",
+            )
         if self.hidden % self.num_heads:
             raise DescriptionError(
                 f"hidden {self.hidden} for {self.num_heads} heads",
@@ -50,7 +58,13 @@ def gpt(
     vocabulary: int = 50257,
 ) -> list[LayerWork]:
     """Of the shape of GPT-2 and GPT-3; heads have 64 numbers each unless their count is given."""
-    heads = num_heads or (hidden // 64 if hidden % 64 == 0 and hidden else 1)
+    if num_heads is None and hidden % _HEAD:
+        raise DescriptionError(
+            f"hidden {hidden} without a number of heads",
+            expected=f"a multiple of {_HEAD}, or the number of heads behind the sequence",
+            fix=f"add it: gpt-{num_blocks}x{hidden}x{sequence}x1, or use a multiple of {_HEAD}",
+        )
+    heads = hidden // _HEAD if num_heads is None else num_heads
     shape = TransformerShape(
         num_blocks=num_blocks,
         hidden=hidden,
@@ -130,6 +144,8 @@ def _blocks(shape: TransformerShape) -> list[LayerWork]:
     and norms. Kept, in h numbers per token: the input, two inputs or outputs of norms and one more
     between them, query, key and value, what attention gives, and the inner layer before and after
     its GELU: 1 + 3 + 3 + 1 + 4 + 4. Besides, the sums of attention and the statistics of norms.
+    A backward is two products for each of the forward's, and in attention five for two: it computes
+    the scores again, as it did not keep them.
     """
     hidden, sequence = shape.hidden, shape.sequence
     tokens = sequence * hidden
@@ -138,6 +154,7 @@ def _blocks(shape: TransformerShape) -> list[LayerWork]:
             name=f"block.{number}",
             parameters=12 * hidden**2 + 13 * hidden,
             operations=24 * tokens * hidden + 4 * sequence * tokens,
+            backward_ratio=(48 * hidden + 10 * sequence) / (24 * hidden + 4 * sequence),
             outputs=tokens,
             stored=16 * tokens + sequence * shape.num_heads + 4 * sequence,
         )

@@ -38,7 +38,11 @@ def check_target(path: Path, endings: Sequence[str], *, flag: str = "-o") -> Non
 
 def write_cluster(cluster: Cluster, path: Path) -> None:
     """As TOML, with matrices."""
-    origin = {"source": cluster.source, "measured_at": cluster.measured_at}
+    origin = {
+        "source": cluster.source,
+        "measured_at": cluster.measured_at,
+        "flops_dtype": cluster.flops_dtype,
+    }
     known = {key: text for key, text in origin.items() if text}
     parts = [
         tomli_w.dumps({"name": cluster.name, **known}),
@@ -59,6 +63,7 @@ def write_model(profile: ModelProfile, path: Path) -> None:
         "source": profile.source,
         "measured_at": profile.measured_at,
         "flops": profile.flops,
+        "flops_dtype": profile.flops_dtype,
     }
     table = {
         "name": profile.name,

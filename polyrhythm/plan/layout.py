@@ -1,8 +1,8 @@
 """Who runs which stage of which pipeline, for a step as it really runs.
 
 From layouts made in one go (`construct.py`), with near devices side by side as pipelines, as stages
-or in between, and with equally fast or equally large ones together, annealing (`layout_kernel.py`) goes on. Stages
-are given: `sketch.py` deals layers and places devices in turn.
+or in between, and with equally fast or equally large ones together, annealing (`layout_anneal.py`)
+goes on. Stages are given: `sketch.py` deals layers and places devices in turn.
 """
 
 from collections.abc import Iterator, Sequence

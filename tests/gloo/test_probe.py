@@ -1,20 +1,22 @@
-"""A probe as a user runs it, on loopback: every pair once, one at a time; who dies is named."""
+"""A probe as a user runs it, on loopback: every pair once, one at a time."""
 
 import math
-import os
-import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
+import torch
 
 from polyrhythm.describe.cluster import Cluster
-from polyrhythm.errors import PeerError
+from polyrhythm.describe.sample import Sample
 from polyrhythm.run.launch import LocalJob, Place
+from polyrhythm.run.machine import usable_memory
 from polyrhythm.run.probe import probe as probing
 from polyrhythm.run.probe.effort import Effort
 from polyrhythm.run.probe.link import as_source, as_target
@@ -57,7 +59,9 @@ def test_local_processes_are_measured_into_a_file_that_loads(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     cluster = Cluster.load(tmp_path / "here.toml")
     check(cluster, 3)
+    assert sum(device.memory or 0 for device in cluster.devices) <= usable_memory()
     assert cluster.name == "here"
+    assert cluster.flops_dtype == "float32"
     assert cluster.measured_at
     assert "3 processes on 1 machine" in cluster.source
     assert "here: 3 devices, 3 regions" in done.stdout
@@ -93,7 +97,7 @@ def test_one_process_alone_is_a_cluster_without_links(tmp_path: Path) -> None:
     check(Cluster.load(tmp_path / "cluster.toml"), 1)
 
 
-def noting(folder: Path, *, one_per_machine: bool) -> Callable[[Place], None]:
+def noting(folder: Path, *, all_at_once: bool) -> Callable[[Place], None]:
     """A probe that writes down when it was in which pair."""
 
     def work(place: Place) -> None:
@@ -110,18 +114,18 @@ def noting(folder: Path, *, one_per_machine: bool) -> Callable[[Place], None]:
 
         probing.as_source, probing.as_target = note(as_source), note(as_target)  # type: ignore[assignment]
         asked = ProbeOptions(
-            cluster_name="test", measured_at=WHEN, effort=EFFORT, one_per_machine=one_per_machine
+            cluster_name="test", measured_at=WHEN, effort=EFFORT, all_at_once=all_at_once
         )
         probe(place, f"d{place.rank}", asked)
 
     return work
 
 
-@pytest.mark.parametrize("one_per_machine", [False, True])
+@pytest.mark.parametrize("all_at_once", [False, True])
 def test_every_pair_has_its_turn_and_no_process_two_at_a_time(
-    tmp_path: Path, one_per_machine: bool
+    tmp_path: Path, all_at_once: bool
 ) -> None:
-    work = noting(tmp_path, one_per_machine=one_per_machine)
+    work = noting(tmp_path, all_at_once=all_at_once)
     with LocalJob(work, 4, output_folder=tmp_path / "out") as job:
         assert job.wait(80)
     turns: dict[int, list[list[float]]] = {
@@ -137,70 +141,35 @@ def test_every_pair_has_its_turn_and_no_process_two_at_a_time(
     overlap = any(
         began < ended and pair != other for (_, ended, pair), (began, _, other) in pairwise(every)
     )
-    assert overlap != one_per_machine, "pairs of one machine, side by side only if they may"
+    assert overlap == all_at_once, "pairs of one machine, side by side only if they may"
 
 
-def losing(folder: Path, how: signal.Signals) -> Callable[[Place], None]:
-    """A probe of which rank 2 is lost in its second pair; the others write down whom they name."""
-
-    def work(place: Place) -> None:
-        num_pairs = 0
-
-        def lost(talk: Talk, other: int, effort: Effort) -> object:
-            nonlocal num_pairs
-            num_pairs += 1
-            if talk.rank == 2 and num_pairs == 2:
-                os.kill(os.getpid(), how)
-            return as_target(talk, other, effort)
-
-        probing.as_target = lost  # type: ignore[assignment]
-        try:
-            asked = ProbeOptions(cluster_name="test", measured_at=WHEN, effort=EFFORT)
-            probe(place, f"d{place.rank}", asked)
-        except PeerError as error:
-            (folder / f"{place.rank}.txt").write_text(error.peer)
-            time.sleep(1)  # for the others to hear of it before the job ends
-
-    return work
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_that_dies_or_falls_silent_is_named_by_all(
-    tmp_path: Path, how: signal.Signals
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_pairs_that_touch_a_machine_are_apart_unless_all_are_wanted_at_once(
+    num_processes: int,
 ) -> None:
-    others = [tmp_path / f"{rank}.txt" for rank in (0, 1, 3)]
-    with LocalJob(losing(tmp_path, how), 4, output_folder=tmp_path / "out"):
-        ends = time.monotonic() + 60
-        while not all(path.exists() for path in others):
-            assert time.monotonic() < ends, [path.name for path in others if path.exists()]
-            time.sleep(0.1)
-    assert [path.read_text() for path in others] == ["d2"] * 3
-
-
-KILLED = """
-import os, signal
-from polyrhythm import cli
-from polyrhythm.run.probe import probe
-def die(talk, other, effort):
-    os.kill(os.getpid(), signal.SIGKILL)
-probe.as_target = die
-cli.main(["probe", "--local", "2", "--seconds", "0.01"])
-"""
-
-
-def test_a_killed_process_ends_the_command_with_its_name(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=80,
-        check=False,
+    machines = [machine for machine in "abcd" for _ in range(num_processes)]
+    apart, together = (
+        probing._rounds(machines, all_at_once=all_at_once) for all_at_once in (False, True)
     )
-    assert done.returncode == 1, done.stderr
-    assert "rank 1 was ended by SIGKILL" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
+    every = sorted(permutations(range(len(machines)), 2))
+    assert sorted(pair for pairs in apart for pair in pairs) == every
+    assert sorted(pair for pairs in together for pair in pairs) == every
+    for pairs in apart:
+        touched = [machine for a, b in pairs for machine in {machines[a], machines[b]}]
+        assert len(touched) == len(set(touched))
+    assert (len(apart) == len(together)) == (num_processes == 1)
+
+
+def test_a_memory_is_divided_among_those_who_share_it() -> None:
+    flops = Sample(1.0, 0.0)
+    members = [
+        probing._Member(
+            name="", machine=owner[0], text="", memory=memory, memory_of=owner, flops=flops
+        )
+        for owner, memory in [("a", 90), ("a", 90), ("a GPU-1", 24), ("a GPU-1", 24), ("b", 50)]
+    ]
+    assert probing._memories(members) == [45, 45, 12, 12, 50]
 
 
 @pytest.mark.parametrize(
@@ -212,6 +181,7 @@ def test_a_killed_process_ends_the_command_with_its_name(tmp_path: Path) -> None
         (["--local", "2", "--seconds", "0"], "--seconds 0"),
         (["--local", "2", "--deadline", "nan"], "--deadline nan"),
         (["--local", "2", "--repeat", "0"], "--repeat 0"),
+        (["--local", "2", "--deadline", "0.02", "--seconds", "0.05"], "fix: --deadline 0.2, or"),
         (["--local", "2", "-o", "cluster.yaml"], "ends in .toml"),
         (["--local", "2", "-o", "nowhere/cluster.toml"], "cannot be made in"),
     ],
@@ -225,6 +195,43 @@ def test_bad_input_is_refused_before_anything_starts(
     assert "fix:" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    done = forked("probe", "--local", "2", "--device", "cuda", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --device cuda on a machine without a usable GPU")
+    assert ".log" not in done.stderr
+
+
+def test_ranks_that_do_not_write_do_not_ask_for_the_folder(tmp_path: Path) -> None:
+    """The folder is there on the machine of rank 0 alone."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    homes = [tmp_path / "0", tmp_path / "1"]
+    (homes[0] / "found").mkdir(parents=True)
+    homes[1].mkdir()
+
+    def command(rank: int) -> subprocess.CompletedProcess[str]:
+        env = {**place, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+        return forked("probe", "-o", "found/cluster.toml", *QUICK, cwd=homes[rank], env=env)
+
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(command, range(2)))
+    assert [each.returncode for each in done] == [0, 0], done[1].stderr
+    assert (homes[0] / "found" / "cluster.toml").exists()
+
+
+def test_many_echoes_that_pass_a_deadline_together_lose_nobody(tmp_path: Path) -> None:
+    def work(place: Place) -> None:
+        probing.device_flops = lambda *_, **__: Sample(1.0, 0.0)  # a thousand take a minute
+        effort = Effort(seconds=0.001, repeat=1000, patience=2, deadline=0.3)
+        probe(place, "d", ProbeOptions(cluster_name="test", measured_at=WHEN, effort=effort))
+
+    with LocalJob(work, 2, output_folder=tmp_path) as job:
+        assert job.wait(60)
 
 
 def test_local_processes_inside_of_torchruns_are_refused(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from polyrhythm.describe.model import ModelProfile
+from polyrhythm.describe.model import Layer, ModelProfile
 from polyrhythm.run.profile.layers import measured_layers
 from polyrhythm.run.profile.subject import Subject
 from tests.gloo.test_demo import forked
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.timeout(100)
 
 CPU = torch.device("cpu")
 MODULE = """
+import dataclasses
 import time
 import torch
 from torch import nn
@@ -64,6 +66,53 @@ class Fixed(nn.Module):
     def forward(self, x):
         return x.view(4, 2)
 
+@dataclasses.dataclass
+class Output:
+    x: torch.Tensor
+
+class Wrapping(nn.Module):
+    def forward(self, x):
+        return Output(x * 2)
+
+class Half(nn.Module):
+    def forward(self, x):
+        return x, Output(x)
+
+class Nothing(nn.Module):
+    def forward(self, x):
+        return None
+
+def wrapping():
+    return [nn.Linear(2, 2), Wrapping()], torch.ones(4, 2)
+
+def half():
+    return [Half()], torch.ones(4, 2)
+
+def returning_nothing():
+    return [Nothing()], torch.ones(4, 2)
+
+def meta():
+    with torch.device("meta"):
+        return [nn.Linear(2, 2)], torch.ones(4, 2)
+
+def inferring():
+    with torch.inference_mode():
+        return [nn.Linear(2, 2)], torch.ones(4, 2)
+
+def immovable():
+    model, example = build()
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    model[0].to = fail
+    return model, example
+
+def norm():
+    return [nn.Linear(2, 2), nn.BatchNorm1d(2)], torch.ones(4, 2)
+
+def ungraded():
+    torch.set_grad_enabled(False)
+    return [nn.Linear(64, 64)], torch.ones(4, 64)
+
 def fixed():
     return [Fixed()], torch.ones(4, 2)
 
@@ -92,6 +141,7 @@ def test_a_model_is_measured_into_a_file_that_loads(
     assert profile.measured_at
     assert profile.flops is not None
     assert profile.flops > 1e6
+    assert profile.flops_dtype == "float32"
     names = ["0.Linear", "1.ReLU", "2.Slow", "3.Linear"]
     assert [layer.name for layer in profile.layers] == names
     assert profile.microbatch_size == 8
@@ -118,12 +168,30 @@ def test_sizes_are_as_asked_for_also_beyond_the_example(folder: Path) -> None:
 
 
 def test_a_model_that_comes_along_is_counted(folder: Path) -> None:
-    done = forked("profile", "gpt-2x64x32", "--flops", "1e12", "--sizes", "4", cwd=folder)
+    sizes = ["--sizes", "4", "2", "1"]
+    done = forked("profile", "gpt-2x64x32", "--flops", "1e12", *sizes, cwd=folder)
     assert done.returncode == 0, done.stderr
     profile = ModelProfile.load(folder / "profile.json")
     assert profile.microbatch_size == 4
+    assert profile.microbatch_sizes == (1, 2, 4)
+    assert profile.at(1).layers[1].stored_bytes * 4 == profile.layers[1].stored_bytes
     assert profile.layers[1].forward == pytest.approx(4 * 32 * (24 * 64**2 + 4 * 32 * 64) / 1e12)
     assert json.loads((folder / "profile.json").read_text())["flops"] == 1e12
+
+
+def test_one_sample_is_left_out_where_a_batch_norm_needs_more(folder: Path) -> None:
+    done = forked("profile", "toy:norm", "--repeat", "1", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "left out micro-batches of 1: layer '1.BatchNorm1d' fails" in done.stdout
+    assert ModelProfile.load(folder / "profile.json").microbatch_sizes == (2, 4)
+
+
+def test_a_module_that_turns_gradients_off_is_measured_with_them(folder: Path) -> None:
+    done = forked("profile", "toy:ungraded", "--sizes", "4", "--repeat", "1", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    profile = ModelProfile.load(folder / "profile.json")
+    assert profile.layers[0].stored_bytes == 4 * 64 * 4
+    assert profile.flops is not None
 
 
 @pytest.mark.parametrize(
@@ -145,6 +213,16 @@ def test_a_model_that_comes_along_is_counted(folder: Path) -> None:
         (["toy:scalar"], "a tensor of shape () as the example"),
         (["toy:misfit"], "layer '1.Linear' fails in its forward with micro-batches of 2"),
         (["toy:fixed"], "layer '0.Fixed' fails in its forward with micro-batches of 2"),
+        (["toy:wrapping"], "layer '1.Wrapping' returns a Output, in which no tensor can be"),
+        (["toy:half"], "register_dataclass(Output)"),
+        (["toy:returning_nothing"], "layer '0.Nothing' returns a NoneType"),
+        (["toy:meta"], "is on the device 'meta'"),
+        (["toy:inferring"], "built in torch.inference_mode()"),
+        (["toy:immovable"], "layer '0.Linear' cannot be moved to cpu: OutOfMemoryError"),
+        (["toy:norm", "--sizes", "2", "1"], "layer '1.BatchNorm1d' fails in its forward"),
+        (["toy:build", "--sizes", "9" * 400], "1 to 1000000000, each once"),
+        (["bert-base", "--flops", "1e9", "--repeat", "3"], "leave --repeat out"),
+        (["bert-base", "--flops", "1e9", "--device", "cpu"], "leave --device out"),
         (["toy:build", "--repeat", "0"], "--repeat 0"),
         (["toy:build", "--sizes", "4", "4"], "--sizes 4 4"),
         (["toy:build", "--flops", "1e9"], "leave --flops out"),
@@ -226,3 +304,91 @@ def test_measuring_leaves_no_gradients() -> None:
     measured_layers(subject, size=2, other_sizes=[], repeat=2, device=CPU)
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+
+
+class Both(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class Naming(nn.Module):
+    def forward(self, x: Tensor) -> Both:
+        return Both(x, 2 * x)
+
+
+class Unnaming(nn.Module):
+    def forward(self, both: Both) -> Tensor:
+        return both.x + both.y
+
+
+def measured(*layers: nn.Module, example: Tensor, repeat: int = 1) -> tuple[Layer, ...]:
+    subject = Subject.of((list(layers), example), source="test")
+    return measured_layers(subject, size=4, other_sizes=[], repeat=repeat, device=CPU)
+
+
+def test_a_layer_may_return_a_named_tuple() -> None:
+    naming, _ = measured(Naming(), Unnaming(), example=torch.ones(4, 6))
+    assert naming.activation_bytes == 2 * 4 * 6 * 4
+
+
+def test_a_lazy_layer_gets_its_weights_in_the_first_forward() -> None:
+    (layer,) = measured(nn.LazyLinear(3), example=torch.ones(4, 6))
+    assert (layer.parameter_bytes, layer.stored_bytes) == (4 * 3 * 7, 4 * 4 * 6)
+
+
+class Wasteful(nn.Module):
+    """Computes something besides, which nobody needs afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        (self.weight * (x + 1)).exp().sum()
+        return x * self.weight
+
+
+def test_what_is_freed_during_the_forward_is_not_stored() -> None:
+    (layer,) = measured(Wasteful(), example=torch.ones(4, 6))
+    assert layer.stored_bytes == 4 * 6 * 4, "the input alone"
+
+
+class Adding(nn.Module):
+    """Writes into its input, and remembers what was in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x[0, 0].item())
+        return x.add_(1) * self.weight
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_every_run_gets_the_example_as_it_was_made(requires_grad: bool) -> None:
+    layer = Adding()
+    example = torch.ones(4, 6, requires_grad=requires_grad)
+    measured(layer, example=example, repeat=3)
+    assert layer.seen == [1.0] * 5, "once for memory, once to warm up, three times"
+    assert example.grad is None
+
+
+def test_a_model_in_eval_mode_is_measured_as_it_trains_and_left_as_it_was() -> None:
+    model = [nn.Linear(6, 6), nn.Sequential(nn.Dropout(0.5)).eval(), nn.Linear(6, 6)]
+    _, dropout, _ = measured(*model, example=torch.ones(4, 6))
+    assert dropout.stored_bytes > 0, "the mask"
+    assert [module.training for module in model] == [True, False, True]
+
+
+def test_a_layer_that_turns_gradients_off_does_so_for_itself_alone() -> None:
+    class Frozen(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.set_grad_enabled(False)
+            return x + 1
+
+    with torch.enable_grad():  # so that a failure is that of this test alone
+        _, linear = measured(Frozen(), nn.Linear(6, 6), example=torch.ones(4, 6))
+        assert torch.is_grad_enabled()
+    assert linear.stored_bytes == 4 * 6 * 4

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from polyrhythm.bench.plan.cases import published
 from polyrhythm.cost.dtfm import PairTimes, best_layout, best_order, layout_cost
-from polyrhythm.plan import compiled, path
+from polyrhythm.plan import compiled
 from polyrhythm.plan.compiled import seed
 from polyrhythm.plan.construct import constructed, nearest
+from polyrhythm.plan.dtfm import path
 from polyrhythm.plan.dtfm.anneal import Schedule, anneal
 from polyrhythm.plan.dtfm.grid import Mood, started, swap_devices
 from polyrhythm.plan.dtfm.matching import bottleneck

@@ -8,14 +8,17 @@ until they last longer than a round trip, and are repeated until TCP carries the
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from polyrhythm.describe.sample import Sample
 from polyrhythm.run.probe.effort import Effort
 from polyrhythm.run.probe.talk import PING, PONG, SIZE, STREAM, Talk
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
+_AHEAD = 2  # echoes that are asked for before they are sent: the least of them that there are
 _PIECES = 5  # of a stream; the first one's arrival starts the clock
 _SMALLEST: Bytes = 16 << 10
 _LARGEST: Bytes = 32 << 20
@@ -33,41 +36,45 @@ def as_source(talk: Talk, target: int, effort: Effort) -> Sample:
 
 def as_target(talk: Talk, source: int, effort: Effort) -> Sample:
     """The bandwidth in bytes per second of what `source` sends to this process."""
-    _echo(talk, source, effort)
+    _echo(talk, source)
     return _receive_streams(talk, source, effort)
 
 
-def _num_echoes(effort: Effort) -> int:
-    return 1 + max(10, 2 * effort.repeat)  # the first one tells that all have been asked for
-
-
 def _ask_echoes(talk: Talk, target: int, effort: Effort) -> Sample:
+    """A ping says whether one more comes after those asked for: that must happen ahead of them."""
     action = f"the round trip to {talk.names[target]}"
-    asked = [
-        talk.start_receive(torch.zeros(1), target, tag=PONG + number, action=action)
-        for number in range(_num_echoes(effort))
-    ]
-    ends, times = time.monotonic() + talk.deadline, []
-    for number, echo in enumerate(asked):
+    # The first one tells that the target is there, and does not count.
+    num_echoes = 1 + max(10, 2 * effort.repeat)
+    gives_up, times = time.monotonic() + effort.patience / 2, list[Seconds]()
+    echoes = [_ask_number(talk, target, PONG + number, action) for number in range(_AHEAD)]
+    for number, (_, echo) in enumerate(echoes):  # which grow meanwhile
+        is_more = len(echoes) < num_echoes and time.monotonic() < gives_up
+        word = torch.tensor([int(is_more)])
         began = time.perf_counter()
-        ping = talk.start_send(torch.ones(1), target, tag=PING + number, action=action)
-        talk.finish(echo, target, action=action, within=ends - time.monotonic())
+        ping = talk.start_send(word, target, tag=PING + number, action=action)
+        talk.finish(echo, target, action=action)
         times.append(time.perf_counter() - began)
-        talk.finish(ping, target, action=action, within=ends - time.monotonic())
+        talk.finish(ping, target, action=action)
+        if is_more:
+            echoes.append(_ask_number(talk, target, PONG + len(echoes), action))
     return Sample.of([each / 2 for each in times[1:]])
 
 
-def _echo(talk: Talk, source: int, effort: Effort) -> None:
+def _echo(talk: Talk, source: int) -> None:
     action = f"the round trip from {talk.names[source]}"
-    pings = [
-        talk.start_receive(torch.zeros(1), source, tag=PING + number, action=action)
-        for number in range(_num_echoes(effort))
-    ]
-    ends = time.monotonic() + talk.deadline
-    for number, ping in enumerate(pings):
-        talk.finish(ping, source, action=action, within=ends - time.monotonic())
-        echo = talk.start_send(torch.ones(1), source, tag=PONG + number, action=action)
-        talk.finish(echo, source, action=action, within=ends - time.monotonic())
+    pings = [_ask_number(talk, source, PING + number, action) for number in range(_AHEAD)]
+    for number, (is_more, ping) in enumerate(pings):  # which grow meanwhile
+        talk.finish(ping, source, action=action)
+        # It is the echo that is timed: what is left to do comes after it.
+        echo = talk.start_send(torch.ones_like(is_more), source, tag=PONG + number, action=action)
+        if is_more:
+            pings.append(_ask_number(talk, source, PING + len(pings), action))
+        talk.finish(echo, source, action=action)
+
+
+def _ask_number(talk: Talk, sender: int, tag: int, action: str) -> tuple[Tensor, Any]:
+    number = torch.zeros(1, dtype=torch.int64)
+    return number, talk.start_receive(number, sender, tag=tag, action=action)
 
 
 def _send_streams(talk: Talk, target: int) -> None:
@@ -81,7 +88,7 @@ def _send_streams(talk: Talk, target: int) -> None:
             talk.start_send(piece, target, tag=STREAM + number, action=action)
             for number in range(_PIECES)
         ]
-        talk.finish_all(sends, target, action=action)
+        talk.finish_all(sends, target, action=action, within=talk.deadline)
 
 
 def _asked_size(talk: Talk, target: int, action: str) -> Bytes:
@@ -96,7 +103,7 @@ def _receive_streams(talk: Talk, source: int, effort: Effort) -> Sample:
     while True:
         stream = _stream(talk, source, size)
         is_late = time.monotonic() > gives_up
-        enough = max(effort.seconds, stream.waited)
+        enough = min(max(effort.seconds, stream.waited), effort.longest_stream)
         if stream.lasted < enough and size < _LARGEST and not is_late:
             growth = min(_MOST_GROWTH, max(2.0, 1.2 * enough / stream.lasted))
             size = min(_LARGEST, int(size * growth))
@@ -124,9 +131,9 @@ def _stream(talk: Talk, source: int, size: Bytes) -> _Stream:
         talk.start_receive(piece, source, tag=STREAM + number, action=action)
         for number in range(_PIECES)
     ]
-    began = time.perf_counter()
+    ends, began = time.monotonic() + talk.deadline, time.perf_counter()
     _ask_for(talk, source, size)
-    arrivals = talk.finish_all(asked, source, action=action)
+    arrivals = talk.finish_all(asked, source, action=action, within=ends - time.monotonic())
     lasted = max(1e-9, arrivals[-1] - arrivals[0])
     return _Stream(arrivals[0] - began, lasted, (_PIECES - 1) * size / lasted)
 

@@ -1,7 +1,8 @@
 """Measure a cluster from inside: a process on every device, and every pair of them in turn.
 
 All start with the speed of their device, at the same time, as in training. Then come rounds in
-which every process is in one pair at the most; all go on together from one round to the next, so
+which every process is in one pair at the most, and every machine too unless all are wanted at once:
+processes of a machine share its network cards. All go on together from one round to the next, so
 that pairs of two rounds never meet.
 """
 
@@ -23,8 +24,9 @@ from polyrhythm.run.machine import usable_memory
 from polyrhythm.run.probe.effort import Effort
 from polyrhythm.run.probe.link import as_source, as_target
 from polyrhythm.run.probe.talk import Talk
-from polyrhythm.types import Bytes
+from polyrhythm.types import Bytes, Seconds
 
+_JOINING: Seconds = 30.0
 _Matrix = tuple[tuple[float, ...], ...]
 
 
@@ -34,7 +36,7 @@ class ProbeOptions:
     measured_at: str
     device: str = "auto"
     dtype: str = "float32"
-    one_per_machine: bool = False  # at most one pair at a time touches a machine
+    all_at_once: bool = False  # pairs side by side that touch the same machine
     effort: Effort = field(default_factory=Effort)
 
 
@@ -45,7 +47,7 @@ class _Member(msgspec.Struct, frozen=True):
     machine: str  # equal for processes that share one
     text: str
     memory: Bytes
-    is_memory_shared: bool  # by the processes of the machine
+    memory_of: str  # equal for processes that share this memory: of a machine, or of one GPU
     flops: Sample
 
 
@@ -57,7 +59,7 @@ class _Found(msgspec.Struct):
 
 
 def probe(
-    place: Place, name: str, options: ProbeOptions, say: Callable[[str], None] = lambda text: None
+    place: Place, name: str, options: ProbeOptions, say: Callable[[str], object] = lambda text: None
 ) -> Cluster | None:
     """Take part as the process of this place, on the device `name`; rank 0 gets the cluster.
 
@@ -65,13 +67,14 @@ def probe(
     """
     device = device_of(options.device, index=place.local_rank)
     effort = options.effort
-    with place.joined(effort.deadline):
+    # Machines start at different times: nobody is lost that is some seconds late for the beginning.
+    with place.joined(max(_JOINING, effort.deadline)):
         talk = Talk(rank=place.rank, world_size=place.world_size, deadline=effort.deadline)
         say("the speed of devices")
         members = _introduce(talk, _own(name, device, options), effort)
         talk.names = _distinct([member.name for member in members])
         found = _Found(latency={}, bandwidth={})
-        rounds = _rounds(members, options.one_per_machine)
+        rounds = _rounds([member.machine for member in members], options.all_at_once)
         for number, pairs in enumerate(rounds, start=1):
             say(f"links: round {number} of {len(rounds)}")
             _play_round(talk, pairs, found, effort)
@@ -81,20 +84,22 @@ def probe(
 
 def _own(name: str, device: torch.device, options: ProbeOptions) -> _Member:
     boot = Path("/proc/sys/kernel/random/boot_id")
-    is_gpu = device.type == "cuda"
+    machine = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return _Member(
         name=name,
-        machine=f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}",
+        machine=machine,
         text=device_text(device),
-        memory=torch.cuda.get_device_properties(device).total_memory if is_gpu else usable_memory(),
-        is_memory_shared=not is_gpu,
+        memory=usable_memory() if gpu is None else gpu.total_memory,
+        # Not its number: that is another one where a process sees some of the GPUs only.
+        memory_of=machine if gpu is None else f"{machine} {gpu.uuid}",
         flops=device_flops(device, getattr(torch, options.dtype), repeat=options.effort.repeat),
     )
 
 
 def _introduce(talk: Talk, own: _Member, effort: Effort) -> list[_Member]:
     """All members, by rank, known to all."""
-    action, within = "introducing themselves", effort.round_deadline
+    action, within = "introducing themselves", effort.speed_deadline
     if talk.rank == 0:
         heard = [talk.hear(rank, action=action, within=within) for rank in talk.others]
         members = [own, *(msgspec.json.decode(each, type=_Member) for each in heard)]
@@ -110,12 +115,13 @@ def _distinct(names: Sequence[str]) -> list[str]:
     return [f"{n} (rank {i})" if count[n] > 1 else n for i, n in enumerate(names)]
 
 
-def _rounds(members: Sequence[_Member], one_per_machine: bool) -> list[list[tuple[int, int]]]:
-    machine = {rank: member.machine for rank, member in enumerate(members)}
+def _rounds(machines: Sequence[str], all_at_once: bool) -> list[list[tuple[int, int]]]:
+    """Pairs of ranks, from the machine of each rank."""
+    machine = dict(enumerate(machines))
     return [
         together
-        for pairs in matchings(range(len(members)))
-        for together in (apart(pairs, machine) if one_per_machine else [pairs])
+        for pairs in matchings(range(len(machines)))
+        for together in ([pairs] if all_at_once else apart(pairs, machine))
     ]
 
 
@@ -141,20 +147,25 @@ def _gather(talk: Talk, found: _Found, effort: Effort) -> list[_Found]:
     return [found, *(msgspec.json.decode(each, type=_Found) for each in heard)]
 
 
+def _memories(members: Sequence[_Member]) -> list[Bytes]:
+    """What each can have of a memory that it shares."""
+    sharing = Counter(member.memory_of for member in members)
+    return [member.memory // sharing[member.memory_of] for member in members]
+
+
 def _cluster(
     names: Sequence[str], members: Sequence[_Member], every: Sequence[_Found], options: ProbeOptions
 ) -> Cluster:
-    sharing = Counter(member.machine for member in members if member.is_memory_shared)
     devices = [
         Device(
             name=name,
             region=name,
-            memory=member.memory // (sharing[member.machine] if member.is_memory_shared else 1),
+            memory=memory,
             speed=member.flops.median / members[0].flops.median,
             flops=member.flops.median,
             flops_spread=member.flops.spread,
         )
-        for name, member in zip(names, members, strict=True)
+        for name, member, memory in zip(names, members, _memories(members), strict=True)
     ]
     num_machines = len({member.machine for member in members})
     kinds = "; ".join(dict.fromkeys(member.text for member in members))
@@ -167,6 +178,7 @@ def _cluster(
         source=f"polyrhythm probe, {len(members)} processes on {num_machines} "
         f"machine{'s' * (num_machines > 1)}, {options.dtype}: {kinds}",
         measured_at=options.measured_at,
+        flops_dtype=options.dtype,
         devices=tuple(devices),
         regions=tuple(names),
         latency=_medians(latency),

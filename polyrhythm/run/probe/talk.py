@@ -1,16 +1,19 @@
 """Messages between two processes of a probe: every wait is bounded, and a loss is told by name.
 
 Who loses a peer writes so into the job's store and hangs up, so that whoever waits for it in turn
-notices at once, looks there, and names the one that was lost first.
+notices at once, looks there, and names the one that was lost first. The store may be lost as well:
+it is asked in a thread, and not waited for longer than for news.
 """
 
-import contextlib
+import queue
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,7 @@ from polyrhythm.types import Seconds
 NUMBER, LENGTH, CONTENT, SIZE, PING, PONG, STREAM = 1, 2, 3, 4, 10_000, 20_000, 30_000
 _NEWS: Seconds = 2.0  # until what another process knows has reached the store
 _LOST = "polyrhythm/probe/lost/"
+T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,9 +61,11 @@ class Talk:
         with self._waiting(peer, action):
             work.wait(timedelta(seconds=left))
 
-    def finish_all(self, works: list[Any], peer: int, *, action: str) -> list[Seconds]:
-        """Wait for all, one deadline for them together; the times at which each was done."""
-        ends, times = time.monotonic() + self.deadline, []
+    def finish_all(
+        self, works: list[Any], peer: int, *, action: str, within: Seconds
+    ) -> list[Seconds]:
+        """Wait for all, `within` for them together; the times at which each was done."""
+        ends, times = time.monotonic() + within, []
         for work in works:
             self.finish(work, peer, action=action, within=ends - time.monotonic())
             times.append(time.perf_counter())
@@ -94,8 +100,10 @@ class Talk:
             self.send(nothing, 0, tag=NUMBER, action=action, within=within)
             self.receive(nothing, 0, tag=NUMBER, action=action, within=within)
             return
+        ends = time.monotonic() + within
         for rank in self.others:
-            self.receive(nothing, rank, tag=NUMBER, action=action, within=within)
+            left = ends - time.monotonic()
+            self.receive(nothing, rank, tag=NUMBER, action=action, within=left)
         for rank in self.others:
             self.send(nothing, rank, tag=NUMBER, action=action, within=within)
 
@@ -114,25 +122,49 @@ class Talk:
             ) from None
 
     def _first_lost(self, peer: int) -> int:
-        """Who was lost by the one that was lost by ... `peer`."""
-        culprit, heard = peer, {self.rank, peer}
-        with contextlib.suppress(RuntimeError):  # rank 0 may be gone, and the store with it
-            _get_default_store().set(f"{_LOST}{self.rank}", str(peer))
-            assert dist.group.WORLD is not None, "joined"
-            break_off(dist.group.WORLD)
-            while (reported := _reported(culprit)) is not None and reported not in heard:
-                culprit = reported
-                heard.add(culprit)
-            if self.rank == 0:
-                time.sleep(_NEWS)  # it may serve the store, where the others are to look
+        """Who was lost by the one that was lost by ... `peer`, as far as the store can tell."""
+        store, culprit, heard = _get_default_store(), peer, {self.rank, peer}
+        _answer(lambda: store.set(f"{_LOST}{self.rank}", str(peer)), within=_NEWS)
+        assert dist.group.WORLD is not None, "joined"
+        break_off(dist.group.WORLD)
+        while (
+            reported := _answer(partial(_reported, store, culprit), within=2 * _NEWS)
+        ) is not None:
+            if reported in heard:
+                break
+            culprit = reported
+            heard.add(culprit)
+        if self.rank == 0:
+            time.sleep(_NEWS)  # it may serve the store, where the others are to look
         return culprit
 
 
-def _reported(rank: int) -> int | None:
+def _reported(store: Any, rank: int) -> int | None:
     """Whom this process has lost; None if it does not say so in time."""
-    store, key, ends = _get_default_store(), f"{_LOST}{rank}", time.monotonic() + _NEWS
+    key, ends = f"{_LOST}{rank}", time.monotonic() + _NEWS
     while not store.check([key]):
         if time.monotonic() > ends:
             return None
         time.sleep(0.05)
     return int(store.get(key))
+
+
+def _answer(ask: Callable[[], T], *, within: Seconds) -> T | None:
+    """What the store says; None if it is gone, or silent.
+
+    No timeout of a store's covers a server that was stopped. The thread that waits for one stays
+    behind, outside of Python, and does not keep the interpreter from ending.
+    """
+    answers: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+
+    def wait() -> None:
+        try:
+            answers.put(ask())
+        except RuntimeError:  # rank 0 is gone, and the store with it
+            answers.put(None)
+
+    threading.Thread(target=wait, name="asking the store", daemon=True).start()
+    try:
+        return answers.get(timeout=within)
+    except queue.Empty:
+        return None

@@ -20,9 +20,11 @@ def measured_profile(
     dtype: str | None = None,
     measured_at: str = "",
     say: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
     """The profile of what `module:factory` makes; the first of `sizes` is its own.
 
+    Without sizes a single sample may be too few (for a batch norm): it is left out with a note.
     Raises DescriptionError, also for whatever goes wrong in the user's code.
     """
     where = device_of(device)
@@ -32,15 +34,25 @@ def measured_profile(
     subject = subject.to(where, number)
     own, *others = sizes or reversed(subject.default_sizes())
     layers = measured_layers(
-        subject, size=own, other_sizes=others, repeat=repeat, device=where, say=say
+        subject,
+        size=own,
+        other_sizes=others,
+        optional=() if sizes or own == 1 else (1,),
+        repeat=repeat,
+        device=where,
+        say=say,
+        note=note,
     )
     say("the speed of the device")
-    speed = device_flops(where, number or _type_of(subject), repeat=repeat)
+    number = number or _type_of(subject)
+    del subject  # its memory is for the matrices now
+    speed = device_flops(where, number, repeat=repeat)
     return ModelProfile(
         name=source,
         source=f"polyrhythm profile, {device_text(where)}",
         measured_at=measured_at,
         flops=speed.median,
+        flops_dtype=str(number).removeprefix("torch."),
         microbatch_size=own,
         layers=layers,
     )

@@ -5,7 +5,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from polyrhythm.describe.factory import told
 from polyrhythm.errors import DescriptionError
 
 
@@ -23,7 +25,8 @@ class Subject:
         model, example = returned
         layers = _layers(model, source)
         arguments = example if isinstance(example, tuple) else (example,)
-        tensors = [each for each in arguments if isinstance(each, Tensor) and each.dim()]
+        leaves = pytree.tree_leaves(arguments)
+        tensors = [each for each in leaves if isinstance(each, Tensor) and each.dim()]
         if not tensors or len(tensors[0]) == 0:
             raise _misfit(source, f"{_kind(example)} as the example")
         return cls(layers=layers, example=arguments, num_samples=len(tensors[0]))
@@ -34,25 +37,65 @@ class Subject:
         return sorted({max(1, share) for share in shares})
 
     def to(self, device: torch.device, dtype: torch.dtype | None) -> Self:
-        """On a device; where a type is given, numbers with a point have it."""
-        for layer in self.layers.values():
-            layer.to(device, dtype)
-        example = [
-            each.to(device, dtype if each.is_floating_point() else None)
-            if isinstance(each, Tensor)
-            else each
-            for each in self.example
-        ]
-        return replace(self, example=tuple(example))
+        """On a device; where a type is given, numbers with a point have it.
+
+        Raises DescriptionError for what cannot be moved: there is none of it, or too much.
+        """
+        self._check_present()
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+        moving = "the example"
+        try:
+            example = pytree.tree_map_only(Tensor, moved, self.example)
+            for name, layer in self.layers.items():
+                moving = f"layer {name!r}"
+                layer.to(device, dtype)
+        except Exception as error:  # out of memory; or a layer that has a to() of its own
+            raise DescriptionError(
+                f"{moving} cannot be moved to {device}: {told(error)}",
+                expected="a model that fits into the memory of one device, with one micro-batch",
+                fix="measure a model of fewer such layers, or use --device cpu or --dtype bfloat16",
+            ) from None
+        return replace(self, example=example)
 
     def sized(self, size: int) -> tuple[Any, ...]:
-        """The example, cut or repeated to so many samples."""
-        return tuple(
-            each[torch.arange(size, device=each.device) % self.num_samples]
-            if isinstance(each, Tensor) and each.dim() and len(each) == self.num_samples
-            else each
-            for each in self.example
-        )
+        """The example, cut or repeated to so many samples. A copy: a layer may write into it."""
+
+        def cut(tensor: Tensor) -> Tensor:
+            alone = tensor.detach()  # an example learns nothing
+            if not alone.dim() or len(alone) != self.num_samples:
+                return alone.clone()
+            return alone[torch.arange(size, device=alone.device) % self.num_samples]
+
+        try:
+            arguments: tuple[Any, ...] = pytree.tree_map_only(Tensor, cut, self.example)
+        except (RuntimeError, MemoryError) as error:
+            raise DescriptionError(
+                f"an example of {size} samples cannot be made: {told(error)}",
+                expected="micro-batches that fit into memory",
+                fix="give smaller --sizes",
+            ) from None
+        return arguments
+
+    def _check_present(self) -> None:
+        """Refuse a model that has no numbers, or that cannot learn."""
+        parameters = [each for layer in self.layers.values() for each in layer.parameters()]
+        buffers = [each for layer in self.layers.values() for each in layer.buffers()]
+        everything = [*pytree.tree_leaves(self.example), *parameters, *buffers]
+        if any(isinstance(each, Tensor) and each.is_meta for each in everything):
+            raise DescriptionError(
+                "the model or its example is on the device 'meta', where numbers are not kept",
+                expected="a model that can be run",
+                fix="build it without torch.device('meta'), or call model.to_empty(device='cpu')",
+            )
+        if any(each.is_inference() for each in parameters):
+            raise DescriptionError(
+                "the model was built in torch.inference_mode(), in which nothing can learn",
+                expected="a model that can be trained",
+                fix="build it outside of torch.inference_mode()",
+            )
 
 
 def _layers(model: object, source: str) -> dict[str, nn.Module]:
