@@ -21,7 +21,7 @@ def devices_of(plan: Plan) -> list[str]:
     return [part.device for pipeline in plan.pipelines for part in pipeline.parts]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(small_problems(most_devices=6, most_layers=6), st.integers(0, 3))
 def test_a_plan_uses_or_leaves_out_every_device_and_does_the_whole_batch(
     over: Problem, seed: int

@@ -12,7 +12,7 @@ from polyrhythm.plan.step_bound import least_price, least_step, step_bound
 from tests.pure.planning import all_plans, cluster, problem, small_problems
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(small_problems())
 def test_no_plan_is_faster_than_the_bound_and_the_search_finds_a_good_one(over: Problem) -> None:
     bound = step_bound(over, sizes=(1,))
