@@ -20,7 +20,7 @@ from polyrhythm.cost.pipeline import PipelineTimes
 from polyrhythm.cost.step import Schedule, StageWork
 from polyrhythm.cost.sync import Links, Sync
 from polyrhythm.describe.cluster import Cluster
-from polyrhythm.describe.model import ModelProfile
+from polyrhythm.describe.model import Layer, ModelProfile
 from polyrhythm.describe.speed import fitted
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.job import Job
@@ -46,7 +46,9 @@ class Problem:
     _stages: dict[tuple[tuple[int, ...], int], tuple[StageWork, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-
+    _layers: dict[int, tuple[Layer, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _least: dict[int, NDArray[np.float64]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -105,12 +107,18 @@ class Problem:
         limits = [self.limit(device) for device in range(self.num_devices)]
         return np.array([np.inf if limit is None else limit for limit in limits], np.float64)
 
+    def layers(self, microbatch_size: int) -> tuple[Layer, ...]:
+        """Of the model, with micro-batches of this size."""
+        if microbatch_size not in self._layers:
+            self._layers[microbatch_size] = self.profile.at(microbatch_size).layers
+        return self._layers[microbatch_size]
+
     def stages(
         self, layers_per_stage: Sequence[int], microbatch_size: int
     ) -> tuple[StageWork, ...]:
         key = tuple(layers_per_stage), microbatch_size
         if key not in self._stages:
-            layers = self.profile.at(microbatch_size).layers
+            layers = self.layers(microbatch_size)
             ends = list(accumulate(layers_per_stage, initial=0))
             self._stages[key] = tuple(
                 StageWork(
@@ -129,7 +137,7 @@ class Problem:
 
         A micro-batch in flight also holds a message from the stage before and one to it.
         """
-        table = self.profile.at(microbatch_size).layers
+        table = self.layers(microbatch_size)
         inside = table[layers.start : layers.stop]
         before = table[layers.start - 1].activation_bytes if layers.start else 0
         weights = sum(layer.parameter_bytes for layer in inside)
@@ -144,7 +152,7 @@ class Problem:
     def least_memory(self, microbatch_size: int) -> NDArray[np.float64]:
         """[a, b]: what layers a to b need on one device, with one micro-batch; inf if b <= a."""
         if microbatch_size not in self._least:
-            layers = self.profile.at(microbatch_size).layers
+            layers = self.layers(microbatch_size)
             weights = np.cumsum([0, *(layer.parameter_bytes for layer in layers)])
             stored = np.cumsum([0, *(layer.stored_bytes for layer in layers)])
             before = np.array([0, *(2 * layer.activation_bytes for layer in layers)])

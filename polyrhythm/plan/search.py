@@ -77,8 +77,8 @@ def predictions(
     sketches = _improved(problem, list(_sketches(problem, seed, watch)), seed, watch)
     plans = [plan_of(sketch, problem) for sketch in _most_promising(sketches)]
     if problem.job.unequal:
-        best = min((sketch.value for sketch in sketches), default=float("inf"))
-        plans += unequal_plans(problem, sizes_for(problem), below=best)
+        lowest = min((sketch.value for sketch in sketches), default=float("inf"))
+        plans += unequal_plans(problem, sizes_for(problem), below=lowest)
     found: list[Prediction] = []
     reasons: list[UserError] = []
     watch.total = watch.done + len(plans) + 1
@@ -183,10 +183,7 @@ class _Sketching:
             self._watch.say(str(shape))
             if by_time and bound >= self._best:
                 continue
-            try:
-                sketch = sketched(problem, shape, num_moves=_QUICK_MOVES, seed=self._seed)
-            except PlanError:  # no layers fit
-                continue
+            sketch = sketched(problem, shape, num_moves=_QUICK_MOVES, seed=self._seed)
             self._best = min(self._best, sketch.value)
             self._watch.found(sketch.value, str(shape))
             yield sketch

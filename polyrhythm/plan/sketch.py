@@ -211,7 +211,7 @@ def layers_for(
     Work is that of a micro-batch, to which a layer's gradients may be added: what they take to be
     exchanged, over the micro-batches of a step.
     """
-    layers = problem.profile.at(shape.microbatch_size).layers
+    layers = problem.layers(shape.microbatch_size)
     count = problem.job.batch / shape.microbatch_size / shape.num_pipelines
     per_byte = _sync_per_byte(problem, devices) / count if with_gradients else 0.0
     slowness = (1 / np.array(problem.speeds))[devices].max(axis=1)
@@ -249,7 +249,7 @@ def _prices(problem: Problem, shape: Shape, layers: tuple[int, ...]) -> "Prices"
 
 def _transfers(problem: Problem, shape: Shape, devices: Ints) -> Floats:
     """[stage, n]: the slowest link after a stage, if n layers are before it."""
-    layers = problem.profile.at(shape.microbatch_size).layers
+    layers = problem.layers(shape.microbatch_size)
     sizes = np.array([0.0, *(float(layer.activation_bytes) for layer in layers)])
     here, after = devices[:-1], devices[1:]
     bandwidth = problem.links.bandwidth

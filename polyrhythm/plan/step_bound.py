@@ -46,7 +46,7 @@ def least_step(
     problem: Problem, microbatch_size: int, num_pipelines: int, num_devices: int | None = None
 ) -> Seconds:
     """The same for so many pipelines, of at most so many devices in all."""
-    layers = problem.profile.at(microbatch_size).layers
+    layers = problem.layers(microbatch_size)
     count = problem.job.batch / microbatch_size
     works = [layer.forward + layer.backward for layer in layers]
     work = sum(works)
@@ -81,7 +81,7 @@ def least_price(problem: Problem, sizes: tuple[int, ...]) -> float | None:
     work = min(
         problem.job.batch
         / size
-        * sum(layer.forward + layer.backward for layer in problem.profile.at(size).layers)
+        * sum(layer.forward + layer.backward for layer in problem.layers(size))
         for size in sizes
     )
     return cheapest * work / 3600 * (1 - _ROUNDING)

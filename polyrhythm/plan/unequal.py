@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from polyrhythm.cost.dtfm import PairTimes
-from polyrhythm.cost.step import Run, StageWork
+from polyrhythm.cost.step import Run, StageWork, Step, pipeline_times
 from polyrhythm.cost.sync import Group, Sync, half_times
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.construct import constructed
@@ -110,13 +110,21 @@ class _Outliner:
         dealt = tuple(run for run in runs if run is not None)
         problem, size = self.problem, self._size
         stages, cut = _cut(problem, dealt, size)
-        first, period = zip(*(_pace(problem, team, stages) for team in cut), strict=True)
+        step = Step(
+            replicas=(),
+            stages=stages,
+            speeds=problem.speeds,
+            links=problem.links,
+            sync=Sync(problem.job.sync),
+        )
+        times = [pipeline_times(team, step) for team in cut]
+        first, period = [one.first for one in times], [one.pace for one in times]
         numbers = deal_microbatches(self.count, first, period, even=False)
         groups = [
             Group(members=members, size=stage.gradient_bytes)
             for members, stage in zip(_members(cut), stages, strict=True)
         ]
-        sync = 2 * max(half_times(groups, problem.links, Sync(problem.job.sync)))
+        sync = 2 * max(half_times(groups, problem.links, step.sync))
         columns = max(f + (n - 1) * p for f, n, p in zip(first, numbers, period, strict=True))
         return _Outline(
             teams=teams,
@@ -146,7 +154,7 @@ def _dealt(problem: Problem, team: Sequence[int], size: int) -> tuple[Run, ...]:
     fastest = sorted(team, key=lambda device: (-problem.speeds[device], device))
     kept = set(fastest[: problem.num_layers])
     devices = [device for device in team if device in kept]
-    layers = problem.profile.at(size).layers
+    layers = problem.layers(size)
     sizes = np.array([0.0, *(float(layer.activation_bytes) for layer in layers)])
     bandwidth = problem.links.bandwidth
     links = [min(bandwidth[a, b], bandwidth[b, a]) for a, b in pairwise(devices)]
@@ -171,24 +179,6 @@ def _cut(
         [Run(run.device, stage_at[run.first], stage_at[run.end]) for run in team] for team in runs
     ]
     return problem.stages(counts, size), cut
-
-
-def _pace(
-    problem: Problem, team: Sequence[Run], stages: Sequence[StageWork]
-) -> tuple[Seconds, Seconds]:
-    """Seconds of the first micro-batch, and of each further one."""
-    works = [
-        sum(s.forward + s.backward for s in stages[run.first : run.end])
-        / problem.speeds[run.device]
-        for run in team
-    ]
-    first, period = sum(works), max(works)
-    for here, after in pairwise(team):
-        size = stages[here.end - 1].activation_bytes
-        for a, b in ((here.device, after.device), (after.device, here.device)):
-            first += problem.links.transfer(a, b, size)
-            period = max(period, size / float(problem.links.bandwidth[a, b]))
-    return first, period
 
 
 def _climbed(outline: _Outline, outliner: _Outliner) -> _Outline:

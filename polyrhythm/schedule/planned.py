@@ -60,15 +60,11 @@ def _best(times: PipelineTimes, num_microbatches: int, most: Sequence[int]) -> R
 
 def _limits(times: PipelineTimes, num_microbatches: int, room: Limits) -> Iterator[Limits]:
     yield one_f_one_b_limits(times.num_stages)
-    slowest_link = max(
-        (busy for link in (*times.activations, *times.gradients) for busy in link.busy), default=0.0
-    )
-    # No schedule does a micro-batch in less than its slowest stage or its slowest link.
-    period = max(times.period, slowest_link)
+    period = times.pace
     if period > 0:
         yield limits_for(period=period, transfers=times.transfers)
         away = list(accumulate(reversed(_round_trips(times))))[::-1]
-        # Nor in less than its way to the last stage and back, shared by all that have room.
+        # Nor is one done sooner than its way to the last stage and back, shared by all with room.
         tight = max(trip / most for trip, most in zip(away, room, strict=True))
         for pace in dict.fromkeys((period, max(period, tight))):
             for more in _MORE:

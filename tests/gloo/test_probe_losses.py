@@ -108,6 +108,17 @@ def test_an_interpreter_ends_although_the_store_fell_silent(tmp_path: Path) -> N
     assert "Traceback" not in error
 
 
+def finished(program: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=False,
+    )
+
+
 STOPPED = """
 import os, signal
 from polyrhythm import cli
@@ -121,14 +132,7 @@ cli.main(["probe", "--local", "2"])
 
 
 def test_the_command_ends_although_all_of_its_processes_fell_silent(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", STOPPED],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = finished(STOPPED, tmp_path)
     assert done.returncode == 1
     assert "error: lost all processes during measuring links: round 1 of 2" in done.stderr
 
@@ -145,14 +149,7 @@ cli.main(["probe", "--local", "2", "--seconds", "0.01"])
 
 
 def test_the_last_words_of_a_process_are_told_and_no_file_that_is_gone(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FAILED],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = finished(FAILED, tmp_path)
     assert done.returncode == 1
     assert "rank 1 failed: KeyError: 'the failure'" in done.stderr
     assert "before the failure" in done.stderr
@@ -171,14 +168,7 @@ cli.main(["probe", "--local", "2", "--seconds", "0.01"])
 
 
 def test_a_killed_process_ends_the_command_with_its_name(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=80,
-        check=False,
-    )
+    done = finished(KILLED, tmp_path)
     assert done.returncode == 1, done.stderr
     assert "rank 1 was ended by SIGKILL" in done.stderr
     assert "Traceback" not in done.stderr
