@@ -42,7 +42,7 @@ def _show(folder: Path, console: "Console") -> None:
     from polyrhythm.events import WORKERS, merged_log
     from polyrhythm.observe.groups import Groups
     from polyrhythm.observe.report import Report
-    from polyrhythm.run.coordinator.decision_log import NAME
+    from polyrhythm.sync.decision_log import NAME
     from polyrhythm.tables import print_line
 
     is_decided = (folder / NAME).exists()
@@ -59,7 +59,7 @@ def _show(folder: Path, console: "Console") -> None:
 
 def _show_decisions(path: Path, console: "Console") -> None:
     from polyrhythm.observe.decisions import Decisions
-    from polyrhythm.run.coordinator.decision_log import DecisionReader
+    from polyrhythm.sync.decision_log import DecisionReader
 
     reader = DecisionReader(path)
     decided = Decisions.of((each.event, each.commands) for _, each in reader.decisions())
@@ -69,7 +69,7 @@ def _show_decisions(path: Path, console: "Console") -> None:
 
 
 def _replay(folder: Path, console: "Console") -> int:
-    from polyrhythm.run.coordinator.decision_log import NAME, DecisionReader, replay
+    from polyrhythm.sync.decision_log import NAME, DecisionReader, replay
     from polyrhythm.tables import print_line
 
     path = folder / NAME

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from polyrhythm.run.coordinator.coordinator import Coordinator
     from polyrhythm.run.coordinator.keys import JobKeys
-    from polyrhythm.run.coordinator.setup import Setup
     from polyrhythm.sync.scheduler import Scheduler
+    from polyrhythm.sync.setup import Setup
     from polyrhythm.types import Worker
 
 
@@ -56,7 +56,7 @@ class SchedulerCommand:
     def run(self, console: "Console") -> int:
         from polyrhythm.observe.counted import in_words
         from polyrhythm.run.coordinator.coordinator import Coordinator
-        from polyrhythm.run.coordinator.decision_log import NAME
+        from polyrhythm.sync.decision_log import NAME
 
         setup = self._setup()
         log = None if self.log is None else self.log / NAME
@@ -93,7 +93,7 @@ class SchedulerCommand:
 
     def _setup(self) -> "Setup":
         from polyrhythm.run.coordinator.options import at_flag, parse_options
-        from polyrhythm.run.coordinator.setup import Setup
+        from polyrhythm.sync.setup import Setup
 
         options = parse_options(self.options, flag="--options")
         try:

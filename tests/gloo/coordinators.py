@@ -14,9 +14,9 @@ import zmq
 from polyrhythm.run.coordinator.client import CoordinatorClient
 from polyrhythm.run.coordinator.coordinator import Coordinator
 from polyrhythm.run.coordinator.keys import JobKeys
-from polyrhythm.run.coordinator.setup import Setup
 from polyrhythm.run.coordinator.wire import PROTOCOL, FromWorker, Hello, ToWorker
 from polyrhythm.sync.messages import Abort, Assign, Commit, Done, Heal, Ready, Skip
+from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
 KEYS = JobKeys.new()

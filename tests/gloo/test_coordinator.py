@@ -8,9 +8,9 @@ import pytest
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError
 from polyrhythm.run.coordinator.coordinator import Coordinator
-from polyrhythm.run.coordinator.decision_log import DecisionReader, replay
 from polyrhythm.run.coordinator.wire import Accepted, Beat, Welcome
 from polyrhythm.sync.deadlines import Limits
+from polyrhythm.sync.decision_log import DecisionReader, replay
 from polyrhythm.sync.messages import Assign, Commit, Done, Join, Leave, Ready, Refuse, Skip
 from polyrhythm.types import Worker
 from tests.gloo.coordinators import (

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from polyrhythm.errors import PeerError
-from polyrhythm.run.coordinator.decision_log import replay
 from polyrhythm.run.coordinator.keys import JobKeys
+from polyrhythm.sync.decision_log import replay
 from polyrhythm.sync.messages import Commit, Leave
 from polyrhythm.types import Worker
 from tests.gloo import coordinators

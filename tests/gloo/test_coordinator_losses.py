@@ -10,10 +10,10 @@ import pytest
 
 from polyrhythm.errors import LaunchError, PeerError
 from polyrhythm.processes import BAD_INPUT, PEER_LOST, Child
-from polyrhythm.run.coordinator.decision_log import DecisionReader, replay
-from polyrhythm.run.coordinator.setup import Setup
 from polyrhythm.run.coordinator.wire import Beat, Welcome
+from polyrhythm.sync.decision_log import DecisionReader, replay
 from polyrhythm.sync.messages import Abort, Assign, Commit, Dead, Done, Heal, Ready, Skip
+from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Worker
 from tests.gloo.coordinators import (
     PATIENCE,

@@ -18,7 +18,7 @@ import pytest
 from polyrhythm.cli import main
 from polyrhythm.events import Event, read_run
 from polyrhythm.processes import Child
-from polyrhythm.run.coordinator.decision_log import DecisionReader
+from polyrhythm.sync.decision_log import DecisionReader
 from polyrhythm.types import Worker
 
 POLYRHYTHM = [sys.executable, "-m", "polyrhythm"]

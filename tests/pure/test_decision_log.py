@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from polyrhythm.errors import EventError, PolicyError
-from polyrhythm.run.coordinator.decision_log import DecisionLog, DecisionReader, replay
-from polyrhythm.run.coordinator.setup import Setup
 from polyrhythm.sync.deadlines import Limits
+from polyrhythm.sync.decision_log import DecisionLog, DecisionReader, replay
 from polyrhythm.sync.messages import Commit, Dead, Done, Event, Join, Leave, Ready, Timer
+from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Worker
 
 SETUP = Setup(

@@ -6,9 +6,9 @@ import pytest
 
 from polyrhythm import cli
 from polyrhythm.events import EventLog, merge, worker_log
-from polyrhythm.run.coordinator.decision_log import NAME, DecisionLog
-from polyrhythm.run.coordinator.setup import Setup
+from polyrhythm.sync.decision_log import NAME, DecisionLog
 from polyrhythm.sync.messages import Commit, Dead, Done, Event, Join, Leave, Ready
+from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Worker
 
 WORKERS = [Worker(0, pipeline) for pipeline in range(4)]

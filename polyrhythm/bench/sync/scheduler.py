@@ -28,10 +28,10 @@ from rich.console import Console
 from polyrhythm.bench.sync.scheduler_load import Load, Times, loaded
 from polyrhythm.processes import Child
 from polyrhythm.run.coordinator.coordinator import Coordinator
-from polyrhythm.run.coordinator.decision_log import NAME, DecisionReader
 from polyrhythm.run.coordinator.keys import JobKeys
-from polyrhythm.run.coordinator.setup import Setup
+from polyrhythm.sync.decision_log import NAME, DecisionReader
 from polyrhythm.sync.messages import Assign, Commit, Done, Event, Ready
+from polyrhythm.sync.setup import Setup
 from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Seconds, Worker
 

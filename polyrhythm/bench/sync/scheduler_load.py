@@ -21,9 +21,9 @@ import zmq
 
 from polyrhythm.errors import PeerError
 from polyrhythm.run.coordinator.keys import JobKeys
-from polyrhythm.run.coordinator.setup import Setup
 from polyrhythm.run.coordinator.wire import PROTOCOL, Accepted, FromWorker, Hello, Welcome
 from polyrhythm.sync.messages import Assign, Commit, Done, Ready, Skip
+from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
 LIFE = 1

@@ -6,9 +6,9 @@ from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.run.average.flat import trained
-from polyrhythm.run.coordinator.setup import Setup
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.local import OuterNesterov
+from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Worker
 
 _NOT_DECOUPLED = {

@@ -46,11 +46,11 @@ from polyrhythm.run.average.reduced_variance import ReducedVarianceAdamW
 from polyrhythm.run.average.scheduled import Scheduled
 from polyrhythm.run.average.server_rounds import ServerRounds
 from polyrhythm.run.average.static_rounds import StaticRounds
-from polyrhythm.run.coordinator.setup import Setup
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.deadlines import Limits
 from polyrhythm.sync.local import OuterNesterov
 from polyrhythm.sync.policy import Policy
+from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
 _GATHERING = 0.9  # of the timeout: the scheduler then says who did not come, before it has passed

@@ -27,10 +27,10 @@ from polyrhythm.run.average.pairs import Pairs, Peer
 from polyrhythm.run.coordinator.coordinator import Coordinator
 from polyrhythm.run.coordinator.keys import JobKeys
 from polyrhythm.run.coordinator.seats import shapes_differ
-from polyrhythm.run.coordinator.setup import Setup
 from polyrhythm.run.coordinator.wire import Shape
 from polyrhythm.run.peers import waiting_for
 from polyrhythm.sync.roster import listed
+from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
 # Of the meetings of a process: all processes hold the same ones, in order. A parameter server takes

@@ -21,8 +21,8 @@ from torch import Tensor
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.run.average.meeting import Meeting, next_name, server_of
 from polyrhythm.run.average.pairs import Pairs, Peer
-from polyrhythm.run.coordinator.setup import Setup
 from polyrhythm.run.peers import waiting_for
+from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -18,14 +18,14 @@ from types import TracebackType
 from typing import Self
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.run.coordinator.decision_log import DecisionLog
 from polyrhythm.run.coordinator.desk import LONGEST_POLL, Desk
 from polyrhythm.run.coordinator.door import Door
 from polyrhythm.run.coordinator.keys import JobKeys
 from polyrhythm.run.coordinator.seats import Seats
-from polyrhythm.run.coordinator.setup import Setup
 from polyrhythm.run.coordinator.wire import BEATS
+from polyrhythm.sync.decision_log import DecisionLog
 from polyrhythm.sync.scheduler import Scheduler
+from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
 CLOSING: Seconds = 5.0  # for the thread to end

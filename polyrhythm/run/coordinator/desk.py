@@ -14,7 +14,6 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from polyrhythm.run.coordinator.decision_log import DecisionLog
 from polyrhythm.run.coordinator.door import Door
 from polyrhythm.run.coordinator.seats import Connection, Seat, Seats, other_protocol
 from polyrhythm.run.coordinator.wire import (
@@ -28,6 +27,7 @@ from polyrhythm.run.coordinator.wire import (
     Hello,
     Welcome,
 )
+from polyrhythm.sync.decision_log import DecisionLog
 from polyrhythm.sync.messages import Command, Dead, Event, Heal, Join, Leave, Refuse, Skip, Timer
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.types import Seconds, Worker

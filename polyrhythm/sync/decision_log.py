@@ -18,8 +18,8 @@ import msgspec
 
 from polyrhythm import __version__
 from polyrhythm.errors import EventError
-from polyrhythm.run.coordinator.setup import Setup
 from polyrhythm.sync.messages import Command, Event
+from polyrhythm.sync.setup import Setup
 
 SCHEMA = 1
 NAME = "scheduler.jsonl"
