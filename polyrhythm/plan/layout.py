@@ -114,7 +114,7 @@ def annealed(
     problem: Problem, prices: "Prices", start: Layout, *, num_moves: int, seed: int
 ) -> Layout:
     """The best layout found from there."""
-    from polyrhythm.plan import compiled
+    from polyrhythm import compiled
     from polyrhythm.plan.layout_anneal import anneal_step
 
     if problem.num_devices == 1 or start.value <= 0:

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from polyrhythm.plan.compiled import Ints, below, compiled
+from polyrhythm.compiled import Ints, below, compiled
 from polyrhythm.plan.layout_kernel import (
     Prices,
     State,

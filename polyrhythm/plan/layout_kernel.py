@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polyrhythm.plan.compiled import Floats, Ints, compiled
+from polyrhythm.compiled import Floats, Ints, compiled
 
 _NEVER = 1e-12  # seconds: a period that is none
 

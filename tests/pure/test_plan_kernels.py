@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polyrhythm import compiled
 from polyrhythm.bench.plan.cases import published
+from polyrhythm.compiled import seed
 from polyrhythm.cost.dtfm import PairTimes, best_layout, best_order, layout_cost
-from polyrhythm.plan import compiled
-from polyrhythm.plan.compiled import seed
 from polyrhythm.plan.construct import constructed, nearest
 from polyrhythm.plan.dtfm import path
 from polyrhythm.plan.dtfm.anneal import Schedule, anneal
@@ -144,12 +144,14 @@ def test_annealing_improves_a_real_cluster() -> None:
 
 def test_old_machine_code_is_removed_and_the_newest_kept(tmp_path: Path) -> None:
     for number in range(7):
-        (tmp_path / f"compiled-{number}").mkdir()
-        os.utime(tmp_path / f"compiled-{number}", (number, number))
-    (tmp_path / "plan.pyc").touch()
-    compiled.remove_oldest(tmp_path)
+        (tmp_path / f"compiled-plan-{number}").mkdir()
+        os.utime(tmp_path / f"compiled-plan-{number}", (number, number))
+    for other in ("plan.pyc", "compiled-simulate-0"):
+        (tmp_path / other).touch()
+    compiled.remove_oldest(tmp_path, "plan")
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == [*(f"compiled-{number}" for number in range(3, 7)), "plan.pyc"]
+    kept = [f"compiled-plan-{number}" for number in range(3, 7)]
+    assert left == sorted([*kept, "compiled-simulate-0", "plan.pyc"])
 
 
 @given(small_times())

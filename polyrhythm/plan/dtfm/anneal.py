@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polyrhythm.plan.compiled import Floats, Ints, below, compiled
+from polyrhythm.compiled import Floats, Ints, below, compiled
 from polyrhythm.plan.dtfm.grid import Grid, Mood, started, swap_devices
 from polyrhythm.plan.dtfm.moves import (
     beside,

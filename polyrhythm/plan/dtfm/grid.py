@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polyrhythm.plan.compiled import Floats, Ints, inlined
+from polyrhythm.compiled import Floats, Ints, inlined
 
 
 class Grid(NamedTuple):

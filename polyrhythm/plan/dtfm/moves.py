@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from polyrhythm.plan.compiled import below, inlined
+from polyrhythm.compiled import below, inlined
 from polyrhythm.plan.dtfm.grid import Grid, Mood, accept, between, swap_devices
 
 

@@ -129,7 +129,7 @@ def _annealed(
     effort: Effort,
     rng: np.random.Generator,
 ) -> LayoutCost:
-    from polyrhythm.plan.compiled import seed
+    from polyrhythm.compiled import seed
     from polyrhythm.plan.dtfm.anneal import Schedule, anneal
     from polyrhythm.plan.dtfm.settle import settled
 

@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -31,7 +32,8 @@ _config: Any = numba.config  # its attributes come from the environment, so mypy
 
 def compiled(function: _Function) -> _Function:
     """The same function, faster. As in C, no index is checked."""
-    given, _config.CACHE_DIR = _config.CACHE_DIR, str(_FOLDER)
+    part = function.__module__.split(".")[1]
+    given, _config.CACHE_DIR = _config.CACHE_DIR, str(_folder(part))
     try:
         return cast(_Function, numba.njit(cache=True)(function))
     finally:
@@ -46,36 +48,34 @@ def inlined(function: _Function) -> _Function:
     return register_jitable(function)
 
 
-def _folder() -> Path:
-    """One for each state of the sources.
+@cache
+def _folder(part: str) -> Path:
+    """One for each part of the package that has compiled code, and each state of its sources.
 
     Numba compiles a function anew if its file has changed, but not if that of a function it calls
-    has: by itself it would go on running code that is no longer there.
+    has: by itself it would go on running code that is no longer there. No part calls another's.
     """
-    digest = hashlib.sha256()
-    for source in sorted(_HERE.rglob("*.py")):
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for source in sorted((_HERE / part).rglob("*.py")):
         text = source.read_bytes()
-        if b"plan.compiled import" in text:
+        if b"polyrhythm.compiled import" in text:
             digest.update(text)
     parent = _HERE / "__pycache__"
     if _config.CACHE_DIR:  # from NUMBA_CACHE_DIR
         parent = Path(_config.CACHE_DIR)
     elif not os.access(_HERE, os.W_OK):
         parent = Path.home() / ".cache" / "polyrhythm"
-    folder = parent / f"compiled-{digest.hexdigest()[:12]}"
+    folder = parent / f"compiled-{part}-{digest.hexdigest()[:12]}"
     if not folder.exists():
-        remove_oldest(parent)
+        remove_oldest(parent, part)
     return folder
 
 
-def remove_oldest(parent: Path) -> None:
+def remove_oldest(parent: Path, part: str) -> None:
     """Keep what the newest few states of the sources were compiled to."""
-    folders = sorted(parent.glob("compiled-*"), key=lambda folder: folder.stat().st_mtime)
+    folders = sorted(parent.glob(f"compiled-{part}-*"), key=lambda folder: folder.stat().st_mtime)
     for folder in folders[:-_NUM_KEPT]:
         shutil.rmtree(folder, ignore_errors=True)  # another process may be at it, too
-
-
-_FOLDER = _folder()
 
 
 @compiled
