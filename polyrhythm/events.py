@@ -11,7 +11,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -123,6 +123,17 @@ class EventLog:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def write_events(path: Path, events: Iterable[Event]) -> None:
+    """A whole log at once, of events that did not happen on a clock; in order of time."""
+    first = Event(kind="log", time=0.0, values={"schema": SCHEMA, "polyrhythm": __version__})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(
+        _encoder.encode_lines([first, *sorted(events, key=lambda event: event.time)])
+    )
+    partial.replace(path)
 
 
 class LogReader:

@@ -13,6 +13,7 @@ serve one peer after the other.
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,9 +26,12 @@ from numpy.typing import NDArray
 
 from polyrhythm.cost.dtfm import device_links
 from polyrhythm.describe.cluster import Cluster
-from polyrhythm.types import Seconds
+from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 Matrix = NDArray[np.float64]
+# Buffers up to this have one owner, the first member of their group: it takes 0.1 ms at 1 Gbit/s,
+# about as long as any message.
+SMALL: Bytes = 16 * 2**10
 GROUP_SIZE = 4  # what policies that average in groups aim at
 _NUM_DRAWS = 16  # of groups, for a mean
 _MOST_EXACT = 8  # members of a ring whose best order is found for certain
@@ -55,14 +59,8 @@ class Links:
 
     @classmethod
     def of(cls, cluster: Cluster) -> "Links":
-        """Who does not say its uplink has that of its fastest link."""
         latency, bandwidth = device_links(cluster)
-        others = np.where(np.eye(len(bandwidth), dtype=bool), 0.0, bandwidth)
-        fastest = others.max(axis=1)
-        fastest = np.where(fastest > 0, fastest, np.inf)  # one alone sends nothing
-        given = [device.uplink or np.nan for device in cluster.devices]
-        uplinks = np.where(np.isnan(given), fastest, given)
-        return cls(latency=latency, bandwidth=bandwidth, uplinks=uplinks)
+        return cls(latency=latency, bandwidth=bandwidth, uplinks=np.array(uplinks_of(cluster)))
 
     @cached_property
     def both_ways(self) -> Matrix:
@@ -73,6 +71,23 @@ class Links:
 
     def transfer(self, source: int, target: int, size: float) -> Seconds:
         return float(self.latency[source, target] + size / self.bandwidth[source, target])
+
+
+def uplinks_of(cluster: Cluster) -> list[BytesPerSecond]:
+    """Of each device; one that does not say has that of its fastest link."""
+    sizes = Counter(device.region for device in cluster.devices)
+    fastest = {}
+    for here, row in zip(cluster.regions, cluster.bandwidth, strict=True):
+        others = [
+            bandwidth
+            for there, bandwidth in zip(cluster.regions, row, strict=True)
+            if sizes[there] > (here == there)
+        ]
+        fastest[here] = max(others, default=0.0) or math.inf  # one alone sends nothing
+    return [
+        fastest[device.region] if device.uplink is None else device.uplink
+        for device in cluster.devices
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,6 +117,14 @@ class Slowness:
 def _playback(slow: Slow, index: int | None, traces: Mapping[str, Trace]) -> _Playback | None:
     if slow.trace is None:
         return None
+    return _Playback(*played(slow, index, traces))
+
+
+def played(
+    slow: Slow, index: int | None, traces: Mapping[str, Trace]
+) -> tuple[Trace, int, Seconds, Seconds]:
+    """The trace of an entry that has one, whose series, from when on, and for how long."""
+    assert slow.trace is not None, "it has one"
     if slow.trace not in traces:
         raise DescriptionError(
             f"the trace {slow.trace!r} is not at hand",
@@ -131,7 +139,7 @@ def _playback(slow: Slow, index: int | None, traces: Mapping[str, Trace]) -> _Pl
             expected="a time for the whole recording",
             fix='add trace_duration = "10min", or how long the run will be',
         )
-    return _Playback(trace, _worker(slow, index, trace), slow.start, duration)
+    return trace, _worker(slow, index, trace), slow.start, duration
 
 
 def _worker(slow: Slow, index: int | None, trace: Trace) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.deadlines import Limits
+from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.registry import default_every, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.token import LEASE
@@ -56,6 +57,11 @@ class Setup:
     def steps_between(self) -> int:
         """From one average to the next."""
         return default_every(self.policy) if self.every is None else self.every
+
+    @property
+    def asks_ahead(self) -> bool:
+        """Whether the policy is asked at the start of a step."""
+        return type(self.scheduler().policies[0]).on_request is not Policy.on_request
 
     @property
     def text(self) -> str:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from polyrhythm.cost.sync import SMALL
 from polyrhythm.run.average.pairs import Pairs, Peer
 from polyrhythm.run.peers import waiting_for
 from polyrhythm.types import Bytes, Seconds
@@ -31,7 +32,6 @@ from polyrhythm.types import Bytes, Seconds
 Parts = list[list[slice]]  # of each bucket, what each member owns
 
 _HALVES = (torch.float16, torch.bfloat16)
-_SMALL: Bytes = 16 * 2**10  # takes 0.1 ms at 1 Gbit/s, about as long as any message
 _SHORTEST: Seconds = 0.001  # to gloo, 0 is no limit
 _NUM_GROUPS, _NUM_BUCKETS = 2**12, 2**16  # that tags tell apart; a tag is below 2**30
 
@@ -178,7 +178,7 @@ class Messages:
 def _cut_one(start: int, stop: int, size: int, element_bytes: Bytes) -> list[slice]:
     """Of each member; that of the first is all of a small bucket."""
     num = stop - start
-    if num * element_bytes <= _SMALL:
+    if num * element_bytes <= SMALL:
         cuts = [start, *[stop] * size]
     else:
         cuts = [start + num * i // size for i in range(size + 1)]

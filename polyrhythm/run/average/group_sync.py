@@ -49,7 +49,6 @@ from polyrhythm.run.average.static_rounds import StaticRounds
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.deadlines import Limits
 from polyrhythm.sync.local import OuterNesterov
-from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
@@ -321,7 +320,7 @@ def _rounds(
         return GradientRounds(model, line)
     if model.decoupled:
         return DecoupledRounds(
-            model, line, meeting, every=setup.steps_between, asks_ahead=_asks_ahead(setup)
+            model, line, meeting, every=setup.steps_between, asks_ahead=setup.asks_ahead
         )
     if setup.policy == "local" and outer is None:
         outer = OuterNesterov()
@@ -330,16 +329,10 @@ def _rounds(
         line,
         every=setup.steps_between,
         overlap=overlap,
-        asks_ahead=_asks_ahead(setup),
+        asks_ahead=setup.asks_ahead,
         outer=outer,
     )
 
 
 def _averages_models_at_each_step(setup: Setup) -> bool:
     return setup.steps_between == 1 and setup.policy not in ("all_reduce", "balanced", "ssp")
-
-
-def _asks_ahead(setup: Setup) -> bool:
-    """Whether the policy is asked at the start of a step."""
-    policies = setup.scheduler().policies
-    return type(policies[0]).on_request is not Policy.on_request

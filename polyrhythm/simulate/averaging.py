@@ -1,0 +1,240 @@
+"""How virtual workers average: what `run/average/averager.py` does, without tensors.
+
+A worker whose step has ended says Ready. Assigned to a group, it begins to exchange when it is
+ready, or at once under a policy whose workers answer while they compute. When all have begun, two
+halves of the buffer travel; then all say Done, and Commit sends those on whose step ends with it.
+With `overlap` a worker goes on at once, and waits at its next step's end if that was too soon.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from polyrhythm.simulate.clock import Clock
+from polyrhythm.simulate.coordinator import Coordinator
+from polyrhythm.simulate.engine.engine import Engine
+from polyrhythm.simulate.network import Network
+from polyrhythm.sync.messages import Abort, Assign, Commit, Done, Heal, Ready, Request, Skip
+from polyrhythm.types import Seconds, Worker
+
+
+class Observer(Protocol):
+    """Is told what happens to models, in the order of time."""
+
+    def on_step(self, worker: Worker, now: Seconds) -> None:
+        """It has made a local update."""
+
+    def on_average(
+        self, gid: int, members: Sequence[Worker], weights: Sequence[float], now: Seconds
+    ) -> None:
+        """These exchange what they have now; nobody has it yet."""
+
+    def on_applied(self, worker: Worker, gid: int, now: Seconds) -> None:
+        """It takes in the average of a group."""
+
+    def on_served(self, worker: Worker, is_push: bool, now: Seconds) -> None:
+        """A parameter server has what it pushed, or it has what it pulled."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One worker, as averaging sees it."""
+
+    worker: Worker
+    device: int
+    run: int
+    size: float  # of what it averages
+    clock: int = 0  # what it has reported
+    life: int = 0
+    steps: int = 0
+    pending: int | None = None  # the report whose end it has not been told
+    wants: bool = False  # to report again, once it has
+    line: deque[int] = field(default_factory=deque)  # groups that it has yet to begin
+
+
+@dataclass(slots=True, eq=False)
+class _Exchange:
+    assign: Assign
+    members: list[Member]
+    num_begun: int = 0
+    began: Seconds = 0.0
+    owner: int = -1  # of its flows
+    second: bool = False
+    is_given_up: bool = False
+
+
+class Averaging:
+    """`over` is called when a worker may begin its next step, with what gates its forward."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        clock: Clock,
+        engine: Engine,
+        network: Network,
+        over: Callable[[Member, Seconds], None],
+        *,
+        every: int,
+        overlap: bool,
+        answers_meanwhile: bool,
+        asks_ahead: bool,
+        decoupled: Callable[[Member, Sequence[Member]], Seconds] | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        """`decoupled` says when the first forward ends at the earliest, counted from Commit."""
+        self.members = {member.worker: member for member in members}
+        self.sizes: Counter[int] = Counter()  # of groups that averaged, by members
+        self.spread: list[int] = []  # steps between the first and the last of each group
+        self.coordinator: Coordinator | None = None  # set once it is there
+        self.finished: list[tuple[Assign, Seconds, Seconds]] | None = None  # for a log
+        self._clock, self._engine, self._network, self._over = clock, engine, network, over
+        self._every, self._overlap, self._decoupled = every, overlap, decoupled
+        self._answers_meanwhile, self._asks_ahead = answers_meanwhile, asks_ahead
+        self._observers = observers
+        self._exchanges: dict[int, _Exchange] = {}
+        self._by_owner: dict[int, _Exchange] = {}
+
+    def step_began(self, member: Member) -> None:
+        if self._asks_ahead and not (member.steps + 1) % self._every:
+            self._tell(member, Request, member.clock + 1, member.life)
+
+    def step_ended(self, member: Member) -> None:
+        member.steps += 1
+        for observer in self._observers:
+            observer.on_step(member.worker, self._clock.now)
+        if member.steps % self._every:
+            self._over(member, 0.0)
+        elif member.pending is not None:
+            member.wants = True
+        else:
+            self._report(member)
+            if self._overlap:
+                self._over(member, 0.0)
+
+    def _report(self, member: Member) -> None:
+        """It is ready for an average."""
+        self._say_ready(member)
+
+    def _say_ready(self, member: Member) -> None:
+        member.clock += 1
+        member.pending = member.clock
+        self._tell(member, Ready, member.clock, member.life)
+        self._begin(member)
+
+    def hear(self, worker: Worker, command: Assign | Commit | Abort | Skip | Heal) -> None:
+        member = self.members[worker]
+        if isinstance(command, Assign):
+            if command.lives[command.members.index(worker)] == member.life:
+                self._assigned(member, command)
+        elif isinstance(command, Commit):
+            self._committed(member, command)
+        elif isinstance(command, Skip):
+            self._ended(member, command.clock, 0.0)
+            self.sizes[1] += 1
+        elif isinstance(command, Abort):
+            self._give_up(member, command.gid)
+
+    def flows_ended(self, owner: int) -> None:
+        """The last byte of a half has left; it is there a latency later."""
+        exchange = self._by_owner.pop(owner)
+        self._engine.free_owner(owner)
+        latency = self._network.both_ways([member.device for member in exchange.members])
+        self._clock.at(self._clock.now + latency, self._half_done, exchange)
+
+    def forget(self, member: Member) -> None:
+        """It is gone; what it was in is given up by the scheduler."""
+        member.pending, member.wants = None, False
+        member.line.clear()
+
+    def _tell(self, member: Member, kind: Callable[..., object], *given: object) -> None:
+        assert self.coordinator is not None, "it is set before anything happens"
+        self.coordinator.tell(member.worker, kind, *given)  # type: ignore[arg-type]
+
+    def _assigned(self, member: Member, assign: Assign) -> None:
+        if assign.gid not in self._exchanges:
+            members = [self.members[worker] for worker in assign.members]
+            self._exchanges[assign.gid] = _Exchange(assign, members)
+        member.line.append(assign.gid)
+        self._begin(member)
+
+    def _begin(self, member: Member) -> None:
+        is_ready = member.pending is not None or self._answers_meanwhile
+        while is_ready and member.line:
+            exchange = self._exchanges.get(member.line.popleft())
+            if exchange is not None:  # else it is given up, and it has not heard so yet
+                self._join_in(exchange)
+                is_ready = False  # one after the other
+
+    def _join_in(self, exchange: _Exchange) -> None:
+        exchange.num_begun += 1
+        if exchange.num_begun == len(exchange.members) and not exchange.is_given_up:
+            exchange.began, assign = self._clock.now, exchange.assign
+            for observer in self._observers:
+                observer.on_average(assign.gid, assign.members, assign.weights, self._clock.now)
+            self._send_half(exchange)
+
+    def _send_half(self, exchange: _Exchange) -> None:
+        devices, size = [m.device for m in exchange.members], exchange.members[0].size
+        engine, now = self._engine, self._clock.now
+        owner = exchange.owner = engine.new_owner()
+        self._by_owner[owner] = exchange
+        for one in self._network.half(devices, size, second=exchange.second):
+            if one.size <= 0:
+                continue
+            if one.target is None:
+                engine.flow_to_many(now, one.source, one.size, one.most, one.num_targets, owner)
+            else:
+                engine.flow_to_one(now, one.source, one.target, one.size, owner)
+        if size <= 0:
+            self.flows_ended(owner)
+        elif not exchange.second:
+            for (a, b), sent in self._network.sent(devices, size).items():
+                engine.state.sent[a, b] += sent
+
+    def _half_done(self, exchange: _Exchange) -> None:
+        if exchange.is_given_up:
+            return
+        if not exchange.second and self._decoupled is None:
+            exchange.second = True
+            self._send_half(exchange)
+            return
+        for member in exchange.members:
+            self._tell(member, Done, exchange.assign.gid, True, member.life)
+
+    def _committed(self, member: Member, commit: Commit) -> None:
+        exchange = self._exchanges.get(commit.gid)
+        if exchange is None:
+            return
+        for observer in self._observers:
+            observer.on_applied(member.worker, commit.gid, self._clock.now)
+        exchange.num_begun -= 1
+        if exchange.num_begun == 0:
+            self._exchanges.pop(commit.gid)
+            clocks = [other.clock for other in exchange.members]
+            self.sizes[len(clocks)] += 1
+            self.spread.append(max(clocks) - min(clocks))
+            if self.finished is not None:
+                self.finished.append((exchange.assign, exchange.began, self._clock.now))
+        gate = 0.0
+        if self._decoupled is not None:
+            gate = self._clock.now + self._decoupled(member, exchange.members)
+        self._ended(member, commit.ends[commit.members.index(member.worker)], gate)
+
+    def _give_up(self, member: Member, gid: int) -> None:
+        if gid in member.line:
+            member.line.remove(gid)
+        exchange = self._exchanges.pop(gid, None)
+        if exchange is not None:
+            exchange.is_given_up = True
+
+    def _ended(self, member: Member, clock: int, gate: Seconds) -> None:
+        if clock != member.pending:
+            return
+        member.pending = None
+        if not self._overlap:
+            self._over(member, gate)
+        elif member.wants:
+            member.wants = False
+            self._report(member)
+            self._over(member, 0.0)

@@ -1,0 +1,95 @@
+"""Halves that hide: DeAR's all-reduce, and the second half of a group's average, bucket by bucket.
+
+The gradients of a stage's last layers are there first, so its last bucket travels while the rest of
+the backward runs; buckets leave one after the other, with receives posted ahead. When all have been
+summed up and the optimizer has made its step, buckets are gathered in the order in which the next
+forward needs them, and that waits for each only when it comes to it. What a forward waits for in
+all is one number: it cannot end before the last bucket is there and what follows it is computed.
+"""
+
+from collections.abc import Callable, Sequence
+
+from polyrhythm.simulate.averaging import Member
+from polyrhythm.simulate.clock import Clock
+from polyrhythm.simulate.engine.engine import Engine
+from polyrhythm.simulate.network import Network
+from polyrhythm.types import Seconds
+
+
+def gathered(busy: Seconds, latency: Seconds, forward: Seconds, num_buckets: int) -> Seconds:
+    """When the forward that waits for the buckets of a second half ends at the earliest.
+
+    Counted from when they begin to travel: bucket j is there after j + 1 of them have left, and the
+    layers from it on are still to be computed.
+    """
+    return max(
+        latency + busy * (j + 1) / num_buckets + forward * (num_buckets - j) / num_buckets
+        for j in range(num_buckets)
+    )
+
+
+def scattered(
+    backwards: Sequence[tuple[Seconds, Seconds]], busy: Seconds, latency: Seconds, num_buckets: int
+) -> Seconds:
+    """When the last bucket of a first half is summed up everywhere.
+
+    From when the last backward of each member began and ended; the last layers come first.
+    """
+    free = 0.0
+    for j in range(num_buckets):
+        there = max(began + (end - began) * (j + 1) / num_buckets for began, end in backwards)
+        free = max(free, there) + busy / num_buckets
+    return free + latency
+
+
+class DecoupledAllReduce:
+    """All replicas of each stage, without a coordinator: `pr.DistributedOptimizer`."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        clock: Clock,
+        engine: Engine,
+        network: Network,
+        over: Callable[[Member, Seconds], None],
+        num_buckets: int,
+    ) -> None:
+        self._clock, self._engine, self._network, self._over = clock, engine, network, over
+        self._num_buckets = num_buckets
+        self._stages: dict[int, list[Member]] = {}
+        for member in members:
+            self._stages.setdefault(member.worker.stage, []).append(member)
+        self._ended: dict[int, list[Member]] = {stage: [] for stage in self._stages}
+
+    def step_ended(self, member: Member) -> None:
+        ended = self._ended[member.worker.stage]
+        ended.append(member)
+        self._meet(member.worker.stage)
+
+    def forget(self, member: Member) -> None:
+        """It is gone: the others do without it."""
+        stage = member.worker.stage
+        self._stages[stage].remove(member)
+        if member in self._ended[stage]:
+            self._ended[stage].remove(member)
+        self._meet(stage)
+
+    def _meet(self, stage: int) -> None:
+        ended, members = self._ended[stage], self._stages[stage]
+        if not members or len(ended) < len(members):
+            return
+        self._ended[stage] = []
+        devices = [member.device for member in members]
+        busy = self._network.half_time(devices, members[0].size) if len(members) > 1 else 0.0
+        latency = self._network.both_ways(devices) / 2
+        backwards = [self._engine.last_action(member.run) for member in members]
+        summed = scattered(backwards, busy, latency, self._num_buckets)
+        for a, b in (sent := self._network.sent(devices, members[0].size)):
+            self._engine.state.sent[a, b] += sent[a, b]
+        self._clock.at(summed, self._go_on, list(members), busy, latency)
+
+    def _go_on(self, members: Sequence[Member], busy: Seconds, latency: Seconds) -> None:
+        for member in members:
+            forward = float(self._engine.state.runs[member.run]["forward"])
+            gate = gathered(busy, latency, forward, self._num_buckets) if busy else 0.0
+            self._over(member, self._clock.now + gate)

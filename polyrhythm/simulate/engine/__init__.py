@@ -1,0 +1,1 @@
+"""Pipelines and messages in virtual time, action by action: compiled, since there are millions."""

@@ -1,0 +1,120 @@
+"""A job to simulate: who runs which layers in which order, on what, and how replicas keep together.
+
+Everything in it is what the runtime uses: schedules are lists of actions, the setup makes the
+scheduler that a coordinator serves, the scenario is the file that a lab plays.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from polyrhythm.cost.step import Replica, Run, StageWork
+from polyrhythm.describe.cluster import Cluster, Device
+from polyrhythm.describe.scenario import Scenario
+from polyrhythm.errors import PlanError
+from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.sync.setup import Setup
+from polyrhythm.types import BytesPerSecond, Seconds
+
+CALM = Scenario(name="calm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedJob:
+    cluster: Cluster
+    stages: tuple[StageWork, ...]
+    pipelines: tuple[Replica, ...]  # runs by index of device; a schedule for each run
+    sync: Setup
+    overlap: bool = False  # go on at once, and take in the average at the next step's end
+    decoupled: bool = False  # halves of an average hide behind a backward and a forward
+    num_buckets: int = 8  # of a stage's gradients, where they are decoupled
+    in_flight: tuple[int, ...] | None = None  # per run: a pipeline that is never flushed
+    scenario: Scenario = CALM
+    coordinator: int | None = None  # the device it runs on; None for that of the first worker
+    samples: tuple[int, ...] | None = None  # of a step of each pipeline; None for micro-batches
+    nodes: tuple[str, ...] | None = None  # the machine of each device; None for its region
+
+    def __post_init__(self) -> None:
+        for number, pipeline in enumerate(self.pipelines):
+            ends = [run.end for run in pipeline.runs]
+            firsts = [run.first for run in pipeline.runs]
+            if firsts != [0, *ends[:-1]] or ends[-1] != len(self.stages):
+                raise PlanError(
+                    f"pipeline {number} runs stages {list(zip(firsts, ends, strict=True))}",
+                    expected=f"each of the {len(self.stages)} stages once, in order",
+                    fix="give every stage to one device",
+                )
+        shape = (self.sync.num_stages, self.sync.num_pipelines)
+        if shape != (len(self.stages), len(self.pipelines)):
+            raise PlanError(
+                f"a scheduler for {shape[0]} stages x {shape[1]} pipelines",
+                expected=f"one for {len(self.stages)} x {len(self.pipelines)}, as the job has",
+                fix="make the setup from the plan",
+            )
+        self.scenario.check(self.cluster)
+
+
+def equal_job(
+    *,
+    num_stages: int = 1,
+    num_pipelines: int,
+    forward: Seconds,  # of a micro-batch, on one stage
+    backward: Seconds,
+    activation_bytes: float = 0.0,
+    gradient_bytes: float = 0.0,  # of one stage
+    num_microbatches: int = 1,
+    schedule: str = "1f1b",
+    policy: str = "all_reduce",
+    options: Mapping[str, object] | None = None,
+    latency: Seconds = 0.0,
+    bandwidth: BytesPerSecond = 1e15,
+    uplink: BytesPerSecond | None = None,  # None: no limit but that of each link
+    overlap: bool = False,
+    decoupled: bool = False,
+    in_flight: tuple[int, ...] | None = None,
+    scenario: Scenario = CALM,
+    nodes: tuple[str, ...] | None = None,
+    seed: int = 0,
+) -> SimulatedJob:
+    """As many equal devices as workers, in one region; device s + num_stages * p runs (s, p)."""
+    num_devices = num_stages * num_pipelines
+    no_limit = 1e18 if uplink is None else uplink
+    cluster = Cluster(
+        name="equal",
+        devices=tuple(
+            Device(name=f"d{number}", region="here", uplink=no_limit)
+            for number in range(num_devices)
+        ),
+        regions=("here",),
+        latency=((latency,),),
+        bandwidth=((bandwidth,),),
+    )
+    stage = StageWork(
+        forward=forward,
+        backward=backward,
+        activation_bytes=activation_bytes,
+        gradient_bytes=gradient_bytes,
+    )
+    built = Recipe.parse(schedule).build(num_stages=num_stages, num_microbatches=num_microbatches)
+    return SimulatedJob(
+        cluster=cluster,
+        stages=(stage,) * num_stages,
+        pipelines=tuple(
+            Replica(
+                runs=tuple(Run(p * num_stages + s, s, s + 1) for s in range(num_stages)),
+                schedule=built,
+            )
+            for p in range(num_pipelines)
+        ),
+        sync=Setup(
+            policy=policy,
+            num_stages=num_stages,
+            num_pipelines=num_pipelines,
+            options=options or {},
+            seed=seed,
+        ),
+        overlap=overlap,
+        decoupled=decoupled,
+        in_flight=in_flight,
+        scenario=scenario,
+        nodes=nodes,
+    )

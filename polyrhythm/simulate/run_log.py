@@ -1,0 +1,110 @@
+"""The log of a simulated run: the same records as those of a real one, on a clock that begins at 0.
+
+`polyrhythm report` reads both. The same simulation writes the same bytes.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from polyrhythm.cost.step import Run
+from polyrhythm.errors import EventError
+from polyrhythm.events import Event, Value, merged_log, write_events
+from polyrhythm.simulate.engine.engine import Record
+from polyrhythm.simulate.job import SimulatedJob
+from polyrhythm.sync.decision_log import NAME, DecisionLog
+from polyrhythm.sync.messages import Assign
+from polyrhythm.types import Seconds, Worker
+
+
+class _Step(NamedTuple):
+    run: int
+    number: int
+    ended: Seconds  # its last action
+    over: Seconds  # all that follows
+
+
+class RunLog:
+    def __init__(self, folder: Path, job: SimulatedJob) -> None:
+        if merged_log(folder).exists():
+            raise EventError(
+                f"{folder} has the log of a run already",
+                expected="a new folder for each run",
+                fix="give another one, or remove it",
+            )
+        self._folder, self._job = folder, job
+        self.decisions = DecisionLog(folder / NAME, job.sync)
+        self.averages: list[tuple[Assign, Seconds, Seconds]] = []
+        self._steps: list[_Step] = []
+        self._workers = [
+            Worker(run.first, number)
+            for number, pipeline in enumerate(job.pipelines)
+            for run in pipeline.runs
+        ]
+        self._runs: list[Run] = [run for pipeline in job.pipelines for run in pipeline.runs]
+
+    def step_over(self, run: int, number: int, ended: Seconds, over: Seconds) -> None:
+        self._steps.append(_Step(run, number, ended, over))
+
+    def close(self, actions: Sequence[Record], num_steps: int) -> None:
+        self.decisions.close()
+        job = self._job
+        values: dict[str, Value] = {
+            "stages": len(job.stages),
+            "pipelines": len(job.pipelines),
+            "steps": num_steps,
+            "device": "simulated",
+        }
+        events = [Event(kind="run", time=0.0, values=values)]
+        events += [self._action(record) for record in actions]
+        events += self._step_events()
+        events += [event for average in self.averages for event in self._average_events(*average)]
+        write_events(merged_log(self._folder), events)
+
+    def _action(self, record: Record) -> Event:
+        """As a worker logs it: what it waited is at its beginning."""
+        return Event(
+            kind="action",
+            time=record.start - record.waited,
+            worker=self._workers[record.run],
+            step=record.step,
+            name=str(record.action),
+            duration=record.end - record.start + record.waited,
+            values={"wait": record.waited} if record.waited else {},
+        )
+
+    def _step_events(self) -> list[Event]:
+        events, last = [], [0.0] * len(self._workers)
+        for run, number, ended, over in self._steps:
+            worker = self._workers[run]
+            policy = self._job.sync.policy
+            sync = Event(
+                kind="sync",
+                time=ended,
+                worker=worker,
+                step=number,
+                name=policy,
+                duration=over - ended,
+            )
+            step = Event(
+                kind="step", time=last[run], worker=worker, step=number, duration=over - last[run]
+            )
+            events += [sync, step]
+            last[run] = over
+        return events
+
+    def _average_events(self, assign: Assign, began: Seconds, over: Seconds) -> list[Event]:
+        members = " ".join(map(str, assign.members))
+        size = self._job.stages[assign.members[0].stage].gradient_bytes
+        return [
+            Event(
+                kind="average",
+                time=began,
+                worker=member,
+                name=str(assign.gid),
+                duration=over - began,
+                why=assign.why,
+                values={"members": members, "bytes": round(size)},
+            )
+            for member in assign.members
+        ]

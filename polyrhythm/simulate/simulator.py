@@ -1,0 +1,299 @@
+"""Simulate: the job's schedules and policies on one clock, until so many steps are made.
+
+The engine (`engine/`) executes actions and moves bytes; the coordinator asks the runtime's
+scheduler; averaging joins both. Whatever is decided, is decided by the code that also trains.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyrhythm.describe.cluster import Cluster
+from polyrhythm.errors import ScheduleError
+from polyrhythm.simulate.averaging import Averaging, Member, Observer
+from polyrhythm.simulate.by_device import by_device
+from polyrhythm.simulate.clock import Clock
+from polyrhythm.simulate.coordinator import Coordinator
+from polyrhythm.simulate.dealing import Dealing
+from polyrhythm.simulate.decoupled import DecoupledAllReduce, gathered
+from polyrhythm.simulate.engine.engine import Engine, Happened
+from polyrhythm.simulate.engine.state import STEP_ENDED
+from polyrhythm.simulate.job import SimulatedJob
+from polyrhythm.simulate.mishaps import Mishaps
+from polyrhythm.simulate.network import Network
+from polyrhythm.simulate.result import Simulated
+from polyrhythm.simulate.run_log import RunLog
+from polyrhythm.simulate.server import ServedAveraging
+from polyrhythm.sync.messages import Abort, Assign, Commit, Heal, Leave, Skip
+from polyrhythm.types import Seconds, Worker
+
+
+def simulate(
+    job: SimulatedJob,
+    *,
+    num_steps: int,
+    each: bool = False,
+    observers: Sequence[Observer] = (),
+    run: Path | None = None,
+) -> Simulated:
+    """`num_steps` of each pipeline on average: fast ones may make more; `each`: exactly, and leave.
+
+    `run` is a folder to write the log of a run to, as training would.
+    """
+    found = _Simulation(by_device(job), num_steps, each, observers, run).result()
+    return replace(found, bytes_sent=_by_region(found.bytes_sent, job.cluster))
+
+
+class _Simulation:
+    def __init__(
+        self,
+        job: SimulatedJob,
+        num_steps: int,
+        each: bool,
+        observers: Sequence[Observer],
+        run: Path | None,
+    ) -> None:
+        self._job, self._num_steps, self._each = job, num_steps, each
+        self._clock, self._network = Clock(), Network(job.cluster)
+        self._log = None if run is None else RunLog(run, job)
+        self._engine = Engine(job, records=run is not None)
+        self._pipelines = _members(job, self._engine)
+        members = [member for pipeline in self._pipelines for member in pipeline]
+        self._of_run: list[list[Member]] = [[] for _ in range(self._engine.first_run[-1])]
+        for member in members:
+            self._of_run[member.run].append(member)
+        self._left = [0] * len(self._of_run)  # workers of a run that are not over yet
+        self._gates = [0.0] * len(self._of_run)
+        self._ended = [0.0] * len(self._of_run)
+        self._waited = [0.0] * len(self._of_run)
+        self._num_over = [0] * len(self._of_run)  # steps
+        self._counts: list[Counter[int]] = [Counter() for _ in job.pipelines]
+        self._ends: list[list[Seconds]] = [[] for _ in job.pipelines]
+        self._goal = num_steps * len(job.pipelines)
+        self._total = 0
+        is_optimizer = job.decoupled and job.sync.policy == "all_reduce"
+        self._dealing = Dealing(job) if job.sync.policy == "balanced" else None
+        self._coordinator_at = members[0].device if job.coordinator is None else job.coordinator
+        kind: Callable[..., Averaging] = Averaging
+        if job.sync.policy == "ssp":
+            kind = partial(ServedAveraging, server=self._coordinator_at)
+        self._averaging = kind(
+            members,
+            self._clock,
+            self._engine,
+            self._network,
+            self._over,
+            every=job.sync.steps_between,
+            overlap=job.overlap,
+            answers_meanwhile=job.sync.policy == "pairwise",
+            asks_ahead=job.sync.asks_ahead,
+            decoupled=self._gate if job.decoupled and not is_optimizer else None,
+            observers=observers,
+        )
+        self._all_reduce = (
+            DecoupledAllReduce(
+                members,
+                self._clock,
+                self._engine,
+                self._network,
+                self._over,
+                job.num_buckets,
+            )
+            if is_optimizer
+            else None
+        )
+        self._averaging.coordinator = Coordinator(
+            job.sync,
+            self._clock,
+            self._latencies(members),
+            self._hear,
+            None if self._log is None else self._log.decisions,
+        )
+        if self._log is not None:
+            self._averaging.finished = self._log.averages
+        regions = [device.region for device in job.cluster.devices]
+        self._mishaps = Mishaps(
+            job.scenario,
+            [device.name for device in job.cluster.devices],
+            self._pipelines,
+            regions if job.nodes is None else job.nodes,
+            self._averaging,
+            clock=self._clock,
+            engine=self._engine,
+            network=self._network,
+            begin=self._begin,
+            end=self._end,
+        )
+
+    def result(self) -> Simulated:
+        self._mishaps.start()
+        cut_short = self._run()
+        self._engine.warn_of_traces()
+        if self._log is not None:
+            self._log.close(self._engine.take_records(), self._num_steps)
+        runs, first = self._engine.state.runs, [of_run[0].worker for of_run in self._of_run]
+        averaging, job = self._averaging, self._job
+        samples = [len(pipeline.schedule[0]) // 2 for pipeline in job.pipelines]
+        return Simulated(
+            ends=tuple(map(tuple, self._ends)),
+            samples=job.samples or tuple(samples),
+            duration=self._clock.now,
+            busy=dict(zip(first, runs["busy"].tolist(), strict=True)),
+            starved=dict(zip(first, runs["starved"].tolist(), strict=True)),
+            waited=dict(zip(first, self._waited, strict=True)),
+            group_sizes=averaging.sizes,
+            spread=fmean(averaging.spread) if averaging.spread else 0.0,
+            most_spread=max(averaging.spread, default=0),
+            bytes_sent=np.array(self._engine.state.sent),
+            num_events=self._engine.num_events,
+            num_actions=self._engine.num_actions,
+            cut_short=cut_short,
+        )
+
+    def _run(self) -> str:
+        clock, engine = self._clock, self._engine
+        while self._total < self._goal:
+            until = clock.next_time
+            happened = engine.advance(until)
+            if happened is not None:
+                clock.now = happened.time
+                self._happened(happened)
+            elif until < float("inf"):
+                clock.run_next()
+            else:
+                return self._why_it_stands_still()
+        return ""
+
+    def _why_it_stands_still(self) -> str:
+        if self._job.scenario.kill or self._job.scenario.link:
+            return f"nobody could go on after {self._clock.now:.3g} s"
+        raise ScheduleError(
+            f"a deadlock after {self._clock.now:.3g} s: {self._total} of {self._goal} steps made",
+            expected="stages that can all finish their lists",
+            fix="check the schedule with schedule.check, which names the defect",
+        )
+
+    def _happened(self, happened: Happened) -> None:
+        if happened.kind != STEP_ENDED:
+            self._averaging.flows_ended(happened.of)
+            return
+        run = happened.of
+        if not self._has_gradients(run):
+            self._release(run, 0.0)
+            return
+        self._ended[run] = happened.time
+        if self._dealing is not None:
+            self._dealing.step_ended(run, happened.time - self._engine.began(run))
+        self._left[run], self._gates[run] = len(self._of_run[run]), 0.0
+        way = self._averaging if self._all_reduce is None else self._all_reduce
+        for member in self._of_run[run]:
+            way.step_ended(member)
+
+    def _has_gradients(self, run: int) -> bool:
+        """A pipeline that is never flushed fills up first."""
+        state = self._engine.state.runs[run]
+        return bool(state["in_flight"] == 0 or state["step"] >= state["in_flight"] - 1)
+
+    def _over(self, member: Member, gate: Seconds) -> None:
+        run = member.run
+        self._left[run] -= 1
+        self._gates[run] = max(self._gates[run], gate)
+        if self._left[run]:
+            return
+        now, pipeline = self._clock.now, member.worker.pipeline
+        self._waited[run] += now - self._ended[run]
+        if self._log is not None:
+            self._log.step_over(run, self._num_over[run], self._ended[run], now)
+        step = self._num_over[run]
+        self._num_over[run] += 1
+        counts = self._counts[pipeline]
+        counts[step] += 1
+        if counts[step] == len(self._job.pipelines[pipeline].runs):
+            del counts[step]
+            self._ends[pipeline].append(now)
+            self._total += 1
+        if self._each and self._num_over[run] == self._num_steps:
+            self._leave(run)
+        else:
+            self._release(run, self._gates[run])
+
+    def _leave(self, run: int) -> None:
+        assert self._averaging.coordinator is not None, "it was set"
+        for member in self._of_run[run]:
+            self._averaging.coordinator.tell(member.worker, Leave, member.life)
+
+    def _release(self, run: int, gate: Seconds) -> None:
+        if self._dealing is not None:  # a run is a pipeline
+            self._engine.set_schedule(run, self._dealing.schedule(run), 0)
+        self._engine.release(run, self._clock.now, gate)
+        for member in self._of_run[run]:
+            self._averaging.step_began(member)
+
+    def _begin(self, pipeline: int) -> None:
+        first, end = self._engine.first_run[pipeline : pipeline + 2]
+        for run in range(first, end):
+            self._num_over[run] = len(self._ends[pipeline])
+            self._engine.restart(run, self._clock.now)
+            for member in self._of_run[run]:
+                self._averaging.step_began(member)
+
+    def _end(self, pipeline: int) -> None:
+        self._counts[pipeline].clear()
+        first, end = self._engine.first_run[pipeline : pipeline + 2]
+        for run in range(first, end):
+            self._engine.stop(run)
+            if self._all_reduce is not None:
+                for member in self._of_run[run]:
+                    self._all_reduce.forget(member)
+
+    def _hear(self, worker: Worker, command: Assign | Commit | Abort | Skip | Heal) -> None:
+        if isinstance(command, Heal):
+            self._mishaps.heal(command)
+        else:
+            self._averaging.hear(worker, command)
+
+    def _gate(self, member: Member, members: Sequence[Member]) -> Seconds:
+        """The second half of a group's average hides behind the next forward."""
+        devices = [other.device for other in members]
+        busy = self._network.half_time(devices, member.size)
+        forward = float(self._engine.state.runs[member.run]["forward"])
+        latency = self._network.both_ways(devices)
+        return gathered(busy, latency, forward, self._job.num_buckets)
+
+    def _latencies(self, members: Sequence[Member]) -> dict[Worker, tuple[Seconds, Seconds]]:
+        """To the coordinator and back; nobody asks one under `static`."""
+        if self._job.sync.policy == "static":
+            return {member.worker: (0.0, 0.0) for member in members}
+        host, latency = self._coordinator_at, self._network.latency
+        return {m.worker: (latency(m.device, host), latency(host, m.device)) for m in members}
+
+
+def _by_region(sent: NDArray[np.float64], cluster: Cluster) -> NDArray[np.float64]:
+    """Of links between devices, where the simulation had a region for each."""
+    if len(sent) == len(cluster.regions):
+        return sent
+    found = np.zeros((len(cluster.regions),) * 2)
+    places = [cluster.regions.index(device.region) for device in cluster.devices]
+    np.add.at(found, np.ix_(places, places), sent)
+    return found
+
+
+def _members(job: SimulatedJob, engine: Engine) -> list[list[Member]]:
+    """Of each pipeline."""
+    return [
+        [
+            Member(Worker(stage, number), device, first + place, job.stages[stage].gradient_bytes)
+            for place, (device, start, end) in enumerate(pipeline.runs)
+            for stage in range(start, end)
+        ]
+        for number, (pipeline, (first, _)) in enumerate(
+            zip(job.pipelines, pairwise(engine.first_run), strict=True)
+        )
+    ]
