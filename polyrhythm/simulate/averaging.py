@@ -59,7 +59,6 @@ class _Exchange:
     members: list[Member]
     num_begun: int = 0
     began: Seconds = 0.0
-    owner: int = -1  # of its flows
     second: bool = False
     is_given_up: bool = False
 
@@ -78,7 +77,6 @@ class Averaging:
         every: int,
         overlap: bool,
         answers_meanwhile: bool,
-        asks_ahead: bool,
         decoupled: Callable[[Member, Sequence[Member]], Seconds] | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -90,13 +88,14 @@ class Averaging:
         self.finished: list[tuple[Assign, Seconds, Seconds]] | None = None  # for a log
         self._clock, self._engine, self._network, self._over = clock, engine, network, over
         self._every, self._overlap, self._decoupled = every, overlap, decoupled
-        self._answers_meanwhile, self._asks_ahead = answers_meanwhile, asks_ahead
+        self._answers_meanwhile = answers_meanwhile
         self._observers = observers
         self._exchanges: dict[int, _Exchange] = {}
         self._by_owner: dict[int, _Exchange] = {}
 
     def step_began(self, member: Member) -> None:
-        if self._asks_ahead and not (member.steps + 1) % self._every:
+        """For policies that are asked ahead."""
+        if not (member.steps + 1) % self._every:
             self._tell(member, Request, member.clock + 1, member.life)
 
     def step_ended(self, member: Member) -> None:
@@ -172,35 +171,43 @@ class Averaging:
             exchange.began, assign = self._clock.now, exchange.assign
             for observer in self._observers:
                 observer.on_average(assign.gid, assign.members, assign.weights, self._clock.now)
-            self._send_half(exchange)
+            self._exchange(exchange)
 
-    def _send_half(self, exchange: _Exchange) -> None:
+    def _exchange(self, exchange: _Exchange) -> None:
+        """Both halves, or the first if the second hides."""
         devices, size = [m.device for m in exchange.members], exchange.members[0].size
-        engine, now = self._engine, self._clock.now
-        owner = exchange.owner = engine.new_owner()
+        for a, b, sent in self._network.sent(devices, size):
+            self._engine.state.sent[a, b] += sent
+        if self._engine.shares and size > 0:
+            self._send_half(exchange, devices)
+            return
+        # Nothing else matters to it: no event for each half.
+        half = self._network.both_ways(devices) + self._network.half_time(devices, size)
+        halves = 1 if self._decoupled is not None else 2
+        exchange.second = True
+        self._clock.at(self._clock.now + halves * half, self._half_done, exchange)
+
+    def _send_half(self, exchange: _Exchange, devices: Sequence[int]) -> None:
+        engine, now, size = self._engine, self._clock.now, exchange.members[0].size
+        owner = engine.new_owner()
         self._by_owner[owner] = exchange
-        for one in self._network.half(devices, size, second=exchange.second):
-            if one.size <= 0:
-                continue
-            if one.target is None:
-                engine.flow_to_many(now, one.source, one.size, one.most, one.num_targets, owner)
-            else:
-                engine.flow_to_one(now, one.source, one.target, one.size, owner)
-        if size <= 0:
-            self.flows_ended(owner)
-        elif not exchange.second:
-            for (a, b), sent in self._network.sent(devices, size).items():
-                engine.state.sent[a, b] += sent
+        half = self._network.half(devices, size, second=exchange.second)
+        if not half.targets:
+            num_targets = len(devices) - 1
+            engine.flows_to_many(now, half.sources, half.size, half.most, num_targets, owner)
+        for source, target in zip(half.sources, half.targets, strict=False):
+            engine.flow_to_one(now, source, target, half.size, owner)
 
     def _half_done(self, exchange: _Exchange) -> None:
         if exchange.is_given_up:
             return
         if not exchange.second and self._decoupled is None:
             exchange.second = True
-            self._send_half(exchange)
+            self._send_half(exchange, [member.device for member in exchange.members])
             return
-        for member in exchange.members:
-            self._tell(member, Done, exchange.assign.gid, True, member.life)
+        gid, members = exchange.assign.gid, exchange.members
+        assert self.coordinator is not None, "it is set before anything happens"
+        self.coordinator.tell_all(Done, [(each.worker, gid, True, each.life) for each in members])
 
     def _committed(self, member: Member, commit: Commit) -> None:
         exchange = self._exchanges.get(commit.gid)

@@ -4,8 +4,8 @@ What workers say arrives later, in the order of time; so do its answers. Its log
 is that of a real coordinator.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.simulate.clock import Clock
@@ -24,6 +24,7 @@ from polyrhythm.sync.messages import (
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
+_Said = TypeVar("_Said", bound=tuple[Any, ...])
 Hear = Callable[[Worker, Assign | Commit | Abort | Skip | Heal], None]
 
 
@@ -37,13 +38,23 @@ class Coordinator:
         log: DecisionLog | None = None,
     ) -> None:
         self.scheduler = setup.scheduler()
-        self._clock, self._latency, self._hear, self._log = clock, latency, hear, log
+        self._clock, self._hear, self._log = clock, hear, log
+        self._there = {worker: there for worker, (there, _) in latency.items()}
+        self._back = {worker: back for worker, (_, back) in latency.items()}
         self._timer: Seconds = float("inf")  # the earliest that is on the clock
 
     def tell(self, worker: Worker, kind: Callable[..., Event], *given: Any) -> None:
         """A worker says something; it arrives a latency later."""
-        there, _ = self._latency[worker]
-        self._clock.at(self._clock.now + there, self._told, kind, worker, *given)
+        self._clock.at(self._clock.now + self._there[worker], self._told, kind, worker, *given)
+
+    def tell_all(self, kind: Callable[..., Event], said: Sequence[tuple[Any, ...]]) -> None:
+        """Several workers say the same at once; each says who it is first."""
+        for latency, together in _by_latency(said, self._there).items():
+            self._clock.at(self._clock.now + latency, self._told_all, kind, together)
+
+    def _told_all(self, kind: Callable[..., Event], said: Sequence[tuple[Any, ...]]) -> None:
+        for given in said:
+            self._step(kind(*given, now=self._clock.now))
 
     def _told(self, kind: Callable[..., Event], *given: Any) -> None:
         self._step(kind(*given, now=self._clock.now))
@@ -66,12 +77,17 @@ class Coordinator:
                 expected="simulated workers that keep to the protocol",
                 fix="report it, with the job that was simulated",
             )
-        now, latency = self._clock.now, self._latency
         if isinstance(command, Assign | Commit | Abort):
-            for member in command.members:
-                self._clock.at(now + latency[member][1], self._hear, member, command)
+            members = [(member,) for member in command.members]
+            for latency, together in _by_latency(members, self._back).items():
+                self._clock.at(self._clock.now + latency, self._heard, together, command)
         else:
-            self._clock.at(now + latency[command.worker][1], self._hear, command.worker, command)
+            latency = self._back[command.worker]
+            self._clock.at(self._clock.now + latency, self._hear, command.worker, command)
+
+    def _heard(self, members: Sequence[tuple[Worker]], command: Assign | Commit | Abort) -> None:
+        for (member,) in members:
+            self._hear(member, command)
 
     def _ring(self, timer: Seconds) -> None:
         """A timer that was put off since is looked at again when it is due."""
@@ -84,3 +100,13 @@ class Coordinator:
         elif due < float("inf"):
             self._timer = due
             self._clock.at(due, self._ring, due, priority=1)
+
+
+def _by_latency(
+    said: Sequence[_Said], latency: Mapping[Worker, Seconds]
+) -> dict[Seconds, list[_Said]]:
+    """What arrives together, by when."""
+    found: dict[Seconds, list[_Said]] = {}
+    for one in said:
+        found.setdefault(latency[one[0]], []).append(one)
+    return found

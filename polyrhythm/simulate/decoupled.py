@@ -84,8 +84,8 @@ class DecoupledAllReduce:
         latency = self._network.both_ways(devices) / 2
         backwards = [self._engine.last_action(member.run) for member in members]
         summed = scattered(backwards, busy, latency, self._num_buckets)
-        for a, b in (sent := self._network.sent(devices, members[0].size)):
-            self._engine.state.sent[a, b] += sent[a, b]
+        for a, b, sent in self._network.sent(devices, members[0].size):
+            self._engine.state.sent[a, b] += sent
         self._clock.at(summed, self._go_on, list(members), busy, latency)
 
     def _go_on(self, members: Sequence[Member], busy: Seconds, latency: Seconds) -> None:

@@ -5,7 +5,7 @@ flows share, a host's own connection, is dealt by the engine (`engine/sharing.py
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from polyrhythm.cost.sync import SMALL, uplinks_of
@@ -14,14 +14,13 @@ from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.types import BytesPerSecond, Seconds
 
 
-class Sending(NamedTuple):
-    """What one device sends in one half of an average, to one other or to all."""
+class Half(NamedTuple):
+    """One half of an average: what each source sends."""
 
-    source: int
-    target: int | None
-    size: float  # in all
-    most: BytesPerSecond
-    num_targets: int
+    sources: Sequence[int]
+    targets: Sequence[int]  # of each; none if every source sends to all others
+    size: float  # of each source, in all
+    most: Sequence[BytesPerSecond]  # of each source to all
 
 
 class Network:
@@ -42,64 +41,64 @@ class Network:
         """Of so many bytes, if nothing else is under way."""
         if a == b:
             return 0.0
-        bandwidth = min(self._bandwidth[self.regions[a]][self.regions[b]], self._uplinks[a])
+        bandwidth = self._rate(a, b)
         return self.latency(a, b) + (size / bandwidth if bandwidth else float("inf"))
 
     def both_ways(self, devices: Sequence[int]) -> Seconds:
         """A message begins when its sender hears that it is awaited: the slowest pair."""
-        there = Counter(self.regions[device] for device in devices)
         latency = self._latency
+        if len(latency) == 1:
+            return 2 * latency[0][0]
+        there = Counter(self.regions[device] for device in devices)
         return max(
             (latency[a][b] + latency[b][a] for a in there for b in there if a != b or there[a] > 1),
             default=0.0,
         )
 
-    def half(self, devices: Sequence[int], size: float, *, second: bool) -> list[Sending]:
+    def half(self, devices: Sequence[int], size: float, *, second: bool = False) -> Half:
         """What is sent when they exchange a buffer: in the first half parts to their owners.
 
         In the second half, owners send what they made of them. Small buffers have one owner.
         """
-        others = len(devices) - 1
         if size <= SMALL:
-            first, rest = devices[0], devices[1:]
-            pairs = [(first, device) if second else (device, first) for device in rest]
-            return [Sending(a, b, size, 0.0, 1) for a, b in pairs]
-        there = Counter(self.regions[device] for device in devices)
-        slowest = {
-            a: min(self._bandwidth[a][b] for b in there if a != b or there[a] > 1) for a in there
-        }
-        received = min(self._uplinks[device] for device in devices)  # connections are symmetric
-        total = others * size / len(devices)
-        return [
-            Sending(
-                device, None, total, min(others * slowest[self.regions[device]], received), others
-            )
-            for device in devices
-        ]
+            first, rest = [devices[0]] * (len(devices) - 1), devices[1:]
+            return Half(first, rest, size, ()) if second else Half(rest, first, size, ())
+        others = len(devices) - 1
+        slowest = self._slowest(devices)
+        received = min([self._uplinks[device] for device in devices])  # connections are symmetric
+        most = [min(others * slowest[self.regions[device]], received) for device in devices]
+        return Half(devices, (), others * size / len(devices), most)
 
     def half_time(self, devices: Sequence[int], size: float) -> Seconds:
         """Of one half if nothing else is under way, without latency."""
-        takes = 0.0
-        for sending in self.half(devices, size, second=False):
-            if sending.target is None:
-                rate = min(sending.most, self._uplinks[sending.source])
-            else:
-                a, b = self.regions[sending.source], self.regions[sending.target]
-                rate = min(self._bandwidth[a][b], self._uplinks[sending.source])
-            takes = max(takes, sending.size / rate if rate else float("inf"))
-        return takes
+        half = self.half(devices, size)
+        if not half.targets:
+            rates = [min(m, self._uplinks[a]) for a, m in zip(devices, half.most, strict=True)]
+        else:
+            rates = [self._rate(a, b) for a, b in zip(half.sources, half.targets, strict=True)]
+        slowest = min(rates)
+        return half.size / slowest if slowest else float("inf")
 
-    def sent(self, devices: Sequence[int], size: float) -> Counter[tuple[int, int]]:
+    def _rate(self, a: int, b: int) -> BytesPerSecond:
+        return min(self._bandwidth[self.regions[a]][self.regions[b]], self._uplinks[a])
+
+    def _slowest(self, devices: Sequence[int]) -> dict[int, BytesPerSecond]:
+        """Of the links from each region to all others that the devices are in."""
+        if len(self._bandwidth) == 1:
+            return {0: self._bandwidth[0][0]}
+        there = Counter(self.regions[device] for device in devices)
+        return {
+            a: min(self._bandwidth[a][b] for b in there if a != b or there[a] > 1) for a in there
+        }
+
+    def sent(self, devices: Sequence[int], size: float) -> Iterator[tuple[int, int, float]]:
         """Bytes from region to region of both halves."""
         there = Counter(self.regions[device] for device in devices)
         share = 2 * size / len(devices)
-        found: Counter[tuple[int, int]] = Counter()
-        for a in there:
-            for b in there:
-                pairs = there[a] * (there[b] - (a == b))
-                if pairs:
-                    found[a, b] = pairs * share  # type: ignore[assignment]
-        return found
+        for a, here in there.items():
+            for b, others in there.items():
+                if pairs := here * (others - (a == b)):
+                    yield a, b, pairs * share
 
     def changed(self, change: LinkChange) -> list[tuple[int, int, Seconds, BytesPerSecond]]:
         """Make a change; which regions, and what their link is from now on."""

@@ -81,6 +81,7 @@ class _Simulation:
         is_optimizer = job.decoupled and job.sync.policy == "all_reduce"
         self._dealing = Dealing(job) if job.sync.policy == "balanced" else None
         self._coordinator_at = members[0].device if job.coordinator is None else job.coordinator
+        self._asks_ahead = job.sync.asks_ahead
         kind: Callable[..., Averaging] = Averaging
         if job.sync.policy == "ssp":
             kind = partial(ServedAveraging, server=self._coordinator_at)
@@ -93,7 +94,6 @@ class _Simulation:
             every=job.sync.steps_between,
             overlap=job.overlap,
             answers_meanwhile=job.sync.policy == "pairwise",
-            asks_ahead=job.sync.asks_ahead,
             decoupled=self._gate if job.decoupled and not is_optimizer else None,
             observers=observers,
         )
@@ -198,8 +198,10 @@ class _Simulation:
 
     def _has_gradients(self, run: int) -> bool:
         """A pipeline that is never flushed fills up first."""
+        if self._job.in_flight is None:
+            return True
         state = self._engine.state.runs[run]
-        return bool(state["in_flight"] == 0 or state["step"] >= state["in_flight"] - 1)
+        return bool(state["step"] >= state["in_flight"] - 1)
 
     def _over(self, member: Member, gate: Seconds) -> None:
         run = member.run
@@ -233,16 +235,18 @@ class _Simulation:
         if self._dealing is not None:  # a run is a pipeline
             self._engine.set_schedule(run, self._dealing.schedule(run), 0)
         self._engine.release(run, self._clock.now, gate)
-        for member in self._of_run[run]:
-            self._averaging.step_began(member)
+        if self._asks_ahead:
+            for member in self._of_run[run]:
+                self._averaging.step_began(member)
 
     def _begin(self, pipeline: int) -> None:
         first, end = self._engine.first_run[pipeline : pipeline + 2]
         for run in range(first, end):
             self._num_over[run] = len(self._ends[pipeline])
             self._engine.restart(run, self._clock.now)
-            for member in self._of_run[run]:
-                self._averaging.step_began(member)
+            if self._asks_ahead:
+                for member in self._of_run[run]:
+                    self._averaging.step_began(member)
 
     def _end(self, pipeline: int) -> None:
         self._counts[pipeline].clear()

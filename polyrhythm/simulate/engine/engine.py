@@ -1,6 +1,7 @@
 """The compiled part from outside: made of a job, told what to do, asked what happened."""
 
 import warnings
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -91,7 +92,8 @@ class Engine:
         )
         self._compiled = referred(self.state)
         connected = (hosts["up"][:-1] < NO_LIMIT).any() or (hosts["down"][:-1] < NO_LIMIT).any()
-        self._shares = bool(connected or job.scenario.link)
+        self.shares = bool(connected or job.scenario.link)  # connections, or links that change
+        self._next: Seconds = 0.0  # nothing happens before
         self._free_owners = list(range(num_flows - 1, -1, -1))
         self._records: list[Record] = []
         self._told: set[int] = set()  # entries whose trace is known to have ended
@@ -106,9 +108,10 @@ class Engine:
 
     def advance(self, until: Seconds) -> Happened | None:
         """The next that others decide about; None if that is after `until`."""
-        while True:
-            kind, index, time = execute.advance(self._compiled, until, self._shares)
+        while self._next <= until:
+            kind, index, time = execute.advance(self._compiled, until, self.shares)
             if kind == NOTHING:
+                self._next = time
                 return None
             if kind == NEEDS_LUCK:
                 self._draw(index)
@@ -118,9 +121,11 @@ class Engine:
                 self._records.extend(self._taken_records())
             else:
                 return Happened(kind, index, time)
+        return None
 
     def release(self, run: int, time: Seconds, gate: Seconds = 0.0) -> None:
         """It begins its next step; the first forward does not end before `gate`."""
+        self._next = min(self._next, time)
         execute.release(self._compiled, run, time, gate)
 
     def stop(self, run: int) -> None:
@@ -129,7 +134,7 @@ class Engine:
     def restart(self, run: int, time: Seconds) -> None:
         """One that was gone begins a step, with an empty pipeline."""
         self.state.runs[run]["step"] = -1
-        execute.release(self._compiled, run, time, 0.0)
+        self.release(run, time)
 
     def set_schedule(self, run: int, schedule: Schedule, place: int) -> None:
         """From its next step on."""
@@ -144,19 +149,29 @@ class Engine:
     def free_owner(self, owner: int) -> None:
         self._free_owners.append(owner)
 
-    def flow_to_many(
-        self, now: Seconds, source: int, size: float, most: float, weight: float, owner: int
+    def flows_to_many(
+        self,
+        now: Seconds,
+        sources: Sequence[int],
+        size: float,
+        most: Sequence[float],
+        num_targets: int,
+        owner: int,
     ) -> None:
-        """Of so many bytes in all, no faster than `most`; it stands for `weight` connections."""
-        execute.flow_to_many(self._compiled, now, source, size, most, weight, owner)
+        """Of so many bytes each, in all, and no faster than `most`."""
+        self._next = now
+        given = np.array(sources), size, np.array(most), float(num_targets), owner
+        execute.flows_to_many(self._compiled, now, *given)
 
     def flow_to_one(self, now: Seconds, source: int, target: int, size: float, owner: int) -> None:
+        self._next = now
         execute.flow_to_one(self._compiled, now, source, target, size, owner)
 
     def change_link(
         self, now: Seconds, source: int, target: int, latency: Seconds, bandwidth: float
     ) -> None:
         """From one region to another, from now on."""
+        self._next = now
         self.state.links[:, source, target] = latency, bandwidth
         sharing.change_rates(self._compiled, now)
 

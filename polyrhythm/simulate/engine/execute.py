@@ -6,7 +6,7 @@ the flows of an average have arrived. A run then begins its next step when it is
 
 import numpy as np
 
-from polyrhythm.compiled import compiled, inlined
+from polyrhythm.compiled import Floats, Ints, compiled, inlined
 from polyrhythm.simulate.engine.sharing import begin_flow, end_flow
 from polyrhythm.simulate.engine.state import (
     ARRIVED,
@@ -39,7 +39,9 @@ _SPARE = 64  # places on the heap beyond one for each flow: one event changes no
 
 @compiled
 def advance(state: State, until: float, shares: bool) -> tuple[int, int, float]:
-    """Why it returns, of which run, owner or host, and when; NOTHING if nothing is due by then.
+    """Why it returns, of which run, owner or host, and when.
+
+    NOTHING if nothing is due by then, with the time of what comes next.
 
     `shares`: messages are flows, since hosts share their connections or links change.
     """
@@ -79,7 +81,7 @@ def advance(state: State, until: float, shares: bool) -> tuple[int, int, float]:
             push(state, now, AWAKE, index, run.life)
             run.at = WAKES
             return NEEDS_LUCK, run.device, now
-    return NOTHING, 0, until
+    return NOTHING, 0, times[0] if counts[HEAP_SIZE] > 0 else np.inf
 
 
 @compiled
@@ -105,11 +107,14 @@ def stop(state: State, index: int) -> None:
 
 
 @compiled
-def flow_to_many(
-    state: State, now: float, source: int, size: float, most: float, weight: float, owner: int
+def flows_to_many(
+    state: State, now: float, sources: Ints, size: float, most: Floats, weight: float, owner: int
 ) -> None:
-    state.owners[owner] += 1
-    begin_flow(state, now, source, NONE, size, most, weight, NONE, 0, owner)
+    """One from each source, of so many bytes; it stands for `weight` connections."""
+    state.owners[owner] += len(sources)
+    for place in range(len(sources)):
+        rate = most[place]
+        begin_flow(state, now, sources[place], NONE, size, rate, weight, NONE, 0, owner)
 
 
 @compiled
@@ -202,7 +207,6 @@ def _send_result(state: State, index: int, now: float, shares: bool) -> None:
         else:
             _begin_message(state, number, microbatch, now)
         return
-    here.sent += channel.size
     channel.free = max(channel.free, now) + channel.size / state.links[1, here.region, there.region]
     _deliver(state, number, microbatch, channel.free)
 

@@ -43,7 +43,6 @@ def begin_flow(
     flow.up_share = flow.down_share = NO_LIMIT
     flow.rate, flow.since = 0.0, now
     flow.version += 1
-    hosts[source].sent += size
     flow.next_up, hosts[source].first_up = hosts[source].first_up, index
     flow.next_down = NONE
     if target != NONE:

@@ -61,7 +61,6 @@ HOST = np.dtype(
         ("first_down", "i8"),
         ("slow", "i8"),  # where its entries begin; those of the next host are behind them
         ("pauses", "i8"),
-        ("sent", "f8"),  # bytes, in all
     ]
 )
 CHANNEL = np.dtype(

@@ -1,0 +1,216 @@
+"""Convergence in virtual time: every virtual worker has weights, and does to them what real ones do.
+
+A step is one of SGD with momentum, of the gradient at the weights that the worker had when it began
+that step's forward; groups average as the runtime does, by adding what the mean differs from what
+was published. So what a policy costs in time and what it costs in progress come from one run.
+
+A worker has its stage's part of the parameters. A mini-batch meets in each stage the weights that
+the stage had at its forward: in a pipeline that is never flushed these are of different steps, and
+the gradient is that of the mix, as with PipeDream's stashed weights.
+
+Departures: momentum stays with its worker (the runtime's `state="local"`). Under `all_reduce` and
+`balanced` the runtime averages gradients; to average models after equal steps comes to the same.
+The shares of `balanced` are taken as equal: their mean is over the same global batch. What a worker
+takes in during a step (`overlap`, or a passive one of `pairwise`) is there from its next step on
+with `overlap`, and at once with `pairwise`.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from polyrhythm.errors import UserError
+from polyrhythm.simulate.job import SimulatedJob
+from polyrhythm.simulate.problems import Problem, Vector
+from polyrhythm.simulate.result import Simulated
+from polyrhythm.simulate.simulator import simulate
+from polyrhythm.sync.local import OuterNesterov, pseudo_gradient
+from polyrhythm.types import Seconds, Worker
+
+DILOCO = OuterNesterov()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """How training went; of the mean of all workers' models."""
+
+    times: tuple[Seconds, ...]
+    steps: tuple[float, ...]  # of a pipeline, on average
+    losses: tuple[float, ...]
+    distances: tuple[float, ...]  # of workers from that mean, squared; on average
+    simulated: Simulated
+
+    @property
+    def final_loss(self) -> float:
+        return self.losses[-1]
+
+    def time_to(self, loss: float) -> Seconds:
+        """When it is first that low; infinity if it never is."""
+        return self._first(self.times, loss)
+
+    def steps_to(self, loss: float) -> float:
+        return self._first(self.steps, loss)
+
+    def _first(self, along: Sequence[float], loss: float) -> float:
+        """Between two points, on the line that joins them."""
+        for i, found in enumerate(self.losses):
+            if found <= loss:
+                if i == 0:
+                    return along[0]
+                before = self.losses[i - 1]
+                part = (before - loss) / (before - found)
+                return along[i - 1] + part * (along[i] - along[i - 1])
+        return float("inf")
+
+
+def converge(
+    job: SimulatedJob,
+    problem: Problem,
+    *,
+    num_steps: int,
+    lr: float,
+    momentum: float = 0.0,
+    every: int = 1,  # steps from one point of the curve to the next
+    outer: OuterNesterov = DILOCO,  # what `local` does with averages
+) -> Curve:
+    """Train it as `job` says; chance is in the seeds of the problem, the policy, the scenario."""
+    _check(job, problem, every)
+    models = _Models(job, problem, lr, momentum, every, outer)
+    simulated = simulate(job, num_steps=num_steps, observers=[models])
+    times, steps, losses, distances = zip(*models.points, strict=True)
+    return Curve(times=times, steps=steps, losses=losses, distances=distances, simulated=simulated)
+
+
+def _check(job: SimulatedJob, problem: Problem, every: int) -> None:
+    num_pipelines = len(job.pipelines)
+    if problem.num_shards != num_pipelines or len(problem.start()) < len(job.stages):
+        raise UserError(
+            f"{problem.num_shards} shards and {len(problem.start())} parameters for "
+            f"{num_pipelines} pipelines of {len(job.stages)} stages",
+            expected="a shard for each pipeline, and a parameter for each stage",
+            fix="make the problem with as many shards as the job has pipelines",
+        )
+    if job.decoupled and job.sync.policy == "all_reduce":
+        raise UserError(
+            "the convergence of decoupled all_reduce",
+            expected="averages that a group makes: nothing else is told when it happens",
+            fix="leave decoupled out; the models are the same, and only the times differ",
+        )
+    if job.scenario.kill or job.scenario.join:
+        raise UserError(
+            "the convergence of a job that workers leave or join",
+            expected="workers that stay: nobody knows here whose weights a new one has",
+            fix="leave out kill and join",
+        )
+    if every < 1:
+        raise UserError(f"every={every}", expected="1 step or more", fix="use 1")
+
+
+class _Models:
+    """The observer: the weights of all workers, changed as events tell."""
+
+    def __init__(
+        self,
+        job: SimulatedJob,
+        problem: Problem,
+        lr: float,
+        momentum: float,
+        every: int,
+        outer: OuterNesterov,
+    ) -> None:
+        num_stages, num_pipelines = len(job.stages), len(job.pipelines)
+        self._problem, self._lr, self._momentum = problem, lr, momentum
+        self._parts = np.array_split(np.arange(len(problem.start())), num_stages)
+        self._weights = np.tile(problem.start(), (num_pipelines, 1))  # [pipeline, parameter]
+        self._velocity = np.zeros_like(self._weights)
+        self._outer = outer if job.sync.policy == "local" else None
+        self._anchor, self._outer_velocity = self._weights.copy(), np.zeros_like(self._weights)
+        self._server, self._pulled = problem.start(), self._weights.copy()
+        self._means: dict[int, Vector] = {}  # of groups
+        self._published: dict[tuple[int, Worker], Vector] = {}
+        self._waits = not job.overlap  # for averages: what it takes in is there for its forward
+        # What each worker had at the forward of the mini-batches whose gradients are to come; the
+        # first ones of a pipeline that is never flushed all find the weights of the start.
+        self._forwards = {
+            Worker(stage, number): deque([self._weights[number, self._parts[stage]]] * in_flight)
+            for number, pipeline in enumerate(job.pipelines)
+            for run, in_flight in zip(
+                pipeline.runs, job.in_flight or (1,) * len(pipeline.runs), strict=True
+            )
+            for stage in range(run.first, run.end)
+        }
+        self._made = dict.fromkeys(self._forwards, 0)  # steps
+        self._gradients: dict[tuple[int, int], Vector] = {}  # of a pipeline's mini-batch
+        self._total, self._every = 0, every * len(self._forwards)
+        self.points: list[tuple[Seconds, float, float, float]] = []
+        self._note(0.0)
+
+    def on_step(self, worker: Worker, now: Seconds) -> None:
+        number, part = worker.pipeline, self._parts[worker.stage]
+        gradient = self._gradient(worker)[part]
+        velocity = self._momentum * self._velocity[number, part] + gradient
+        self._velocity[number, part] = velocity
+        self._weights[number, part] -= self._lr * velocity
+        self._made[worker] += 1
+        forwards = self._forwards[worker]
+        forwards.popleft()
+        forwards.append(self._weights[number, part])
+        self._total += 1
+        if self._total % self._every == 0:
+            self._note(now)
+
+    def on_average(
+        self, gid: int, members: Sequence[Worker], weights: Sequence[float], now: Seconds
+    ) -> None:
+        part = self._parts[members[0].stage]
+        mean = np.zeros(len(part))
+        for member, weight in zip(members, weights, strict=True):
+            published = self._published[gid, member] = self._weights[member.pipeline, part]
+            mean += weight * published
+        self._means[gid] = mean
+
+    def on_applied(self, worker: Worker, gid: int, now: Seconds) -> None:
+        number, part = worker.pipeline, self._parts[worker.stage]
+        mean = self._means[gid]
+        if self._outer is not None:
+            anchor = self._anchor[number, part]
+            mean, velocity = self._outer.step(
+                anchor, pseudo_gradient(anchor, mean), self._outer_velocity[number, part]
+            )
+            self._anchor[number, part], self._outer_velocity[number, part] = mean, velocity
+        self._weights[number, part] += mean - self._published.pop((gid, worker))
+        self._taken_in(worker)
+
+    def on_served(self, worker: Worker, is_push: bool, now: Seconds) -> None:
+        number, part = worker.pipeline, self._parts[worker.stage]
+        if is_push:
+            moves = self._weights[number, part] - self._pulled[number, part]
+            self._server[part] += moves / len(self._weights)
+        else:
+            self._weights[number, part] = self._pulled[number, part] = self._server[part]
+            self._taken_in(worker)
+
+    def _taken_in(self, worker: Worker) -> None:
+        if self._waits:
+            self._forwards[worker][-1] = self._weights[worker.pipeline, self._parts[worker.stage]]
+
+    def _gradient(self, worker: Worker) -> Vector:
+        """Of a whole mini-batch: made for the last stage, which has its backward first."""
+        number, step = worker.pipeline, self._made[worker]
+        if (number, step) not in self._gradients:
+            stages = [Worker(stage, number) for stage in range(len(self._parts))]
+            met = [self._forwards[other][step - self._made[other]] for other in stages]
+            found = self._problem.gradient(np.concatenate(met), number, step)
+            self._gradients[number, step] = found
+        if worker.stage == 0:  # the last to need it
+            return self._gradients.pop((number, step))
+        return self._gradients[number, step]
+
+    def _note(self, now: Seconds) -> None:
+        mean = self._weights.mean(0)
+        away = self._weights - mean
+        distance = float((away * away).sum(1).mean())
+        steps = self._total / len(self._forwards)
+        self.points.append((now, steps, self._problem.loss(mean), distance))
