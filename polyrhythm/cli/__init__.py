@@ -19,8 +19,11 @@ from polyrhythm.cli.lab import LabCommand
 from polyrhythm.cli.plan import PlanCommand
 from polyrhythm.cli.probe import Probe
 from polyrhythm.cli.profile import Profile
+from polyrhythm.cli.replay import ReplayCommand
 from polyrhythm.cli.report import ReportCommand
+from polyrhythm.cli.reproduce import ReproduceCommand
 from polyrhythm.cli.scheduler import SchedulerCommand
+from polyrhythm.cli.simulate import SimulateCommand
 from polyrhythm.errors import PeerError, UserError, WorkerError
 from polyrhythm.processes import BAD_INPUT
 
@@ -31,10 +34,13 @@ Command = (
     | Annotated[Probe, tyro.conf.subcommand("probe")]
     | Annotated[Profile, tyro.conf.subcommand("profile")]
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
+    | Annotated[SimulateCommand, tyro.conf.subcommand("simulate")]
     | Annotated[LabCommand, tyro.conf.subcommand("lab")]
     | Annotated[ReportCommand, tyro.conf.subcommand("report")]
+    | Annotated[ReplayCommand, tyro.conf.subcommand("replay")]
     | Annotated[SchedulerCommand, tyro.conf.subcommand("scheduler")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[ReproduceCommand, tyro.conf.subcommand("reproduce")]
 )
 
 

@@ -1,6 +1,8 @@
 """What a plan is for: a cluster and a model, each by a file or by the name of what comes along."""
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyrhythm.errors import DescriptionError
@@ -55,6 +57,20 @@ def load_model(
             fix="leave them out",
         )
     return profile
+
+
+def beside(source: str, file: Path) -> str:
+    """A file as seen from the folder of another one; the name of what comes along as it is."""
+    from polyrhythm.describe.bundled import is_name
+
+    return source if is_name(source) else os.path.relpath(source, file.absolute().parent)
+
+
+def found_beside(source: str, file: Path) -> str:
+    """The same the other way round."""
+    from polyrhythm.describe.bundled import is_name
+
+    return source if is_name(source) else str(file.parent / source)
 
 
 def _counted(name: str, flops: float | None, dtype: str, sizes: Sequence[int]) -> "ModelProfile":

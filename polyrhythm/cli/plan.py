@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from polyrhythm.plan.job import Job
-    from polyrhythm.plan.plan import Plan
+    from polyrhythm.plan.plan import Plan, Sources
     from polyrhythm.plan.predict import Prediction
     from polyrhythm.plan.problem import Problem
     from polyrhythm.plan.search import Planned
@@ -220,11 +220,25 @@ class PlanCommand:
 
         show_plan(chosen, planned, console)
         if self.out is not None:
-            chosen.plan.save(self.out)
+            replace(chosen.plan, sources=self._sources(self.out)).save(self.out)
             print_line(console, f"written to {self.out}")
         if self.svg is not None:
             self.svg.write_text(draw_plan(chosen.plan, problem.cluster), encoding="utf-8")
             print_line(console, f"drawn in {self.svg}")
+
+    def _sources(self, out: Path) -> "Sources":
+        from polyrhythm.cli.described import beside
+        from polyrhythm.plan.plan import Sources
+
+        return Sources(
+            cluster=beside(self.cluster, out),
+            profile=beside(self.profile, out),
+            flops=self.flops,
+            dtype=self.dtype,
+            gradient_bytes=self.gradient_bytes,
+            optimizer_bytes=self.optimizer_bytes,
+            memory_reserve=self.memory_reserve,
+        )
 
     def _no_such_plan(self, expected: str) -> PlanError:
         return PlanError(f"--pick {self.pick}", expected=expected, fix="--pick fastest")

@@ -1,5 +1,5 @@
 """`polyrhythm report RUN`: where the time of a run went, as a table or as a trace to look at; and
-what its scheduler decided, which can be decided again.
+what its scheduler decided.
 """
 
 from dataclasses import dataclass
@@ -27,15 +27,13 @@ class ReportCommand:
     """The run's folder, such as runs/demo-20261115-040004."""
     trace: Path | None = None
     """Write a Chrome trace to this file instead; open it at https://ui.perfetto.dev."""
-    replay: bool = False
-    """Decide the scheduler's log again instead, and say whether all comes out alike."""
 
     def run(self, console: "Console") -> int:
         if self.trace is not None:
             _write_trace(_read(self.folder), self.trace, console)
-        elif not self.replay:
+        else:
             _show(self.folder, console)
-        return _replay(self.folder, console) if self.replay else 0
+        return 0
 
 
 def _show(folder: Path, console: "Console") -> None:
@@ -66,26 +64,6 @@ def _show_decisions(path: Path, console: "Console") -> None:
     setup = reader.setup
     plan = f"{setup.num_stages} stages x {setup.num_pipelines} pipelines"
     decided.show(console, f"{setup.text}, {plan}")
-
-
-def _replay(folder: Path, console: "Console") -> int:
-    from polyrhythm.sync.decision_log import NAME, DecisionReader, replay
-    from polyrhythm.tables import print_line
-
-    path = folder / NAME
-    if not path.exists():
-        raise EventError(
-            f"{folder}: no {NAME}",
-            expected="a run with groups, or a folder that `polyrhythm scheduler --log` wrote",
-            fix="leave --replay out, or give another folder",
-        )
-    num_decisions = sum(1 for _ in DecisionReader(path).decisions())  # first: it may still grow
-    difference = replay(path)
-    if difference is None:
-        print_line(console, f"{num_decisions:,} decisions, replayed alike")
-        return 0
-    print_line(console, f"{path}: replayed otherwise\n{difference}")
-    return 1
 
 
 def _read(folder: Path) -> "list[Event]":

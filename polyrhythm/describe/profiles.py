@@ -6,6 +6,8 @@ Nothing is measured: their layers are counted by formulas, for a device of a giv
 import re
 from collections.abc import Sequence
 
+from polyrhythm.describe.densenet_work import densenet201
+from polyrhythm.describe.inception_work import inceptionv4
 from polyrhythm.describe.layer_work import LayerWork, profile_of
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.read import unknown
@@ -18,12 +20,14 @@ NAMES = (
     "bert-base[-SEQUENCE]",
     "bert-large[-SEQUENCE]",
     "resnet50[-IMAGE]",
+    "densenet201[-IMAGE]",
+    "inceptionv4[-IMAGE]",
 )
 _LARGEST = 10_000_000  # of any number in a name: beyond, it is a slip of the finger
 _LONGEST = 80  # characters of a name in an error
 _GPT = re.compile(r"gpt-(\d+)x(\d+)x(\d+)(?:x(\d+))?(?:x(\d+))?", re.ASCII)
 _BERT = re.compile(r"bert-(base|large)(?:-(\d+))?", re.ASCII)
-_RESNET = re.compile(r"resnet50(?:-(\d+))?", re.ASCII)
+_IMAGES = re.compile(r"(resnet50|densenet201|inceptionv4)(?:-(\d+))?", re.ASCII)
 
 
 def builtin_profile(
@@ -62,11 +66,19 @@ def layers_of(name: str) -> list[LayerWork]:
             )
         if found := _BERT.fullmatch(name):
             return bert(found[1], sequence=_number(found[2] or "512"))
-        if found := _RESNET.fullmatch(name):
-            return resnet50(image=_number(found[1] or "224"))
+        if found := _IMAGES.fullmatch(name):
+            return _of_images(found[1], found[2])
     except DescriptionError as error:
         raise error.at(name if len(name) <= _LONGEST else f"{name[:_LONGEST]}...") from None
     raise unknown("model", name, NAMES, near=("gpt-24x2048x2048", "bert-base", "bert-large"))
+
+
+def _of_images(model: str, side: str | None) -> list[LayerWork]:
+    """For the images that it was made for, unless their side is given."""
+    if model == "inceptionv4":
+        return inceptionv4(image=_number(side or "299"))
+    image = _number(side or "224")
+    return densenet201(image=image) if model == "densenet201" else resnet50(image=image)
 
 
 def _number(digits: str) -> int:

@@ -83,6 +83,19 @@ class Predicted:
         return max(0.0, 1 - self.bound / self.step) if self.step else 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """What a plan was made from, as `polyrhythm plan` was told; files relative to the plan's."""
+
+    cluster: str
+    profile: str
+    flops: float | None = None
+    dtype: str | None = None
+    gradient_bytes: float = 1.0
+    optimizer_bytes: float = 2.0
+    memory_reserve: float = 0.1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     layers_per_stage: tuple[int, ...]
@@ -93,6 +106,7 @@ class Plan:
     model: str = ""
     left_out: tuple[str, ...] = ()  # devices that have no part in it
     predicted: Predicted | None = None
+    sources: Sources | None = None
 
     def __post_init__(self) -> None:
         if not self.layers_per_stage or min(self.layers_per_stage) < 1:

@@ -86,6 +86,8 @@ def _table(plan: Plan) -> dict[str, object]:
                 ],
             }
         )
+    if plan.sources is not None:
+        table["sources"] = _known(asdict(plan.sources))
     return _known(table)
 
 

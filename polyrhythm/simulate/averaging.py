@@ -16,11 +16,14 @@ from polyrhythm.simulate.coordinator import Coordinator
 from polyrhythm.simulate.engine.engine import Engine
 from polyrhythm.simulate.network import Network
 from polyrhythm.sync.messages import Abort, Assign, Commit, Done, Heal, Ready, Request, Skip
-from polyrhythm.types import Seconds, Worker
+from polyrhythm.types import BytesPerSecond, Seconds, Worker
 
 
 class Observer(Protocol):
     """Is told what happens to models, in the order of time."""
+
+    def on_begin(self, worker: Worker, now: Seconds) -> None:
+        """It begins a step: a forward, with the weights that it has now."""
 
     def on_step(self, worker: Worker, now: Seconds) -> None:
         """It has made a local update."""
@@ -32,6 +35,9 @@ class Observer(Protocol):
 
     def on_applied(self, worker: Worker, gid: int, now: Seconds) -> None:
         """It takes in the average of a group."""
+
+    def on_healed(self, worker: Worker, source: Worker, now: Seconds) -> None:
+        """One that joins late has copied the weights of another one."""
 
     def on_served(self, worker: Worker, is_push: bool, now: Seconds) -> None:
         """A parameter server has what it pushed, or it has what it pulled."""
@@ -59,6 +65,7 @@ class _Exchange:
     members: list[Member]
     num_begun: int = 0
     began: Seconds = 0.0
+    owner: int | None = None  # of its flows, while they are under way
     second: bool = False
     is_given_up: bool = False
 
@@ -77,6 +84,7 @@ class Averaging:
         every: int,
         overlap: bool,
         answers_meanwhile: bool,
+        asks_ahead: bool,
         decoupled: Callable[[Member, Sequence[Member]], Seconds] | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -88,19 +96,20 @@ class Averaging:
         self.finished: list[tuple[Assign, Seconds, Seconds]] | None = None  # for a log
         self._clock, self._engine, self._network, self._over = clock, engine, network, over
         self._every, self._overlap, self._decoupled = every, overlap, decoupled
-        self._answers_meanwhile = answers_meanwhile
-        self._observers = observers
+        self._answers_meanwhile, self._asks_ahead = answers_meanwhile, asks_ahead
+        self.observers = observers
         self._exchanges: dict[int, _Exchange] = {}
         self._by_owner: dict[int, _Exchange] = {}
 
     def step_began(self, member: Member) -> None:
-        """For policies that are asked ahead."""
-        if not (member.steps + 1) % self._every:
+        for observer in self.observers:
+            observer.on_begin(member.worker, self._clock.now)
+        if self._asks_ahead and not (member.steps + 1) % self._every:
             self._tell(member, Request, member.clock + 1, member.life)
 
     def step_ended(self, member: Member) -> None:
         member.steps += 1
-        for observer in self._observers:
+        for observer in self.observers:
             observer.on_step(member.worker, self._clock.now)
         if member.steps % self._every:
             self._over(member, 0.0)
@@ -137,14 +146,26 @@ class Averaging:
     def flows_ended(self, owner: int) -> None:
         """The last byte of a half has left; it is there a latency later."""
         exchange = self._by_owner.pop(owner)
+        exchange.owner = None
         self._engine.free_owner(owner)
         latency = self._network.both_ways([member.device for member in exchange.members])
         self._clock.at(self._clock.now + latency, self._half_done, exchange)
 
     def forget(self, member: Member) -> None:
-        """It is gone; what it was in is given up by the scheduler."""
+        """It is gone; what it was in is given up by the scheduler. It may have another life."""
+        member.life += 1
         member.pending, member.wants = None, False
         member.line.clear()
+
+    def most(self) -> dict[tuple[int, int], BytesPerSecond]:
+        """How fast each member of an exchange under way can send, by owner of flows and device."""
+        found = {}
+        for owner, exchange in self._by_owner.items():
+            devices, size = [m.device for m in exchange.members], exchange.members[0].size
+            half = self._network.half(devices, size, second=exchange.second)
+            for source, most in zip(half.sources, half.most, strict=False):
+                found[owner, source] = most
+        return found
 
     def _tell(self, member: Member, kind: Callable[..., object], *given: object) -> None:
         assert self.coordinator is not None, "it is set before anything happens"
@@ -169,7 +190,7 @@ class Averaging:
         exchange.num_begun += 1
         if exchange.num_begun == len(exchange.members) and not exchange.is_given_up:
             exchange.began, assign = self._clock.now, exchange.assign
-            for observer in self._observers:
+            for observer in self.observers:
                 observer.on_average(assign.gid, assign.members, assign.weights, self._clock.now)
             self._exchange(exchange)
 
@@ -189,7 +210,7 @@ class Averaging:
 
     def _send_half(self, exchange: _Exchange, devices: Sequence[int]) -> None:
         engine, now, size = self._engine, self._clock.now, exchange.members[0].size
-        owner = engine.new_owner()
+        owner = exchange.owner = engine.new_owner()
         self._by_owner[owner] = exchange
         half = self._network.half(devices, size, second=exchange.second)
         if not half.targets:
@@ -205,15 +226,22 @@ class Averaging:
             exchange.second = True
             self._send_half(exchange, [member.device for member in exchange.members])
             return
-        gid, members = exchange.assign.gid, exchange.members
+        assign = exchange.assign
+        said = [
+            (member.worker, assign.gid, True, life)
+            for member, life in zip(exchange.members, assign.lives, strict=True)
+            if member.life == life
+        ]
         assert self.coordinator is not None, "it is set before anything happens"
-        self.coordinator.tell_all(Done, [(each.worker, gid, True, each.life) for each in members])
+        self.coordinator.tell_all(Done, said)
 
     def _committed(self, member: Member, commit: Commit) -> None:
         exchange = self._exchanges.get(commit.gid)
         if exchange is None:
             return
-        for observer in self._observers:
+        place = commit.members.index(member.worker)
+        is_here = member.life == exchange.assign.lives[place]
+        for observer in self.observers if is_here else ():
             observer.on_applied(member.worker, commit.gid, self._clock.now)
         exchange.num_begun -= 1
         if exchange.num_begun == 0:
@@ -226,14 +254,18 @@ class Averaging:
         gate = 0.0
         if self._decoupled is not None:
             gate = self._clock.now + self._decoupled(member, exchange.members)
-        self._ended(member, commit.ends[commit.members.index(member.worker)], gate)
+        self._ended(member, commit.ends[place], gate)
 
     def _give_up(self, member: Member, gid: int) -> None:
         if gid in member.line:
             member.line.remove(gid)
         exchange = self._exchanges.pop(gid, None)
-        if exchange is not None:
-            exchange.is_given_up = True
+        if exchange is None:
+            return
+        exchange.is_given_up = True
+        if exchange.owner is not None:
+            del self._by_owner[exchange.owner]
+            self._engine.drop_flows(self._clock.now, exchange.owner)
 
     def _ended(self, member: Member, clock: int, gate: Seconds) -> None:
         if clock != member.pending:

@@ -1,4 +1,4 @@
-"""Convergence in virtual time: every virtual worker has weights, and does to them what real ones do.
+"""Convergence in virtual time: virtual workers have weights, and do to them what real ones do.
 
 A step is one of SGD with momentum, of the gradient at the weights that the worker had when it began
 that step's forward; groups average as the runtime does, by adding what the mean differs from what
@@ -10,14 +10,13 @@ the gradient is that of the mix, as with PipeDream's stashed weights.
 
 Departures: momentum stays with its worker (the runtime's `state="local"`). Under `all_reduce` and
 `balanced` the runtime averages gradients; to average models after equal steps comes to the same.
-The shares of `balanced` are taken as equal: their mean is over the same global batch. What a worker
-takes in during a step (`overlap`, or a passive one of `pairwise`) is there from its next step on
-with `overlap`, and at once with `pairwise`.
+The shares of `balanced` are taken as equal: their mean is over the same global batch.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -79,6 +78,7 @@ def converge(
     _check(job, problem, every)
     models = _Models(job, problem, lr, momentum, every, outer)
     simulated = simulate(job, num_steps=num_steps, observers=[models])
+    models.note(simulated.duration)
     times, steps, losses, distances = zip(*models.points, strict=True)
     return Curve(times=times, steps=steps, losses=losses, distances=distances, simulated=simulated)
 
@@ -92,20 +92,19 @@ def _check(job: SimulatedJob, problem: Problem, every: int) -> None:
             expected="a shard for each pipeline, and a parameter for each stage",
             fix="make the problem with as many shards as the job has pipelines",
         )
-    if job.decoupled and job.sync.policy == "all_reduce":
-        raise UserError(
-            "the convergence of decoupled all_reduce",
-            expected="averages that a group makes: nothing else is told when it happens",
-            fix="leave decoupled out; the models are the same, and only the times differ",
-        )
     if job.scenario.kill or job.scenario.join:
         raise UserError(
             "the convergence of a job that workers leave or join",
-            expected="workers that stay: nobody knows here whose weights a new one has",
-            fix="leave out kill and join",
+            expected="workers that stay: else models of those that are gone would count",
+            fix="leave out kill and join; `simulate` has the times of such a job",
         )
     if every < 1:
         raise UserError(f"every={every}", expected="1 step or more", fix="use 1")
+
+
+class _Average(NamedTuple):
+    mean: Vector
+    published: dict[Worker, Vector]  # by those that have not taken it in yet
 
 
 class _Models:
@@ -122,66 +121,61 @@ class _Models:
     ) -> None:
         num_stages, num_pipelines = len(job.stages), len(job.pipelines)
         self._problem, self._lr, self._momentum = problem, lr, momentum
-        self._parts = np.array_split(np.arange(len(problem.start())), num_stages)
+        ends = np.linspace(0, len(problem.start()), num_stages + 1).astype(int).tolist()
+        self._parts = [slice(*ends[stage : stage + 2]) for stage in range(num_stages)]
         self._weights = np.tile(problem.start(), (num_pipelines, 1))  # [pipeline, parameter]
         self._velocity = np.zeros_like(self._weights)
         self._outer = outer if job.sync.policy == "local" else None
         self._anchor, self._outer_velocity = self._weights.copy(), np.zeros_like(self._weights)
         self._server, self._pulled = problem.start(), self._weights.copy()
-        self._means: dict[int, Vector] = {}  # of groups
-        self._published: dict[tuple[int, Worker], Vector] = {}
-        self._waits = not job.overlap  # for averages: what it takes in is there for its forward
-        # What each worker had at the forward of the mini-batches whose gradients are to come; the
-        # first ones of a pipeline that is never flushed all find the weights of the start.
-        self._forwards = {
-            Worker(stage, number): deque([self._weights[number, self._parts[stage]]] * in_flight)
-            for number, pipeline in enumerate(job.pipelines)
-            for run, in_flight in zip(
-                pipeline.runs, job.in_flight or (1,) * len(pipeline.runs), strict=True
-            )
-            for stage in range(run.first, run.end)
-        }
+        self._averages: dict[int, _Average] = {}  # by group
+        # What each worker had at the forwards of mini-batches whose gradients are to come.
+        self._forwards: dict[Worker, deque[Vector]] = {w: deque() for w in job.sync.workers}
         self._made = dict.fromkeys(self._forwards, 0)  # steps
         self._gradients: dict[tuple[int, int], Vector] = {}  # of a pipeline's mini-batch
+        self._num_taken: Counter[tuple[int, int]] = Counter()  # stages that have had their part
         self._total, self._every = 0, every * len(self._forwards)
         self.points: list[tuple[Seconds, float, float, float]] = []
-        self._note(0.0)
+
+    def on_begin(self, worker: Worker, now: Seconds) -> None:
+        weights = self._weights[worker.pipeline, self._parts[worker.stage]]
+        self._forwards[worker].append(weights.copy())
 
     def on_step(self, worker: Worker, now: Seconds) -> None:
+        if self._total % self._every == 0:  # before it: where all average, they have done so
+            self.note(now if self._total else 0.0)
         number, part = worker.pipeline, self._parts[worker.stage]
         gradient = self._gradient(worker)[part]
         velocity = self._momentum * self._velocity[number, part] + gradient
         self._velocity[number, part] = velocity
         self._weights[number, part] -= self._lr * velocity
         self._made[worker] += 1
-        forwards = self._forwards[worker]
-        forwards.popleft()
-        forwards.append(self._weights[number, part])
+        self._forwards[worker].popleft()
         self._total += 1
-        if self._total % self._every == 0:
-            self._note(now)
 
     def on_average(
         self, gid: int, members: Sequence[Worker], weights: Sequence[float], now: Seconds
     ) -> None:
         part = self._parts[members[0].stage]
-        mean = np.zeros(len(part))
-        for member, weight in zip(members, weights, strict=True):
-            published = self._published[gid, member] = self._weights[member.pipeline, part]
-            mean += weight * published
-        self._means[gid] = mean
+        rows = [member.pipeline for member in members]
+        published = self._weights[rows, part]
+        self._averages[gid] = _Average(
+            np.asarray(weights) @ published, dict(zip(members, published, strict=True))
+        )
 
     def on_applied(self, worker: Worker, gid: int, now: Seconds) -> None:
         number, part = worker.pipeline, self._parts[worker.stage]
-        mean = self._means[gid]
+        average = self._averages[gid]
+        mean = average.mean
         if self._outer is not None:
             anchor = self._anchor[number, part]
             mean, velocity = self._outer.step(
                 anchor, pseudo_gradient(anchor, mean), self._outer_velocity[number, part]
             )
             self._anchor[number, part], self._outer_velocity[number, part] = mean, velocity
-        self._weights[number, part] += mean - self._published.pop((gid, worker))
-        self._taken_in(worker)
+        self._weights[number, part] += mean - average.published.pop(worker)
+        if not average.published:
+            del self._averages[gid]
 
     def on_served(self, worker: Worker, is_push: bool, now: Seconds) -> None:
         number, part = worker.pipeline, self._parts[worker.stage]
@@ -190,25 +184,25 @@ class _Models:
             self._server[part] += moves / len(self._weights)
         else:
             self._weights[number, part] = self._pulled[number, part] = self._server[part]
-            self._taken_in(worker)
 
-    def _taken_in(self, worker: Worker) -> None:
-        if self._waits:
-            self._forwards[worker][-1] = self._weights[worker.pipeline, self._parts[worker.stage]]
+    def on_healed(self, worker: Worker, source: Worker, now: Seconds) -> None:
+        raise AssertionError("jobs that workers join are refused")
 
     def _gradient(self, worker: Worker) -> Vector:
-        """Of a whole mini-batch: made for the last stage, which has its backward first."""
+        """Of a whole mini-batch, made when its backward begins: the last stage is the first."""
         number, step = worker.pipeline, self._made[worker]
-        if (number, step) not in self._gradients:
+        key = number, step
+        if key not in self._gradients:
             stages = [Worker(stage, number) for stage in range(len(self._parts))]
             met = [self._forwards[other][step - self._made[other]] for other in stages]
-            found = self._problem.gradient(np.concatenate(met), number, step)
-            self._gradients[number, step] = found
-        if worker.stage == 0:  # the last to need it
-            return self._gradients.pop((number, step))
-        return self._gradients[number, step]
+            self._gradients[key] = self._problem.gradient(np.concatenate(met), number, step)
+        self._num_taken[key] += 1
+        if self._num_taken[key] < len(self._parts):
+            return self._gradients[key]
+        del self._num_taken[key]
+        return self._gradients.pop(key)
 
-    def _note(self, now: Seconds) -> None:
+    def note(self, now: Seconds) -> None:
         mean = self._weights.mean(0)
         away = self._weights - mean
         distance = float((away * away).sum(1).mean())

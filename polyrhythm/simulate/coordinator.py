@@ -33,15 +33,23 @@ class Coordinator:
         self,
         setup: Setup,
         clock: Clock,
-        latency: Mapping[Worker, tuple[Seconds, Seconds]],  # to it, and from it
         hear: Hear,
         log: DecisionLog | None = None,
     ) -> None:
         self.scheduler = setup.scheduler()
         self._clock, self._hear, self._log = clock, hear, log
+        self._there: dict[Worker, Seconds] = {}
+        self._back: dict[Worker, Seconds] = {}
+        self._timer: Seconds = float("inf")  # the earliest that is on the clock
+
+    def set_latency(self, latency: Mapping[Worker, tuple[Seconds, Seconds]]) -> None:
+        """Of a word of each worker to it, and from it, from now on."""
         self._there = {worker: there for worker, (there, _) in latency.items()}
         self._back = {worker: back for worker, (_, back) in latency.items()}
-        self._timer: Seconds = float("inf")  # the earliest that is on the clock
+
+    def word(self, worker: Worker) -> Seconds:
+        """To it and back."""
+        return self._there[worker] + self._back[worker]
 
     def tell(self, worker: Worker, kind: Callable[..., Event], *given: Any) -> None:
         """A worker says something; it arrives a latency later."""

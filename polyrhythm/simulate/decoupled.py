@@ -9,7 +9,7 @@ all is one number: it cannot end before the last bucket is there and what follow
 
 from collections.abc import Callable, Sequence
 
-from polyrhythm.simulate.averaging import Member
+from polyrhythm.simulate.averaging import Member, Observer
 from polyrhythm.simulate.clock import Clock
 from polyrhythm.simulate.engine.engine import Engine
 from polyrhythm.simulate.network import Network
@@ -47,35 +47,41 @@ class DecoupledAllReduce:
 
     def __init__(
         self,
-        members: Sequence[Member],
         clock: Clock,
         engine: Engine,
         network: Network,
         over: Callable[[Member, Seconds], None],
         num_buckets: int,
+        observers: Sequence[Observer] = (),
     ) -> None:
+        self._observers, self._num_averages = observers, 0
         self._clock, self._engine, self._network, self._over = clock, engine, network, over
         self._num_buckets = num_buckets
-        self._stages: dict[int, list[Member]] = {}
-        for member in members:
-            self._stages.setdefault(member.worker.stage, []).append(member)
-        self._ended: dict[int, list[Member]] = {stage: [] for stage in self._stages}
+        self._here: dict[int, list[Member]] = {}  # by stage
+        self._ended: dict[int, list[Member]] = {}
 
-    def step_ended(self, member: Member) -> None:
-        ended = self._ended[member.worker.stage]
-        ended.append(member)
-        self._meet(member.worker.stage)
+    def welcome(self, member: Member) -> None:
+        """It takes part from now on."""
+        self._here.setdefault(member.worker.stage, []).append(member)
+        self._ended.setdefault(member.worker.stage, [])
 
     def forget(self, member: Member) -> None:
         """It is gone: the others do without it."""
         stage = member.worker.stage
-        self._stages[stage].remove(member)
-        if member in self._ended[stage]:
-            self._ended[stage].remove(member)
-        self._meet(stage)
+        if member in self._here.get(stage, ()):
+            self._here[stage].remove(member)
+            if member in self._ended[stage]:
+                self._ended[stage].remove(member)
+            self._meet(stage)
+
+    def step_ended(self, member: Member) -> None:
+        for observer in self._observers:
+            observer.on_step(member.worker, self._clock.now)
+        self._ended[member.worker.stage].append(member)
+        self._meet(member.worker.stage)
 
     def _meet(self, stage: int) -> None:
-        ended, members = self._ended[stage], self._stages[stage]
+        ended, members = self._ended[stage], list(self._here[stage])
         if not members or len(ended) < len(members):
             return
         self._ended[stage] = []
@@ -86,10 +92,23 @@ class DecoupledAllReduce:
         summed = scattered(backwards, busy, latency, self._num_buckets)
         for a, b, sent in self._network.sent(devices, members[0].size):
             self._engine.state.sent[a, b] += sent
-        self._clock.at(summed, self._go_on, list(members), busy, latency)
+        lives = [member.life for member in members]
+        self._clock.at(summed, self._go_on, members, lives, busy, latency)
 
-    def _go_on(self, members: Sequence[Member], busy: Seconds, latency: Seconds) -> None:
+    def _go_on(
+        self, members: Sequence[Member], lives: Sequence[int], busy: Seconds, latency: Seconds
+    ) -> None:
+        members = [m for m, life in zip(members, lives, strict=True) if m.life == life]
+        self._tell(members)
         for member in members:
             forward = float(self._engine.state.runs[member.run]["forward"])
             gate = gathered(busy, latency, forward, self._num_buckets) if busy else 0.0
             self._over(member, self._clock.now + gate)
+
+    def _tell(self, members: Sequence[Member]) -> None:
+        self._num_averages += 1
+        workers, weights = [m.worker for m in members], [1 / len(members)] * len(members)
+        for observer in self._observers:
+            observer.on_average(self._num_averages, workers, weights, self._clock.now)
+            for worker in workers:
+                observer.on_applied(worker, self._num_averages, self._clock.now)

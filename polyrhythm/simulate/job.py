@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from polyrhythm.cost.step import Replica, Run, StageWork
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import Scenario
-from polyrhythm.errors import PlanError
 from polyrhythm.schedule.recipe import Recipe
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import BytesPerSecond, Seconds
@@ -34,23 +33,9 @@ class SimulatedJob:
     nodes: tuple[str, ...] | None = None  # the machine of each device; None for its region
 
     def __post_init__(self) -> None:
-        for number, pipeline in enumerate(self.pipelines):
-            ends = [run.end for run in pipeline.runs]
-            firsts = [run.first for run in pipeline.runs]
-            if firsts != [0, *ends[:-1]] or ends[-1] != len(self.stages):
-                raise PlanError(
-                    f"pipeline {number} runs stages {list(zip(firsts, ends, strict=True))}",
-                    expected=f"each of the {len(self.stages)} stages once, in order",
-                    fix="give every stage to one device",
-                )
-        shape = (self.sync.num_stages, self.sync.num_pipelines)
-        if shape != (len(self.stages), len(self.pipelines)):
-            raise PlanError(
-                f"a scheduler for {shape[0]} stages x {shape[1]} pipelines",
-                expected=f"one for {len(self.stages)} x {len(self.pipelines)}, as the job has",
-                fix="make the setup from the plan",
-            )
-        self.scenario.check(self.cluster)
+        from polyrhythm.simulate.check_job import check_job  # it knows jobs, so it imports this
+
+        check_job(self)
 
 
 def equal_job(

@@ -14,14 +14,15 @@ from polyrhythm.simulate.clock import Clock
 from polyrhythm.simulate.engine.engine import Engine
 from polyrhythm.simulate.network import Network
 from polyrhythm.sync.messages import Dead, Heal, Join
-from polyrhythm.types import Seconds
+from polyrhythm.types import Seconds, Worker
 
 NOTICED: Seconds = 2.0  # after a death: what killed workers of real groups take
+AGAIN: Seconds = 1.0  # until one tries again to copy over a link that is lost
 STATE = 3  # times the weights: AdamW's moments are copied with them
 
 
 class Mishaps:
-    """`begin` starts the runs of a pipeline; `end` stops them."""
+    """`begin` starts the runs of a pipeline, `end` stops them; `changed`: links have."""
 
     def __init__(
         self,
@@ -36,18 +37,21 @@ class Mishaps:
         network: Network,
         begin: Callable[[int], None],
         end: Callable[[int], None],
+        changed: Callable[[], None],
     ) -> None:
         self._names, self._pipelines, self._nodes = names, pipelines, nodes
         self._averaging, self._clock, self._engine = averaging, clock, engine
-        self._network, self._begin, self._end = network, begin, end
+        self._network, self._begin, self._end, self._changed = network, begin, end, changed
         self._away: set[int] = _away_at_first(scenario, names)
-        self._healing: dict[int, int] = {}  # pipelines that copy, and how many workers of them
-        for change in scenario.link:
-            clock.at(change.at, self._change, change, priority=-1)
-        for kill in scenario.kill:
-            clock.at(kill.at, self._kill, names.index(kill.device), priority=-1)
-        for join in scenario.join:
-            clock.at(join.at, self._join, names.index(join.device), priority=-1)
+        self._joining: dict[int, dict[Worker, Worker]] = {}  # pipelines; who copies from whom
+        happens: list[tuple[Seconds, Callable[..., None], Any]] = [
+            *((change.at, self._change, change) for change in scenario.link),
+            *((kill.at, self._kill, names.index(kill.device)) for kill in scenario.kill),
+            *((join.at, self._join, names.index(join.device)) for join in scenario.join),
+        ]
+        self.last: Seconds = max((at for at, _, _ in happens), default=0.0)
+        for at, callback, given in happens:
+            clock.at(at, callback, given, priority=-1)
 
     def start(self) -> None:
         for pipeline, members in enumerate(self._pipelines):
@@ -57,14 +61,34 @@ class Mishaps:
 
     def heal(self, command: Heal) -> None:
         """A worker copies from another one, then has its clock."""
-        member = self._averaging.members[command.worker]
-        source = self._averaging.members[command.source]
-        takes = self._network.transfer(source.device, member.device, STATE * member.size)
-        self._clock.at(self._clock.now + takes, self._healed, member, member.life, source)
+        joining = self._joining.get(command.worker.pipeline)
+        if joining is not None:
+            joining[command.worker] = command.source
+            self._copy(command.worker, self._averaging.members[command.worker].life, command.source)
+
+    def _copy(self, worker: Worker, life: int, source: Worker) -> None:
+        member, other = self._averaging.members[worker], self._averaging.members[source]
+        takes = self._network.transfer(other.device, member.device, STATE * member.size)
+        if takes == float("inf"):  # over a link that is lost
+            self._clock.at(self._clock.now + AGAIN, self._copy, worker, life, source)
+        else:
+            self._clock.at(self._clock.now + takes, self._healed, worker, life, source)
+
+    def _healed(self, worker: Worker, life: int, source: Worker) -> None:
+        member, joining = self._averaging.members[worker], self._joining.get(worker.pipeline, {})
+        if member.life != life or joining.get(worker) != source:
+            return  # it has died meanwhile, or copies from another one
+        member.clock = max(member.clock, self._averaging.members[source].clock)
+        for observer in self._averaging.observers:
+            observer.on_healed(worker, source, self._clock.now)
+        del joining[worker]
+        self._begin_if_whole(worker.pipeline, life)
 
     def _change(self, change: LinkChange) -> None:
-        for a, b, latency, bandwidth in self._network.changed(change):
-            self._engine.change_link(self._clock.now, a, b, latency, bandwidth)
+        for link in self._network.changed(change):
+            self._engine.set_link(*link)
+        self._engine.change_rates(self._clock.now, self._averaging.most())
+        self._changed()
 
     def _kill(self, device: int) -> None:
         self._away.add(device)
@@ -72,38 +96,35 @@ class Mishaps:
             if not any(member.device == device for member in members):
                 continue
             self._end(pipeline)
-            self._healing.pop(pipeline, None)
+            self._joining.pop(pipeline, None)
             for member in members:
-                self._averaging.forget(member)
                 if member.device == device:
                     lost = member.worker, member.life
                     self._clock.at(self._clock.now + NOTICED, self._notice, *lost)
+                self._averaging.forget(member)
 
-    def _notice(self, *lost: Any) -> None:
-        worker, life = lost
+    def _notice(self, worker: Worker, life: int) -> None:
         self._tell(worker, Dead, life)
 
     def _join(self, device: int) -> None:
         self._away.discard(device)
         for pipeline, members in enumerate(self._pipelines):
             if any(member.device == device for member in members) and self._is_whole(members):
-                self._healing[pipeline] = len(members)
+                self._joining[pipeline] = {}
                 for member in members:
-                    member.life, member.clock = member.life + 1, 0
+                    member.clock = 0
                 self._tell_join(members)
-                # Where nobody is left to copy from, nobody heals: it begins with what it has.
-                if len(self._away_pipelines()) == len(self._pipelines) - 1:
-                    del self._healing[pipeline]
-                    self._begin(pipeline)
+                # By then all know whether they are to copy from anybody.
+                assert self._averaging.coordinator is not None, "it is set"
+                answered = max(self._averaging.coordinator.word(m.worker) for m in members)
+                at = self._clock.now + answered
+                self._clock.at(at, self._begin_if_whole, pipeline, members[0].life, priority=2)
 
-    def _healed(self, member: Member, life: int, source: Member) -> None:
-        pipeline = member.worker.pipeline
-        if member.life != life or pipeline not in self._healing:
-            return  # it has died meanwhile
-        member.clock = max(member.clock, source.clock)
-        self._healing[pipeline] -= 1
-        if self._healing[pipeline] == 0:
-            del self._healing[pipeline]
+    def _begin_if_whole(self, pipeline: int, life: int) -> None:
+        """Once nobody of it copies any more; who was not told to begins with what it has."""
+        is_same = self._pipelines[pipeline][0].life == life
+        if is_same and self._joining.get(pipeline) == {}:
+            del self._joining[pipeline]
             self._begin(pipeline)
 
     def _tell_join(self, members: Sequence[Member]) -> None:
@@ -111,19 +132,12 @@ class Mishaps:
             node = self._nodes[member.device]
             self._tell(member.worker, Join, node, member.clock, member.life)
 
-    def _tell(self, worker: Any, kind: Callable[..., Any], *given: Any) -> None:
+    def _tell(self, worker: Worker, kind: Callable[..., Any], *given: Any) -> None:
         assert self._averaging.coordinator is not None, "it is set before anything happens"
         self._averaging.coordinator.tell(worker, kind, *given)
 
     def _is_whole(self, members: Sequence[Member]) -> bool:
         return not any(member.device in self._away for member in members)
-
-    def _away_pipelines(self) -> list[int]:
-        return [
-            pipeline
-            for pipeline, members in enumerate(self._pipelines)
-            if not self._is_whole(members)
-        ]
 
 
 def _away_at_first(scenario: Scenario, names: Sequence[str]) -> set[int]:

@@ -48,7 +48,7 @@ class Network:
         """A message begins when its sender hears that it is awaited: the slowest pair."""
         latency = self._latency
         if len(latency) == 1:
-            return 2 * latency[0][0]
+            return 2 * latency[0][0] if len(devices) > 1 else 0.0
         there = Counter(self.regions[device] for device in devices)
         return max(
             (latency[a][b] + latency[b][a] for a in there for b in there if a != b or there[a] > 1),
@@ -66,14 +66,17 @@ class Network:
         others = len(devices) - 1
         slowest = self._slowest(devices)
         received = min([self._uplinks[device] for device in devices])  # connections are symmetric
-        most = [min(others * slowest[self.regions[device]], received) for device in devices]
+        most = [
+            min(others * slowest[self.regions[device]], received, self._uplinks[device])
+            for device in devices
+        ]
         return Half(devices, (), others * size / len(devices), most)
 
     def half_time(self, devices: Sequence[int], size: float) -> Seconds:
         """Of one half if nothing else is under way, without latency."""
         half = self.half(devices, size)
         if not half.targets:
-            rates = [min(m, self._uplinks[a]) for a, m in zip(devices, half.most, strict=True)]
+            rates = list(half.most)
         else:
             rates = [self._rate(a, b) for a, b in zip(half.sources, half.targets, strict=True)]
         slowest = min(rates)
@@ -93,6 +96,12 @@ class Network:
 
     def sent(self, devices: Sequence[int], size: float) -> Iterator[tuple[int, int, float]]:
         """Bytes from region to region of both halves."""
+        if size <= SMALL:
+            owner = self.regions[devices[0]]
+            for other in devices[1:]:
+                yield owner, self.regions[other], size
+                yield self.regions[other], owner, size
+            return
         there = Counter(self.regions[device] for device in devices)
         share = 2 * size / len(devices)
         for a, here in there.items():

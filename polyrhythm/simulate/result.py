@@ -42,12 +42,17 @@ class Simulated:
     @property
     def bubble(self) -> float:
         """The share of time in which workers neither compute nor wait for averages."""
-        return sum(self.starved.values()) / (self.duration * len(self.starved))
+        return self._share(self.starved)
 
     @property
     def waiting(self) -> float:
         """The share of time in which workers wait for averages."""
-        return sum(self.waited.values()) / (self.duration * len(self.waited))
+        return self._share(self.waited)
+
+    @property
+    def computing(self) -> float:
+        """The share of time in which workers compute."""
+        return self._share(self.busy)
 
     @property
     def group_size(self) -> float:
@@ -60,12 +65,17 @@ class Simulated:
         spans = [(one[-1] - one[0]) / (len(one) - 1) for one in self.ends if len(one) > 1]
         return fmean(spans) if spans else float("nan")
 
+    def _share(self, seconds: dict[Worker, Seconds]) -> float:
+        whole = self.duration * len(seconds)
+        return sum(seconds.values()) / whole if whole else 0.0
+
     def _rate(self, worth: list[float]) -> float:
         """Progress per second: a step counts by the part of it that is in the time looked at."""
         ends = sorted(end for one in self.ends for end in one)
         if not ends:
             return 0.0
-        start, end = ends[int(len(ends) * _START)], ends[-1]
+        left_out = int(len(ends) * _START)
+        start, end = ends[left_out - 1] if left_out else 0.0, ends[-1]
         if end <= start:
             return 0.0
         made = [_progress(one, end) - _progress(one, start) for one in self.ends]

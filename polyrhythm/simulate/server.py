@@ -15,13 +15,13 @@ class ServedAveraging(Averaging):
         """`server` is the device that holds the model."""
         super().__init__(*given, **named)
         self._server = server
-        self._transfers: dict[int, tuple[Member, bool]] = {}  # by owner; whether it is a push
+        self._transfers: dict[int, tuple[Member, int, bool]] = {}  # by owner; whether it is a push
 
     def flows_ended(self, owner: int) -> None:
-        member, is_push = self._transfers.pop(owner)
+        member, life, is_push = self._transfers.pop(owner)
         self._engine.free_owner(owner)
         latency = self._network.latency(*self._way(member, is_push))
-        self._clock.at(self._clock.now + latency, self._arrived, member, member.life, is_push)
+        self._clock.at(self._clock.now + latency, self._arrived, member, life, is_push)
 
     def _report(self, member: Member) -> None:
         self._transfer(member, is_push=True)
@@ -37,7 +37,7 @@ class ServedAveraging(Averaging):
             self._arrived(member, member.life, is_push)
             return
         owner = self._engine.new_owner()
-        self._transfers[owner] = member, is_push
+        self._transfers[owner] = member, member.life, is_push
         regions = self._network.regions
         self._engine.state.sent[regions[source], regions[target]] += member.size
         self._engine.flow_to_one(self._clock.now, source, target, member.size, owner)
@@ -45,7 +45,7 @@ class ServedAveraging(Averaging):
     def _arrived(self, member: Member, life: int, is_push: bool) -> None:
         if member.life != life:
             return
-        for observer in self._observers:
+        for observer in self.observers:
             observer.on_served(member.worker, is_push, self._clock.now)
         if is_push:
             self._say_ready(member)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyrhythm.describe.cluster import Cluster
-from polyrhythm.errors import ScheduleError
+from polyrhythm.errors import PlanError, ScheduleError
 from polyrhythm.simulate.averaging import Averaging, Member, Observer
 from polyrhythm.simulate.by_device import by_device
 from polyrhythm.simulate.clock import Clock
@@ -34,6 +34,11 @@ from polyrhythm.simulate.server import ServedAveraging
 from polyrhythm.sync.messages import Abort, Assign, Commit, Heal, Leave, Skip
 from polyrhythm.types import Seconds, Worker
 
+# After the last step and the last change, nothing comes any more if this has passed: longer than
+# anything that the scheduler waits for.
+_PATIENCE: Seconds = 3600.0
+_LONGER = 100  # times the longest step, if that is longer
+
 
 def simulate(
     job: SimulatedJob,
@@ -47,7 +52,12 @@ def simulate(
 
     `run` is a folder to write the log of a run to, as training would.
     """
-    found = _Simulation(by_device(job), num_steps, each, observers, run).result()
+    if num_steps < 1:
+        raise PlanError(f"num_steps={num_steps}", expected="1 or more", fix="simulate 20")
+    split = by_device(job)
+    found = _Simulation(split, num_steps, each, observers, run).result()
+    if split is job:
+        return found
     return replace(found, bytes_sent=_by_region(found.bytes_sent, job.cluster))
 
 
@@ -78,10 +88,11 @@ class _Simulation:
         self._ends: list[list[Seconds]] = [[] for _ in job.pipelines]
         self._goal = num_steps * len(job.pipelines)
         self._total = 0
+        self._last_over = self._longest = 0.0  # when a step was; how long one took
         is_optimizer = job.decoupled and job.sync.policy == "all_reduce"
         self._dealing = Dealing(job) if job.sync.policy == "balanced" else None
         self._coordinator_at = members[0].device if job.coordinator is None else job.coordinator
-        self._asks_ahead = job.sync.asks_ahead
+        self._tells_begins = job.sync.asks_ahead or bool(observers)
         kind: Callable[..., Averaging] = Averaging
         if job.sync.policy == "ssp":
             kind = partial(ServedAveraging, server=self._coordinator_at)
@@ -94,28 +105,25 @@ class _Simulation:
             every=job.sync.steps_between,
             overlap=job.overlap,
             answers_meanwhile=job.sync.policy == "pairwise",
+            asks_ahead=job.sync.asks_ahead,
             decoupled=self._gate if job.decoupled and not is_optimizer else None,
             observers=observers,
         )
         self._all_reduce = (
             DecoupledAllReduce(
-                members,
                 self._clock,
                 self._engine,
                 self._network,
                 self._over,
                 job.num_buckets,
+                observers,
             )
             if is_optimizer
             else None
         )
-        self._averaging.coordinator = Coordinator(
-            job.sync,
-            self._clock,
-            self._latencies(members),
-            self._hear,
-            None if self._log is None else self._log.decisions,
-        )
+        decisions = None if self._log is None else self._log.decisions
+        self._averaging.coordinator = Coordinator(job.sync, self._clock, self._hear, decisions)
+        self._set_latency()
         if self._log is not None:
             self._averaging.finished = self._log.averages
         regions = [device.region for device in job.cluster.devices]
@@ -130,6 +138,7 @@ class _Simulation:
             network=self._network,
             begin=self._begin,
             end=self._end,
+            changed=self._set_latency,
         )
 
     def result(self) -> Simulated:
@@ -165,15 +174,20 @@ class _Simulation:
             if happened is not None:
                 clock.now = happened.time
                 self._happened(happened)
-            elif until < float("inf"):
+            elif until < self._gives_up():
                 clock.run_next()
             else:
                 return self._why_it_stands_still()
         return ""
 
+    def _gives_up(self) -> Seconds:
+        """When to take it that nothing comes any more, though the scheduler may try for ever."""
+        patience = max(_PATIENCE, _LONGER * self._longest)
+        return max(self._last_over, self._mishaps.last) + patience
+
     def _why_it_stands_still(self) -> str:
         if self._job.scenario.kill or self._job.scenario.link:
-            return f"nobody could go on after {self._clock.now:.3g} s"
+            return f"nobody could go on after {self._last_over:.4g} s"
         raise ScheduleError(
             f"a deadlock after {self._clock.now:.3g} s: {self._total} of {self._goal} steps made",
             expected="stages that can all finish their lists",
@@ -221,7 +235,9 @@ class _Simulation:
             del counts[step]
             self._ends[pipeline].append(now)
             self._total += 1
-        if self._each and self._num_over[run] == self._num_steps:
+        self._longest = max(self._longest, now - self._engine.began(run))
+        self._last_over = now
+        if self._each and self._num_over[run] >= self._num_steps:
             self._leave(run)
         else:
             self._release(run, self._gates[run])
@@ -235,16 +251,21 @@ class _Simulation:
         if self._dealing is not None:  # a run is a pipeline
             self._engine.set_schedule(run, self._dealing.schedule(run), 0)
         self._engine.release(run, self._clock.now, gate)
-        if self._asks_ahead:
+        if self._tells_begins:
             for member in self._of_run[run]:
                 self._averaging.step_began(member)
 
     def _begin(self, pipeline: int) -> None:
+        if self._each and len(self._ends[pipeline]) >= self._num_steps:
+            return
         first, end = self._engine.first_run[pipeline : pipeline + 2]
         for run in range(first, end):
             self._num_over[run] = len(self._ends[pipeline])
-            self._engine.restart(run, self._clock.now)
-            if self._asks_ahead:
+            self._engine.restart(run, self._clock.now, self._num_over[run])
+            if self._all_reduce is not None:
+                for member in self._of_run[run]:
+                    self._all_reduce.welcome(member)
+            if self._tells_begins:
                 for member in self._of_run[run]:
                     self._averaging.step_began(member)
 
@@ -271,18 +292,19 @@ class _Simulation:
         latency = self._network.both_ways(devices)
         return gathered(busy, latency, forward, self._job.num_buckets)
 
-    def _latencies(self, members: Sequence[Member]) -> dict[Worker, tuple[Seconds, Seconds]]:
+    def _set_latency(self) -> None:
         """To the coordinator and back; nobody asks one under `static`."""
-        if self._job.sync.policy == "static":
-            return {member.worker: (0.0, 0.0) for member in members}
+        assert self._averaging.coordinator is not None, "it was set"
+        members = self._averaging.members.values()
         host, latency = self._coordinator_at, self._network.latency
-        return {m.worker: (latency(m.device, host), latency(host, m.device)) for m in members}
+        words = {m.worker: (latency(m.device, host), latency(host, m.device)) for m in members}
+        if self._job.sync.policy == "static":
+            words = dict.fromkeys(words, (0.0, 0.0))
+        self._averaging.coordinator.set_latency(words)
 
 
 def _by_region(sent: NDArray[np.float64], cluster: Cluster) -> NDArray[np.float64]:
-    """Of links between devices, where the simulation had a region for each."""
-    if len(sent) == len(cluster.regions):
-        return sent
+    """What was sent between devices, each of which was a region."""
     found = np.zeros((len(cluster.regions),) * 2)
     places = [cluster.regions.index(device.region) for device in cluster.devices]
     np.add.at(found, np.ix_(places, places), sent)

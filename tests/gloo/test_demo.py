@@ -126,7 +126,7 @@ def test_options_of_the_policy_reach_the_scheduler_and_the_run_folder(tmp_path: 
     assert reported.returncode == 0, reported.stderr
     assert re.search(r"\d+ groups of 2\.00 workers on average", reported.stdout)
     assert re.search(r"groups +\d+ averaged, 0 given up", reported.stdout)
-    replayed = forked("report", str(folder), "--replay", cwd=tmp_path)
+    replayed = forked("replay", str(folder), cwd=tmp_path)
     assert re.fullmatch(r"[\d,]+ decisions, replayed alike\n", replayed.stdout), replayed.stderr
 
 

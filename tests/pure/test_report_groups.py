@@ -142,29 +142,9 @@ def test_many_that_have_left_are_told_in_short(
     assert told in capsys.readouterr().out
 
 
-def test_a_replay_says_that_all_comes_out_alike_or_what_does_not(
+def test_no_run_to_trace_and_no_log_to_report_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = decide(tmp_path)
-    assert report(tmp_path, "--replay") == 0
-    assert capsys.readouterr().out == f"{len(EVENTS)} decisions, replayed alike\n"
-    text = log.read_bytes()
-    assert text.count(b'"s0p3 died"') == 1
-    log.write_bytes(text.replace(b'"s0p3 died"', b'"s0p3 slept"'))
-    assert report(tmp_path, "--replay") == 1
-    out = capsys.readouterr().out
-    assert f"{log}: replayed otherwise" in out
-    assert "line 13: Dead" in out
-    assert "s0p3 slept" in out
-    assert "s0p3 died" in out
-
-
-def test_no_log_to_replay_and_no_run_to_trace_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path / "run")
-    assert report(tmp_path / "run", "--replay") == 2
-    assert f"{tmp_path / 'run'}: no scheduler.jsonl" in capsys.readouterr().err
     decide(tmp_path / "decided")
     assert report(tmp_path / "decided", "--trace", tmp_path / "trace.json") == 2
     assert "events.jsonl: No such file" in capsys.readouterr().err

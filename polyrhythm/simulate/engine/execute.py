@@ -26,6 +26,7 @@ from polyrhythm.simulate.engine.state import (
     NUM_FLOWS,
     NUM_RECORDS,
     RECORDS_FULL,
+    SPARE,
     STARVES,
     STEP_ENDED,
     WAKES,
@@ -33,8 +34,6 @@ from polyrhythm.simulate.engine.state import (
     pop,
     push,
 )
-
-_SPARE = 64  # places on the heap beyond one for each flow: one event changes no more than that
 
 
 @compiled
@@ -47,7 +46,7 @@ def advance(state: State, until: float, shares: bool) -> tuple[int, int, float]:
     """
     counts, times = state.counts, state.times
     while counts[HEAP_SIZE] > 0 and times[0] <= until:
-        if counts[HEAP_SIZE] + 2 * counts[NUM_FLOWS] + _SPARE > len(times):
+        if counts[HEAP_SIZE] + 4 * counts[NUM_FLOWS] + SPARE > len(times):
             return HEAP_FULL, 0, times[0]
         if len(state.records) > 0 and counts[NUM_RECORDS] == len(state.records):
             return RECORDS_FULL, 0, times[0]
@@ -190,7 +189,7 @@ def _send_result(state: State, index: int, now: float, shares: bool) -> None:
     if len(state.records) > 0:
         record = state.records[counts[NUM_RECORDS]]
         counts[NUM_RECORDS] += 1
-        record.run, record.code, record.step = index, code, run.step
+        record.run, record.code, record.step = index, code, run.first + run.step
         record.start, record.end, record.waited = run.since, now, run.waited
     direction = code & 1
     if (run.before if direction else run.after) == NONE:

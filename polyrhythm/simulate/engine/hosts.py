@@ -6,23 +6,23 @@ from collections.abc import Iterable
 import numpy as np
 
 from polyrhythm.compiled import Floats
-from polyrhythm.cost.sync import uplinks_of
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.scenario import Scenario, Slow
 from polyrhythm.describe.slowness import load_traces, played
 from polyrhythm.errors import DescriptionError
-from polyrhythm.simulate.engine.state import FLOW, HOST, NO_LIMIT, NONE, SLOW, Records
+from polyrhythm.simulate.engine.state import HOST, NO_LIMIT, NONE, SLOW, Records
 from polyrhythm.types import Seconds
 
 DRAWS = 512  # of each entry at a time
 
 
 def made_hosts(cluster: Cluster) -> Records:
+    """A connection that nobody has described is shared by nothing but averages (`network.py`)."""
     hosts = np.zeros(len(cluster.devices) + 1, HOST)  # one more: where the last one's lists end
     places = {region: place for place, region in enumerate(cluster.regions)}
-    for host, device, uplink in zip(hosts, cluster.devices, uplinks_of(cluster), strict=False):
+    for host, device in zip(hosts, cluster.devices, strict=False):
         host["region"] = places[device.region]
-        host["up"] = host["down"] = min(uplink, 10 * NO_LIMIT)
+        host["up"] = host["down"] = NO_LIMIT if device.uplink is None else device.uplink
     hosts["first_up"] = hosts["first_down"] = NONE
     return hosts
 
@@ -104,9 +104,3 @@ def _joined(pauses: Iterable[tuple[Seconds, Seconds]]) -> list[tuple[Seconds, Se
         else:
             found.append((at, until))
     return found
-
-
-def free_flows(count: int) -> Records:
-    flows = np.zeros(count, FLOW)
-    flows["next_up"] = np.arange(1, count + 1)
-    return flows

@@ -58,11 +58,22 @@ def end_flow(state: State, index: int, now: float) -> None:
     source, target = flow.source, flow.target
     _unlink(state, index, source, target)
     flow.version += 1
+    flow.source = NONE
     flow.next_up = state.counts[FREE_FLOW]
     state.counts[FREE_FLOW] = index
     state.counts[NUM_FLOWS] -= 1
     if hosts[source].first_up != NONE or (target != NONE and hosts[target].first_down != NONE):
         _share_again(state, now, source, target)
+
+
+@compiled
+def drop_flows(state: State, now: float, owner: int) -> None:
+    """All of one owner."""
+    for index in range(len(state.flows)):
+        flow = state.flows[index]
+        if flow.source != NONE and flow.channel == NONE and flow.owner == owner:
+            end_flow(state, index, now)
+    state.owners[owner] = 0
 
 
 @compiled

@@ -26,6 +26,7 @@ NOTHING, STEP_ENDED, FLOWS_ENDED, NEEDS_LUCK, HEAP_FULL, RECORDS_FULL = range(6)
 # Places in `State.counts`.
 HEAP_SIZE, SEQUENCE, FREE_FLOW, NUM_FLOWS, NUM_RECORDS, NUM_EVENTS, NUM_ACTIONS = range(7)
 
+SPARE = 64  # places on the heap, beyond those for each flow
 NO_LIMIT = 1e17  # bytes per second: above, a host's own connection is not worth looking at
 NONE = -1
 
@@ -41,6 +42,7 @@ RUN = np.dtype(
         ("in_flight", "i8"),  # of a pipeline that is never flushed; 0 for one that is
         ("place", "i8"),  # in its actions
         ("step", "i8"),
+        ("first", "i8"),  # number of the one that it began with, for people
         ("at", "i8"),  # COMPUTES, ...
         ("life", "i8"),  # events of an earlier one do not count
         ("since", "f8"),  # it has been at that

@@ -1,0 +1,37 @@
+"""A convolution by its shape: its weights, and what it computes and gives for one sample."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convolution:
+    """Without a bias, since a batch norm stands before or behind it."""
+
+    inputs: int  # channels
+    outputs: int
+    height: int  # of its kernel
+    width: int
+    before: int  # the side of what it takes
+    side: int  # of what it gives
+
+    @property
+    def weights(self) -> int:
+        return self.inputs * self.outputs * self.height * self.width
+
+    @property
+    def operations(self) -> int:
+        return 2 * self.weights * self.side**2
+
+    @property
+    def num_inputs(self) -> int:
+        return self.inputs * self.before**2
+
+    @property
+    def num_outputs(self) -> int:
+        return self.outputs * self.side**2
+
+
+def square(inputs: int, outputs: int, kernel: int, before: int, side: int) -> Convolution:
+    return Convolution(
+        inputs=inputs, outputs=outputs, height=kernel, width=kernel, before=before, side=side
+    )

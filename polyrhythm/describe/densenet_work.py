@@ -1,0 +1,120 @@
+"""DenseNet-201 by its shape: a stem, 98 dense layers with transitions between them, a head.
+
+A dense layer takes all that the block has made so far and adds 32 channels to it. As a chain each
+layer hands on everything: what it took, and what it made.
+
+Source: Huang et al., arXiv:1608.06993, table 1. Departure: none; counted as in torchvision.
+
+A batch norm keeps its input, and the convolution behind it what the norm and the ReLU gave.
+"""
+
+from dataclasses import dataclass
+
+from polyrhythm.describe.convolution import Convolution, square
+from polyrhythm.describe.layer_work import LayerWork
+from polyrhythm.errors import DescriptionError
+
+_BLOCKS = (6, 12, 48, 32)  # dense layers
+_FIRST = 64  # channels that the stem gives
+_GROWTH = 32  # channels that a dense layer adds
+_NARROW = 4 * _GROWTH  # to which its 1 x 1 convolution leads
+_INDEX = 8  # bytes
+_LARGEST_IMAGE = 100_000  # beyond, it is a slip of the finger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseLayer:
+    """Norm, ReLU, 1 x 1; norm, ReLU, 3 x 3; what comes out is put beside what went in."""
+
+    name: str
+    narrow: Convolution
+    wide: Convolution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """Norm, ReLU, 1 x 1 to half of the channels, and the mean of each 2 x 2 points."""
+
+    name: str
+    half: Convolution
+
+
+def densenet201(*, image: int = 224, num_classes: int = 1000) -> list[LayerWork]:
+    """For images of `image` x `image` points."""
+    first = stem_of(image)
+    side = _halved(first.side)
+    stem = LayerWork(
+        name="stem",
+        parameters=first.weights + 2 * first.outputs,
+        operations=first.operations,
+        outputs=_FIRST * side**2,
+        stored=3 * image**2 + 2 * first.num_outputs,
+        other_bytes=_INDEX * _FIRST * side**2,  # where each maximum was
+        backward_ratio=1.0,  # images need no gradient
+    )
+    blocks = blocks_of(image)
+    last = blocks[-1]
+    assert isinstance(last, DenseLayer), "no transition follows the last block"
+    channels = last.narrow.inputs + _GROWTH
+    kept = channels * last.narrow.side**2
+    head = LayerWork(
+        name="head",  # norm, ReLU, the mean over all points, classes
+        parameters=2 * channels + (channels + 1) * num_classes,
+        operations=2 * channels * num_classes,
+        outputs=num_classes,
+        stored=2 * kept + channels,
+    )
+    return [stem, *map(_work, blocks), head]
+
+
+def stem_of(image: int) -> Convolution:
+    if not 32 <= image <= _LARGEST_IMAGE:
+        raise DescriptionError(
+            f"images of {image} x {image}",
+            expected="at least 32 x 32 points, which the five halvings leave one of, "
+            f"at most {_LARGEST_IMAGE} x {_LARGEST_IMAGE}",
+            fix="use images of 224, as DenseNet-201 was made for",
+        )
+    return square(3, _FIRST, 7, image, _halved(image))
+
+
+def blocks_of(image: int) -> list[DenseLayer | Transition]:
+    """All between stem and head, in order."""
+    side, channels = _halved(stem_of(image).side), _FIRST
+    found: list[DenseLayer | Transition] = []
+    for block, num_layers in enumerate(_BLOCKS):
+        for number in range(num_layers):
+            narrow = square(channels, _NARROW, 1, side, side)
+            wide = square(_NARROW, _GROWTH, 3, side, side)
+            found.append(DenseLayer(name=f"block{block}.{number}", narrow=narrow, wide=wide))
+            channels += _GROWTH
+        if block + 1 < len(_BLOCKS):
+            half = square(channels, channels // 2, 1, side, side)
+            found.append(Transition(name=f"transition{block}", half=half))
+            channels, side = channels // 2, side // 2
+    return found
+
+
+def _work(layer: DenseLayer | Transition) -> LayerWork:
+    if isinstance(layer, Transition):
+        half = layer.half
+        return LayerWork(
+            name=layer.name,
+            parameters=2 * half.inputs + half.weights,
+            operations=half.operations,
+            outputs=half.outputs * (half.side // 2) ** 2,
+            stored=2 * half.num_inputs + half.num_outputs,
+        )
+    narrow, wide = layer.narrow, layer.wide
+    return LayerWork(
+        name=layer.name,
+        parameters=2 * narrow.inputs + narrow.weights + 2 * wide.inputs + wide.weights,
+        operations=narrow.operations + wide.operations,
+        outputs=narrow.num_inputs + wide.num_outputs,
+        stored=2 * narrow.num_inputs + 2 * narrow.num_outputs,
+    )
+
+
+def _halved(side: int) -> int:
+    """By a stride of 2, with the padding that convolution and maximum of the stem have."""
+    return (side + 1) // 2

@@ -1,0 +1,131 @@
+"""Whether a job can be simulated at all: what is wrong with it is said before anything happens."""
+
+from collections import Counter
+from itertools import pairwise
+
+from polyrhythm.describe.units import check_amount
+from polyrhythm.errors import PlanError, PolicyError
+from polyrhythm.schedule.check import check
+from polyrhythm.simulate.job import SimulatedJob
+from polyrhythm.types import Seconds
+
+# These average gradients, before the optimizer's step, or have a server: nothing can overlap.
+_WAITS = ("all_reduce", "balanced", "ssp")
+
+
+def check_job(job: SimulatedJob) -> None:
+    """Raises UserError."""
+    _check_shape(job)
+    _check_devices(job)
+    for number, stage in enumerate(job.stages):
+        for name in ("forward", "backward"):
+            check_amount(f"{name} of stage {number}", getattr(stage, name), Seconds)
+        for name in ("activation_bytes", "gradient_bytes"):
+            check_amount(f"{name} of stage {number}", getattr(stage, name))
+        if stage.forward + stage.backward <= 0:
+            raise PlanError(
+                f"stage {number} computes nothing",
+                expected="a forward and a backward that take time",
+                fix="profile the model, or join the stage with the one before",
+            )
+    _check_schedules(job)
+    _check_ways(job)
+    job.scenario.check(job.cluster)
+
+
+def _check_shape(job: SimulatedJob) -> None:
+    for number, pipeline in enumerate(job.pipelines):
+        ends = [run.end for run in pipeline.runs]
+        firsts = [run.first for run in pipeline.runs]
+        if not ends or firsts != [0, *ends[:-1]] or ends[-1] != len(job.stages):
+            raise PlanError(
+                f"pipeline {number} runs stages {list(zip(firsts, ends, strict=True))}",
+                expected=f"each of the {len(job.stages)} stages once, in order",
+                fix="give every stage to one device",
+            )
+    shape = (job.sync.num_stages, job.sync.num_pipelines)
+    if shape != (len(job.stages), len(job.pipelines)):
+        raise PlanError(
+            f"a scheduler for {shape[0]} stages x {shape[1]} pipelines",
+            expected=f"one for {len(job.stages)} x {len(job.pipelines)}, as the job has",
+            fix="make the setup from the plan",
+        )
+    lengths: list[tuple[str, tuple[object, ...] | None, int]] = [
+        ("samples", job.samples, len(job.pipelines)),
+        ("nodes", job.nodes, len(job.cluster.devices)),
+    ]
+    for name, given, expected in lengths:
+        if given is not None and len(given) != expected:
+            raise PlanError(f"{len(given)} {name}", expected=f"{expected}", fix=f"correct {name}")
+    if job.num_buckets < 1:
+        raise PlanError(f"num_buckets={job.num_buckets}", expected="1 or more", fix="use 8")
+
+
+def _check_devices(job: SimulatedJob) -> None:
+    count = len(job.cluster.devices)
+    used = [run.device for pipeline in job.pipelines for run in pipeline.runs]
+    asked = [*used, *([] if job.coordinator is None else [job.coordinator])]
+    for device in asked:
+        if not 0 <= device < count:
+            raise PlanError(
+                f"device {device} of a cluster of {count}",
+                expected=f"0 to {count - 1}",
+                fix="use the cluster that the plan was made for",
+            )
+    for device, times in Counter(used).items():
+        if times > 1:
+            raise PlanError(
+                f"{job.cluster.devices[device].name!r} has {times} parts of pipelines",
+                expected="one, of stages in a row",
+                fix="use another device for one of them",
+            )
+
+
+def _check_schedules(job: SimulatedJob) -> None:
+    checked: set[int] = set()
+    for number, pipeline in enumerate(job.pipelines):
+        if len(pipeline.schedule) != len(pipeline.runs):
+            raise PlanError(
+                f"pipeline {number}: a schedule of {len(pipeline.schedule)} stages for "
+                f"{len(pipeline.runs)} devices",
+                expected="a list of actions for each device",
+                fix="build it for the devices of the pipeline",
+            )
+        if id(pipeline.schedule) not in checked:
+            checked.add(id(pipeline.schedule))
+            lists = [list(actions) for actions in pipeline.schedule]
+            check(lists, num_microbatches=len(lists[0]) // 2)
+        if job.in_flight is not None:
+            _check_in_flight(job.in_flight, len(pipeline.runs))
+
+
+def _check_in_flight(in_flight: tuple[int, ...], num_runs: int) -> None:
+    falls = all(a >= b for a, b in pairwise(in_flight))
+    if len(in_flight) != num_runs or not falls or min(in_flight) < 1:
+        raise PlanError(
+            f"in_flight={in_flight}",
+            expected=f"{num_runs} limits, none above the one before, and none below 1",
+            fix=f"use {tuple(range(num_runs, 0, -1))}, as 1F1B does",
+        )
+
+
+def _check_ways(job: SimulatedJob) -> None:
+    policy = job.sync.policy
+    if job.overlap and (policy in _WAITS or job.decoupled):
+        raise PolicyError(
+            "overlap with " + ("decoupled" if job.decoupled else policy),
+            expected="a policy that averages models, such as adaptive",
+            fix="leave overlap out",
+        )
+    if job.decoupled and policy in ("ssp", "balanced", "static"):
+        raise PolicyError(
+            f"decoupled with {policy}",
+            expected="all_reduce, or a policy that a scheduler forms groups for",
+            fix="leave decoupled out",
+        )
+    if job.in_flight is not None and policy == "balanced":
+        raise PolicyError(
+            "balanced in a pipeline that is never flushed",
+            expected="steps of several micro-batches",
+            fix="leave in_flight out",
+        )

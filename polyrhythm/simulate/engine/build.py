@@ -1,0 +1,99 @@
+"""The state that a job begins with: its runs, the channels between them, and room for events."""
+
+from itertools import accumulate
+
+import numpy as np
+
+from polyrhythm.cost.step import Schedule
+from polyrhythm.simulate.engine.hosts import DRAWS, made_hosts, made_pauses, made_slow
+from polyrhythm.simulate.engine.room import free_flows
+from polyrhythm.simulate.engine.state import CHANNEL, MEETS, NONE, RECORD, RUN, Records, State
+from polyrhythm.simulate.job import SimulatedJob
+from polyrhythm.types import Op
+
+_RECORDS = 65_536  # actions that are kept at a time, where they are
+
+
+class Lists:
+    """The actions of all schedules, one list after the other."""
+
+    def __init__(self) -> None:
+        self.actions: list[int] = []
+        self._found: dict[int, tuple[int, list[int]]] = {}  # where each begins, and its lengths
+        self._kept: list[Schedule] = []  # so that no other gets the identity of one
+
+    def place(self, schedule: Schedule, run: int) -> tuple[int, int]:
+        """Where the actions of a run of a pipeline begin, and how many they are."""
+        key = id(schedule)
+        if key not in self._found:
+            self._kept.append(schedule)
+            self._found[key] = len(self.actions), [len(one) for one in schedule]
+            self.actions += [2 * m + (op is Op.B) for one in schedule for op, m in one]
+        first, lengths = self._found[key]
+        return first + sum(lengths[:run]), lengths[run]
+
+
+def made_state(
+    job: SimulatedJob, lists: Lists, *, records: bool
+) -> tuple[State, list["np.random.RandomState"]]:
+    """And what each entry of slowness draws from."""
+    runs, channels = _runs(job, lists)
+    hosts = made_hosts(job.cluster)
+    slow, chances, bins = made_slow(job.scenario, job.cluster, hosts)
+    most = max(len(one) // 2 for pipeline in job.pipelines for one in pipeline.schedule)
+    places = max(most, *(limit + 1 for limit in job.in_flight or (0,)))
+    num_flows = 2 * len(channels)  # one message of each channel, and averages
+    num_regions, num_events = len(job.cluster.regions), 4 * (len(runs) + num_flows) + 256
+    state = State(
+        runs=runs,
+        hosts=hosts,
+        channels=channels,
+        flows=free_flows(num_flows),
+        slow=slow,
+        records=np.zeros(_RECORDS if records else 0, RECORD),
+        actions=np.array(lists.actions, np.int64),
+        inbox=np.full((2, len(runs), places), np.inf),
+        # What is sent anew while others wait: two steps' worth at the most.
+        queues=np.zeros((len(channels), 2 * places), np.int64),
+        links=np.array([job.cluster.latency, job.cluster.bandwidth], np.float64),
+        sent=np.zeros((num_regions, num_regions)),
+        luck=np.zeros((len(slow), DRAWS)),
+        bins=bins,
+        pauses=made_pauses(job.scenario, job.cluster, hosts),
+        owners=np.zeros(num_flows, np.int64),
+        counts=np.zeros(7, np.int64),
+        times=np.zeros(num_events),
+        sequences=np.zeros(num_events, np.int64),
+        codes=np.zeros(num_events, np.int64),
+    )
+    return state, chances
+
+
+def first_runs(job: SimulatedJob) -> list[int]:
+    """Of each pipeline, and their number."""
+    return [0, *accumulate(len(pipeline.runs) for pipeline in job.pipelines)]
+
+
+def _runs(job: SimulatedJob, lists: Lists) -> tuple[Records, Records]:
+    speeds = [device.speed for device in job.cluster.devices]
+    firsts = first_runs(job)
+    runs, channels = np.zeros(firsts[-1], RUN), np.zeros(2 * firsts[-1], CHANNEL)
+    for first, pipeline in zip(firsts, job.pipelines, strict=False):
+        last = len(pipeline.runs) - 1
+        for place, (device, stage, end) in enumerate(pipeline.runs):
+            index, work = first + place, job.stages[stage:end]
+            run = runs[index]
+            run["device"] = device
+            run["before"] = index - 1 if place else NONE
+            run["after"] = index + 1 if place < last else NONE
+            run["forward"] = sum(one.forward for one in work) / speeds[device]
+            run["backward"] = sum(one.backward for one in work) / speeds[device]
+            run["list"], run["num_actions"] = lists.place(pipeline.schedule, place)
+            run["in_flight"] = job.in_flight[place] if job.in_flight else 0
+            run["step"], run["at"] = -1, MEETS
+            down, up = channels[2 * index], channels[2 * index + 1]
+            down["source"] = up["source"] = index
+            down["target"], up["target"] = index + 1, index - 1
+            down["size"] = work[-1].activation_bytes
+            up["size"] = job.stages[stage - 1].activation_bytes if stage else 0.0
+    return runs, channels

@@ -1,0 +1,77 @@
+"""From a plan to a job that can be simulated: on the cluster and with the model it was made for."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from polyrhythm.cost.step import Replica, Run
+from polyrhythm.describe.scenario import Scenario
+from polyrhythm.plan.plan import AUTO, Plan
+from polyrhythm.plan.predict import predict
+from polyrhythm.plan.problem import Problem
+from polyrhythm.simulate.job import CALM, SimulatedJob
+from polyrhythm.sync.setup import Setup
+
+# What a plan calls its way to keep replicas together, as a policy that does it.
+_POLICIES = {
+    "all_reduce": "all_reduce",
+    "decoupled": "all_reduce",
+    "groups": "adaptive",
+    "ring": "all_reduce",
+    "sequential": "all_reduce",
+}
+
+
+def planned_job(
+    plan: Plan,
+    problem: Problem,
+    *,
+    sync: str | None = None,
+    schedule: str | None = None,
+    overlap: bool = False,
+    scenario: Scenario = CALM,
+    options: Mapping[str, object] | None = None,
+    seed: int = 0,
+) -> SimulatedJob:
+    """`sync` is a policy, or "decoupled"; without, what the plan says. So with the schedule.
+
+    Raises PlanError if the plan is for another cluster or model, or does not fit.
+    """
+    if schedule is not None:
+        plan = replace(
+            plan, pipelines=tuple(replace(one, schedule=schedule) for one in plan.pipelines)
+        )
+    plan = predict(plan, problem).plan  # which chooses what is left open, and refuses what is wrong
+    assert plan.microbatch_size is not None, "predict refuses a plan without"
+    way = plan.sync if sync is None else sync
+    replicas = []
+    for pipeline in plan.pipelines:
+        assert pipeline.num_microbatches is not None, "predict refuses a plan without"
+        assert pipeline.schedule != AUTO, "predict has chosen"
+        built = problem.schedules.build(
+            pipeline.schedule,
+            num_stages=len(pipeline.parts),
+            num_microbatches=pipeline.num_microbatches,
+        )
+        runs = tuple(
+            Run(problem.index[part.device], part.first, part.end) for part in pipeline.parts
+        )
+        replicas.append(Replica(runs=runs, schedule=built))
+    return SimulatedJob(
+        cluster=problem.cluster,
+        stages=problem.stages(plan.layers_per_stage, plan.microbatch_size),
+        pipelines=tuple(replicas),
+        sync=Setup(
+            policy=_POLICIES.get(way, way),
+            num_stages=plan.num_stages,
+            num_pipelines=plan.num_pipelines,
+            options=options or {},
+            seed=seed,
+        ),
+        decoupled=way == "decoupled",
+        num_buckets=max(plan.layers_per_stage),
+        overlap=overlap,
+        scenario=scenario,
+        samples=tuple(
+            plan.microbatch_size * (pipeline.num_microbatches or 0) for pipeline in plan.pipelines
+        ),
+    )

@@ -1,0 +1,1 @@
+"""DeAR's evaluation, reproduced from its set-up."""

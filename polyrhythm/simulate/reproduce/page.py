@@ -1,0 +1,147 @@
+"""A reproduction as a page: the set-up, every row with its verdict, the plots; and a list of pages.
+
+All pages of a folder are listed in its README.md, with their counts, which are read from the pages:
+one paper can be done again without the others. What somebody else has written is never replaced.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polyrhythm.errors import UserError
+from polyrhythm.simulate.reproduce.axis import figure
+from polyrhythm.simulate.reproduce.chart import draw_plot
+from polyrhythm.simulate.reproduce.claim import TOLERANCE, Plot, Reproduction, Row
+from polyrhythm.tables import print_line, print_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+INDEX = "README.md"
+_HEADER = ("place", "what", "printed", "ours", "ratio", "verdict", "why")
+_MARK = "<!-- polyrhythm reproduce writes this file -->"
+_TITLE = re.compile(r"^# (.*)$", re.MULTILINE)
+_COUNT = re.compile(r"^\*\*(\d+) of (\d+) rows pass\*\*", re.MULTILINE)
+_FILE_NAME = re.compile(r"[\w.-]+")
+
+
+def counted(num_passed: int, num_rows: int) -> str:
+    return f"{num_passed} of {num_rows} rows pass"
+
+
+def page(reproduction: Reproduction) -> str:
+    """Markdown."""
+    rule = f"within {TOLERANCE:.0%} of the printed figure".replace("%", " %")
+    count = counted(reproduction.num_passed, len(reproduction.rows))
+    parts = [
+        _MARK,
+        f"# {_line(reproduction.title)}",
+        reproduction.source.strip(),
+        f"**{count}**: {rule}, and methods in the printed order.",
+        "## Set-up",
+        reproduction.setup.strip(),
+        "## Rows",
+        "\n".join(_table(reproduction.rows)),
+    ]
+    if reproduction.plots:
+        parts.append("## Plots")
+    for plot in reproduction.plots:
+        parts.append(f"![{_line(plot.title)}]({_file(reproduction, plot)})")
+    return "\n\n".join(parts) + "\n"
+
+
+def write(reproduction: Reproduction, folder: Path) -> Path:
+    """Its page and its plots, and the list of all pages in the folder; returns the page."""
+    path = folder / f"{reproduction.paper}.md"
+    _refuse_foreign(path)
+    _refuse_foreign(folder / INDEX)
+    folder.mkdir(parents=True, exist_ok=True)
+    for plot in reproduction.plots:
+        _save(folder / _file(reproduction, plot), draw_plot(plot))
+    _save(path, page(reproduction))
+    _save(folder / INDEX, index(folder))
+    return path
+
+
+def index(folder: Path) -> str:
+    """Markdown: the pages of a folder, and how many of their rows pass."""
+    rows, num_passed, num_rows = [], 0, 0
+    for path in sorted(folder.glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        title, count = _TITLE.search(text), _COUNT.search(text)
+        if path.name == INDEX or _MARK not in text or title is None or count is None:
+            continue
+        passed, of = map(int, count.groups())
+        num_passed, num_rows = num_passed + passed, num_rows + of
+        rows.append(f"| [{_cell(title[1])}]({path.name}) | {passed} of {of} |")
+    head = ["| paper | rows that pass |", "|---|---|"]
+    parts = [
+        _MARK,
+        "# Reproductions",
+        "What papers print, and what comes out here: by the planner, the schedules, the policies\n"
+        "and costs that train for real, in virtual time. Nothing is fitted to what they print.\n"
+        "`polyrhythm reproduce all` writes these pages anew.",
+        f"**{counted(num_passed, num_rows)}**",
+        "\n".join([*head, *rows]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def show(reproduction: Reproduction, console: "Console") -> None:
+    """The rows as a table for a terminal; below it why they differ, in lines that may be long."""
+    title = f"{reproduction.title} ({reproduction.source})"
+    rows = [_cells(row)[:-1] for row in reproduction.rows]
+    print_table(console, _HEADER[:-1], rows, title=title)
+    for row in reproduction.rows:
+        if why := _why(row):
+            print_line(console, _line(f"{row.place}, {row.what}: {why}"))
+
+
+def _table(rows: tuple[Row, ...]) -> Iterator[str]:
+    yield f"| {' | '.join(_HEADER)} |"
+    yield "|---|---|--:|--:|--:|---|---|"
+    for row in rows:
+        yield f"| {' | '.join(map(_cell, _cells(row)))} |"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    ratio = f"{row.ours / row.printed:.2f}" if row.printed else "-"
+    verdict = "passes" if row.passes else "differs"
+    printed, ours = figure(row.printed), figure(row.ours)
+    return row.place, row.what, printed, ours, ratio, verdict, _why(row)
+
+
+def _why(row: Row) -> str:
+    if row.keeps_order:
+        return row.why
+    printed, ours = ", ".join(row.printed_order), ", ".join(row.our_order)
+    order = f"the order is {ours}; printed: {printed}"
+    return f"{row.why} ({order})" if row.why else order
+
+
+def _file(reproduction: Reproduction, plot: Plot) -> str:
+    name = f"{reproduction.paper}-{plot.name}.svg"
+    assert _FILE_NAME.fullmatch(name), f"{name!r} is the name of a file and stands in a link"
+    return name
+
+
+def _cell(text: str) -> str:
+    return _line(text).replace("|", "\\|")
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _save(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def _refuse_foreign(path: Path) -> None:
+    if path.exists() and _MARK not in path.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(
+            f"{path} is there already, and not by polyrhythm reproduce",
+            expected="a folder for reproductions alone: a page for each paper and their list",
+            fix=f"give another folder, such as --out {path.parent / 'reproduction'}",
+        )

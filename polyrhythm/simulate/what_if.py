@@ -1,0 +1,138 @@
+"""What if: one sentence changes the cluster, the scenario or both, before they are simulated.
+
+link Tokyo-Seoul x0.5              half the bandwidth, both ways
+link Tokyo-Seoul latency x2
+link Tokyo-Seoul down
+device 3 slow x4                   by its place in the cluster, or by its name
+device 3 speed x2
+device 3 gone
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+from polyrhythm.describe.cluster import Cluster
+from polyrhythm.describe.read import unknown
+from polyrhythm.describe.scenario import Kill, LinkChange, Scenario, Slow
+from polyrhythm.errors import DescriptionError, UserError
+
+_LINK = re.compile(r"link\s+(.+?)\s+(?:(latency|bandwidth)\s+)?x\s*([0-9.eE+-]+)", re.IGNORECASE)
+_DOWN = re.compile(r"link\s+(.+?)\s+down", re.IGNORECASE)
+_DEVICE = re.compile(r"device\s+(.+?)\s+(slow|speed)\s+x\s*([0-9.eE+-]+)", re.IGNORECASE)
+_GONE = re.compile(r"device\s+(.+?)\s+gone", re.IGNORECASE)
+_EXAMPLES = '"link Tokyo-Seoul x0.5", "link Tokyo-Seoul down", "device 3 slow x4", "device 3 gone"'
+
+
+def what_if(sentence: str, cluster: Cluster, scenario: Scenario) -> tuple[Cluster, Scenario]:
+    """Both as they would be; raises DescriptionError for what is not understood."""
+    for pattern, change in _WAYS:
+        if found := pattern.fullmatch(sentence.strip()):
+            try:
+                return change(*found.groups(), cluster, scenario)
+            except UserError as error:
+                raise error.at(f'--what-if "{sentence}"') from None
+    raise DescriptionError(
+        f'--what-if "{sentence}"', expected=f"such as {_EXAMPLES}", fix="use one"
+    )
+
+
+def _changed_link(
+    ends: str, what: str | None, times: str, cluster: Cluster, scenario: Scenario
+) -> tuple[Cluster, Scenario]:
+    a, b = _ends(ends, cluster)
+    factor = _factor(times)
+    what = (what or "bandwidth").lower()
+    if a in cluster.regions and b in cluster.regions:
+        places = {cluster.regions.index(a), cluster.regions.index(b)}
+        same = a == b
+        matrix = cluster.bandwidth if what == "bandwidth" else cluster.latency
+        changed = tuple(
+            tuple(
+                value * factor if {row, column} == places and (row != column or same) else value
+                for column, value in enumerate(values)
+            )
+            for row, values in enumerate(matrix)
+        )
+        if what == "bandwidth":
+            return replace(cluster, bandwidth=changed), scenario
+        return replace(cluster, latency=changed), scenario
+    link = cluster.link(_device_in(a, cluster), _device_in(b, cluster))
+    if what == "bandwidth":
+        change = LinkChange(at=0.0, source=a, target=b, bandwidth=link.bandwidth * factor)
+    else:
+        change = LinkChange(at=0.0, source=a, target=b, latency=link.latency * factor)
+    return cluster, replace(scenario, link=(*scenario.link, change))
+
+
+def _lost_link(ends: str, cluster: Cluster, scenario: Scenario) -> tuple[Cluster, Scenario]:
+    a, b = _ends(ends, cluster)
+    change = LinkChange(at=0.0, source=a, target=b, up=False)
+    return cluster, replace(scenario, link=(*scenario.link, change))
+
+
+def _changed_device(
+    name: str, how: str, times: str, cluster: Cluster, scenario: Scenario
+) -> tuple[Cluster, Scenario]:
+    device, factor = _device(name, cluster), _factor(times)
+    if how.lower() == "slow":
+        return cluster, replace(scenario, slow=(*scenario.slow, Slow(device=device, factor=factor)))
+    devices = tuple(
+        replace(one, speed=one.speed * factor) if one.name == device else one
+        for one in cluster.devices
+    )
+    return replace(cluster, devices=devices), scenario
+
+
+def _lost_device(name: str, cluster: Cluster, scenario: Scenario) -> tuple[Cluster, Scenario]:
+    kill = Kill(device=_device(name, cluster), at=0.0)
+    return cluster, replace(scenario, kill=(*scenario.kill, kill))
+
+
+def _device(name: str, cluster: Cluster) -> str:
+    """By name, or by its place."""
+    names = [device.name for device in cluster.devices]
+    if name in names:
+        return name
+    if name.isdecimal() and int(name) < len(names):
+        return names[int(name)]
+    raise unknown("device", name, names)
+
+
+def _device_in(place: str, cluster: Cluster) -> str:
+    if place in cluster.regions:
+        return next(device.name for device in cluster.devices if device.region == place)
+    return place
+
+
+def _ends(text: str, cluster: Cluster) -> tuple[str, str]:
+    """Two regions or devices with a dash between them, which names may have, too."""
+    known = [*cluster.regions, *(device.name for device in cluster.devices)]
+    by_lower = {name.lower(): name for name in reversed(known)}
+    parts = text.split("-")
+    for cut in range(1, len(parts)):
+        a, b = "-".join(parts[:cut]).strip().lower(), "-".join(parts[cut:]).strip().lower()
+        if a in by_lower and b in by_lower:
+            return by_lower[a], by_lower[b]
+    first = next((part.strip() for part in parts if part.strip().lower() not in by_lower), text)
+    raise unknown("region or device", first, known)
+
+
+def _factor(text: str) -> float:
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = float("nan")
+    if not 0 < factor < float("inf"):
+        raise DescriptionError(
+            f"x{text}", expected="a number above 0, such as x0.5", fix='use "down" or "gone" for 0'
+        )
+    return factor
+
+
+_WAYS: tuple[tuple[re.Pattern[str], Callable[..., tuple[Cluster, Scenario]]], ...] = (
+    (_LINK, _changed_link),
+    (_DOWN, _lost_link),
+    (_DEVICE, _changed_device),
+    (_GONE, _lost_device),
+)

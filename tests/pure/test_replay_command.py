@@ -1,0 +1,128 @@
+"""`polyrhythm replay RUN`: all comes out alike, or the first difference is told."""
+
+from pathlib import Path
+
+import pytest
+
+from polyrhythm import cli
+from polyrhythm.events import merge
+from polyrhythm.sync.decision_log import NAME
+from tests.pure.test_report_groups import EVENTS, decide, write_run
+
+
+def replay(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["replay", *map(str, arguments)])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def test_a_run_replays_alike_by_its_folder_and_by_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = decide(tmp_path)
+    renamed = log.rename(tmp_path / "monday.jsonl")
+    decide(tmp_path)
+    for source in (tmp_path, log, renamed):
+        assert replay(source) == 0
+        assert capsys.readouterr().out == f"{len(EVENTS)} decisions, replayed alike\n"
+
+
+def test_a_log_that_is_still_growing_replays_as_far_as_it_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = decide(tmp_path)
+    log.write_bytes(log.read_bytes()[:-3])
+    assert replay(tmp_path) == 0
+    assert capsys.readouterr().out == f"{len(EVENTS) - 1} decisions, replayed alike\n"
+
+
+def test_the_first_difference_is_told_with_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = decide(tmp_path)
+    text = log.read_bytes()
+    assert text.count(b'"s0p3 died"') == 1
+    log.write_bytes(text.replace(b'"s0p3 died"', b'"s0p3 slept"'))
+    assert replay(tmp_path) == 1
+    out = capsys.readouterr().out
+    assert f"{log}: replayed otherwise" in out
+    assert "line 13: Dead" in out
+    assert "s0p3 slept" in out
+    assert "s0p3 died" in out
+
+
+def test_an_event_that_was_left_out_makes_a_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = decide(tmp_path)
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(lines[:5] + lines[6:]))  # the first Ready
+    assert replay(log) == 1
+    assert "replayed otherwise\nline 6: Ready" in capsys.readouterr().out
+
+
+def refusal(source: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert replay(source) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "expected: " in captured.err
+    assert "fix: " in captured.err
+    return captured.err
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"{tmp_path / 'gone'}: there is none" in refusal(tmp_path / "gone", capsys)
+
+
+def test_a_run_without_a_scheduler_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path)
+    told = refusal(tmp_path, capsys)
+    assert f"{tmp_path}: no {NAME}" in told
+    assert "fix: train in groups" in told
+
+
+def test_the_workers_log_is_not_the_schedulers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decide(write_run(tmp_path))
+    events = merge(tmp_path)
+    told = refusal(events, capsys)
+    assert f"{events}: what workers did" in told
+    assert f"fix: give its folder: {tmp_path}" in told
+
+
+def test_a_folder_of_runs_leads_to_the_newest_that_has_a_scheduler(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("demo-1", "demo-2"):
+        decide(tmp_path / name)
+    write_run(tmp_path / "demo-3")
+    assert f"fix: give a run in it: {tmp_path / 'demo-2'}" in refusal(tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "a decision log of schema 1"),
+        (b"nonsense\n", "malformed"),
+        (b"\x00\xff\x00\n", "a decision log of schema 1"),
+        (b'{"schema":2,"polyrhythm":"9.9","setup":{}}\n', "schema 2, by polyrhythm 9.9"),
+        (b'{"schema":1,"polyrhythm":"0.1","setup":{"policy":"age"}}\n', "num_stages"),
+    ],
+)
+def test_garbage_and_logs_of_another_version_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, says: str
+) -> None:
+    (tmp_path / NAME).write_bytes(content)
+    assert says in refusal(tmp_path, capsys)
+    assert says in refusal(tmp_path / NAME, capsys)
+
+
+def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = decide(tmp_path)
+    with log.open("ab") as file:
+        file.write(b"garbage\n")
+    assert f"{log}:{len(EVENTS) + 2}: " in refusal(tmp_path, capsys)
