@@ -214,8 +214,7 @@ class Averaging:
         self._by_owner[owner] = exchange
         half = self._network.half(devices, size, second=exchange.second)
         if not half.targets:
-            num_targets = len(devices) - 1
-            engine.flows_to_many(now, half.sources, half.size, half.most, num_targets, owner)
+            engine.flows_to_many(now, half.sources, half.size, half.most, half.weight, owner)
         for source, target in zip(half.sources, half.targets, strict=False):
             engine.flow_to_one(now, source, target, half.size, owner)
 

@@ -53,6 +53,7 @@ def _check_shape(job: SimulatedJob) -> None:
     lengths: list[tuple[str, tuple[object, ...] | None, int]] = [
         ("samples", job.samples, len(job.pipelines)),
         ("nodes", job.nodes, len(job.cluster.devices)),
+        ("gateways", job.gateways, len(job.cluster.devices)),
     ]
     for name, given, expected in lengths:
         if given is not None and len(given) != expected:
@@ -64,7 +65,7 @@ def _check_shape(job: SimulatedJob) -> None:
 def _check_devices(job: SimulatedJob) -> None:
     count = len(job.cluster.devices)
     used = [run.device for pipeline in job.pipelines for run in pipeline.runs]
-    asked = [*used, *([] if job.coordinator is None else [job.coordinator])]
+    asked = [*used, *(job.gateways or ()), *([] if job.coordinator is None else [job.coordinator])]
     for device in asked:
         if not 0 <= device < count:
             raise PlanError(

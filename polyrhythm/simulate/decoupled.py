@@ -15,6 +15,8 @@ from polyrhythm.simulate.engine.engine import Engine
 from polyrhythm.simulate.network import Network
 from polyrhythm.types import Seconds
 
+AGAIN: Seconds = 1.0  # until one tries again to send over a link that is lost
+
 
 def gathered(busy: Seconds, latency: Seconds, forward: Seconds, num_buckets: int) -> Seconds:
     """When the forward that waits for the buckets of a second half ends at the earliest.
@@ -85,11 +87,17 @@ class DecoupledAllReduce:
         if not members or len(ended) < len(members):
             return
         self._ended[stage] = []
+        self._exchange(members)
+
+    def _exchange(self, members: Sequence[Member]) -> None:
         devices = [member.device for member in members]
         busy = self._network.half_time(devices, members[0].size) if len(members) > 1 else 0.0
+        if busy == float("inf"):  # over a link that is lost
+            self._clock.at(self._clock.now + AGAIN, self._exchange, members)
+            return
         latency = self._network.both_ways(devices) / 2
         backwards = [self._engine.last_action(member.run) for member in members]
-        summed = scattered(backwards, busy, latency, self._num_buckets)
+        summed = max(scattered(backwards, busy, latency, self._num_buckets), self._clock.now)
         for a, b, sent in self._network.sent(devices, members[0].size):
             self._engine.state.sent[a, b] += sent
         lives = [member.life for member in members]

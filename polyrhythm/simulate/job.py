@@ -31,6 +31,9 @@ class SimulatedJob:
     coordinator: int | None = None  # the device it runs on; None for that of the first worker
     samples: tuple[int, ...] | None = None  # of a step of each pipeline; None for micro-batches
     nodes: tuple[str, ...] | None = None  # the machine of each device; None for its region
+    # Of each device, the one (with an uplink) that stands for what its machine shares to reach
+    # others; averages are then rings through these, as NCCL makes them. None: a device has its own.
+    gateways: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         from polyrhythm.simulate.check_job import check_job  # it knows jobs, so it imports this

@@ -11,18 +11,18 @@ from typing import Any
 from polyrhythm.describe.scenario import LinkChange, Scenario
 from polyrhythm.simulate.averaging import Averaging, Member
 from polyrhythm.simulate.clock import Clock
+from polyrhythm.simulate.decoupled import AGAIN
 from polyrhythm.simulate.engine.engine import Engine
 from polyrhythm.simulate.network import Network
 from polyrhythm.sync.messages import Dead, Heal, Join
 from polyrhythm.types import Seconds, Worker
 
 NOTICED: Seconds = 2.0  # after a death: what killed workers of real groups take
-AGAIN: Seconds = 1.0  # until one tries again to copy over a link that is lost
 STATE = 3  # times the weights: AdamW's moments are copied with them
 
 
 class Mishaps:
-    """`begin` starts the runs of a pipeline, `end` stops them; `changed`: links have."""
+    """`begin` starts a pipeline that `wants` to go on, `end` stops it; `changed`: links have."""
 
     def __init__(
         self,
@@ -35,13 +35,15 @@ class Mishaps:
         clock: Clock,
         engine: Engine,
         network: Network,
+        wants: Callable[[int], bool],
         begin: Callable[[int], None],
         end: Callable[[int], None],
         changed: Callable[[], None],
     ) -> None:
         self._names, self._pipelines, self._nodes = names, pipelines, nodes
         self._averaging, self._clock, self._engine = averaging, clock, engine
-        self._network, self._begin, self._end, self._changed = network, begin, end, changed
+        self._network, self._changed = network, changed
+        self._wants, self._begin, self._end = wants, begin, end
         self._away: set[int] = _away_at_first(scenario, names)
         self._joining: dict[int, dict[Worker, Worker]] = {}  # pipelines; who copies from whom
         happens: list[tuple[Seconds, Callable[..., None], Any]] = [
@@ -109,7 +111,8 @@ class Mishaps:
     def _join(self, device: int) -> None:
         self._away.discard(device)
         for pipeline, members in enumerate(self._pipelines):
-            if any(member.device == device for member in members) and self._is_whole(members):
+            is_of_it = any(member.device == device for member in members)
+            if is_of_it and self._is_whole(members) and self._wants(pipeline):
                 self._joining[pipeline] = {}
                 for member in members:
                     member.clock = 0

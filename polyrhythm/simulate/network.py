@@ -21,10 +21,11 @@ class Half(NamedTuple):
     targets: Sequence[int]  # of each; none if every source sends to all others
     size: float  # of each source, in all
     most: Sequence[BytesPerSecond]  # of each source to all
+    weight: float  # connections that each source shares a host's with others for
 
 
 class Network:
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, gateways: Sequence[int] | None = None) -> None:
         places = {region: place for place, region in enumerate(cluster.regions)}
         self.regions = [places[device.region] for device in cluster.devices]
         self._names = cluster.regions
@@ -32,6 +33,7 @@ class Network:
         self._latency = [list(map(float, row)) for row in cluster.latency]
         self._bandwidth = [list(row) for row in self._up]
         self._uplinks = uplinks_of(cluster)
+        self._gateways = gateways
 
     def latency(self, a: int, b: int) -> Seconds:
         """Of a word from one device to another; to itself it takes no time."""
@@ -62,15 +64,27 @@ class Network:
         """
         if size <= SMALL:
             first, rest = [devices[0]] * (len(devices) - 1), devices[1:]
-            return Half(first, rest, size, ()) if second else Half(rest, first, size, ())
+            return Half(first, rest, size, (), 1) if second else Half(rest, first, size, (), 1)
         others = len(devices) - 1
+        if self._gateways is not None:
+            crossed = list(dict.fromkeys(self._gateways[device] for device in devices))
+            if len(crossed) > 1:  # a ring goes through each machine once
+                most = [self._uplinks[gateway] for gateway in crossed]
+                return Half(crossed, (), others * size / len(devices), most, 1)
         slowest = self._slowest(devices)
         received = min([self._uplinks[device] for device in devices])  # connections are symmetric
         most = [
             min(others * slowest[self.regions[device]], received, self._uplinks[device])
             for device in devices
         ]
-        return Half(devices, (), others * size / len(devices), most)
+        return Half(devices, (), others * size / len(devices), most, others)
+
+    def ends(self, source: int, target: int) -> tuple[int, int]:
+        """Whose connections a message between two devices goes through."""
+        if self._gateways is None:
+            return source, target
+        out, into = self._gateways[source], self._gateways[target]
+        return (source, target) if out == into else (out, into)
 
     def half_time(self, devices: Sequence[int], size: float) -> Seconds:
         """Of one half if nothing else is under way, without latency."""

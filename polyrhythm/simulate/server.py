@@ -40,7 +40,8 @@ class ServedAveraging(Averaging):
         self._transfers[owner] = member, member.life, is_push
         regions = self._network.regions
         self._engine.state.sent[regions[source], regions[target]] += member.size
-        self._engine.flow_to_one(self._clock.now, source, target, member.size, owner)
+        ends = self._network.ends(source, target)
+        self._engine.flow_to_one(self._clock.now, *ends, member.size, owner)
 
     def _arrived(self, member: Member, life: int, is_push: bool) -> None:
         if member.life != life:

@@ -4,7 +4,6 @@ The engine (`engine/`) executes actions and moves bytes; the coordinator asks th
 scheduler; averaging joins both. Whatever is decided, is decided by the code that also trains.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,8 +33,8 @@ from polyrhythm.simulate.server import ServedAveraging
 from polyrhythm.sync.messages import Abort, Assign, Commit, Heal, Leave, Skip
 from polyrhythm.types import Seconds, Worker
 
-# After the last step and the last change, nothing comes any more if this has passed: longer than
-# anything that the scheduler waits for.
+# Nothing comes any more if this has passed since anybody computed or sent, and since the scenario's
+# last change: it is longer than anything that the scheduler waits for.
 _PATIENCE: Seconds = 3600.0
 _LONGER = 100  # times the longest step, if that is longer
 
@@ -71,7 +70,7 @@ class _Simulation:
         run: Path | None,
     ) -> None:
         self._job, self._num_steps, self._each = job, num_steps, each
-        self._clock, self._network = Clock(), Network(job.cluster)
+        self._clock, self._network = Clock(), Network(job.cluster, job.gateways)
         self._log = None if run is None else RunLog(run, job)
         self._engine = Engine(job, records=run is not None)
         self._pipelines = _members(job, self._engine)
@@ -84,11 +83,13 @@ class _Simulation:
         self._ended = [0.0] * len(self._of_run)
         self._waited = [0.0] * len(self._of_run)
         self._num_over = [0] * len(self._of_run)  # steps
-        self._counts: list[Counter[int]] = [Counter() for _ in job.pipelines]
+        self._counts: list[dict[int, int]] = [{} for _ in job.pipelines]  # runs that made a step
+        self._num_runs = [len(pipeline.runs) for pipeline in job.pipelines]
         self._ends: list[list[Seconds]] = [[] for _ in job.pipelines]
         self._goal = num_steps * len(job.pipelines)
         self._total = 0
-        self._last_over = self._longest = 0.0  # when a step was; how long one took
+        self._began = [0.0] * len(self._of_run)
+        self._longest: Seconds = 0.0  # step
         is_optimizer = job.decoupled and job.sync.policy == "all_reduce"
         self._dealing = Dealing(job) if job.sync.policy == "balanced" else None
         self._coordinator_at = members[0].device if job.coordinator is None else job.coordinator
@@ -136,10 +137,15 @@ class _Simulation:
             clock=self._clock,
             engine=self._engine,
             network=self._network,
+            wants=self._wants,
             begin=self._begin,
             end=self._end,
             changed=self._set_latency,
         )
+
+        # When to take it that nothing comes any more, though the scheduler may try for ever.
+        self._patience = _PATIENCE
+        self._gives_up = self._mishaps.last + _PATIENCE
 
     def result(self) -> Simulated:
         self._mishaps.start()
@@ -154,8 +160,8 @@ class _Simulation:
             ends=tuple(map(tuple, self._ends)),
             samples=job.samples or tuple(samples),
             duration=self._clock.now,
-            busy=dict(zip(first, runs["busy"].tolist(), strict=True)),
-            starved=dict(zip(first, runs["starved"].tolist(), strict=True)),
+            busy=dict(zip(first, runs["busy_before"].tolist(), strict=True)),
+            starved=dict(zip(first, runs["starved_before"].tolist(), strict=True)),
             waited=dict(zip(first, self._waited, strict=True)),
             group_sizes=averaging.sizes,
             spread=fmean(averaging.spread) if averaging.spread else 0.0,
@@ -173,21 +179,18 @@ class _Simulation:
             happened = engine.advance(until)
             if happened is not None:
                 clock.now = happened.time
+                self._gives_up = max(self._gives_up, happened.time + self._patience)
                 self._happened(happened)
-            elif until < self._gives_up():
+            elif until < self._gives_up:
                 clock.run_next()
             else:
                 return self._why_it_stands_still()
         return ""
 
-    def _gives_up(self) -> Seconds:
-        """When to take it that nothing comes any more, though the scheduler may try for ever."""
-        patience = max(_PATIENCE, _LONGER * self._longest)
-        return max(self._last_over, self._mishaps.last) + patience
-
     def _why_it_stands_still(self) -> str:
         if self._job.scenario.kill or self._job.scenario.link:
-            return f"nobody could go on after {self._last_over:.4g} s"
+            last = max((end for one in self._ends for end in one), default=0.0)
+            return f"nobody could go on after {last:.4g} s"
         raise ScheduleError(
             f"a deadlock after {self._clock.now:.3g} s: {self._total} of {self._goal} steps made",
             expected="stages that can all finish their lists",
@@ -204,7 +207,7 @@ class _Simulation:
             return
         self._ended[run] = happened.time
         if self._dealing is not None:
-            self._dealing.step_ended(run, happened.time - self._engine.began(run))
+            self._dealing.step_ended(run, happened.time - self._began[run])
         self._left[run], self._gates[run] = len(self._of_run[run]), 0.0
         way = self._averaging if self._all_reduce is None else self._all_reduce
         for member in self._of_run[run]:
@@ -220,7 +223,8 @@ class _Simulation:
     def _over(self, member: Member, gate: Seconds) -> None:
         run = member.run
         self._left[run] -= 1
-        self._gates[run] = max(self._gates[run], gate)
+        if gate > self._gates[run]:
+            self._gates[run] = gate
         if self._left[run]:
             return
         now, pipeline = self._clock.now, member.worker.pipeline
@@ -230,13 +234,14 @@ class _Simulation:
         step = self._num_over[run]
         self._num_over[run] += 1
         counts = self._counts[pipeline]
-        counts[step] += 1
-        if counts[step] == len(self._job.pipelines[pipeline].runs):
+        number = counts[step] = counts.get(step, 0) + 1
+        if number == self._num_runs[pipeline]:
             del counts[step]
             self._ends[pipeline].append(now)
             self._total += 1
-        self._longest = max(self._longest, now - self._engine.began(run))
-        self._last_over = now
+        if now - self._began[run] > self._longest:
+            self._longest = now - self._began[run]
+            self._patience = max(_PATIENCE, _LONGER * self._longest)
         if self._each and self._num_over[run] >= self._num_steps:
             self._leave(run)
         else:
@@ -246,21 +251,27 @@ class _Simulation:
         assert self._averaging.coordinator is not None, "it was set"
         for member in self._of_run[run]:
             self._averaging.coordinator.tell(member.worker, Leave, member.life)
+            if self._all_reduce is not None:
+                self._all_reduce.forget(member)
 
     def _release(self, run: int, gate: Seconds) -> None:
         if self._dealing is not None:  # a run is a pipeline
             self._engine.set_schedule(run, self._dealing.schedule(run), 0)
+        self._began[run] = self._clock.now
         self._engine.release(run, self._clock.now, gate)
         if self._tells_begins:
             for member in self._of_run[run]:
                 self._averaging.step_began(member)
 
+    def _wants(self, pipeline: int) -> bool:
+        """Whether it has steps to make."""
+        return not self._each or len(self._ends[pipeline]) < self._num_steps
+
     def _begin(self, pipeline: int) -> None:
-        if self._each and len(self._ends[pipeline]) >= self._num_steps:
-            return
         first, end = self._engine.first_run[pipeline : pipeline + 2]
         for run in range(first, end):
             self._num_over[run] = len(self._ends[pipeline])
+            self._began[run] = self._clock.now
             self._engine.restart(run, self._clock.now, self._num_over[run])
             if self._all_reduce is not None:
                 for member in self._of_run[run]:

@@ -8,6 +8,7 @@ from polyrhythm.errors import PeerError
 from polyrhythm.run.average.exchange import mean
 from polyrhythm.run.average.flat import Model
 from polyrhythm.run.average.meeting import Meeting
+from polyrhythm.run.average.pairs import Peer
 from polyrhythm.sync.static import Layout
 from polyrhythm.types import Worker
 
@@ -17,6 +18,7 @@ class StaticRounds:
         self.num_steps = 0
         self._model, self._meeting, self._every = model, meeting, every
         self._layout = Layout.of(meeting.nodes(node))
+        self._peers: dict[Worker, Peer] = {}  # nobody has another life: to ask once is enough
 
     def step(self) -> None:
         self.num_steps += 1
@@ -34,7 +36,7 @@ class StaticRounds:
         if len(workers) == 1:
             return
         pairs, timeout = self._meeting.pairs, self._meeting.timeout
-        members = [self._meeting.peer(worker) for worker in workers]
+        members = [self._peer(worker) for worker in workers]
         others = [peer for peer in members if peer != pairs.me]
         weights, flat = [1 / len(members)] * len(members), self._model.flat()
         try:
@@ -50,3 +52,8 @@ class StaticRounds:
             raise PeerError(
                 error.peer, action=error.action, waited=error.waited, cause=cause
             ) from None
+
+    def _peer(self, worker: Worker) -> Peer:
+        if worker not in self._peers:
+            self._peers[worker] = self._meeting.peer(worker)
+        return self._peers[worker]

@@ -61,6 +61,7 @@ def made_state(
         bins=bins,
         pauses=made_pauses(job.scenario, job.cluster, hosts),
         owners=np.zeros(num_flows, np.int64),
+        stack=np.zeros(len(runs), np.int64),
         counts=np.zeros(7, np.int64),
         times=np.zeros(num_events),
         sequences=np.zeros(num_events, np.int64),

@@ -54,10 +54,11 @@ class Engine:
         self._compiled = referred(self.state)
         is_connected = self.state.hosts["up"][:-1] < NO_LIMIT
         self.shares = bool(is_connected.any() or job.scenario.link)
+        self._ahead = not (self.shares or job.scenario.kill or job.scenario.join)
         self._next: Seconds = 0.0  # nothing happens before
         self._free_owners = list(range(len(self.state.owners) - 1, -1, -1))
         self._records: list[Record] = []
-        self._is_told = False  # that a trace has ended
+        self._is_told = not (self.state.slow["bins"] != NONE).any()  # that a trace has ended
 
     @property
     def num_events(self) -> int:
@@ -70,7 +71,7 @@ class Engine:
     def advance(self, until: Seconds) -> Happened | None:
         """The next that others decide about; None if that is after `until`."""
         while self._next <= until:
-            kind, index, time = execute.advance(self._compiled, until, self.shares)
+            kind, index, time = execute.advance(self._compiled, until, self.shares, self._ahead)
             if kind == NOTHING:
                 self._next = time
                 return None
@@ -86,8 +87,8 @@ class Engine:
 
     def release(self, run: int, time: Seconds, gate: Seconds = 0.0) -> None:
         """It begins its next step; the first forward does not end before `gate`."""
-        self._next = min(self._next, time)
-        self._make_room(0)
+        if time < self._next:
+            self._next = time
         execute.release(self._compiled, run, time, gate)
 
     def stop(self, run: int) -> None:
@@ -130,13 +131,13 @@ class Engine:
         sources: Sequence[int],
         size: float,
         most: Sequence[BytesPerSecond],
-        num_targets: int,
+        weight: float,
         owner: int,
     ) -> None:
-        """Of so many bytes each, in all, and no faster than `most`."""
+        """Of so many bytes each, in all, no faster than `most`; each stands for `weight` flows."""
         self._next = now
         self._make_room(len(sources))
-        given = np.array(sources), size, np.array(most), float(num_targets), owner
+        given = np.array(sources), size, np.array(most), float(weight), owner
         execute.flows_to_many(self._compiled, now, *given)
 
     def flow_to_one(self, now: Seconds, source: int, target: int, size: float, owner: int) -> None:
@@ -164,10 +165,6 @@ class Engine:
         state = self.state.runs[run]
         assert state["at"] == MEETS, "its step has ended"
         return float(state["last_began"]), float(state["since"])
-
-    def began(self, run: int) -> Seconds:
-        """Its step."""
-        return float(self.state.runs[run]["began"])
 
     def take_records(self) -> list[Record]:
         """Of all that was executed since the last time, in the order in which it ended."""

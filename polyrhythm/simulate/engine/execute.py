@@ -7,12 +7,24 @@ the flows of an average have arrived. A run then begins its next step when it is
 import numpy as np
 
 from polyrhythm.compiled import Floats, Ints, compiled, inlined
+from polyrhythm.simulate.engine.actions import (
+    compute,
+    count_action,
+    deliver,
+    has_luck,
+    message_time,
+    next_action,
+    num_actions,
+    send_alone,
+    was_awaited,
+)
+from polyrhythm.simulate.engine.ahead import run_ahead
 from polyrhythm.simulate.engine.sharing import begin_flow, end_flow
 from polyrhythm.simulate.engine.state import (
     ARRIVED,
     AWAKE,
     COMPUTED,
-    COMPUTES,
+    ENDED,
     FLOWS_ENDED,
     GONE,
     HEAP_FULL,
@@ -37,16 +49,15 @@ from polyrhythm.simulate.engine.state import (
 
 
 @compiled
-def advance(state: State, until: float, shares: bool) -> tuple[int, int, float]:
+def advance(state: State, until: float, shares: bool, ahead: bool) -> tuple[int, int, float]:
     """Why it returns, of which run, owner or host, and when.
 
-    NOTHING if nothing is due by then, with the time of what comes next.
-
-    `shares`: messages are flows, since hosts share their connections or links change.
+    NOTHING if nothing is due by then, with the time of what comes next. `shares`: messages are
+    flows, since hosts share their connections or links change. `ahead`: nothing can disturb them.
     """
     counts, times = state.counts, state.times
     while counts[HEAP_SIZE] > 0 and times[0] <= until:
-        if counts[HEAP_SIZE] + 4 * counts[NUM_FLOWS] + SPARE > len(times):
+        if counts[HEAP_SIZE] + 4 * counts[NUM_FLOWS] + len(state.runs) + SPARE > len(times):
             return HEAP_FULL, 0, times[0]
         if len(state.records) > 0 and counts[NUM_RECORDS] == len(state.records):
             return RECORDS_FULL, 0, times[0]
@@ -70,16 +81,19 @@ def advance(state: State, until: float, shares: bool) -> tuple[int, int, float]:
         run = state.runs[index]
         if run.life != stamp:
             continue
-        if kind == COMPUTED:
-            _send_result(state, index, now, shares)
-            run.place += 1
-            if run.place == _num_actions(state, index):
-                run.at, run.since = MEETS, now
-                return STEP_ENDED, index, now
-        if not _begin_action(state, index, now):
-            push(state, now, AWAKE, index, run.life)
+        if kind == ENDED or (kind == COMPUTED and _end_action(state, index, now, shares)):
+            run.at, run.since = MEETS, now
+            run.busy_before, run.starved_before = run.busy, run.starved
+            counts[NUM_ACTIONS] += num_actions(state, index)
+            return STEP_ENDED, index, now
+        if not has_luck(state, run.device):
             run.at = WAKES
+            push(state, now, AWAKE, index, run.life)
             return NEEDS_LUCK, run.device, now
+        if ahead:
+            run_ahead(state, index)
+        else:
+            _begin_action(state, index, now)
     return NOTHING, 0, times[0] if counts[HEAP_SIZE] > 0 else np.inf
 
 
@@ -88,7 +102,7 @@ def release(state: State, index: int, time: float, gate: float) -> None:
     """A run begins its next step at `time`; its first forward does not end before `gate`."""
     run = state.runs[index]
     run.place, run.step = 0, run.step + 1
-    run.at, run.gate, run.began = WAKES, gate, time
+    run.at, run.gate = WAKES, gate
     run.since = time
     push(state, time, AWAKE, index, run.life)
 
@@ -127,87 +141,38 @@ def flow_to_one(
 
 
 @inlined
-def _num_actions(state: State, index: int) -> int:
+def _begin_action(state: State, index: int, now: float) -> None:
+    """Or wait for its message."""
     run = state.runs[index]
-    if run.in_flight == 0:
-        return int(run.num_actions)
-    return 2 if run.step >= run.in_flight - 1 else 1
+    there = message_time(state, index)
+    if there <= now:
+        end = compute(state, index, now)
+        push(state, end, COMPUTED, index, run.life)
+    elif there < np.inf:
+        run.at = WAKES
+        push(state, there, AWAKE, index, run.life)
+    else:
+        run.at = STARVES
 
 
 @inlined
-def _action(state: State, index: int) -> int:
-    """Its code; one that is never flushed runs the next forward and the oldest backward."""
+def _end_action(state: State, index: int, now: float, shares: bool) -> bool:
+    """Its result goes to the next run, or back to the one before. Whether its step has ended."""
     run = state.runs[index]
-    if run.in_flight == 0:
-        return int(state.actions[run.list + run.place])
-    if run.place == 0:
-        return int(2 * run.step)
-    return int(2 * (run.step - run.in_flight + 1) + 1)
-
-
-@inlined
-def _begin_action(state: State, index: int, now: float) -> bool:
-    """Or wait for its message; False if draws are lacking."""
-    run = state.runs[index]
-    if run.at == COMPUTES:
-        run.since = now  # it has ended the last one just now
-    code = _action(state, index)
-    direction = code & 1
-    place = (code >> 1) % state.inbox.shape[2]
-    peer = run.after if direction else run.before
-    if peer != NONE:
-        there = state.inbox[direction, index, place]
-        if there > now:
-            run.at = STARVES
-            if there < np.inf:
-                run.at = WAKES
-                push(state, there, AWAKE, index, run.life)
-            return True
-    if not _has_luck(state, run.device):
-        return False
-    if peer != NONE:
-        state.inbox[direction, index, place] = np.inf
-    run.waited = now - run.since
-    run.starved += run.waited
-    work = run.backward if direction else run.forward
-    takes = work + _delay(state, run.device, now, work, run.forward + run.backward)
-    end = _paused(state, run.device, now, takes)
-    if run.place == 0 and run.gate > end:
-        end = run.gate
-    run.busy += takes
-    run.at, run.since, run.last_began = COMPUTES, now, now
-    push(state, end, COMPUTED, index, run.life)
-    return True
-
-
-@inlined
-def _send_result(state: State, index: int, now: float, shares: bool) -> None:
-    """An action has ended: its result goes to the next run, or back to the one before."""
-    run, counts = state.runs[index], state.counts
-    counts[NUM_ACTIONS] += 1
-    code = _action(state, index)
-    if len(state.records) > 0:
-        record = state.records[counts[NUM_RECORDS]]
-        counts[NUM_RECORDS] += 1
-        record.run, record.code, record.step = index, code, run.first + run.step
-        record.start, record.end, record.waited = run.since, now, run.waited
-    direction = code & 1
-    if (run.before if direction else run.after) == NONE:
-        return
-    number, microbatch = 2 * index + direction, code >> 1
-    channel = state.channels[number]
-    here, there = state.hosts[run.device], state.hosts[state.runs[channel.target].device]
-    state.sent[here.region, there.region] += channel.size
-    if shares:
-        if channel.is_busy:
+    number = count_action(state, index, now)
+    if number != NONE:
+        microbatch, channel = next_action(state, index) >> 1, state.channels[number]
+        if not shares:
+            _deliver(state, number, microbatch, send_alone(state, number, now))
+        elif channel.is_busy:
             places = state.queues.shape[1]
             state.queues[number, (channel.head + channel.num_waiting) % places] = microbatch
             channel.num_waiting += 1
         else:
             _begin_message(state, number, microbatch, now)
-        return
-    channel.free = max(channel.free, now) + channel.size / state.links[1, here.region, there.region]
-    _deliver(state, number, microbatch, channel.free)
+    run.place += 1
+    run.since = now
+    return bool(run.place == num_actions(state, index))
 
 
 @inlined
@@ -235,59 +200,7 @@ def _message_left(state: State, number: int, microbatch: int, life: int, now: fl
 
 @inlined
 def _deliver(state: State, number: int, microbatch: int, left: float) -> None:
-    """Its last byte leaves at `left`, and is there a latency later."""
-    channel = state.channels[number]
-    target = state.runs[channel.target]
-    here = state.hosts[state.runs[channel.source].device].region
-    there = left + state.links[0, here, state.hosts[target.device].region]
-    direction = number & 1  # activations go down, gradients up
-    state.inbox[direction, channel.target, microbatch % state.inbox.shape[2]] = there
-    if target.at == STARVES and _action(state, channel.target) == 2 * microbatch + direction:
-        target.at = WAKES
-        push(state, there, AWAKE, channel.target, target.life)
-
-
-@inlined
-def _has_luck(state: State, device: int) -> bool:
-    for entry in range(state.hosts[device].slow, state.hosts[device + 1].slow):
-        if state.slow[entry].used == state.luck.shape[1]:
-            return False
-    return True
-
-
-@inlined
-def _delay(state: State, device: int, now: float, work: float, both: float) -> float:
-    """As `describe.slowness.Slowness.delay`, with the same draws."""
-    total = 0.0
-    for entry in range(state.hosts[device].slow, state.hosts[device + 1].slow):
-        slow = state.slow[entry]
-        luck = state.luck[entry, slow.used]
-        slow.used += 1
-        if not slow.start <= now < slow.until:
-            continue
-        if slow.bins != NONE:
-            part = (now - slow.start) / slow.duration
-            if part >= 1.0:
-                slow.has_ended = 1
-            place = min(int(min(part, 1.0) * slow.num_bins), slow.num_bins - 1)
-            lowest, highest = state.bins[slow.bins + place, 0], state.bins[slow.bins + place, 1]
-            total += (1 / (lowest + luck * (highest - lowest)) - 1) * work
-        elif slow.factor == slow.factor:
-            total += (slow.factor - 1) * work
-        elif luck < slow.probability:
-            total += slow.sleep_factor * both
-    return total
-
-
-@inlined
-def _paused(state: State, device: int, now: float, takes: float) -> float:
-    """When work that begins now is done, if the device stands still now and then."""
-    for place in range(state.hosts[device].pauses, state.hosts[device + 1].pauses):
-        start, until = state.pauses[place, 0], state.pauses[place, 1]
-        if until <= now:
-            continue
-        if start >= now + takes:
-            break
-        takes -= max(0.0, start - now)
-        now = until
-    return now + takes
+    there = deliver(state, number, microbatch, left)
+    if was_awaited(state, number, microbatch):
+        target = state.channels[number].target
+        push(state, there, AWAKE, target, state.runs[target].life)

@@ -36,7 +36,8 @@ def lacks_events(state: State, num_new: int) -> bool:
 
 
 def _most_at_once(state: State, num_new: int) -> int:
-    return int(4 * (state.counts[NUM_FLOWS] + num_new) + SPARE)
+    """And all runs may be released before the next look."""
+    return int(4 * (state.counts[NUM_FLOWS] + num_new) + len(state.runs) + SPARE)
 
 
 def more_events(state: State, num_new: int) -> dict[str, Any]:

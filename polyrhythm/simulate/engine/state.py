@@ -20,7 +20,7 @@ Records = NDArray[Any]  # of one of the types below
 # What a run is at.
 COMPUTES, WAKES, STARVES, MEETS, GONE = range(5)  # WAKES: its message comes at a known time
 # What happens: kinds of events on the heap.
-COMPUTED, AWAKE, ARRIVED = range(3)  # ARRIVED: the last byte of a flow has left
+COMPUTED, AWAKE, ARRIVED, ENDED = range(4)  # ARRIVED: the last byte of a flow; ENDED: a step
 # Why `advance` returns.
 NOTHING, STEP_ENDED, FLOWS_ENDED, NEEDS_LUCK, HEAP_FULL, RECORDS_FULL = range(6)
 # Places in `State.counts`.
@@ -47,10 +47,11 @@ RUN = np.dtype(
         ("life", "i8"),  # events of an earlier one do not count
         ("since", "f8"),  # it has been at that
         ("gate", "f8"),  # its first forward does not end before
-        ("began", "f8"),  # its step
         ("last_began", "f8"),  # its last action of a step
         ("busy", "f8"),  # seconds of compute, in all
         ("starved", "f8"),  # seconds of waiting for messages, in all
+        ("busy_before", "f8"),  # the same up to the end of its last step
+        ("starved_before", "f8"),
         ("waited", "f8"),  # before the action it is at
     ]
 )
@@ -137,6 +138,7 @@ class State(NamedTuple):
     bins: Floats  # [bin, lowest | highest]
     pauses: Floats  # [pause, from | until]
     owners: Ints  # flows that each still waits for
+    stack: Ints  # runs that can go on
     counts: Ints
     times: Floats  # the heap
     sequences: Ints  # of equal times, what was said first comes first
@@ -177,6 +179,7 @@ def _referred(
     bins: Floats,
     pauses: Floats,
     owners: Ints,
+    stack: Ints,
     counts: Ints,
     times: Floats,
     sequences: Ints,
@@ -198,6 +201,7 @@ def _referred(
         bins,
         pauses,
         owners,
+        stack,
         counts,
         times,
         sequences,

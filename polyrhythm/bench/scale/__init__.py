@@ -1,0 +1,1 @@
+"""How many workers can be simulated, and in what time."""

@@ -1,0 +1,162 @@
+"""One action of a run: what it needs, what it takes, what is known once it is done."""
+
+import numpy as np
+
+from polyrhythm.compiled import inlined
+from polyrhythm.simulate.engine.state import (
+    COMPUTES,
+    NONE,
+    NUM_RECORDS,
+    STARVES,
+    WAKES,
+    State,
+)
+
+
+@inlined
+def num_actions(state: State, index: int) -> int:
+    run = state.runs[index]
+    if run.in_flight == 0:
+        return int(run.num_actions)
+    return 2 if run.step >= run.in_flight - 1 else 1
+
+
+@inlined
+def next_action(state: State, index: int) -> int:
+    """Its code; one that is never flushed runs the next forward and the oldest backward."""
+    run = state.runs[index]
+    if run.in_flight == 0:
+        return int(state.actions[run.list + run.place])
+    if run.place == 0:
+        return int(2 * run.step)
+    return int(2 * (run.step - run.in_flight + 1) + 1)
+
+
+@inlined
+def message_time(state: State, index: int) -> float:
+    """When what the next action needs is there; inf if nobody knows yet."""
+    run = state.runs[index]
+    code = next_action(state, index)
+    direction = code & 1
+    if (run.after if direction else run.before) == NONE:
+        return float(-np.inf)
+    return float(state.inbox[direction, index, (code >> 1) % state.inbox.shape[2]])
+
+
+@inlined
+def compute(state: State, index: int, now: float) -> float:
+    """Begin the next action; when it ends."""
+    run = state.runs[index]
+    code = next_action(state, index)
+    direction = code & 1
+    if (run.after if direction else run.before) != NONE:
+        state.inbox[direction, index, (code >> 1) % state.inbox.shape[2]] = np.inf
+    run.waited = now - run.since
+    run.starved += run.waited
+    work = run.backward if direction else run.forward
+    takes = work + _delay(state, run.device, now, work, run.forward + run.backward)
+    end = _paused(state, run.device, now, takes)
+    if run.place == 0 and run.gate > end:
+        end = run.gate
+    run.busy += takes
+    run.at, run.since, run.last_began = COMPUTES, now, now
+    return float(end)
+
+
+@inlined
+def count_action(state: State, index: int, now: float) -> int:
+    """It has ended; the number of the channel that its result goes to, or NONE."""
+    run, counts = state.runs[index], state.counts
+    code = next_action(state, index)
+    if len(state.records) > 0:
+        record = state.records[counts[NUM_RECORDS]]
+        counts[NUM_RECORDS] += 1
+        record.run, record.code, record.step = index, code, run.first + run.step
+        record.start, record.end, record.waited = run.last_began, now, run.waited
+    direction = code & 1
+    if (run.before if direction else run.after) == NONE:
+        return NONE
+    number = 2 * index + direction
+    channel = state.channels[number]
+    here, there = state.hosts[run.device], state.hosts[state.runs[channel.target].device]
+    state.sent[here.region, there.region] += channel.size
+    return int(number)
+
+
+@inlined
+def send_alone(state: State, number: int, now: float) -> float:
+    """A message after the one before it, at the speed of the link; when its last byte leaves."""
+    channel = state.channels[number]
+    source, target = state.runs[channel.source].device, state.runs[channel.target].device
+    bandwidth = state.links[1, state.hosts[source].region, state.hosts[target].region]
+    channel.free = max(channel.free, now) + channel.size / bandwidth
+    return float(channel.free)
+
+
+@inlined
+def deliver(state: State, number: int, microbatch: int, left: float) -> float:
+    """A message whose last byte leaves at `left` is there a latency later; when."""
+    channel = state.channels[number]
+    target = state.runs[channel.target]
+    here = state.hosts[state.runs[channel.source].device].region
+    there = left + state.links[0, here, state.hosts[target.device].region]
+    # Activations go down, gradients up.
+    state.inbox[number & 1, channel.target, microbatch % state.inbox.shape[2]] = there
+    return float(there)
+
+
+@inlined
+def was_awaited(state: State, number: int, microbatch: int) -> bool:
+    """Whether its target did nothing but wait for this message; it does no more."""
+    target = state.channels[number].target
+    run = state.runs[target]
+    if run.at == STARVES and next_action(state, target) == 2 * microbatch + (number & 1):
+        run.at = WAKES
+        return True
+    return False
+
+
+@inlined
+def has_luck(state: State, device: int) -> bool:
+    for entry in range(state.hosts[device].slow, state.hosts[device + 1].slow):
+        if state.slow[entry].used == state.luck.shape[1]:
+            return False
+    return True
+
+
+@inlined
+def _delay(state: State, device: int, now: float, work: float, both: float) -> float:
+    """As `describe.slowness.Slowness.delay`, with the same draws."""
+    total = 0.0
+    for entry in range(state.hosts[device].slow, state.hosts[device + 1].slow):
+        slow = state.slow[entry]
+        luck = state.luck[entry, slow.used]
+        slow.used += 1
+        if not slow.start <= now < slow.until:
+            continue
+        if slow.bins != NONE:
+            part = (now - slow.start) / slow.duration
+            if part >= 1.0:
+                slow.has_ended = 1
+            place = min(int(min(part, 1.0) * slow.num_bins), slow.num_bins - 1)
+            lowest, highest = state.bins[slow.bins + place, 0], state.bins[slow.bins + place, 1]
+            total += (1 / (lowest + luck * (highest - lowest)) - 1) * work
+        elif slow.factor == slow.factor:
+            total += (slow.factor - 1) * work
+        elif luck < slow.probability:
+            total += slow.sleep_factor * both
+    return total
+
+
+@inlined
+def _paused(state: State, device: int, now: float, takes: float) -> float:
+    """When work that begins now is done, if the device stands still now and then."""
+    for place in range(state.hosts[device].pauses, state.hosts[device + 1].pauses):
+        start, until = state.pauses[place, 0], state.pauses[place, 1]
+        if until <= now:
+            continue
+        if start >= now + takes:
+            break
+        takes -= max(0.0, start - now)
+        now = until
+    return now + takes

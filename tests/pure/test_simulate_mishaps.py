@@ -1,0 +1,367 @@
+"""Mishaps: who is gone is missed for a while; the others go on; who comes back takes part."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyrhythm.describe.scenario import LinkChange, Pause, Scenario, Slow
+from polyrhythm.describe.spot import SpotTrace, spot_scenario
+from polyrhythm.errors import UserError
+from polyrhythm.simulate.job import SimulatedJob, equal_job
+from polyrhythm.simulate.result import Simulated
+from polyrhythm.simulate.simulator import simulate
+from polyrhythm.sync.registry import POLICIES
+from polyrhythm.types import Worker
+from tests.pure.simulating import apart, back, linked, lives, lost, slowed
+
+SOME = sorted(set(POLICIES) - {"balanced"})
+
+
+def grid(
+    scenario: Scenario, *, policy: str = "all_reduce", num_stages: int = 2, **more: object
+) -> SimulatedJob:
+    """Three pipelines; d0 and d1 are the first one's, and so on."""
+    given_: dict[str, object] = {
+        "num_pipelines": 3,
+        "forward": 0.1,
+        "backward": 0.2,
+        "activation_bytes": 1e5,
+        "gradient_bytes": 1e6,
+        "latency": 0.001,
+        "bandwidth": 1e8,
+        "num_microbatches": 4,
+        **more,
+    }
+    return equal_job(
+        num_stages=num_stages,
+        policy=policy,
+        scenario=scenario,
+        **given_,  # type: ignore[arg-type]
+    )
+
+
+def steps(found: Simulated) -> list[int]:
+    return [len(ends) for ends in found.ends]
+
+
+def made(found: Simulated, num_steps: int) -> bool:
+    """As many as asked for: several may be over at the same time, so a few more."""
+    return num_steps <= sum(steps(found)) < num_steps + len(found.ends)
+
+
+def made_between(found: Simulated, pipeline: int, start: float, end: float) -> int:
+    return sum(start < at <= end for at in found.ends[pipeline])
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(SOME),
+    st.integers(0, 5),
+    st.floats(0, 20),
+    st.sampled_from([0.0, 1e3, 1e6, 1e8]),
+    st.sampled_from([None, 1e8]),
+)
+def test_any_device_may_be_lost_at_any_time_and_the_others_go_on(
+    policy: str, device: int, at: float, gradients: float, uplink: float | None
+) -> None:
+    # DEFECT ssp_dead_worker_lives.md
+    scenario = lives(kill=[(f"d{device}", at)])
+    job = grid(scenario, policy=policy, gradient_bytes=gradients, uplink=uplink)
+    found = simulate(job, num_steps=15)
+    assert found.cut_short == ""
+    assert made(found, 45)
+    dead = device // 2
+    # What it has ended is said a latency later at the most; nothing happens after that.
+    assert all(end <= at + 0.01 for end in found.ends[dead])
+    others = [count for pipeline, count in enumerate(steps(found)) if pipeline != dead]
+    assert min(others) >= 10
+    if policy == "all_reduce":
+        assert max(others) - min(others) <= 1
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(SOME),
+    st.integers(0, 5),
+    st.floats(0, 15),
+    st.floats(0.01, 20),
+    st.sampled_from([1e3, 1e6, 2e7]),
+)
+def test_a_device_that_is_back_trains_again(
+    policy: str, device: int, at: float, away: float, gradients: float
+) -> None:
+    # DEFECT join_never_begins.md
+    scenario = lives(kill=[(f"d{device}", at)], join=[(f"d{device}", at + away)])
+    found = simulate(grid(scenario, policy=policy, gradient_bytes=gradients), num_steps=40)
+    assert found.cut_short == ""
+    assert made(found, 120)
+    assert made_between(found, device // 2, at + away, float("inf")) >= 3
+    assert made_between(found, device // 2, at + 0.01, at + away) == 0
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(SOME), st.integers(0, 5), st.floats(0, 15))
+def test_a_device_that_was_away_from_the_start_joins(policy: str, device: int, at: float) -> None:
+    # DEFECT join_never_begins.md
+    found = simulate(grid(lives(join=[(f"d{device}", at)]), policy=policy), num_steps=40)
+    assert found.cut_short == ""
+    late = found.ends[device // 2]
+    assert len(late) >= 3
+    assert late[0] > at + 1.2  # all of a step
+
+
+@settings(max_examples=40)
+@given(st.data(), st.sampled_from(["all_reduce", "adaptive", "ssp", "pairwise", "smart"]))
+def test_devices_come_and_go_and_nothing_breaks(data: st.DataObject, policy: str) -> None:
+    """Several at once, whole pipelines, all of them: whoever is left or comes back goes on."""
+    kills, joins = [], []
+    for device in range(6):
+        times = data.draw(st.lists(st.integers(1, 30), max_size=4, unique=True).map(sorted))
+        is_away = data.draw(st.booleans())
+        for time in times:
+            (joins if is_away else kills).append((f"d{device}", float(time)))
+            is_away = not is_away
+        if is_away:
+            joins.append((f"d{device}", 31.0 + data.draw(st.integers(0, 3))))
+    found = simulate(grid(lives(kills, joins), policy=policy), num_steps=30)
+    assert found.cut_short == ""
+    assert made(found, 90)
+    for pipeline, ends in enumerate(found.ends):
+        assert list(ends) == sorted(ends)
+        assert made_between(found, pipeline, 35.0, float("inf")) > 0
+
+
+def test_throughput_falls_by_what_is_lost_and_recovers() -> None:
+    scenario = lives(kill=[("d2", 30.0)], join=[("d2", 60.0)])
+    found = simulate(grid(scenario, policy="adaptive"), num_steps=60)
+    calm = simulate(grid(lives(), policy="adaptive"), num_steps=60)
+
+    def rate(result: Simulated, start: float, end: float) -> float:
+        return sum(made_between(result, p, start, end) for p in range(3)) / (end - start)
+
+    usual = rate(calm, 10.0, 80.0)
+    assert rate(found, 5.0, 28.0) == pytest.approx(usual, rel=0.1)
+    assert rate(found, 36.0, 60.0) == pytest.approx(usual * 2 / 3, rel=0.1)
+    assert rate(found, 66.0, 90.0) == pytest.approx(usual, rel=0.1)
+
+
+def test_nobody_left_says_so() -> None:
+    scenario = lives(kill=[(f"d{device}", 5.0) for device in range(6)])
+    found = simulate(grid(scenario), num_steps=60)
+    assert "nobody could go on" in found.cut_short
+    assert steps(found) == [3, 3, 3]
+
+
+def test_all_lost_and_back_begin_with_what_they_have() -> None:
+    # DEFECT join_never_begins.md
+    away = [(f"d{device}", 5.0) for device in range(6)]
+    there = [(f"d{device}", 7.0 + device / 10) for device in range(6)]
+    found = simulate(grid(lives(away, there)), num_steps=20)
+    assert steps(found) == [20, 20, 20]
+
+
+@pytest.mark.parametrize(
+    ("kill", "join"),
+    [
+        ([("d2", 3.3)], []),
+        ([("d2", 3.3), ("d3", 3.4)], []),
+        ([("d2", 3.3)], [("d2", 9.0)]),
+        ([], [("d2", 9.0)]),
+        ([("d2", 3.3), ("d3", 3.4)], [("d3", 8.0), ("d2", 9.0)]),
+    ],
+)
+def test_decoupled_all_reduce_survives_too(kill: list, join: list) -> None:
+    # DEFECT decoupled_mishaps.md
+    found = simulate(grid(lives(kill, join), decoupled=True), num_steps=20)
+    assert found.cut_short == ""
+    assert made(found, 60)
+    lost_at = min([at for _, at in kill], default=0.0)
+    back_at = max([at for _, at in join], default=1e9)
+    assert made_between(found, 1, lost_at, back_at) == 0
+    if join:
+        assert made_between(found, 1, back_at, 1e9) >= 10
+
+
+@settings(max_examples=25)
+@given(st.floats(0.5, 8))
+def test_who_dies_during_a_decoupled_all_reduce_stays_dead(at: float) -> None:
+    # DEFECT decoupled_mishaps.md
+    job = grid(lives(kill=[("d2", at)]), decoupled=True, gradient_bytes=1e8)
+    found = simulate(job, num_steps=8)
+    assert made(found, 24)
+    assert all(end <= at for end in found.ends[1])
+    assert found.busy[Worker(0, 1)] <= at + 0.3
+
+
+def test_exactly_so_many_steps_also_for_one_that_died_and_came_back() -> None:
+    scenario = lives(kill=[("d2", 8.0)], join=[("d2", 15.0)])
+    found = simulate(grid(scenario), num_steps=20, each=True)
+    assert steps(found) == [20, 20, 20]
+
+
+def test_one_that_has_made_all_its_steps_makes_no_more() -> None:
+    # DEFECT each_after_leave.md
+    slow = Scenario(name="s", pause=(Pause(device="d0", at=3.0, until=60.0),))
+    scenario = replace(lives(kill=[("d4", 20.0)], join=[("d4", 25.0)]), pause=slow.pause)
+    found = simulate(grid(scenario, policy="adaptive"), num_steps=10, each=True)
+    assert steps(found) == [10, 10, 10]
+
+
+@pytest.mark.parametrize("policy", ["all_reduce", "partial_reduce", "ssp", "smart"])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_who_has_made_all_steps_holds_up_nobody(policy: str, decoupled: bool) -> None:
+    """Neither by leaving, nor by coming back after a death."""
+    # DEFECT each_and_lives.md
+    if decoupled and policy == "ssp":
+        return
+    scenario = lives([("d2", 5.0), ("d0", 20.0)], [("d2", 12.0), ("d0", 21.0)])
+    job = grid(scenario, policy=policy, decoupled=decoupled, num_microbatches=2)
+    found = simulate(job, num_steps=15, each=True)
+    assert found.cut_short == ""
+    assert steps(found) == [15, 15, 15]
+
+
+def test_a_pause_holds_up_one_pipeline_for_as_long() -> None:
+    scenario = Scenario(name="p", pause=(Pause(device="d2", at=10.0, until=25.0),))
+    found = simulate(grid(scenario, policy="local"), num_steps=30)
+    calm = simulate(grid(lives(), policy="local"), num_steps=30)
+    late = [end for end in found.ends[1] if end > 10.0]
+    usual = [end for end in calm.ends[1] if end > 10.0]
+    assert late[0] == pytest.approx(usual[0] + 15.0)
+    assert found.ends[0][: len(calm.ends[0])] == calm.ends[0]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "longer"),
+    [
+        (Scenario(name="p", pause=(Pause(device="d0", at=1.0, until=90_001.0),)), 90_000.0),
+        (Scenario(name="k", pause=(Pause(device="d0", at=0.0, until=90_000.0),)), 90_000.0),
+    ],
+)
+def test_a_long_time_without_a_step_is_no_end(scenario: Scenario, longer: float) -> None:
+    # DEFECT gives_up_too_early.md
+    found = simulate(grid(scenario), num_steps=5)
+    assert steps(found) == [5, 5, 5]
+    assert found.duration == pytest.approx(longer + simulate(grid(lives()), num_steps=5).duration)
+
+
+def test_steps_may_take_days() -> None:
+    # DEFECT gives_up_too_early.md
+    found = simulate(grid(lives(), forward=1e5, backward=2e5), num_steps=3)
+    assert steps(found) == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("policy", "decoupled"), [*((policy, False) for policy in SOME), ("all_reduce", True)]
+)
+def test_a_link_that_is_lost_and_back_delays_and_no_more(policy: str, decoupled: bool) -> None:
+    # DEFECT each_and_lives.md: decoupled
+    scenario = linked(lost(10.0), back(20.0))
+    found = simulate(grid(scenario, policy=policy, decoupled=decoupled), num_steps=30)
+    calm = simulate(grid(linked(), policy=policy, decoupled=decoupled), num_steps=30)
+    assert found.cut_short == ""
+    assert made(found, 90)
+    # Ten seconds, and what a policy's deadlines add in the worst case.
+    assert calm.duration + 7.0 < found.duration < calm.duration + 10.0 + 35.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([], 10.3),
+        ([lost(2.0), back(4.0)], 12.3),
+        ([lost(0.2), back(4.0)], 14.0),
+        ([LinkChange(at=2.0, source="here", target="here", bandwidth=1e8)], 2.83),
+        ([LinkChange(at=5.3, source="here", target="here", bandwidth=5e6)], 15.3),
+    ],
+)
+@pytest.mark.parametrize("uplink", [None, 1e9])
+def test_an_exchange_under_way_goes_at_the_speed_of_the_moment(
+    changes: list, expected: float, uplink: float | None
+) -> None:
+    # DEFECT link_change_during_exchange.md
+    job = equal_job(
+        num_pipelines=2,
+        forward=0.1,
+        backward=0.2,
+        gradient_bytes=1e8,
+        bandwidth=1e7,
+        uplink=uplink,
+        scenario=linked(*changes),
+    )
+    assert simulate(job, num_steps=1).ends[0] == pytest.approx((expected,), rel=1e-6)
+
+
+def test_messages_under_way_go_at_the_speed_of_the_moment() -> None:
+    """10 bytes at 10 per second, then at 1: half there after half a second, and 5 s more."""
+    base = {"forward": 1.0, "backward": 1.0, "activation_bytes": 10.0, "bandwidth": 10.0}
+    slower = linked(LinkChange(at=1.5, source="here", target="here", bandwidth=1.0))
+    job = equal_job(num_stages=2, num_pipelines=1, scenario=slower, **base)  # type: ignore[arg-type]
+    # F0 until 1, its message until 1.5 + 5, F and B until 8.5, the gradient until 18.5, B.
+    assert simulate(job, num_steps=1).ends == (pytest.approx((19.5,)),)
+
+
+def test_one_direction_of_a_link_may_be_slower() -> None:
+    base = {"forward": 1.0, "backward": 1.0, "activation_bytes": 10.0, "bandwidth": 10.0}
+    job = equal_job(num_stages=2, num_pipelines=1, **base)  # type: ignore[arg-type]
+    there, home = (
+        linked(LinkChange(at=0.0, source=a, target=b, bandwidth=1.0, one_way=True))
+        for a, b in (("d0", "d1"), ("d1", "d0"))
+    )
+    both = linked(LinkChange(at=0.0, source="d0", target="d1", bandwidth=1.0))
+    took = [
+        simulate(replace(job, scenario=scenario), num_steps=1).duration
+        for scenario in (linked(), there, home, both)
+    ]
+    assert took == pytest.approx([6.0, 15.0, 15.0, 24.0])
+
+
+def test_words_with_the_coordinator_take_the_latency_of_the_moment() -> None:
+    # DEFECT coordinator_latency_fixed.md
+    later = linked(LinkChange(at=5.0, source="here", target="here", latency=0.05))
+    job = equal_job(num_pipelines=2, forward=0.1, backward=0.2, scenario=later)
+    ends = simulate(job, num_steps=30).ends[1]
+    # Two words there and back, and two halves that are asked for first.
+    assert ends[-1] - ends[-2] == pytest.approx(0.3 + 4 * 0.05 + 2 * 2 * 0.05)
+
+
+def test_spot_instances_come_and_go_in_a_simulation() -> None:
+    trace = SpotTrace(name="t", times=(0.0, 10.0, 20.0, 40.0), counts=(6, 4, 3, 6))
+    job = grid(lives(), policy="adaptive")
+    found = simulate(replace(job, scenario=spot_scenario(trace, job.cluster)), num_steps=40)
+    assert found.cut_short == ""
+    assert made(found, 120)
+    assert min(steps(found)) > 5
+
+
+def test_a_device_that_no_pipeline_uses_may_be_lost() -> None:
+    job = grid(lives())
+    spare = replace(job.cluster.devices[0], name="spare")
+    cluster = replace(job.cluster, devices=(*job.cluster.devices, spare))
+    found = simulate(
+        replace(job, cluster=cluster, scenario=lives(kill=[("spare", 3.0)])), num_steps=10
+    )
+    assert found.ends == simulate(job, num_steps=10).ends
+
+
+@pytest.mark.parametrize("kind", ["kill", "join", "slow", "pause", "link"])
+def test_a_scenario_that_names_what_is_not_there_is_refused(kind: str) -> None:
+    entries = {
+        "kill": lives(kill=[("d9", 1.0)]),
+        "join": lives(join=[("d9", 1.0)]),
+        "slow": slowed(Slow(device="d9", factor=2.0)),
+        "pause": Scenario(name="p", pause=(Pause(device="d9", at=1.0, until=2.0),)),
+        "link": linked(lost(1.0, "here", "there")),
+    }
+    with pytest.raises(UserError, match=f"{kind}\\[0\\]"):
+        grid(entries[kind])
+
+
+def test_workers_of_another_stage_or_region_hear_of_a_death_alike() -> None:
+    """The pipeline of a dead device is gone from the averages of every stage."""
+    job = replace(grid(lives(kill=[("d3", 5.0)])), cluster=apart(6, bandwidth=1e8, latency=0.001))
+    found = simulate(job, num_steps=20)
+    assert steps(found)[1] == 3
+    assert set(found.group_sizes) == {2, 3}

@@ -1,0 +1,360 @@
+"""Policies in a simulation: each runs to its end, and keeps the promise that it is known for."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyrhythm.describe.scenario import Slow
+from polyrhythm.errors import PolicyError, UserError
+from polyrhythm.simulate.job import SimulatedJob, equal_job
+from polyrhythm.simulate.result import Simulated
+from polyrhythm.simulate.simulator import simulate
+from polyrhythm.sync.registry import POLICIES
+from polyrhythm.types import Worker
+from tests.pure.simulating import apart, slow_entries, slowed
+
+SYNCHRONOUS = ("all_reduce", "balanced")
+# Averages of these are taken in while the next step runs.
+OVERLAPS = ("adaptive", "age", "partial_reduce", "random", "smart", "static", "pairwise", "local")
+names = st.sampled_from(sorted(POLICIES))
+
+
+class Watcher:
+    """Counts what an observer is told."""
+
+    def __init__(self) -> None:
+        self.steps: Counter[Worker] = Counter()
+        self.averages: dict[int, tuple[Worker, ...]] = {}
+        self.applied: Counter[int] = Counter()
+        self.served: Counter[tuple[Worker, bool]] = Counter()
+        self.times: list[float] = []
+
+    def on_begin(self, worker: Worker, now: float) -> None:
+        self.times.append(now)
+
+    def on_step(self, worker: Worker, now: float) -> None:
+        self.steps[worker] += 1
+        self.times.append(now)
+
+    def on_average(
+        self, gid: int, members: Sequence[Worker], weights: Sequence[float], now: float
+    ) -> None:
+        assert gid not in self.averages, "a group averages once"
+        assert len(weights) == len(members) == len(set(members))
+        assert sum(weights) == pytest.approx(1.0)
+        assert len({member.stage for member in members}) == 1
+        self.averages[gid] = tuple(members)
+        self.times.append(now)
+
+    def on_applied(self, worker: Worker, gid: int, now: float) -> None:
+        assert worker in self.averages[gid]
+        self.applied[gid] += 1
+        self.times.append(now)
+
+    def on_served(self, worker: Worker, is_push: bool, now: float) -> None:
+        self.served[worker, is_push] += 1
+        self.times.append(now)
+
+    def on_healed(self, worker: Worker, source: Worker, now: float) -> None:
+        self.times.append(now)
+
+
+@st.composite
+def jobs(draw: st.DrawFn, policy: str | None = None) -> SimulatedJob:
+    name = draw(names) if policy is None else policy
+    num_stages = 1 if name == "balanced" else draw(st.integers(1, 4))
+    return equal_job(
+        num_stages=num_stages,
+        num_pipelines=draw(st.integers(1, 5)),
+        forward=0.1,
+        backward=0.2,
+        activation_bytes=draw(st.sampled_from([0.0, 1e6])),
+        gradient_bytes=draw(st.sampled_from([0.0, 1e3, 2e7])),
+        num_microbatches=draw(st.integers(1, 4)),
+        policy=name,
+        latency=draw(st.sampled_from([0.0, 0.01])),
+        bandwidth=1e8,
+        uplink=draw(st.sampled_from([None, 1e8])),
+        scenario=slowed(*draw(st.lists(slow_entries(), max_size=2)), seed=draw(st.integers(0, 9))),
+        seed=draw(st.integers(0, 9)),
+    )
+
+
+def check(found: Simulated, job: SimulatedJob, num_steps: int) -> None:
+    assert found.cut_short == ""
+    goal = num_steps * len(job.pipelines)
+    assert goal <= sum(map(len, found.ends)) < goal + len(job.pipelines)  # some end together
+    assert all(list(ends) == sorted(ends) for ends in found.ends)
+    assert found.duration >= max(ends[-1] for ends in found.ends if ends) > 0
+    for worker, busy in found.busy.items():
+        starved, waited = found.starved[worker], found.waited[worker]
+        assert min(busy, starved, waited) >= 0
+        # An action counts when it begins: the last one may go on after the end.
+        assert busy + starved + waited <= found.duration + 20, worker
+    assert 0 <= found.bubble <= 1
+    assert 0 <= found.waiting <= 1
+    assert found.most_spread >= found.spread >= 0
+
+
+@settings(max_examples=120)
+@given(jobs(), st.booleans())
+def test_every_policy_runs_to_its_end_under_any_slowness(job: SimulatedJob, each: bool) -> None:
+    watcher = Watcher()
+    found = simulate(job, num_steps=8, each=each, observers=[watcher])
+    check(found, job, 8)
+    policy = job.sync.policy
+    if each or policy in SYNCHRONOUS:
+        assert [len(ends) for ends in found.ends] == [8] * len(job.pipelines)
+    assert watcher.times == sorted(watcher.times)
+    for gid, num_applied in watcher.applied.items():
+        assert num_applied <= len(watcher.averages[gid])
+    if len(job.pipelines) == 1:
+        assert not watcher.averages
+    if policy == "ssp":
+        assert not watcher.averages
+        for worker, steps in watcher.steps.items():
+            assert steps - 1 <= watcher.served[worker, False] <= watcher.served[worker, True]
+            assert watcher.served[worker, True] <= steps
+
+
+@settings(max_examples=40)
+@given(st.data(), st.sampled_from(OVERLAPS), st.booleans())
+def test_policies_that_can_overlap_or_hide_halves_do(
+    data: st.DataObject, policy: str, overlap: bool
+) -> None:
+    job = data.draw(jobs(policy))
+    if overlap:
+        job = replace(job, overlap=True)
+    elif policy != "static":  # asks nobody
+        job = replace(job, decoupled=True)
+    check(simulate(job, num_steps=6), job, 6)
+    each = simulate(job, num_steps=6, each=True)
+    assert [len(ends) for ends in each.ends] == [6] * len(job.pipelines)
+
+
+@settings(max_examples=25)
+@given(jobs("all_reduce"))
+def test_decoupled_all_reduce_ends_and_makes_equal_steps(job: SimulatedJob) -> None:
+    job = replace(job, decoupled=True)
+    found = simulate(job, num_steps=6)
+    check(found, job, 6)
+    assert [len(ends) for ends in found.ends] == [6] * len(job.pipelines)
+
+
+def of(policy: str, *, slow: Sequence[Slow] = (), num_steps: int = 40, **more: object) -> Simulated:
+    given_: dict[str, object] = {
+        "num_pipelines": 4,
+        "forward": 0.1,
+        "backward": 0.2,
+        "gradient_bytes": 1e6,
+        "bandwidth": 1e8,
+        "num_microbatches": 8,
+        **more,
+    }
+    job = equal_job(policy=policy, scenario=slowed(*slow), **given_)  # type: ignore[arg-type]
+    return simulate(job, num_steps=num_steps)
+
+
+ONE_SLOW = (Slow(device="d0", factor=4.0),)
+
+
+def test_all_reduce_goes_at_the_pace_of_the_slowest() -> None:
+    assert of("all_reduce", slow=ONE_SLOW).step_time == pytest.approx(
+        4 * of("all_reduce").step_time, rel=0.02
+    )
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "age", "pairwise", "balanced", "local"])
+def test_others_do_not(policy: str) -> None:
+    assert of(policy, slow=ONE_SLOW).step_time < 0.6 * of("all_reduce", slow=ONE_SLOW).step_time
+
+
+def test_balanced_gives_the_slow_one_less_and_all_of_the_batch_away() -> None:
+    """3 of 32 take the slow one as long as the others need for 9 or 10."""
+    found = of("balanced", slow=ONE_SLOW)
+    assert found.steps_after_first() == pytest.approx(10 * 0.3, rel=0.15)
+    assert found.busy[Worker(0, 0)] == pytest.approx(found.busy[Worker(0, 1)], rel=0.35)
+    assert found.throughput == pytest.approx(32 / found.step_time, rel=1e-6)
+
+
+def test_balanced_in_a_pipeline_is_refused() -> None:
+    with pytest.raises(PolicyError, match="balanced"):
+        of("balanced", num_stages=2)
+
+
+def test_bounded_staleness_keeps_the_fast_within_its_bound() -> None:
+    watcher, ahead = Watcher(), [0]
+
+    class Ahead(Watcher):
+        def on_step(self, worker: Worker, now: float) -> None:
+            super().on_step(worker, now)
+            steps = [self.steps[Worker(0, pipeline)] for pipeline in range(4)]
+            ahead.append(max(steps) - min(steps))
+
+    for staleness in (0, 3):
+        watcher, ahead[:] = Ahead(), [0]
+        job = equal_job(
+            num_pipelines=4,
+            forward=0.1,
+            backward=0.2,
+            gradient_bytes=1e3,
+            bandwidth=1e8,
+            policy="ssp",
+            options={"staleness": staleness},
+            scenario=slowed(*ONE_SLOW),
+        )
+        simulate(job, num_steps=30, observers=[watcher])
+        assert max(ahead) == staleness + 1
+
+
+def test_a_server_shares_its_connection_among_all_who_push() -> None:
+    """Three of four push 1e7 bytes at once over 1e8 bytes per second, then pull as much."""
+    sizes = {"gradient_bytes": 1e7, "uplink": 1e8, "options": {"staleness": 0}}
+    found = of("ssp", num_microbatches=1, **sizes)
+    assert found.steps_after_first() == pytest.approx(0.3 + 0.3 + 0.3, rel=0.01)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_one_pipeline_alone_waits_for_nobody(policy: str) -> None:
+    found = of(policy, num_pipelines=1, num_microbatches=1)
+    assert found.ends[0] == pytest.approx([0.3 * (step + 1) for step in range(40)])
+    assert set(found.group_sizes) <= {1}
+    assert found.bytes_sent.sum() == 0
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"balanced"}))
+def test_far_workers_wait_for_words_with_the_coordinator(policy: str) -> None:
+    """Unless nobody asks one, or seldom."""
+    job = equal_job(num_pipelines=2, forward=0.1, backward=0.2, policy=policy, latency=0.5)
+    near = simulate(replace(job, cluster=apart(2)), num_steps=10)
+    far = simulate(job, num_steps=10)
+    if policy in ("local",):
+        assert far.duration == pytest.approx(near.duration)
+    else:
+        assert far.duration > near.duration + 0.5
+
+
+@pytest.mark.parametrize("num_pipelines", [1, 3])
+def test_a_few_steps_have_a_rate_too(num_pipelines: int) -> None:
+    # DEFECT short_runs.md
+    found = of("all_reduce", num_steps=1, num_pipelines=num_pipelines, gradient_bytes=0.0)
+    assert found.step_time == pytest.approx(2.4)
+    assert found.throughput == pytest.approx(num_pipelines * 8 / 2.4)
+
+
+def test_steady_rates_do_not_depend_on_how_long_one_looks() -> None:
+    short, long = (of("all_reduce", num_steps=count) for count in (12, 60))
+    assert short.step_time == pytest.approx(long.step_time, rel=1e-6)
+    assert long.throughput == pytest.approx(32 / long.step_time, rel=1e-6)
+
+
+def test_averages_seldom_cost_seldom() -> None:
+    job = equal_job(
+        num_pipelines=4,
+        forward=0.1,
+        backward=0.2,
+        gradient_bytes=1e7,
+        bandwidth=1e8,
+        policy="local",
+    )
+    often, seldom = (
+        simulate(replace(job, sync=replace(job.sync, every=every)), num_steps=20)
+        for every in (1, 5)
+    )
+    assert often.group_sizes == {4: 20}
+    assert seldom.group_sizes == {4: 4}
+    assert seldom.bytes_sent.sum() == pytest.approx(often.bytes_sent.sum() / 5)
+    assert often.duration - 20 * 0.3 == pytest.approx(5 * (seldom.duration - 20 * 0.3))
+
+
+def test_other_seeds_draw_other_groups() -> None:
+    first, same, other = (
+        of(
+            "random",
+            seed=seed,
+            num_pipelines=5,
+            slow=[Slow(device="*", probability=0.5, sleep_factor=2)],
+        )
+        for seed in (0, 0, 1)
+    )
+    assert first.ends == same.ends
+    assert first.ends != other.ends
+
+
+def plain(**more: object) -> SimulatedJob:
+    given_: dict[str, object] = {"num_stages": 2, "num_pipelines": 2, "num_microbatches": 2}
+    return equal_job(**{**given_, "forward": 0.1, "backward": 0.2, **more})  # type: ignore[arg-type]
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"forward": -0.1}, "forward of stage 0"),
+        ({"backward": -0.1}, "backward of stage 0"),
+        ({"forward": NAN}, "forward of stage 0"),
+        ({"backward": INF}, "backward of stage 0"),
+        ({"forward": 0.0, "backward": 0.0}, "computes nothing"),
+        ({"activation_bytes": -1.0}, "activation_bytes of stage 0"),
+        ({"gradient_bytes": NAN}, "gradient_bytes of stage 0"),
+        ({"in_flight": (2,)}, "in_flight"),
+        ({"in_flight": (1, 2)}, "in_flight"),
+        ({"in_flight": (1, 0)}, "in_flight"),
+        ({"nodes": ("a",)}, "1 nodes"),
+        ({"policy": "ssp", "overlap": True}, "overlap with ssp"),
+        ({"policy": "all_reduce", "overlap": True}, "overlap with all_reduce"),
+        ({"policy": "ssp", "decoupled": True}, "decoupled with ssp"),
+        ({"policy": "age", "overlap": True, "decoupled": True}, "overlap with decoupled"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_name(wrong: dict, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        plain(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"coordinator": 9}, "device 9 of a cluster of 4"),
+        ({"coordinator": -1}, "device -1 of a cluster of 4"),
+        ({"samples": (1,)}, "1 samples"),
+        ({"num_buckets": 0}, "num_buckets=0"),
+        ({"cluster": apart(3)}, "device 3 of a cluster of 3"),
+        ({"pipelines": plain().pipelines[:1]}, "a scheduler for 2 stages x 2 pipelines"),
+        ({"pipelines": plain().pipelines[:1] * 2}, "has 2 parts"),
+        ({"stages": plain().stages[:1]}, "runs stages"),
+    ],
+)
+def test_a_job_of_another_plan_or_cluster_is_refused(change: dict, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        replace(plain(), **change)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda lists: lists[:1],
+        lambda lists: [*lists, lists[0]],
+        lambda lists: [lists[0][::-1], lists[1]],
+        lambda lists: [lists[0][:2], lists[1]],
+        lambda lists: [[], []],
+    ],
+)
+def test_a_schedule_that_cannot_run_is_refused(spoil: Callable) -> None:
+    job = plain()
+    spoilt = replace(job.pipelines[0], schedule=spoil(list(job.pipelines[0].schedule)))
+    with pytest.raises(UserError):
+        replace(job, pipelines=(spoilt, job.pipelines[1]))
+
+
+@pytest.mark.parametrize("num_steps", [0, -1])
+def test_no_steps_are_refused(num_steps: int) -> None:
+    # DEFECT bad_input.md, if it is still open
+    with pytest.raises(UserError, match="num_steps"):
+        simulate(plain(), num_steps=num_steps)
