@@ -5,7 +5,7 @@ __version__ = "0.1.0"  # above the imports: the event log, imported below, recor
 import importlib
 from typing import TYPE_CHECKING
 
-from polyrhythm.describe.cluster import Cluster, Device, Link
+from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.model import Layer, ModelProfile
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.errors import PeerError, UserError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
     from polyrhythm.run.make_plan import make_plan
     from polyrhythm.run.pipeline.pipeline import Pipeline
+    from polyrhythm.simulate.predict import predict
 
 __all__ = [
     "Cluster",
@@ -29,7 +30,6 @@ __all__ = [
     "DistributedOptimizer",
     "GroupSync",
     "Layer",
-    "Link",
     "ModelProfile",
     "Op",
     "ParameterServer",
@@ -41,16 +41,18 @@ __all__ = [
     "UserError",
     "Worker",
     "make_plan",
+    "predict",
     "read_run",
 ]
 
 
-_LAZY = {  # what needs torch, or SciPy, is imported when it is first used
+_LAZY = {  # what needs torch, SciPy or Numba is imported when it is first used
     "DistributedOptimizer": "polyrhythm.run.decoupled.optimizer",
     "GroupSync": "polyrhythm.run.average.group_sync",
     "ParameterServer": "polyrhythm.run.average.parameter_server",
     "Pipeline": "polyrhythm.run.pipeline.pipeline",
     "make_plan": "polyrhythm.run.make_plan",
+    "predict": "polyrhythm.simulate.predict",
 }
 
 

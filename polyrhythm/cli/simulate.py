@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from polyrhythm.errors import PlanError
+from polyrhythm.errors import DescriptionError, PlanError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -151,7 +151,10 @@ class SimulateCommand:
         from polyrhythm.types import Seconds
 
         scenario = Scenario(name="calm") if self.scenario is None else Scenario.load(self.scenario)
-        scenario.check(cluster)
+        try:
+            scenario.check(cluster)
+        except DescriptionError as error:
+            raise error.at(str(self.scenario)) from None
         if self.spot is None:
             return scenario
         lasts = None if self.spot_duration is None else parse(self.spot_duration, Seconds)

@@ -1,0 +1,86 @@
+"""What if: sentences that change a cluster or a scenario."""
+
+import pytest
+
+from polyrhythm.describe.cluster import Cluster, Device
+from polyrhythm.describe.scenario import Kill, LinkChange, Scenario, Slow
+from polyrhythm.errors import DescriptionError
+from polyrhythm.simulate.what_if import what_if
+
+CALM = Scenario(name="calm")
+CLUSTER = Cluster(
+    name="three",
+    devices=(
+        Device(name="a0", region="Tokyo"),
+        Device(name="a1", region="Tokyo"),
+        Device(name="b-0", region="New-York"),
+    ),
+    regions=("Tokyo", "New-York"),
+    latency=((0.001, 0.08), (0.09, 0.001)),
+    bandwidth=((1e9, 1e8), (2e8, 1e9)),
+)
+
+
+def test_a_link_between_regions_changes_both_ways_and_no_other() -> None:
+    cluster, scenario = what_if("link tokyo-New-York x0.5", CLUSTER, CALM)
+    assert cluster.bandwidth == ((1e9, 5e7), (1e8, 1e9))
+    assert cluster.latency == CLUSTER.latency
+    assert scenario == CALM
+
+
+def test_latency_changes_only_if_it_is_said() -> None:
+    cluster, _ = what_if("link New-York-Tokyo latency x2", CLUSTER, CALM)
+    assert cluster.latency == ((0.001, 0.16), (0.18, 0.001))
+    assert cluster.bandwidth == CLUSTER.bandwidth
+
+
+def test_links_inside_a_region() -> None:
+    cluster, _ = what_if("link Tokyo-Tokyo x3", CLUSTER, CALM)
+    assert cluster.bandwidth == ((3e9, 1e8), (2e8, 1e9))
+
+
+def test_a_link_of_a_single_device_is_a_change_at_the_start() -> None:
+    cluster, scenario = what_if("link a1-b-0 x0.1", CLUSTER, CALM)
+    assert cluster == CLUSTER
+    assert scenario.link == (LinkChange(at=0.0, source="a1", target="b-0", bandwidth=1e7),)
+
+
+def test_a_link_that_is_lost() -> None:
+    _, scenario = what_if("link Tokyo-New-York down", CLUSTER, CALM)
+    assert scenario.link == (LinkChange(at=0.0, source="Tokyo", target="New-York", up=False),)
+
+
+@pytest.mark.parametrize("name", ["b-0", "2"])
+def test_a_device_by_its_name_or_its_place(name: str) -> None:
+    _, scenario = what_if(f"device {name} slow x4", CLUSTER, CALM)
+    assert scenario.slow == (Slow(device="b-0", factor=4.0),)
+    cluster, _ = what_if(f"device {name} speed x2", CLUSTER, CALM)
+    assert [device.speed for device in cluster.devices] == [1.0, 1.0, 2.0]
+    _, scenario = what_if(f"device {name} gone", CLUSTER, CALM)
+    assert scenario.kill == (Kill(device="b-0", at=0.0),)
+
+
+def test_what_the_scenario_had_stays() -> None:
+    before = Scenario(name="some", slow=(Slow(device="a0", factor=2.0),))
+    _, scenario = what_if("device 1 slow x4", CLUSTER, before)
+    assert scenario.slow == (*before.slow, Slow(device="a1", factor=4.0))
+
+
+@pytest.mark.parametrize(
+    ("sentence", "wrong"),
+    [
+        ("link Tokyo x2", "unknown region or device"),
+        ("link Tokyo-Osaka x2", "'Osaka'"),
+        ("link Tokyo-New-York x0", "x0"),
+        ("link Tokyo-New-York x-1", "x-1"),
+        ("device 3 slow x4", "unknown device '3'"),
+        ("device a0 slow x0.5", "factor is 0.5"),
+        ("device a0 slower", "device a0 slower"),
+        ("", '--what-if ""'),
+    ],
+)
+def test_what_is_not_understood_is_refused_with_the_sentence(sentence: str, wrong: str) -> None:
+    with pytest.raises(DescriptionError) as caught:
+        what_if(sentence, CLUSTER, CALM)
+    assert wrong in str(caught.value)
+    assert f'--what-if "{sentence}"' in str(caught.value)
