@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -50,6 +50,10 @@ class SimulateCommand:
     """Squeeze that recording into so much time, such as 10min."""
     what_if: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Such as "link Tokyo-Seoul x0.5" or "device 3 slow x4": once more with that, too."""
+    converge: Literal["quadratic", "perceptron"] | None = None
+    """Train a small problem as well, and show loss and how far workers are apart."""
+    lr: float = 0.05
+    """With --converge: the learning rate."""
     steps: int = 20
     """Global steps to simulate."""
     seed: int = 0
@@ -65,7 +69,22 @@ class SimulateCommand:
         ways = list(self._ways())
         show_ways(ways, console)
         show_links(ways[0], console)
+        if self.converge is not None:
+            self._show_curves(ways, console)
         return 0
+
+    def _show_curves(self, ways: "list[Way]", console: "Console") -> None:
+        from polyrhythm.simulate.compare import show_curves
+        from polyrhythm.simulate.converge import converge
+        from polyrhythm.simulate.problems import perceptron, quadratic
+
+        make = quadratic if self.converge == "quadratic" else perceptron
+        curves = []
+        for way in ways:
+            problem = make(len(way.job.pipelines), seed=self.seed)
+            curve = converge(way.job, problem, num_steps=self.steps, lr=self.lr)
+            curves.append((way.name, curve))
+        show_curves(curves, console)
 
     def _ways(self) -> "Iterator[Way]":
         from polyrhythm.plan.plan import Plan

@@ -11,10 +11,13 @@ from typing import Any
 
 from polyrhythm.types import Seconds
 
+CHANGES, TRIES, AFTERWARDS = -1, 1, 2  # priorities other than 0: see Clock
 _Entry = tuple[Seconds, int, int, Callable[..., None], tuple[Any, ...]]
 
 
 class Clock:
+    """What a scenario changes comes first; TRIES is what happens because nothing else did."""
+
     def __init__(self) -> None:
         self.now: Seconds = 0.0
         self._heap: list[_Entry] = []
@@ -32,6 +35,11 @@ class Clock:
     def next_time(self) -> Seconds:
         """Of what is to happen first; inf if there is nothing."""
         return self._heap[0][0] if self._heap else math.inf
+
+    @property
+    def only_tries(self) -> bool:
+        """Whether what comes next is that."""
+        return bool(self._heap) and self._heap[0][1] == TRIES
 
     def run_next(self) -> None:
         self.now, _, _, callback, given = heapq.heappop(self._heap)

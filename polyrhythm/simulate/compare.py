@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from polyrhythm.describe.units import show
+from polyrhythm.simulate.converge import Curve
 from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.simulate.result import Simulated
 from polyrhythm.tables import print_line, print_table
@@ -74,6 +75,25 @@ def show_links(way: Way, console: Console) -> None:
     if rows:
         title = f"busiest links, {way.name}"
         print_table(console, ["", "sent/step"], rows, title=title, numbers=True)
+
+
+def show_curves(curves: Sequence[tuple[str, Curve]], console: Console) -> None:
+    """When each is as good as the worst one is in the end, and how it ends."""
+    target = max(curve.final_loss for _, curve in curves)
+    rows = [
+        [
+            name,
+            f"{curve.losses[0]:.4g}",
+            f"{curve.final_loss:.4g}",
+            f"{curve.distances[-1]:.3g}",
+            show(curve.time_to(target), Seconds),
+            f"{curve.steps_to(target):.1f}",
+        ]
+        for name, curve in curves
+    ]
+    to = f"to {target:.4g}"
+    header = ["", "loss", "final loss", "distance", f"time {to}", f"steps {to}"]
+    print_table(console, header, rows, title="a small problem", numbers=True)
 
 
 def _row(way: Way, first: Way) -> list[str]:

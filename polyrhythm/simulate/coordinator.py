@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.simulate.clock import Clock
+from polyrhythm.simulate.clock import TRIES, Clock
 from polyrhythm.sync.decision_log import DecisionLog
 from polyrhythm.sync.messages import (
     Abort,
@@ -76,7 +76,7 @@ class Coordinator:
         timer = self.scheduler.next_timer()
         if timer < self._timer:
             self._timer = timer
-            self._clock.at(timer, self._ring, timer, priority=1)
+            self._clock.at(timer, self._ring, timer, priority=TRIES)
 
     def _answer(self, command: Command) -> None:
         if isinstance(command, Refuse):
@@ -107,7 +107,7 @@ class Coordinator:
             self._step(Timer(now=self._clock.now))
         elif due < float("inf"):
             self._timer = due
-            self._clock.at(due, self._ring, due, priority=1)
+            self._clock.at(due, self._ring, due, priority=TRIES)
 
 
 def _by_latency(

@@ -10,7 +10,7 @@ all is one number: it cannot end before the last bucket is there and what follow
 from collections.abc import Callable, Sequence
 
 from polyrhythm.simulate.averaging import Member, Observer
-from polyrhythm.simulate.clock import Clock
+from polyrhythm.simulate.clock import TRIES, Clock
 from polyrhythm.simulate.engine.engine import Engine
 from polyrhythm.simulate.network import Network
 from polyrhythm.types import Seconds
@@ -87,27 +87,31 @@ class DecoupledAllReduce:
         if not members or len(ended) < len(members):
             return
         self._ended[stage] = []
-        self._exchange(members)
+        self._exchange(members, [member.life for member in members])
 
-    def _exchange(self, members: Sequence[Member]) -> None:
-        devices = [member.device for member in members]
+    def _exchange(self, members: Sequence[Member], lives: Sequence[int]) -> None:
+        members = _alive(members, lives)
+        if not members:
+            return
+        devices, lives = [m.device for m in members], [m.life for m in members]
         busy = self._network.half_time(devices, members[0].size) if len(members) > 1 else 0.0
         if busy == float("inf"):  # over a link that is lost
-            self._clock.at(self._clock.now + AGAIN, self._exchange, members)
+            again = self._clock.now + AGAIN
+            self._clock.at(again, self._exchange, members, lives, priority=TRIES)
             return
         latency = self._network.both_ways(devices) / 2
         backwards = [self._engine.last_action(member.run) for member in members]
-        summed = max(scattered(backwards, busy, latency, self._num_buckets), self._clock.now)
+        summed = scattered(backwards, busy, latency, self._num_buckets)
         for a, b, sent in self._network.sent(devices, members[0].size):
             self._engine.state.sent[a, b] += sent
-        lives = [member.life for member in members]
         self._clock.at(summed, self._go_on, members, lives, busy, latency)
 
     def _go_on(
         self, members: Sequence[Member], lives: Sequence[int], busy: Seconds, latency: Seconds
     ) -> None:
-        members = [m for m, life in zip(members, lives, strict=True) if m.life == life]
-        self._tell(members)
+        members = _alive(members, lives)
+        if members:
+            self._tell(members)
         for member in members:
             forward = float(self._engine.state.runs[member.run]["forward"])
             gate = gathered(busy, latency, forward, self._num_buckets) if busy else 0.0
@@ -120,3 +124,8 @@ class DecoupledAllReduce:
             observer.on_average(self._num_averages, workers, weights, self._clock.now)
             for worker in workers:
                 observer.on_applied(worker, self._num_averages, self._clock.now)
+
+
+def _alive(members: Sequence[Member], lives: Sequence[int]) -> list[Member]:
+    """Those who have not been lost since."""
+    return [member for member, life in zip(members, lives, strict=True) if member.life == life]

@@ -10,7 +10,7 @@ from typing import Any
 
 from polyrhythm.describe.scenario import LinkChange, Scenario
 from polyrhythm.simulate.averaging import Averaging, Member
-from polyrhythm.simulate.clock import Clock
+from polyrhythm.simulate.clock import AFTERWARDS, CHANGES, TRIES, Clock
 from polyrhythm.simulate.decoupled import AGAIN
 from polyrhythm.simulate.engine.engine import Engine
 from polyrhythm.simulate.network import Network
@@ -53,7 +53,7 @@ class Mishaps:
         ]
         self.last: Seconds = max((at for at, _, _ in happens), default=0.0)
         for at, callback, given in happens:
-            clock.at(at, callback, given, priority=-1)
+            clock.at(at, callback, given, priority=CHANGES)
 
     def start(self) -> None:
         for pipeline, members in enumerate(self._pipelines):
@@ -72,7 +72,8 @@ class Mishaps:
         member, other = self._averaging.members[worker], self._averaging.members[source]
         takes = self._network.transfer(other.device, member.device, STATE * member.size)
         if takes == float("inf"):  # over a link that is lost
-            self._clock.at(self._clock.now + AGAIN, self._copy, worker, life, source)
+            again = self._clock.now + AGAIN
+            self._clock.at(again, self._copy, worker, life, source, priority=TRIES)
         else:
             self._clock.at(self._clock.now + takes, self._healed, worker, life, source)
 
@@ -121,7 +122,9 @@ class Mishaps:
                 assert self._averaging.coordinator is not None, "it is set"
                 answered = max(self._averaging.coordinator.word(m.worker) for m in members)
                 at = self._clock.now + answered
-                self._clock.at(at, self._begin_if_whole, pipeline, members[0].life, priority=2)
+                self._clock.at(
+                    at, self._begin_if_whole, pipeline, members[0].life, priority=AFTERWARDS
+                )
 
     def _begin_if_whole(self, pipeline: int, life: int) -> None:
         """Once nobody of it copies any more; who was not told to begins with what it has."""

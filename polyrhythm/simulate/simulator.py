@@ -181,7 +181,7 @@ class _Simulation:
                 clock.now = happened.time
                 self._gives_up = max(self._gives_up, happened.time + self._patience)
                 self._happened(happened)
-            elif until < self._gives_up:
+            elif until < self._gives_up or (until < float("inf") and not clock.only_tries):
                 clock.run_next()
             else:
                 return self._why_it_stands_still()

@@ -56,24 +56,20 @@ def begin_flow(
 def end_flow(state: State, index: int, now: float) -> None:
     flow, hosts = state.flows[index], state.hosts
     source, target = flow.source, flow.target
-    _unlink(state, index, source, target)
-    flow.version += 1
-    flow.source = NONE
-    flow.next_up = state.counts[FREE_FLOW]
-    state.counts[FREE_FLOW] = index
-    state.counts[NUM_FLOWS] -= 1
+    _take_off(state, index)
     if hosts[source].first_up != NONE or (target != NONE and hosts[target].first_down != NONE):
         _share_again(state, now, source, target)
 
 
 @compiled
 def drop_flows(state: State, now: float, owner: int) -> None:
-    """All of one owner."""
+    """All of one owner; what they leave is dealt once, for all of them."""
     for index in range(len(state.flows)):
         flow = state.flows[index]
         if flow.source != NONE and flow.channel == NONE and flow.owner == owner:
-            end_flow(state, index, now)
+            _take_off(state, index)
     state.owners[owner] = 0
+    _share_all(state, now)
 
 
 @compiled
@@ -87,6 +83,11 @@ def change_rates(state: State, now: float) -> None:
                 here, there = state.hosts[flow.source].region, state.hosts[flow.target].region
                 flow.most = state.links[1, here, there]
             index = flow.next_up
+    _share_all(state, now)
+
+
+@inlined
+def _share_all(state: State, now: float) -> None:
     for host in range(len(state.hosts)):
         _share(state, now, host, True)
         _share(state, now, host, False)
@@ -94,6 +95,17 @@ def change_rates(state: State, now: float) -> None:
         while index != NONE:
             _set_rate(state, index, now)
             index = state.flows[index].next_up
+
+
+@inlined
+def _take_off(state: State, index: int) -> None:
+    flow = state.flows[index]
+    _unlink(state, index, flow.source, flow.target)
+    flow.version += 1
+    flow.source = NONE
+    flow.next_up = state.counts[FREE_FLOW]
+    state.counts[FREE_FLOW] = index
+    state.counts[NUM_FLOWS] -= 1
 
 
 @inlined
