@@ -30,6 +30,7 @@ from polyrhythm.simulate.network import Network
 from polyrhythm.simulate.result import Simulated
 from polyrhythm.simulate.run_log import RunLog
 from polyrhythm.simulate.server import ServedAveraging
+from polyrhythm.simulate.steps import Steps
 from polyrhythm.sync.messages import Abort, Assign, Commit, Heal, Leave, Skip
 from polyrhythm.types import Seconds, Worker
 
@@ -80,16 +81,8 @@ class _Simulation:
             self._of_run[member.run].append(member)
         self._left = [0] * len(self._of_run)  # workers of a run that are not over yet
         self._gates = [0.0] * len(self._of_run)
-        self._ended = [0.0] * len(self._of_run)
-        self._waited = [0.0] * len(self._of_run)
-        self._num_over = [0] * len(self._of_run)  # steps
-        self._counts: list[dict[int, int]] = [{} for _ in job.pipelines]  # runs that made a step
-        self._num_runs = [len(pipeline.runs) for pipeline in job.pipelines]
-        self._ends: list[list[Seconds]] = [[] for _ in job.pipelines]
+        self._steps = Steps(self._engine.first_run)
         self._goal = num_steps * len(job.pipelines)
-        self._total = 0
-        self._began = [0.0] * len(self._of_run)
-        self._longest: Seconds = 0.0  # step
         is_optimizer = job.decoupled and job.sync.policy == "all_reduce"
         self._dealing = Dealing(job) if job.sync.policy == "balanced" else None
         self._coordinator_at = members[0].device if job.coordinator is None else job.coordinator
@@ -144,7 +137,6 @@ class _Simulation:
         )
 
         # When to take it that nothing comes any more, though the scheduler may try for ever.
-        self._patience = _PATIENCE
         self._gives_up = self._mishaps.last + _PATIENCE
 
     def result(self) -> Simulated:
@@ -157,12 +149,12 @@ class _Simulation:
         averaging, job = self._averaging, self._job
         samples = [len(pipeline.schedule[0]) // 2 for pipeline in job.pipelines]
         return Simulated(
-            ends=tuple(map(tuple, self._ends)),
+            ends=tuple(map(tuple, self._steps.ends)),
             samples=job.samples or tuple(samples),
             duration=self._clock.now,
             busy=dict(zip(first, runs["busy_before"].tolist(), strict=True)),
             starved=dict(zip(first, runs["starved_before"].tolist(), strict=True)),
-            waited=dict(zip(first, self._waited, strict=True)),
+            waited=dict(zip(first, self._steps.waited, strict=True)),
             group_sizes=averaging.sizes,
             spread=fmean(averaging.spread) if averaging.spread else 0.0,
             most_spread=max(averaging.spread, default=0),
@@ -174,12 +166,13 @@ class _Simulation:
 
     def _run(self) -> str:
         clock, engine = self._clock, self._engine
-        while self._total < self._goal:
+        while self._steps.total < self._goal:
             until = clock.next_time
             happened = engine.advance(until)
             if happened is not None:
                 clock.now = happened.time
-                self._gives_up = max(self._gives_up, happened.time + self._patience)
+                patience = max(_PATIENCE, _LONGER * self._steps.longest)
+                self._gives_up = max(self._gives_up, happened.time + patience)
                 self._happened(happened)
             elif until < self._gives_up or (until < float("inf") and not clock.only_tries):
                 clock.run_next()
@@ -189,10 +182,10 @@ class _Simulation:
 
     def _why_it_stands_still(self) -> str:
         if self._job.scenario.kill or self._job.scenario.link:
-            last = max((end for one in self._ends for end in one), default=0.0)
+            last = max((end for one in self._steps.ends for end in one), default=0.0)
             return f"nobody could go on after {last:.4g} s"
         raise ScheduleError(
-            f"a deadlock after {self._clock.now:.3g} s: {self._total} of {self._goal} steps made",
+            f"a deadlock after {self._clock.now:.3g} s: {self._steps.total} of {self._goal} steps",
             expected="stages that can all finish their lists",
             fix="check the schedule with schedule.check, which names the defect",
         )
@@ -205,9 +198,9 @@ class _Simulation:
         if not self._has_gradients(run):
             self._release(run, 0.0)
             return
-        self._ended[run] = happened.time
+        took = self._steps.computed(run, happened.time)
         if self._dealing is not None:
-            self._dealing.step_ended(run, happened.time - self._began[run])
+            self._dealing.step_ended(run, took)
         self._left[run], self._gates[run] = len(self._of_run[run]), 0.0
         way = self._averaging if self._all_reduce is None else self._all_reduce
         for member in self._of_run[run]:
@@ -227,22 +220,12 @@ class _Simulation:
             self._gates[run] = gate
         if self._left[run]:
             return
-        now, pipeline = self._clock.now, member.worker.pipeline
-        self._waited[run] += now - self._ended[run]
+        steps, now = self._steps, self._clock.now
+        number = steps.number[run]
+        computed = steps.over(run, member.worker.pipeline, now)
         if self._log is not None:
-            self._log.step_over(run, self._num_over[run], self._ended[run], now)
-        step = self._num_over[run]
-        self._num_over[run] += 1
-        counts = self._counts[pipeline]
-        number = counts[step] = counts.get(step, 0) + 1
-        if number == self._num_runs[pipeline]:
-            del counts[step]
-            self._ends[pipeline].append(now)
-            self._total += 1
-        if now - self._began[run] > self._longest:
-            self._longest = now - self._began[run]
-            self._patience = max(_PATIENCE, _LONGER * self._longest)
-        if self._each and self._num_over[run] >= self._num_steps:
+            self._log.step_over(run, number, computed, now)
+        if self._each and number + 1 >= self._num_steps:
             self._leave(run)
         else:
             self._release(run, self._gates[run])
@@ -257,7 +240,7 @@ class _Simulation:
     def _release(self, run: int, gate: Seconds) -> None:
         if self._dealing is not None:  # a run is a pipeline
             self._engine.set_schedule(run, self._dealing.schedule(run), 0)
-        self._began[run] = self._clock.now
+        self._steps.begin(run, self._clock.now)
         self._engine.release(run, self._clock.now, gate)
         if self._tells_begins:
             for member in self._of_run[run]:
@@ -265,23 +248,21 @@ class _Simulation:
 
     def _wants(self, pipeline: int) -> bool:
         """Whether it has steps to make."""
-        return not self._each or len(self._ends[pipeline]) < self._num_steps
+        return not self._each or len(self._steps.ends[pipeline]) < self._num_steps
 
     def _begin(self, pipeline: int) -> None:
+        self._steps.begin_anew(pipeline)
         first, end = self._engine.first_run[pipeline : pipeline + 2]
         for run in range(first, end):
-            self._num_over[run] = len(self._ends[pipeline])
-            self._began[run] = self._clock.now
-            self._engine.restart(run, self._clock.now, self._num_over[run])
-            if self._all_reduce is not None:
-                for member in self._of_run[run]:
+            self._steps.begin(run, self._clock.now)
+            self._engine.restart(run, self._clock.now, self._steps.number[run])
+            for member in self._of_run[run]:
+                if self._all_reduce is not None:
                     self._all_reduce.welcome(member)
-            if self._tells_begins:
-                for member in self._of_run[run]:
+                if self._tells_begins:
                     self._averaging.step_began(member)
 
     def _end(self, pipeline: int) -> None:
-        self._counts[pipeline].clear()
         first, end = self._engine.first_run[pipeline : pipeline + 2]
         for run in range(first, end):
             self._engine.stop(run)
