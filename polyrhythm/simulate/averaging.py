@@ -13,7 +13,7 @@ from typing import Protocol
 
 from polyrhythm.simulate.clock import Clock
 from polyrhythm.simulate.coordinator import Coordinator
-from polyrhythm.simulate.engine.engine import Engine
+from polyrhythm.simulate.engine.engine import THERE, Arriving, Engine
 from polyrhythm.simulate.network import Network
 from polyrhythm.sync.messages import Abort, Assign, Commit, Done, Heal, Ready, Request, Skip
 from polyrhythm.types import BytesPerSecond, Seconds, Worker
@@ -71,7 +71,7 @@ class _Exchange:
 
 
 class Averaging:
-    """`over` is called when a worker may begin its next step, with what gates its forward."""
+    """`over` is called when a worker may begin its next step, with what its forward waits for."""
 
     def __init__(
         self,
@@ -79,16 +79,16 @@ class Averaging:
         clock: Clock,
         engine: Engine,
         network: Network,
-        over: Callable[[Member, Seconds], None],
+        over: Callable[[Member, Arriving], None],
         *,
         every: int,
         overlap: bool,
         answers_meanwhile: bool,
         asks_ahead: bool,
-        decoupled: Callable[[Member, Sequence[Member]], Seconds] | None = None,
+        decoupled: Callable[[Sequence[Member]], Arriving] | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        """`decoupled` says when the first forward ends at the earliest, counted from Commit."""
+        """`decoupled` says when the second half of an average that is certain now is there."""
         self.members = {member.worker: member for member in members}
         self.sizes: Counter[int] = Counter()  # of groups that averaged, by members
         self.spread: list[int] = []  # steps between the first and the last of each group
@@ -112,13 +112,13 @@ class Averaging:
         for observer in self.observers:
             observer.on_step(member.worker, self._clock.now)
         if member.steps % self._every:
-            self._over(member, 0.0)
+            self._over(member, THERE)
         elif member.pending is not None:
             member.wants = True
         else:
             self._report(member)
             if self._overlap:
-                self._over(member, 0.0)
+                self._over(member, THERE)
 
     def _report(self, member: Member) -> None:
         """It is ready for an average."""
@@ -138,7 +138,7 @@ class Averaging:
         elif isinstance(command, Commit):
             self._committed(member, command)
         elif isinstance(command, Skip):
-            self._ended(member, command.clock, 0.0)
+            self._ended(member, command.clock, THERE)
             self.sizes[1] += 1
         elif isinstance(command, Abort):
             self._give_up(member, command.gid)
@@ -199,7 +199,7 @@ class Averaging:
         devices, size = [m.device for m in exchange.members], exchange.members[0].size
         for a, b, sent in self._network.sent(devices, size):
             self._engine.state.sent[a, b] += sent
-        if self._engine.shares and size > 0:
+        if self._engine.shares:
             self._send_half(exchange, devices)
             return
         # Nothing else matters to it: no event for each half.
@@ -250,10 +250,10 @@ class Averaging:
             self.spread.append(max(clocks) - min(clocks))
             if self.finished is not None:
                 self.finished.append((exchange.assign, exchange.began, self._clock.now))
-        gate = 0.0
+        buckets = THERE
         if self._decoupled is not None:
-            gate = self._clock.now + self._decoupled(member, exchange.members)
-        self._ended(member, commit.ends[place], gate)
+            buckets = self._decoupled(exchange.members)
+        self._ended(member, commit.ends[place], buckets)
 
     def _give_up(self, member: Member, gid: int) -> None:
         if gid in member.line:
@@ -266,13 +266,13 @@ class Averaging:
             del self._by_owner[exchange.owner]
             self._engine.drop_flows(self._clock.now, exchange.owner)
 
-    def _ended(self, member: Member, clock: int, gate: Seconds) -> None:
+    def _ended(self, member: Member, clock: int, buckets: Arriving) -> None:
         if clock != member.pending:
             return
         member.pending = None
         if not self._overlap:
-            self._over(member, gate)
+            self._over(member, buckets)
         elif member.wants:
             member.wants = False
             self._report(member)
-            self._over(member, 0.0)
+            self._over(member, THERE)

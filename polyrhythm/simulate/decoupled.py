@@ -3,31 +3,24 @@
 The gradients of a stage's last layers are there first, so its last bucket travels while the rest of
 the backward runs; buckets leave one after the other, with receives posted ahead. When all have been
 summed up and the optimizer has made its step, buckets are gathered in the order in which the next
-forward needs them, and that waits for each only when it comes to it. What a forward waits for in
-all is one number: it cannot end before the last bucket is there and what follows it is computed.
+forward needs them, and that waits for each only when it comes to it.
 """
 
 from collections.abc import Callable, Sequence
 
 from polyrhythm.simulate.averaging import Member, Observer
 from polyrhythm.simulate.clock import TRIES, Clock
-from polyrhythm.simulate.engine.engine import Engine
+from polyrhythm.simulate.engine.engine import Arriving, Engine
 from polyrhythm.simulate.network import Network
 from polyrhythm.types import Seconds
 
 AGAIN: Seconds = 1.0  # until one tries again to send over a link that is lost
 
 
-def gathered(busy: Seconds, latency: Seconds, forward: Seconds, num_buckets: int) -> Seconds:
-    """When the forward that waits for the buckets of a second half ends at the earliest.
-
-    Counted from when they begin to travel: bucket j is there after j + 1 of them have left, and the
-    layers from it on are still to be computed.
-    """
-    return max(
-        latency + busy * (j + 1) / num_buckets + forward * (num_buckets - j) / num_buckets
-        for j in range(num_buckets)
-    )
+def gathered(now: Seconds, busy: Seconds, latency: Seconds, num_buckets: int) -> Arriving:
+    """When the buckets of a second half that begins now are there, one after the other."""
+    first = now + latency + busy / num_buckets
+    return Arriving(first, now + latency + busy, 1 / num_buckets)
 
 
 def scattered(
@@ -52,7 +45,7 @@ class DecoupledAllReduce:
         clock: Clock,
         engine: Engine,
         network: Network,
-        over: Callable[[Member, Seconds], None],
+        over: Callable[[Member, Arriving], None],
         num_buckets: int,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -113,9 +106,7 @@ class DecoupledAllReduce:
         if members:
             self._tell(members)
         for member in members:
-            forward = float(self._engine.state.runs[member.run]["forward"])
-            gate = gathered(busy, latency, forward, self._num_buckets) if busy else 0.0
-            self._over(member, self._clock.now + gate)
+            self._over(member, gathered(self._clock.now, busy, latency, self._num_buckets))
 
     def _tell(self, members: Sequence[Member]) -> None:
         self._num_averages += 1

@@ -7,7 +7,7 @@ scheduler says.
 from typing import Any
 
 from polyrhythm.simulate.averaging import Averaging, Member
-from polyrhythm.types import Seconds
+from polyrhythm.simulate.engine.engine import THERE, Arriving
 
 
 class ServedAveraging(Averaging):
@@ -26,7 +26,7 @@ class ServedAveraging(Averaging):
     def _report(self, member: Member) -> None:
         self._transfer(member, is_push=True)
 
-    def _ended(self, member: Member, clock: int, gate: Seconds) -> None:
+    def _ended(self, member: Member, clock: int, buckets: Arriving) -> None:
         if clock == member.pending:
             member.pending = None
             self._transfer(member, is_push=False)
@@ -51,7 +51,7 @@ class ServedAveraging(Averaging):
         if is_push:
             self._say_ready(member)
         else:
-            self._over(member, 0.0)
+            self._over(member, THERE)
 
     def _way(self, member: Member, is_push: bool) -> tuple[int, int]:
         return (member.device, self._server) if is_push else (self._server, member.device)

@@ -22,7 +22,7 @@ from polyrhythm.simulate.clock import Clock
 from polyrhythm.simulate.coordinator import Coordinator
 from polyrhythm.simulate.dealing import Dealing
 from polyrhythm.simulate.decoupled import DecoupledAllReduce, gathered
-from polyrhythm.simulate.engine.engine import Engine, Happened
+from polyrhythm.simulate.engine.engine import THERE, Arriving, Engine, Happened
 from polyrhythm.simulate.engine.state import STEP_ENDED
 from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.simulate.mishaps import Mishaps
@@ -80,7 +80,7 @@ class _Simulation:
         for member in members:
             self._of_run[member.run].append(member)
         self._left = [0] * len(self._of_run)  # workers of a run that are not over yet
-        self._gates = [0.0] * len(self._of_run)
+        self._buckets = [THERE] * len(self._of_run)  # that the next forward waits for
         self._steps = Steps(self._engine.first_run)
         self._goal = num_steps * len(job.pipelines)
         is_optimizer = job.decoupled and job.sync.policy == "all_reduce"
@@ -100,7 +100,7 @@ class _Simulation:
             overlap=job.overlap,
             answers_meanwhile=job.sync.policy == "pairwise",
             asks_ahead=job.sync.asks_ahead,
-            decoupled=self._gate if job.decoupled and not is_optimizer else None,
+            decoupled=self._second_half if job.decoupled and not is_optimizer else None,
             observers=observers,
         )
         self._all_reduce = (
@@ -144,7 +144,8 @@ class _Simulation:
         cut_short = self._run()
         self._engine.warn_of_traces()
         if self._log is not None:
-            self._log.close(self._engine.take_records(), self._num_steps)
+            done = [one for one in self._engine.take_records() if one.end <= self._clock.now]
+            self._log.close(done, self._num_steps)
         runs, first = self._engine.state.runs, [of_run[0].worker for of_run in self._of_run]
         averaging, job = self._averaging, self._job
         samples = [len(pipeline.schedule[0]) // 2 for pipeline in job.pipelines]
@@ -196,12 +197,12 @@ class _Simulation:
             return
         run = happened.of
         if not self._has_gradients(run):
-            self._release(run, 0.0)
+            self._release(run, THERE)
             return
         took = self._steps.computed(run, happened.time)
         if self._dealing is not None:
             self._dealing.step_ended(run, took)
-        self._left[run], self._gates[run] = len(self._of_run[run]), 0.0
+        self._left[run], self._buckets[run] = len(self._of_run[run]), THERE
         way = self._averaging if self._all_reduce is None else self._all_reduce
         for member in self._of_run[run]:
             way.step_ended(member)
@@ -213,11 +214,11 @@ class _Simulation:
         state = self._engine.state.runs[run]
         return bool(state["step"] >= state["in_flight"] - 1)
 
-    def _over(self, member: Member, gate: Seconds) -> None:
+    def _over(self, member: Member, buckets: Arriving) -> None:
         run = member.run
         self._left[run] -= 1
-        if gate > self._gates[run]:
-            self._gates[run] = gate
+        if buckets.last > self._buckets[run].last:
+            self._buckets[run] = buckets
         if self._left[run]:
             return
         steps, now = self._steps, self._clock.now
@@ -228,7 +229,7 @@ class _Simulation:
         if self._each and number + 1 >= self._num_steps:
             self._leave(run)
         else:
-            self._release(run, self._gates[run])
+            self._release(run, self._buckets[run])
 
     def _leave(self, run: int) -> None:
         assert self._averaging.coordinator is not None, "it was set"
@@ -237,11 +238,11 @@ class _Simulation:
             if self._all_reduce is not None:
                 self._all_reduce.forget(member)
 
-    def _release(self, run: int, gate: Seconds) -> None:
+    def _release(self, run: int, buckets: Arriving) -> None:
         if self._dealing is not None:  # a run is a pipeline
             self._engine.set_schedule(run, self._dealing.schedule(run), 0)
         self._steps.begin(run, self._clock.now)
-        self._engine.release(run, self._clock.now, gate)
+        self._engine.release(run, self._clock.now, buckets)
         if self._tells_begins:
             for member in self._of_run[run]:
                 self._averaging.step_began(member)
@@ -276,13 +277,11 @@ class _Simulation:
         else:
             self._averaging.hear(worker, command)
 
-    def _gate(self, member: Member, members: Sequence[Member]) -> Seconds:
-        """The second half of a group's average hides behind the next forward."""
-        devices = [other.device for other in members]
-        busy = self._network.half_time(devices, member.size)
-        forward = float(self._engine.state.runs[member.run]["forward"])
-        latency = self._network.both_ways(devices)
-        return gathered(busy, latency, forward, self._job.num_buckets)
+    def _second_half(self, members: Sequence[Member]) -> Arriving:
+        """Of a group's average, which hides behind the next forward."""
+        devices = [member.device for member in members]
+        busy, latency = self._network.half_time(devices, members[0].size), self._network.both_ways
+        return gathered(self._clock.now, busy, latency(devices), self._job.num_buckets)
 
     def _set_latency(self) -> None:
         """To the coordinator and back; nobody asks one under `static`."""

@@ -205,7 +205,6 @@ def test_decoupled_hides_communication_and_no_more(num_pipelines: int, gradients
 
 
 def test_decoupled_alone_takes_its_compute() -> None:
-    # DEFECT decoupled_alone_latency.md
     job = equal_job(num_pipelines=1, forward=0.1, backward=0.2, latency=0.5, decoupled=True)
     assert simulate(job, num_steps=3).ends == (pytest.approx((0.3, 0.6, 0.9)),)
 

@@ -1,10 +1,11 @@
-"""The log of a simulated run: as a real one's, replayed decision for decision, alike each time."""
+"""What a simulation writes and counts: a real run's log, alike each time, and bytes by region."""
 
 import hashlib
 import os
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from polyrhythm.sync.decision_log import NAME, DecisionReader, replay
 from polyrhythm.sync.messages import Assign, Commit, Ready
 from polyrhythm.sync.registry import POLICIES
 from polyrhythm.types import Worker
-from tests.pure.simulating import lives, slowed
+from tests.pure.simulating import apart, back, linked, lives, slowed
 
 SLEEPS = Slow(device="*", probability=0.2, sleep_factor=2.0)
 
@@ -150,14 +151,12 @@ def test_actions_are_inside_of_their_steps(tmp_path: Path, policy: str) -> None:
 def test_actions_are_inside_of_their_steps_in_a_pipeline_that_is_never_flushed(
     tmp_path: Path,
 ) -> None:
-    # DEFECT log_step_numbers.md
     job = job_of("adaptive", in_flight=(3, 1), num_microbatches=1)
     check_log(tmp_path / "run", simulate(job, num_steps=20, run=tmp_path / "run"), job)
 
 
 @pytest.mark.parametrize("device", ["d2", "d3"])
 def test_actions_are_inside_of_their_steps_after_a_new_start(tmp_path: Path, device: str) -> None:
-    # DEFECT log_step_numbers.md
     job = job_of("adaptive", lives([(device, 6.2)], [(device, 11.0)]))
     check_log(tmp_path / "run", simulate(job, num_steps=20, run=tmp_path / "run"), job)
 
@@ -227,12 +226,57 @@ for policy in ("adaptive", "smart", "ssp"):
 
 def test_other_processes_write_the_same_bytes(tmp_path: Path) -> None:
     """Whatever they hash strings by."""
-    found = set()
-    for hash_seed in ("1", "4242"):
-        folder = tmp_path / hash_seed
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        command = [sys.executable, "-c", _AGAIN, str(folder)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        found.add(done.stdout)
-    assert len(found) == 1
-    assert len(found.pop().split()) == 3
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _AGAIN, str(tmp_path / hash_seed)],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for hash_seed in ("1", "4242")
+    ]
+    first, second = (process.communicate(timeout=100)[0].split() for process in processes)
+    assert len(first) == 3
+    assert first == second
+
+
+@pytest.mark.parametrize("num_members", [2, 4])
+def test_bytes_of_an_all_reduce_are_those_of_its_formula(num_members: int) -> None:
+    job = equal_job(num_pipelines=num_members, forward=0.1, backward=0.2, gradient_bytes=1e6)
+    sent = simulate(job, num_steps=5).bytes_sent
+    assert sent.tolist() == [[pytest.approx(5 * 2 * (num_members - 1) * 1e6)]]
+
+
+def test_small_buffers_are_sent_by_way_of_their_owner() -> None:
+    job = equal_job(num_pipelines=3, forward=0.1, backward=0.2, gradient_bytes=1e4)
+    job = replace(job, cluster=apart(3))
+    sent = simulate(job, num_steps=1).bytes_sent
+    assert sent.tolist() == [[0.0, 1e4, 1e4], [1e4, 0.0, 0.0], [1e4, 0.0, 0.0]]
+
+
+def test_messages_are_counted_from_region_to_region() -> None:
+    job = equal_job(
+        num_stages=3,
+        num_pipelines=1,
+        forward=0.1,
+        backward=0.2,
+        activation_bytes=100.0,
+        num_microbatches=4,
+    )
+    job = replace(job, cluster=apart(3))
+    sent = simulate(job, num_steps=5).bytes_sent
+    assert sent.tolist() == [[0.0, 2000.0, 0.0], [2000.0, 0.0, 2000.0], [0.0, 2000.0, 0.0]]
+
+
+def test_bytes_are_by_region_also_where_a_link_of_a_device_changes() -> None:
+    job = equal_job(
+        num_stages=3, num_pipelines=1, forward=0.1, backward=0.2, activation_bytes=100.0
+    )
+    cluster = apart(3)
+    moved = zip(cluster.devices, ("r2", "r0", "r1"), strict=True)
+    devices = tuple(replace(device, region=region) for device, region in moved)
+    job = replace(job, cluster=replace(cluster, devices=devices))
+    expected = simulate(job, num_steps=2).bytes_sent.tolist()
+    assert expected == [[0.0, 200.0, 200.0], [200.0, 0.0, 0.0], [200.0, 0.0, 0.0]]
+    changed = replace(job, scenario=linked(back(0.1, "d0", "d1")))
+    assert simulate(changed, num_steps=2).bytes_sent.tolist() == expected

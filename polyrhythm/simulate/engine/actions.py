@@ -6,6 +6,7 @@ from polyrhythm.compiled import inlined
 from polyrhythm.simulate.engine.state import (
     COMPUTES,
     NONE,
+    NUM_ACTIONS,
     NUM_RECORDS,
     STARVES,
     WAKES,
@@ -55,9 +56,10 @@ def compute(state: State, index: int, now: float) -> float:
     run.starved += run.waited
     work = run.backward if direction else run.forward
     takes = work + _delay(state, run.device, now, work, run.forward + run.backward)
-    end = _paused(state, run.device, now, takes)
-    if run.place == 0 and run.gate > end:
-        end = run.gate
+    begin = max(now, run.first_there) if run.place == 0 else now
+    end = _paused(state, run.device, begin, takes)
+    if run.place == 0:
+        end = max(end, run.last_there + run.last_part * takes)
     run.busy += takes
     run.at, run.since, run.last_began = COMPUTES, now, now
     return float(end)
@@ -76,11 +78,24 @@ def count_action(state: State, index: int, now: float) -> int:
     direction = code & 1
     if (run.before if direction else run.after) == NONE:
         return NONE
-    number = 2 * index + direction
-    channel = state.channels[number]
-    here, there = state.hosts[run.device], state.hosts[state.runs[channel.target].device]
-    state.sent[here.region, there.region] += channel.size
-    return int(number)
+    return int(2 * index + direction)
+
+
+@inlined
+def count_step(state: State, index: int) -> None:
+    """It has ended: what it took and sent counts, and not before, however far it ran ahead."""
+    run = state.runs[index]
+    num_done = num_actions(state, index)
+    run.busy_before, run.starved_before = run.busy, run.starved
+    state.counts[NUM_ACTIONS] += num_done
+    for direction in range(2):
+        if (run.before if direction else run.after) == NONE:
+            continue
+        channel = state.channels[2 * index + direction]
+        # Half of them each way; while a pipeline that is never flushed fills up, forwards alone.
+        number = num_done // 2 if direction else num_done - num_done // 2
+        here, there = state.hosts[run.device], state.hosts[state.runs[channel.target].device]
+        state.sent[here.region, there.region] += number * channel.size
 
 
 @inlined

@@ -36,6 +36,21 @@ class Happened(NamedTuple):
     time: Seconds
 
 
+class Arriving(NamedTuple):
+    """When buckets that a forward waits for are there, evenly from the first to the last.
+
+    A forward that meets them one by one ends no sooner than if it had to wait for the first, and
+    then for none, or for the last, with its part of the forward left to do.
+    """
+
+    first: Seconds = 0.0
+    last: Seconds = 0.0
+    part: float = 1.0  # of the forward, that a bucket is
+
+
+THERE = Arriving()
+
+
 class Record(NamedTuple):
     """An action that was executed."""
 
@@ -85,11 +100,11 @@ class Engine:
                 return Happened(kind, index, time)
         return None
 
-    def release(self, run: int, time: Seconds, gate: Seconds = 0.0) -> None:
-        """It begins its next step; the first forward does not end before `gate`."""
+    def release(self, run: int, time: Seconds, buckets: Arriving = THERE) -> None:
+        """It begins its next step."""
         if time < self._next:
             self._next = time
-        execute.release(self._compiled, run, time, gate)
+        execute.release(self._compiled, run, time, *buckets)
 
     def stop(self, run: int) -> None:
         """It is gone: nothing of it happens any more."""

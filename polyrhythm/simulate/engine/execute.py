@@ -10,6 +10,7 @@ from polyrhythm.compiled import Floats, Ints, compiled, inlined
 from polyrhythm.simulate.engine.actions import (
     compute,
     count_action,
+    count_step,
     deliver,
     has_luck,
     message_time,
@@ -33,7 +34,6 @@ from polyrhythm.simulate.engine.state import (
     NEEDS_LUCK,
     NONE,
     NOTHING,
-    NUM_ACTIONS,
     NUM_EVENTS,
     NUM_FLOWS,
     NUM_RECORDS,
@@ -83,8 +83,7 @@ def advance(state: State, until: float, shares: bool, ahead: bool) -> tuple[int,
             continue
         if kind == ENDED or (kind == COMPUTED and _end_action(state, index, now, shares)):
             run.at, run.since = MEETS, now
-            run.busy_before, run.starved_before = run.busy, run.starved
-            counts[NUM_ACTIONS] += num_actions(state, index)
+            count_step(state, index)
             return STEP_ENDED, index, now
         if not has_luck(state, run.device):
             run.at = WAKES
@@ -98,11 +97,14 @@ def advance(state: State, until: float, shares: bool, ahead: bool) -> tuple[int,
 
 
 @compiled
-def release(state: State, index: int, time: float, gate: float) -> None:
-    """A run begins its next step at `time`; its first forward does not end before `gate`."""
+def release(
+    state: State, index: int, time: float, first_there: float, last_there: float, last_part: float
+) -> None:
+    """A run begins its next step at `time`; its first forward may wait for buckets, see State."""
     run = state.runs[index]
     run.place, run.step = 0, run.step + 1
-    run.at, run.gate = WAKES, gate
+    run.at, run.first_there, run.last_there = WAKES, first_there, last_there
+    run.last_part = last_part
     run.since = time
     push(state, time, AWAKE, index, run.life)
 

@@ -46,7 +46,9 @@ RUN = np.dtype(
         ("at", "i8"),  # COMPUTES, ...
         ("life", "i8"),  # events of an earlier one do not count
         ("since", "f8"),  # it has been at that
-        ("gate", "f8"),  # its first forward does not end before
+        ("first_there", "f8"),  # the bucket that its first forward begins with
+        ("last_there", "f8"),  # the one that it ends with,
+        ("last_part", "f8"),  # which is this part of it
         ("last_began", "f8"),  # its last action of a step
         ("busy", "f8"),  # seconds of compute, in all
         ("starved", "f8"),  # seconds of waiting for messages, in all
