@@ -32,6 +32,7 @@ Matrix = NDArray[np.float64]
 # Buffers up to this have one owner, the first member of their group: it takes 0.1 ms at 1 Gbit/s,
 # about as long as any message.
 SMALL: Bytes = 16 * 2**10
+BUCKET: Bytes = 4 * 2**20  # of what is gathered while a forward runs
 GROUP_SIZE = 4  # what policies that average in groups aim at
 _NUM_DRAWS = 16  # of groups, for a mean
 _MOST_EXACT = 8  # members of a ring whose best order is found for certain

@@ -1,9 +1,11 @@
 """From a plan to a job that can be simulated: on the cluster and with the model it was made for."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from polyrhythm.cost.step import Replica, Run
+from polyrhythm.cost.step import Replica, Run, StageWork
+from polyrhythm.cost.sync import BUCKET
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.plan.plan import AUTO, Plan
 from polyrhythm.plan.predict import predict
@@ -56,9 +58,10 @@ def planned_job(
             Run(problem.index[part.device], part.first, part.end) for part in pipeline.parts
         )
         replicas.append(Replica(runs=runs, schedule=built))
+    stages = problem.stages(plan.layers_per_stage, plan.microbatch_size)
     return SimulatedJob(
         cluster=problem.cluster,
-        stages=problem.stages(plan.layers_per_stage, plan.microbatch_size),
+        stages=stages,
         pipelines=tuple(replicas),
         sync=Setup(
             policy=_POLICIES.get(way, way),
@@ -68,10 +71,16 @@ def planned_job(
             seed=seed,
         ),
         decoupled=way == "decoupled",
-        num_buckets=max(plan.layers_per_stage),
+        num_buckets=_num_buckets(plan, stages),
         overlap=overlap,
         scenario=scenario,
         samples=tuple(
             plan.microbatch_size * (pipeline.num_microbatches or 0) for pipeline in plan.pipelines
         ),
     )
+
+
+def _num_buckets(plan: Plan, stages: Sequence[StageWork]) -> int:
+    """A forward waits layer by layer, for buckets of a certain size."""
+    size = max(stage.gradient_bytes for stage in stages)
+    return max(1, min(max(plan.layers_per_stage), math.ceil(size / BUCKET)))

@@ -84,7 +84,7 @@ class Checkpointed(nn.Module):
 
 def in_small_parts() -> None:
     """From now on in this process: many buckets, of which each member owns a part."""
-    exchange._SMALL, halves.BUCKET = 0, 100
+    exchange.SMALL, halves.BUCKET = 0, 100
 
 
 def gathers_late(seconds: float = 0.1) -> None:

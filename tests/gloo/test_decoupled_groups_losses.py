@@ -30,7 +30,7 @@ def die(*_: object, **__: object) -> None:
 
 
 def in_small_parts() -> None:
-    exchange._SMALL, halves.BUCKET = 0, 16
+    exchange.SMALL, halves.BUCKET = 0, 16
 
 
 def in_the_third(does: Callable[..., Any], usual: Callable[..., Any]) -> Callable[..., Any]:

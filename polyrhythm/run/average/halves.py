@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from polyrhythm.cost.sync import BUCKET
 from polyrhythm.errors import PeerError
 from polyrhythm.run.average.arriving import Arriving
 from polyrhythm.run.average.exchange import Kind, Messages, cut, post_gather, scatter, tag
 from polyrhythm.run.average.pairs import Pairs, Peer
 from polyrhythm.run.average.roll_call import roll_call
 from polyrhythm.sync.mending import handovers
-from polyrhythm.types import Bytes, Seconds
+from polyrhythm.types import Seconds
 
-BUCKET: Bytes = 4 * 2**20
 _SILENT: Seconds = 15.0  # nobody is given up sooner; for as long a worker may be silent elsewhere
 # Between two who are alive and notice that a third one is lost: one has a bucket to wait for first.
 _PATIENCE: Seconds = 5.0
