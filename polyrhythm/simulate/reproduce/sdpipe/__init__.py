@@ -1,0 +1,1 @@
+"""SDPipe's evaluation, reproduced from its set-up."""

@@ -1,0 +1,165 @@
+"""SDPipe's set-up as it is modelled, and its main claim on a small run."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.simulate.converge import Curve
+from polyrhythm.simulate.reproduce.sdpipe.group_sizes import quartiles
+from polyrhythm.simulate.reproduce.sdpipe.matching import MatchingSetup, RandomMatching
+from polyrhythm.simulate.reproduce.sdpipe.models import BERT, RESNET, stages_of
+from polyrhythm.simulate.reproduce.sdpipe.stated import always, sometimes, stated
+from polyrhythm.simulate.reproduce.sdpipe.testbed import (
+    AD_PSGD,
+    ALL_REDUCE,
+    ETHERNET,
+    HETPIPE,
+    METHODS,
+    SDPIPE,
+    Grid,
+    job_of,
+    sleeps,
+)
+from polyrhythm.simulate.reproduce.sdpipe.training import leads
+from polyrhythm.simulate.result import Simulated
+from polyrhythm.simulate.simulator import simulate
+from polyrhythm.types import Worker
+
+
+@pytest.mark.parametrize(
+    ("workload", "parameters"),
+    [(RESNET, 25_557_032), (BERT, 110e6 + 30522 * 768)],  # the embedding of words is in two stages
+)
+def test_stages_hold_the_published_parameters_and_all_of_the_work(workload, parameters):
+    for num_stages in (1, 2, 4):
+        stages = stages_of(workload, num_stages)
+        assert len(stages) == num_stages
+        total = sum(stage.gradient_bytes for stage in stages)
+        assert total / 4 == pytest.approx(parameters, rel=0.01)
+        whole = stages_of(workload, 1)[0]
+        assert sum(stage.forward for stage in stages) == pytest.approx(whole.forward)
+
+
+def test_a_pipeline_is_within_a_node_and_replicas_are_not():
+    grid = Grid(4, 16)
+    job = job_of(ALL_REDUCE, RESNET, grid, sleeps(RESNET, grid, "B"))
+    assert grid.num_nodes == 8
+    assert job.gateways is not None
+    homes = [{job.gateways[run.device] for run in pipeline.runs} for pipeline in job.pipelines]
+    assert all(len(home) == 1 for home in homes)
+    assert Counter(home.pop() for home in homes) == dict.fromkeys(range(64, 72), 2)
+    assert {job.cluster.devices[at].uplink for at in job.gateways} == {ETHERNET}
+    assert job.in_flight == (4, 3, 2, 1)
+
+
+def test_all_workers_sleep_for_the_printed_seconds():
+    grid = Grid(4, 4)
+    stages = stages_of(BERT, 4)
+    found = sleeps(BERT, grid, "B").slow
+    assert len(found) == 16
+    for place, slow in enumerate(found):
+        stage = stages[place % 4]
+        assert slow.sleep_factor is not None
+        assert slow.sleep_factor * (stage.forward + stage.backward) == pytest.approx(0.6)
+        assert slow.probability == 0.1
+    assert sleeps(BERT, grid, "homogeneous").slow == ()
+
+
+def test_a_matching_pairs_everybody_alike_in_all_stages():
+    one, other = RandomMatching(8, seed=3), RandomMatching(8, seed=3)
+    drawn = [[one.partner(p, step) for p in range(8)] for step in range(20)]
+    for partners in drawn:
+        assert all(partners[partners[p]] == p != partners[p] for p in range(8))
+    assert [other.partner(2, step) for step in reversed(range(20))] == [
+        partners[2] for partners in reversed(drawn)
+    ]
+    assert len({tuple(partners) for partners in drawn}) > 10
+
+
+def test_a_matched_worker_waits_for_its_partner_of_that_step():
+    policy = RandomMatching(4, seed=0)
+    mate = policy.partner(0, 0)
+    rest = [p for p in range(1, 4) if p != mate]
+    assert policy.on_ready(Worker(0, 0), 0.0) == []
+    assert policy.on_ready(Worker(0, rest[0]), 1.0) == []
+    (group,) = policy.on_ready(Worker(0, mate), 2.0)
+    assert set(group.members) == {Worker(0, 0), Worker(0, mate)}
+    # One that is a step ahead is not taken for the step before.
+    ahead = policy.on_ready(Worker(0, 0), 3.0) + policy.on_ready(Worker(0, mate), 3.0)
+    assert all(Worker(0, rest[0]) not in group.members for group in ahead)
+    (group,) = policy.on_ready(Worker(0, rest[1]), 4.0)
+    assert Worker(0, rest[0]) in group.members
+
+
+def test_a_pair_that_gave_up_is_matched_for_the_same_step_again():
+    policy = RandomMatching(8, seed=0)
+    both = (Worker(0, 0), Worker(0, policy.partner(0, 0)))
+    (group,) = policy.on_ready(both[0], 0.0) + policy.on_ready(both[1], 0.0)
+    assert policy.on_done(group, ok=False, now=1.0) == []
+    assert policy.on_ready(both[1], 1.0) + policy.on_ready(both[0], 1.0) == [group]
+
+
+def test_a_matching_of_an_odd_number_is_refused():
+    with pytest.raises(PolicyError, match="3 workers in pairs"):
+        MatchingSetup(num_stages=1, num_pipelines=3)
+
+
+def test_sdpipe_loses_least_to_sleeps():
+    grid = Grid(4, 4)
+    steps = {
+        method: simulate(
+            job_of(method, RESNET, grid, sleeps(RESNET, grid, "B")), num_steps=40
+        ).step_time
+        for method in METHODS
+    }
+    assert min(steps, key=steps.__getitem__) == SDPIPE
+    assert steps[ALL_REDUCE] > 1.2 * steps[SDPIPE]
+
+
+def test_pairs_are_all_that_ad_psgd_averages():
+    grid = Grid(2, 8)
+    found = simulate(job_of(AD_PSGD, RESNET, grid, sleeps(RESNET, grid, "A")), num_steps=10)
+    assert set(found.group_sizes) == {2}
+
+
+def test_a_server_is_slower_the_more_workers_push_to_it():
+    few, many = Grid(4, 4), Grid(4, 16)
+
+    def step(grid: Grid) -> float:
+        job = job_of(HETPIPE, RESNET, grid, sleeps(RESNET, grid, "homogeneous"))
+        return simulate(job, num_steps=10).step_time
+
+    assert step(many) > 2 * step(few)
+
+
+def test_with_p_of_one_everybody_is_in_every_group():
+    assert quartiles(1) == (8, 8, 8)
+
+
+def test_leads_are_times_to_the_loss_that_all_reduce_has_halfway():
+    found = simulate(
+        job_of(ALL_REDUCE, RESNET, Grid(4, 4), sleeps(RESNET, Grid(4, 4), "A")), num_steps=2
+    )
+    curve = _falling(found)
+    slower = replace(curve, times=(0.0, 4.0, 8.0))
+    takes = leads([dict.fromkeys(METHODS, curve) | {HETPIPE: slower}])
+    assert takes == {SDPIPE: 1.0, ALL_REDUCE: 1.0, AD_PSGD: 1.0, HETPIPE: 4.0}
+
+
+def _falling(simulated: Simulated) -> Curve:
+    return Curve(
+        times=(0.0, 1.0, 2.0),
+        steps=(0.0, 1.0, 2.0),
+        losses=(3.0, 2.0, 1.0),
+        distances=(0.0, 0.0, 0.0),
+        simulated=simulated,
+    )
+
+
+def test_a_reason_is_given_where_ours_differs_only():
+    assert stated("p", "w", 2.0, 2.1, why="because").why == ""
+    assert stated("p", "w", 2.0, 3.0, why="because").why == "because"
+    assert always("p", "w", [True, False], why="because").ours == 1
+    assert sometimes("p", "w", [True, False], why="because").passes
