@@ -44,6 +44,14 @@ BENCHMARKS = {
         "polyrhythm.bench.plan.bench",
         "how good plans are: known optima, against DT-FM's, and in the lab",
     ),
+    "predict": Benchmark(
+        "polyrhythm.bench.predict.bench",
+        "how true the simulator is: predicted steps against those in the lab",
+    ),
+    "scale": Benchmark(
+        "polyrhythm.bench.scale.bench",
+        "how many workers can be simulated, and in what time",
+    ),
     "sync": Benchmark(
         "polyrhythm.bench.sync.bench",
         "every way to average against all-reduce, with slow workers",

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from polyrhythm.bench.plan.lab_jobs import carry_out, lab_cluster, parts
+from polyrhythm.bench.plan.lab_jobs import carry_out, parts
 from polyrhythm.bench.plan.lab_rows import EQUAL, PLANNED, lab_rows
 from polyrhythm.bench.plan.lab_setting import FULL, QUICK, placed, random_plans, uneven, world
+from polyrhythm.bench.sleeping.job import lab_cluster
 from polyrhythm.errors import LabError
 from polyrhythm.lab.lab import Lab
 from polyrhythm.plan.plan import Plan
@@ -51,7 +52,7 @@ def test_a_worker_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> Non
 def test_every_worker_has_the_work_of_its_stage_at_the_speed_of_its_device() -> None:
     problem = uneven(FULL)
     plan = replace(in_order(problem), layers_per_stage=(12, 12, 4, 4))
-    found = parts(plan, problem, num_steps=1)
+    found = parts(plan, problem)
     assert [part.rank for part in found] == [0, 1, 2, 3]
     assert len({round(part.forward, 9) for part in found}) == 1  # three times slower, a third
     assert all(math.isclose(part.backward, 3 * part.forward) for part in found)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from polyrhythm.bench.plan.lab_jobs import Measured, carry_out, lab_cluster
+from polyrhythm.bench.plan.lab_jobs import Measured, carry_out
 from polyrhythm.bench.plan.lab_setting import FULL, QUICK, placed, random_plans, uneven, world
+from polyrhythm.bench.sleeping.job import lab_cluster
 from polyrhythm.lab.lab import Lab
 from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.predict import Prediction, predict

@@ -1,4 +1,4 @@
-"""A stage for the lab: compute is a sleep, and messages have the size that a plan reckons with."""
+"""A stage whose compute is a sleep, with messages and weights of a chosen size."""
 
 import time
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polyrhythm.describe.slowness import Slowness
 from polyrhythm.types import Seconds
 
 _GRACE: Seconds = 0.002  # between two pieces of work that follow upon one another
@@ -19,13 +20,26 @@ class SleepingStage(nn.Module):
     of work does not count: beside a GPU it would run meanwhile, and here it takes turns on cores.
     """
 
-    def __init__(self, *, forward_takes: Seconds, backward_takes: Seconds, num_weights: int):
+    def __init__(
+        self,
+        *,
+        forward_takes: Seconds,
+        backward_takes: Seconds,
+        num_weights: int,
+        slowness: Slowness | None = None,
+        grace: Seconds = _GRACE,
+    ) -> None:
         super().__init__()
         self.forward_takes, self.backward_takes = forward_takes, backward_takes
         self.weight = nn.Parameter(torch.zeros(num_weights))
         self.touch = nn.Parameter(torch.ones(1))  # so that autograd has something to do
-        self.hurries = True  # nothing takes time, while connections are made
+        self._slowness, self._grace = slowness or Slowness(), grace
+        self._began: Seconds | None = None  # None: nothing takes time, while connections are made
         self._over: Seconds = 0.0  # the last work
+
+    def begin(self, moment: Seconds) -> None:
+        """From now on work takes its time, and the clock of slowness starts at that moment."""
+        self._began = moment
 
     def forward(self, x: Tensor) -> Tensor:
         slept: Tensor = _Sleep.apply(x * self.touch, self)  # type: ignore[no-untyped-call]
@@ -34,12 +48,13 @@ class SleepingStage(nn.Module):
     def make_gradients(self) -> None:
         self.weight.grad = torch.ones_like(self.weight)
 
-    def spend(self, takes: Seconds) -> None:
-        if self.hurries:
+    def spend(self, work: Seconds) -> None:
+        if self._began is None:
             return
         now = time.monotonic()
-        since = self._over if now - self._over < _GRACE else now
-        self._over = since + takes
+        since = self._over if now - self._over < self._grace else now
+        both = self.forward_takes + self.backward_takes
+        self._over = since + work + self._slowness.delay(since - self._began, work, both)
         time.sleep(max(0.0, self._over - now))
 
 
