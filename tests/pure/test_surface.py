@@ -39,7 +39,9 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("--help") == 0
     text = capsys.readouterr().out
-    commands = "bench demo doctor lab plan probe profile replay report reproduce scheduler show simulate"
+    commands = (
+        "bench demo doctor lab plan probe profile replay report reproduce scheduler show simulate"
+    )
     assert all(name in text for name in commands.split())
 
 
