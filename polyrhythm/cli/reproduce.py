@@ -1,5 +1,6 @@
 """`polyrhythm reproduce PAPER`: a paper's figures, ours beside them, and the verdict per row."""
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,8 @@ _NAMES = "\n".join(
 class ReproduceCommand:
     """Simulate what a paper has measured: a table, a page with plots, and how many rows pass.
 
-    A row passes within 20 % of the printed figure and with methods in the printed order.
+    A row passes within 20 % of the printed figure, with a printed gain or loss kept and methods in
+    the printed order.
     """
 
     paper: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PAPER", help=_NAMES)]
@@ -34,6 +36,8 @@ class ReproduceCommand:
     """Folder for the page and its plots; docs/reproduction if it is here, else reproduction."""
 
     def run(self, console: "Console") -> int:
+        # Products here are too small to be worth threads. OpenBLAS reads this when it is loaded.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         from polyrhythm.simulate.reproduce.page import counted, show, write
         from polyrhythm.simulate.reproduce.registry import chosen, reproduce
         from polyrhythm.tables import print_line
@@ -47,7 +51,7 @@ class ReproduceCommand:
             page = write(done, folder)
             num_plots = f"{len(done.plots)} plot{'' if len(done.plots) == 1 else 's'}"
             print_line(console, f"{page}, with {num_plots}")
-            num_passed, num_rows = num_passed + done.num_passed, num_rows + len(done.rows)
+            num_passed, num_rows = num_passed + done.num_passed, num_rows + len(done.counted)
         print_line(console, counted(num_passed, num_rows))
         return 0
 

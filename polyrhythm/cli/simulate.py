@@ -1,5 +1,7 @@
 """`polyrhythm simulate`: a plan in virtual time, by several policies and schedules, what if."""
 
+import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +19,9 @@ if TYPE_CHECKING:
     from polyrhythm.plan.plan import Plan
     from polyrhythm.plan.problem import Problem
     from polyrhythm.simulate.compare import Way
+    from polyrhythm.simulate.job import SimulatedJob
 
-_PLANNED = "planned"
+_AS_PLANNED = "planned"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +39,9 @@ class SimulateCommand:
     """Instead of what the plan was made for: a file, or a model that comes along."""
     flops: float | None = None
     """For a model that comes along: operations per second of a device of speed 1."""
-    sync: str = _PLANNED
+    sync: str = _AS_PLANNED
     """Policies with commas between them, such as all_reduce,decoupled,adaptive; else the plan's."""
-    schedule: str = _PLANNED
+    schedule: str = _AS_PLANNED
     """Schedules with semicolons between them, such as "1f1b;kfkb:2;bounded:7,5,3,1"; or auto."""
     overlap: bool = False
     """Go on at once, and take in averages at the end of the next step, where a policy can."""
@@ -64,14 +67,29 @@ class SimulateCommand:
     def run(self, console: "Console") -> int:
         from polyrhythm.simulate.compare import show_links, show_ways
 
-        if self.steps < 1:
-            raise PlanError(f"--steps {self.steps}", expected="1 or more", fix="use 20")
-        ways = list(self._ways())
+        self._check()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", UserWarning)
+            ways = list(self._ways(console))
         show_ways(ways, console)
         show_links(ways[0], console)
         if self.converge is not None:
             self._show_curves(ways, console)
+        for words in dict.fromkeys(str(each.message) for each in told):
+            print(f"warning: {words}", file=sys.stderr)
         return 0
+
+    def _check(self) -> None:
+        if self.steps < 1:
+            raise PlanError(f"--steps {self.steps}", expected="1 or more", fix="use 20")
+        if not 0 < self.lr < float("inf"):
+            raise PlanError(f"--lr {self.lr:g}", expected="more than 0", fix="use 0.05")
+        if self.spot_duration is not None and self.spot is None:
+            raise PlanError(
+                "--spot-duration without --spot",
+                expected="a recording to squeeze",
+                fix="add --spot bamboo_aws_p3, or leave it out",
+            )
 
     def _show_curves(self, ways: "list[Way]", console: "Console") -> None:
         from polyrhythm.simulate.compare import show_curves
@@ -86,49 +104,65 @@ class SimulateCommand:
             curves.append((way.name, curve))
         show_curves(curves, console)
 
-    def _ways(self) -> "Iterator[Way]":
+    def _ways(self, console: "Console") -> "Iterator[Way]":
+        from polyrhythm.simulate.compare import Way
+        from polyrhythm.simulate.simulator import simulate
+
+        for name, job in list(self._jobs(console)):  # what is wrong with any is said before all
+            run = None if self.out is None else self.out / _file_name(name)
+            yield Way(name=name, job=job, found=simulate(job, num_steps=self.steps, run=run))
+
+    def _jobs(self, console: "Console") -> "Iterator[tuple[str, SimulatedJob]]":
         from polyrhythm.plan.plan import Plan
         from polyrhythm.simulate.what_if import what_if
+        from polyrhythm.tables import print_line
 
         plan = Plan.load(self.plan)
         problem, scenario = self._problem(plan)
-        yield from self._simulated(plan, problem, scenario, "")
-        for sentence in self.what_if:
-            cluster, befalls = what_if(sentence, problem.cluster, scenario)
-            yield from self._simulated(plan, _with(problem, cluster), befalls, sentence)
+        if plan.cluster and plan.cluster != problem.cluster.name:
+            there = f"{plan.cluster!r}, simulated on {problem.cluster.name!r}"
+            print_line(console, f"note: planned for {there}")
+        changed = [what_if(sentence, problem.cluster, scenario) for sentence in self.what_if]
+        for befalls in (scenario, *(one for _, one in changed)):
+            self._check_converges(befalls)
+        yield from self._named(plan, problem, scenario, "")
+        for sentence, (cluster, befalls) in zip(self.what_if, changed, strict=True):
+            yield from self._named(plan, _with(problem, cluster), befalls, sentence)
 
-    def _simulated(
+    def _named(
         self, plan: "Plan", problem: "Problem", scenario: "Scenario", sentence: str
-    ) -> "Iterator[Way]":
-        from polyrhythm.simulate.compare import Way
+    ) -> "Iterator[tuple[str, SimulatedJob]]":
         from polyrhythm.simulate.planned import planned_job
-        from polyrhythm.simulate.simulator import simulate
 
         for schedule in self.schedule.split(";"):
-            for policy in self.sync.split(","):
+            for given in self.sync.split(","):
+                policy = plan.sync if given == _AS_PLANNED else given.strip()
                 job = planned_job(
                     plan,
                     problem,
-                    sync=None if policy == _PLANNED else policy.strip(),
-                    schedule=None if schedule == _PLANNED else schedule.strip(),
-                    overlap=self.overlap and policy.strip() not in _NEVER_OVERLAP,
+                    sync=policy,
+                    schedule=None if schedule == _AS_PLANNED else schedule.strip(),
+                    overlap=self.overlap,
                     scenario=scenario,
                     seed=self.seed,
                 )
-                named = [plan.sync if policy == _PLANNED else policy.strip()]
-                named += [schedule.strip()] if self.schedule != _PLANNED else []
+                named = [f"{policy} overlap" if job.overlap else policy]
+                named += [schedule.strip()] if self.schedule != _AS_PLANNED else []
                 named += [f"if {sentence}"] if sentence else []
-                name = ", ".join(named)
-                run = None if self.out is None else self.out / _file_name(name)
-                found = simulate(job, num_steps=self.steps, run=run)
-                yield Way(name=name, job=job, found=found)
+                yield ", ".join(named), job
+
+    def _check_converges(self, scenario: "Scenario") -> None:
+        if self.converge is not None and (scenario.kill or scenario.join):
+            raise PlanError(
+                "--converge with devices that are lost or come back",
+                expected="workers that stay: else models of those that are gone would count",
+                fix="leave --converge out, or --spot and what kills devices",
+            )
 
     def _problem(self, plan: "Plan") -> "tuple[Problem, Scenario]":
         from polyrhythm.cli.described import load_cluster, load_model
-        from polyrhythm.plan.job import Job
         from polyrhythm.plan.plan import Sources
-        from polyrhythm.plan.problem import Problem
-        from polyrhythm.schedule.planned import PlannedSchedules
+        from polyrhythm.simulate.planned import problem_of
 
         made = plan.sources or Sources(cluster="", profile="")
         cluster = load_cluster(self.cluster or self._made_for("cluster", made.cluster))
@@ -140,14 +174,7 @@ class SimulateCommand:
             dtype=made.dtype if own else None,
             sizes=[plan.microbatch_size or 1],
         )
-        job = Job(
-            batch=plan.batch or 1,
-            sync=plan.sync,
-            gradient_bytes=made.gradient_bytes,
-            optimizer_bytes=made.optimizer_bytes,
-            memory_reserve=made.memory_reserve,
-        )
-        problem = Problem(cluster=cluster, profile=profile, job=job, schedules=PlannedSchedules())
+        problem = problem_of(plan, cluster, profile)
         return problem, self._scenario(cluster)
 
     def _made_for(self, what: str, source: str) -> str:
@@ -181,9 +208,6 @@ class SimulateCommand:
         return replace(
             scenario, kill=(*scenario.kill, *taken.kill), join=(*scenario.join, *taken.join)
         )
-
-
-_NEVER_OVERLAP = ("all_reduce", "balanced", "decoupled", "ssp")
 
 
 def _with(problem: "Problem", cluster: "Cluster") -> "Problem":

@@ -41,6 +41,7 @@ class StageWork:
     backward: Seconds
     activation_bytes: float  # to the next stage
     gradient_bytes: float  # of its parameters, for a step
+    parameter_bytes: float | None = None  # where models are averaged; None: as many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

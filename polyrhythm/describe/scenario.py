@@ -17,6 +17,8 @@ from polyrhythm.errors import DescriptionError
 from polyrhythm.types import BytesPerSecond, Seconds
 
 EVERY_DEVICE = "*"
+SLOWEST = 1e6  # times: what is slower stands still
+LONGEST: Seconds = 100 * 365 * 86_400  # a time beyond is a slip of the finger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,12 @@ class Slow:
             )
         if self.factor is not None:
             check_amount("factor", self.factor)
+            if self.factor > SLOWEST:
+                raise DescriptionError(
+                    f"factor is {self.factor:g}",
+                    expected=f"at most {SLOWEST:,.0f}: slower is standing still",
+                    fix="use [[pause]], or [[kill]] without an end",
+                )
             if self.factor < 1:
                 raise DescriptionError(
                     f"factor is {self.factor:g}",
@@ -62,8 +70,14 @@ class Slow:
             )
         if self.sleep_factor is not None:
             check_amount("sleep_factor", self.sleep_factor)
+            if self.sleep_factor > SLOWEST:
+                raise DescriptionError(
+                    f"sleep_factor is {self.sleep_factor:g}",
+                    expected=f"at most {SLOWEST:,.0f}",
+                    fix="use [[pause]] to stand still",
+                )
         self._check_trace()
-        check_amount("start", self.start, Seconds)
+        _check_time("start", self.start)
         if self.until is not None:
             _check_order(self.start, self.until)
 
@@ -96,7 +110,7 @@ class LinkChange:
     one_way: bool = False  # only what `source` sends to `target`
 
     def __post_init__(self) -> None:
-        check_amount("at", self.at, Seconds)
+        _check_time("at", self.at)
         if self.latency is not None:
             check_amount("latency", self.latency, Seconds)
         if self.bandwidth is not None:
@@ -125,7 +139,7 @@ class Pause:
     until: Seconds
 
     def __post_init__(self) -> None:
-        check_amount("at", self.at, Seconds)
+        _check_time("at", self.at)
         _check_order(self.at, self.until)
 
 
@@ -137,7 +151,7 @@ class Kill:
     at: Seconds
 
     def __post_init__(self) -> None:
-        check_amount("at", self.at, Seconds)
+        _check_time("at", self.at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +162,7 @@ class Join:
     at: Seconds
 
     def __post_init__(self) -> None:
-        check_amount("at", self.at, Seconds)
+        _check_time("at", self.at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,8 +238,18 @@ def _dated(event: Kill | Join) -> str:
     return f"{type(event).__name__.lower()} at {show(event.at, Seconds)}"
 
 
+def _check_time(name: str, value: Seconds) -> None:
+    check_amount(name, value, Seconds)
+    if value > LONGEST:
+        raise DescriptionError(
+            f"{name} is {show(value, Seconds)}",
+            expected="a time within a hundred years",
+            fix=f"correct {name}, or leave it out for ever",
+        )
+
+
 def _check_order(start: Seconds, until: Seconds) -> None:
-    check_amount("until", until, Seconds)
+    _check_time("until", until)
     if until <= start:
         raise DescriptionError(
             f"from {show(start, Seconds)} until {show(until, Seconds)}",

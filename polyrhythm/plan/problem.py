@@ -127,6 +127,7 @@ class Problem:
                     activation_bytes=layers[b - 1].activation_bytes,
                     gradient_bytes=self.job.gradient_bytes
                     * sum(layer.parameter_bytes for layer in layers[a:b]),
+                    parameter_bytes=sum(layer.parameter_bytes for layer in layers[a:b]),
                 )
                 for a, b in pairwise(ends)
             )

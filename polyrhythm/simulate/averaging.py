@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from polyrhythm.simulate.clock import Clock
+from polyrhythm.simulate.clock import AGAIN, TRIES, Clock
 from polyrhythm.simulate.coordinator import Coordinator
 from polyrhythm.simulate.engine.engine import THERE, Arriving, Engine
 from polyrhythm.simulate.network import Network
@@ -51,6 +51,7 @@ class Member:
     device: int
     run: int
     size: float  # of what it averages
+    parameters: float = 0.0  # bytes
     clock: int = 0  # what it has reported
     life: int = 0
     steps: int = 0
@@ -199,7 +200,7 @@ class Averaging:
         devices, size = [m.device for m in exchange.members], exchange.members[0].size
         for a, b, sent in self._network.sent(devices, size):
             self._engine.state.sent[a, b] += sent
-        if self._engine.shares:
+        if self._engine.averages_share:
             self._send_half(exchange, devices)
             return
         # Nothing else matters to it: no event for each half.
@@ -250,10 +251,17 @@ class Averaging:
             self.spread.append(max(clocks) - min(clocks))
             if self.finished is not None:
                 self.finished.append((exchange.assign, exchange.began, self._clock.now))
-        buckets = THERE
-        if self._decoupled is not None:
-            buckets = self._decoupled(exchange.members)
-        self._ended(member, commit.ends[place], buckets)
+        if is_here:
+            self._go_on(member, member.life, commit.ends[place], exchange.members)
+
+    def _go_on(self, member: Member, life: int, clock: int, members: Sequence[Member]) -> None:
+        """When what its next forward needs is on its way."""
+        buckets = THERE if self._decoupled is None else self._decoupled(members)
+        if buckets.last < float("inf"):
+            self._ended(member, clock, buckets)
+        elif member.life == life:  # over a link that is lost
+            again, given = self._clock.now + AGAIN, (member, life, clock, members)
+            self._clock.at(again, self._go_on, *given, priority=TRIES)
 
     def _give_up(self, member: Member, gid: int) -> None:
         if gid in member.line:

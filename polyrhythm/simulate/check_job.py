@@ -9,9 +9,6 @@ from polyrhythm.schedule.check import check
 from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.types import Seconds
 
-# These average gradients, before the optimizer's step, or have a server: nothing can overlap.
-_WAITS = ("all_reduce", "balanced", "ssp")
-
 
 def check_job(job: SimulatedJob) -> None:
     """Raises UserError."""
@@ -111,22 +108,31 @@ def _check_in_flight(in_flight: tuple[int, ...], num_runs: int) -> None:
 
 
 def _check_ways(job: SimulatedJob) -> None:
-    policy = job.sync.policy
-    if job.overlap and (policy in _WAITS or job.decoupled):
+    """As the runtime does; decoupled all_reduce is its DistributedOptimizer."""
+    setup, policy = job.sync, job.sync.policy
+    if job.overlap and (job.decoupled or not setup.can_overlap):
         raise PolicyError(
             "overlap with " + ("decoupled" if job.decoupled else policy),
-            expected="a policy that averages models, such as adaptive",
-            fix="leave overlap out",
+            expected="a policy that averages models, with whom the scheduler says",
+            fix="use age or adaptive, or leave overlap out",
         )
-    if job.decoupled and policy in ("ssp", "balanced", "static"):
+    if job.decoupled and (policy == "balanced" or setup.why_not_decoupled is not None):
+        why = setup.why_not_decoupled or "shares differ from step to step"
         raise PolicyError(
             f"decoupled with {policy}",
-            expected="all_reduce, or a policy that a scheduler forms groups for",
-            fix="leave decoupled out",
+            expected=f"a policy whose averages may come in parts; {why}",
+            fix="use all_reduce, age or adaptive, or leave decoupled out",
         )
-    if job.in_flight is not None and policy == "balanced":
+    if job.in_flight is not None and (policy == "balanced" or job.decoupled):
         raise PolicyError(
-            "balanced in a pipeline that is never flushed",
-            expected="steps of several micro-batches",
+            f"{'decoupled' if job.decoupled else 'balanced'} in a pipeline that is never flushed",
+            expected="steps of several micro-batches, and one version of the weights",
             fix="leave in_flight out",
+        )
+    ends = policy == "static" or (job.decoupled and policy == "all_reduce")
+    if ends and (job.scenario.kill or job.scenario.join):
+        raise PolicyError(
+            f"{'decoupled' if job.decoupled else policy} with devices that are lost or come back",
+            expected="a policy that goes on without them: here training would end",
+            fix="use all_reduce, adaptive or age, or leave kill and join out of the scenario",
         )

@@ -12,6 +12,7 @@ from typing import Any
 from polyrhythm.types import Seconds
 
 CHANGES, TRIES, AFTERWARDS = -1, 1, 2  # priorities other than 0: see Clock
+AGAIN: Seconds = 1.0  # until one tries again to send over a link that is lost
 _Entry = tuple[Seconds, int, int, Callable[..., None], tuple[Any, ...]]
 
 

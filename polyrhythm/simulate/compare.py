@@ -14,7 +14,7 @@ from polyrhythm.types import Bytes, Seconds
 
 _HOUR: Seconds = 3600.0
 _GIGABYTE = 1e9
-_FASTEST_LINKS = 5  # that are listed with what they carry
+_BUSIEST = 5  # links that are listed with what they carry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,18 +32,20 @@ class Way:
 
     @property
     def price(self) -> float | None:
-        """Of a step; None where a device has no price."""
+        """Of a step; None where a device has no price. Who is gone costs nothing."""
         cluster, num_steps = self.job.cluster, self.num_steps
         used = {run.device for pipeline in self.job.pipelines for run in pipeline.runs}
-        prices = [cluster.devices[device].price_per_hour for device in sorted(used)]
-        if any(price is None for price in prices) or not num_steps:
-            return None
-        by_the_hour = sum(price for price in prices if price is not None)
+        hours = 0.0
+        for device in sorted(used):
+            price = cluster.devices[device].price_per_hour
+            if price is None or not num_steps:
+                return None
+            hours += price * self.found.present[device] / _HOUR
         egress = 0.0
         for place, price in enumerate(cluster.egress_price_per_gb):
             sent = self.found.bytes_sent[place].sum() - self.found.bytes_sent[place, place]
             egress += price * float(sent) / _GIGABYTE
-        return by_the_hour * self.found.step_time / _HOUR + egress / num_steps
+        return (hours + egress) / num_steps
 
 
 def show_ways(ways: Sequence[Way], console: Console) -> None:
@@ -57,7 +59,7 @@ def show_ways(ways: Sequence[Way], console: Console) -> None:
         if way.found.cut_short:
             made, planned = sum(map(len, way.found.ends)), len(way.found.ends)
             steps = f"{made:,} steps of {planned} pipelines"
-            print_line(console, f"{way.name}: {way.found.cut_short}, with {steps} made")
+            print_line(console, f"* {way.name}: {way.found.cut_short}; {steps} were made")
 
 
 def show_links(way: Way, console: Console) -> None:
@@ -69,7 +71,7 @@ def show_links(way: Way, console: Console) -> None:
     )
     rows = [
         (f"{a} -> {b}", show(round(size / max(way.num_steps, 1)), Bytes))
-        for size, a, b in links[:_FASTEST_LINKS]
+        for size, a, b in links[:_BUSIEST]
         if size > 0
     ]
     if rows:
@@ -79,12 +81,13 @@ def show_links(way: Way, console: Console) -> None:
 
 def show_curves(curves: Sequence[tuple[str, Curve]], console: Console) -> None:
     """When each is as good as the worst one is in the end, and how it ends."""
-    target = max(curve.final_loss for _, curve in curves)
+    finals = [curve.final_loss for _, curve in curves if curve.final_loss < curve.losses[0]]
+    target = max(finals, default=curves[0][1].losses[0])
     rows = [
         [
             name,
             f"{curve.losses[0]:.4g}",
-            f"{curve.final_loss:.4g}",
+            f"{curve.final_loss:.4g}" if curve.final_loss < curve.losses[0] else "diverged",
             f"{curve.distances[-1]:.3g}",
             show(curve.time_to(target), Seconds),
             f"{curve.steps_to(target):.1f}",
@@ -92,7 +95,7 @@ def show_curves(curves: Sequence[tuple[str, Curve]], console: Console) -> None:
         for name, curve in curves
     ]
     to = f"to {target:.4g}"
-    header = ["", "loss", "final loss", "distance", f"time {to}", f"steps {to}"]
+    header = ["", "first loss", "final loss", "distance", f"time {to}", f"steps {to}"]
     print_table(console, header, rows, title="a small problem", numbers=True)
 
 
@@ -101,10 +104,10 @@ def _row(way: Way, first: Way) -> list[str]:
     ratio = found.throughput / first.found.throughput if first.found.throughput else float("nan")
     sent = float(found.bytes_sent.sum()) / max(way.num_steps, 1)
     return [
-        way.name,
+        f"{way.name} *" if found.cut_short else way.name,
         show(found.step_time, Seconds) if found.throughput else "-",
         f"{found.throughput:,.4g}",
-        f"{ratio:.2f}",
+        f"{ratio:.2f}" if ratio == ratio else "-",
         f"{found.computing:.0%}",
         f"{found.bubble:.0%}",
         f"{found.waiting:.0%}",

@@ -47,9 +47,10 @@ class Coordinator:
         self._there = {worker: there for worker, (there, _) in latency.items()}
         self._back = {worker: back for worker, (_, back) in latency.items()}
 
-    def word(self, worker: Worker) -> Seconds:
-        """To it and back."""
-        return self._there[worker] + self._back[worker]
+    def words(self, workers: Sequence[Worker]) -> Seconds:
+        """Until all of them have its answer to what all of them say now."""
+        there = max(self._there[worker] for worker in workers)
+        return there + max(self._back[worker] for worker in workers)
 
     def tell(self, worker: Worker, kind: Callable[..., Event], *given: Any) -> None:
         """A worker says something; it arrives a latency later."""

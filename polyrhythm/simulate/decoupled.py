@@ -6,15 +6,14 @@ summed up and the optimizer has made its step, buckets are gathered in the order
 forward needs them, and that waits for each only when it comes to it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from polyrhythm.simulate.averaging import Member, Observer
-from polyrhythm.simulate.clock import TRIES, Clock
+from polyrhythm.simulate.clock import AGAIN, TRIES, Clock
 from polyrhythm.simulate.engine.engine import Arriving, Engine
 from polyrhythm.simulate.network import Network
 from polyrhythm.types import Seconds
-
-AGAIN: Seconds = 1.0  # until one tries again to send over a link that is lost
 
 
 def gathered(now: Seconds, busy: Seconds, latency: Seconds, num_buckets: int) -> Arriving:
@@ -38,10 +37,14 @@ def scattered(
 
 
 class DecoupledAllReduce:
-    """All replicas of each stage, without a coordinator: `pr.DistributedOptimizer`."""
+    """All replicas of each stage, without a coordinator: `pr.DistributedOptimizer`.
+
+    Nobody may be lost: training would end. Halves keep the speed that links have when they begin.
+    """
 
     def __init__(
         self,
+        members: Sequence[Member],
         clock: Clock,
         engine: Engine,
         network: Network,
@@ -49,25 +52,13 @@ class DecoupledAllReduce:
         num_buckets: int,
         observers: Sequence[Observer] = (),
     ) -> None:
-        self._observers, self._num_averages = observers, 0
         self._clock, self._engine, self._network, self._over = clock, engine, network, over
-        self._num_buckets = num_buckets
+        self._num_buckets, self._observers, self._num_averages = num_buckets, observers, 0
+        self._shared = shared_bytes(members)
         self._here: dict[int, list[Member]] = {}  # by stage
-        self._ended: dict[int, list[Member]] = {}
-
-    def welcome(self, member: Member) -> None:
-        """It takes part from now on."""
-        self._here.setdefault(member.worker.stage, []).append(member)
-        self._ended.setdefault(member.worker.stage, [])
-
-    def forget(self, member: Member) -> None:
-        """It is gone: the others do without it."""
-        stage = member.worker.stage
-        if member in self._here.get(stage, ()):
-            self._here[stage].remove(member)
-            if member in self._ended[stage]:
-                self._ended[stage].remove(member)
-            self._meet(stage)
+        for member in members:
+            self._here.setdefault(member.worker.stage, []).append(member)
+        self._ended: dict[int, list[Member]] = {stage: [] for stage in self._here}
 
     def step_ended(self, member: Member) -> None:
         for observer in self._observers:
@@ -75,48 +66,55 @@ class DecoupledAllReduce:
         self._ended[member.worker.stage].append(member)
         self._meet(member.worker.stage)
 
+    def leave(self, member: Member) -> None:
+        """It has made all its steps."""
+        self._here[member.worker.stage].remove(member)
+        self._meet(member.worker.stage)
+
     def _meet(self, stage: int) -> None:
         ended, members = self._ended[stage], list(self._here[stage])
-        if not members or len(ended) < len(members):
-            return
-        self._ended[stage] = []
-        self._exchange(members, [member.life for member in members])
+        if members and len(ended) == len(members):
+            self._ended[stage] = []
+            backwards = [self._engine.last_action(member.run) for member in members]
+            self._exchange(members, backwards)
 
-    def _exchange(self, members: Sequence[Member], lives: Sequence[int]) -> None:
-        members = _alive(members, lives)
-        if not members:
-            return
-        devices, lives = [m.device for m in members], [m.life for m in members]
-        busy = self._network.half_time(devices, members[0].size) if len(members) > 1 else 0.0
-        if busy == float("inf"):  # over a link that is lost
+    def _exchange(
+        self, members: Sequence[Member], backwards: Sequence[tuple[Seconds, Seconds]]
+    ) -> None:
+        devices, size = [m.device for m in members], members[0].size
+        busy = self._network.half_time(devices, size) * self._shared(members)
+        if busy == float("inf"):  # over a link that is lost: nothing hides any more
             again = self._clock.now + AGAIN
-            self._clock.at(again, self._exchange, members, lives, priority=TRIES)
+            late = [(again, again)] * len(members)
+            self._clock.at(again, self._exchange, members, late, priority=TRIES)
             return
         latency = self._network.both_ways(devices) / 2
-        backwards = [self._engine.last_action(member.run) for member in members]
         summed = scattered(backwards, busy, latency, self._num_buckets)
-        for a, b, sent in self._network.sent(devices, members[0].size):
+        for a, b, sent in self._network.sent(devices, size):
             self._engine.state.sent[a, b] += sent
-        self._clock.at(summed, self._go_on, members, lives, busy, latency)
+        self._clock.at(summed, self._go_on, members, busy, latency)
 
-    def _go_on(
-        self, members: Sequence[Member], lives: Sequence[int], busy: Seconds, latency: Seconds
-    ) -> None:
-        members = _alive(members, lives)
-        if members:
-            self._tell(members)
-        for member in members:
-            self._over(member, gathered(self._clock.now, busy, latency, self._num_buckets))
-
-    def _tell(self, members: Sequence[Member]) -> None:
+    def _go_on(self, members: Sequence[Member], busy: Seconds, latency: Seconds) -> None:
         self._num_averages += 1
         workers, weights = [m.worker for m in members], [1 / len(members)] * len(members)
         for observer in self._observers:
             observer.on_average(self._num_averages, workers, weights, self._clock.now)
             for worker in workers:
                 observer.on_applied(worker, self._num_averages, self._clock.now)
+        for member in members:
+            self._over(member, gathered(self._clock.now, busy, latency, self._num_buckets))
 
 
-def _alive(members: Sequence[Member], lives: Sequence[int]) -> list[Member]:
-    """Those who have not been lost since."""
-    return [member for member, life in zip(members, lives, strict=True) if member.life == life]
+def shared_bytes(members: Sequence[Member]) -> Callable[[Sequence[Member]], float]:
+    """How many times as much their devices send at once, of those of some, as of one stage alone.
+
+    A device with several stages averages all of them at the same time, over one connection.
+    """
+    total: Counter[int] = Counter()
+    for member in members:
+        total[member.device] += member.size  # type: ignore[assignment]
+
+    def times(some: Sequence[Member]) -> float:
+        return max(total[member.device] / member.size if member.size else 1.0 for member in some)
+
+    return times

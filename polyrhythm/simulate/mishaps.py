@@ -10,8 +10,7 @@ from typing import Any
 
 from polyrhythm.describe.scenario import LinkChange, Scenario
 from polyrhythm.simulate.averaging import Averaging, Member
-from polyrhythm.simulate.clock import AFTERWARDS, CHANGES, TRIES, Clock
-from polyrhythm.simulate.decoupled import AGAIN
+from polyrhythm.simulate.clock import AFTERWARDS, AGAIN, CHANGES, TRIES, Clock
 from polyrhythm.simulate.engine.engine import Engine
 from polyrhythm.simulate.network import Network
 from polyrhythm.sync.messages import Dead, Heal, Join
@@ -45,6 +44,8 @@ class Mishaps:
         self._network, self._changed = network, changed
         self._wants, self._begin, self._end = wants, begin, end
         self._away: set[int] = _away_at_first(scenario, names)
+        self._came = [0.0] * len(names)  # when each device did, the last time
+        self._present = [0.0] * len(names)  # seconds, up to when it went
         self._joining: dict[int, dict[Worker, Worker]] = {}  # pipelines; who copies from whom
         happens: list[tuple[Seconds, Callable[..., None], Any]] = [
             *((change.at, self._change, change) for change in scenario.link),
@@ -61,6 +62,14 @@ class Mishaps:
                 self._tell_join(members)
                 self._begin(pipeline)
 
+    def present(self) -> list[Seconds]:
+        """For how long each device was there until now."""
+        now = self._clock.now
+        return [
+            before + (0.0 if device in self._away else now - came)
+            for device, (before, came) in enumerate(zip(self._present, self._came, strict=True))
+        ]
+
     def heal(self, command: Heal) -> None:
         """A worker copies from another one, then has its clock."""
         joining = self._joining.get(command.worker.pipeline)
@@ -70,7 +79,9 @@ class Mishaps:
 
     def _copy(self, worker: Worker, life: int, source: Worker) -> None:
         member, other = self._averaging.members[worker], self._averaging.members[source]
-        takes = self._network.transfer(other.device, member.device, STATE * member.size)
+        takes = self._network.transfer(other.device, member.device, STATE * member.parameters)
+        if self._joining.get(worker.pipeline, {}).get(worker) != source:
+            return  # it copies from another one
         if takes == float("inf"):  # over a link that is lost
             again = self._clock.now + AGAIN
             self._clock.at(again, self._copy, worker, life, source, priority=TRIES)
@@ -95,6 +106,7 @@ class Mishaps:
 
     def _kill(self, device: int) -> None:
         self._away.add(device)
+        self._present[device] += self._clock.now - self._came[device]
         for pipeline, members in enumerate(self._pipelines):
             if not any(member.device == device for member in members):
                 continue
@@ -111,6 +123,7 @@ class Mishaps:
 
     def _join(self, device: int) -> None:
         self._away.discard(device)
+        self._came[device] = self._clock.now
         for pipeline, members in enumerate(self._pipelines):
             is_of_it = any(member.device == device for member in members)
             if is_of_it and self._is_whole(members) and self._wants(pipeline):
@@ -120,8 +133,9 @@ class Mishaps:
                 self._tell_join(members)
                 # By then all know whether they are to copy from anybody.
                 assert self._averaging.coordinator is not None, "it is set"
-                answered = max(self._averaging.coordinator.word(m.worker) for m in members)
-                at = self._clock.now + answered
+                at = self._clock.now + self._averaging.coordinator.words(
+                    [m.worker for m in members]
+                )
                 self._clock.at(
                     at, self._begin_if_whole, pipeline, members[0].life, priority=AFTERWARDS
                 )
@@ -141,6 +155,11 @@ class Mishaps:
     def _tell(self, worker: Worker, kind: Callable[..., Any], *given: Any) -> None:
         assert self._averaging.coordinator is not None, "it is set before anything happens"
         self._averaging.coordinator.tell(worker, kind, *given)
+
+    @property
+    def nobody_is_whole(self) -> bool:
+        """Whether every pipeline has lost a device."""
+        return not any(map(self._is_whole, self._pipelines))
 
     def _is_whole(self, members: Sequence[Member]) -> bool:
         return not any(member.device in self._away for member in members)

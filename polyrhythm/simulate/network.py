@@ -88,6 +88,8 @@ class Network:
 
     def half_time(self, devices: Sequence[int], size: float) -> Seconds:
         """Of one half if nothing else is under way, without latency."""
+        if len(devices) == 1 or size <= 0:
+            return 0.0
         half = self.half(devices, size)
         if not half.targets:
             rates = list(half.most)

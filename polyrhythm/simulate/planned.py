@@ -6,10 +6,14 @@ from dataclasses import replace
 
 from polyrhythm.cost.step import Replica, Run, StageWork
 from polyrhythm.cost.sync import BUCKET
+from polyrhythm.describe.cluster import Cluster
+from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.scenario import Scenario
-from polyrhythm.plan.plan import AUTO, Plan
+from polyrhythm.plan.job import Job
+from polyrhythm.plan.plan import AUTO, Plan, Sources
 from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
+from polyrhythm.schedule.planned import PlannedSchedules
 from polyrhythm.simulate.job import CALM, SimulatedJob
 from polyrhythm.sync.setup import Setup
 
@@ -21,6 +25,21 @@ _POLICIES = {
     "ring": "all_reduce",
     "sequential": "all_reduce",
 }
+
+
+def problem_of(
+    plan: Plan, cluster: Cluster, profile: ModelProfile, *, gradient_bytes: float | None = None
+) -> Problem:
+    """What the plan was made for, with what it says of gradients and memory, if it does."""
+    made = plan.sources or Sources(cluster="", profile="")
+    job = Job(
+        batch=plan.batch or 1,  # a plan without one is refused when it is used
+        sync=plan.sync,
+        gradient_bytes=made.gradient_bytes if gradient_bytes is None else gradient_bytes,
+        optimizer_bytes=made.optimizer_bytes,
+        memory_reserve=made.memory_reserve,
+    )
+    return Problem(cluster=cluster, profile=profile, job=job, schedules=PlannedSchedules())
 
 
 def planned_job(
@@ -36,6 +55,7 @@ def planned_job(
 ) -> SimulatedJob:
     """`sync` is a policy, or "decoupled"; without, what the plan says. So with the schedule.
 
+    `overlap` is where the policy can.
     Raises PlanError if the plan is for another cluster or model, or does not fit.
     """
     if schedule is not None:
@@ -59,20 +79,21 @@ def planned_job(
         )
         replicas.append(Replica(runs=runs, schedule=built))
     stages = problem.stages(plan.layers_per_stage, plan.microbatch_size)
+    setup = Setup(
+        policy=_POLICIES.get(way, way),
+        num_stages=plan.num_stages,
+        num_pipelines=plan.num_pipelines,
+        options=options or {},
+        seed=seed,
+    )
     return SimulatedJob(
         cluster=problem.cluster,
         stages=stages,
         pipelines=tuple(replicas),
-        sync=Setup(
-            policy=_POLICIES.get(way, way),
-            num_stages=plan.num_stages,
-            num_pipelines=plan.num_pipelines,
-            options=options or {},
-            seed=seed,
-        ),
+        sync=setup,
         decoupled=way == "decoupled",
         num_buckets=_num_buckets(plan, stages),
-        overlap=overlap,
+        overlap=overlap and setup.can_overlap and way != "decoupled",
         scenario=scenario,
         samples=tuple(
             plan.microbatch_size * (pipeline.num_microbatches or 0) for pipeline in plan.pipelines

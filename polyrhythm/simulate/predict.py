@@ -6,13 +6,9 @@ from pathlib import Path
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.scenario import Scenario
-from polyrhythm.errors import PlanError
-from polyrhythm.plan.job import Job
 from polyrhythm.plan.plan import Plan
-from polyrhythm.plan.problem import Problem
-from polyrhythm.schedule.planned import PlannedSchedules
 from polyrhythm.simulate.job import CALM
-from polyrhythm.simulate.planned import planned_job
+from polyrhythm.simulate.planned import planned_job, problem_of
 from polyrhythm.simulate.result import Simulated
 from polyrhythm.simulate.simulator import simulate
 
@@ -28,27 +24,22 @@ def predict(
     schedule: str | None = None,
     overlap: bool = False,
     num_steps: int = 20,
-    gradient_bytes: float = 1.0,
+    gradient_bytes: float | None = None,
     seed: int = 0,
     run: Path | str | None = None,
 ) -> Simulated:
     """What a plan will do, by simulating so many global steps of it under a scenario.
 
     `sync` is a policy with its `options`, or "decoupled"; without, what the plan says; so with the
-    schedule. `run` is a folder for the log, as training would write it. Raises UserError.
+    schedule. `gradient_bytes` are per byte of parameters, else as the plan says; `run` is a folder
+    for the log, as training writes it. Raises UserError.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    if plan.batch is None:
-        raise PlanError(
-            "a plan that does not say how many micro-batches of which size",
-            expected="microbatch_size, and num_microbatches of each pipeline",
-            fix="make it with make_plan",
-        )
-    problem = Problem(
-        cluster=cluster if isinstance(cluster, Cluster) else Cluster.load(cluster),
-        profile=profile if isinstance(profile, ModelProfile) else ModelProfile.load(profile),
-        job=Job(batch=plan.batch, sync=plan.sync, gradient_bytes=gradient_bytes),
-        schedules=PlannedSchedules(),
+    problem = problem_of(
+        plan,
+        cluster if isinstance(cluster, Cluster) else Cluster.load(cluster),
+        profile if isinstance(profile, ModelProfile) else ModelProfile.load(profile),
+        gradient_bytes=gradient_bytes,
     )
     if scenario is not None and not isinstance(scenario, Scenario):
         scenario = Scenario.load(scenario)

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +11,13 @@ from polyrhythm.types import Seconds, Worker
 _START = 0.1  # of all steps, which find pipelines empty and policies without measurements
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Simulated:
     ends: tuple[tuple[Seconds, ...], ...]  # [pipeline][step]: over on all its stages
     samples: tuple[int, ...]  # of a step of each pipeline
     duration: Seconds
+    whole: tuple[Seconds, ...]  # for how long each pipeline was at work
+    present: tuple[Seconds, ...]  # for how long each device of the cluster was there
     busy: dict[Worker, Seconds]  # computing; of a device with several stages, at the first of them
     starved: dict[Worker, Seconds]  # waiting for messages of neighbours
     waited: dict[Worker, Seconds]  # for averages
@@ -41,17 +42,17 @@ class Simulated:
 
     @property
     def bubble(self) -> float:
-        """The share of time in which workers neither compute nor wait for averages."""
+        """The share of their time in which workers wait for messages of neighbours."""
         return self._share(self.starved)
 
     @property
     def waiting(self) -> float:
-        """The share of time in which workers wait for averages."""
+        """The share of their time in which workers wait for averages."""
         return self._share(self.waited)
 
     @property
     def computing(self) -> float:
-        """The share of time in which workers compute."""
+        """The share of their time in which workers compute."""
         return self._share(self.busy)
 
     @property
@@ -60,14 +61,15 @@ class Simulated:
         steps = {size: size * count for size, count in self.group_sizes.items()}
         return sum(size * n for size, n in steps.items()) / max(sum(steps.values()), 1)
 
-    def steps_after_first(self) -> Seconds:
-        """Seconds per step from the end of each pipeline's first to that of its last."""
-        spans = [(one[-1] - one[0]) / (len(one) - 1) for one in self.ends if len(one) > 1]
-        return fmean(spans) if spans else float("nan")
+    def __repr__(self) -> str:
+        return (
+            f"<Simulated: {sum(map(len, self.ends))} steps of {len(self.ends)} pipelines in "
+            f"{self.duration:.4g} s, {self.throughput:.4g} samples/s>"
+        )
 
     def _share(self, seconds: dict[Worker, Seconds]) -> float:
-        whole = self.duration * len(seconds)
-        return sum(seconds.values()) / whole if whole else 0.0
+        there = sum(self.whole[worker.pipeline] for worker in seconds)
+        return sum(seconds.values()) / there if there else 0.0
 
     def _rate(self, worth: list[float]) -> float:
         """Progress per second: a step counts by the part of it that is in the time looked at."""

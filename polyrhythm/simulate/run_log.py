@@ -20,6 +20,7 @@ from polyrhythm.types import Seconds, Worker
 class _Step(NamedTuple):
     run: int
     number: int
+    began: Seconds
     ended: Seconds  # its last action
     over: Seconds  # all that follows
 
@@ -43,8 +44,10 @@ class RunLog:
         ]
         self._runs: list[Run] = [run for pipeline in job.pipelines for run in pipeline.runs]
 
-    def step_over(self, run: int, number: int, ended: Seconds, over: Seconds) -> None:
-        self._steps.append(_Step(run, number, ended, over))
+    def step_over(
+        self, run: int, number: int, began: Seconds, ended: Seconds, over: Seconds
+    ) -> None:
+        self._steps.append(_Step(run, number, began, ended, over))
 
     def close(self, actions: Sequence[Record], num_steps: int) -> None:
         self.decisions.close()
@@ -56,10 +59,15 @@ class RunLog:
             "device": "simulated",
         }
         events = [Event(kind="run", time=0.0, values=values)]
-        events += [self._action(record) for record in actions]
+        events += [self._action(record) for record in self._finished(actions)]
         events += self._step_events()
         events += [event for average in self.averages for event in self._average_events(*average)]
         write_events(merged_log(self._folder), events)
+
+    def _finished(self, actions: Sequence[Record]) -> list[Record]:
+        """Without those of a try that was broken off, of a step that was made later."""
+        began = {(step.run, step.number): step.began for step in self._steps}
+        return [one for one in actions if one.start >= began.get((one.run, one.step), 0.0)]
 
     def _action(self, record: Record) -> Event:
         """As a worker logs it: what it waited is at its beginning."""
@@ -74,8 +82,8 @@ class RunLog:
         )
 
     def _step_events(self) -> list[Event]:
-        events, last = [], [0.0] * len(self._workers)
-        for run, number, ended, over in self._steps:
+        events = []
+        for run, number, began, ended, over in self._steps:
             worker = self._workers[run]
             policy = self._job.sync.policy
             sync = Event(
@@ -86,11 +94,8 @@ class RunLog:
                 name=policy,
                 duration=over - ended,
             )
-            step = Event(
-                kind="step", time=last[run], worker=worker, step=number, duration=over - last[run]
-            )
+            step = Event(kind="step", time=began, worker=worker, step=number, duration=over - began)
             events += [sync, step]
-            last[run] = over
         return events
 
     def _average_events(self, assign: Assign, began: Seconds, over: Seconds) -> list[Event]:

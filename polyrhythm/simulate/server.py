@@ -1,7 +1,7 @@
 """A parameter server in virtual time: push, hear that one may go on, pull (`run/average`'s server).
 
-Pushes and pulls of all workers share the server's connection. How far a worker may run ahead, the
-scheduler says.
+Pushes and pulls of all workers share the server's connection. A push is announced, awaited, sent
+and acknowledged; a pull is asked for. How far a worker may run ahead, the scheduler says.
 """
 
 from typing import Any
@@ -20,7 +20,10 @@ class ServedAveraging(Averaging):
     def flows_ended(self, owner: int) -> None:
         member, life, is_push = self._transfers.pop(owner)
         self._engine.free_owner(owner)
-        latency = self._network.latency(*self._way(member, is_push))
+        source, target = self._way(member, is_push)
+        latency = self._network.latency(source, target)
+        if is_push:
+            latency += self._network.latency(target, source)
         self._clock.at(self._clock.now + latency, self._arrived, member, life, is_push)
 
     def _report(self, member: Member) -> None:
@@ -36,6 +39,15 @@ class ServedAveraging(Averaging):
         if source == target or member.size <= 0:
             self._arrived(member, member.life, is_push)
             return
+        latency = self._network.latency(member.device, self._server)
+        if is_push:
+            latency += self._network.latency(self._server, member.device)
+        self._clock.at(self._clock.now + latency, self._send, member, member.life, is_push)
+
+    def _send(self, member: Member, life: int, is_push: bool) -> None:
+        if member.life != life:
+            return
+        source, target = self._way(member, is_push)
         owner = self._engine.new_owner()
         self._transfers[owner] = member, member.life, is_push
         regions = self._network.regions

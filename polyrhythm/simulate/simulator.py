@@ -21,7 +21,7 @@ from polyrhythm.simulate.by_device import by_device
 from polyrhythm.simulate.clock import Clock
 from polyrhythm.simulate.coordinator import Coordinator
 from polyrhythm.simulate.dealing import Dealing
-from polyrhythm.simulate.decoupled import DecoupledAllReduce, gathered
+from polyrhythm.simulate.decoupled import DecoupledAllReduce, gathered, shared_bytes
 from polyrhythm.simulate.engine.engine import THERE, Arriving, Engine, Happened
 from polyrhythm.simulate.engine.state import STEP_ENDED
 from polyrhythm.simulate.job import SimulatedJob
@@ -83,6 +83,7 @@ class _Simulation:
         self._buckets = [THERE] * len(self._of_run)  # that the next forward waits for
         self._steps = Steps(self._engine.first_run)
         self._goal = num_steps * len(job.pipelines)
+        self._shared = shared_bytes(members)
         is_optimizer = job.decoupled and job.sync.policy == "all_reduce"
         self._dealing = Dealing(job) if job.sync.policy == "balanced" else None
         self._coordinator_at = members[0].device if job.coordinator is None else job.coordinator
@@ -105,6 +106,7 @@ class _Simulation:
         )
         self._all_reduce = (
             DecoupledAllReduce(
+                members,
                 self._clock,
                 self._engine,
                 self._network,
@@ -148,14 +150,18 @@ class _Simulation:
             self._log.close(done, self._num_steps)
         runs, first = self._engine.state.runs, [of_run[0].worker for of_run in self._of_run]
         averaging, job = self._averaging, self._job
+        held = runs["held_before"].tolist()  # in forwards, by buckets
+        waited = [sum(both) for both in zip(self._steps.waited, held, strict=True)]
         samples = [len(pipeline.schedule[0]) // 2 for pipeline in job.pipelines]
         return Simulated(
             ends=tuple(map(tuple, self._steps.ends)),
             samples=job.samples or tuple(samples),
             duration=self._clock.now,
+            whole=tuple(self._steps.whole(self._clock.now)),
+            present=tuple(self._mishaps.present()),
             busy=dict(zip(first, runs["busy_before"].tolist(), strict=True)),
             starved=dict(zip(first, runs["starved_before"].tolist(), strict=True)),
-            waited=dict(zip(first, self._steps.waited, strict=True)),
+            waited=dict(zip(first, waited, strict=True)),
             group_sizes=averaging.sizes,
             spread=fmean(averaging.spread) if averaging.spread else 0.0,
             most_spread=max(averaging.spread, default=0),
@@ -184,7 +190,12 @@ class _Simulation:
     def _why_it_stands_still(self) -> str:
         if self._job.scenario.kill or self._job.scenario.link:
             last = max((end for one in self._steps.ends for end in one), default=0.0)
-            return f"nobody could go on after {last:.4g} s"
+            why = (
+                "every pipeline had lost a device"
+                if self._mishaps.nobody_is_whole
+                else "links are lost"
+            )
+            return f"nobody could go on after {last:.4g} s: {why}"
         raise ScheduleError(
             f"a deadlock after {self._clock.now:.3g} s: {self._steps.total} of {self._goal} steps",
             expected="stages that can all finish their lists",
@@ -223,9 +234,9 @@ class _Simulation:
             return
         steps, now = self._steps, self._clock.now
         number = steps.number[run]
-        computed = steps.over(run, member.worker.pipeline, now)
+        made = steps.over(run, member.worker.pipeline, now)
         if self._log is not None:
-            self._log.step_over(run, number, computed, now)
+            self._log.step_over(run, number, *made, now)
         if self._each and number + 1 >= self._num_steps:
             self._leave(run)
         else:
@@ -236,7 +247,7 @@ class _Simulation:
         for member in self._of_run[run]:
             self._averaging.coordinator.tell(member.worker, Leave, member.life)
             if self._all_reduce is not None:
-                self._all_reduce.forget(member)
+                self._all_reduce.leave(member)
 
     def _release(self, run: int, buckets: Arriving) -> None:
         if self._dealing is not None:  # a run is a pipeline
@@ -252,24 +263,24 @@ class _Simulation:
         return not self._each or len(self._steps.ends[pipeline]) < self._num_steps
 
     def _begin(self, pipeline: int) -> None:
-        self._steps.begin_anew(pipeline)
+        self._steps.begin_anew(pipeline, self._clock.now)
         first, end = self._engine.first_run[pipeline : pipeline + 2]
         for run in range(first, end):
             self._steps.begin(run, self._clock.now)
             self._engine.restart(run, self._clock.now, self._steps.number[run])
-            for member in self._of_run[run]:
-                if self._all_reduce is not None:
-                    self._all_reduce.welcome(member)
-                if self._tells_begins:
+            if self._dealing is not None:
+                self._dealing.welcome(run)
+            if self._tells_begins:
+                for member in self._of_run[run]:
                     self._averaging.step_began(member)
 
     def _end(self, pipeline: int) -> None:
+        self._steps.break_off(pipeline, self._clock.now)
         first, end = self._engine.first_run[pipeline : pipeline + 2]
         for run in range(first, end):
             self._engine.stop(run)
-            if self._all_reduce is not None:
-                for member in self._of_run[run]:
-                    self._all_reduce.forget(member)
+            if self._dealing is not None:
+                self._dealing.forget(run)
 
     def _hear(self, worker: Worker, command: Assign | Commit | Abort | Skip | Heal) -> None:
         if isinstance(command, Heal):
@@ -280,8 +291,9 @@ class _Simulation:
     def _second_half(self, members: Sequence[Member]) -> Arriving:
         """Of a group's average, which hides behind the next forward."""
         devices = [member.device for member in members]
-        busy, latency = self._network.half_time(devices, members[0].size), self._network.both_ways
-        return gathered(self._clock.now, busy, latency(devices), self._job.num_buckets)
+        busy = self._network.half_time(devices, members[0].size) * self._shared(members)
+        latency = self._network.both_ways(devices)
+        return gathered(self._clock.now, busy, latency, self._job.num_buckets)
 
     def _set_latency(self) -> None:
         """To the coordinator and back; nobody asks one under `static`."""
@@ -306,7 +318,7 @@ def _members(job: SimulatedJob, engine: Engine) -> list[list[Member]]:
     """Of each pipeline."""
     return [
         [
-            Member(Worker(stage, number), device, first + place, job.stages[stage].gradient_bytes)
+            _member(Worker(stage, number), device, first + place, job)
             for place, (device, start, end) in enumerate(pipeline.runs)
             for stage in range(start, end)
         ]
@@ -314,3 +326,11 @@ def _members(job: SimulatedJob, engine: Engine) -> list[list[Member]]:
             zip(job.pipelines, pairwise(engine.first_run), strict=True)
         )
     ]
+
+
+def _member(worker: Worker, device: int, run: int, job: SimulatedJob) -> Member:
+    work = job.stages[worker.stage]
+    gradients, parameters = work.gradient_bytes, work.parameter_bytes
+    parameters = gradients if parameters is None else parameters
+    size = gradients if job.sync.averages_gradients else parameters
+    return Member(worker, device, run, size, parameters)

@@ -17,6 +17,8 @@ class Steps:
         self._first_run, self._num_runs = first_run, [b - a for a, b in pairwise(first_run)]
         self._began: list[Seconds] = [0.0] * num_runs
         self._computed: list[Seconds] = [0.0] * num_runs
+        self._whole_since: list[Seconds | None] = [None] * len(self.ends)
+        self._whole: list[Seconds] = [0.0] * len(self.ends)
         self._counts: list[dict[int, int]] = [{} for _ in self.ends]  # runs that made a step
 
     def begin(self, run: int, now: Seconds) -> None:
@@ -27,8 +29,8 @@ class Steps:
         self._computed[run] = now
         return now - self._began[run]
 
-    def over(self, run: int, pipeline: int, now: Seconds) -> Seconds:
-        """And all that follows; when the actions were done."""
+    def over(self, run: int, pipeline: int, now: Seconds) -> tuple[Seconds, Seconds]:
+        """And all that follows; when it began, and when the actions were done."""
         self.waited[run] += now - self._computed[run]
         if now - self._began[run] > self.longest:
             self.longest = now - self._began[run]
@@ -39,10 +41,24 @@ class Steps:
             self.ends[pipeline].append(now)
             self.total += 1
         self.number[run] += 1
-        return self._computed[run]
+        return self._began[run], self._computed[run]
 
-    def begin_anew(self, pipeline: int) -> None:
+    def whole(self, now: Seconds) -> list[Seconds]:
+        """For how long each pipeline was at work until now."""
+        return [
+            before + (0.0 if since is None else now - since)
+            for before, since in zip(self._whole, self._whole_since, strict=True)
+        ]
+
+    def break_off(self, pipeline: int, now: Seconds) -> None:
+        """It has lost a device."""
+        since = self._whole_since[pipeline]
+        self._whole[pipeline] += 0.0 if since is None else now - since
+        self._whole_since[pipeline] = None
+
+    def begin_anew(self, pipeline: int, now: Seconds) -> None:
         """With the step after the last that was over on all its stages."""
+        self._whole_since[pipeline] = now
         self._counts[pipeline].clear()
         first, end = self._first_run[pipeline : pipeline + 2]
         self.number[first:end] = [len(self.ends[pipeline])] * (end - first)

@@ -75,6 +75,10 @@ def _changed_device(
     name: str, how: str, times: str, cluster: Cluster, scenario: Scenario
 ) -> tuple[Cluster, Scenario]:
     device, factor = _device(name, cluster), _factor(times)
+    if how.lower() == "slow" and factor < 1:
+        raise DescriptionError(
+            f"slow x{times}", expected="1 or more", fix=f"write device {name} speed x{1 / factor:g}"
+        )
     if how.lower() == "slow":
         return cluster, replace(scenario, slow=(*scenario.slow, Slow(device=device, factor=factor)))
     devices = tuple(
@@ -114,6 +118,12 @@ def _ends(text: str, cluster: Cluster) -> tuple[str, str]:
         a, b = "-".join(parts[:cut]).strip().lower(), "-".join(parts[cut:]).strip().lower()
         if a in by_lower and b in by_lower:
             return by_lower[a], by_lower[b]
+    if text.strip().lower() in by_lower:
+        raise DescriptionError(
+            f"a link with one end, {text!r}",
+            expected="two regions or devices with a dash between them",
+            fix=f"write link {text}-{known[0]} x0.5",
+        )
     first = next((part.strip() for part in parts if part.strip().lower() not in by_lower), text)
     raise unknown("region or device", first, known)
 
@@ -125,7 +135,9 @@ def _factor(text: str) -> float:
         factor = float("nan")
     if not 0 < factor < float("inf"):
         raise DescriptionError(
-            f"x{text}", expected="a number above 0, such as x0.5", fix='use "down" or "gone" for 0'
+            f"x{text}",
+            expected="a number above 0, such as x0.5",
+            fix='correct it; "down" and "gone" are the words for 0',
         )
     return factor
 

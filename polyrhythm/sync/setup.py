@@ -15,6 +15,13 @@ from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.token import LEASE
 from polyrhythm.types import Seconds, Worker
 
+_NOT_DECOUPLED = {
+    "static": "without a scheduler nobody says when an average counts",
+    "ssp": "a parameter server has the weights",
+    "pairwise": "a passive worker is averaged while it computes",
+    "local": "the outer optimizer needs the whole mean at once",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
@@ -57,6 +64,22 @@ class Setup:
     def steps_between(self) -> int:
         """From one average to the next."""
         return default_every(self.policy) if self.every is None else self.every
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Not with local steps in between, after which only models can be averaged."""
+        is_alone = self.policy == "all_reduce" and self.steps_between == 1
+        return is_alone or self.policy == "balanced"
+
+    @property
+    def why_not_decoupled(self) -> str | None:
+        """Why averages of models cannot come in parts."""
+        return _NOT_DECOUPLED.get(self.policy)
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether one may go on, and take in an average one step later."""
+        return not (self.averages_gradients or self.policy in ("static", "ssp"))
 
     @property
     def asks_ahead(self) -> bool:

@@ -11,6 +11,7 @@ from polyrhythm.describe.scenario import Join, Kill, LinkChange, Scenario, Slow
 from polyrhythm.events import Event, read_run
 from polyrhythm.simulate.engine.engine import Engine, Record
 from polyrhythm.simulate.job import CALM, SimulatedJob
+from polyrhythm.simulate.result import Simulated
 from polyrhythm.sync.setup import Setup
 
 Rows = Sequence[Sequence[float]]
@@ -155,3 +156,9 @@ def slow_entries(draw: st.DrawFn, device: str = "*") -> Slow:
         start=start,
         until=until,
     )
+
+
+def steps_after_first(found: Simulated) -> float:
+    """Seconds per step from the end of each pipeline's first to that of its last."""
+    spans = [(one[-1] - one[0]) / (len(one) - 1) for one in found.ends if len(one) > 1]
+    return sum(spans) / len(spans)

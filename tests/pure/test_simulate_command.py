@@ -129,7 +129,7 @@ def test_money_is_by_the_hour_and_by_the_gigabyte(
 
     job = planned_job(PLAN, problem())
     way = Way(name="x", job=job, found=simulate(job, num_steps=10))
-    by_the_hour = 4 * 2.0 * way.found.step_time / 3600
+    by_the_hour = 4 * 2.0 * way.found.duration / 10 / 3600
     # Each stage's 2 MB of gradients go to the other region and back, in two halves.
     assert way.price == pytest.approx(by_the_hour + 0.1 * 4 * 2e6 / 1e9, rel=1e-6)
 

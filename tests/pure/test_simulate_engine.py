@@ -30,6 +30,7 @@ from tests.pure.simulating import (
     one_step,
     slow_entries,
     slowed,
+    steps_after_first,
 )
 from tests.pure.test_recipe import recipes
 
@@ -184,17 +185,19 @@ def test_all_reduce_takes_the_step_of_the_cost_model(
 @pytest.mark.parametrize("gradients", [1e6, 2e7])
 def test_decoupled_hides_communication_and_no_more(num_pipelines: int, gradients: float) -> None:
     def of(*, decoupled: bool) -> float:
-        return simulate(
-            equal_job(
-                num_pipelines=num_pipelines,
-                forward=0.1,
-                backward=0.2,
-                gradient_bytes=gradients,
-                bandwidth=1e8,
-                decoupled=decoupled,
-            ),
-            num_steps=20,
-        ).steps_after_first()
+        return steps_after_first(
+            simulate(
+                equal_job(
+                    num_pipelines=num_pipelines,
+                    forward=0.1,
+                    backward=0.2,
+                    gradient_bytes=gradients,
+                    bandwidth=1e8,
+                    decoupled=decoupled,
+                ),
+                num_steps=20,
+            )
+        )
 
     compute, half = 0.3, gradients / num_pipelines / 1e8
     assert of(decoupled=False) == pytest.approx(compute + 2 * half)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from polyrhythm.describe.scenario import LinkChange, Pause, Scenario, Slow
 from polyrhythm.describe.spot import SpotTrace, spot_scenario
-from polyrhythm.errors import UserError
+from polyrhythm.errors import PolicyError, UserError
 from polyrhythm.simulate.job import SimulatedJob, equal_job
 from polyrhythm.simulate.result import Simulated
 from polyrhythm.simulate.simulator import simulate
@@ -16,7 +16,7 @@ from polyrhythm.sync.registry import POLICIES
 from polyrhythm.types import Worker
 from tests.pure.simulating import apart, back, linked, lives, lost, slowed
 
-SOME = sorted(set(POLICIES) - {"balanced"})
+SOME = sorted(set(POLICIES) - {"balanced", "static"})
 
 
 def grid(
@@ -175,35 +175,11 @@ def test_all_lost_and_back_begin_with_what_they_have() -> None:
     assert steps(found) == [20, 20, 20]
 
 
-@pytest.mark.parametrize(
-    ("kill", "join"),
-    [
-        ([("d2", 3.3)], []),
-        ([("d2", 3.3), ("d3", 3.4)], []),
-        ([("d2", 3.3)], [("d2", 9.0)]),
-        ([], [("d2", 9.0)]),
-        ([("d2", 3.3), ("d3", 3.4)], [("d3", 8.0), ("d2", 9.0)]),
-    ],
-)
-def test_decoupled_all_reduce_survives_too(kill: list, join: list) -> None:
-    found = simulate(grid(lives(kill, join), decoupled=True), num_steps=20)
-    assert found.cut_short == ""
-    assert made(found, 60)
-    lost_at = min([at for _, at in kill], default=0.0)
-    back_at = max([at for _, at in join], default=1e9)
-    assert made_between(found, 1, lost_at, back_at) == 0
-    if join:
-        assert made_between(found, 1, back_at, 1e9) >= 10
-
-
-@settings(max_examples=25)
-@given(st.floats(0.5, 8))
-def test_who_dies_during_a_decoupled_all_reduce_stays_dead(at: float) -> None:
-    job = grid(lives(kill=[("d2", at)]), decoupled=True, gradient_bytes=1e8)
-    found = simulate(job, num_steps=8)
-    assert made(found, 24)
-    assert all(end <= at for end in found.ends[1])
-    assert found.busy[Worker(0, 1)] <= at + 0.3
+@pytest.mark.parametrize("way", [{"decoupled": True}, {"policy": "static"}])
+@pytest.mark.parametrize("scenario", [lives([("d2", 3.3)]), lives([], [("d2", 9.0)])])
+def test_what_a_loss_would_end_is_refused(way: dict, scenario: Scenario) -> None:
+    with pytest.raises(PolicyError, match="here training would end"):
+        grid(scenario, **way)
 
 
 def test_exactly_so_many_steps_also_for_one_that_died_and_came_back() -> None:
@@ -219,14 +195,11 @@ def test_one_that_has_made_all_its_steps_makes_no_more() -> None:
     assert steps(found) == [10, 10, 10]
 
 
-@pytest.mark.parametrize(
-    ("policy", "decoupled"),
-    [("all_reduce", False), ("partial_reduce", False), ("ssp", False), ("all_reduce", True)],
-)
-def test_who_has_made_all_steps_holds_up_nobody(policy: str, decoupled: bool) -> None:
+@pytest.mark.parametrize("policy", ["all_reduce", "partial_reduce", "ssp"])
+def test_who_has_made_all_steps_holds_up_nobody(policy: str) -> None:
     """Neither by leaving, nor by coming back after a death."""
     scenario = lives([("d2", 5.0), ("d0", 20.0)], [("d2", 12.0), ("d0", 21.0)])
-    job = grid(scenario, policy=policy, decoupled=decoupled, num_microbatches=2)
+    job = grid(scenario, policy=policy, num_microbatches=2)
     found = simulate(job, num_steps=15, each=True)
     assert found.cut_short == ""
     assert steps(found) == [15, 15, 15]
@@ -278,14 +251,22 @@ def test_averages_of_any_size_go_on_when_a_link_is_back(gradients: float) -> Non
     assert found.duration < calm.duration + 2.5
 
 
-def test_decoupled_replicas_wait_for_a_lost_link_and_not_for_the_dead() -> None:
-    scenario = linked(lost(3.0), back(13.0))
-    killed = replace(scenario, kill=lives([("d1", 6.0)]).kill)
-    for given_, made_by_it in ((scenario, 20), (killed, 2)):
-        found = simulate(grid(given_, decoupled=True, num_stages=1), num_steps=20)
+def test_decoupled_replicas_wait_for_a_lost_link() -> None:
+    found = simulate(
+        grid(linked(lost(3.0), back(13.0)), decoupled=True, num_stages=1), num_steps=20
+    )
+    assert found.cut_short == ""
+    assert steps(found) == [20, 20, 20]
+    assert not any(5.0 < end < 13.0 for ends in found.ends for end in ends)
+
+
+def test_decoupled_groups_wait_for_a_lost_link() -> None:
+    """Whenever it is lost: also between the halves of an average."""
+    for tenth in range(30, 60, 2):
+        scenario = linked(lost(tenth / 10), back(tenth / 10 + 5.0))
+        found = simulate(grid(scenario, policy="adaptive", decoupled=True), num_steps=10)
         assert found.cut_short == ""
-        assert len(found.ends[1]) == made_by_it
-        assert not any(5.0 < end < 13.0 for ends in found.ends for end in ends)
+        assert found.duration < 100.0
 
 
 def test_an_average_may_take_days() -> None:

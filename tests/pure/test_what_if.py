@@ -69,12 +69,12 @@ def test_what_the_scenario_had_stays() -> None:
 @pytest.mark.parametrize(
     ("sentence", "wrong"),
     [
-        ("link Tokyo x2", "unknown region or device"),
+        ("link Tokyo x2", "a link with one end"),
         ("link Tokyo-Osaka x2", "'Osaka'"),
         ("link Tokyo-New-York x0", "x0"),
         ("link Tokyo-New-York x-1", "x-1"),
         ("device 3 slow x4", "unknown device '3'"),
-        ("device a0 slow x0.5", "factor is 0.5"),
+        ("device a0 slow x0.5", "write device a0 speed x2"),
         ("device a0 slower", "device a0 slower"),
         ("", '--what-if ""'),
     ],

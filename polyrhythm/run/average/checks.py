@@ -11,19 +11,6 @@ from polyrhythm.sync.local import OuterNesterov
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Worker
 
-_NOT_DECOUPLED = {
-    "static": "without a scheduler nobody says when an average counts",
-    "ssp": "a parameter server has the weights",
-    "pairwise": "a passive worker is averaged while it computes",
-    "local": "the outer optimizer needs the whole mean at once",
-}
-
-
-def averages_gradients(setup: Setup) -> bool:
-    """Not with local steps in between, after which only models can be averaged."""
-    is_alone = setup.policy == "all_reduce" and setup.steps_between == 1
-    return is_alone or setup.policy == "balanced"
-
 
 def check_model(module: nn.Module, optimizer: Optimizer) -> None:
     if not isinstance(module, nn.Module) or not isinstance(optimizer, Optimizer):
@@ -123,16 +110,16 @@ def check_flush(model: object, decoupled: bool) -> None:
 
 
 def _check_decoupled(setup: Setup) -> None:
-    if averages_gradients(setup):
+    if setup.averages_gradients:
         raise PolicyError(
             f"decoupled=True under {setup.policy}",
             expected="a policy that averages models; this one averages gradients",
             fix="use polyrhythm.DistributedOptimizer, which does the same for gradients",
         )
-    if setup.policy in _NOT_DECOUPLED:
+    if setup.why_not_decoupled is not None:
         raise PolicyError(
             f"decoupled=True under {setup.policy}",
-            expected=f"a policy whose averages may come in parts; {_NOT_DECOUPLED[setup.policy]}",
+            expected=f"a policy whose averages may come in parts; {setup.why_not_decoupled}",
             fix="use age or adaptive, or decoupled=False",
         )
 
@@ -144,7 +131,7 @@ def check_overlap(setup: Setup, overlap: bool, decoupled: bool) -> None:
             expected="one of them: with overlap nobody waits for an average, whole or in parts",
             fix="decoupled=True alone keeps exact copies, overlap=True alone hides slow groups",
         )
-    if overlap and (averages_gradients(setup) or setup.policy in ("static", "ssp")):
+    if overlap and not setup.can_overlap:
         raise PolicyError(
             f"overlap under {setup.policy}",
             expected="a policy that averages models, with whom the scheduler says",

@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from polyrhythm.errors import PolicyError
 from polyrhythm.events import EventLog, worker_log
 from polyrhythm.run.average.checks import (
-    averages_gradients,
     check_flush,
     check_model,
     check_options,
@@ -316,7 +315,7 @@ def _rounds(
         return ServerRounds(model, line, ServerLine(meeting), every=setup.steps_between)
     if setup.policy == "balanced":
         return BalancedRounds(model, line, setup.num_pipelines)
-    if averages_gradients(setup):
+    if setup.averages_gradients:
         return GradientRounds(model, line)
     if model.decoupled:
         return DecoupledRounds(

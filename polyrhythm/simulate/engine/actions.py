@@ -56,12 +56,18 @@ def compute(state: State, index: int, now: float) -> float:
     run.starved += run.waited
     work = run.backward if direction else run.forward
     takes = work + _delay(state, run.device, now, work, run.forward + run.backward)
-    begin = max(now, run.first_there) if run.place == 0 else now
-    end = _paused(state, run.device, begin, takes)
-    if run.place == 0:
-        end = max(end, run.last_there + run.last_part * takes)
     run.busy += takes
-    run.at, run.since, run.last_began = COMPUTES, now, now
+    run.at = COMPUTES
+    end = _paused(state, run.device, now, takes)
+    if run.place == 0 and run.last_there > now:  # it waits for buckets, one after the other
+        begin = max(now, run.first_there)
+        end = _paused(state, run.device, begin, takes)
+        end = max(end, run.last_there + run.last_part * takes)
+        held = max(0.0, end - takes - now)
+        run.held += held
+        run.waited += held
+        now += held
+    run.since = run.last_began = now
     return float(end)
 
 
@@ -87,6 +93,7 @@ def count_step(state: State, index: int) -> None:
     run = state.runs[index]
     num_done = num_actions(state, index)
     run.busy_before, run.starved_before = run.busy, run.starved
+    run.held_before = run.held
     state.counts[NUM_ACTIONS] += num_done
     for direction in range(2):
         if (run.before if direction else run.after) == NONE:

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyrhythm.cost.step import Schedule
+from polyrhythm.describe.units import show
 from polyrhythm.simulate.engine import execute, sharing
 from polyrhythm.simulate.engine.build import Lists, first_runs, made_state
-from polyrhythm.simulate.engine.hosts import DRAWS
+from polyrhythm.simulate.engine.hosts import DRAWS, trace_names
 from polyrhythm.simulate.engine.room import lacks_events, lacks_flows, more_events, more_flows
 from polyrhythm.simulate.engine.state import (
     HEAP_FULL,
     MEETS,
     NEEDS_LUCK,
-    NO_LIMIT,
     NONE,
     NOTHING,
     NUM_ACTIONS,
@@ -67,9 +67,13 @@ class Engine:
         self.first_run, self._lists = first_runs(job), Lists()
         self.state, self._chances = made_state(job, self._lists, records=records)
         self._compiled = referred(self.state)
-        is_connected = self.state.hosts["up"][:-1] < NO_LIMIT
-        self.shares = bool(is_connected.any() or job.scenario.link)
-        self._ahead = not (self.shares or job.scenario.kill or job.scenario.join)
+        self._traces = trace_names(job.scenario, job.cluster)
+        # Messages are flows, if their connections are known, or links change; averages are, too, if
+        # they meet one another at a host.
+        self._shares = bool(self.state.hosts["is_known"].any() or job.scenario.link)
+        several = any(run.end - run.first > 1 for one in job.pipelines for run in one.runs)
+        self.averages_share = self._shares or several or job.sync.policy == "ssp"
+        self._ahead = not (self._shares or job.scenario.kill or job.scenario.join)
         self._next: Seconds = 0.0  # nothing happens before
         self._free_owners = list(range(len(self.state.owners) - 1, -1, -1))
         self._records: list[Record] = []
@@ -86,7 +90,7 @@ class Engine:
     def advance(self, until: Seconds) -> Happened | None:
         """The next that others decide about; None if that is after `until`."""
         while self._next <= until:
-            kind, index, time = execute.advance(self._compiled, until, self.shares, self._ahead)
+            kind, index, time = execute.advance(self._compiled, until, self._shares, self._ahead)
             if kind == NOTHING:
                 self._next = time
                 return None
@@ -191,8 +195,11 @@ class Engine:
         """Of those that have ended, once."""
         if not self._is_told and self.state.slow["has_ended"].any():
             self._is_told = True
+            entry = int(self.state.slow["has_ended"].argmax())
+            name, ends = self._traces[entry]
             warnings.warn(
-                "a trace has ended before the simulation: held at its last value", stacklevel=2
+                f"the trace {name!r} has ended after {show(ends, Seconds)}: held at its last value",
+                stacklevel=2,
             )
 
     def _taken_records(self) -> list[Record]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from polyrhythm.compiled import Floats
+from polyrhythm.cost.sync import uplinks_of
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.scenario import Scenario, Slow
 from polyrhythm.describe.slowness import load_traces, played
@@ -17,12 +18,13 @@ DRAWS = 512  # of each entry at a time
 
 
 def made_hosts(cluster: Cluster) -> Records:
-    """A connection that nobody has described is shared by nothing but averages (`network.py`)."""
+    """A connection that nobody has described is that of its fastest link, for averages alone."""
     hosts = np.zeros(len(cluster.devices) + 1, HOST)  # one more: where the last one's lists end
     places = {region: place for place, region in enumerate(cluster.regions)}
-    for host, device in zip(hosts, cluster.devices, strict=False):
+    for host, device, uplink in zip(hosts, cluster.devices, uplinks_of(cluster), strict=False):
         host["region"] = places[device.region]
-        host["up"] = host["down"] = NO_LIMIT if device.uplink is None else device.uplink
+        host["up"] = host["down"] = min(uplink, NO_LIMIT)
+        host["is_known"] = device.uplink is not None and device.uplink < NO_LIMIT
     hosts["first_up"] = hosts["first_down"] = NONE
     return hosts
 
@@ -57,6 +59,17 @@ def made_slow(
             chances.append(_chance(f"{scenario.seed}/{number}/{device.name}"))
     hosts[-1]["slow"] = len(entries)
     return np.array(entries, SLOW), chances, np.concatenate(bins)
+
+
+def trace_names(scenario: Scenario, cluster: Cluster) -> list[tuple[str, Seconds]]:
+    """Of the entries of all devices, in the same order: their traces, and when these end."""
+    traces = load_traces(scenario)
+    return [
+        ("", 0.0) if slow.trace is None else (slow.trace, sum(played(slow, index, traces)[2:]))
+        for index, device in enumerate(cluster.devices)
+        for slow in scenario.slow
+        if slow.befalls(device.name)
+    ]
 
 
 def _entry(slow: Slow, place: int, num_bins: int, duration: Seconds) -> tuple[object, ...]:

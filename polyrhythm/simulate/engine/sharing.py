@@ -41,24 +41,32 @@ def begin_flow(
     flow.source, flow.target = source, target
     flow.left, flow.most, flow.weight = size, most, weight
     flow.up_share = flow.down_share = NO_LIMIT
+    is_message = channel != NONE
+    flow.up_alone = 1 if is_message and not hosts[source].is_known else 0
+    flow.down_alone = 1 if is_message and not hosts[target].is_known else 0
     flow.rate, flow.since = 0.0, now
     flow.version += 1
     flow.next_up, hosts[source].first_up = hosts[source].first_up, index
     flow.next_down = NONE
     if target != NONE:
         flow.next_down, hosts[target].first_down = hosts[target].first_down, index
-    _share_again(state, now, source, target)
+    if not flow.up_alone:
+        _share(state, now, source, True)
+    if target != NONE and not flow.down_alone:
+        _share(state, now, target, False)
     if flow.rate == 0.0:  # nothing is shared
         _set_rate(state, index, now)
 
 
 @inlined
 def end_flow(state: State, index: int, now: float) -> None:
-    flow, hosts = state.flows[index], state.hosts
+    flow = state.flows[index]
     source, target = flow.source, flow.target
     _take_off(state, index)
-    if hosts[source].first_up != NONE or (target != NONE and hosts[target].first_down != NONE):
-        _share_again(state, now, source, target)
+    if not flow.up_alone:
+        _share(state, now, source, True)
+    if target != NONE and not flow.down_alone:
+        _share(state, now, target, False)
 
 
 @compiled
@@ -109,14 +117,6 @@ def _take_off(state: State, index: int) -> None:
 
 
 @inlined
-def _share_again(state: State, now: float, source: int, target: int) -> None:
-    if state.hosts[source].up < NO_LIMIT:
-        _share(state, now, source, True)
-    if target != NONE and state.hosts[target].down < NO_LIMIT:
-        _share(state, now, target, False)
-
-
-@inlined
 def _share(state: State, now: float, host: int, is_up: bool) -> None:
     """Deal what a host can send (`is_up`) or receive anew among its flows."""
     flows = state.flows
@@ -130,19 +130,20 @@ def _share(state: State, now: float, host: int, is_up: bool) -> None:
         index = first
         while index != NONE:
             flow = flows[index]
-            if flow.most <= before * flow.weight:
-                left -= flow.most
-            else:
-                weights += flow.weight
+            if not (flow.up_alone if is_up else flow.down_alone):
+                if flow.most <= before * flow.weight:
+                    left -= flow.most
+                else:
+                    weights += flow.weight
             index = flow.next_up if is_up else flow.next_down
         if weights > 0.0:
             level = max(before, left / weights)
     index = first
     while index != NONE:
         flow = flows[index]
-        if is_up:
+        if is_up and not flow.up_alone:
             flow.up_share = level * flow.weight if room < NO_LIMIT else NO_LIMIT
-        else:
+        elif not is_up and not flow.down_alone:
             flow.down_share = level * flow.weight if room < NO_LIMIT else NO_LIMIT
         _set_rate(state, index, now)
         index = flow.next_up if is_up else flow.next_down

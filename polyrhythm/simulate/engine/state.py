@@ -55,6 +55,8 @@ RUN = np.dtype(
         ("busy_before", "f8"),  # the same up to the end of its last step
         ("starved_before", "f8"),
         ("waited", "f8"),  # before the action it is at
+        ("held", "f8"),  # seconds of waiting for buckets, in all
+        ("held_before", "f8"),
     ]
 )
 HOST = np.dtype(
@@ -62,6 +64,7 @@ HOST = np.dtype(
         ("region", "i8"),
         ("up", "f8"),  # bytes per second to all others together
         ("down", "f8"),
+        ("is_known", "i8"),  # else averages share it, but messages are as fast as their links
         ("first_up", "i8"),  # of its flows; NONE without
         ("first_down", "i8"),
         ("slow", "i8"),  # where its entries begin; those of the next host are behind them
@@ -89,6 +92,8 @@ FLOW = np.dtype(
         ("left", "f8"),  # bytes
         ("most", "f8"),  # bytes per second, by its link
         ("weight", "f8"),  # how many connections it stands for
+        ("up_alone", "i8"),  # shares nothing at its source
+        ("down_alone", "i8"),
         ("up_share", "f8"),
         ("down_share", "f8"),
         ("rate", "f8"),
