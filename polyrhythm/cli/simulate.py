@@ -84,6 +84,15 @@ class SimulateCommand:
             raise PlanError(f"--steps {self.steps}", expected="1 or more", fix="use 20")
         if not 0 < self.lr < float("inf"):
             raise PlanError(f"--lr {self.lr:g}", expected="more than 0", fix="use 0.05")
+        if self.out is not None:
+            try:
+                self.out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise PlanError(
+                    f"--out {self.out}: {error.strerror}",
+                    expected="a folder that can be made and written to",
+                    fix="give another one",
+                ) from None
         if self.spot_duration is not None and self.spot is None:
             raise PlanError(
                 "--spot-duration without --spot",
@@ -179,6 +188,7 @@ class SimulateCommand:
 
     def _made_for(self, what: str, source: str) -> str:
         from polyrhythm.cli.described import found_beside
+        from polyrhythm.describe.bundled import is_name
 
         if not source:
             raise PlanError(
@@ -186,7 +196,14 @@ class SimulateCommand:
                 expected=f"--{what}, or a plan that `polyrhythm plan -o` wrote",
                 fix=f"add --{what} FILE",
             )
-        return found_beside(source, self.plan)
+        found = found_beside(source, self.plan)
+        if not is_name(source) and not Path(found).exists():
+            raise PlanError(
+                f"{self.plan} was made from {source}, which is not there beside it",
+                expected=f"the {what} that it was made for",
+                fix=f"add --{what} FILE, or put it back",
+            )
+        return found
 
     def _scenario(self, cluster: "Cluster") -> "Scenario":
         from dataclasses import replace

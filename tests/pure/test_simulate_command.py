@@ -143,6 +143,11 @@ def test_money_is_by_the_hour_and_by_the_gigabyte(
         (["--scenario", "nowhere.toml"], "nowhere.toml"),
         (["--what-if", "link a-c x2"], "unknown region or device 'c'"),
         (["--steps", "0"], "--steps 0"),
+        (["--lr", "nan"], "--lr nan"),
+        (["--out", "/proc/x"], "--out /proc/x"),
+        (["--spot-duration", "10min"], "--spot-duration without --spot"),
+        (["--converge", "quadratic", "--what-if", "device 1 gone"], "--converge with devices"),
+        (["--sync", "decoupled", "--what-if", "device 1 gone"], "here training would end"),
         (["--spot", "nothing"], "nothing"),
         (["--spot", "bamboo_aws_p3", "--spot-duration", "soon"], "soon"),
     ],
@@ -154,6 +159,15 @@ def test_bad_input_is_refused_with_a_fix(
     assert status == 2
     assert words in err
     assert "fix:" in err
+
+
+def test_a_plan_whose_cluster_is_not_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    status, _, err = said([str(tmp_path / "plan.json")], capsys)
+    assert status == 2
+    assert "made from cluster.toml, which is not there" in err
 
 
 def test_a_plan_that_does_not_say_what_it_is_for(
