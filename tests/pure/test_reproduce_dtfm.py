@@ -32,6 +32,7 @@ from polyrhythm.simulate.reproduce.dtfm.networks import (
     launched,
     networks,
     random_layout,
+    random_order,
     random_ranks,
 )
 from polyrhythm.simulate.reproduce.dtfm.runtime import dtfm_iterations
@@ -115,7 +116,16 @@ def test_random_layouts_are_the_published_scripts():
     )
 
 
-def test_megatron_keeps_the_gpus_of_a_machine_together():
+def test_megatron_has_the_random_layouts_of_dtfm():
+    """Appendix B.2: "the same random layouts"."""
+    for seed in SEEDS:
+        layout, order = random_layout(seed, 64), random_order(seed, 64)
+        assert [layout[rank % 8][rank // 8] for rank in range(64)] == list(order)
+        machines = [ON_DEMAND.machine_of[gpu] for gpu in order]
+        assert sum(a != b for a, b in pairwise(machines)) > 40, "machines are torn apart"
+
+
+def test_by_the_other_reading_megatron_keeps_the_gpus_of_a_machine_together():
     for seed in SEEDS:
         order = launched(seed, SPOT)
         assert sorted(order) == list(range(64))
@@ -177,8 +187,11 @@ def test_a_batch_twice_as_large_fills_and_drains_dtfms_pipelines_twice_as_often(
 
 
 def test_tensor_parallelism_pays_inside_of_machines_only():
-    for network, best in ((ON_DEMAND, Degrees(2, 4, 8)), (WORLDWIDE, Degrees(1, 8, 8))):
-        devices = launched(2022, network)
+    for devices, network, best in (
+        (launched(2022, ON_DEMAND), ON_DEMAND, Degrees(2, 4, 8)),
+        (random_order(2022, 64), ON_DEMAND, Degrees(1, 8, 8)),
+        (random_order(2022, 64), WORLDWIDE, Degrees(1, 8, 8)),
+    ):
         takes = {
             degrees: megatron_iterations(
                 Job(devices=devices, degrees=degrees, network=network), 24, (1024,)
@@ -218,6 +231,9 @@ def test_rows_compare_what_the_text_does():
     def case(scheduled: float, megatron: float, degrees: Degrees) -> CaseSteps:
         # With a part that no workload changes, so that ratios differ from one to the next.
         return CaseSteps(
+            planned_cost=1.0,
+            launched=takes,
+            launched_degrees=dict.fromkeys(WORKLOADS, near),
             scheduled={of: scheduled * (step + 1e5) for of, step in takes.items()},
             scheduled_pipeline=takes,
             at_random={of: 2.7 * scheduled * (step + 1e5) for of, step in takes.items()},

@@ -2,6 +2,9 @@
 
 import importlib
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from polyrhythm.simulate.reproduce import registry
 from polyrhythm.simulate.reproduce.claim import Plot, Reproduction, Row, ordered
 from polyrhythm.simulate.reproduce.page import INDEX, index, page, write
 from polyrhythm.simulate.reproduce.registry import PAPERS, Paper, chosen
+from polyrhythm.simulate.reproduce.stated import always, explained, sometimes, stated
 
 NEAR = Row(place="Fig. 1", what="fast | slow", printed=2.0, ours=2.4)
 FAR = Row(place="Table II", what="sum", printed=1234.5, ours=12.0, why="no\ncache")
@@ -45,6 +49,8 @@ def reproduce(say) -> Reproduction:  # type: ignore[no-untyped-def]
 @pytest.fixture
 def zeno(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only paper there is."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")  # and as before when the test is over
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS")
     monkeypatch.setattr(registry, "PAPERS", {"zeno": Paper(f"{__name__}:reproduce", "a race")})
 
 
@@ -74,6 +80,62 @@ def test_a_row_is_near_within_a_fifth_of_the_printed_figure(
 ) -> None:
     row = Row(place="", what="", printed=printed, ours=ours)
     assert row.is_near is row.passes is near
+
+
+@pytest.mark.parametrize(
+    ("printed", "ours", "passes"),
+    [
+        (1.06, 1.0, False),
+        (1.06, 1.005, False),
+        (1.06, 1.007, True),
+        (1.2, 1.01, False),
+        (1.2, 1.03, True),
+        (0.9, 1.0, False),
+        (0.9, 0.995, False),
+        (0.9, 0.98, True),
+        (1.0, 1.1, True),  # nothing gained, nothing lost
+        (61.1, 64.0, True),
+    ],
+)
+def test_a_printed_gain_or_loss_is_kept_by_a_tenth_of_it(
+    printed: float, ours: float, passes: bool
+) -> None:
+    row = Row(place="", what="", printed=printed, ours=ours)
+    assert row.is_near
+    assert row.keeps_gain is row.passes is passes
+    told = page(replace(DONE, rows=(row,)))
+    assert ("near, but the printed" in told) is not passes
+
+
+def test_a_choice_is_equal_or_it_differs() -> None:
+    row = Row(place="", what="k", printed=5, ours=5, is_exact=True)
+    assert row.passes
+    assert not replace(row, ours=4).passes
+    assert replace(row, ours=4, is_exact=False).passes
+
+
+def test_a_reason_is_given_only_where_ours_differs() -> None:
+    assert stated("Fig. 1", "a", 2.0, 2.1, why="so").why == ""
+    assert stated("Fig. 1", "a", 2.0, 3.0, why="so").why == "so"
+    assert explained(replace(NEAR, why="old"), "so").why == ""
+    assert explained(FAR, "so").why == "so"
+
+
+def test_always_is_in_every_case_and_sometimes_in_one() -> None:
+    assert always("Fig. 1", "a", [True] * 10).passes
+    almost = always("Fig. 1", "a", [True] * 9 + [False], why="so")
+    assert (almost.printed, almost.ours, almost.why) == (10, 9, "so")
+    assert not almost.passes, "nine of ten is near, but not always"
+    assert sometimes("Fig. 1", "a", [False, True]).passes
+    assert not sometimes("Fig. 1", "a", [False, False]).passes
+
+
+def test_what_is_given_is_shown_and_not_counted() -> None:
+    done = replace(DONE, rows=(NEAR, replace(NEAR, is_given=True), replace(FAR, is_given=True)))
+    assert (done.num_passed, len(done.counted)) == (1, 1)
+    lines = page(done).splitlines()
+    assert any(line.startswith("**1 of 1 rows pass**") for line in lines)
+    assert sum("| given |" in line for line in lines) == 2
 
 
 def test_a_row_passes_only_with_methods_in_the_printed_order() -> None:
@@ -175,6 +237,23 @@ def test_all_papers_are_done_into_the_folder_that_is_given(
     assert run_cli("all", "--out", tmp_path / "out") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "2 of 6 rows pass"
     assert (tmp_path / "out" / "zeno.md").exists()
+
+
+@pytest.mark.usefixtures("zeno")
+@pytest.mark.parametrize(("before", "after"), [(None, "1"), ("2", "2")])
+def test_small_products_are_not_spread_over_threads_unless_somebody_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
+) -> None:
+    if before is not None:
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", before)
+    assert run_cli("zeno", "--out", tmp_path / "out") == 0
+    assert os.environ["OPENBLAS_NUM_THREADS"] == after
+
+
+def test_numpy_is_not_loaded_before_the_command_runs() -> None:
+    """Else its threads were started already."""
+    code = "import sys, polyrhythm.cli; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_an_unknown_paper_is_refused_with_the_names(capsys: pytest.CaptureFixture[str]) -> None:

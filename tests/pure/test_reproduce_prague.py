@@ -1,8 +1,7 @@
 """Prague's set-up and claims, in small."""
 
-from collections import Counter
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from polyrhythm.simulate.reproduce.claim import ordered
@@ -32,26 +31,15 @@ from polyrhythm.simulate.reproduce.prague.training import (
     slowed,
 )
 from polyrhythm.simulate.reproduce.prague.vgg_claims import vgg_rows
-from polyrhythm.simulate.result import Simulated
+from polyrhythm.simulate.simulator import simulate
 
 NEAR = 0.01  # latencies are left out of what is expected
 
 
 def simulated_ends(*ends):
-    return Simulated(
-        ends=ends,
-        samples=(1,) * len(ends),
-        duration=max(end for one in ends for end in one),
-        busy={},
-        starved={},
-        waited={},
-        group_sizes=Counter(),
-        spread=0.0,
-        most_spread=0,
-        bytes_sent=np.zeros((1, 1)),
-        num_events=0,
-        num_actions=0,
-    )
+    """Any run, with other ends of steps."""
+    run = simulate(job(ALL_REDUCE, VGG_16, Workers(number=2)), num_steps=2)
+    return replace(run, ends=ends, duration=max(end for one in ends for end in one))
 
 
 def test_vgg_16_has_the_published_number_of_weights():

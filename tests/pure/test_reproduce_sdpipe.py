@@ -10,7 +10,6 @@ from polyrhythm.simulate.converge import Curve
 from polyrhythm.simulate.reproduce.sdpipe.group_sizes import quartiles
 from polyrhythm.simulate.reproduce.sdpipe.matching import MatchingSetup, RandomMatching
 from polyrhythm.simulate.reproduce.sdpipe.models import BERT, RESNET, stages_of
-from polyrhythm.simulate.reproduce.sdpipe.stated import always, sometimes, stated
 from polyrhythm.simulate.reproduce.sdpipe.testbed import (
     AD_PSGD,
     ALL_REDUCE,
@@ -22,6 +21,7 @@ from polyrhythm.simulate.reproduce.sdpipe.testbed import (
     job_of,
     sleeps,
 )
+from polyrhythm.simulate.reproduce.sdpipe.throughput import ring_share, served_share
 from polyrhythm.simulate.reproduce.sdpipe.training import leads
 from polyrhythm.simulate.result import Simulated
 from polyrhythm.simulate.simulator import simulate
@@ -134,11 +134,32 @@ def test_a_server_is_slower_the_more_workers_push_to_it():
     assert step(many) > 2 * step(few)
 
 
+def test_gpus_of_the_servers_node_push_past_ethernet():
+    grid = Grid(4, 2)  # one node
+    job = job_of(HETPIPE, RESNET, grid, sleeps(RESNET, grid, "homogeneous"))
+    assert job.coordinator is not None
+    assert job.gateways is not None
+    assert job.cluster.devices[job.coordinator].name == "server"
+    assert job.gateways[job.coordinator] == job.gateways[0]
+    slow_port = [
+        replace(device, uplink=1e3) if device.name.endswith("/port") else device
+        for device in job.cluster.devices
+    ]
+    slow = replace(job, cluster=replace(job.cluster, devices=tuple(slow_port)))
+    steps = [simulate(each, num_steps=6).step_time for each in (job, slow)]
+    assert steps[0] == pytest.approx(steps[1]), "nothing leaves the node"
+
+
+def test_the_reason_for_a_fast_server_is_its_bytes():
+    assert served_share(Grid(4, 4)) == pytest.approx(1.1)
+    assert ring_share(Grid(4, 4)) == pytest.approx(1.5)
+
+
 def test_with_p_of_one_everybody_is_in_every_group():
     assert quartiles(1) == (8, 8, 8)
 
 
-def test_leads_are_times_to_the_loss_that_all_reduce_has_halfway():
+def test_leads_are_times_to_the_loss_that_all_reduce_has_after_80_steps():
     found = simulate(
         job_of(ALL_REDUCE, RESNET, Grid(4, 4), sleeps(RESNET, Grid(4, 4), "A")), num_steps=2
     )
@@ -151,15 +172,8 @@ def test_leads_are_times_to_the_loss_that_all_reduce_has_halfway():
 def _falling(simulated: Simulated) -> Curve:
     return Curve(
         times=(0.0, 1.0, 2.0),
-        steps=(0.0, 1.0, 2.0),
+        steps=(0.0, 80.0, 100.0),
         losses=(3.0, 2.0, 1.0),
         distances=(0.0, 0.0, 0.0),
         simulated=simulated,
     )
-
-
-def test_a_reason_is_given_where_ours_differs_only():
-    assert stated("p", "w", 2.0, 2.1, why="because").why == ""
-    assert stated("p", "w", 2.0, 3.0, why="because").why == "because"
-    assert always("p", "w", [True, False], why="because").ours == 1
-    assert sometimes("p", "w", [True, False], why="because").passes

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from polyrhythm.simulate.reproduce.ada_grouper import granularity, scaling, tuning
-from polyrhythm.simulate.reproduce.ada_grouper.compared import METHODS, faster_first
 from polyrhythm.simulate.reproduce.ada_grouper.granularity import Granularity
 from polyrhythm.simulate.reproduce.ada_grouper.scaling import Scaling
 from polyrhythm.simulate.reproduce.ada_grouper.tuning import Hour
@@ -20,15 +19,19 @@ of three platforms whose networks other jobs use too; GPT in float16, U-Net in f
 3 when busy |
 | M8s | V100-SXM2 | 100 Gbit/s, 20 us | 2: both are |
 
+**Of the project**: schedules, the planner's rule for cutting a model into stages, the cost model \
+of pipelines (`cost/pipeline.py`) and the tuner that also trains. The simulator is not called. \
+**Its own**: links that other flows share (`load.py`), the U-Net, replicas.
+
 How it is modelled:
 
-- **Pipelines** are executed action by action (`cost/pipeline.py`) from the schedules that train, \
-cut into stages by the planner's rule. A message never holds up its sender, as in section 5.3.
+- **Pipelines** are executed action by action. A message never holds up its sender, as in section \
+5.3.
 - **Preemption.** On each direction of each link other flows come and go: Poisson arrivals, 1 s on \
 average, fair sharing, fixed seeds. A message takes as long as the share that it meets. The paper \
 gives no figures for its load. Each reason for preemption that it names brings one other flow, on \
 average; Rounds 3 and 5 of Fig. 6 and four of the five hours of Fig. 10 are busy, with three. \
-These numbers are ours; a plot shows what others would give.
+A plot shows what other loads would give.
 - **Compute.** 30 % of the peak in float16 (Megatron-LM's 39 TFLOPS on a V100, arXiv:1909.08053) \
 and 56 % in float32 (ResNet-50 on a V100, NVIDIA's DeepLearningExamples), whatever the size of a \
 micro-batch. Adding its gradients to the sum costs two reads and a write of device memory. That \
@@ -45,8 +48,9 @@ micro-batch, without overlap, which XLA did not do then. In each round the slowe
 - **Tuning**: transfers recorded in two steps of 1F1B per size, as the runtime's tuner does, and \
 `length` of each plan from these. Our own tuner decides beside it.
 
-A ratio near 1 is within 20 % of many others, so that a row about kFkB also has to have it ahead \
-of 1F1B, by 0.1 % or more.
+**Readings chosen with the figures known**: the load (one flow for each reason, three when busy; \
+how long a flow lasts), of which the paper gives no figure; the length of sequences, by section \
+6.2.3; and how the skips of the U-Net travel.
 
 """
 
@@ -94,8 +98,6 @@ def _abstract(fine: Granularity, scaled: Scaling) -> list[Row]:
             what=f"kFkB over 1F1B, greatest of each figure and model: {which} of these",
             printed=printed,
             ours=gain,
-            printed_order=METHODS,
-            our_order=faster_first(gain),
         )
         for printed, which, gain in (
             (1.04, "the least", min(gains)),

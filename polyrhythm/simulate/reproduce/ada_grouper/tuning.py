@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, length
 from polyrhythm.schedule.tune import Decision, Tuner
-from polyrhythm.simulate.reproduce.ada_grouper.compared import METHODS, VISIBLE, faster_first
+from polyrhythm.simulate.reproduce.ada_grouper.compared import VISIBLE
 from polyrhythm.simulate.reproduce.ada_grouper.cut import GPT, alone
 from polyrhythm.simulate.reproduce.ada_grouper.granularity import BATCH, NUM_WORKERS, SIZES
 from polyrhythm.simulate.reproduce.ada_grouper.platforms import BUSY_FLOWS, S1
@@ -89,6 +89,7 @@ def rows(hours: list[Hour]) -> Iterator[Row]:
             what=f"the k that is chosen at hour {number}",
             printed=printed,
             ours=hour.k,
+            is_exact=True,
             why="" if hour.k == printed else _why(hour, printed),
         )
     for number, printed_gain in _PRINTED_GAIN.items():
@@ -98,8 +99,6 @@ def rows(hours: list[Hour]) -> Iterator[Row]:
             what=f"the chosen k over 1F1B, predicted, at hour {number}",
             printed=printed_gain,
             ours=gain,
-            printed_order=METHODS,
-            our_order=faster_first(gain),
         )
 
 

@@ -27,12 +27,21 @@ HOROVOD_BUFFER: Bytes = 64_000_000  # its default
 SMALL_BUFFER: Bytes = 5_000_000  # DeAR-FB's
 NEARBY = 4  # layers, DeAR-NL's
 TRIALS = 10  # of Bayesian optimization: the authors' code has ten
+OVERHEADS = (
+    "here nothing costs anything but compute and network: launching a collective, copying into "
+    "buffers, and the update, which the paper's system makes during the forward, take no time"
+)
 _FIRST_BUFFER: Bytes = 1_000_000  # DDP's
 _PIECE: Bytes = 4_000_000
 
 
 def wait_free(work: Work, network: Network) -> Step:
     return wfbp(work.layers, unfused(len(work.layers)), network.ring, WORKERS)
+
+
+def wait_free_by_tensors(work: Work, network: Network) -> Step:
+    """As the authors' code has it."""
+    return wfbp(work.tensors, unfused(len(work.tensors)), network.ring, WORKERS)
 
 
 def byte_scheduler(work: Work, network: Network) -> Step:
@@ -61,6 +70,11 @@ def ddp(work: Work, network: Network) -> Step:
 
 def mg_wfbp(work: Work, network: Network) -> Step:
     return wfbp(work.layers, merged(work.layers, network.believed, WORKERS), network.ring, WORKERS)
+
+
+def mg_wfbp_informed(work: Work, network: Network) -> Step:
+    """If it knew the network as it is."""
+    return wfbp(work.layers, merged(work.layers, network.ring, WORKERS), network.ring, WORKERS)
 
 
 def dear_unfused(work: Work, network: Network) -> Step:

@@ -15,7 +15,7 @@ from polyrhythm.simulate.reproduce.dear.setting import (
     Work,
     work,
 )
-from polyrhythm.simulate.reproduce.dear.stated import always, stated
+from polyrhythm.simulate.reproduce.stated import always, stated
 from polyrhythm.sync.fusion.layers import by_bytes
 from polyrhythm.sync.fusion.timeline import Step, dear
 from polyrhythm.types import Bytes, Seconds
@@ -70,16 +70,17 @@ def exposed(one: Work, network: Network) -> dict[str, Seconds]:
 
 
 def _half_rows() -> list[Row]:
+    """All given: a ring's halves are equal by equations 3 to 5."""
     ring = ETHERNET.ring
     found = []
     for size in (_SIZES[0], _SIZES[-1]):
         both = ring.all_reduce(size, WORKERS)
         half = ring.reduce_scatter(size, WORKERS) / both
         what = f"reduce-scatter over all-reduce, {size / 1e6:.3g} MB, 10GbE"
-        found.append(stated("section VI.B, Fig. 5", what, 0.5, half))
+        found.append(stated("section VI.B, Fig. 5", what, 0.5, half, is_given=True))
     ratio = ring.all_reduce(1_000_000, WORKERS) / ring.all_reduce(500_000, WORKERS)
     what = "all-reduce of 1 MB over one of 0.5 MB (which give the latency), 10GbE"
-    return [*found, stated("section II.D", what, 4.5 / 3.9, ratio)]
+    return [*found, stated("section II.D", what, 4.5 / 3.9, ratio, is_given=True)]
 
 
 def _breakdown_rows() -> list[Row]:
@@ -90,7 +91,6 @@ def _breakdown_rows() -> list[Row]:
         always(
             place,
             "what is not hidden of RS-only is less than of AG-only, 10GbE",
-            ("RS-only", "AG-only"),
             [part["RS-only"] < part["AG-only"] - _SAME for part in parts],
             why="of ResNet-50 and DenseNet-201 both show the same here: one buffer of the first "
             "layers, whose gradients come last and whose weights are needed first",
@@ -98,8 +98,8 @@ def _breakdown_rows() -> list[Row]:
         always(
             place,
             "what is not hidden of DeAR is less than of Horovod, 10GbE",
-            ("DeAR", "Horovod"),
             [part["DeAR"] < part["Horovod"] for part in parts],
+            why=methods.OVERHEADS,
         ),
         stated(
             place,
@@ -117,17 +117,17 @@ def _batch_rows() -> list[Row]:
             times = {n: step(work(model, batch), ETHERNET).seconds for n, step in _SYSTEMS.items()}
             holds.append(min(times, key=times.__getitem__) == "DeAR")
     what = "DeAR is the fastest, of models and batches, 10GbE"
-    return [always("section VI.H, Fig. 11", what, ("DeAR", "others"), holds)]
+    return [always("section VI.H, Fig. 11", what, holds, why=methods.OVERHEADS)]
 
 
 def _bound_rows() -> list[Row]:
-    """Equation 9, where communication is ever longer and the backward takes two forwards."""
+    """Equation 9, where communication is ever longer; given: a backward takes two forwards."""
     gains = [
         StepTimes(forward=1.0, backward=2.0, reduce_scatter=half, all_gather=half).gain
         for half in (0.5, 1.5, 2.0, 4.0, 8.0)
     ]
     what = "the most that decoupling saves, in forwards"
-    return [stated("section VI.I, equation 9", what, 1.0, max(gains))]
+    return [stated("section VI.I, equation 9", what, 1.0, max(gains), is_given=True)]
 
 
 def _batched() -> list[Model]:

@@ -8,12 +8,13 @@ from polyrhythm.simulate.reproduce.claim import Plot, Row
 from polyrhythm.simulate.reproduce.dear import methods
 from polyrhythm.simulate.reproduce.dear.fusion import STUDIED
 from polyrhythm.simulate.reproduce.dear.setting import ETHERNET, Model, work
-from polyrhythm.simulate.reproduce.dear.stated import always, stated
+from polyrhythm.simulate.reproduce.stated import always
 from polyrhythm.sync.fusion.timeline import Step
 from polyrhythm.sync.fusion.tuner import SIZES, GridSearch, RandomSearch
-from polyrhythm.types import Seconds
+from polyrhythm.types import Bytes, Seconds
 
 _NEAR = 1.01  # of the best: a good one
+_CHOSEN: Bytes = 35_000_000  # by the search of Fig. 3
 _SEEDS = 10
 _MOST = 20  # trials of a search without a model
 
@@ -23,22 +24,21 @@ def rows() -> list[Row]:
     after_nine = methods.tuning(work(dense), ETHERNET)[:9][-1]
     counts = [trials(model) for model in STUDIED]
     return [
-        stated(
+        always(
             "section IV.B, Fig. 3",
-            f"{dense.name}, 10GbE: speed after 9 samples over that of the best size",
-            1.0,
-            _best(dense) / after_nine.seconds,
+            f"{dense.name}, 10GbE: after 9 samples a size is within 1 % of the best",
+            [after_nine.seconds <= _NEAR * _best(dense)],
         ),
-        stated(
+        always(
             "section IV.B, Fig. 3",
-            f"{dense.name}, 10GbE: speed with buffers of 35 MB over that of the best size",
-            1.0,
-            _best(dense) / methods.dear_fixed(work(dense), ETHERNET, 35_000_000).seconds,
+            f"{dense.name}, 10GbE: buffers of 35 MB are within 1 % of the best",
+            [_at(dense, _CHOSEN) <= _NEAR * _best(dense)],
+            why=f"a step with 35 MB takes {_at(dense, _CHOSEN) / _best(dense):.2f} times the best: "
+            "all gradients are in three buffers, and the last of these is hidden by nothing",
         ),
         always(
             "section VI.G, Fig. 10",
             "Bayesian optimization needs fewer trials than random and grid search, of models",
-            ("Bayesian", "others"),
             [count["Bayesian"] < min(count["random"], count["grid"]) for count in counts],
         ),
     ]
@@ -79,4 +79,8 @@ def _needed(steps: Sequence[Step], model: Model) -> int:
 
 
 def _best(model: Model) -> Seconds:
-    return min(methods.dear_fixed(work(model), ETHERNET, size).seconds for size in SIZES)
+    return min(_at(model, size) for size in SIZES)
+
+
+def _at(model: Model, size: Bytes) -> Seconds:
+    return methods.dear_fixed(work(model), ETHERNET, size).seconds

@@ -19,8 +19,15 @@ from polyrhythm.types import Seconds
 
 WORKERS = 64
 _IMAGE, _WORDS = 224, 64
-_EFFICIENCY = 0.8  # of what the data sheet says: usual for large products, and for streams
-GPU = Gpu(operations=_EFFICIENCY * 13.45e12, memory=_EFFICIENCY * 616e9)  # RTX 2080 Ti
+
+
+def gpu_at(efficiency: float) -> Gpu:
+    """An RTX 2080 Ti at that part of what its data sheet says."""
+    return Gpu(operations=efficiency * 13.45e12, memory=efficiency * 616e9)
+
+
+EFFICIENCY = 0.8  # usual for large products, and for streams
+GPU = gpu_at(EFFICIENCY)
 
 _ETHERNET = 10e9 / 8
 _SAMPLES = ((1_000_000, 4.5e-3), (500_000, 3.9e-3))  # all-reduces of 64 GPUs (section II.D)
@@ -46,10 +53,10 @@ class Network:
     believed: Ring  # by MG-WFBP, which decides by constants in its code
 
 
-# What the authors measured of a broadcast from one of 64 workers, and published with the code of
+# A broadcast from one of 64 workers, by constants in the code that the authors published with
 # SPD-KFAC (ICDCS 2021, `estimate_bcast_time`): a start of 2 * 5 * 4 * 6.374e-6 s, which 63 messages
-# in a row share here, and 1.840e-10 s per byte.
-_START, _PER_BYTE = 2 * 5 * 4 * 6.374037687522862e-06, 1.840345743984339e-10
+# in a row share here, and 1.840e-10 s per byte. The code does not name the network.
+START, _PER_BYTE = 2 * 5 * 4 * 6.374037687522862e-06, 1.840345743984339e-10
 ETHERNET = Network(
     name="10GbE",
     ring=Ring(latency=_latency(_ETHERNET), bandwidth=_ETHERNET),
@@ -57,7 +64,7 @@ ETHERNET = Network(
 )
 INFINIBAND = Network(
     name="100GbIB",
-    ring=Ring(latency=_START / (WORKERS - 1), bandwidth=1 / _PER_BYTE),
+    ring=Ring(latency=START / (WORKERS - 1), bandwidth=1 / _PER_BYTE),
     believed=_all_reduce_of(0.00080632079996292579, 1.8 * 3.2713239529771973e-10),
 )
 NETWORKS = (ETHERNET, INFINIBAND)
@@ -109,9 +116,9 @@ class Work:
 
 
 @cache
-def work(model: Model, batch: int = 0) -> Work:
+def work(model: Model, batch: int = 0, gpu: Gpu = GPU) -> Work:
     """Of Table I's batch, unless another is given."""
     layers = model.make()
-    times = layer_times(layers, batch or model.batch, GPU)
+    times = layer_times(layers, batch or model.batch, gpu)
     assert sum(t.size for t in times) == WIDTH * sum(each.parameters for each in layers)
     return Work(tuple(times), tuple(by_tensors(layers, times)))

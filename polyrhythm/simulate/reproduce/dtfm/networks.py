@@ -99,17 +99,22 @@ def random_ranks(seed: int, num_devices: int) -> list[int]:
     return [0, *others.tolist()]
 
 
+def random_order(seed: int, num_devices: int) -> tuple[int, ...]:
+    """Devices by rank. "We use the same random layouts" for Megatron (appendix B.2)."""
+    return tuple(np.argsort(random_ranks(seed, num_devices)).tolist())
+
+
 def random_layout(seed: int, num_devices: int) -> Layout:
     """DT-FM without its scheduler: ranks in a row make a pipeline."""
-    by_rank = np.argsort(random_ranks(seed, num_devices))
+    by_rank = np.array(random_order(seed, num_devices))
     return tuple(map(tuple, by_rank.reshape(-1, NUM_STAGES).T.tolist()))
 
 
 def launched(seed: int, network: Network) -> tuple[int, ...]:
-    """Devices by Megatron's rank: as drawn, but GPUs of one machine follow one another.
+    """Another reading for Megatron: devices by rank as launchers number them.
 
-    So launchers number them. Otherwise the (2, 4, 8) that the paper finds best in case 1 could not
-    be: halves of layers would be on different machines.
+    Machines are as drawn, but the GPUs of one follow one another. With the stated layouts the
+    (2, 4, 8) that the paper finds best in case 1 has halves of layers on different machines.
     """
     ranks = random_ranks(seed, len(network.machine_of))
     machines = sorted(network.machines, key=lambda gpus: ranks[gpus[0]])

@@ -13,6 +13,7 @@ from polyrhythm.simulate.reproduce.dtfm.networks import (
     launched,
     planning_times,
     random_layout,
+    random_order,
 )
 from polyrhythm.simulate.reproduce.dtfm.runtime import Iteration, dtfm_iterations
 from polyrhythm.simulate.reproduce.dtfm.workload import NUM_GPUS, WORKLOADS, Workload
@@ -23,11 +24,14 @@ Steps = Mapping[Workload, Seconds]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseSteps:
+    planned_cost: Seconds  # of the layout, by the planner
     scheduled: Steps
     scheduled_pipeline: Steps  # of that, until the last backward; the rest is gradients
     at_random: Steps  # the mean of three layouts
     megatron: Steps  # the same, with the degrees that are best
     degrees: Mapping[Workload, Degrees]  # of Megatron
+    launched: Steps  # Megatron if GPUs of one machine had ranks in a row
+    launched_degrees: Mapping[Workload, Degrees]
     overlapped: Steps  # DT-FM if messages hid behind compute
     random_overlapped: Steps
 
@@ -36,6 +40,10 @@ class CaseSteps:
         """Most often the best."""
         return statistics.mode(self.degrees.values())
 
+    @property
+    def best_launched(self) -> Degrees:
+        return statistics.mode(self.launched_degrees.values())
+
 
 def case_steps(network: Network, workloads: Sequence[Workload] = WORKLOADS) -> CaseSteps:
     """All systems on one network.
@@ -43,20 +51,25 @@ def case_steps(network: Network, workloads: Sequence[Workload] = WORKLOADS) -> C
     The layout is the best by the paper's cost. Its own search finds it too, but for case 2, where
     the published one is this one (`optimal_assignment_2` of generate_assignment.py).
     """
-    planned = place(planning_times(network.name)).cost.layout
+    cost = place(planning_times(network.name)).cost
+    planned = cost.layout
     drawn = [random_layout(seed, NUM_GPUS) for seed in SEEDS]
-    by_degrees = {degrees: _megatron(degrees, network, workloads) for degrees in GRID}
-    best = {
-        workload: min(GRID, key=lambda degrees: by_degrees[degrees][workload])
-        for workload in workloads
-    }
+    megatron, degrees = _megatron(
+        [random_order(seed, NUM_GPUS) for seed in SEEDS], network, workloads
+    )
+    in_a_row, degrees_in_a_row = _megatron(
+        [launched(seed, network) for seed in SEEDS], network, workloads
+    )
     scheduled = _iterations(planned, network, workloads)
     return CaseSteps(
+        planned_cost=cost.total,
         scheduled={workload: run.total for workload, run in scheduled.items()},
         scheduled_pipeline={workload: run.pipeline for workload, run in scheduled.items()},
         at_random=_dtfm(drawn, network, workloads),
-        megatron={workload: by_degrees[best[workload]][workload] for workload in workloads},
-        degrees=best,
+        megatron=megatron,
+        degrees=degrees,
+        launched=in_a_row,
+        launched_degrees=degrees_in_a_row,
         overlapped=_dtfm([planned], network, workloads, overlap=True),
         random_overlapped=_dtfm(drawn, network, workloads, overlap=True),
     )
@@ -86,10 +99,24 @@ def _iterations(
     return found
 
 
-def _megatron(degrees: Degrees, network: Network, workloads: Sequence[Workload]) -> Steps:
+def _megatron(
+    orders: Sequence[tuple[int, ...]], network: Network, workloads: Sequence[Workload]
+) -> tuple[Steps, dict[Workload, Degrees]]:
+    """With the degrees that are best for each workload, and which these are."""
+    takes = {degrees: _with_degrees(degrees, orders, network, workloads) for degrees in GRID}
+    best = {of: min(GRID, key=lambda degrees: takes[degrees][of]) for of in workloads}
+    return {of: takes[best[of]][of] for of in workloads}, best
+
+
+def _with_degrees(
+    degrees: Degrees,
+    orders: Sequence[tuple[int, ...]],
+    network: Network,
+    workloads: Sequence[Workload],
+) -> Steps:
     found = []
-    for seed in SEEDS:
-        job = Job(devices=launched(seed, network), degrees=degrees, network=network)
+    for devices in orders:
+        job = Job(devices=devices, degrees=degrees, network=network)
         steps: dict[Workload, Seconds] = {}
         for num_layers, batches in _by_depth(workloads).items():
             steps |= megatron_iterations(job, num_layers, batches)

@@ -24,9 +24,11 @@ from polyrhythm.types import Seconds
 _SETUP = """\
 16 workers on 4 nodes of 4 GTX 1080 Ti with FDR InfiniBand (Fig. 14); 32 on 8 for ResNet-50. VGG-16
 learns CIFAR-10 with batches of 128, ResNet-18, -50 and -200 ImageNet with 256, 96 and 32 (Fig. 15).
-Every method is the policy of that name that also trains, in the simulator: All-Reduce, Prague with
-static, random (groups of 3) and smart groups, AD-PSGD as `pairwise`, the parameter server as `ssp`
-with staleness 0.
+
+**Of the project**: every method is the policy of that name that also trains, in the simulator:
+All-Reduce, Prague with static, random (groups of 3) and smart groups, AD-PSGD as `pairwise`, the
+parameter server as `ssp` with staleness 0; losses are of its convergence mode. **Its own** are the
+testbed and the times of the models.
 
 - **Compute**: published times of the ResNets on a Pascal Titan X, the same chip as a 1080 Ti (16
   images forward and backward: 31.54, 103.58 and 296.51 ms, jcjohnson/cnn-benchmarks), whatever the
@@ -39,7 +41,7 @@ with staleness 0.
 - **gRPC**: 0.8 GB/s for each process (tensorflow issue 6116, 2017) under the parameter server and
   AD-PSGD, which are TensorFlow's remote variables (section 7.1.3); AD-PSGD reads, then writes. One
   of two workers is active, as section 2.3 says. Were all, as Figure 3 can be read, each would be in
-  two exchanges a step, and AD-PSGD little more than half as fast.
+  two exchanges a step, and AD-PSGD slower.
 - **Servers**: the paper does not say how many. TensorFlow's published benchmarks had "equal numbers
   of parameter servers and worker servers"; so has this, with equal parts: {sixteen:.0f} ms a step.
   With 8 it would be {eight:.0f} ms, with one for each node {four:.0f} ms. The printed 4.27 of
@@ -54,9 +56,11 @@ with staleness 0.
   worker's speed is that of a run's second half; time to the loss is steps times time of a step.
 - **Images/s** are taken as those of one GPU: of all 16, they were a twentieth of its speed.
 
-Where the paper can be read in two ways (servers, active workers, who sleeps), the choice was made
-by its words, but with rough estimates of both at hand. Two things were mended after a first look:
-rings had not shared a node's connection, and the unsettled start of smart groups had counted.
+**Readings chosen with the figures known**: how many servers there are, that one half of AD-PSGD's
+workers is active, and who sleeps were chosen by the paper's words, but with rough estimates of both
+readings at hand. Two things were mended after a first look: rings had not shared a node's
+connection, and the unsettled start of smart groups had counted; so a speed is that of the second
+half of a run.
 
 Figs. 16 and 17 have no numbers in the text: plots only. The text says that all-reduce is
 "significantly faster" on one node, or with one worker per node, than with several on several; here

@@ -3,7 +3,7 @@
 A pipeline is within a node, so that replicas of a stage are in different ones, as in the authors'
 scripts. All GPUs of a node share its connection. Averages are NCCL rings: a group sends its bytes
 through a node's connection once, however many members it has there, and not at all if all of them
-are in that node.
+are in that node. HetPipe's server is on the first node: that node's GPUs reach it past Ethernet.
 """
 
 from dataclasses import dataclass, replace
@@ -83,7 +83,7 @@ def job_of(
         sync=_setup(method, grid, seed),
         in_flight=tuple(range(grid.num_stages, 0, -1)),
         scenario=scenario,
-        coordinator=num_gpus if method == HETPIPE else None,  # the server is on the first node
+        coordinator=len(cluster.devices) - 1 if method == HETPIPE else None,
         gateways=tuple(num_gpus + home for home in homes),
     )
 
@@ -102,7 +102,7 @@ def sleeps(workload: Workload, grid: Grid, setting: str, seed: int = 0) -> Scena
 
 
 def cluster_of(grid: Grid) -> Cluster:
-    """The GPUs pipeline by pipeline, then what stands for each node's connection."""
+    """The GPUs pipeline by pipeline, what stands for each node's connection, and the server."""
     nodes = tuple(f"w{number}" for number in range(grid.num_nodes))
     gpus = [
         Device(name=f"p{p}s{s}", region=nodes[p // grid.per_node])
@@ -110,9 +110,10 @@ def cluster_of(grid: Grid) -> Cluster:
         for s in range(grid.num_stages)
     ]
     ports = [Device(name=f"{node}/port", region=node, uplink=ETHERNET) for node in nodes]
+    server = Device(name="server", region=nodes[0], uplink=NVLINK)
     return Cluster(
         name=f"{grid}",
-        devices=(*gpus, *ports),
+        devices=(*gpus, *ports, server),
         regions=nodes,
         latency=((LATENCY,) * len(nodes),) * len(nodes),
         bandwidth=tuple(
