@@ -1,5 +1,6 @@
 """Group averaging in a plain loop, with every policy: keeps the mean, and brings all together."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def test_workers_that_do_not_train_keep_their_mean_and_come_together(
         ) as sync:
             model.place.data = target_of(place.rank)
             for _ in range(12):
+                time.sleep(0.02)  # a step, so that nobody is left out as slow for having begun late
                 sync.step()
             before = model.place.detach().clone()
             sync.consolidate()

@@ -89,7 +89,7 @@ def test_without_printed_points_nobody_is_told_apart() -> None:
     assert "the paper's" not in texts(drawn(plot))
 
 
-@settings(max_examples=50)
+@settings(max_examples=15)
 @given(st.dictionaries(st.text(max_size=12), st.lists(st.tuples(words, numbers)), max_size=4))
 def test_any_names_and_values_give_a_picture_within_its_bounds(series: dict) -> None:
     assume(any(series.values()))
