@@ -91,7 +91,7 @@ def test_a_child_can_be_ended_before_it_has_begun() -> None:
 
 @pytest.mark.timeout(30)
 def test_waiting_is_bounded_and_notices_the_first_and_the_last() -> None:
-    quick, slow = Child(lambda: None), Child(lambda: time.sleep(1000))
+    slow, quick = Child(lambda: time.sleep(1000)), Child(lambda: None)  # a new one reaps others
     try:
         wait_for_any([quick, slow], 20)
         assert (quick.wait(20), slow.status) == (0, None)
@@ -105,7 +105,7 @@ def test_waiting_is_bounded_and_notices_the_first_and_the_last() -> None:
 
 @pytest.mark.timeout(30)
 def test_an_end_that_nobody_has_seen_yet_ends_the_wait_for_any() -> None:
-    quick, slow = Child(lambda: None), Child(lambda: time.sleep(1000))
+    slow, quick = Child(lambda: time.sleep(1000)), Child(lambda: None)  # a new one reaps others
     try:
         while psutil.Process(quick.pid).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
