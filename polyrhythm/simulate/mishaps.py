@@ -145,6 +145,9 @@ class Mishaps:
         is_same = self._pipelines[pipeline][0].life == life
         if is_same and self._joining.get(pipeline) == {}:
             del self._joining[pipeline]
+            latest = max(member.clock for member in self._pipelines[pipeline])
+            for member in self._pipelines[pipeline]:
+                member.clock = latest
             self._begin(pipeline)
 
     def _tell_join(self, members: Sequence[Member]) -> None:

@@ -9,6 +9,7 @@ Framework for Heterogeneity-aware Pipeline-parallel Training", PVLDB 16(9), 2023
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.roster import Roster
@@ -17,6 +18,7 @@ from polyrhythm.types import Group, Seconds, Worker
 
 @dataclass(slots=True)
 class AllReduce(Policy):
+    lockstep: ClassVar[bool] = True
     num_workers: int
     startup: Seconds = 60.0
     _roster: Roster = field(init=False)

@@ -29,7 +29,7 @@ class Membership:
     def change(self, member: Member, life: Life) -> list[Member]:
         """Set the life of a worker; those who become active or inactive by it, by stage."""
         member.life = life
-        affected = self._pipeline(member) if self.pipelines_die_whole else [member]
+        affected = self.pipeline(member) if self.pipelines_die_whole else [member]
         whole = all(other.life in (Life.ALIVE, Life.LEFT) for other in affected)
         changed = []
         for other in affected:
@@ -42,7 +42,7 @@ class Membership:
 
     def missing(self, member: Member) -> str:
         """Why a worker that is here is not active."""
-        lost = [o for o in self._pipeline(member) if o.life in (Life.ABSENT, Life.DEAD)]
+        lost = [o for o in self.pipeline(member) if o.life in (Life.ABSENT, Life.DEAD)]
         return ", ".join(f"{other.worker} {other.life.value}" for other in lost)
 
     def sources(self, behind: Sequence[Member]) -> list[tuple[Member, Member]]:
@@ -59,5 +59,6 @@ class Membership:
         best = max(whole, key=lambda column: min(source.clock for source in column), default=())
         return [pair for pair in zip(behind, best, strict=False) if pair[1].clock > 0]
 
-    def _pipeline(self, member: Member) -> list[Member]:
+    def pipeline(self, member: Member) -> list[Member]:
+        """Its workers, by stage."""
         return [stage[member.worker.pipeline] for stage in self.stages]

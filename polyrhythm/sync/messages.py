@@ -132,7 +132,8 @@ class Skip(_Message, frozen=True):
 class Heal(_Message, frozen=True):
     """A worker takes over model and optimizer state of `source` before its next step.
 
-    Its clock becomes the later one of both, so that it never goes back.
+    Its clock becomes the later one of both, so that it never goes back; and then the latest of its
+    pipeline, so that a step of that has one number at all stages.
     """
 
     worker: Worker

@@ -20,12 +20,15 @@ A policy can rely on this:
 """
 
 import math
+from typing import ClassVar
 
 from polyrhythm.types import Group, Seconds, Worker
 
 
 class Policy:
     """By default nothing happens; a policy overrides what it cares about."""
+
+    lockstep: ClassVar[bool] = False  # its workers make each step together, or not at all
 
     def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
         """A worker takes part from now on; `node` is the machine it runs on."""

@@ -10,30 +10,20 @@ gathering of its stage (`gathering.py`); all this is the same for both.
 Source: none; in SDPipe and Prague nobody is told whether a group has averaged.
 """
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from polyrhythm.sync.deadlines import Deadlines, Limits
+from polyrhythm.sync.entering import Entering
 from polyrhythm.sync.gathering import Gathering
 from polyrhythm.sync.lines import Lines
 from polyrhythm.sync.member import Assigned, Decider, Life, Member
 from polyrhythm.sync.membership import Membership
 from polyrhythm.sync.messages import Abort, Assign, Command, Commit, Skip
 from polyrhythm.sync.policy import Policy
+from polyrhythm.sync.waits import Wait, Waits
 from polyrhythm.types import Group, Seconds
-
-
-class _Wait(NamedTuple):
-    """A ready worker waits for its policy; the number is there so that no others are compared."""
-
-    until: Seconds
-    number: int
-    patience: Seconds
-    clock: int
-    member: Member
 
 
 class Progress:
@@ -47,19 +37,18 @@ class Progress:
         self.counters: Counter[str] = Counter()
         self.lines = Lines(first_gid)
         self._membership, self._limits = membership, limits
+        self._entering = Entering(membership)
         self._timers: list[Seconds] = []  # of all deciders
         self._policies = [self._decider(policy) for policy in policies]
         self._gatherings = [self._decider(Gathering(limits.gathering)) for _ in policies]
         self._first_timer = min(self._timers)
         for member in membership.members.values():
             member.decider = self._policies[member.worker.stage]
-        self._waits: list[_Wait] = []  # a heap
-        self._num_waits = 0
+        self._waits = Waits()
         self._early: list[Member] = []  # those who told of a step before the last one ended
 
     def next_timer(self) -> Seconds:
-        next_wait = self._next_wait() if self._waits else math.inf
-        return min(self.lines.next_due(), next_wait, self._first_timer)
+        return min(self.lines.next_due(), self._waits.next_end(), self._first_timer)
 
     def fire(self) -> None:
         """Do what is due: deadlines, then the timers of policies, by stage, then of gatherings."""
@@ -77,11 +66,12 @@ class Progress:
         for decider in (*self._policies, *self._gatherings):
             if self._timers[decider.timer] <= self.now:
                 self._accept(decider, decider.policy.on_timer(self.now))
-        while self._next_wait() <= self.now:
-            self._send_on(heapq.heappop(self._waits))
+        while self._waits.next_end() <= self.now:
+            self._send_on(self._waits.take_next())
 
     def catch_up(self) -> None:
-        """Go on with what workers have told before their last step was over."""
+        """Go on with what workers have told before their last step was over, or they entered."""
+        self._let_in()
         while self._early:
             member = self._early.pop(0)
             wants, ahead = member.wants, member.ahead
@@ -94,15 +84,20 @@ class Progress:
                 self.begin(member)
             if member.stops:
                 self.gather(member)
+            self._let_in()
 
-    def welcome(self, member: Member) -> None:
-        """A worker is active from now on."""
-        self._enter(member, self._gatherings[member.worker.stage])
-        self._enter(member, self._policies[member.worker.stage])
+    def welcome(self, member: Member, *, late: bool) -> None:
+        """A worker is active from now on; a late one counts from its first step on."""
+        gathering = self._gatherings[member.worker.stage]
+        self._accept(gathering, gathering.policy.on_join(member.worker, member.node, self.now))
+        if not late:
+            self._enter(member)
 
     def ask(self, member: Member) -> None:
         """A worker wants a group at the end of its step."""
         decider = member.decider
+        if decider.asks_ahead and not member.has_entered:
+            self._enter(member)
         member.has_asked = member.is_ready or decider.asks_ahead
         if decider.asks_ahead:
             self._accept(decider, decider.policy.on_request(member.worker, self.now))
@@ -113,6 +108,18 @@ class Progress:
         if not member.active:
             missing = self._membership.missing(member)
             self._skip(member, f"its pipeline is not whole: {missing}", failed=True)
+        elif member.has_entered:
+            self._begin_inside(member)
+        elif member.decider.policy.lockstep:
+            self._entering.arrive(member)
+        else:
+            self._enter(member)
+            self._begin_inside(member)
+
+    def _begin_inside(self, member: Member) -> None:
+        if member.num_missed:
+            member.num_missed -= 1
+            self._skip(member, "it has come back, and the others are ahead", failed=True)
             return
         self._offer(member)
         head = member.line[0] if member.line else None
@@ -130,6 +137,9 @@ class Progress:
         member.stops = True
         if member.is_ready:
             return
+        if member.active and not member.has_entered:
+            self._entering.forget(member)
+            self._enter(member)
         member.end_step()
         member.step_end = None
         head = member.line[0] if member.line else None
@@ -183,9 +193,11 @@ class Progress:
         member.stops = True
         left_behind = self._empty_line(member, reason)
         member.stops = stopped
-        if not member.decider.is_gathering:  # else it has left its policy before
+        if member.has_entered and not member.decider.is_gathering:  # else it has left it before
             self._exit(member, member.decider)
         self._exit(member, self._gatherings[member.worker.stage])
+        self._entering.forget(member)
+        member.be_outside()
         member.decider = self._policies[member.worker.stage]
         if was_ready and member.life is Life.ALIVE:
             self._skip(member, reason, failed=True)
@@ -206,9 +218,17 @@ class Progress:
             patience = Deadlines(limits.steps, limits.waiting, most, limits.waiting, usual=min)
         return Decider(policy, deadlines, readiness, patience, asks_ahead, is_gathering, timer)
 
-    def _enter(self, member: Member, decider: Decider) -> None:
-        groups = decider.policy.on_join(member.worker, member.node, self.now)
-        self._accept(decider, groups)
+    def _let_in(self) -> None:
+        for member in self._entering.entered() if self._entering else ():
+            self._enter(member)
+            if member.is_ready:
+                self._begin_inside(member)
+
+    def _enter(self, member: Member) -> None:
+        """A worker counts from now on."""
+        member.has_entered = True
+        decider = self._policies[member.worker.stage]
+        self._accept(decider, decider.policy.on_join(member.worker, member.node, self.now))
 
     def _return(self, member: Member) -> None:
         """A worker is back in its policy, in the same life."""
@@ -239,23 +259,9 @@ class Progress:
             decider = member.decider
             self._accept(decider, decider.policy.on_ready(member.worker, self.now))
             if decider.patience is not None:
-                patience, self._num_waits = decider.patience.current, self._num_waits + 1
-                until = self.now + patience
-                wait = _Wait(until, self._num_waits, patience, member.clock, member)
-                heapq.heappush(self._waits, wait)
+                self._waits.add(member, self.now, decider.patience.current)
 
-    def _next_wait(self) -> Seconds:
-        """When a worker will have waited too long for a policy; inf for never."""
-        while self._waits:
-            wait = self._waits[0]
-            member = wait.member
-            waits = member.is_ready and not member.line and not member.decider.is_gathering
-            if waits and member.clock == wait.clock:
-                return wait.until
-            heapq.heappop(self._waits)
-        return math.inf
-
-    def _send_on(self, wait: _Wait) -> None:
+    def _send_on(self, wait: Wait) -> None:
         """Take a worker out of its policy, and back in: it goes on alone, and waits for nobody."""
         member = wait.member
         self._skip(member, f"no group within {wait.patience:.3g} s", failed=True)

@@ -6,7 +6,7 @@ commands again. For any policy:
 - Group ids are one total order; a worker has its groups in that order, one at a time (`lines.py`).
 - A group commits for all of its members or for none, within a deadline (`progress.py`).
 - A worker that is lost takes its pipeline with it, and one that joins late, without a model, copies
-  it from another one (`membership.py`).
+  it from another one (`membership.py`), and counts from its first step on (`entering.py`).
 - What comes twice or late changes nothing: it is counted, and answered as before. What comes early
   waits for its turn. What cannot be right is refused, with a reason.
 
@@ -122,10 +122,11 @@ class Scheduler:
             member.node, member.incarnation = event.node, event.incarnation
             member.start_over(event.clock)
             joined = self.membership.change(member, Life.ALIVE)
+            late = any(other.clock == 0 for other in joined) and self._heal(
+                joined, "its pipeline joins a job that has begun"
+            )
             for other in joined:
-                self._progress.welcome(other)
-            if any(other.clock == 0 for other in joined):
-                self._heal(joined, "its pipeline joins a job that has begun")
+                self._progress.welcome(other, late=late)
 
     def _request(self, event: Request) -> None:
         member = self._sender(event, event.clock)
@@ -256,7 +257,10 @@ class Scheduler:
         for behind in stranded.values():
             self._heal(behind, "the one it copied from is gone")
 
-    def _heal(self, behind: list[Member], why: str) -> None:
-        for member, source in self.membership.sources(behind):
+    def _heal(self, behind: list[Member], why: str) -> bool:
+        """Tell workers of a pipeline whom to copy from; whether there is anybody."""
+        pairs = self.membership.sources(behind)
+        for member, source in pairs:
             self._healing[member.worker] = source.worker
             self._progress.out.append(Heal(member.worker, source.worker, why))
+        return bool(pairs)

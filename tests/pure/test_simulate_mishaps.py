@@ -116,6 +116,27 @@ def test_a_device_that_is_back_trains_again(
     assert made_between(found, device // 2, at + 0.01, at + away) == 0
 
 
+@settings(max_examples=40)
+@given(
+    st.integers(2, 4),
+    st.integers(0, 5),
+    st.floats(4, 15),
+    st.floats(0.01, 20),
+    st.lists(st.sampled_from([1.0, 1.5, 4.0]), min_size=12, max_size=12),
+)
+def test_with_a_pipeline_that_is_back_a_step_takes_what_it_took_before(
+    num_stages: int, device: int, at: float, away: float, factors: list[float]
+) -> None:
+    """Under all_reduce: were its stages out of step with the others, all would wait for good."""
+    slow = tuple(Slow(device=f"d{i}", factor=factors[i]) for i in range(3 * num_stages))
+    lost = lives(kill=[(f"d{device}", at)], join=[(f"d{device}", at + away)])
+    undisturbed = grid(replace(lost, kill=(), join=(), slow=slow), num_stages=num_stages)
+    usual = simulate(undisturbed, num_steps=20).ends[0]
+    disturbed = replace(undisturbed, scenario=replace(lost, slow=slow))
+    ends = simulate(disturbed, num_steps=60).ends[device // num_stages]
+    assert ends[-1] - ends[-6] == pytest.approx(usual[-1] - usual[-6], rel=0.01)
+
+
 @settings(max_examples=25)
 @given(st.sampled_from(SOME), st.integers(0, 5), st.floats(0, 15))
 def test_a_device_that_was_away_from_the_start_joins(policy: str, device: int, at: float) -> None:
