@@ -304,3 +304,40 @@ def test_stages_that_have_made_other_groups_before_find_each_other(tmp_path: Pat
         return num_steps
 
     assert run_stages(3, work, tmp_path) == [[1, 1]] * 3
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_note_of_the_first_stage_comes_to_all_and_chooses_the_target(
+    tmp_path: Path, flush: bool
+) -> None:
+    def work(place: Place) -> list[tuple[int, ...]]:
+        schedule, num_microbatches = ("1f1b", 2) if flush else ("bounded:4,2", 1)
+        pipeline = Pipeline(
+            nn.Linear(8, 8),
+            loss_fn=mse_loss,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            flush=flush,
+            deadline=20,
+        )
+        heard: list[tuple[int, ...]] = []
+
+        def target(note: tuple[int, ...]) -> Tensor:
+            heard.append(note)
+            return torch.full((4, 8), float(sum(note)))
+
+        with pipeline:
+            for number in range(3):
+                if pipeline.is_first:
+                    pipeline.step(torch.ones(4, 8), note=(number, 7))
+                    heard.append(pipeline.note)
+                else:
+                    losses: list[Tensor] = []
+                    pipeline.step(target=target, losses=losses)
+            for _ in pipeline.drain():
+                pass
+        return heard
+
+    expected = [(number, 7) for number in range(3)]
+    assert run_stages(2, work, tmp_path) == [expected, expected]

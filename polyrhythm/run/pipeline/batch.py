@@ -5,7 +5,7 @@ what it was given itself: the last one targets, all of them keyword arguments.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,10 +30,11 @@ class Given:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    target: Any
+    target: Any  # or a function that gives it for the first stage's note
     loss_kwargs: dict[str, Any]
     keeps_outputs: bool
     training: bool
+    note: tuple[int, ...] = ()
 
     def check(self, loss_fn: Callable[..., Tensor] | None, *, is_last: bool) -> None:
         """Refuse to train without what training needs."""
@@ -50,6 +51,12 @@ class Given:
                 expected="what the loss function compares the output with",
                 fix="call step(target=...) on the last stage",
             )
+
+    def completed(self, told: Cut) -> "Given":
+        """With the target that goes with the batch that was told of."""
+        if not callable(self.target):
+            return self
+        return replace(self, target=self.target(told.note))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,6 +84,11 @@ class Batch:
     def num_microbatches(self) -> int:
         return len(self._kinds)
 
+    def mean_loss(self) -> float:
+        """On the last stage, once it is over."""
+        weighted = zip(self.losses, self.cut.sizes, strict=False)
+        return sum(loss.item() * size for loss, size in weighted) / sum(self.cut.sizes)
+
     def kind(self, microbatch: int) -> Kind:
         return self._kinds[microbatch - self.first]
 
@@ -96,7 +108,7 @@ class Cutter:
         sizes = self._sizes(batch_size_of((given.args, given.kwargs), "the model's inputs"))
         whole, training = (given.args, given.kwargs), given.training
         kinds = {size: kind_of(whole, size, training=training) for size in set(sizes)}
-        return Cut.of([kinds[size] for size in sizes], sizes, training=training)
+        return Cut.of([kinds[size] for size in sizes], sizes, training=training, note=given.note)
 
     def batch(self, given: Given, told: Cut, *, step: int, is_first: bool, is_last: bool) -> Batch:
         """Cut what this stage was given as the first one decided."""

@@ -33,11 +33,15 @@ class Cut(msgspec.Struct, frozen=True, array_like=True):
 
     training: bool
     runs: tuple[tuple[Kind, int, int], ...]
+    note: tuple[int, ...] = ()  # a few numbers from the first stage's caller to the others'
 
     @classmethod
-    def of(cls, kinds: Sequence[Kind], sizes: Sequence[int], *, training: bool) -> "Cut":
+    def of(
+        cls, kinds: Sequence[Kind], sizes: Sequence[int], *, training: bool, note: tuple[int, ...]
+    ) -> "Cut":
         alike = groupby(zip(kinds, sizes, strict=True))
-        return cls(training, tuple((kind, size, len(list(run))) for (kind, size), run in alike))
+        runs = tuple((kind, size, len(list(run))) for (kind, size), run in alike)
+        return cls(training, runs, note)
 
     @property
     def kinds(self) -> list[Kind]:

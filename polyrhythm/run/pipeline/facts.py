@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from polyrhythm.errors import ScheduleError
-from polyrhythm.run.pipeline.connections import Connections
+from polyrhythm.run.pipeline.connections import Connections, Cut
 from polyrhythm.run.pipeline.continuous import Continuous
 from polyrhythm.run.pipeline.flushed import Flushed
 from polyrhythm.run.pipeline.gradients import TiedGradients, norm_over_stages
@@ -26,6 +26,7 @@ class PipelineFacts:
     _is_closed: bool
     _connections: Connections | None
     _tied: TiedGradients | None
+    _last_cut: Cut | None  # of the batch that was begun last
 
     @property
     def recipe(self) -> Recipe | Written:
@@ -50,6 +51,14 @@ class PipelineFacts:
             expected="one whose steps run a schedule each",
             fix="use flush=True",
         )
+
+    @property
+    def note(self) -> tuple[int, ...]:
+        """Of the first stage, on the batch that was begun last."""
+        return () if self._last_cut is None else self._last_cut.note
+
+    def num_microbatches_of_last_batch(self) -> int:
+        return 0 if self._last_cut is None else len(self._last_cut.sizes)
 
     def accumulate_in(self, context: Callable[[], AbstractContextManager[object]]) -> None:
         """Entered around all backwards of a step but the last, whose gradients are complete."""

@@ -94,12 +94,6 @@ class Pipeline(PipelineFacts):
             deadline=deadline,
             memory_limit=memory_limit,
         )
-        if not isinstance(module, nn.Module | Part):
-            raise ScheduleError(
-                f"a {type(module).__name__} as a stage",
-                expected="an nn.Module",
-                fix="wrap it in one",
-            )
         ranks, self.stage = place_of(group)
         self.num_stages = len(ranks)
         part = module if isinstance(module, Part) else whole_of(module, self.stage, self.num_stages)
@@ -119,6 +113,7 @@ class Pipeline(PipelineFacts):
         self._loss_fn = loss_fn
         self._is_closed = False
         self.num_steps = 0
+        self._last_cut = None
         self._connections: Connections | None = None
         if self.num_stages > 1:
             self._connections = Connections(
@@ -247,13 +242,15 @@ class Pipeline(PipelineFacts):
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        note: tuple[int, ...] = (),
         **kwargs: Any,
     ) -> Any:
         """Forward and backward of one batch; gradients are added to those of the parameters.
 
         The first stage gives the model's arguments, the last one `target`; keyword arguments go to
         the module of the stage that gives them. On the last stage `losses` receives the loss of
-        every micro-batch, and the outputs of the batch are returned.
+        every micro-batch, and the outputs of the batch are returned. The first one's `note`, a few
+        numbers, travels ahead of the batch; the last one's `target` may be a function of it.
         """
         batch = self._begin(
             Given(
@@ -263,6 +260,7 @@ class Pipeline(PipelineFacts):
                 loss_kwargs=loss_kwargs or {},
                 keeps_outputs=return_outputs,
                 training=True,
+                note=note,
             )
         )
         began = time.perf_counter()
@@ -279,6 +277,7 @@ class Pipeline(PipelineFacts):
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        note: tuple[int, ...] = (),
         **kwargs: Any,
     ) -> Any:
         """Forward only, without gradients; otherwise like `step`."""
@@ -291,6 +290,7 @@ class Pipeline(PipelineFacts):
                     loss_kwargs=loss_kwargs or {},
                     keeps_outputs=return_outputs,
                     training=False,
+                    note=note,
                 )
             )
             forwards = [Action(Op.F, m) for m in range(batch.num_microbatches)]
@@ -377,17 +377,20 @@ class Pipeline(PipelineFacts):
         if self._connections is not None:
             told = self._connections.brief(told)
         assert told is not None, "the first stage decides, the others hear of it"
+        self._last_cut = told
         batch = self._cutter.batch(
-            given, told, step=self.num_steps, is_first=self.is_first, is_last=self.is_last
+            given.completed(told),
+            told,
+            step=self.num_steps,
+            is_first=self.is_first,
+            is_last=self.is_last,
         )
         batch.first = self._way.expect(told)
         return batch
 
     def _record(self, log: EventLog, began: Seconds, batch: Batch) -> None:
         """A step, with the loss of the batch where it is known."""
-        weighted = zip(batch.losses, batch.cut.sizes, strict=False)
-        loss = sum(loss.item() * size for loss, size in weighted) / sum(batch.cut.sizes)
-        values = {"loss": loss} if batch.losses else {}
+        values = {"loss": batch.mean_loss()} if batch.losses else {}
         log.write("step", start=log.at(began), step=batch.step, values=values)
 
     def _results(self, batch: Batch, losses: list[Tensor] | None) -> Any:

@@ -25,6 +25,13 @@ def place_of(group: dist.ProcessGroup | None) -> tuple[list[int], int]:
 
 
 def whole_of(module: nn.Module, stage: int, num_stages: int) -> Part:
+    """A module that somebody made for a stage, or for all of them."""
+    if not isinstance(module, nn.Module):
+        raise ScheduleError(
+            f"a {type(module).__name__} as a stage",
+            expected="an nn.Module",
+            fix="wrap it in one",
+        )
     return Part(module=module, wiring=linear_wiring(stage, num_stages), tied=())
 
 
