@@ -22,6 +22,8 @@ from typing import Self
 import torch
 import torch._dynamo  # every optimizer imports it: before the fork, or 1 s and 100 MB per worker
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
 from polyrhythm.errors import LaunchError, PeerError, WorkerError
 from polyrhythm.processes import PEER_LOST, Child, end_all, wait_for_any
@@ -62,13 +64,16 @@ class Place:
         return place
 
     @contextmanager
-    def joined(self, deadline: Seconds) -> Iterator[None]:
+    def joined(
+        self, deadline: Seconds, choose_rank: Callable[[Store], int] | None = None
+    ) -> Iterator[None]:
         """Meet the other processes; inside, torch.distributed works and every wait is bounded.
 
-        All leave together: rank 0 serves the rendezvous, and must not go while another needs it.
+        `choose_rank` gives this process another rank than its launcher did; all agree through the
+        store. All leave together: who serves the rendezvous must not go while another needs it.
         """
         with waiting_for("another process of the job", "joining"):
-            self._join(deadline)
+            self._join(timedelta(seconds=deadline), choose_rank)
         yield
         # Not after a failure: a live exception holds the group, and its sockets would stay open.
         try:
@@ -81,24 +86,30 @@ class Place:
                 raise
         dist.destroy_process_group()
 
-    def _join(self, deadline: Seconds) -> None:
-        timeout = timedelta(seconds=deadline)
+    def _join(self, timeout: timedelta, choose_rank: Callable[[Store], int] | None) -> None:
+        store = self._meet(timeout)
+        rank = self.rank if choose_rank is None else choose_rank(store)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=self.world_size, timeout=timeout
+        )
+
+    def _meet(self, timeout: timedelta) -> Store:
+        """The store that all share."""
         if self.listening is None:
-            dist.init_process_group("gloo", init_method="env://", timeout=timeout)
-            return
+            store: Store
+            store, _, _ = next(rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+            return store
         host, port = self.listening.getsockname()
         serving = self.listening.detach() if self.rank == 0 else None
         self.listening.close()  # a copy left open elsewhere would accept for a rank 0 that died
-        store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but not listed as such
+        return dist.TCPStore(  # type: ignore[attr-defined]  # public, but not listed as such
             host,
             port,
             self.world_size,
             is_master=self.rank == 0,
             timeout=timeout,
             master_listen_fd=serving,
-        )
-        dist.init_process_group(
-            "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
         )
 
 
