@@ -27,13 +27,13 @@ def print_table(
         padding=(0, 1, 0, 0),
         pad_edge=False,
         show_edge=False,
-        title=None if title is None else Text(title),
-        title_justify="left",
     )
     for place, name in enumerate(header):
         table.add_column(Text(name), justify="right" if numbers and place else "left")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
+    if title is not None:  # on its own: inside it would be broken at the table's width
+        console.print(Text(title, style="italic"), soft_wrap=not console.is_terminal)
     endless = console.options.update(max_width=10_000)
     width = Measurement.get(console, endless, table).maximum
     Console(file=console.file, width=max(width, console.width)).print(table)

@@ -1,5 +1,6 @@
 """`polyrhythm replay RUN`: a run's scheduler decides all of it again, and must decide alike."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,9 @@ from polyrhythm.errors import EventError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_SHOWN, _NAMED = 40, 4  # letters and keys of what is something else
+_A_RUN = "give the folder of a run, such as one that `polyrhythm simulate --out` has written"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,21 +43,17 @@ class ReplayCommand:
 
 def _log(source: Path) -> Path:
     """The log that is meant."""
-    from polyrhythm.events import merged_log
     from polyrhythm.sync.decision_log import NAME
 
     path = source / NAME if source.is_dir() else source
-    if path.is_file() and path != merged_log(path.parent):
-        return path
     expected = f"the folder of a run with groups, or the {NAME} that its scheduler has written"
+    if path.is_file():
+        if other := _other_than_decisions(path):
+            what, fix = other
+            raise EventError(f"{path} {what}", expected=expected, fix=fix)
+        return path
     if not source.exists():
         raise EventError(f"{source}: there is none", expected=expected, fix="check the path")
-    if source.is_file():
-        raise EventError(
-            f"{source}: what workers did, not what was decided",
-            expected=expected,
-            fix=f"give its folder: {source.parent}",
-        )
     # By name, which has the time in it.
     runs = sorted(log.parent for log in source.glob(f"*/{NAME}"))
     why = "train in groups, with --sync age for example: other runs have no scheduler"
@@ -62,3 +62,30 @@ def _log(source: Path) -> Path:
         expected=expected,
         fix=f"give a run in it: {runs[-1]}" if runs else why,
     )
+
+
+def _other_than_decisions(path: Path) -> tuple[str, str] | None:
+    """What the file is, and what to give instead; None if it begins as a log of decisions does."""
+    from polyrhythm.events import WORKERS
+
+    with path.open("rb") as file:
+        first = file.readline()
+    content = _json(first) or _json(path.read_bytes())
+    if not isinstance(content, dict):
+        begins = first[:_SHOWN].decode(errors="replace").strip()
+        return f"is no log: it begins with {begins!r}" if first else "is empty", _A_RUN
+    if content.get("kind") == "log":
+        run = path.parent.parent if path.parent.name == WORKERS else path.parent
+        return "is what workers did, not what was decided", f"give its run's folder: {run}"
+    if "setup" in content:
+        return None
+    known = "a plan" if "layers_per_stage" in content else "JSON"
+    return f"is {known} with {', '.join(list(content)[:_NAMED])}, ...", _A_RUN
+
+
+def _json(text: bytes) -> object:
+    try:
+        found: object = json.loads(text)
+    except ValueError:  # also of bytes that are no text
+        return None
+    return found

@@ -1,5 +1,6 @@
 """`polyrhythm simulate`: a plan in virtual time, by several policies and schedules, what if."""
 
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -20,15 +21,28 @@ if TYPE_CHECKING:
     from polyrhythm.plan.problem import Problem
     from polyrhythm.simulate.compare import Way
     from polyrhythm.simulate.job import SimulatedJob
+    from polyrhythm.types import Seconds
 
 _AS_PLANNED = "planned"
+# Commas are also between the limits of one; what follows a limit is no schedule's name.
+_BETWEEN_SCHEDULES = re.compile(r";|,(?=\s*(?:[a-z]|\d+f))", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateCommand:
     """Run a plan in virtual time: step time, waiting, staleness, bytes and money, side by side.
 
+    Which policy copes with stragglers:
+
     polyrhythm simulate plan.json --scenario sdpipe_b --sync all_reduce,adaptive
+
+    Which schedule, and what if a device is slower:
+
+    polyrhythm simulate plan.json --schedule 1f1b,gpipe --what-if "device 3 slow x4"
+
+    What losses of spot instances cost:
+
+    polyrhythm simulate plan.json --spot bamboo_aws_p3 --spot-duration 10min
     """
 
     plan: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PLAN")]
@@ -42,7 +56,7 @@ class SimulateCommand:
     sync: str = _AS_PLANNED
     """Policies with commas between them, such as all_reduce,decoupled,adaptive; else the plan's."""
     schedule: str = _AS_PLANNED
-    """Schedules with semicolons between them, such as "1f1b;kfkb:2;bounded:7,5,3,1"; or auto."""
+    """Schedules with commas between them, such as 1f1b,kfkb:2,bounded:7,5,3,1; or auto."""
     overlap: bool = False
     """Go on at once, and take in averages at the end of the next step, where a policy can."""
     scenario: str | None = None
@@ -72,11 +86,13 @@ class SimulateCommand:
             warnings.simplefilter("always", UserWarning)
             ways = list(self._ways(console))
         show_ways(ways, console)
+        if self.spot is not None:
+            self._show_losses(self.spot, ways, console)
         show_links(ways[0], console)
         if self.converge is not None:
             self._show_curves(ways, console)
         for words in dict.fromkeys(str(each.message) for each in told):
-            print(f"warning: {words}", file=sys.stderr)
+            _warn(words)
         return 0
 
     def _check(self) -> None:
@@ -101,25 +117,46 @@ class SimulateCommand:
             )
 
     def _show_curves(self, ways: "list[Way]", console: "Console") -> None:
+        from polyrhythm.cli.simulating import SimulationProgress
         from polyrhythm.simulate.compare import show_curves
         from polyrhythm.simulate.converge import converge
         from polyrhythm.simulate.problems import perceptron, quadratic
 
         make = quadratic if self.converge == "quadratic" else perceptron
         curves = []
-        for way in ways:
-            problem = make(len(way.job.pipelines), seed=self.seed)
-            curve = converge(way.job, problem, num_steps=self.steps, lr=self.lr)
-            curves.append((way.name, curve))
+        with SimulationProgress() as progress:
+            for way in ways:
+                progress.working(f"{way.name}, a small problem")
+                problem = make(len(way.job.pipelines), seed=self.seed)
+                curve = converge(way.job, problem, num_steps=self.steps, lr=self.lr)
+                curves.append((way.name, curve))
         show_curves(curves, console)
 
+    def _show_losses(self, spot: str, ways: "list[Way]", console: "Console") -> None:
+        from polyrhythm.describe.spot import SpotTrace
+        from polyrhythm.describe.units import show
+        from polyrhythm.simulate.compare import show_losses
+        from polyrhythm.types import Seconds
+
+        length = self._squeezed or SpotTrace.load(spot).length
+        show_losses(ways, self._taken(spot, ways[0].job.cluster).kill, length, console)
+        longest = max(way.found.duration for way in ways)
+        if longest > length:
+            ends = f"the recording {spot} ends after {show(length, Seconds)} of the"
+            _warn(f"{ends} {show(longest, Seconds)} that were simulated, and is held at its end")
+
     def _ways(self, console: "Console") -> "Iterator[Way]":
+        from polyrhythm.cli.simulating import SimulationProgress
         from polyrhythm.simulate.compare import Way
         from polyrhythm.simulate.simulator import simulate
 
-        for name, job in list(self._jobs(console)):  # what is wrong with any is said before all
-            run = None if self.out is None else self.out / _file_name(name)
-            yield Way(name=name, job=job, found=simulate(job, num_steps=self.steps, run=run))
+        jobs = list(self._jobs(console))  # what is wrong with any is said before all
+        with SimulationProgress() as progress:
+            for name, job in jobs:
+                run = None if self.out is None else self.out / _file_name(name)
+                watching = progress.watching(name, job, self.steps)
+                found = simulate(job, num_steps=self.steps, observers=watching, run=run)
+                yield Way(name=name, job=job, found=found)
 
     def _jobs(self, console: "Console") -> "Iterator[tuple[str, SimulatedJob]]":
         from polyrhythm.plan.plan import Plan
@@ -143,7 +180,7 @@ class SimulateCommand:
     ) -> "Iterator[tuple[str, SimulatedJob]]":
         from polyrhythm.simulate.planned import planned_job
 
-        for schedule in self.schedule.split(";"):
+        for schedule in _BETWEEN_SCHEDULES.split(self.schedule):
             for given in self.sync.split(","):
                 policy = plan.sync if given == _AS_PLANNED else given.strip()
                 job = planned_job(
@@ -209,9 +246,6 @@ class SimulateCommand:
         from dataclasses import replace
 
         from polyrhythm.describe.scenario import Scenario
-        from polyrhythm.describe.spot import spot_scenario
-        from polyrhythm.describe.units import parse
-        from polyrhythm.types import Seconds
 
         scenario = Scenario(name="calm") if self.scenario is None else Scenario.load(self.scenario)
         try:
@@ -220,11 +254,22 @@ class SimulateCommand:
             raise error.at(str(self.scenario)) from None
         if self.spot is None:
             return scenario
-        lasts = None if self.spot_duration is None else parse(self.spot_duration, Seconds)
-        taken = spot_scenario(self.spot, cluster, duration=lasts)
+        taken = self._taken(self.spot, cluster)
         return replace(
             scenario, kill=(*scenario.kill, *taken.kill), join=(*scenario.join, *taken.join)
         )
+
+    @property
+    def _squeezed(self) -> "Seconds | None":
+        from polyrhythm.describe.units import parse
+        from polyrhythm.types import Seconds
+
+        return None if self.spot_duration is None else parse(self.spot_duration, Seconds)
+
+    def _taken(self, spot: str, cluster: "Cluster") -> "Scenario":
+        from polyrhythm.describe.spot import spot_scenario
+
+        return spot_scenario(spot, cluster, duration=self._squeezed)
 
 
 def _with(problem: "Problem", cluster: "Cluster") -> "Problem":
@@ -233,6 +278,10 @@ def _with(problem: "Problem", cluster: "Cluster") -> "Problem":
     return Problem(
         cluster=cluster, profile=problem.profile, job=problem.job, schedules=problem.schedules
     )
+
+
+def _warn(words: str) -> None:
+    print(f"warning: {words}", file=sys.stderr)
 
 
 def _file_name(name: str) -> str:

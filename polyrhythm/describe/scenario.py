@@ -167,7 +167,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    name: str
+    name: str = ""  # of a file without one: the file's
     seed: int = 0
     slow: tuple[Slow, ...] = ()
     link: tuple[LinkChange, ...] = ()
@@ -204,7 +204,7 @@ class Scenario:
                 elif entry.trace not in bundled_traces():
                     place = f"{path}: slow[{i}].trace"
                     raise unknown("trace", entry.trace, bundled_traces()).at(place)
-            return replace(scenario, slow=tuple(slow))
+            return replace(scenario, name=scenario.name or path.stem, slow=tuple(slow))
 
     def check(self, cluster: Cluster) -> None:
         """Refuse an event for a device or a region that `cluster` does not have."""

@@ -50,7 +50,7 @@ class Decisions:
         if self.given_up:
             groups += f": {most_frequent(self.given_up)}"
         rows = [("scheduler", f"{setup}: {self.num_decisions:,} decisions"), ("groups", groups)]
-        if self.alone.total():
+        if self.alone:
             missed = f"{self.alone.total():,} steps without the average that was due"
             rows.append(("alone", f"{missed}: {most_frequent(self.alone)}"))
         if self.died:
@@ -88,7 +88,8 @@ class Decisions:
                 self.given_up[_HOW_LONG.sub(" in time", command.reason)] += 1
         elif isinstance(command, Skip) and self._skipped.get(command.worker) != command:
             self._skipped[command.worker] = command
-            self.alone[str(command.worker)] += command.failed
+            if command.failed:
+                self.alone[str(command.worker)] += 1
 
 
 def _each(gone: Sequence[_Gone]) -> str:

@@ -69,8 +69,7 @@ class Report:
                     self.losses[event.step].append(_number(event.values["loss"]))
 
     def show(self, console: Console) -> None:
-        planned = "" if self.num_planned is None else f" of {self.num_planned}"
-        print_line(console, f"steps      {len(self.steps)}{planned}")
+        print_line(console, f"steps      {self._made}")
         times = [seconds for times in self.step_times.values() for seconds in times]
         if times:
             print_line(console, f"step time  {_milliseconds(times)} (median)")
@@ -93,6 +92,15 @@ class Report:
             print_table(console, ["step", "plan", "why"], rows, title="plan switches")
         if self.stays:
             print_line(console, f"decisions to keep the plan: {len(self.stays)}")
+
+    @property
+    def _made(self) -> str:
+        """In groups the fast may make more steps than are planned, which the slow then do not."""
+        if self.num_planned is not None and len(self.steps) > self.num_planned:
+            made = [len(times) for times in self.step_times.values()]
+            return f"{min(made)} to {max(made)} a worker, {self.num_planned} planned on average"
+        planned = "" if self.num_planned is None else f" of {self.num_planned}"
+        return f"{len(self.steps)}{planned}"
 
     def _row(self, worker: Worker) -> list[str]:
         spent = self.workers[worker]

@@ -3,18 +3,21 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 
 from polyrhythm.cost.step import Replica, Run, StageWork
 from polyrhythm.cost.sync import BUCKET
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.scenario import Scenario
+from polyrhythm.errors import PolicyError
 from polyrhythm.plan.job import Job
 from polyrhythm.plan.plan import AUTO, Plan, Sources
 from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
 from polyrhythm.schedule.planned import PlannedSchedules
 from polyrhythm.simulate.job import CALM, SimulatedJob
+from polyrhythm.sync.registry import POLICIES
 from polyrhythm.sync.setup import Setup
 
 # What a plan calls its way to keep replicas together, as a policy that does it.
@@ -65,6 +68,8 @@ def planned_job(
     plan = predict(plan, problem).plan  # which chooses what is left open, and refuses what is wrong
     assert plan.microbatch_size is not None, "predict refuses a plan without"
     way = plan.sync if sync is None else sync
+    if way not in POLICIES and way not in _POLICIES:
+        raise _unknown(way)
     replicas = []
     for pipeline in plan.pipelines:
         assert pipeline.num_microbatches is not None, "predict refuses a plan without"
@@ -98,6 +103,16 @@ def planned_job(
         samples=tuple(
             plan.microbatch_size * (pipeline.num_microbatches or 0) for pipeline in plan.pipelines
         ),
+    )
+
+
+def _unknown(way: str) -> PolicyError:
+    known = [*POLICIES, "decoupled"]
+    near = get_close_matches(way, known, n=1)
+    return PolicyError(
+        f"unknown policy: {way!r}",
+        expected=f"one of {', '.join(known)}",
+        fix=f"did you mean {near[0]!r}?" if near else "choose one of these, or leave it out",
     )
 
 

@@ -90,8 +90,13 @@ def test_the_workers_log_is_not_the_schedulers(
     decide(write_run(tmp_path))
     events = merge(tmp_path)
     told = refusal(events, capsys)
-    assert f"{events}: what workers did" in told
-    assert f"fix: give its folder: {tmp_path}" in told
+    assert f"{events} is what workers did" in told
+    assert f"fix: give its run's folder: {tmp_path}\n" in told
+    told = refusal(events.rename(tmp_path / "mine.jsonl"), capsys)
+    assert "is what workers did" in told, "by what it has, not by its name"
+    of_worker = next((write_run(tmp_path / "going") / "workers").iterdir())
+    told = refusal(of_worker, capsys)
+    assert f"fix: give its run's folder: {tmp_path / 'going'}\n" in told
 
 
 def test_a_folder_of_runs_leads_to_the_newest_that_has_a_scheduler(
@@ -106,9 +111,12 @@ def test_a_folder_of_runs_leads_to_the_newest_that_has_a_scheduler(
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "a decision log of schema 1"),
-        (b"nonsense\n", "malformed"),
-        (b"\x00\xff\x00\n", "a decision log of schema 1"),
+        (b"", "is empty"),
+        (b"nonsense\n", "is no log: it begins with 'nonsense'"),
+        (b"\x00\xff\x00\n", "is no log"),
+        (b"[1, 2]\n", "is no log"),
+        (b'{\n "schema": 2,\n "layers_per_stage": [2]\n}\n', "is a plan with schema, layers_per"),
+        (b'{"name": "x", "kill": []}\n', "is JSON with name, kill"),
         (b'{"schema":2,"polyrhythm":"9.9","setup":{}}\n', "schema 2, by polyrhythm 9.9"),
         (b'{"schema":1,"polyrhythm":"0.1","setup":{"policy":"age"}}\n', "num_stages"),
     ],

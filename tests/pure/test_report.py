@@ -74,6 +74,19 @@ def test_the_table_says_how_far_how_fast_and_where_the_time_went(
     assert all(row[1:] == ["3", "10000.0", "ms", "40%", "20%", "10%", "30%"] for row in rows)
 
 
+def test_steps_of_workers_that_make_unequal_numbers_are_not_more_than_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for worker, made in zip(WORKERS, (11, 9, 5, 7), strict=True):
+        with EventLog(worker_log(tmp_path, worker), worker) as log:
+            log.write("run", name="demo", values={"steps": 8})
+            for step in range(made):
+                write_step(log, step)
+    assert report(tmp_path) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "steps      5 to 11 a worker, 8 planned on average"
+
+
 def test_a_plan_switch_is_told_once_with_step_and_reason_and_staying_is_no_switch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,8 +6,9 @@ import pytest
 
 from polyrhythm import cli
 from polyrhythm.events import EventLog, merge, worker_log
+from polyrhythm.observe.decisions import Decisions
 from polyrhythm.sync.decision_log import NAME, DecisionLog
-from polyrhythm.sync.messages import Commit, Dead, Done, Event, Join, Leave, Ready
+from polyrhythm.sync.messages import Commit, Dead, Done, Event, Join, Leave, Ready, Skip
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Worker
 
@@ -114,6 +115,11 @@ def test_the_answer_that_is_given_again_is_counted_once() -> None:
     scheduler = SETUP.scheduler()
     commands = [command for event in EVENTS for command in scheduler.step(event)]
     assert sum(isinstance(command, Commit) for command in commands) == 2, "of one group"
+
+
+def test_alone_is_who_missed_an_average_and_not_a_group_of_one() -> None:
+    skips = [Skip(WORKERS[0], 1, "alone", failed=True), Skip(WORKERS[1], 1, "alone")]
+    assert dict(Decisions.of([(EVENTS[0], skips)]).alone) == {"s0p0": 1}
 
 
 def test_a_run_with_both_logs_is_told_by_both(

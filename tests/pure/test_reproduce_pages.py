@@ -6,15 +6,17 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from polyrhythm import cli
 from polyrhythm.errors import UserError
 from polyrhythm.simulate.reproduce import registry
 from polyrhythm.simulate.reproduce.claim import Plot, Reproduction, Row, ordered
-from polyrhythm.simulate.reproduce.page import INDEX, index, page, write
+from polyrhythm.simulate.reproduce.page import INDEX, index, page, show, write
 from polyrhythm.simulate.reproduce.registry import PAPERS, Paper, chosen
 from polyrhythm.simulate.reproduce.stated import always, explained, sometimes, stated
 
@@ -227,6 +229,24 @@ def test_the_command_prints_the_table_and_last_of_all_the_count(
     assert f"{folder / 'zeno.md'}, with 1 plot" in lines
     assert lines[-1] == "1 of 3 rows pass"
     assert (folder / "zeno-k.svg").exists()
+
+
+def test_a_terminal_breaks_long_rows_and_reasons_between_words() -> None:
+    what, why = "a race of two over a hundred all-out stadia " * 3, "the tortoise had a start " * 9
+    done = replace(DONE, rows=(replace(FAR, what=what.strip(), why=why.strip()),))
+    shown = {}
+    for is_terminal in (True, False):
+        console = Console(file=StringIO(), width=90, force_terminal=is_terminal, color_system=None)
+        show(done, console)
+        shown[is_terminal] = console.file.getvalue()  # type: ignore[attr-defined]
+    lines = shown[True].splitlines()
+    assert max(map(len, lines)) <= 90
+    words = [set(text.replace("─", "").split()) for text in shown.values()]
+    assert words[0] == words[1], "none is broken"
+    reason = next(i for i, line in enumerate(lines) if line.startswith("Table II, a race"))
+    assert all(line.startswith("  ") for line in lines[reason + 1 :])
+    whole = f"Table II, {what.strip()}: {why.strip()}"
+    assert shown[False].splitlines()[-1] == whole, "a pipe gets one line"
 
 
 @pytest.mark.usefixtures("zeno")

@@ -166,6 +166,12 @@ def test_every_device_may_be_slow_but_not_gone():
         Scenario(name="s", kill=(Kill(device="*", at=0.0),)).check(WORLD)
 
 
+def test_a_scenario_without_a_name_is_called_by_its_file(tmp_path):
+    path = tmp_path / "monday.toml"
+    path.write_text("seed = 3\n")
+    assert Scenario.load(path) == Scenario(name="monday", seed=3)
+
+
 def test_unknown_scenario_is_refused_with_the_nearest_name():
     with pytest.raises(DescriptionError, match="unknown scenario 'sdpipe_c'") as caught:
         Scenario.load("sdpipe_c")

@@ -2,11 +2,14 @@
 
 import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from polyrhythm import cli
+from polyrhythm.cli.simulating import SimulationProgress
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.model import Layer, ModelProfile
 from polyrhythm.describe.write import write_cluster, write_model
@@ -94,18 +97,108 @@ def test_a_plan_says_what_it_was_made_for(plan: Path, capsys: pytest.CaptureFixt
     assert (status, err) == (0, "")
     first, second, third = (out.index(f"\n{name}") for name in ("all_reduce", "adaptive", "dec"))
     assert first < second < third
-    assert "a -> a" in out
+    assert "busiest links, all_reduce\n" in out
 
 
+@pytest.mark.parametrize("schedules", ["1f1b;gpipe", "gpipe,1f1b", "bounded:2,1,1f1b, gpipe"])
 def test_schedules_and_what_ifs_are_more_rows(
-    plan: Path, capsys: pytest.CaptureFixture[str]
+    plan: Path, schedules: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, out, _ = said(
-        [str(plan), "--schedule", "1f1b;gpipe", "--what-if", "device 3 slow x4", "--steps", "3"],
+        [str(plan), "--schedule", schedules, "--what-if", "device 3 slow x4", "--steps", "3"],
         capsys,
     )
-    assert out.count("all_reduce, 1f1b") == 3  # and the title of its links
-    assert "all_reduce, gpipe, if device 3 slow x4" in out
+    for schedule in ("1f1b", "gpipe", *(["bounded:2,1"] if "bounded" in schedules else [])):
+        assert out.count(f"\nall_reduce, {schedule} ") == 1
+        assert out.count(f"\nall_reduce, {schedule}, if device 3 slow x4 ") == 1
+
+
+def test_figures_of_a_column_have_one_unit(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = said([str(plan), "--what-if", "device 3 slow x9", "--steps", "3"], capsys)
+    calm, slow = (line for line in out.splitlines() if line.startswith("all_reduce"))
+    job = planned_job(PLAN, problem())
+    takes = simulate(job, num_steps=3).step_time
+    assert takes < 1
+    assert f" {takes:.4g}s " in calm
+    assert float(slow.split("x9")[1].split()[0].removesuffix("s")) > 1
+
+
+@pytest.mark.parametrize(("inside", "between"), [(1e9, 1e8), (1e7, 1e9)])
+def test_links_are_ranked_by_the_time_that_they_are_busy(
+    plan: Path, inside: float, between: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = replace(CLUSTER, bandwidth=((inside, between), (between, inside)))
+    write_cluster(cluster, plan.parent / "cluster.toml")
+    _, out, _ = said([str(plan), "--steps", "10"], capsys)
+    found = simulate(planned_job(PLAN, replace(problem(), cluster=cluster)), num_steps=10)
+    assert found.bytes_sent[0, 1] > found.bytes_sent[0, 0]
+    # Two links each: d0 and d1 send to one another; d0 sends to d2, and d1 to d3.
+    expected = {
+        f"{'ab'[a]} -> {'ab'[b]}": found.bytes_sent[a, b]
+        / (inside if a == b else between)
+        / (2 * found.duration)
+        for a, b in ((0, 0), (0, 1), (1, 0), (1, 1))
+    }
+    lines = out[out.index("busiest links") :].splitlines()[3:]
+    assert [line[:6] for line in lines] == sorted(expected, key=lambda link: -expected[link])
+    assert [line.split()[3] for line in lines] == [f"{expected[line[:6]]:.1%}" for line in lines]
+
+
+def test_a_policy_that_averages_seldom_is_named(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = said([str(plan), "--sync", "local,all_reduce", "--steps", "3"], capsys)
+    assert "note: local averages once in 500 steps, and so never in these 3\n" in out
+    assert out.count("note:") == 1
+
+
+def spot(plan: Path) -> list[str]:
+    """d0 is lost after 2 s and comes back after 3, d1 to d3 stay."""
+    trace = plan.parent / "spot.json"
+    trace.write_text('{"name": "x", "duration_s": 5, "nodes_s": [[0, 2, 3], [0], [0], [0]]}')
+    return [str(plan), "--spot", str(trace), "--sync", "adaptive"]
+
+
+def test_losses_in_the_simulated_time_are_counted(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, err = said([*spot(plan), "--steps", "5"], capsys)
+    assert "the recording lasts 5s; losses of devices of the plan: 1, the first after 2s" in out
+    assert "adaptive: 1 of them in the " in out
+    assert "nothing was lost" not in out
+    assert err == ""
+
+
+def test_it_is_said_that_no_loss_was_simulated(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, err = said([*spot(plan), "--steps", "5", "--spot-duration", "10h"], capsys)
+    assert "the recording lasts 10h" in out
+    assert "the first after 4h" in out
+    assert "adaptive: none of them in the " in out
+    assert "nothing was lost" in out
+    assert err == ""
+
+
+def test_a_recording_that_ends_early_is_warned_of(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, _, err = said([*spot(plan), "--steps", "30"], capsys)
+    assert err.startswith("warning: the recording ")
+    assert "ends after 5s of the " in err
+
+
+def test_a_terminal_sees_how_far_it_has_got_and_a_pipe_does_not() -> None:
+    job = planned_job(PLAN, problem())
+    for is_terminal in (True, False):
+        console = Console(file=StringIO(), force_terminal=is_terminal, width=100)
+        with SimulationProgress(console) as progress:
+            watching = progress.watching("way [1]", job, num_steps=5)
+            found = simulate(job, num_steps=5, observers=watching)
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("way [1]" in shown and "100%" in shown) is is_terminal
+        assert is_terminal or not shown
+        assert found.ends == simulate(job, num_steps=5).ends
 
 
 def test_its_runs_are_written_and_can_be_replayed(
@@ -139,6 +232,7 @@ def test_money_is_by_the_hour_and_by_the_gigabyte(
     [
         (["--cluster", "case5_worldwide"], "a device of cluster"),
         (["--sync", "adaptiv"], "did you mean 'adaptive'?"),
+        (["--sync", "x"], "ssp, balanced, local, decoupled\n"),
         (["--schedule", "2f2b"], "write kfkb:2"),
         (["--scenario", "nowhere.toml"], "nowhere.toml"),
         (["--what-if", "link a-c x2"], "unknown region or device 'c'"),

@@ -5,6 +5,7 @@ one paper can be done again without the others. What somebody else has written i
 """
 
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ _RULE = (
     f"a printed gain or loss kept, by {LEAST_GAIN:.0%} of it at the least; methods in the printed "
     "order. Rows that are `given` go in, or follow from other rows, and do not count."
 ).replace("%", " %")
+_NARROWEST, _GAP = 20, 2  # letters of what a row is about, and between columns
 _FILE_NAME = re.compile(r"[\w.-]+")
 
 
@@ -100,13 +102,31 @@ def index(folder: Path) -> str:
 
 
 def show(reproduction: Reproduction, console: "Console") -> None:
-    """The rows as a table for a terminal; below it why they differ, in lines that may be long."""
+    """The rows as a table; below it why they differ, a line each.
+
+    On a terminal both are broken between words where they are too long for it.
+    """
     title = f"{reproduction.title} ({reproduction.source})"
     rows = [_cells(row)[:-1] for row in reproduction.rows]
+    if console.is_terminal:
+        rows = _narrowed(rows, console.width)
     print_table(console, _HEADER[:-1], rows, title=title)
     for row in reproduction.rows:
         if why := _why(row):
-            print_line(console, _line(f"{row.place}, {row.what}: {why}"))
+            line = _line(f"{row.place}, {row.what}: {why}")
+            if console.is_terminal:
+                line = textwrap.fill(line, console.width, subsequent_indent="  ")
+            print_line(console, line)
+
+
+def _narrowed(rows: list[tuple[str, ...]], width: int) -> list[tuple[str, ...]]:
+    """With what a row is about in lines as long as the other columns leave room for."""
+    others = [max(map(len, cells)) for cells in zip(_HEADER[:-1], *rows, strict=True)]
+    room = max(_NARROWEST, width - sum(others) - _GAP * len(others) + others[1])
+    return [
+        (place, textwrap.fill(what, room, break_on_hyphens=False), *figures)
+        for place, what, *figures in rows
+    ]
 
 
 def _table(rows: tuple[Row, ...]) -> Iterator[str]:
