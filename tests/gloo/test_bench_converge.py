@@ -17,6 +17,7 @@ from polyrhythm.bench.converge.worker import Pace, rate
 from polyrhythm.describe.slowness import load_traces
 
 
+@pytest.mark.long
 @pytest.mark.timeout(110)
 def test_the_quick_benchmark_ends_with_its_ratios(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "polyrhythm", "bench", "converge", "--quick", "--out", "."]

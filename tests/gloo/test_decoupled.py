@@ -179,6 +179,7 @@ def test_averages_inside_of_nodes_and_then_across_are_those_of_ddp(
             assert (weights[key] - value).abs().max() <= 1e-6, key
 
 
+@pytest.mark.long
 @pytest.mark.timeout(100)
 def test_while_buckets_are_tuned_training_goes_on_as_with_ddp(tmp_path: Path) -> None:
     """All workers change at the same steps to the same buckets, and settle; state is moved."""

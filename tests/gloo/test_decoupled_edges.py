@@ -163,6 +163,7 @@ def test_every_optimizer_that_is_taken_trains_as_it_does_alone(tmp_path: Path) -
     assert run_stages(2, work, tmp_path) == [[], []]
 
 
+@pytest.mark.long
 def test_a_compiled_model_trains_alike(tmp_path: Path) -> None:
     def work(place: Place) -> bool:
         model, reference = stack(), stack()

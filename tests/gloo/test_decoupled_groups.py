@@ -210,6 +210,7 @@ def test_a_forward_begins_before_the_last_of_an_average_has_come(tmp_path: Path)
     assert run_replicas(3, work, tmp_path) == [[True, True]] * 3
 
 
+@pytest.mark.long
 def test_a_compiled_model_waits_where_it_would_without(tmp_path: Path) -> None:
     def work(place: Place) -> tuple[bool, int]:
         in_small_parts()

@@ -130,6 +130,7 @@ def test_options_of_the_policy_reach_the_scheduler_and_the_run_folder(tmp_path: 
     assert re.fullmatch(r"[\d,]+ decisions, replayed alike\n", replayed.stdout), replayed.stderr
 
 
+@pytest.mark.long
 @pytest.mark.timeout(100)
 def test_torchrun_gives_the_same_losses_as_the_local_launcher(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
@@ -149,6 +150,7 @@ def test_torchrun_gives_the_same_losses_as_the_local_launcher(tmp_path: Path) ->
     assert ours == losses(list(read_run(only_run(there))))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(100)
 def test_torchrun_with_too_few_processes_is_refused(tmp_path: Path) -> None:
     done = run(

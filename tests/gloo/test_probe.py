@@ -74,6 +74,7 @@ def test_local_processes_are_measured_into_a_file_that_loads(tmp_path: Path) -> 
     assert shown.stdout in done.stdout
 
 
+@pytest.mark.long
 def test_torchruns_processes_are_measured_and_rank_0_speaks(tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = subprocess.run(

@@ -20,6 +20,7 @@ RATIOS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.timeout(100)
 def test_the_quick_benchmark_ends_with_its_ratios(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "polyrhythm", "bench", "average", "--quick", "--out", "."]

@@ -21,6 +21,7 @@ from polyrhythm.types import Seconds
 PLANS = pytest.mark.parametrize("plan", [FULL_PLAN, QUICK_PLAN])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(110)
 def test_the_quick_benchmark_ends_with_its_ratios(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "polyrhythm", "bench", "decoupled", "--quick", "--out", "."]

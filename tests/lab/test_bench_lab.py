@@ -10,6 +10,7 @@ from rich.console import Console
 from polyrhythm import bench
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_quick_benchmark_ends_with_every_figure_as_json(tmp_path: Path) -> None:
     text = io.StringIO()

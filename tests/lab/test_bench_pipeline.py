@@ -10,6 +10,7 @@ import pytest
 from polyrhythm.bench.pipeline.bench import BARS
 
 
+@pytest.mark.long
 @pytest.mark.timeout(110)
 def test_the_quick_benchmark_ends_with_its_ratios(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "polyrhythm", "bench", "pipeline", "--quick", "--out", "."]

@@ -17,6 +17,7 @@ from polyrhythm.bench.predict.setting import FULL
 from polyrhythm.bench.sleeping.record import Record
 
 
+@pytest.mark.long
 @pytest.mark.timeout(110)
 def test_the_quick_benchmark_ends_with_its_ratios(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "polyrhythm", "bench", "predict", "--quick", "--out", "."]

@@ -20,6 +20,7 @@ from polyrhythm.errors import LabError
 from polyrhythm.lab.lab import Lab
 
 
+@pytest.mark.long
 @pytest.mark.timeout(110)
 def test_the_quick_benchmark_ends_with_its_ratios(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "polyrhythm", "bench", "sync", "--quick", "--out", "."]

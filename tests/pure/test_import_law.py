@@ -88,3 +88,9 @@ def test_pure_tests_need_no_torch() -> None:
 def test_no_file_is_longer_than_400_lines() -> None:
     for path in [*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py")]:
         assert len(path.read_text().splitlines()) <= 400, path
+
+
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    """Or pytest refuses to collect all of them at once."""
+    names = [path.name for path in TESTS.rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)

@@ -16,6 +16,8 @@ from polyrhythm.plan.problem import Problem
 from polyrhythm.plan.search import make_plan, pareto_front
 from tests.pure.planning import GIGABYTE, cluster, layers, problem, small_problems
 
+pytestmark = pytest.mark.long
+
 
 def devices_of(plan: Plan) -> list[str]:
     return [part.device for pipeline in plan.pipelines for part in pipeline.parts]

@@ -28,6 +28,7 @@ def random_times(rng: np.random.Generator) -> PairTimes:
     return PairTimes(sync=link * rng.uniform(0, 2), hop=link, num_stages=num_stages)
 
 
+@pytest.mark.long
 def test_the_bound_is_below_brute_force_on_1000_clusters_and_often_meets_it() -> None:
     rng = np.random.default_rng(0)
     shares = []

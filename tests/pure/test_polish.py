@@ -13,6 +13,8 @@ from polyrhythm.plan.predict import Prediction, predict
 from polyrhythm.plan.problem import Problem
 from tests.pure.planning import cluster, problem
 
+pytestmark = pytest.mark.long
+
 
 def step(prediction: Prediction) -> float:
     return prediction.time.total

@@ -14,6 +14,8 @@ from polyrhythm.plan.replan import replan
 from polyrhythm.plan.search import make_plan
 from tests.pure.planning import cluster, problem
 
+pytestmark = pytest.mark.long
+
 
 def without(over: Problem, *names: str) -> Problem:
     kept = tuple(device for device in over.cluster.devices if device.name not in names)

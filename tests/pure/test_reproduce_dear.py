@@ -164,6 +164,7 @@ def test_the_page_says_what_other_readings_would_give() -> None:
     assert f"here {max(speedups.gains(ETHERNET).values()):.2f} over it" in text
 
 
+@pytest.mark.long
 def test_on_infiniband_ways_to_fuse_are_as_near_as_the_reasons_say() -> None:
     for model in fusion.STUDIED:
         one = work(model)

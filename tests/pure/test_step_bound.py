@@ -11,6 +11,8 @@ from polyrhythm.plan.search import make_plan
 from polyrhythm.plan.step_bound import least_price, least_step, step_bound
 from tests.pure.planning import all_plans, cluster, problem, small_problems
 
+pytestmark = pytest.mark.long
+
 
 @settings(max_examples=15, deadline=None)
 @given(small_problems())

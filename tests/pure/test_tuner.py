@@ -118,6 +118,7 @@ def runs() -> list[tuple[Job, list[Decision]]]:
     return [(any_job(seed), any_job(seed).tuned(seed)[1]) for seed in range(24)]
 
 
+@pytest.mark.long
 def test_it_settles_close_to_the_best_of_a_fine_grid_within_10_trials(
     runs: list[tuple[Job, list[Decision]]],
 ) -> None:
@@ -129,6 +130,7 @@ def test_it_settles_close_to_the_best_of_a_fine_grid_within_10_trials(
     assert fmean(lost) - 1 < (fmean(first) - 1) / 4  # to stay with the first would not do
 
 
+@pytest.mark.long
 def test_random_and_grid_search_need_more_trials(runs: list[tuple[Job, list[Decision]]]) -> None:
     here = fmean(
         trials_needed(job, [Candidate(FIRST), *(decision.candidate for decision in decisions)])
@@ -154,6 +156,7 @@ def trials_needed(job: Job, tried: Iterable[Candidate]) -> int:
     return next(good, 41)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("latency", [0.0, 0.0005])
 def test_a_plain_all_reduce_is_chosen_where_decoupling_loses(latency: float) -> None:
     long = Job(model="many", latency=latency, gather=1.5, ratio=3.0)
@@ -162,6 +165,7 @@ def test_a_plain_all_reduce_is_chosen_where_decoupling_loses(latency: float) -> 
     assert not Job(model="many", latency=latency).tuned()[0].current.kind.is_whole
 
 
+@pytest.mark.long
 def test_the_same_times_lead_to_the_same_decisions() -> None:
     job = any_job(1)
     trials, decisions = job.tuned(3)
