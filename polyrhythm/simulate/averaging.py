@@ -71,6 +71,16 @@ class _Exchange:
     is_given_up: bool = False
 
 
+class Server(Protocol):
+    """Has the model, if workers do not average with one another; calls `then` when it is there."""
+
+    def push(self, member: Member, then: Callable[[Member], None]) -> None:
+        """Before it says Ready."""
+
+    def pull(self, member: Member, then: Callable[[Member], None]) -> None:
+        """Once it may go on."""
+
+
 class Averaging:
     """`over` is called when a worker may begin its next step, with what its forward waits for."""
 
@@ -80,6 +90,7 @@ class Averaging:
         clock: Clock,
         engine: Engine,
         network: Network,
+        coordinator: Coordinator,
         over: Callable[[Member, Arriving], None],
         *,
         every: int,
@@ -87,18 +98,22 @@ class Averaging:
         answers_meanwhile: bool,
         asks_ahead: bool,
         decoupled: Callable[[Sequence[Member]], Arriving] | None = None,
+        server: Server | None = None,
         observers: Sequence[Observer] = (),
+        finished: list[tuple[Assign, Seconds, Seconds]] | None = None,
     ) -> None:
-        """`decoupled` says when the second half of an average that is certain now is there."""
+        """`decoupled` says when the second half of an average that is certain now is there.
+
+        `finished` is a list to add averages to, with when they began and ended, for a log.
+        """
         self.members = {member.worker: member for member in members}
         self.sizes: Counter[int] = Counter()  # of groups that averaged, by members
         self.spread: list[int] = []  # steps between the first and the last of each group
-        self.coordinator: Coordinator | None = None  # set once it is there
-        self.finished: list[tuple[Assign, Seconds, Seconds]] | None = None  # for a log
+        self.coordinator = coordinator
         self._clock, self._engine, self._network, self._over = clock, engine, network, over
         self._every, self._overlap, self._decoupled = every, overlap, decoupled
         self._answers_meanwhile, self._asks_ahead = answers_meanwhile, asks_ahead
-        self.observers = observers
+        self._server, self.observers, self._finished = server, observers, finished
         self._exchanges: dict[int, _Exchange] = {}
         self._by_owner: dict[int, _Exchange] = {}
 
@@ -106,7 +121,7 @@ class Averaging:
         for observer in self.observers:
             observer.on_begin(member.worker, self._clock.now)
         if self._asks_ahead and not (member.steps + 1) % self._every:
-            self._tell(member, Request, member.clock + 1, member.life)
+            self.coordinator.tell(member.worker, Request, member.clock + 1, member.life)
 
     def step_ended(self, member: Member) -> None:
         member.steps += 1
@@ -122,13 +137,15 @@ class Averaging:
                 self._over(member, THERE)
 
     def _report(self, member: Member) -> None:
-        """It is ready for an average."""
-        self._say_ready(member)
+        if self._server is None:
+            self._say_ready(member)
+        else:
+            self._server.push(member, self._say_ready)
 
     def _say_ready(self, member: Member) -> None:
         member.clock += 1
         member.pending = member.clock
-        self._tell(member, Ready, member.clock, member.life)
+        self.coordinator.tell(member.worker, Ready, member.clock, member.life)
         self._begin(member)
 
     def hear(self, worker: Worker, command: Assign | Commit | Abort | Skip | Heal) -> None:
@@ -167,10 +184,6 @@ class Averaging:
             for source, most in zip(half.sources, half.most, strict=False):
                 found[owner, source] = most
         return found
-
-    def _tell(self, member: Member, kind: Callable[..., object], *given: object) -> None:
-        assert self.coordinator is not None, "it is set before anything happens"
-        self.coordinator.tell(member.worker, kind, *given)  # type: ignore[arg-type]
 
     def _assigned(self, member: Member, assign: Assign) -> None:
         if assign.gid not in self._exchanges:
@@ -232,7 +245,6 @@ class Averaging:
             for member, life in zip(exchange.members, assign.lives, strict=True)
             if member.life == life
         ]
-        assert self.coordinator is not None, "it is set before anything happens"
         self.coordinator.tell_all(Done, said)
 
     def _committed(self, member: Member, commit: Commit) -> None:
@@ -249,8 +261,8 @@ class Averaging:
             clocks = [other.clock for other in exchange.members]
             self.sizes[len(clocks)] += 1
             self.spread.append(max(clocks) - min(clocks))
-            if self.finished is not None:
-                self.finished.append((exchange.assign, exchange.began, self._clock.now))
+            if self._finished is not None:
+                self._finished.append((exchange.assign, exchange.began, self._clock.now))
         if is_here:
             self._go_on(member, member.life, commit.ends[place], exchange.members)
 
@@ -278,7 +290,9 @@ class Averaging:
         if clock != member.pending:
             return
         member.pending = None
-        if not self._overlap:
+        if self._server is not None:
+            self._server.pull(member, lambda member: self._over(member, THERE))
+        elif not self._overlap:
             self._over(member, buckets)
         elif member.wants:
             member.wants = False

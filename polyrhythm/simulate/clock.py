@@ -17,7 +17,10 @@ _Entry = tuple[Seconds, int, int, Callable[..., None], tuple[Any, ...]]
 
 
 class Clock:
-    """What a scenario changes comes first; TRIES is what happens because nothing else did."""
+    """What a scenario changes comes first; TRIES is what happens because nothing else did.
+
+    All of it comes after what the engine has at the same time.
+    """
 
     def __init__(self) -> None:
         self.now: Seconds = 0.0

@@ -7,7 +7,7 @@ scheduler that a coordinator serves, the scenario is the file that a lab plays.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from polyrhythm.cost.step import Replica, Run, StageWork
+from polyrhythm.cost.step import Replica, Run, Schedule, StageWork
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.schedule.recipe import Recipe
@@ -41,6 +41,15 @@ class SimulatedJob:
         check_job(self)
 
 
+def replicas(schedule: Schedule, num_pipelines: int) -> tuple[Replica, ...]:
+    """A device for each worker: s + num_stages * p runs (s, p)."""
+    count = len(schedule)
+    return tuple(
+        Replica(runs=tuple(Run(p * count + s, s, s + 1) for s in range(count)), schedule=schedule)
+        for p in range(num_pipelines)
+    )
+
+
 def equal_job(
     *,
     num_stages: int = 1,
@@ -63,7 +72,7 @@ def equal_job(
     nodes: tuple[str, ...] | None = None,
     seed: int = 0,
 ) -> SimulatedJob:
-    """As many equal devices as workers, in one region; device s + num_stages * p runs (s, p)."""
+    """As many equal devices as workers, in one region, see `replicas`."""
     num_devices = num_stages * num_pipelines
     no_limit = 1e18 if uplink is None else uplink
     cluster = Cluster(
@@ -86,13 +95,7 @@ def equal_job(
     return SimulatedJob(
         cluster=cluster,
         stages=(stage,) * num_stages,
-        pipelines=tuple(
-            Replica(
-                runs=tuple(Run(p * num_stages + s, s, s + 1) for s in range(num_stages)),
-                schedule=built,
-            )
-            for p in range(num_pipelines)
-        ),
+        pipelines=replicas(built, num_pipelines),
         sync=Setup(
             policy=policy,
             num_stages=num_stages,

@@ -132,7 +132,6 @@ class Mishaps:
                     member.clock = 0
                 self._tell_join(members)
                 # By then all know whether they are to copy from anybody.
-                assert self._averaging.coordinator is not None, "it is set"
                 at = self._clock.now + self._averaging.coordinator.words(
                     [m.worker for m in members]
                 )
@@ -156,7 +155,6 @@ class Mishaps:
             self._tell(member.worker, Join, node, member.clock, member.life)
 
     def _tell(self, worker: Worker, kind: Callable[..., Any], *given: Any) -> None:
-        assert self._averaging.coordinator is not None, "it is set before anything happens"
         self._averaging.coordinator.tell(worker, kind, *given)
 
     @property

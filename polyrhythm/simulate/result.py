@@ -23,7 +23,6 @@ class Simulated:
     waited: dict[Worker, Seconds]  # for averages
     group_sizes: Counter[int]  # of averages; 1 for a step without
     spread: float  # steps between the most and the least advanced of a group, on average
-    most_spread: int
     bytes_sent: NDArray[np.float64]  # [region, region]
     num_events: int
     num_actions: int

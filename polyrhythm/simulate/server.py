@@ -4,66 +4,77 @@ Pushes and pulls of all workers share the server's connection. A push is announc
 and acknowledged; a pull is asked for. How far a worker may run ahead, the scheduler says.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from polyrhythm.simulate.averaging import Averaging, Member
-from polyrhythm.simulate.engine.engine import THERE, Arriving
+from polyrhythm.simulate.averaging import Member, Observer
+from polyrhythm.simulate.clock import Clock
+from polyrhythm.simulate.engine.engine import Engine
+from polyrhythm.simulate.network import Network
 
 
-class ServedAveraging(Averaging):
-    def __init__(self, *given: Any, server: int, **named: Any) -> None:
-        """`server` is the device that holds the model."""
-        super().__init__(*given, **named)
-        self._server = server
-        self._transfers: dict[int, tuple[Member, int, bool]] = {}  # by owner; whether it is a push
+@dataclass(frozen=True, slots=True, eq=False)
+class _Transfer:
+    member: Member
+    life: int  # of the member when it began
+    is_push: bool
+    source: int
+    target: int
+    then: Callable[[Member], None]
+
+
+class ParameterServer:
+    """`device` holds the model."""
+
+    def __init__(
+        self,
+        device: int,
+        clock: Clock,
+        engine: Engine,
+        network: Network,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self._device, self._clock, self._engine, self._network = device, clock, engine, network
+        self._observers = observers
+        self._under_way: dict[int, _Transfer] = {}  # by owner of flows
+
+    def push(self, member: Member, then: Callable[[Member], None]) -> None:
+        self._begin(_Transfer(member, member.life, True, member.device, self._device, then))
+
+    def pull(self, member: Member, then: Callable[[Member], None]) -> None:
+        self._begin(_Transfer(member, member.life, False, self._device, member.device, then))
 
     def flows_ended(self, owner: int) -> None:
-        member, life, is_push = self._transfers.pop(owner)
+        transfer = self._under_way.pop(owner)
         self._engine.free_owner(owner)
-        source, target = self._way(member, is_push)
-        latency = self._network.latency(source, target)
-        if is_push:
-            latency += self._network.latency(target, source)
-        self._clock.at(self._clock.now + latency, self._arrived, member, life, is_push)
+        latency = self._network.latency(transfer.source, transfer.target)
+        if transfer.is_push:
+            latency += self._network.latency(transfer.target, transfer.source)
+        self._clock.at(self._clock.now + latency, self._arrived, transfer)
 
-    def _report(self, member: Member) -> None:
-        self._transfer(member, is_push=True)
-
-    def _ended(self, member: Member, clock: int, buckets: Arriving) -> None:
-        if clock == member.pending:
-            member.pending = None
-            self._transfer(member, is_push=False)
-
-    def _transfer(self, member: Member, *, is_push: bool) -> None:
-        source, target = self._way(member, is_push)
-        if source == target or member.size <= 0:
-            self._arrived(member, member.life, is_push)
+    def _begin(self, transfer: _Transfer) -> None:
+        if transfer.source == transfer.target or transfer.member.size <= 0:
+            self._arrived(transfer)
             return
-        latency = self._network.latency(member.device, self._server)
-        if is_push:
-            latency += self._network.latency(self._server, member.device)
-        self._clock.at(self._clock.now + latency, self._send, member, member.life, is_push)
+        latency = self._network.latency(transfer.member.device, self._device)
+        if transfer.is_push:
+            latency += self._network.latency(self._device, transfer.member.device)
+        self._clock.at(self._clock.now + latency, self._send, transfer)
 
-    def _send(self, member: Member, life: int, is_push: bool) -> None:
-        if member.life != life:
+    def _send(self, transfer: _Transfer) -> None:
+        if transfer.member.life != transfer.life:
             return
-        source, target = self._way(member, is_push)
-        owner = self._engine.new_owner()
-        self._transfers[owner] = member, member.life, is_push
-        regions = self._network.regions
-        self._engine.state.sent[regions[source], regions[target]] += member.size
+        owner, size = self._engine.new_owner(), transfer.member.size
+        self._under_way[owner] = transfer
+        source, target, regions = transfer.source, transfer.target, self._network.regions
+        self._engine.state.sent[regions[source], regions[target]] += size
         ends = self._network.ends(source, target)
-        self._engine.flow_to_one(self._clock.now, *ends, member.size, owner)
+        self._engine.flow_to_one(self._clock.now, *ends, size, owner)
 
-    def _arrived(self, member: Member, life: int, is_push: bool) -> None:
-        if member.life != life:
+    def _arrived(self, transfer: _Transfer) -> None:
+        member = transfer.member
+        if member.life != transfer.life:
             return
-        for observer in self.observers:
-            observer.on_served(member.worker, is_push, self._clock.now)
-        if is_push:
-            self._say_ready(member)
-        else:
-            self._over(member, THERE)
-
-    def _way(self, member: Member, is_push: bool) -> tuple[int, int]:
-        return (member.device, self._server) if is_push else (self._server, member.device)
+        for observer in self._observers:
+            observer.on_served(member.worker, transfer.is_push, self._clock.now)
+        transfer.then(member)

@@ -4,9 +4,8 @@ The engine (`engine/`) executes actions and moves bytes; the coordinator asks th
 scheduler; averaging joins both. Whatever is decided, is decided by the code that also trains.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -29,7 +28,7 @@ from polyrhythm.simulate.mishaps import Mishaps
 from polyrhythm.simulate.network import Network
 from polyrhythm.simulate.result import Simulated
 from polyrhythm.simulate.run_log import RunLog
-from polyrhythm.simulate.server import ServedAveraging
+from polyrhythm.simulate.server import ParameterServer
 from polyrhythm.simulate.steps import Steps
 from polyrhythm.sync.messages import Abort, Assign, Commit, Heal, Leave, Skip
 from polyrhythm.types import Seconds, Worker
@@ -87,41 +86,33 @@ class _Simulation:
         is_optimizer = job.decoupled and job.sync.policy == "all_reduce"
         self._dealing = Dealing(job) if job.sync.policy == "balanced" else None
         self._coordinator_at = members[0].device if job.coordinator is None else job.coordinator
-        self._tells_begins = job.sync.asks_ahead or bool(observers)
-        kind: Callable[..., Averaging] = Averaging
+        asks_ahead = job.sync.asks_ahead
+        self._tells_begins = asks_ahead or bool(observers)
+        parts = self._clock, self._engine, self._network
+        decisions = None if self._log is None else self._log.decisions
+        self._server = None
         if job.sync.policy == "ssp":
-            kind = partial(ServedAveraging, server=self._coordinator_at)
-        self._averaging = kind(
+            self._server = ParameterServer(self._coordinator_at, *parts, observers)
+        self._averaging = Averaging(
             members,
-            self._clock,
-            self._engine,
-            self._network,
+            *parts,
+            Coordinator(job.sync, self._clock, self._hear, decisions),
             self._over,
             every=job.sync.steps_between,
             overlap=job.overlap,
             answers_meanwhile=job.sync.policy == "pairwise",
-            asks_ahead=job.sync.asks_ahead,
+            asks_ahead=asks_ahead,
             decoupled=self._second_half if job.decoupled and not is_optimizer else None,
+            server=self._server,
             observers=observers,
+            finished=None if self._log is None else self._log.averages,
         )
         self._all_reduce = (
-            DecoupledAllReduce(
-                members,
-                self._clock,
-                self._engine,
-                self._network,
-                self._over,
-                job.num_buckets,
-                observers,
-            )
+            DecoupledAllReduce(members, *parts, self._over, job.num_buckets, observers)
             if is_optimizer
             else None
         )
-        decisions = None if self._log is None else self._log.decisions
-        self._averaging.coordinator = Coordinator(job.sync, self._clock, self._hear, decisions)
         self._set_latency()
-        if self._log is not None:
-            self._averaging.finished = self._log.averages
         regions = [device.region for device in job.cluster.devices]
         self._mishaps = Mishaps(
             job.scenario,
@@ -164,7 +155,6 @@ class _Simulation:
             waited=dict(zip(first, waited, strict=True)),
             group_sizes=averaging.sizes,
             spread=fmean(averaging.spread) if averaging.spread else 0.0,
-            most_spread=max(averaging.spread, default=0),
             bytes_sent=np.array(self._engine.state.sent),
             num_events=self._engine.num_events,
             num_actions=self._engine.num_actions,
@@ -204,7 +194,8 @@ class _Simulation:
 
     def _happened(self, happened: Happened) -> None:
         if happened.kind != STEP_ENDED:
-            self._averaging.flows_ended(happened.of)
+            sender = self._averaging if self._server is None else self._server
+            sender.flows_ended(happened.of)
             return
         run = happened.of
         if not self._has_gradients(run):
@@ -243,7 +234,6 @@ class _Simulation:
             self._release(run, self._buckets[run])
 
     def _leave(self, run: int) -> None:
-        assert self._averaging.coordinator is not None, "it was set"
         for member in self._of_run[run]:
             self._averaging.coordinator.tell(member.worker, Leave, member.life)
             if self._all_reduce is not None:
@@ -297,7 +287,6 @@ class _Simulation:
 
     def _set_latency(self) -> None:
         """To the coordinator and back; nobody asks one under `static`."""
-        assert self._averaging.coordinator is not None, "it was set"
         members = self._averaging.members.values()
         host, latency = self._coordinator_at, self._network.latency
         words = {m.worker: (latency(m.device, host), latency(host, m.device)) for m in members}

@@ -239,7 +239,12 @@ def test_a_full_disk_stops_the_log_and_not_the_service() -> None:
     with pytest.warns(UserWarning, match="decision log /dev/full ends here"):
         coordinator = coordinator_of(setup, Path("/dev/full"))
     with coordinator:
-        train_all([Trainee(coordinator.address, setup, w) for w in workers_of(setup)], 3)
+        made = [Trainee(coordinator.address, setup, worker) for worker in workers_of(setup)]
+        train_all(made, 3)
+        counters = coordinator.counters
+    assert [trainee.clock for trainee in made] == [3, 3]
+    assert not any(trainee.failures for trainee in made)
+    assert counters["committed"] > 0
 
 
 def test_join_comes_first_and_leave_last_in_a_log(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import Join, Kill, LinkChange, Scenario, Slow
 from polyrhythm.events import Event, read_run
 from polyrhythm.simulate.engine.engine import Engine, Record
-from polyrhythm.simulate.job import CALM, SimulatedJob
+from polyrhythm.simulate.job import CALM, SimulatedJob, equal_job
 from polyrhythm.simulate.result import Simulated
 from polyrhythm.sync.setup import Setup
 
@@ -79,6 +79,23 @@ def one_pipeline(
         in_flight=in_flight,
         scenario=scenario,
     )
+
+
+def three_pipelines(policy: str, scenario: Scenario, **more: object) -> SimulatedJob:
+    """Of two stages, or of one where it must be; d0 and d1 are the first one's, and so on."""
+    given: dict[str, object] = {
+        "num_stages": 1 if policy == "balanced" else 2,
+        "num_pipelines": 3,
+        "forward": 0.1,
+        "backward": 0.2,
+        "activation_bytes": 1e5,
+        "gradient_bytes": 1e6,
+        "latency": 0.001,
+        "bandwidth": 1e8,
+        "num_microbatches": 4,
+        **more,
+    }
+    return equal_job(policy=policy, scenario=scenario, **given)  # type: ignore[arg-type]
 
 
 def one_step(job: SimulatedJob, ready: Sequence[float] | None = None) -> list[list[Record]]:

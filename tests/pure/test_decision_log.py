@@ -128,11 +128,15 @@ def test_a_disk_that_is_full_ends_the_log_with_one_warning(tmp_path: Path) -> No
     os.dup2(full, log._file)
     os.close(full)
     log.add(Timer(1.0), [])
-    with pytest.warns(UserWarning, match="ends here: .*No space left"):
+    with pytest.warns(UserWarning, match="ends here: .*No space left") as warned:
         log.flush()
-    log.add(Timer(2.0), [])
-    log.flush()  # without a word
-    log.close()
+        log.add(Timer(2.0), [])
+        log.flush()
+        log.close()
+    assert len(warned) == 1
+    reader = DecisionReader(tmp_path / "log")  # what was written before
+    assert reader.setup == SETUP
+    assert list(reader.decisions()) == []
 
 
 def test_a_warning_that_is_an_error_elsewhere_does_not_stop_the_service(tmp_path: Path) -> None:

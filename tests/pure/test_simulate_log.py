@@ -23,29 +23,13 @@ from polyrhythm.sync.decision_log import NAME, DecisionReader, replay
 from polyrhythm.sync.messages import Assign, Commit, Ready
 from polyrhythm.sync.registry import POLICIES
 from polyrhythm.types import Worker
-from tests.pure.simulating import apart, back, linked, lives, slowed
+from tests.pure.simulating import apart, back, linked, lives, slowed, three_pipelines
 
 SLEEPS = Slow(device="*", probability=0.2, sleep_factor=2.0)
 
 
 def job_of(policy: str, scenario: Scenario | None = None, **more: object) -> SimulatedJob:
-    given_: dict[str, object] = {
-        "num_stages": 1 if policy == "balanced" else 2,
-        "num_pipelines": 3,
-        "forward": 0.1,
-        "backward": 0.2,
-        "activation_bytes": 1e5,
-        "gradient_bytes": 1e6,
-        "latency": 0.001,
-        "bandwidth": 1e8,
-        "num_microbatches": 4,
-        **more,
-    }
-    return equal_job(
-        policy=policy,
-        scenario=slowed(SLEEPS) if scenario is None else scenario,
-        **given_,  # type: ignore[arg-type]
-    )
+    return three_pipelines(policy, slowed(SLEEPS) if scenario is None else scenario, **more)
 
 
 def events_of(folder: Path, kind: str) -> list[Event]:

@@ -14,32 +14,13 @@ from polyrhythm.simulate.result import Simulated
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.sync.registry import POLICIES
 from polyrhythm.types import Worker
-from tests.pure.simulating import apart, back, linked, lives, lost, slowed
+from tests.pure.simulating import apart, back, linked, lives, lost, slowed, three_pipelines
 
 SOME = sorted(set(POLICIES) - {"balanced", "static"})
 
 
-def grid(
-    scenario: Scenario, *, policy: str = "all_reduce", num_stages: int = 2, **more: object
-) -> SimulatedJob:
-    """Three pipelines; d0 and d1 are the first one's, and so on."""
-    given_: dict[str, object] = {
-        "num_pipelines": 3,
-        "forward": 0.1,
-        "backward": 0.2,
-        "activation_bytes": 1e5,
-        "gradient_bytes": 1e6,
-        "latency": 0.001,
-        "bandwidth": 1e8,
-        "num_microbatches": 4,
-        **more,
-    }
-    return equal_job(
-        num_stages=num_stages,
-        policy=policy,
-        scenario=scenario,
-        **given_,  # type: ignore[arg-type]
-    )
+def grid(scenario: Scenario, *, policy: str = "all_reduce", **more: object) -> SimulatedJob:
+    return three_pipelines(policy, scenario, **more)
 
 
 def steps(found: Simulated) -> list[int]:

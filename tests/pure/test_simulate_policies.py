@@ -101,11 +101,10 @@ def check(found: Simulated, job: SimulatedJob, num_steps: int) -> None:
     for worker, busy in found.busy.items():
         starved, waited = found.starved[worker], found.waited[worker]
         assert min(busy, starved, waited) >= 0
-        # An action counts when it begins: the last one may go on after the end.
-        assert busy + starved + waited <= found.duration + 20, worker
+        assert busy + starved + waited <= found.duration + 1e-6, worker
     assert 0 <= found.bubble <= 1
     assert 0 <= found.waiting <= 1
-    assert found.most_spread >= found.spread >= 0
+    assert found.spread >= 0
 
 
 @settings(max_examples=80)
@@ -153,6 +152,7 @@ def test_decoupled_all_reduce_ends_and_makes_equal_steps(job: SimulatedJob) -> N
     assert [len(ends) for ends in found.ends] == [6] * len(job.pipelines)
 
 
+@pytest.mark.long
 @settings(max_examples=25)
 @given(jobs(), st.integers(0, 99))
 def test_what_could_happen_later_changes_nothing_before(job: SimulatedJob, seed: int) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from polyrhythm.cost.sync import SMALL
 from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.simulate.engine.engine import Engine
-from polyrhythm.simulate.job import equal_job
+from polyrhythm.simulate.job import SimulatedJob, equal_job
 from polyrhythm.simulate.network import Network
 from polyrhythm.simulate.simulator import simulate
 from tests.pure.simulating import apart, linked, lives, lost
@@ -290,17 +290,23 @@ def test_an_exchange_alone_takes_its_half_time_twice(size: float, num_members: i
     assert takes[None][0] == pytest.approx(0.3 + 4 * 0.01 + 2 * (half + 2 * 0.01), abs=0.011)
 
 
+def crowd(num_members: int = 200, **more: object) -> SimulatedJob:
+    """Of workers that send each other a small buffer, over slow connections."""
+    return equal_job(
+        num_pipelines=num_members,
+        forward=0.1,
+        backward=0.2,
+        gradient_bytes=1e4,
+        bandwidth=1e8,
+        uplink=1e6,
+        **more,  # type: ignore[arg-type]
+    )
+
+
 def test_a_crowd_at_one_connection_has_its_share_of_it() -> None:
     """All send to the owner of a small buffer at once, and it to all: many shares change."""
     for num_members in (3, 200):
-        job = equal_job(
-            num_pipelines=num_members,
-            forward=0.1,
-            backward=0.2,
-            gradient_bytes=1e4,
-            bandwidth=1e8,
-            uplink=1e6,
-        )
+        job = crowd(num_members)
         half = (num_members - 1) * 1e4 / 1e6
         expected = [0.3 + 2 * half, 2 * (0.3 + 2 * half)]
         assert simulate(job, num_steps=2).ends == (pytest.approx(expected),) * num_members
@@ -308,33 +314,14 @@ def test_a_crowd_at_one_connection_has_its_share_of_it() -> None:
 
 def test_a_crowd_of_workers_has_its_share_of_a_server() -> None:
     """It is on the device of the first worker, which sends nothing to itself."""
-    job = equal_job(
-        num_pipelines=200,
-        forward=0.1,
-        backward=0.2,
-        gradient_bytes=1e4,
-        bandwidth=1e8,
-        uplink=1e6,
-        policy="ssp",
-        options={"staleness": 0},
-    )
-    ends = simulate(job, num_steps=3).ends
+    ends = simulate(crowd(policy="ssp", options={"staleness": 0}), num_steps=3).ends
     # All push while the first waits, then pull: the second step ends so much after the first.
     assert ends[1][1] - ends[1][0] == pytest.approx(0.3 + 2 * 199 * 1e4 / 1e6)
 
 
 def test_a_crowd_may_give_up_at_once() -> None:
     """One dies while all send to the owner of a small buffer; the others begin again without it."""
-    job = equal_job(
-        num_pipelines=200,
-        forward=0.1,
-        backward=0.2,
-        gradient_bytes=1e4,
-        bandwidth=1e8,
-        uplink=1e6,
-        scenario=lives(kill=[("d5", 0.35)]),
-    )
-    ends = simulate(job, num_steps=1).ends
+    ends = simulate(crowd(scenario=lives(kill=[("d5", 0.35)])), num_steps=1).ends
     assert ends[5] == ()
     # It is missed two seconds later, when half of what was to be sent was not there yet.
     assert ends[4][0] == pytest.approx(0.35 + 2.0 + 2 * 198 * 1e4 / 1e6)

@@ -11,11 +11,12 @@ from equally many batches.
 
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 
+from polyrhythm.bench.bars import print_bars
 from polyrhythm.bench.converge.curve import Curve, best, median_ratio, speedup
 from polyrhythm.bench.converge.depth import losses_by_depth
 from polyrhythm.bench.converge.plan import (
@@ -36,7 +37,7 @@ from polyrhythm.bench.converge.plan import (
 from polyrhythm.bench.converge.runs import Ran, compute_time, side_by_side
 from polyrhythm.bench.converge.tasks import NoisyDigits, SourceText, Task
 from polyrhythm.bench.result import Result
-from polyrhythm.tables import print_line, print_table
+from polyrhythm.tables import print_table
 from polyrhythm.types import Seconds
 
 # Workers compute for less than half of the time, as they wait or are held back; but several at a
@@ -85,7 +86,8 @@ def run(*, quick: bool, console: Console) -> Result:
     depths = list(_compare_depths(plan, text))
     _show_depths(console, depths)
     ratios = _ratios(rows, depths)
-    _show_ratios(console, ratios, quick=quick)
+    bars = ((name, f"{value:.3f}", *_verdict(name, value)) for name, value in ratios.items())
+    print_bars(console, bars, quick=quick)
     return Result(bench="converge", ratios=ratios, figures=_figures(rows), rows=[*rows, *depths])
 
 
@@ -255,18 +257,6 @@ def _show_depths(console: Console, rows: Sequence[DepthRow]) -> None:
             for name in (SHALLOW, DEEP)
         ],
         title="gpt, a pipeline of four stages without a flush: each seed",
-    )
-
-
-def _show_ratios(console: Console, ratios: Mapping[str, float], *, quick: bool) -> None:
-    if quick:
-        print_line(console, "quick: it runs, and its figures say nothing; leave --quick out")
-        return
-    print_table(
-        console,
-        ["ratio", "measured", "bar", ""],
-        [[name, f"{value:.3f}", *_verdict(name, value)] for name, value in ratios.items()],
-        numbers=True,
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 
+from polyrhythm.bench.bars import print_bars
 from polyrhythm.bench.decoupled.collectives import ALL_REDUCE, BOTH, GATHER, GLOO, SCATTER, HalfRow
 from polyrhythm.bench.decoupled.ratios import (
     BARS,
@@ -111,18 +112,11 @@ def show_halves(console: Console, rows: Sequence[HalfRow]) -> None:
 
 
 def show_ratios(console: Console, ratios: Mapping[str, float], *, quick: bool) -> None:
-    if quick:
-        print_line(console, "quick: it runs, and its figures say nothing; leave --quick out")
-        return
-    print_table(
-        console,
-        ["ratio", "measured", "bar", ""],
-        [
-            [name, f"{ratios[name]:.4g}", f"{bar:g}", verdict(name, ratios[name])]
-            for name, bar in BARS.items()
-        ],
-        numbers=True,
+    rows = (
+        (name, f"{ratios[name]:.4g}", f"{bar:g}", verdict(name, ratios[name]))
+        for name, bar in BARS.items()
     )
+    print_bars(console, rows, quick=quick)
 
 
 def _num_rounds(rows: Sequence[HalfRow]) -> int:

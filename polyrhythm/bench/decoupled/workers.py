@@ -2,7 +2,6 @@
 
 import itertools
 import multiprocessing
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -10,9 +9,9 @@ from typing import Any, Self
 
 from polyrhythm.bench.decoupled.settings import OVERHEAD
 from polyrhythm.bench.decoupled.worker import Order, SetUplink, work
+from polyrhythm.bench.words import word_of_each
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import LinkChange
-from polyrhythm.errors import LabError
 from polyrhythm.lab.lab import Lab
 from polyrhythm.lab.orders import Report
 from polyrhythm.types import BytesPerSecond, Seconds
@@ -117,26 +116,4 @@ class Workers:
         )
 
     def _answers(self, action: str, patience: Seconds = _PATIENCE) -> list[Any]:
-        ends = time.monotonic() + patience
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                if not pipe.poll(max(0.0, ends - time.monotonic())):
-                    raise LabError(
-                        f"{action}: no answer of rank {rank} within {patience:g} s",
-                        expected="one, on two idle cores",
-                        fix="run the benchmark while the machine has nothing else to do",
-                    )
-                answers.append(pipe.recv())
-            except EOFError:
-                raise self._ended(rank, action) from None
-        return answers
-
-    def _ended(self, rank: int, action: str) -> LabError:
-        child = self._lab.children[rank]
-        child.wait(2.0)
-        return LabError(
-            f"rank {rank}, {action}: {child.reason}",
-            expected="it to run until the benchmark ends",
-            fix="report it, with what it says",
-        )
+        return word_of_each(self._pipes, self._lab.children, action, patience)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from polyrhythm.bench.bars import print_bars
 from polyrhythm.bench.pipeline.follow import follow
 from polyrhythm.bench.pipeline.loop import plain_loop
 from polyrhythm.bench.pipeline.networks import (
@@ -237,19 +238,12 @@ def _show_steps(console: Console, experiment: Experiment, rows: Sequence[Row]) -
 
 
 def _show(console: Console, ratios: Mapping[str, float], *, quick: bool) -> None:
-    if quick:
-        print_line(console, "quick: it runs, and its figures say nothing; leave --quick out")
-        return
-    print_table(
-        console,
-        ["ratio", "measured", "bar", ""],
-        [
-            [name, f"{ratios[name]:.3f}", f"{bar:g}", _verdict(name, ratios[name], bar)]
-            for name, bar in BARS.items()
-            if name in ratios
-        ],
-        numbers=True,
+    rows = (
+        (name, f"{ratios[name]:.3f}", f"{bar:g}", _verdict(name, ratios[name], bar))
+        for name, bar in BARS.items()
+        if name in ratios
     )
+    print_bars(console, rows, quick=quick)
 
 
 def _verdict(name: str, ratio: float, bar: float) -> str:

@@ -1,9 +1,8 @@
 """The four hosts of the pipeline benchmark, driven from outside: one step at a time."""
 
 import multiprocessing
-import multiprocessing.connection
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +10,7 @@ from typing import Self
 
 from polyrhythm.bench.pipeline.networks import HOSTS, Network, bursts
 from polyrhythm.bench.pipeline.worker import Answer, Load, Order, work
+from polyrhythm.bench.words import next_words
 from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.errors import LabError
 from polyrhythm.lab.lab import Lab
@@ -83,21 +83,7 @@ class Stages:
                     fix="run the benchmark while the machine has nothing else to do",
                 )
             wait = _PATIENCE if upcoming is None else upcoming.at - now
-            self._collect(answers, min(wait, 1.0))
+            silent = [rank for rank in range(len(self._pipes)) if rank not in answers]
+            speakers = self._pipes, self._lab.children, silent
+            answers.update(next_words(*speakers, "a step", min(wait, 1.0)))
         return [answers[rank] for rank in range(len(self._pipes))]
-
-    def _collect(self, answers: dict[int, Answer], timeout: Seconds) -> None:
-        waiting: Sequence[Connection] = [
-            pipe for rank, pipe in enumerate(self._pipes) if rank not in answers
-        ]
-        for pipe in multiprocessing.connection.wait(waiting, timeout):
-            assert isinstance(pipe, Connection), "they were given"
-            rank = self._pipes.index(pipe)
-            try:
-                answers[rank] = pipe.recv()
-            except EOFError:
-                raise LabError(
-                    f"stage {rank} {self._lab.children[rank].reason}",
-                    expected="it to run until the benchmark ends",
-                    fix="report it, with what it says",
-                ) from None

@@ -10,12 +10,12 @@ from polyrhythm.bench.predict.setting import (
     scenario,
 )
 from polyrhythm.bench.sleeping.job import ENVELOPE
-from polyrhythm.cost.step import Replica, Run, StageWork
+from polyrhythm.cost.step import StageWork
 from polyrhythm.cost.sync import BUCKET
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.schedule.recipe import Recipe
-from polyrhythm.simulate.job import SimulatedJob
+from polyrhythm.simulate.job import SimulatedJob, replicas
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import BytesPerSecond
@@ -49,13 +49,7 @@ def simulated_job(
             )
             for layer in profile.layers
         ),
-        pipelines=tuple(
-            Replica(
-                runs=tuple(Run(p * NUM_STAGES + s, s, s + 1) for s in range(NUM_STAGES)),
-                schedule=schedule,
-            )
-            for p in range(num_pipelines)
-        ),
+        pipelines=replicas(schedule, num_pipelines),
         sync=Setup(
             policy=averaging.policy,
             num_stages=NUM_STAGES,

@@ -1,7 +1,6 @@
 """Carry out a job in the lab: a process on the host of every device, for a few steps."""
 
 import multiprocessing
-import multiprocessing.connection
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from polyrhythm.bench.sleeping.record import MOST_STEPS, Record
 from polyrhythm.bench.sleeping.worker import DEADLINE, Part, work
+from polyrhythm.bench.words import word_of_each
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.errors import LabError
@@ -66,7 +66,7 @@ def carry_out(
                 lab.spawn(part.device, work, part, meeting_point, theirs, record, output=output)
             )
             theirs.close()
-        _wait_until_prepared(pipes, children)
+        word_of_each(pipes, children, "preparing", DEADLINE)
         _restore(lab)
         lab.report(reset=True)
         begin = time.monotonic() + _HEAD_START
@@ -112,23 +112,6 @@ def _restore(lab: Lab) -> None:
                     one_way=True,
                 )
             )
-
-
-def _wait_until_prepared(pipes: Sequence[Connection], children: Sequence[Child]) -> None:
-    """For one word of each worker."""
-    ends, silent = time.monotonic() + DEADLINE, list(range(len(pipes)))
-    while silent:
-        if time.monotonic() >= ends:
-            raise _too_slow(f"preparing took more than {DEADLINE:g} s; no word from ranks {silent}")
-        for pipe in multiprocessing.connection.wait([pipes[rank] for rank in silent], timeout=1.0):
-            assert isinstance(pipe, Connection), "they were given"
-            rank = pipes.index(pipe)
-            try:
-                pipe.recv()
-            except EOFError:
-                children[rank].wait(2.0)
-                raise _failed(rank, children[rank]) from None
-            silent.remove(rank)
 
 
 def _wait_for_steps(record: Record, children: Sequence[Child], num_steps: int) -> None:

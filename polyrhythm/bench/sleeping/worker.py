@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from polyrhythm.bench.sleeping.record import Record
 from polyrhythm.bench.sleeping.stage import SleepingStage, loss
+from polyrhythm.bench.words import word_of_boss
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.describe.slowness import Slowness
 from polyrhythm.run.average.group_sync import GroupSync
@@ -109,7 +110,7 @@ def work(part: Part, meeting_point: str, boss: Connection, record: Record) -> No
     if sync is not None:
         sync.consolidate()  # makes all connections, and tells the policy nothing
     boss.send("ready")
-    begin = boss.recv()
+    begin = word_of_boss(boss, "waiting until all are prepared", 2 * DEADLINE)
     time.sleep(max(0.0, begin - time.monotonic()))
     stage.begin(begin)
     for number in count():

@@ -1,7 +1,6 @@
 """The processes of the synchronisation benchmark: a worker per host of a lab, and a server."""
 
 import multiprocessing
-import multiprocessing.connection
 import time
 from collections.abc import Sequence
 from itertools import count
@@ -13,6 +12,7 @@ from typing import Any, Self
 from polyrhythm.bench.sync.settings import BANDWIDTH, LATENCY, Setting, Side, device_name
 from polyrhythm.bench.sync.training import Answer
 from polyrhythm.bench.sync.worker import DEADLINE, Order, Place, work
+from polyrhythm.bench.words import word_of_each
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.errors import LabError
@@ -60,7 +60,7 @@ class Workers:
             )
             self._lab.spawn(host, work, place, theirs, output=self._folder / f"{host}.log")
             theirs.close()
-        self._answers("joining", DEADLINE)
+        self._words("joining", DEADLINE)
         return self
 
     def __exit__(
@@ -82,7 +82,7 @@ class Workers:
         self._tell(Order(number=next(self._numbers), setting=setting, side=side))
 
     def wait_until_prepared(self) -> None:
-        self._answers(f"preparing {self._what}", DEADLINE)
+        self._words(f"preparing {self._what}", DEADLINE)
         assert self._setting is not None, "it was to be prepared"
         self._set_network(self._setting.latency, self._setting.bandwidth)
 
@@ -93,7 +93,7 @@ class Workers:
         """An answer per worker."""
         assert self._setting is not None, "it has begun"
         patience = self._setting.length + DEADLINE
-        *answers, lost = self._answers(f"training {self._what}", patience)
+        *answers, lost = self._words(f"training {self._what}", patience)
         if lost:
             raise LabError(
                 f"the parameter server lost {len(lost)} workers: {lost[0]}",
@@ -115,35 +115,8 @@ class Workers:
         for pipe in self._pipes:
             pipe.send(word)
 
-    def _answers(self, action: str, patience: Seconds) -> list[Any]:
-        """One word of each process, in the order of ranks."""
-        ends = time.monotonic() + patience
-        answers: dict[int, Any] = {}
-        while len(answers) < len(self._pipes):
-            missing = [rank for rank in range(len(self._pipes)) if rank not in answers]
-            if time.monotonic() >= ends:
-                raise LabError(
-                    f"{action} took more than {patience:g} s; no word from ranks {missing}",
-                    expected="a word of all within it, on two idle cores",
-                    fix="run the benchmark while the machine has nothing else to do",
-                )
-            self._collect(answers, [self._pipes[rank] for rank in missing], action)
-        return [answers[rank] for rank in range(len(self._pipes))]
-
-    def _collect(self, answers: dict[int, Any], waiting: Sequence[Connection], action: str) -> None:
-        for pipe in multiprocessing.connection.wait(waiting, timeout=1.0):
-            assert isinstance(pipe, Connection), "they were given"
-            rank = self._pipes.index(pipe)
-            try:
-                answers[rank] = pipe.recv()
-            except EOFError:
-                child = self._lab.children[rank]
-                child.wait(2.0)
-                raise LabError(
-                    f"rank {rank}, {action}: {child.reason}",
-                    expected="it to run until the benchmark ends",
-                    fix="report it, with what it says",
-                ) from None
+    def _words(self, action: str, patience: Seconds) -> list[Any]:
+        return word_of_each(self._pipes, self._lab.children, action, patience)
 
 
 def run_together(

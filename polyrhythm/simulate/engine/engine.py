@@ -186,7 +186,10 @@ class Engine:
         return float(state["last_began"]), float(state["since"])
 
     def take_records(self) -> list[Record]:
-        """Of all that was executed since the last time, in the order in which it ended."""
+        """Of all that was executed since the last time; of each run in the order of time.
+
+        Of a pipeline that runs ahead there are also actions that end later than now.
+        """
         found = [*self._records, *self._taken_records()]
         self._records = []
         return found

@@ -88,6 +88,16 @@ def _entry(slow: Slow, place: int, num_bins: int, duration: Seconds) -> tuple[ob
     )
 
 
+class _Unseeded(np.random.SeedSequence):
+    """Of generators that get their seed later: to mix entropy for each takes most of their time."""
+
+    def generate_state(self, n_words: int, dtype: object = None) -> list[int]:  # type: ignore[override]
+        return [0] * n_words
+
+
+_UNSEEDED = _Unseeded(0)
+
+
 def _chance(seed: str) -> "np.random.RandomState":
     """Draws the numbers that `random.Random(seed).random()` would, many at a time.
 
@@ -96,7 +106,9 @@ def _chance(seed: str) -> "np.random.RandomState":
     text = seed.encode()
     number = int.from_bytes(text + hashlib.sha512(text).digest(), "big")
     words = number.to_bytes(-(-number.bit_length() // 32) * 4, "little")
-    return np.random.RandomState(np.frombuffer(words, "<u4"))
+    chance = np.random.RandomState(np.random.MT19937(_UNSEEDED))
+    chance.seed(np.frombuffer(words, "<u4"))
+    return chance
 
 
 def made_pauses(scenario: Scenario, cluster: Cluster, hosts: Records) -> Floats:

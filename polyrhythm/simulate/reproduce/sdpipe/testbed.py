@@ -8,11 +8,11 @@ are in that node. HetPipe's server is on the first node: that node's GPUs reach 
 
 from dataclasses import dataclass, replace
 
-from polyrhythm.cost.step import Replica, Run, StageWork
+from polyrhythm.cost.step import Replica, StageWork
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import Scenario, Slow
 from polyrhythm.schedule.recipe import Recipe
-from polyrhythm.simulate.job import SimulatedJob
+from polyrhythm.simulate.job import SimulatedJob, replicas
 from polyrhythm.simulate.reproduce.sdpipe.matching import MatchingSetup
 from polyrhythm.simulate.reproduce.sdpipe.models import Workload, stages_of
 from polyrhythm.sync.deadlines import Limits
@@ -127,12 +127,8 @@ def _work(stage: StageWork) -> Seconds:
 
 
 def _pipelines(grid: Grid) -> tuple[Replica, ...]:
-    count = grid.num_stages
-    schedule = Recipe.parse("1f1b").build(num_stages=count, num_microbatches=1)
-    return tuple(
-        Replica(runs=tuple(Run(p * count + s, s, s + 1) for s in range(count)), schedule=schedule)
-        for p in range(grid.num_pipelines)
-    )
+    schedule = Recipe.parse("1f1b").build(num_stages=grid.num_stages, num_microbatches=1)
+    return replicas(schedule, grid.num_pipelines)
 
 
 def _setup(method: str, grid: Grid, seed: int) -> Setup:
