@@ -120,8 +120,7 @@ def test_what_a_member_has_sent_to_one_of_the_others_comes_to_all(tmp_path: Path
 
             exchange.Messages.send = send_to_the_last
             post(messages, members, *args, **more)
-            while messages._sent:
-                exchange._wait(*messages._sent.popleft(), time.monotonic() + 10)
+            messages._pairs.settle(10.0)
             time.sleep(0.2)  # it is there
             die()
 

@@ -1,7 +1,11 @@
 """Means over any group: exact, the same bits for all, and out of place; pairs break alone."""
 
+import os
+import signal
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,11 +13,13 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from polyrhythm.errors import PeerError
-from polyrhythm.run.average.exchange import mean
+from polyrhythm.run.average.exchange import Messages, mean, scatter
 from polyrhythm.run.average.pairs import Pairs, Peer
 from polyrhythm.run.launch import Place
 from polyrhythm.types import Worker
+from tests.gloo.pairs import wait_until
 from tests.gloo.pipelines import run_stages
+from tests.gloo.replicas import run_with_losses
 
 GROUPS = [(0, 1, 2), (1, 3), (0, 2, 3, 4), (2, 4), (0, 1, 2, 3, 4), (0, 3, 4)]
 
@@ -31,7 +37,9 @@ def exchanged(pairs: Pairs, group: tuple[int, ...], flat, number, weights=None, 
     others = [member for member in members if member != pairs.me]
     pairs.connect(others, str(number), deadline=20.0)
     weights = weights or [1 / len(group)] * len(group)
-    return mean(pairs, members, weights, flat, number=number, timeout=timeout)
+    found = mean(pairs, members, weights, flat, number=number, timeout=timeout)
+    pairs.settle(timeout)
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -101,6 +109,83 @@ def test_a_lost_member_breaks_its_own_pairs_only(tmp_path: Path) -> None:
         return lost
 
     assert run_stages(3, work, tmp_path)[:2] == ["s0p2", "s0p2"]
+
+
+LARGE = 1 << 24  # numbers: more than the sockets of a connection hold
+
+
+def send_otherwise(how: Callable[[Callable[[], None]], None]) -> None:
+    """In this process, from now on: `how` is given what sends a message."""
+    send = Messages.send
+    Messages.send = lambda *args, **more: how(lambda: send(*args, **more))
+
+
+def scattered(pairs: Pairs, place: Place, num_owned: int) -> torch.Tensor:
+    """Of two; the first one owns so many numbers."""
+    pairs.connect([peer(1 - place.rank)], "1", deadline=20.0)
+    flat = torch.full((LARGE + 4,), place.rank + 1.0)
+    parts = [[slice(0, num_owned), slice(num_owned, LARGE + 4)]]
+    return scatter(pairs, [peer(0), peer(1)], [0.5] * 2, flat, parts, number=1, timeout=60.0)
+
+
+def test_one_that_dies_with_a_message_to_it_half_way_is_not_waited_for(tmp_path: Path) -> None:
+    """Gloo tells nobody. The other one has its part; that one is lost, the scheduler finds out."""
+    said = tmp_path / "pid"
+
+    def send_and_say_so(pairs: Pairs, send: Callable[[], None]) -> None:
+        send()
+        pairs.settle(20.0)
+        said.write_text(f"{os.getpid()}\n")
+
+    def send_to_one_that_stands_still(send: Callable[[], None]) -> None:
+        wait_until(lambda: said.exists() and said.read_text().endswith("\n"), "it has sent its own")
+        victim = int(said.read_text())
+        os.kill(victim, signal.SIGSTOP)
+        send()
+        threading.Timer(0.2, os.kill, [victim, signal.SIGKILL]).start()
+
+    def work(place: Place) -> list[float]:
+        pairs = pairs_of(place)
+        if place.rank == 1:
+            send_otherwise(partial(send_and_say_so, pairs))
+        else:
+            send_otherwise(send_to_one_that_stands_still)
+        found = scattered(pairs, place, 4)
+        pairs.drop([Worker(0, 1)])
+        return found[:4].tolist()
+
+    found = run_with_losses(2, work, tmp_path, lost={1}, timeout=30.0)
+    assert found == {0: [1.5] * 4}
+
+
+@pytest.mark.parametrize("what", ["dies", "stands still"])
+def test_a_message_that_stays_half_way_is_not_waited_for(what: str, tmp_path: Path) -> None:
+    """Gloo tells nobody that its sender is gone, or that the connection was broken off."""
+    said = tmp_path / "pid"
+
+    def send_half(send: Callable[[], None]) -> None:
+        time.sleep(0.5)  # the other one is ready to receive
+        send()
+        os.kill(os.getpid(), signal.SIGKILL if what == "dies" else signal.SIGSTOP)
+
+    def send_and_break_off(pairs: Pairs, send: Callable[[], None]) -> None:
+        send()
+        threading.Timer(1.0, pairs.break_off, [[peer(1)]]).start()
+
+    def work(place: Place) -> str:
+        pairs = pairs_of(place)
+        if place.rank == 1:
+            said.write_text(str(os.getpid()))
+            send_otherwise(send_half)
+        elif what == "stands still":
+            send_otherwise(partial(send_and_break_off, pairs))
+        with pytest.raises(PeerError) as caught:
+            scattered(pairs, place, LARGE)
+        if what == "stands still":
+            os.kill(int(said.read_text()), signal.SIGKILL)
+        return caught.value.peer
+
+    assert run_with_losses(2, work, tmp_path, lost={1}, timeout=30.0) == {0: "s0p1"}
 
 
 def test_whoever_waits_for_a_peer_that_does_not_come_is_let_go(tmp_path: Path) -> None:

@@ -155,7 +155,9 @@ class _OverPairs:
         self.pairs.connect(others, str(self.trial.number), deadline=DEADLINE)
         weights = [1 / len(members)] * len(members)
         number = self.trial.number
-        return mean(self.pairs, members, weights, self.flat, number=number, timeout=DEADLINE)
+        found = mean(self.pairs, members, weights, self.flat, number=number, timeout=DEADLINE)
+        self.pairs.settle(DEADLINE)
+        return found
 
 
 @dataclass(slots=True)

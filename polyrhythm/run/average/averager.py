@@ -266,6 +266,7 @@ class Averager:
             return None
 
     def _commit(self, commit: Commit) -> None:
+        self._pairs.release()  # all members have said Done
         with self._changed:
             done, self._exchanged = self._exchanged, None
             assert done is not None, f"group {commit.gid} is committed after our Done"

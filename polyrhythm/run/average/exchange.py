@@ -21,11 +21,10 @@ from enum import IntEnum
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from polyrhythm.cost.sync import SMALL
-from polyrhythm.run.average.pairs import Pairs, Peer
+from polyrhythm.run.average.pairs import Message, Pairs, Peer
 from polyrhythm.run.peers import waiting_for
 from polyrhythm.types import Bytes, Seconds
 
@@ -72,7 +71,8 @@ def mean(
 ) -> Tensor:
     """The weighted mean of the members' `flat`; raises PeerError if a member is lost.
 
-    And PolicyError, in both, if two of them have buffers of different size.
+    And PolicyError, in both, if two of them have buffers of different size. What this one sends may
+    still be on its way: its pairs keep it until `Pairs.release`.
     """
     parts = cut(flat.numel(), len(members), flat.element_size())
     result = scatter(pairs, members, weights, flat, parts, number=number, timeout=timeout)
@@ -132,44 +132,43 @@ def post_gather(
 
 
 class Messages:
-    """Posted at once, and waited for in order: first what is received. What is empty is not sent.
+    """Posted at once; those that are received are waited for in order, and none of them twice.
 
-    No message is waited for twice.
+    What is empty is not sent.
     """
 
     def __init__(self, pairs: Pairs) -> None:
         self.me, self._pairs = pairs.me, pairs
-        self._received: deque[tuple[Peer, dist.Work, int]] = deque()
-        self._sent: deque[tuple[Peer, dist.Work]] = deque()
+        self._received: deque[tuple[Peer, Message, int]] = deque()
 
     def receive(self, peer: Peer, into: Tensor, *, tag: int, part: int = -1) -> None:
         if into.numel():
-            work = self._pairs.receive(peer, _raw(into), tag=tag)
-            self._received.append((peer, work, part))
+            message = self._pairs.receive(peer, _raw(into), tag=tag)
+            self._received.append((peer, message, part))
 
     def send(self, peer: Peer, tensor: Tensor, *, tag: int) -> None:
         if tensor.numel():
-            self._sent.append((peer, self._pairs.send(peer, _raw(tensor), tag=tag)))
+            self._pairs.post(peer, _raw(tensor), tag=tag)
 
     def wait_until(self, ends: Seconds) -> None:
         for _ in self.landing(ends):
             pass
 
     def landing(self, ends: Seconds) -> Iterator[int]:
-        """Parts as they are received; then all is sent. Raises PeerError if somebody is lost."""
+        """Parts as they are received. Raises PeerError if somebody is lost."""
         while self._received:
-            peer, work, part = self._received.popleft()
-            _wait(peer, work, ends)
+            peer, message, part = self._received.popleft()
+            left = max(ends - time.monotonic(), _SHORTEST)
+            with waiting_for(peer.worker, "averaging"):
+                message.wait(timedelta(seconds=left))
             yield part
-        while self._sent:
-            _wait(*self._sent.popleft(), ends)
 
     def landed(self) -> Iterator[int]:
         """After a failure, with all connections broken off: parts that are there nevertheless."""
         while self._received:
-            _, work, part = self._received.popleft()
+            _, message, part = self._received.popleft()
             try:
-                work.wait(timedelta(seconds=_SHORTEST))
+                message.content.wait(timedelta(seconds=_SHORTEST))
             except RuntimeError:  # it was on its way
                 continue
             yield part
@@ -183,12 +182,6 @@ def _cut_one(start: int, stop: int, size: int, element_bytes: Bytes) -> list[sli
     else:
         cuts = [start + num * i // size for i in range(size + 1)]
     return [slice(first, end) for first, end in pairwise(cuts)]
-
-
-def _wait(peer: Peer, work: dist.Work, ends: Seconds) -> None:
-    left = max(ends - time.monotonic(), _SHORTEST)
-    with waiting_for(peer.worker, "averaging"):
-        work.wait(timedelta(seconds=left))
 
 
 def _weighted(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

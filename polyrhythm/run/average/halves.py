@@ -166,6 +166,8 @@ class Halves:
             messages.receive(peer, torch.zeros_like(word), tag=end_tag)
             messages.send(peer, word, tag=end_tag)
         messages.wait_until(ends)
+        # Before they said so, they were ready for our word: that is sent, too.
+        self._pairs.release()
 
     def _break_off(self, messages: Messages) -> None:
         """So that all others notice, and no message comes any more; all do the same."""

@@ -10,6 +10,11 @@ Both sides have to agree on which connection is meant: it is named after the two
 that starts anew has none of the old connections) and the group that first needed it; and when a
 group fails, all its members drop all connections among them. Before they exchange buffers of some
 size for the first time, they compare it: gloo ends a process that gets more than it expects.
+
+When a connection breaks, gloo wakes whoever waits for a message that has not begun, and leaves
+waiting who waits for one that is half way, in or out. So an empty message, which has no half,
+follows each: whoever receives waits for that. And what is sent is not waited for, but kept until
+its receiver is known to have it.
 """
 
 import os
@@ -42,9 +47,21 @@ class Peer(NamedTuple):
     life: int
 
 
+class Message(NamedTuple):
+    """On its way, one way or the other."""
+
+    content: dist.Work
+    end: dist.Work  # the empty one behind it
+
+    def wait(self, timeout: timedelta) -> None:
+        self.end.wait(timeout)
+        self.content.wait(timeout)  # is there: messages keep their order
+
+
 class _Pair(NamedTuple):
     group: dist.ProcessGroup
     sizes: set[Bytes]  # that both have had
+    posted: list[Message]  # that the other one may not have yet
 
 
 class Pairs:
@@ -74,7 +91,7 @@ class Pairs:
         for lower, upper in sorted(missing):
             other = upper if lower == self.me else lower
             meeting = f"{lower.worker}.{lower.life}+{upper.worker}.{upper.life}/{name}"
-            self._made[other] = _Pair(self._group(other, meeting, ends, stopped), set())
+            self._made[other] = _Pair(self._group(other, meeting, ends, stopped), set(), [])
 
     def compare(self, peers: Iterable[Peer], size: Bytes, *, tag: int, timeout: Seconds) -> None:
         """With those who have not had that size before; PolicyError if theirs is another."""
@@ -83,11 +100,12 @@ class Pairs:
             torch.tensor([size]),
             {peer: torch.zeros(1, dtype=torch.int64) for peer in new},
         )
-        works = [(peer, self.receive(peer, theirs[peer], tag=tag)) for peer in new]
-        works += [(peer, self.send(peer, ours, tag=tag)) for peer in new]
-        for peer, work in works:
+        messages = [(peer, self.receive(peer, theirs[peer], tag=tag)) for peer in new]
+        for peer in new:
+            self.post(peer, ours, tag=tag)
+        for peer, message in messages:
             with waiting_for(peer.worker, "comparing sizes"):
-                work.wait(timedelta(seconds=timeout))
+                message.wait(timedelta(seconds=timeout))
         for peer in new:
             if (other := int(theirs[peer])) != size:
                 raise PolicyError(
@@ -98,15 +116,35 @@ class Pairs:
                 )
             self._made[peer].sizes.add(size)
 
-    def send(self, peer: Peer, tensor: Tensor, *, tag: int) -> dist.Work:
-        group = self._made[peer].group
-        with waiting_for(peer.worker, "sending"):  # fails at once if the connection has closed
-            return group.send([tensor], 1 - group.rank(), tag)
+    def post(self, peer: Peer, tensor: Tensor, *, tag: int) -> None:
+        """Send it, and keep it until `release`, or until the connection is dropped."""
+        self._made[peer].posted.append(self.send(peer, tensor, tag=tag))
 
-    def receive(self, peer: Peer, tensor: Tensor, *, tag: int) -> dist.Work:
-        group = self._made[peer].group
+    def release(self) -> None:
+        """All that was posted has been received: somebody has said so."""
+        for pair in self._made.values():
+            pair.posted.clear()
+
+    def settle(self, timeout: Seconds) -> None:
+        """Until all that was posted is sent, where nobody says that it has been received."""
+        for peer, pair in self._made.items():
+            for message in pair.posted:
+                with waiting_for(peer.worker, "sending"):
+                    message.wait(timedelta(seconds=timeout))
+        self.release()
+
+    def send(self, peer: Peer, tensor: Tensor, *, tag: int) -> Message:
+        """To be waited for, or kept: a pair stops for good at one that nobody holds any more."""
+        group, nothing = self._made[peer].group, tensor.new_empty(0)
+        with waiting_for(peer.worker, "sending"):  # fails at once if the connection has closed
+            works = [group.send([each], 1 - group.rank(), tag) for each in (tensor, nothing)]
+        return Message(*works)
+
+    def receive(self, peer: Peer, tensor: Tensor, *, tag: int) -> Message:
+        group, nothing = self._made[peer].group, tensor.new_empty(0)
         with waiting_for(peer.worker, "receiving"):
-            return group.recv([tensor], 1 - group.rank(), tag)
+            works = [group.recv([each], 1 - group.rank(), tag) for each in (tensor, nothing)]
+        return Message(*works)
 
     def break_off(self, peers: Sequence[Peer]) -> None:
         """Wake whoever waits for these peers, here and there; then `drop` them."""
