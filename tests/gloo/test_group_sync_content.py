@@ -217,3 +217,19 @@ def test_a_worker_alone_trains_with_every_policy(tmp_path: Path) -> None:
     expected = target_of(0) * (1 - 0.8**5)
     for place in found:
         torch.testing.assert_close(place, expected)
+
+
+@pytest.mark.parametrize("policy", ["static", "age"])
+def test_what_was_sent_has_left_and_is_not_kept_when_an_average_is_over(
+    policy: str, tmp_path: Path
+) -> None:
+    """Or who closes next takes it along, and memory grows with every average."""
+
+    def work(place: Place) -> list[int]:
+        with train(place, 3, policy) as sync:
+            pairs = sync._meeting.pairs._made.values()
+            kept = [sum(len(pair.posted) for pair in pairs)]
+            sync.consolidate()
+            return [*kept, sum(len(pair.posted) for pair in pairs), len(pairs)]
+
+    assert run_replicas(2, work, tmp_path) == [[0, 0, 1], [0, 0, 1]]

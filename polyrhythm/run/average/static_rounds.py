@@ -43,6 +43,7 @@ class StaticRounds:
             has_failed = self._meeting.has_failed
             pairs.connect(others, str(number), deadline=timeout, stopped=has_failed)
             flat.write(mean(pairs, members, weights, flat.read(), number=number, timeout=timeout))
+            pairs.settle(timeout)  # nobody says that it has been received
         except PeerError as error:
             # Those who see it die are told by gloo; the others only that these have ended.
             first = self._meeting.give_up(error)
