@@ -15,10 +15,12 @@ from polyrhythm.sync.messages import (
     Assign,
     Command,
     Commit,
+    Dealt,
     Event,
     Heal,
     Refuse,
     Skip,
+    Tallied,
     Timer,
 )
 from polyrhythm.sync.setup import Setup
@@ -86,6 +88,7 @@ class Coordinator:
                 expected="simulated workers that keep to the protocol",
                 fix="report it, with the job that was simulated",
             )
+        assert not isinstance(command, Dealt | Tallied), "simulated workers ask for no positions"
         if isinstance(command, Assign | Commit | Abort):
             members = [(member,) for member in command.members]
             for latency, together in _by_latency(members, self._back).items():

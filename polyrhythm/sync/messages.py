@@ -10,9 +10,14 @@ from typing import Annotated
 
 import msgspec
 
+from polyrhythm.sync.dispenser import Ranges, Supply
 from polyrhythm.types import Seconds, Worker
 
 Count = Annotated[int, msgspec.Meta(ge=0)]  # checked when a message comes off the wire
+MOST_AT_ONCE = 1 << 40  # so that sums with positions stay whole numbers of 64 bits
+MOST_POSITIONS = 1 << 62
+Size = Annotated[int, msgspec.Meta(ge=1, le=MOST_AT_ONCE)]
+Position = Annotated[int, msgspec.Meta(ge=0, le=MOST_POSITIONS)]
 Name = Annotated[str, msgspec.Meta(max_length=255)]
 
 
@@ -66,6 +71,38 @@ class Done(_Message, frozen=True):
     worker: Worker
     gid: Count
     ok: bool
+    incarnation: Count = 0
+    now: Seconds = 0.0
+
+
+class Take(_Message, frozen=True):
+    """A worker wants to know its pipeline's chunk `number`: `count` positions before `until`.
+
+    All stages of a pipeline ask by the same numbers, from 0 in each of its lives, in order.
+    """
+
+    worker: Worker
+    number: Count
+    count: Size
+    until: Position | None = None  # None for where training ends
+    incarnation: Count = 0
+    now: Seconds = 0.0
+
+
+class Used(_Message, frozen=True):
+    """A worker has made its updates with all chunks up to `number`."""
+
+    worker: Worker
+    number: Count
+    incarnation: Count = 0
+    now: Seconds = 0.0
+
+
+class Tally(_Message, frozen=True):
+    """A worker wants to know which positions were used; `number` is for it to know the answer."""
+
+    worker: Worker
+    number: Count
     incarnation: Count = 0
     now: Seconds = 0.0
 
@@ -129,6 +166,24 @@ class Skip(_Message, frozen=True):
     failed: bool = False  # there should have been one; else it is in a group of one
 
 
+class Dealt(_Message, frozen=True):
+    """The positions of a pipeline's chunk; if there are none, all before `until` were used."""
+
+    worker: Worker
+    number: int
+    until: int | None  # as it was asked for
+    ranges: Ranges
+    why: str = ""  # if it says something, there should have been some, and there are none
+
+
+class Tallied(_Message, frozen=True):
+    """Which positions were used when `number` was asked."""
+
+    worker: Worker
+    number: int
+    supply: Supply
+
+
 class Heal(_Message, frozen=True):
     """A worker takes over model and optimizer state of `source` before its next step.
 
@@ -152,5 +207,5 @@ class Refuse(_Message, frozen=True):
     why: str
 
 
-Event = Join | Request | Ready | Gather | Done | Timer | Dead | Leave
-Command = Assign | Commit | Abort | Skip | Heal | Refuse
+Event = Join | Request | Ready | Gather | Done | Take | Used | Tally | Timer | Dead | Leave
+Command = Assign | Commit | Abort | Skip | Dealt | Tallied | Heal | Refuse

@@ -7,6 +7,7 @@ commands again. For any policy:
 - A group commits for all of its members or for none, within a deadline (`progress.py`).
 - A worker that is lost takes its pipeline with it, and one that joins late, without a model, copies
   it from another one (`membership.py`), and counts from its first step on (`entering.py`).
+- Positions of samples are dealt to whoever asks, if it has a dispenser (`dispensing.py`).
 - What comes twice or late changes nothing: it is counted, and answered as before. What comes early
   waits for its turn. What cannot be right is refused, with a reason.
 
@@ -22,6 +23,8 @@ from typing import Any
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.deadlines import Limits
+from polyrhythm.sync.dispenser import Dispenser
+from polyrhythm.sync.dispensing import Dispensing
 from polyrhythm.sync.member import Life, Member
 from polyrhythm.sync.membership import Membership
 from polyrhythm.sync.messages import (
@@ -36,11 +39,17 @@ from polyrhythm.sync.messages import (
     Ready,
     Refuse,
     Request,
+    Take,
+    Tally,
     Timer,
+    Used,
 )
 from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.progress import Progress
 from polyrhythm.types import Seconds, Worker
+
+_Asks = Request | Ready | Gather | Take | Tally  # which have an answer, and be it a refusal
+_Said = _Asks | Done | Used | Dead | Leave
 
 
 class Scheduler:
@@ -52,6 +61,7 @@ class Scheduler:
         limits: Limits | None = None,
         pipelines_die_whole: bool = True,
         first_gid: int = 1,  # above all that an earlier scheduler of the job has used
+        dispenser: Dispenser | None = None,
     ) -> None:
         if not policies or num_pipelines < 1:
             raise PolicyError(
@@ -64,6 +74,9 @@ class Scheduler:
             len(policies), num_pipelines, pipelines_die_whole=pipelines_die_whole
         )
         self._progress = Progress(self.policies, self.membership, limits or Limits(), first_gid)
+        self._dispensing: Dispensing | None = None
+        if dispenser is not None:
+            self._dispensing = Dispensing(dispenser, self.membership, self.counters)
         self._healing: dict[Worker, Worker] = {}  # who copies from whom, until it is ready
         self._now, self._timer = -math.inf, self._progress.next_timer()
         self._hear: dict[type[Event], Callable[[Any], None]] = {
@@ -72,6 +85,9 @@ class Scheduler:
             Ready: self._ready,
             Gather: self._gather,
             Done: self._done,
+            Take: self._deal,
+            Used: self._deal,
+            Tally: self._deal,
             Timer: lambda event: None,
             Dead: self._dead,
             Leave: self._leave,
@@ -119,6 +135,7 @@ class Scheduler:
         else:
             if member.life is Life.ALIVE:  # it has died and nobody noticed
                 self._lose(member, Life.DEAD, f"{event.worker} has started anew")
+            self._restart(event.worker, f"{event.worker} has started anew")
             member.node, member.incarnation = event.node, event.incarnation
             member.start_over(event.clock)
             joined = self.membership.change(member, Life.ALIVE)
@@ -192,6 +209,15 @@ class Scheduler:
             assigned.pending.remove(event.worker)
             self._progress.fail(assigned, f"{event.worker} failed")
 
+    def _deal(self, event: Take | Used | Tally) -> None:
+        if self._sender(event, -1) is None:
+            return
+        if self._dispensing is not None:
+            self._progress.out.extend(self._dispensing.hear(event))
+        else:
+            why = "asks for positions, and this job deals none"
+            self._refuse(event.worker, -1, "no_dispenser", why)
+
     def _dead(self, event: Dead) -> None:
         member = self._sender(event, -1)
         if member is not None:
@@ -202,18 +228,14 @@ class Scheduler:
         if member is not None:
             self._lose(member, Life.LEFT, f"{event.worker} left")
 
-    def _sender(
-        self, event: Request | Ready | Gather | Done | Dead | Leave, clock: int
-    ) -> Member | None:
+    def _sender(self, event: _Said, clock: int) -> Member | None:
         """Who says so, if it takes part in the life it speaks of."""
         member = self.membership.members.get(event.worker)
         if member is None:
             self._refuse(event.worker, clock, "stranger", "is not in the plan")
         elif event.incarnation == member.incarnation and member.life is Life.ALIVE:
             return member
-        elif event.incarnation < member.incarnation or not isinstance(
-            event, Request | Ready | Gather
-        ):
+        elif event.incarnation < member.incarnation or not isinstance(event, _Asks):
             self.counters["late"] += 1
         else:
             is_known = event.incarnation == member.incarnation
@@ -248,6 +270,10 @@ class Scheduler:
         """A worker dies or leaves, perhaps with its whole pipeline."""
         for lost in self.membership.change(member, life):
             self._progress.drop(lost, reason)
+        if life is Life.DEAD:
+            self._restart(member.worker, reason)
+        elif self._dispensing is not None:
+            self._progress.out.extend(self._dispensing.leave(member, reason))
         self._healing.pop(member.worker, None)
         members, stranded = self.membership.members, dict[int, list[Member]]()
         for worker, source in list(self._healing.items()):
@@ -256,6 +282,11 @@ class Scheduler:
                 stranded.setdefault(worker.pipeline, []).append(members[worker])
         for behind in stranded.values():
             self._heal(behind, "the one it copied from is gone")
+
+    def _restart(self, worker: Worker, reason: str) -> None:
+        """The life of a pipeline is over, as far as positions are concerned."""
+        if self._dispensing is not None:
+            self._progress.out.extend(self._dispensing.restart(worker.pipeline, reason))
 
     def _heal(self, behind: list[Member], why: str) -> bool:
         """Tell workers of a pipeline whom to copy from; whether there is anybody."""

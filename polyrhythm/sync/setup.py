@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.deadlines import Limits
+from polyrhythm.sync.dispenser import Dispenser, Supply
 from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.registry import default_every, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
@@ -35,6 +36,7 @@ class Setup:
     limits: Limits = field(default_factory=Limits)
     pipelines_die_whole: bool = True
     first_gid: int = 1
+    supply: Supply | None = None  # of positions that are dealt to pipelines; None if none are
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_pipelines"):
@@ -51,6 +53,12 @@ class Setup:
                 expected="ceiling < lease: a stage that waits for a worker may not give up while "
                 "that worker's group can still be on its way",
                 fix="lower the ceiling, or make the lease longer",
+            )
+        if self.supply is not None and self.policy == "static":
+            raise PolicyError(
+                "positions to be dealt under static",
+                expected="another policy: static has no scheduler that would deal them",
+                fix="let each worker find its share by its rank and its step",
             )
         self.scheduler()  # refuses what is unknown now, not when workers wait
 
@@ -89,8 +97,10 @@ class Setup:
     @property
     def text(self) -> str:
         """The same for two processes if they mean the same policy."""
-        options = " ".join(f"{name}={self.options[name]}" for name in sorted(self.options))
-        return f"{self.policy} every={self.steps_between} seed={self.seed} {options}".strip()
+        options = [f"{name}={self.options[name]}" for name in sorted(self.options)]
+        if self.supply is not None:
+            options.append(f"deals={self.supply.num_used}:{self.supply.limit}")
+        return " ".join([self.policy, f"every={self.steps_between}", f"seed={self.seed}", *options])
 
     def scheduler(self) -> Scheduler:
         """A new one."""
@@ -108,4 +118,5 @@ class Setup:
             limits=limits_for(self.policy, self.num_stages, self.limits),
             pipelines_die_whole=self.pipelines_die_whole,
             first_gid=self.first_gid,
+            dispenser=None if self.supply is None else Dispenser(self.supply),
         )

@@ -88,11 +88,13 @@ MALFORMED = {
     "worker of one number": encode(["Ready", [0], 1, 0]),
     "too few fields": encode(["Ready", [0, 2]]),
     "negative clock": encode(["Ready", [0, 2], -1, 0]),
+    "no positions": encode(["Take", [0, 2], 0, 0, None, 1]),
+    "positions before the first": encode(["Take", [0, 2], 0, 4, -1, 1]),
     "a map": encode({"type": "Ready"}),
     "too many dimensions": encode(hello_of(SETUP, THIRD, shape=(("a", (1,) * 33),))),
     "a long name": encode(hello_of(SETUP, THIRD, node="n" * 256)),
     "no text": encode(["Hello", PROTOCOL, [0, 2], b"\xff", 0, 1, "", []]),
-    "bad text": b"\x98\xa5Hello\x01\x92\x00\x02\xa1\xff\x00\x01\xa0\x90",
+    "bad text": b"\x98\xa5Hello%c\x92\x00\x02\xa1\xff\x00\x01\xa0\x90" % PROTOCOL,
     "deep": b"\x92\xa5Ready" + b"\x91" * 5000,
     "a huge length": b"\xdd\xff\xff\xff\xff\xa5Ready",
 }
@@ -203,8 +205,8 @@ def test_who_does_not_have_the_keys_is_not_heard() -> None:
         ),
         (
             "hello_protocol",
-            {"protocol": 2},
-            f"s0p2 speaks protocol 2, the coordinator protocol {PROTOCOL}",
+            {"protocol": PROTOCOL + 1},
+            f"s0p2 speaks protocol {PROTOCOL + 1}, the coordinator protocol {PROTOCOL}",
         ),
     ],
 )

@@ -10,12 +10,14 @@ import msgspec
 import pytest
 
 from polyrhythm.sync.deadlines import Limits
+from polyrhythm.sync.dispenser import Supply
 from polyrhythm.sync.messages import (
     Abort,
     Assign,
     Command,
     Commit,
     Dead,
+    Dealt,
     Done,
     Event,
     Gather,
@@ -26,7 +28,11 @@ from polyrhythm.sync.messages import (
     Refuse,
     Request,
     Skip,
+    Take,
+    Tallied,
+    Tally,
     Timer,
+    Used,
 )
 from polyrhythm.sync.registry import POLICIES, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
@@ -106,6 +112,9 @@ EVENTS: list[Event] = [
     Ready(Worker(1, 2), 3, 4, 5.0),
     Gather(Worker(1, 2), 3, 4, 5.0),
     Done(Worker(1, 2), 3, True, 4, 5.0),
+    Take(Worker(1, 2), 3, 4, 100, 5, 6.0),
+    Used(Worker(1, 2), 3, 4, 5.0),
+    Tally(Worker(1, 2), 3, 4, 5.0),
     Timer(5.0),
     Dead(Worker(1, 2), 3, 4.0),
     Leave(Worker(1, 2), 3, 4.0),
@@ -115,6 +124,8 @@ COMMANDS: list[Command] = [
     Commit(1, (Worker(0, 0),), (3,)),
     Abort(1, (Worker(0, 0),), "reason"),
     Skip(Worker(0, 0), 1, "why", True),
+    Dealt(Worker(0, 0), 1, 100, ((3, 5), (8, 9)), "why"),
+    Tallied(Worker(0, 0), 1, Supply(limit=9, next=7, pool=((1, 2),), outstanding=((3, 5),))),
     Heal(Worker(0, 0), Worker(0, 1), "why"),
     Refuse(Worker(0, 0), 1, "why"),
 ]

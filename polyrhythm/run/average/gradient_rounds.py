@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from polyrhythm.errors import PolicyError
 from polyrhythm.run.average.flat import Gradients, Model
 from polyrhythm.run.average.scheduled import Scheduled
+from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.balanced import Dealer
 from polyrhythm.types import Seconds, Worker
 
@@ -64,8 +65,16 @@ class GradientRounds:
 
 
 class BalancedRounds(GradientRounds):
-    def __init__(self, model: Model, line: Scheduled, num_pipelines: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        line: Scheduled,
+        num_pipelines: int,
+        pipeline: Pipeline | None,
+    ) -> None:
+        """`pipeline` says how many micro-batches a stage had that has no say in it."""
         super().__init__(model, line)
+        self._pipeline = pipeline
         self._place = line.me.worker.pipeline
         self._workers = [Worker(line.me.worker.stage, p) for p in range(num_pipelines)]
         self._present = self._workers
@@ -74,6 +83,12 @@ class BalancedRounds(GradientRounds):
         self._began: Seconds = 0.0
 
     def share(self, num_microbatches: int) -> range:
+        if self._pipeline is not None:
+            raise PolicyError(
+                f"a share for {self._workers[self._place]}",
+                expected="one for the first stage, whose batches the others get",
+                fix="call sync.share() where pipeline.is_first, and pass it on by step(note=...)",
+            )
         if self._dealer is None or self._dealer.num_microbatches != num_microbatches:
             self._dealer = Dealer(num_microbatches)
         dealt = self._dealer.deal(self._present)
@@ -83,7 +98,9 @@ class BalancedRounds(GradientRounds):
 
     def _average(self) -> None:
         took = time.perf_counter() - self._began
-        if self._dealer is None or self._count == 0:
+        if self._pipeline is not None:
+            self._count = len(self._pipeline.sizes)
+        elif self._dealer is None or self._count == 0:
             raise PolicyError(
                 "a step under balanced without a share",
                 expected="sync.share(num_microbatches) before each step",
@@ -99,13 +116,13 @@ class BalancedRounds(GradientRounds):
             mean = flat
         gradients, heard = mean[: gradients.numel()], mean[gradients.numel() :].view_as(told)
         self._gradients.write(gradients, factor=1 / heard[0].float().sum().item())
-        self._hear(heard)
+        if self._dealer is not None:
+            self._hear(heard, self._dealer)
         self._count = 0
 
-    def _hear(self, heard: Tensor) -> None:
+    def _hear(self, heard: Tensor, dealer: Dealer) -> None:
         """How fast everybody was; of means, since only the proportions matter."""
-        assert self._dealer is not None, "there was a share"
         counts, seconds = heard.tolist()
         self._present = [w for w in self._workers if counts[w.pipeline] > 0]
         for worker in self._present:
-            self._dealer.measured(worker, 1, seconds[worker.pipeline])
+            dealer.measured(worker, 1, seconds[worker.pipeline])

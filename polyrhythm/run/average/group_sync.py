@@ -45,8 +45,10 @@ from polyrhythm.run.average.reduced_variance import ReducedVarianceAdamW
 from polyrhythm.run.average.scheduled import Scheduled
 from polyrhythm.run.average.server_rounds import ServerRounds
 from polyrhythm.run.average.static_rounds import StaticRounds
+from polyrhythm.run.coordinator.deals import Answer
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.deadlines import Limits
+from polyrhythm.sync.dispenser import Ranges, Supply
 from polyrhythm.sync.local import OuterNesterov
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
@@ -70,6 +72,7 @@ class GroupSync:
         decoupled: bool = False,
         state: State = "local",
         outer: OuterNesterov | None = None,
+        dispense: Supply | None = None,
         worker: Worker | None = None,
         num_stages: int | None = None,
         num_pipelines: int | None = None,
@@ -86,7 +89,8 @@ class GroupSync:
         `overlap`: go on at once, and take in the average at the next step's end. `decoupled`: go on
         when the average is certain, and wait for each module's part of it in the next forward.
         `state`: whether momentum and the like are averaged, too. `outer` is the outer optimizer of
-        `local`.
+        `local`. `dispense`: positions of samples to be dealt by `take`, all alike; under policies
+        with a scheduler.
 
         Of a Pipeline, each stage synchronises on its own. Otherwise every process of the job is a
         replica, or `worker`, `num_stages` and `num_pipelines` say what it is. `node` names the
@@ -108,6 +112,7 @@ class GroupSync:
             options=options or {},
             every=every,
             seed=seed,
+            supply=dispense,
             limits=Limits(gathering=_GATHERING * timeout),
         )
         check_model(module, optimizer)
@@ -129,6 +134,7 @@ class GroupSync:
         if isinstance(log, str | Path):
             log = self._own_log = EventLog(worker_log(Path(log), worker), worker)
         self._stepped = time.perf_counter()
+        self._line: Scheduled | None = None
         try:
             self._begin(
                 log=log,
@@ -137,6 +143,7 @@ class GroupSync:
                 keys=keys,
                 overlap=overlap,
                 outer=outer,
+                pipeline=model if isinstance(model, Pipeline) else None,
             )
         except BaseException as error:
             self._meeting.give_up(error)
@@ -153,6 +160,7 @@ class GroupSync:
         keys: Path | str | None,
         overlap: bool,
         outer: OuterNesterov | None,
+        pipeline: Pipeline | None,
     ) -> None:
         setup, meeting, optimizer = self._meeting.setup, self._meeting, self._model.optimizer
         meeting.gather()
@@ -168,7 +176,7 @@ class GroupSync:
             )
             return
         shape = self._model.shape()
-        line = Scheduled(
+        line = self._line = Scheduled(
             meeting,
             shape,
             node=node,
@@ -178,7 +186,9 @@ class GroupSync:
             decoupled=self._model.decoupled,
         )
         try:
-            self._rounds = _rounds(self._model, line, meeting, overlap=overlap, outer=outer)
+            self._rounds = _rounds(
+                self._model, line, meeting, overlap=overlap, outer=outer, pipeline=pipeline
+            )
         except BaseException:
             line.close(in_order=False)
             raise
@@ -245,6 +255,31 @@ class GroupSync:
             )
         return self._rounds.share(num_microbatches)
 
+    def take(self, number: int, count: int, until: int | None = None) -> Answer[Ranges]:
+        """Ask for the next `count` positions of samples to train on, and return at once.
+
+        `wait()` of what is returned gives them, as ranges (start, end): fewer where they end, which
+        is at the limit of `dispense`, or before `until`; none if all before that were used. Ask for
+        chunk k + 1 before computing chunk k: then nobody waits for the answer. It comes late only
+        when other pipelines have the last positions; so finish and report chunk k before waiting.
+
+        Chunks have numbers, from 0 on. All processes of a pipeline that ask for a number get the
+        same; after none, the same number is asked for again, with another `until`.
+        """
+        return self._dispensing().take_positions(number, count, until)
+
+    def used(self, number: int) -> None:
+        """After the optimizer's step, before `step`: all chunks up to `number` are used.
+
+        By each process that took them. What a pipeline has not used when it dies, or closes, is
+        dealt to another one.
+        """
+        self._dispensing().use_positions(number)
+
+    def supply(self) -> Supply:
+        """Which positions are used by now: for a checkpoint, and for `dispense` after it."""
+        return self._dispensing().supply()
+
     def consolidate(self) -> None:
         """Average over all workers of the stage, who all call this: to evaluate, save or end.
 
@@ -274,6 +309,17 @@ class GroupSync:
         else:  # the others must not take this worker for one that has finished
             self._end()
             self.close()
+
+    def _dispensing(self) -> Scheduled:
+        self._check_open()
+        setup = self._meeting.setup
+        if self._line is None or setup.supply is None:
+            raise PolicyError(
+                f"{self.worker} asks for positions, and none are dealt",
+                expected="GroupSync(..., dispense=Supply(limit=...)), in all processes alike",
+                fix="give it, or let each worker find its share by its rank and its step",
+            )
+        return self._line
 
     def _check_open(self) -> None:
         if not self._end.alive:
@@ -308,13 +354,20 @@ def _setup_of(
 
 
 def _rounds(
-    model: Model, line: Scheduled, meeting: Meeting, *, overlap: bool, outer: OuterNesterov | None
+    model: Model,
+    line: Scheduled,
+    meeting: Meeting,
+    *,
+    overlap: bool,
+    outer: OuterNesterov | None,
+    pipeline: Pipeline | None,
 ) -> GradientRounds | ModelRounds | ServerRounds:
     setup = meeting.setup
     if setup.policy == "ssp":
         return ServerRounds(model, line, ServerLine(meeting), every=setup.steps_between)
     if setup.policy == "balanced":
-        return BalancedRounds(model, line, setup.num_pipelines)
+        told = None if pipeline is None or pipeline.is_first else pipeline
+        return BalancedRounds(model, line, setup.num_pipelines, told)
     if setup.averages_gradients:
         return GradientRounds(model, line)
     if model.decoupled:

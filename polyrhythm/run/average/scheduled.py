@@ -12,14 +12,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from polyrhythm.errors import PeerError
+from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.events import WORKERS, EventLog
 from polyrhythm.run.average.averager import Averager, Outcome
 from polyrhythm.run.average.meeting import RANK_0, SAYS_SO, Meeting
 from polyrhythm.run.coordinator.client import CoordinatorClient
+from polyrhythm.run.coordinator.deals import Answer
 from polyrhythm.run.coordinator.keys import JobKeys
 from polyrhythm.run.coordinator.wire import PROTOCOL, FromWorker, Hello, Shape
-from polyrhythm.sync.messages import Request
+from polyrhythm.sync.dispenser import Ranges, Supply
+from polyrhythm.sync.messages import MOST_AT_ONCE, MOST_POSITIONS, Request
 from polyrhythm.types import Seconds
 
 
@@ -37,6 +39,7 @@ class Scheduled:
     ) -> None:
         """Returns when all workers have joined."""
         self._timeout, self._clock = meeting.timeout, 0
+        self._num_asked = self._num_tallies = 0
         self._policy, self._log = meeting.setup.policy, log
         worker, life = self.me = meeting.me
         hello = Hello(PROTOCOL, worker, node, 0, life, meeting.setup.text, shape)
@@ -100,6 +103,27 @@ class Scheduled:
 
     def take(self) -> Outcome | None:
         return self._averager.take()
+
+    def take_positions(self, number: int, count: int, until: int | None) -> Answer[Ranges]:
+        """Ask for a chunk; one that was asked for before, or the next one."""
+        is_possible = 1 <= count <= MOST_AT_ONCE and 0 <= (until or 0) <= MOST_POSITIONS
+        if not (is_possible and 0 <= number <= self._num_asked):
+            raise PolicyError(
+                f"{self.me.worker} asks for {count} positions before {until}, as chunk {number}",
+                expected=f"one position or more, and chunks in order: 0 to {self._num_asked}",
+                fix=f"ask for chunk {self._num_asked} next",
+            )
+        self._num_asked = max(self._num_asked, number + 1)
+        return self._client.take(number, count, until, self._timeout)
+
+    def use_positions(self, number: int) -> None:
+        """All chunks up to that one are used."""
+        self._client.use(number)
+
+    def supply(self) -> Supply:
+        """Which positions were used by now, by all."""
+        self._num_tallies += 1
+        return self._client.tally(self._num_tallies, self._timeout).wait()
 
     def settle(self) -> None:
         """Until nobody needs this worker for an average that has been committed."""

@@ -2,7 +2,8 @@
 
 One thread owns the connection. `send` may be called from any thread and never waits; `hear` is
 called by that thread for each command, in order and once, and should not take long; `fail` is
-called once, when nothing more will come, with the reason.
+called once, when nothing more will come, with the reason. Positions are asked for, and waited for,
+by whoever needs them (`deals.py`).
 
 When the connection broke and is there again, the worker says Hello again, and whatever was not
 answered yet. Signs of life go both ways; a coordinator that is silent for too long is lost.
@@ -15,10 +16,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError
+from polyrhythm.run.coordinator.deals import Answer, Deals
 from polyrhythm.run.coordinator.keys import JobKeys
 from polyrhythm.run.coordinator.line import Line, News
 from polyrhythm.run.coordinator.talk import Talk
@@ -33,7 +36,8 @@ from polyrhythm.run.coordinator.wire import (
     ToWorker,
     Welcome,
 )
-from polyrhythm.sync.messages import Leave, Refuse
+from polyrhythm.sync.dispenser import Ranges, Supply
+from polyrhythm.sync.messages import Dealt, Leave, Refuse, Take, Tallied, Tally, Used
 from polyrhythm.types import Seconds
 
 # A connection that has closed, and is refused since: the process is gone, or has given us up.
@@ -69,7 +73,7 @@ class CoordinatorClient:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToWorker).decode
         self._outgoing: deque[FromWorker] = deque([hello])
-        self._talk = Talk(hello.worker, hello.clock)
+        self._talk, self._deals = Talk(hello.worker, hello.clock), Deals()
         self._coordinator: str | None = None  # its name, since it has accepted us
         self._beat_after = silence / BEATS
         self._trouble = "nobody answers there"
@@ -89,6 +93,21 @@ class CoordinatorClient:
         """On its way as soon as possible; after a failure, or `close`, nobody hears it."""
         self._outgoing.append(message)
         self._line.ring()
+
+    def take(self, number: int, count: int, until: int | None, timeout: Seconds) -> Answer[Ranges]:
+        """Ask for a chunk of positions; `timeout` is for whoever waits for them."""
+        take = Take(self._hello.worker, number, count, until, self._hello.incarnation)
+        return self._ask(take, timeout)
+
+    def tally(self, number: int, timeout: Seconds) -> Answer[Supply]:
+        """Ask which positions were used; each time with another number."""
+        return self._ask(Tally(self._hello.worker, number, self._hello.incarnation), timeout)
+
+    def use(self, number: int) -> None:
+        """Say that this worker has made its updates with all chunks up to that one."""
+        used = Used(self._hello.worker, number, self._hello.incarnation)
+        self._deals.use(used)
+        self.send(used)
 
     @property
     def has_joined(self) -> bool:
@@ -123,6 +142,13 @@ class CoordinatorClient:
         if was_closing or os.getpid() != self._process:
             return
         atexit.unregister(self._close_at_exit)
+        self._deals.fail(
+            PolicyError(
+                f"{self._hello.worker} waits for positions that it will not hear of",
+                expected="close() when nobody waits for positions any more",
+                fix="wait for them, or drop them, first",
+            )
+        )
         if leave:
             self._outgoing.append(Leave(self._hello.worker, self._hello.incarnation))
         self._line.ring()
@@ -132,6 +158,11 @@ class CoordinatorClient:
     def _close_at_exit(self) -> None:
         # A program that ends without closing has not finished, as far as anybody knows.
         self.close(leave=False)
+
+    def _ask(self, question: Take | Tally, timeout: Seconds) -> Answer[Any]:
+        answer = self._deals.ask(question, timeout)
+        self.send(question)
+        return answer
 
     def _run(self) -> None:
         try:
@@ -186,6 +217,8 @@ class CoordinatorClient:
                 self._changed.notify_all()
         elif isinstance(message, Refuse) and self._ends(message):
             self._fail(self._refused(message))
+        elif isinstance(message, Dealt | Tallied):
+            self._deals.hear(message)
         elif self._talk.hear(message, self._heard):
             self._tell(message)
 
@@ -209,6 +242,8 @@ class CoordinatorClient:
                 self._closed = math.inf
                 if self._is_connected:  # again
                     self._put(msgspec.structs.replace(self._hello, clock=self._talk.clock), now)
+                    for used in self._deals.last_used():
+                        self._put(used, now)
                     self._say_again(now)
                 self._is_connected = True
             elif news is News.KEY_REFUSED:
@@ -231,12 +266,14 @@ class CoordinatorClient:
         self._spoke = now
 
     def _repeat_at(self) -> Seconds:
-        return self._talk.waits_since + self._silence / 3
+        return min(self._talk.waits_since, self._deals.waits_since()) + self._silence / 3
 
     def _say_again(self, now: Seconds) -> None:
         for message in self._talk.unanswered():
             self._put(message, now)
             self._talk.waits_since = now
+        for question in self._deals.unanswered(now):
+            self._put(question, now)
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
@@ -244,10 +281,13 @@ class CoordinatorClient:
                 return
             self._error = error
             self._changed.notify_all()
+        self._deals.fail(error)
         self._tell_failure(error)
 
     def _lost(self, waited: Seconds, cause: str) -> PeerError:
-        action = "waiting for a group" if self._talk.unanswered() else "training"
+        waits = self._deals.waits_since() < math.inf
+        action = "waiting for positions" if waits else "training"
+        action = "waiting for a group" if self._talk.unanswered() else action
         action = action if self._welcome else "joining"
         return PeerError(self._name, action=action, waited=waited, cause=cause)
 

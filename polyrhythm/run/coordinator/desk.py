@@ -28,14 +28,27 @@ from polyrhythm.run.coordinator.wire import (
     Welcome,
 )
 from polyrhythm.sync.decision_log import DecisionLog
-from polyrhythm.sync.messages import Command, Dead, Event, Heal, Join, Leave, Refuse, Skip, Timer
+from polyrhythm.sync.messages import (
+    Command,
+    Dead,
+    Dealt,
+    Event,
+    Heal,
+    Join,
+    Leave,
+    Refuse,
+    Skip,
+    Tallied,
+    Timer,
+)
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.types import Seconds, Worker
 
 GRACE: Seconds = 1.0  # at least, for a closed connection to be there again: it is tried after 0.1 s
 BATCH = 256  # messages between two looks at timers
 LONGEST_POLL: Seconds = 0.1  # until it sees that it is to stop
-_TO_ONE = (Skip, Heal, Refuse)
+_TO_ONE = (Skip, Dealt, Tallied, Heal, Refuse)
+_ASKED_FOR_AGAIN = (Dealt, Tallied)  # by whoever has not heard them: no need to keep them
 
 
 class _AnyHello(msgspec.Struct, frozen=True, array_like=True, tag="Hello"):
@@ -213,7 +226,8 @@ class Desk:
         names: dict[bytes, None] = {}
         for worker in workers:
             seat = self.seats.of[worker]
-            seat.recent.append(data)
+            if not isinstance(command, _ASKED_FOR_AGAIN):
+                seat.recent.append(data)
             names[seat.name] = None
         for name in names:
             if name:

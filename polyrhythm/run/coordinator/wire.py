@@ -15,6 +15,7 @@ from polyrhythm.sync.messages import (
     Assign,
     Commit,
     Count,
+    Dealt,
     Done,
     Gather,
     Heal,
@@ -24,10 +25,14 @@ from polyrhythm.sync.messages import (
     Refuse,
     Request,
     Skip,
+    Take,
+    Tallied,
+    Tally,
+    Used,
 )
 from polyrhythm.types import Seconds, Worker
 
-PROTOCOL = 1
+PROTOCOL = 2
 BEATS = 5  # within the time in which silence means death; so some may be late, or lost
 OUT = -1  # the clock of a Refuse that ends a worker's part in the job, whatever it has said
 MOST_BYTES = 1 << 20  # of a Hello, which names all tensors
@@ -76,5 +81,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_present: int
 
 
-FromWorker = Hello | Beat | Request | Ready | Done | Gather | Leave
-ToWorker = Accepted | Welcome | Beat | Assign | Commit | Abort | Skip | Heal | Refuse
+FromWorker = Hello | Beat | Request | Ready | Done | Gather | Take | Used | Tally | Leave
+ToWorker = (
+    Accepted | Welcome | Beat | Assign | Commit | Abort | Skip | Dealt | Tallied | Heal | Refuse
+)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyrhythm.errors import ScheduleError
-from polyrhythm.run.pipeline.connections import Cut
+from polyrhythm.run.pipeline.connections import NO_MORE, Cut
 from polyrhythm.run.pipeline.microbatches import (
     all_on,
     batch_size_of,
@@ -22,6 +22,10 @@ from polyrhythm.run.pipeline.microbatches import (
     sizes_by_size,
 )
 from polyrhythm.run.pipeline.transport import Kind
+
+
+class NoMoreBatchesError(Exception):
+    """`step` or `eval` of a stage, after the first one has said `end_batches`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,8 @@ class Given:
 
     def completed(self, told: Cut) -> "Given":
         """With the target that goes with the batch that was told of."""
+        if told == NO_MORE:
+            raise NoMoreBatchesError
         if not callable(self.target):
             return self
         return replace(self, target=self.target(told.note))

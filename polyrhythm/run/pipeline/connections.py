@@ -52,7 +52,7 @@ class Cut(msgspec.Struct, frozen=True, array_like=True):
         return [size for _, size, number in self.runs for _ in range(number)]
 
 
-_NO_MORE = Cut(training=True, runs=())
+NO_MORE = Cut(training=True, runs=())
 _LONG: Seconds = 86_400.0  # a thread waits; whoever needs what it hears keeps the deadline
 
 
@@ -159,7 +159,7 @@ class Connections:
         if not self._end.alive:
             return
         if self._hears_ahead and self._briefed is None:
-            self._pass_on(_NO_MORE)
+            self._pass_on(NO_MORE)
         if self._hearing is not None:
             self._hearing.join(self.deadline)
         self.drain()
@@ -238,7 +238,7 @@ class _Hearing(threading.Thread):
             try:
                 cut = self._connections._heard(_LONG)
                 self._connections._pass_on(cut)
-                if cut == _NO_MORE:
+                if cut == NO_MORE:
                     return
                 self._on_cut(cut)
             except PeerError as error:

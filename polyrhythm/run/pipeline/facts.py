@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from polyrhythm.errors import ScheduleError
-from polyrhythm.run.pipeline.connections import Connections, Cut
+from polyrhythm.run.pipeline.connections import NO_MORE, Connections, Cut
 from polyrhythm.run.pipeline.continuous import Continuous
 from polyrhythm.run.pipeline.flushed import Flushed
 from polyrhythm.run.pipeline.gradients import TiedGradients, norm_over_stages
@@ -57,8 +57,16 @@ class PipelineFacts:
         """Of the first stage, on the batch that was begun last."""
         return () if self._last_cut is None else self._last_cut.note
 
-    def num_microbatches_of_last_batch(self) -> int:
-        return 0 if self._last_cut is None else len(self._last_cut.sizes)
+    def end_batches(self) -> None:
+        """On the first stage: the others, who wait for the next batch, hear that none will come."""
+        self._check_open("end_batches")
+        if self._connections is not None and self._connections.stage == 0:
+            self._connections.brief(NO_MORE)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the micro-batches of the batch that was begun last."""
+        return [] if self._last_cut is None else self._last_cut.sizes
 
     def accumulate_in(self, context: Callable[[], AbstractContextManager[object]]) -> None:
         """Entered around all backwards of a step but the last, whose gradients are complete."""

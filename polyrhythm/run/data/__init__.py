@@ -1,0 +1,1 @@
+"""Samples: in which order they come, and how they are loaded."""

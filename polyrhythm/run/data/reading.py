@@ -1,0 +1,155 @@
+"""Readers: the items at positions, from a dataset that can be asked for any, or only for the next.
+
+A dataset with a length gives any sample by its id, and an order says which id comes when. One that
+only gives the next has no ids: a sample is its position, and the dataset must be able to say where
+it is, and to go on from there. It is read forward, also over what others take, which costs as much
+as if it was used; to go back it goes on from the nearest place that was kept. So a stream should be
+cheap to read, or know how to skip by itself.
+
+A dataset must give the same item each time it is asked, in any process: the first stage of a
+pipeline reads the inputs, and the last one the targets.
+"""
+
+import copy
+from collections.abc import Iterator, Sized
+from typing import Any, NamedTuple, Protocol
+
+from torch.utils.data import IterableDataset
+
+from polyrhythm.run.data.errors import DataError
+from polyrhythm.run.data.order import Order
+from polyrhythm.sync.dispenser import Ranges
+
+_KEPT = 64  # places to go back to, besides the first one
+
+
+class Bookmark(NamedTuple):
+    """Where to go on with a dataset: its `state_dict` before it gives the sample at `position`."""
+
+    position: int
+    state: Any
+
+
+class Reader(Protocol):
+    def read(self, ranges: Ranges) -> Iterator[Any]:
+        """The items at these positions, in order."""
+
+    def bookmark(self, position: int) -> Bookmark | None:
+        """From where that position can be reached; None if from anywhere."""
+
+
+def order_of(dataset: Any, *, seed: int = 0, shuffle: bool = True) -> Order | None:
+    """The order of a dataset's samples; None if it has one of its own."""
+    return Order(len(dataset), seed, shuffle) if _has_length(dataset) else None
+
+
+def reader_of(dataset: Any, order: Order | None, start: Bookmark | None = None) -> Reader:
+    """Refuses what cannot be dealt out; `start` is for a dataset that has its own order."""
+    if _has_length(dataset):
+        if order is None or order.num_samples != len(dataset):
+            what = "no order" if order is None else f"an order of {order.num_samples:,} samples"
+            raise DataError(
+                f"{what} for a dataset of {len(dataset):,}",
+                expected="an order of all samples",
+                fix="use order_of(dataset, seed=...)",
+            )
+        return _ById(dataset, order)
+    if not all(hasattr(dataset, name) for name in ("__iter__", "state_dict", "load_state_dict")):
+        raise DataError(
+            f"a dataset of type {type(dataset).__name__}, which has neither a length nor a state",
+            expected="__len__ and __getitem__; or __iter__, state_dict and load_state_dict, so "
+            "that it can go on where it was",
+            fix="give it a length, or make it resumable",
+        )
+    if order is not None:
+        raise DataError(
+            f"an order for a {type(dataset).__name__}, which has its own",
+            expected="no order: each sample is its position",
+            fix="use order_of(dataset), and let the dataset shuffle",
+        )
+    return _InOrder(dataset, start)
+
+
+class _ById:
+    def __init__(self, dataset: Any, order: Order) -> None:
+        self._dataset, self._order = dataset, order
+
+    def read(self, ranges: Ranges) -> Iterator[Any]:
+        for start, end in ranges:
+            for position, sample in enumerate(self._order.ids(start, end).tolist(), start):
+                try:
+                    item = self._dataset[sample]
+                except Exception as error:
+                    raise _failed(f"sample {sample}, at position {position}", error) from error
+                yield item
+
+    def bookmark(self, position: int) -> None:
+        return None
+
+
+class _InOrder:
+    def __init__(self, dataset: Any, start: Bookmark | None) -> None:
+        self._dataset = dataset
+        self._places = [start or Bookmark(0, copy.deepcopy(dataset.state_dict()))]
+        self._items: Iterator[Any] = iter(())
+        self._position = -1  # of the next item; -1 if that is not known
+
+    def read(self, ranges: Ranges) -> Iterator[Any]:
+        for start, end in ranges:
+            self._go_to(start)
+            for _ in range(start, end):
+                yield self._next()
+
+    def bookmark(self, position: int) -> Bookmark:
+        before = [place for place in self._places if place.position <= position]
+        if not before:
+            raise DataError(
+                f"position {position} of a {type(self._dataset).__name__} that goes on from "
+                f"{self._places[0].position}",
+                expected="no position before the place where it began",
+                fix="begin with the bookmark of the first position that was not used",
+            )
+        return before[-1]
+
+    def _go_to(self, position: int) -> None:
+        place = self.bookmark(position)
+        if not place.position <= self._position <= position:
+            self._dataset.load_state_dict(copy.deepcopy(place.state))
+            self._items, self._position = iter(self._dataset), place.position
+        while self._position < position:
+            self._next()
+        if place.position < position:
+            self._keep(Bookmark(position, copy.deepcopy(self._dataset.state_dict())))
+
+    def _keep(self, place: Bookmark) -> None:
+        first, *others = sorted([*self._places, place], key=lambda place: place.position)
+        self._places = [first, *others[-_KEPT:]]
+
+    def _next(self) -> Any:
+        position, self._position = self._position, -1
+        try:
+            item = next(self._items)
+        except StopIteration:
+            raise DataError(
+                f"a {type(self._dataset).__name__} that ended after {position:,} samples",
+                expected="as many samples as training takes",
+                fix="train for fewer steps, or make it begin again when it ends",
+            ) from None
+        except Exception as error:
+            raise _failed(f"sample {position}", error) from error
+        self._position = position + 1
+        return item
+
+
+def _failed(what: str, error: Exception) -> DataError:
+    return DataError(
+        f"{what}: {type(error).__name__}: {error}",
+        expected="a dataset that gives each of its samples",
+        fix="load that one by itself to see why it fails",
+    )
+
+
+def _has_length(dataset: Any) -> bool:
+    """Whether it gives any sample by its number."""
+    is_stream = isinstance(dataset, IterableDataset)  # which inherits a __getitem__ that fails
+    return isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and not is_stream
