@@ -19,6 +19,7 @@ from polyrhythm.errors import PlanError
 from polyrhythm.types import Seconds, Worker
 
 AUTO = "auto"  # a schedule that the pipeline finds while it runs
+VARIABLE = "POLYRHYTHM_PLAN"  # of the environment: the file that a Trainer's plan="auto" stands for
 
 
 class Part(NamedTuple):

@@ -42,8 +42,12 @@ def read_plan(path: Path) -> Plan:
 def write_plan(plan: Plan, path: Path) -> None:
     """As JSON; raises UserError for a file that cannot be one."""
     check_target(path, (".json",), flag="save")
-    text = _text({"schema": SCHEMA, **_table(plan)}, indent="") + "\n"
-    replace_file(path, text)
+    replace_file(path, _text(plan_table(plan), indent="") + "\n")
+
+
+def plan_table(plan: Plan) -> dict[str, object]:
+    """What is written of it."""
+    return {"schema": SCHEMA, **_table(plan)}
 
 
 def _check_schema(table: dict[str, object]) -> None:

@@ -162,6 +162,11 @@ class DistributedOptimizer(Optimizer):
         return self._inner.state
 
     @property
+    def parameter_names(self) -> Sequence[str]:
+        """In the model, in the order in which `state_dict` counts parameters."""
+        return self._names
+
+    @property
     def candidate(self) -> Candidate:
         """The size of buckets, and how they are averaged, at present."""
         return self._candidate

@@ -1,0 +1,124 @@
+"""A checkpoint as safetensors files: the whole model, for whoever does not have Polyrhythm.
+
+Laid out as Hugging Face's `save_pretrained` does it: one `model.safetensors`, or, above a size,
+several and an index; beside them `config.json` where the model came from there. A parameter with
+several names is written once, under its first. One process, and no more memory than one file.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from polyrhythm.run.checkpoint.files import MODEL, read_into
+from polyrhythm.run.checkpoint.folder import sync_folder, write_synced
+from polyrhythm.run.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    Shape,
+    damage,
+    read_manifest,
+)
+from polyrhythm.run.checkpoint.restore import damaged
+from polyrhythm.types import Bytes
+
+LARGEST_FILE: Bytes = 5 * 10**9  # Hugging Face's
+_CONFIGS = {"hf_config": "config.json", "hf_generation_config": "generation_config.json"}
+_FORMAT = {"format": "pt"}  # which transformers asks for
+
+
+def hugging_face_facts(model: Any) -> dict[str, Any]:
+    """What `save(facts=...)` needs to know of a model of Hugging Face's; nothing of another one."""
+    facts: dict[str, Any] = {}
+    for key, config in (
+        ("hf_config", getattr(model, "config", None)),
+        ("hf_generation_config", getattr(model, "generation_config", None)),
+    ):
+        if config is not None and hasattr(config, "to_json_string"):
+            facts[key] = json.loads(config.to_json_string())
+    if "hf_config" in facts:
+        facts["hf_config"]["architectures"] = [type(model).__name__]
+    return facts
+
+
+def export(checkpoint: Path | str, out: Path | str, *, largest_file: Bytes = LARGEST_FILE) -> Path:
+    """Write the model of a checkpoint into the new folder `out`; raises CheckpointError."""
+    checkpoint, out = Path(checkpoint), Path(out)
+    _check_free(out)
+    manifest = read_manifest(checkpoint)
+    if (problem := damage(checkpoint, manifest.files)) is not None:
+        raise damaged(checkpoint, problem)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _write(checkpoint, manifest, partial, largest_file)
+        sync_folder(partial)
+        if out.exists():
+            out.rmdir()  # it is empty
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return out
+
+
+def files_for(
+    tensors: Mapping[str, Shape], largest: Bytes
+) -> tuple[dict[str, list[str]], dict[str, Bytes]]:
+    """Which file holds which tensors, in their order; and the bytes of each tensor."""
+    sizes = {name: prod(of.shape) * _dtype(of).itemsize for name, of in tensors.items()}
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if files[-1] and filled + size > largest:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}, sizes
+    last = len(files)
+    return {
+        f"model-{i:05}-of-{last:05}.safetensors": held for i, held in enumerate(files, 1)
+    }, sizes
+
+
+def _write(checkpoint: Path, manifest: Manifest, folder: Path, largest: Bytes) -> None:
+    shapes = manifest.model.tensors
+    files, sizes = files_for(shapes, largest)
+    for file, names in files.items():
+        tensors = {
+            name: torch.empty(shapes[name].shape, dtype=_dtype(shapes[name])) for name in names
+        }
+        read_into(checkpoint, {MODEL: tensors} if tensors else {})
+        save_file(tensors, folder / file, metadata=_FORMAT)
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(sizes.values())},
+            "weight_map": {name: file for file, names in files.items() for name in names},
+        }
+        write_synced(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+    for key, file in _CONFIGS.items():
+        if key in manifest.facts:
+            write_synced(folder / file, json.dumps(manifest.facts[key], indent=2) + "\n")
+
+
+def _dtype(of: Shape) -> torch.dtype:
+    found = getattr(torch, of.dtype, None)
+    assert isinstance(found, torch.dtype), f"torch has a type {of.dtype}"
+    return found
+
+
+def _check_free(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(
+            f"{out} is there already",
+            expected="a new folder, or an empty one",
+            fix=f"--out {out.with_name(out.name + '-2')}, or remove it",
+        )

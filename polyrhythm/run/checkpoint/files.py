@@ -1,0 +1,87 @@
+"""The files of a checkpoint, as torch.distributed.checkpoint writes and reads them.
+
+Its planners and its file format do the work; what its collectives do is done by notes (`board.py`).
+A stage needs nobody to write its own file. The first stage joins what all have written into one
+index, in which a name that several wrote stands once. Reading needs nobody at all.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from polyrhythm.run.checkpoint.manifest import File, file_of
+from polyrhythm.run.checkpoint.staging import Nested
+from polyrhythm.run.checkpoint.state import OptimizerTensors
+
+MODEL, OPTIMIZER = "model", "optimizer"  # the two parts, which torch's own tools find as well
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """What a stage has written."""
+
+    plan: SavePlan
+    results: list[WriteResult]
+    files: dict[str, File]
+
+
+def write_part(folder: Path, tensors: Nested, stage: int) -> WrittenPart:
+    """The tensors of a stage, in a file of its own that has reached the disk."""
+    writer, planner = _writer(folder), DefaultSavePlanner()
+    planner.set_up_planner(tensors, is_coordinator=stage == 0)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plan = writer.prepare_global_plan([SavePlan([])] * stage + [plan])[stage]  # names its file
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    names = dict.fromkeys(result.storage_data.relative_path for result in results)
+    return WrittenPart(plan, results, {name: file_of(folder / name) for name in names})
+
+
+def write_index(folder: Path, parts: Iterable[WrittenPart]) -> dict[str, File]:
+    """Join the parts; all files of the checkpoint."""
+    parts = list(parts)
+    before = set(folder.iterdir())
+    _, metadata = DefaultSavePlanner().create_global_plan([part.plan for part in parts])
+    _writer(folder).finish(metadata, [part.results for part in parts])
+    index = {path.name: file_of(path) for path in set(folder.iterdir()) - before}
+    return index | {name: file for part in parts for name, file in part.files.items()}
+
+
+def read_index(checkpoint: Path) -> Metadata:
+    return FileSystemReader(checkpoint).read_metadata()
+
+
+def read_into(checkpoint: Path, tensors: Nested) -> None:
+    """Overwrite these tensors, of any device, with what was saved under their names."""
+    reader, planner = FileSystemReader(checkpoint), DefaultLoadPlanner()
+    metadata = reader.read_metadata()
+    planner.set_up_planner(tensors, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def read_optimizer(checkpoint: Path, names: Iterable[str]) -> OptimizerTensors:
+    """The optimizer's tensors for these parameters, in CPU memory."""
+    metadata = read_index(checkpoint)
+    wanted = set(names)
+    found: OptimizerTensors = {}
+    for fqn, (part, *path) in (metadata.planner_data or {}).items():
+        noted = metadata.state_dict_metadata[fqn]
+        if part == OPTIMIZER and path[0] in wanted and isinstance(noted, TensorStorageMetadata):
+            empty = torch.empty(noted.size, dtype=noted.properties.dtype)
+            found.setdefault(path[0], {})[path[1]] = empty
+    if found:
+        read_into(checkpoint, {OPTIMIZER: found})
+    return found
+
+
+def _writer(folder: Path) -> FileSystemWriter:
+    # Tensors are in CPU memory already: no copies ahead.
+    return FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0, overwrite=False)

@@ -1,0 +1,70 @@
+"""From a checkpoint into the module and the optimizer of a stage, or of a whole model."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+from polyrhythm.run.checkpoint.files import MODEL, read_into, read_optimizer
+from polyrhythm.run.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    ModelTable,
+    check_model,
+    damage,
+    read_manifest,
+)
+from polyrhythm.run.checkpoint.state import StageModel, check_optimizer, load_optimizer
+from polyrhythm.run.pipeline.split import Tied
+
+
+def restore(
+    path: Path | str,
+    module: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    tied: Iterable[Tied] = (),
+    whole: bool = True,
+    verify: bool = True,
+) -> Manifest:
+    """The manifest of what is now in `module` and `optimizer`; nothing changes if it is refused.
+
+    By one process alone. `whole=False`: the module is a stage's part of the model that was saved,
+    with `tied` as its `Part` has it. `verify` reads all files first.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    if verify and (problem := damage(path, manifest.files)) is not None:
+        raise damaged(path, problem)
+    model = StageModel.of(module, tied)
+    load(path, manifest, module, model, optimizer, table=model.table, whole=whole)
+    return manifest
+
+
+def load(
+    path: Path,
+    manifest: Manifest,
+    module: nn.Module,
+    model: StageModel,
+    optimizer: Optimizer | None,
+    *,
+    table: ModelTable,
+    whole: bool,
+) -> None:
+    """`table` is of all that is restored at once, the model of this process among it."""
+    check_model(manifest, table, whole=whole)
+    if optimizer is not None:
+        check_optimizer(optimizer, module, model, manifest.optimizer)
+    read_into(path, {MODEL: model.tensors})
+    if optimizer is not None and manifest.optimizer is not None:
+        tensors = read_optimizer(path, model.tensors)
+        load_optimizer(optimizer, module, model, manifest.optimizer, tensors)
+
+
+def damaged(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: {problem}",
+        expected="files as they were written",
+        fix="restore an earlier one: latest() finds the newest that is whole",
+    )

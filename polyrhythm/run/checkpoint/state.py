@@ -1,0 +1,202 @@
+"""The state of a stage by the whole model's names, and from names back into modules and optimizers.
+
+Everything is keyed by the name of a parameter in the whole model, optimizer state too, so that a
+checkpoint knows nothing of stages: any cut finds its own names in it. A parameter with several
+names goes by its first one; where several stages hold it, the first of them saves it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from polyrhythm.run.checkpoint.manifest import (
+    CheckpointError,
+    Group,
+    ModelTable,
+    OptimizerTable,
+    Shape,
+    as_json,
+)
+from polyrhythm.run.pipeline.split import Tied
+
+Tensors = dict[str, Tensor]
+OptimizerTensors = dict[str, Tensors]  # by parameter, then by what it is
+_COMPILED = "_orig_mod."  # in the names of what torch.compile wraps
+_NO_OPTIONS = ("params", "param_names")
+
+
+@dataclass(frozen=True, slots=True)
+class StageModel:
+    """The tensors of a stage's module, by first name, and what they look like."""
+
+    tensors: Tensors
+    table: ModelTable
+    elsewhere: frozenset[str]  # names that an earlier stage holds, and saves
+    first_names: Mapping[str, str]  # of every parameter, by its name in the module
+
+    @classmethod
+    def of(cls, module: nn.Module, tied: Iterable[Tied] = (), *, stage: int = 0) -> "StageModel":
+        """`tied`: the parameters that other stages hold as well."""
+        first_names: dict[str, str] = {}
+        by_parameter: dict[nn.Parameter, str] = {}
+        shared = {each.name: each for each in tied}
+        for found, parameter in module.named_parameters(remove_duplicate=False):
+            name = _plain(found)
+            key = shared[name].key if name in shared else name
+            first_names[name] = by_parameter.setdefault(parameter, key)
+        tensors: Tensors = {}
+        for found, value in module.state_dict().items():
+            name = _plain(found)
+            tensors.setdefault(first_names.get(name, name), _checked(name, value))
+        return cls(
+            tensors=tensors,
+            table=ModelTable(
+                {name: _shape(value) for name, value in tensors.items()},
+                {name: first for name, first in first_names.items() if name != first},
+            ),
+            elsewhere=frozenset(each.key for each in shared.values() if each.stages[0] != stage),
+            first_names=first_names,
+        )
+
+    @property
+    def saved(self) -> Tensors:
+        return {name: value for name, value in self.tensors.items() if name not in self.elsewhere}
+
+
+def optimizer_state(
+    optimizer: Optimizer, module: nn.Module, model: StageModel
+) -> tuple[OptimizerTensors, OptimizerTable]:
+    """What is to be saved of it; of a distributed one, all replicas call this together."""
+    state = optimizer.state_dict()
+    names = _names_by_index(optimizer, module, model)
+    tensors: OptimizerTensors = {}
+    values: dict[str, dict[str, Any]] = {}
+    for index, of in state["state"].items():
+        name = names[index]
+        if name in model.elsewhere:
+            continue
+        if kept := {k: _checked(name, v) for k, v in of.items() if isinstance(v, Tensor)}:
+            tensors[name] = kept
+        if rest := {k: v for k, v in of.items() if not isinstance(v, Tensor)}:
+            values[name] = as_json(rest, f"the optimizer's state of {name}")
+    groups = tuple(
+        Group(_options(group), tuple(names[index] for index in group["params"]))
+        for group in state["param_groups"]
+    )
+    return tensors, OptimizerTable(tuple(sorted(optimizer.defaults)), groups, values)
+
+
+def check_optimizer(
+    optimizer: Optimizer, module: nn.Module, model: StageModel, saved: OptimizerTable | None
+) -> None:
+    """Refuse the state of another kind of optimizer, or of one for other parameters."""
+    if saved is None:
+        raise _other_optimizer("a checkpoint without an optimizer", "its state")
+    unknown = [name for name in saved.options if name not in optimizer.defaults]
+    if unknown:
+        raise _other_optimizer(
+            f"a checkpoint of an optimizer with the option {unknown[0]}",
+            f"one like {type(optimizer).__name__}, with {', '.join(sorted(optimizer.defaults))}",
+        )
+    options = _by_name(saved)
+    names = _names_by_index(optimizer, module, model)
+    for group in optimizer.state_dict()["param_groups"]:
+        for name in (names[index] for index in group["params"]):
+            if name not in options:
+                raise _other_optimizer(
+                    f"the optimizer of the checkpoint did not have {name}", "the same parameters"
+                )
+            first = names[group["params"][0]]
+            if options[name] != options[first]:
+                raise _other_optimizer(
+                    f"{name} and {first} had different options in the checkpoint",
+                    "groups of parameters as they were",
+                )
+
+
+def load_optimizer(
+    optimizer: Optimizer,
+    module: nn.Module,
+    model: StageModel,
+    saved: OptimizerTable,
+    tensors: OptimizerTensors,
+) -> None:
+    """`tensors` has what the checkpoint has for the parameters of this stage."""
+    names, options = _names_by_index(optimizer, module, model), _by_name(saved)
+    state: dict[int, dict[str, Any]] = {}
+    for index, name in enumerate(names):
+        found = {**tensors.get(name, {}), **saved.values.get(name, {})}
+        if found:
+            # A name may stand for two parameters here, which must not share their state.
+            state[index] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in found.items()}
+    groups = []
+    for group in optimizer.state_dict()["param_groups"]:
+        known = options[names[group["params"][0]]] if group["params"] else {}
+        groups.append(group | {key: _like(value, group.get(key)) for key, value in known.items()})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _names_by_index(optimizer: Optimizer, module: nn.Module, model: StageModel) -> list[str]:
+    """As the optimizer's state_dict counts parameters."""
+    names: Iterable[str] | None = getattr(optimizer, "parameter_names", None)
+    if names is None:
+        known = {parameter: name for name, parameter in module.named_parameters()}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if stranger := [p for p in parameters if p not in known]:
+            raise CheckpointError(
+                f"the optimizer has a parameter {_shape(stranger[0])} that the module has not",
+                expected="an optimizer of the module's parameters",
+                fix="save the module whose parameters() the optimizer was made with",
+            )
+        names = (known[parameter] for parameter in parameters)
+    return [model.first_names[_plain(name)] for name in names]
+
+
+def _by_name(saved: OptimizerTable) -> dict[str, dict[str, Any]]:
+    return {name: group.options for group in saved.groups for name in group.parameters}
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {
+        key: value.item() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key not in _NO_OPTIONS
+    }
+    return as_json(plain, "the optimizer's options")
+
+
+def _like(value: Any, present: Any) -> Any:
+    """What JSON made a list or a number of may have been a tuple, or a tensor on a device."""
+    if isinstance(present, Tensor):
+        return torch.full_like(present, value)
+    return tuple(value) if isinstance(present, tuple) else value
+
+
+def _plain(name: str) -> str:
+    return name.replace(_COMPILED, "")
+
+
+def _shape(value: Tensor) -> Shape:
+    return Shape(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+
+
+def _checked(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta:
+        return value.detach()
+    kind = "a tensor without memory" if getattr(value, "is_meta", False) else type(value).__name__
+    raise CheckpointError(
+        f"{name} is {kind}",
+        expected="plain tensors, each whole in one process",
+        fix="save sharded models with torch.distributed.checkpoint itself; leave extra state out",
+    )
+
+
+def _other_optimizer(wrong: str, expected: str) -> CheckpointError:
+    return CheckpointError(
+        wrong, expected=expected, fix="restore the model alone: restore(path, module)"
+    )
