@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from polyrhythm.describe.cluster import Cluster, Device
-from polyrhythm.describe.model import Layer, ModelProfile
+from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.errors import PeerError, UserError
 from polyrhythm.events import read_run
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
     from polyrhythm.run.make_plan import make_plan
     from polyrhythm.run.pipeline.pipeline import Pipeline
+    from polyrhythm.run.trainer.trainer import Trainer
     from polyrhythm.simulate.predict import predict
 
 __all__ = [
@@ -29,7 +30,6 @@ __all__ = [
     "Device",
     "DistributedOptimizer",
     "GroupSync",
-    "Layer",
     "ModelProfile",
     "Op",
     "ParameterServer",
@@ -38,6 +38,7 @@ __all__ = [
     "Plan",
     "Recipe",
     "Scenario",
+    "Trainer",
     "UserError",
     "Worker",
     "make_plan",
@@ -51,6 +52,7 @@ _LAZY = {  # what needs torch, SciPy or Numba is imported when it is first used
     "GroupSync": "polyrhythm.run.average.group_sync",
     "ParameterServer": "polyrhythm.run.average.parameter_server",
     "Pipeline": "polyrhythm.run.pipeline.pipeline",
+    "Trainer": "polyrhythm.run.trainer.trainer",
     "make_plan": "polyrhythm.run.make_plan",
     "predict": "polyrhythm.simulate.predict",
 }

@@ -14,6 +14,7 @@ import tyro
 from polyrhythm import __version__
 from polyrhythm.cli.bench import Bench
 from polyrhythm.cli.demo import Demo
+from polyrhythm.cli.export import ExportCommand
 from polyrhythm.cli.inspect import Doctor, Show
 from polyrhythm.cli.lab import LabCommand
 from polyrhythm.cli.plan import PlanCommand
@@ -24,6 +25,7 @@ from polyrhythm.cli.report import ReportCommand
 from polyrhythm.cli.reproduce import ReproduceCommand
 from polyrhythm.cli.scheduler import SchedulerCommand
 from polyrhythm.cli.simulate import SimulateCommand
+from polyrhythm.cli.train import TrainCommand
 from polyrhythm.errors import PeerError, UserError, WorkerError
 from polyrhythm.processes import BAD_INPUT
 
@@ -35,9 +37,11 @@ Command = (
     | Annotated[Profile, tyro.conf.subcommand("profile")]
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[SimulateCommand, tyro.conf.subcommand("simulate")]
+    | Annotated[TrainCommand, tyro.conf.subcommand("train")]
     | Annotated[LabCommand, tyro.conf.subcommand("lab")]
     | Annotated[ReportCommand, tyro.conf.subcommand("report")]
     | Annotated[ReplayCommand, tyro.conf.subcommand("replay")]
+    | Annotated[ExportCommand, tyro.conf.subcommand("export")]
     | Annotated[SchedulerCommand, tyro.conf.subcommand("scheduler")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[ReproduceCommand, tyro.conf.subcommand("reproduce")]

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,6 +63,11 @@ class Place:
             )
         return place
 
+    @classmethod
+    def here(cls) -> "Place | None":
+        """Of this process: in a LocalJob, under torchrun, or None where it is on its own."""
+        return _given[-1] if _given else cls.from_environment(os.environ)
+
     @contextmanager
     def joined(
         self, deadline: Seconds, choose_rank: Callable[[Store], int] | None = None
@@ -113,6 +118,9 @@ class Place:
         )
 
 
+_given: list[Place] = []  # to this process, by the LocalJob that it belongs to
+
+
 class LocalJob:
     """`work(place)` in `num_workers` processes of this machine, while a `with` block lasts."""
 
@@ -123,8 +131,13 @@ class LocalJob:
         *,
         output_folder: Path,
         name: Callable[[int], str] = "worker of rank {}".format,
+        shown: Collection[int] = (),
     ) -> None:
-        """`name` gives the name of the worker with a rank, for messages."""
+        """`name` gives the name of the worker with a rank, for messages.
+
+        What those of the ranks `shown` write is not kept in a file, but goes where ours goes.
+        """
+        self._shown = shown
         self._work, self._num_workers, self._folder = work, num_workers, output_folder
         self._name = name
         self._workers: list[Child] = []
@@ -146,7 +159,7 @@ class LocalJob:
 
     def _start(self, rank: int, listening: socket.socket) -> None:
         place = Place(rank=rank, world_size=self._num_workers, local_rank=rank, listening=listening)
-        output = self._folder / f"rank{rank}.log"
+        output = None if rank in self._shown else self._folder / f"rank{rank}.log"
         self._workers.append(Child(partial(_run, self._work, place), output=output))
 
     def wait(self, timeout: Seconds) -> bool:
@@ -207,4 +220,5 @@ def _run(work: Callable[[Place], None], place: Place) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         torch.set_num_threads(max(1, usable // place.world_size))
+    _given.append(place)
     work(place)

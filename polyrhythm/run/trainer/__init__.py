@@ -1,0 +1,1 @@
+"""One object that trains a model: plan, pipeline, averages, data and checkpoints together."""

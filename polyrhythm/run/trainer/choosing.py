@@ -1,0 +1,62 @@
+"""What a job does with what it was given: its plan, its batches, and each pipeline's share."""
+
+import os
+from pathlib import Path
+
+from torch import nn
+
+from polyrhythm.errors import PlanError
+from polyrhythm.plan.plan import AUTO, VARIABLE, Plan, even_plan
+from polyrhythm.run.trainer.settings import Settings
+from polyrhythm.run.trainer.shares import Batches
+
+_PER_STAGE = 4  # micro-batches, where nobody says how many: the pipeline's bubble is then a fifth
+
+
+def plan_of(settings: Settings, model: nn.Module, num_processes: int) -> Plan:
+    """The plan that was given, for this model; without one, every process is a replica."""
+    given = os.environ.get(VARIABLE, AUTO) if settings.plan == AUTO else settings.plan
+    num_layers = settings.cut.num_layers(model)
+    if given == AUTO:
+        return even_plan(num_layers=num_layers, num_stages=1, num_pipelines=num_processes)
+    plan = given if isinstance(given, Plan) else Plan.load(Path(given))
+    planned = sum(plan.layers_per_stage)
+    if plan.num_stages > 1 and planned != num_layers:
+        raise PlanError(
+            f"a plan for {planned} layers, and a model with {num_layers}",
+            expected="a plan that was made for this model",
+            fix="make one: polyrhythm profile, then polyrhythm plan; or use plan='auto'",
+        )
+    return plan
+
+
+def batches_of(settings: Settings, plan: Plan) -> Batches:
+    """The global batch and its micro-batches: as they are given, or else as they are planned."""
+    size = settings.batch_size or plan.batch
+    if size is None:
+        raise PlanError(
+            "no batch_size",
+            expected="how many samples a step has, of all pipelines together",
+            fix="give Trainer(..., batch_size=64), or a plan that says it",
+        )
+    if plan.batch is not None and plan.batch != size:
+        raise PlanError(
+            f"batch_size={size} with a plan for batches of {plan.batch}",
+            expected="the batch that was planned for",
+            fix=f"leave batch_size out, or plan again: polyrhythm plan --batch {size}",
+        )
+    each = settings.microbatch_size or plan.microbatch_size
+    if each is None:
+        share = max(1, size // plan.num_pipelines)
+        number = 1 if plan.num_stages == 1 else _PER_STAGE * plan.num_stages
+        each = max(1, share // number)
+    return Batches(size=size, microbatch_size=each)
+
+
+def shares_of(plan: Plan, batches: Batches) -> tuple[int, ...]:
+    """Micro-batches of each pipeline in a step, where all make each step together."""
+    planned = [pipeline.num_microbatches for pipeline in plan.pipelines]
+    shares = tuple(number for number in planned if number is not None)
+    if len(shares) == plan.num_pipelines and sum(shares) == batches.num_microbatches:
+        return shares
+    return batches.equal_shares(plan.num_pipelines)

@@ -1,0 +1,161 @@
+"""Who computes which samples: dealers that a loop asks at the start of each of its steps.
+
+In lockstep each pipeline knows its share of a step. Otherwise pipelines take samples as they are
+done with the last ones, so that fast ones get more, and each is used once.
+
+Only the first stage of a pipeline asks; the others hear of it with the batch.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from polyrhythm.plan.plan import AUTO
+from polyrhythm.run.average.group_sync import GroupSync
+from polyrhythm.run.trainer.shares import Batches, Remaining, dealt
+from polyrhythm.run.trainer.together import DECOUPLED, LOCKSTEP
+from polyrhythm.sync.dispenser import Ranges, Supply
+
+
+class Dealt(NamedTuple):
+    """The samples of a pipeline in one of its steps."""
+
+    step: int  # the global one that they belong to
+    ranges: Ranges  # of positions
+    weight: float  # what the mean loss over them counts in the gradient
+
+    @property
+    def num_samples(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
+
+class Steps:
+    """Global steps one after the other, of samples that were not used before."""
+
+    def __init__(self, batches: Batches, supply: Supply, end: int) -> None:
+        """Until `end` steps are made, those before included."""
+        self.batches = batches
+        self._start, self._remaining, self._at_first = supply.num_used, Remaining(supply), supply
+        self._num_made, self._first = 0, supply.num_used // batches.size
+        self._num_steps = end - self._first
+
+    @property
+    def is_over(self) -> bool:
+        return self._num_made >= self._num_steps
+
+    def next(self, microbatches: range) -> Dealt | None:
+        if self.is_over:
+            return None
+        start, end = self.batches.range_of(self._num_made, microbatches)
+        ranges = self._remaining.ranges(self._start + start, self._start + end)
+        self._num_made += 1
+        return Dealt(self._first + self._num_made - 1, ranges, 1.0)
+
+    def supply(self) -> Supply:
+        """When all of the steps that were begun are made."""
+        used = self._start + self._num_made * self.batches.size
+        left = self._remaining.ranges(used, used + self._at_first.next)
+        pool = tuple((low, min(high, self._at_first.next)) for low, high in left)
+        pool = tuple((low, high) for low, high in pool if low < high)
+        return Supply(next=used + sum(high - low for low, high in pool), pool=pool)
+
+
+class Dealer(Protocol):
+    def next(self) -> Dealt | None:
+        """The next samples of this pipeline; None when training is over."""
+
+    def used(self) -> None:
+        """Those of the last ones have been learnt from."""
+
+    def supply(self) -> Supply:
+        """Which samples were used by now, for a checkpoint."""
+
+
+class FixedShares:
+    """Each pipeline has the same micro-batches of each step.
+
+    Where gradients are averaged, a mean over pipelines: those with more samples count for more.
+    """
+
+    def __init__(
+        self, steps: Steps, shares: Sequence[int], pipeline: int, *, averages_gradients: bool
+    ) -> None:
+        self._steps, self._microbatches = steps, dealt(shares)[pipeline]
+        self._num_pipelines = len(shares)
+        self._averages_gradients = averages_gradients
+
+    def next(self) -> Dealt | None:
+        found = self._steps.next(self._microbatches)
+        if found is None or not self._averages_gradients:
+            return found
+        weight = found.num_samples * self._num_pipelines / self._steps.batches.size
+        return found._replace(weight=weight)
+
+    def used(self) -> None:
+        """All know it."""
+
+    def supply(self) -> Supply:
+        return self._steps.supply()
+
+
+class BalancedShares:
+    """Shares follow the speed of pipelines; gradients count by micro-batches (`balanced`)."""
+
+    def __init__(self, steps: Steps, sync: GroupSync) -> None:
+        self._steps, self._sync = steps, sync
+
+    def next(self) -> Dealt | None:
+        if self._steps.is_over:
+            return None
+        microbatches = self._sync.share(self._steps.batches.num_microbatches)
+        found = self._steps.next(microbatches)
+        return None if found is None else found._replace(weight=float(len(microbatches)))
+
+    def used(self) -> None:
+        """All know it."""
+
+    def supply(self) -> Supply:
+        return self._steps.supply()
+
+
+class Dispensed:
+    """Samples are dealt by the scheduler, on demand; asked for a chunk ahead of time."""
+
+    def __init__(self, batches: Batches, sync: GroupSync, count: int) -> None:
+        """`count`: samples of this pipeline in each of its steps."""
+        self._batches, self._sync, self._count = batches, sync, count
+        self._number = -1  # of the last chunk
+        self._asked = sync.take(0, count)
+
+    def next(self) -> Dealt | None:
+        ranges = self._asked.wait()
+        if not ranges:
+            return None
+        self._number += 1
+        self._asked = self._sync.take(self._number + 1, self._count)
+        step = max(end - 1 for _, end in ranges) // self._batches.size
+        return Dealt(step, ranges, 1.0)
+
+    def used(self) -> None:
+        self._sync.used(self._number)
+
+    def supply(self) -> Supply:
+        return self._sync.supply()
+
+
+def dealer_of(
+    sync: str,
+    batches: Batches,
+    shares: Sequence[int],
+    pipeline: int,
+    supply: Supply,
+    end: int,
+    line: GroupSync | None,
+) -> Dealer:
+    """For a way to keep together; `line` is the first stage's, which asks."""
+    if line is not None and sync not in LOCKSTEP:
+        return Dispensed(batches, line, shares[pipeline] * batches.microbatch_size)
+    steps = Steps(batches, supply, end)
+    if line is not None and sync == "balanced":
+        return BalancedShares(steps, line)
+    averages_gradients = sync in (AUTO, DECOUPLED, "all_reduce")
+    return FixedShares(steps, shares, pipeline, averages_gradients=averages_gradients)

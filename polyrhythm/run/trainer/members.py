@@ -1,0 +1,77 @@
+"""This process as a member of the job: joined, seated, and with its stage of the model."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from polyrhythm.plan.plan import Plan
+from polyrhythm.run.launch import Place
+from polyrhythm.run.trainer.placing import own_device, seats, told_names
+from polyrhythm.types import Seconds, Worker
+
+_ALONE = Place(rank=0, world_size=1, local_rank=0)
+
+
+@dataclass(slots=True)
+class Membership:
+    """Made by `join`, ended by `leave`."""
+
+    place: Place
+    plan: Plan
+    worker: Worker
+    _stack: ExitStack
+
+    def pipeline_group(self, deadline: Seconds) -> dist.ProcessGroup | None:
+        """Of the stages of this pipeline, in order; None in a job of one process."""
+        if not dist.is_initialized():
+            return None
+        plan, pipeline = self.plan, self.worker.pipeline
+        ranks = [plan.rank(Worker(stage, pipeline)) for stage in range(plan.num_stages)]
+        group = dist.new_group(
+            ranks, timeout=timedelta(seconds=deadline), use_local_synchronization=True
+        )
+        assert isinstance(group, dist.ProcessGroup), "this process is in it"
+        return group
+
+    def device(self, wanted: torch.device | str | None) -> torch.device:
+        """Where to compute: a GPU of this machine's if it has any, unless it is said."""
+        if wanted is not None:
+            return torch.device(wanted)
+        if torch.cuda.is_available():
+            return torch.device("cuda", self.place.local_rank % torch.cuda.device_count())
+        return torch.device("cpu")
+
+    def leave(self) -> None:
+        """All leave together."""
+        self._stack.close()
+
+    def abandon(self) -> None:
+        """After a failure: the others hear of it from who has lost us, and nobody waits."""
+        self._stack.pop_all()
+
+
+def world_size() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return (Place.here() or _ALONE).world_size
+
+
+def join(plan: Plan, deadline: Seconds) -> Membership:
+    """Take the seat in the plan that goes with this process's device, or its rank."""
+    place, stack = Place.here() or _ALONE, ExitStack()
+    if dist.is_initialized():  # by the script itself, which also ends it
+        seats(plan, [""] * dist.get_world_size())
+        return Membership(place, plan, plan.worker(dist.get_rank()), stack)
+    if place.world_size == 1:
+        seats(plan, [""])
+        return Membership(place, plan, plan.worker(0), stack)
+
+    def choose(store: Store) -> int:
+        return seats(plan, told_names(store, place, own_device(place)))[place.rank]
+
+    stack.enter_context(place.joined(deadline, choose))
+    return Membership(place, plan, plan.worker(dist.get_rank()), stack)

@@ -1,0 +1,153 @@
+"""How replicas keep together in a training loop: not at all, in groups, or by decoupled halves.
+
+One object per way, all called alike: `update` after each batch, `consolidate` before weights are
+read by somebody else, `close` at the end.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from polyrhythm.plan.plan import AUTO
+from polyrhythm.run.average.group_sync import GroupSync
+from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
+from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.sync.dispenser import Supply
+from polyrhythm.types import Seconds, Worker
+
+DECOUPLED = "decoupled"  # DeAR's all-reduce, as a way to keep together
+LOCKSTEP = frozenset({"all_reduce", "balanced", "static", DECOUPLED})  # equally many steps for all
+
+
+class Alone:
+    """One pipeline has nobody to keep together with."""
+
+    sync: GroupSync | None = None
+
+    def __init__(self, pipeline: Pipeline, optimizer: Optimizer, clip: float | None) -> None:
+        self.optimizer = optimizer  # what learning rates are set in
+        self._pipeline, self._clip = pipeline, clip
+
+    def update(self, used: Callable[[], None]) -> None:
+        """Use the gradients of a batch, say that it is `used`, and keep together.
+
+        In that order: who waits for the last samples may be who this worker averages with.
+        """
+        self.clip()
+        self.optimizer.step()
+        used()
+        self.optimizer.zero_grad()
+
+    def clip(self) -> None:
+        if self._clip is not None:
+            self._pipeline.clip_grad_norm_(self._clip)
+
+    def settle(self) -> None:
+        """The weights of this worker are complete, for somebody to read."""
+
+    def consolidate(self) -> None:
+        """All replicas get the same weights, complete on each."""
+
+    def close(self) -> None:
+        """Leave in good order."""
+
+    def break_off(self) -> None:
+        """Leave without waiting for anybody, after a failure."""
+
+
+class InGroups(Alone):
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        optimizer: Optimizer,
+        clip: float | None,
+        *,
+        policy: str,
+        options: Mapping[str, object],
+        worker: Worker,
+        num_pipelines: int,
+        seed: int,
+        timeout: Seconds,
+        supply: Supply | None,
+    ) -> None:
+        super().__init__(pipeline, optimizer, clip)
+        self.sync: GroupSync = GroupSync(
+            pipeline,
+            optimizer,
+            policy,
+            options=options,
+            worker=worker,
+            num_pipelines=num_pipelines,
+            seed=seed,
+            timeout=timeout,
+            dispense=supply,
+        )
+
+    def update(self, used: Callable[[], None]) -> None:
+        if self._clip is not None:
+            self.sync.average_gradients()  # if those are what is averaged
+        super().update(used)
+        self.sync.step()
+
+    def settle(self) -> None:
+        self.sync.refresh()
+
+    def consolidate(self) -> None:
+        self.sync.consolidate()
+
+    def close(self) -> None:
+        self.sync.close()
+
+    def break_off(self) -> None:
+        self.sync.__exit__(RuntimeError, RuntimeError(), None)
+
+
+class Decoupled(Alone):
+    def __init__(
+        self, pipeline: Pipeline, optimizer: Optimizer, clip: float | None, *, timeout: Seconds
+    ) -> None:
+        super().__init__(pipeline, optimizer, clip)
+        self._distributed = DistributedOptimizer(optimizer, pipeline, timeout=timeout)
+        self.optimizer = self._distributed
+
+    def clip(self) -> None:
+        if self._clip is not None:
+            self._distributed.clip_grad_norm_(self._clip)
+
+    def settle(self) -> None:
+        self._distributed.synchronize()
+
+    def consolidate(self) -> None:
+        self.settle()
+
+    def close(self) -> None:
+        self._distributed.close()
+
+
+def keep_together(
+    pipeline: Pipeline,
+    optimizer: Optimizer,
+    clip: float | None,
+    *,
+    sync: str,
+    num_pipelines: int,
+    timeout: Seconds,
+    supply: Supply,
+    **of_groups: Any,
+) -> Alone:
+    """The way that a job was told."""
+    if num_pipelines == 1:
+        return Alone(pipeline, optimizer, clip)
+    if sync in (AUTO, DECOUPLED):
+        return Decoupled(pipeline, optimizer, clip, timeout=timeout)
+    return InGroups(
+        pipeline,
+        optimizer,
+        clip,
+        policy=sync,
+        num_pipelines=num_pipelines,
+        timeout=timeout,
+        supply=None if sync in LOCKSTEP else supply,
+        **of_groups,
+    )

@@ -1,0 +1,364 @@
+"""All of it in one object: a plan, a pipeline that tunes itself, replicas that keep together.
+
+    trainer = pr.Trainer(model, loss_fn, optimizer_fn, dataset, batch_size=64)
+    trainer.fit(steps=1000)
+
+The same script runs in one process, under `polyrhythm train --local N`, and under torchrun on many
+machines. A step is one global batch, whoever computes it.
+"""
+
+import atexit
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from polyrhythm.errors import LaunchError
+from polyrhythm.events import EventLog, worker_log
+from polyrhythm.plan.plan import AUTO, Plan
+from polyrhythm.run.checkpoint.export import hugging_face_facts
+from polyrhythm.run.compute import Compute
+from polyrhythm.run.data.loading import Samples
+from polyrhythm.run.data.order import Order
+from polyrhythm.run.data.reading import order_of
+from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.run.trainer.choosing import batches_of, plan_of, shares_of
+from polyrhythm.run.trainer.cutting import Cut, build
+from polyrhythm.run.trainer.dealing import dealer_of
+from polyrhythm.run.trainer.evaluating import evaluate
+from polyrhythm.run.trainer.keeping import Keeping
+from polyrhythm.run.trainer.loop import Loop, Loss, StepEnd
+from polyrhythm.run.trainer.members import join, world_size
+from polyrhythm.run.trainer.settings import Settings
+from polyrhythm.run.trainer.together import Alone, Decoupled, keep_together
+from polyrhythm.sync.dispenser import Supply
+from polyrhythm.types import Bytes, Seconds, Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """What `fit` has done, as this worker saw it."""
+
+    steps: tuple[StepEnd, ...]  # of this worker; losses on the last stages
+    seconds: Seconds
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Of this pipeline's samples, step by step."""
+        return tuple(end.loss for end in self.steps if end.loss is not None)
+
+
+class Trainer:
+    """One worker's; made by all processes of the job alike."""
+
+    num_fits: ClassVar[int] = 0  # of this process
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        loss_fn: Callable[..., Tensor],
+        optimizer_fn: Callable[[Iterable[nn.Parameter]], Optimizer],
+        dataset: Dataset[Any],
+        *,
+        batch_size: int | None = None,
+        microbatch_size: int | None = None,
+        plan: Plan | Path | str = AUTO,
+        schedule: str = AUTO,
+        memory_limit: str | Bytes | None = None,
+        sync: str = AUTO,
+        sync_options: Mapping[str, object] | None = None,
+        layers: str | None = None,
+        prologue: Sequence[str] = (),
+        every: Sequence[str] = (),
+        epilogue: Sequence[str] = (),
+        lr_scheduler_fn: Callable[[Optimizer], LRScheduler] | None = None,
+        clip_grad_norm: float | None = None,
+        autocast: torch.dtype | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        run: Path | str | None = None,
+        checkpoint_every: int | None = None,
+        keep: int = 3,
+        callbacks: Sequence[Callable[[StepEnd], None]] = (),
+        compute: Compute | None = None,
+        deadline: Seconds = 60.0,
+    ) -> None:
+        """`model` is the whole one, or a function that makes it, alike in every process.
+
+        `loss_fn(output, target)` is the mean loss of a micro-batch, and `dataset[i]` a pair of what
+        the model takes (a tensor, several, or several by name) and the target. `optimizer_fn`
+        makes the optimizer of some of the parameters, `lr_scheduler_fn` its schedule, in steps. A
+        step is `batch_size` samples, of all pipelines together.
+
+        `plan` says who does what: a Plan, its file, or auto. `layers`, `prologue`, `every` and
+        `epilogue` name parts of a model that is no Sequential, as in `Pipeline.from_layers`;
+        `schedule` and `memory_limit` are as there. `sync` is how replicas keep together:
+        `decoupled`, or a policy of `GroupSync` with its `sync_options`.
+
+        `run` is a folder for logs and checkpoints, of which there is one each `checkpoint_every`
+        steps, and one at the end; the newest `keep` stay. All processes must see the same folder.
+        `callbacks` are called after every step of this worker. `deadline` bounds every wait for
+        another process.
+        """
+        self._settings = Settings(
+            loss_fn=loss_fn,
+            optimizer_fn=optimizer_fn,
+            lr_scheduler_fn=lr_scheduler_fn,
+            batch_size=batch_size,
+            microbatch_size=microbatch_size,
+            plan=plan,
+            schedule=schedule,
+            memory_limit=memory_limit,
+            sync=sync,
+            sync_options=sync_options or {},
+            cut=Cut(layers=layers, prologue=prologue, every=every, epilogue=epilogue),
+            clip_grad_norm=clip_grad_norm,
+            autocast=autocast,
+            collate_fn=collate_fn,
+            shuffle=shuffle,
+            seed=seed,
+            device=device,
+            callbacks=callbacks,
+            checkpoint_every=checkpoint_every,
+            deadline=deadline,
+        )
+        settings = self._settings
+        whole = build(model, seed)
+        self.plan = plan_of(settings, whole, world_size())
+        self._batches = batches_of(settings, self.plan)
+        self._shares = shares_of(self.plan, self._batches)
+        self._membership = join(self.plan, deadline)
+        worker, device = self.worker, self._membership.device(settings.device)
+        group = self._membership.pipeline_group(deadline)
+        self._log = None if run is None else EventLog(worker_log(Path(run), worker), worker)
+        part = settings.cut.part(whole, worker.stage, self.plan.layers_per_stage)
+        part.module.to(device)
+        self._loss = Loss(loss_fn)
+        self.pipeline = Pipeline(
+            part,
+            loss_fn=self._loss,
+            microbatch_sizes=[self._batches.microbatch_size],
+            schedule=settings.schedule_of(self.plan.pipelines[worker.pipeline]),
+            memory_limit=memory_limit,
+            group=group,
+            deadline=deadline,
+            device=device,
+            log=self._log,
+            compute=compute,
+            pipeline=worker.pipeline,
+        )
+        self._samples = self._samples_of(dataset, order_of(dataset, seed=seed, shuffle=shuffle))
+        self._keeping: Keeping | None = None
+        if run is not None:
+            self._keeping = Keeping.of(
+                Path(run), part, worker, group, self.plan, keep=keep, log=self._log
+            )
+            self._keeping.facts |= hugging_face_facts(whole)
+        self._optimizer = self._new_optimizer()
+        self._rates: dict[str, Any] | None = None  # the state of the learning rates' schedule
+        self.step = 0  # global ones that are made
+        self._supply = Supply()  # of samples, at that step
+        self._is_open = True
+        atexit.register(self._at_exit)
+
+    @property
+    def worker(self) -> Worker:
+        return self._membership.worker
+
+    @property
+    def model(self) -> nn.Module:
+        """This worker's stage, whose parameters are called as in the whole model."""
+        return self.pipeline.module
+
+    def fit(self, *, steps: int) -> Fitted:
+        """Train until `steps` global ones are made, counted from the beginning of training."""
+        Trainer.num_fits += 1
+        began = time.perf_counter()
+        ends: list[StepEnd] = []
+        if steps > self.step:
+            together = self._keep_together(steps)
+            try:
+                ends = self._fit(together, steps)
+                self._end_together(together)
+            except BaseException:
+                together.break_off()
+                raise
+        return Fitted(steps=tuple(ends), seconds=time.perf_counter() - began)
+
+    def evaluate(self, dataset: Dataset[Any]) -> float:
+        """The mean loss on a dataset, of which each pipeline has a share; called by all workers."""
+        order = order_of(dataset, shuffle=False)
+        if order is None:
+            raise LaunchError(
+                f"an evaluation on a {type(dataset).__name__} without a length",
+                expected="a dataset that ends",
+                fix="give it __len__ and __getitem__",
+            )
+        place, number = self.worker.pipeline, self.plan.num_pipelines
+        ends = [order.num_samples * pipeline // number for pipeline in (place, place + 1)]
+        self._loss.weight = 1.0
+        with self._settings.precision(self.pipeline.device):
+            load = self._samples_of(dataset, order).load
+            return evaluate(self.pipeline, load, range(*ends), max(1, self._batches.size // number))
+
+    def save(self) -> None:
+        """A checkpoint of what was trained until now; it is on disk when this returns."""
+        keeping = self._checked_keeping()
+        alone = Alone(self.pipeline, self._optimizer, None)
+        keeping.save(self.step, alone, self._extra(self._supply), patient=True)
+        keeping.wait()
+
+    def restore(self, path: Path | str | None = None) -> int:
+        """Go on from a checkpoint, by default the newest of the run; how many steps were made.
+
+        It may come from a job of another plan. Without any, training begins at 0.
+        """
+        given = None if path is None else Path(path)
+        found = self._checked_keeping().restore(given, self._optimizer)
+        if found is not None:
+            self.step, self._rates = found.step, found.extra["rates"]
+            self._supply = msgspec.convert(found.extra["supply"], Supply)
+        return self.step
+
+    def close(self) -> None:
+        """Leave the job, together with all others; what is being saved is on disk then."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self.pipeline.close()
+        if self._keeping is not None:
+            self._keeping.close()
+        if self._log is not None:
+            self._log.close()
+        self._membership.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._is_open = False
+            self.pipeline.__exit__(kind, error, trace)
+            self._membership.abandon()
+
+    def _at_exit(self) -> None:
+        """A script that ends well need not close it."""
+        has_failed = sys.exc_info()[0] is not None or hasattr(sys, "last_type")
+        if not has_failed:
+            self.close()
+        elif self._is_open:
+            self._membership.abandon()
+
+    def _fit(self, together: Alone, steps: int) -> list[StepEnd]:
+        settings, rates = self._settings, self._new_rates(together.optimizer)
+        dealer = dealer_of(
+            settings.sync,
+            self._batches,
+            self._shares,
+            self.worker.pipeline,
+            self._supply,
+            steps,
+            together.sync if self.pipeline.is_first else None,
+        )
+
+        def keep(step: int) -> None:
+            before, self.step = self.step, max(self.step, step)
+            self._rates = None if rates is None else rates.state_dict()
+            every = settings.checkpoint_every
+            is_due = every and step // every > before // every and step < steps
+            if self._keeping is not None and is_due:
+                self._keeping.save(step, together, self._extra(dealer.supply()))
+
+        ends = Loop(
+            pipeline=self.pipeline,
+            together=together,
+            dealer=dealer,
+            load=self._samples.load,
+            loss=self._loss,
+            lr_scheduler=rates,
+            precision=settings.precision,
+            log=self._log,
+            callbacks=tuple(settings.callbacks),
+            keep=keep,
+        ).run()
+        together.consolidate()
+        self.step, self._supply = steps, Supply(next=steps * self._batches.size)
+        if self._keeping is not None and settings.checkpoint_every:
+            self._keeping.save(steps, together, self._extra(self._supply), patient=True)
+        return ends
+
+    def _keep_together(self, steps: int) -> Alone:
+        settings = self._settings
+        return keep_together(
+            self.pipeline,
+            self._optimizer,
+            settings.clip_grad_norm,
+            sync=settings.sync,
+            options=settings.sync_options,
+            worker=self.worker,
+            num_pipelines=self.plan.num_pipelines,
+            seed=settings.seed,
+            timeout=settings.deadline,
+            supply=replace(self._supply, limit=steps * self._batches.size),
+        )
+
+    def _end_together(self, together: Alone) -> None:
+        state = together.optimizer.state_dict() if isinstance(together, Decoupled) else None
+        together.close()
+        if state is not None:  # each worker had a part of it
+            self._optimizer = self._new_optimizer()
+            self._optimizer.load_state_dict(state)
+
+    def _samples_of(self, dataset: Dataset[Any], order: Order | None) -> Samples:
+        return Samples(
+            dataset,
+            order,
+            self._settings.collate_fn,
+            needs_inputs=self.pipeline.is_first,
+            needs_target=self.pipeline.is_last,
+        )
+
+    def _new_optimizer(self) -> Optimizer:
+        return self._settings.optimizer_fn(self.pipeline.module.parameters())
+
+    def _new_rates(self, optimizer: Optimizer) -> LRScheduler | None:
+        """The schedule of learning rates, where it was."""
+        if self._settings.lr_scheduler_fn is None:
+            return None
+        rates = self._settings.lr_scheduler_fn(optimizer)
+        if self._rates is not None:
+            rates.load_state_dict(self._rates)
+            for group, rate in zip(optimizer.param_groups, rates.get_last_lr(), strict=True):
+                group["lr"] = rate
+        return rates
+
+    def _extra(self, supply: Supply) -> dict[str, Any]:
+        return {"supply": msgspec.to_builtins(supply), "rates": self._rates}
+
+    def _checked_keeping(self) -> Keeping:
+        if self._keeping is None:
+            raise LaunchError(
+                "a checkpoint of a job without a run folder",
+                expected="a folder that it is kept in",
+                fix='give one: Trainer(..., run="runs/mine")',
+            )
+        return self._keeping

@@ -1,0 +1,110 @@
+"""The Trainer: the same training in one process and in many, under every way to keep together."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from polyrhythm.errors import LaunchError, PlanError
+from polyrhythm.plan.plan import PipelinePlan, Plan
+from polyrhythm.run.trainer.trainer import Trainer
+from tests.gloo.trainers import BATCH, LAYERS, fit, plan_of, samples, trainer
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_pipelines", "sync"),
+    [
+        (3, 1, "auto"),
+        (1, 4, "decoupled"),
+        (2, 2, "decoupled"),
+        (1, 3, "all_reduce"),
+        (2, 2, "all_reduce"),
+        (2, 2, "balanced"),
+        (3, 2, "balanced"),
+    ],
+)
+def test_synchronous_ways_give_the_losses_and_weights_of_one_process(
+    tmp_path: Path, num_stages: int, num_pipelines: int, sync: str
+) -> None:
+    alone, weights = fit(tmp_path, 1, 1)
+    losses, found = fit(tmp_path, num_stages, num_pipelines, sync=sync)
+    assert losses == pytest.approx(alone, abs=1e-5)
+    assert alone[-1] < alone[0]
+    for name, expected in weights.items():
+        torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("sync", ["all_reduce", "decoupled"])
+def test_pipelines_with_unequal_shares_give_the_gradient_of_the_whole_batch(
+    tmp_path: Path, sync: str
+) -> None:
+    alone, weights = fit(tmp_path, 1, 1)
+    pipelines = tuple(PipelinePlan(num_microbatches=n, schedule="1f1b") for n in (9, 3))
+    plan = Plan(layers_per_stage=LAYERS[2], pipelines=pipelines, microbatch_size=2)
+    losses, found = fit(tmp_path, 2, 2, plan=plan, sync=sync)
+    assert losses == pytest.approx(alone, abs=1e-5)
+    for name, expected in weights.items():
+        torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "kfkb:2", "bounded:4,2", "auto"])
+def test_every_schedule_gives_the_same_losses(tmp_path: Path, schedule: str) -> None:
+    alone, _ = fit(tmp_path, 1, 1)
+    losses, _ = fit(tmp_path, 2, 1, plan=plan_of(2, 1, schedule))
+    assert losses == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_job_goes_on_where_it_was(tmp_path: Path) -> None:
+    whole, weights = fit(tmp_path, 1, 1)
+    with trainer(plan_of(1, 1)) as made:
+        first = made.fit(steps=4).losses
+        second = made.fit(steps=len(whole)).losses
+        assert made.fit(steps=len(whole)).losses == ()
+        assert (*first, *second) == pytest.approx(whole, abs=1e-6)
+        for name, value in made.model.state_dict().items():
+            torch.testing.assert_close(value, weights[name])
+
+
+def test_a_last_micro_batch_that_is_smaller_counts_by_its_samples(tmp_path: Path) -> None:
+    alone, _ = fit(tmp_path, 1, 1, microbatch_size=BATCH)
+    losses, _ = fit(tmp_path, 2, 1, microbatch_size=5)
+    assert losses == pytest.approx(alone, abs=1e-5)
+
+
+def test_with_autocast_it_learns_in_lower_precision(tmp_path: Path) -> None:
+    alone, _ = fit(tmp_path, 1, 1)
+    losses, _ = fit(tmp_path, 2, 1, autocast=torch.bfloat16)
+    assert losses == pytest.approx(alone, rel=0.02)
+    assert losses != pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong", "fix"),
+    [
+        ({"plan": plan_of(2, 2)}, "1 processes for 2 stages x 2 pipelines", "start 4 processes"),
+        ({"batch_size": None}, "no batch_size", "batch_size=64"),
+        ({"batch_size": 0}, "batch_size=0", "batch_size"),
+        ({"microbatch_size": 25}, "a batch of 24 samples in micro-batches of 25", "larger"),
+        ({"sync": "adaptve"}, "sync='adaptve'", "auto"),
+        ({"autocast": torch.float16}, "autocast=torch.float16", "bfloat16"),
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm=0.0", "clip_grad_norm"),
+        ({"deadline": -1.0}, "deadline=-1.0", "deadline"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: dict[str, object], wrong: str, fix: str) -> None:
+    with pytest.raises((LaunchError, PlanError)) as error:
+        trainer(given.pop("plan", plan_of(1, 1)), **given)
+    assert wrong in error.value.wrong
+    assert fix in error.value.fix
+
+
+def test_a_model_that_cannot_be_cut_is_refused_with_how_to_name_its_layers() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 4)
+
+    with pytest.raises(PlanError, match="a plan for 5 layers, and a model with 1"):
+        Trainer(Odd, mse_loss, torch.optim.SGD, samples(), batch_size=8, plan=plan_of(2, 1))

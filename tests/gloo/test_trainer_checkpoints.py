@@ -1,0 +1,106 @@
+"""A job that is stopped goes on from its checkpoint, on any plan, as if nothing had happened."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from polyrhythm.errors import LaunchError
+from polyrhythm.run.launch import Place
+from tests.gloo.trainers import NUM_STEPS, fit, plan_of, run_job, samples, trainer
+
+STOPPED = 6
+
+
+def resume(folder: Path, shape: tuple[int, int], steps: int, **more: Any) -> list[Any]:
+    """By rank: where it went on, the losses and numbers of samples from there, and the weights."""
+    plan = plan_of(*shape)
+
+    def work(place: Place | None) -> Any:
+        with trainer(plan, run=folder / "run", checkpoint_every=3, **more) as made:
+            began = made.restore()
+            ends = made.fit(steps=steps).steps
+            found = [(end.step, end.loss, end.num_samples) for end in ends]
+            return began, found, made.model.state_dict()
+
+    return run_job(plan.num_workers, work, folder)
+
+
+def losses_of(found: list[Any], first: int, steps: int) -> list[float]:
+    """Of each global batch from `first` on."""
+    ends = [end for _, ends, _ in found for end in ends if end[1] is not None]
+    of_step = [[end for end in ends if end[0] == step] for step in range(first, steps)]
+    return [sum(e[1] * e[2] for e in ends) / sum(e[2] for e in ends) for ends in of_step]
+
+
+@pytest.mark.parametrize("sync", ["decoupled", "all_reduce"])
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 2), (1, 1)), ((1, 1), (3, 2)), ((2, 1), (1, 3)), ((2, 2), (2, 2))]
+)
+def test_another_plan_continues_the_same_losses(
+    tmp_path: Path, before: tuple[int, int], after: tuple[int, int], sync: str
+) -> None:
+    whole, weights = fit(tmp_path, 1, 1)
+    first = resume(tmp_path, before, STOPPED, sync=sync)
+    assert {began for began, _, _ in first} == {0}
+    second = resume(tmp_path, after, NUM_STEPS, sync=sync)
+    assert {began for began, _, _ in second} == {STOPPED}
+    assert losses_of(second, STOPPED, NUM_STEPS) == pytest.approx(whole[STOPPED:], abs=1e-5)
+    found = {k: v for _, _, state in second[: after[0]] for k, v in state.items()}
+    for name, expected in weights.items():
+        torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=0)
+
+
+def test_a_checkpoint_is_made_when_it_is_asked_for(tmp_path: Path) -> None:
+    with trainer(plan_of(1, 1), run=tmp_path / "run") as made:
+        made.fit(steps=2)
+        made.save()
+        expected = {name: value.clone() for name, value in made.model.state_dict().items()}
+        made.fit(steps=3)
+        assert made.restore() == 2
+        for name, value in made.model.state_dict().items():
+            assert torch.equal(value, expected[name])
+        assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [
+            "step-00000002"
+        ]
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+    resume(tmp_path, (1, 1), STOPPED)
+    newest = tmp_path / "run" / "checkpoints" / f"step-{STOPPED:08}"
+    file = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-10])
+    with (
+        trainer(plan_of(1, 1), run=tmp_path / "run") as made,
+        pytest.warns(UserWarning, match="passed over"),
+    ):
+        assert made.restore() == 3
+
+
+def test_without_a_run_folder_nothing_can_be_kept() -> None:
+    with trainer(plan_of(1, 1)) as made, pytest.raises(LaunchError, match="without a run folder"):
+        made.save()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 2)])
+def test_an_evaluation_is_the_mean_over_all_samples_wherever_they_are(
+    tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    data = TensorDataset(*(tensor[:50] for tensor in samples().tensors))  # no multiple of anything
+
+    def work(place: Place | None) -> tuple[float, bool]:
+        with trainer(plan_of(*shape)) as made:
+            made.fit(steps=2)
+            return made.evaluate(data), made.model.training
+
+    found = run_job(shape[0] * shape[1], work, tmp_path)
+    with trainer(plan_of(1, 1)) as alone:
+        alone.fit(steps=2)
+        inputs, targets = data.tensors
+        with torch.no_grad():
+            expected = torch.nn.functional.mse_loss(alone.model(inputs), targets).item()
+    for loss, is_training in found:
+        assert loss == pytest.approx(expected, abs=1e-5)
+        assert is_training

@@ -1,0 +1,82 @@
+"""The Trainer where pipelines do not wait for all others: who is fast computes more."""
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyrhythm.run.launch import Place
+from tests.gloo.trainers import BATCH, NUM_SAMPLES, plan_of, run_job, samples, trainer
+
+NUM_STEPS = 2 * NUM_SAMPLES // BATCH  # not quite two epochs
+
+
+class Noting:
+    """A dataset that notes which samples were asked for; slow in one pipeline."""
+
+    def __init__(self, slow: float) -> None:
+        self._data, self._slow, self.ids = samples(), slow, list[int]()
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, i: int) -> Any:
+        self.ids.append(i)
+        time.sleep(self._slow)
+        return self._data[i]
+
+
+def train(
+    folder: Path, shape: tuple[int, int], sync: str, **more: Any
+) -> list[tuple[list[int], list[int], float, list[float]]]:
+    """By rank: samples it loaded, its steps, what an evaluation gave, its weights."""
+    plan = plan_of(*shape)
+
+    def work(place: Place | None) -> Any:
+        assert place is not None
+        is_slow = place.rank // shape[0] == 1
+        data = Noting(0.004 if is_slow else 0.0)
+        with trainer(plan, sync=sync, dataset=data, lr_scheduler_fn=None, **more) as made:
+            fitted = made.fit(steps=NUM_STEPS)
+            ids = list(data.ids)
+            weights = [value.sum().item() for value in made.model.parameters()]
+            loss = made.evaluate(samples())
+        return ids, [end.step for end in fitted.steps], loss, weights
+
+    return run_job(plan.num_workers, work, folder)
+
+
+@pytest.mark.parametrize(
+    "sync", ["adaptive", "age", "smart", "partial_reduce", "pairwise", "local"]
+)
+def test_every_sample_is_used_once_per_epoch_and_the_fast_use_more(
+    tmp_path: Path, sync: str
+) -> None:
+    options = {"group_size": 2} if sync == "partial_reduce" else {}
+    found = train(tmp_path, (1, 3), sync, sync_options=options)
+    used = Counter(i for ids, _, _, _ in found for i in ids)
+    assert sum(used.values()) == NUM_STEPS * BATCH
+    num_epochs, rest = divmod(NUM_STEPS * BATCH, NUM_SAMPLES)
+    assert len(used) == NUM_SAMPLES
+    assert Counter(used.values()) == {num_epochs: NUM_SAMPLES - rest, num_epochs + 1: rest}
+    counts = [len(ids) for ids, _, _, _ in found]
+    if sync != "smart":  # which keeps the fast from running ahead
+        assert counts[1] < min(counts[0], counts[2])
+    for _, steps, loss, weights in found:
+        assert steps == sorted(steps)
+        assert loss < 0.6
+        assert weights == pytest.approx(found[0][3], rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("sync", ["adaptive", "static"])
+def test_stages_of_a_pipeline_work_on_the_same_samples(tmp_path: Path, sync: str) -> None:
+    found = train(tmp_path, (2, 2), sync)
+    for pipeline in range(2):
+        first, last = found[2 * pipeline : 2 * pipeline + 2]
+        assert first[0] == last[0]
+        assert first[1] == last[1]
+    used = Counter(i for ids, _, _, _ in found[::2] for i in ids)
+    assert sum(used.values()) == NUM_STEPS * BATCH
+    assert max(used.values()) - min(used.values()) <= 1
