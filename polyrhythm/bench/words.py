@@ -26,7 +26,8 @@ def word_of_each(
                 expected="a word of all within it, on two idle cores",
                 fix="run the benchmark while the machine has nothing else to do",
             )
-        words.update(next_words(pipes, children, silent, action, _LOOK))
+        left = max(0.0, ends - time.monotonic())
+        words.update(next_words(pipes, children, silent, action, min(_LOOK, left)))
     return [words[rank] for rank in range(len(pipes))]
 
 
@@ -44,7 +45,7 @@ def next_words(
         rank = pipes.index(pipe)
         try:
             words[rank] = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             children[rank].wait(_FAREWELL)
             raise LabError(
                 f"rank {rank}, {action}: {children[rank].reason}",

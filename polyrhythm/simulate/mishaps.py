@@ -17,6 +17,7 @@ from polyrhythm.sync.messages import Dead, Heal, Join
 from polyrhythm.types import Seconds, Worker
 
 NOTICED: Seconds = 2.0  # after a death: what killed workers of real groups take
+_LOOK: Seconds = 0.01  # how often a worker asks whether what it is to copy is there
 STATE = 3  # times the weights: AdamW's moments are copied with them
 
 
@@ -46,7 +47,7 @@ class Mishaps:
         self._away: set[int] = _away_at_first(scenario, names)
         self._came = [0.0] * len(names)  # when each device did, the last time
         self._present = [0.0] * len(names)  # seconds, up to when it went
-        self._joining: dict[int, dict[Worker, Worker]] = {}  # pipelines; who copies from whom
+        self._joining: dict[int, dict[Worker, Heal]] = {}  # pipelines; what is to be copied
         happens: list[tuple[Seconds, Callable[..., None], Any]] = [
             *((change.at, self._change, change) for change in scenario.link),
             *((kill.at, self._kill, names.index(kill.device)) for kill in scenario.kill),
@@ -74,29 +75,38 @@ class Mishaps:
         """A worker copies from another one, then has its clock."""
         joining = self._joining.get(command.worker.pipeline)
         if joining is not None:
-            joining[command.worker] = command.source
-            self._copy(command.worker, self._averaging.members[command.worker].life, command.source)
+            joining[command.worker] = command
+            self._copy(command, self._averaging.members[command.worker].life)
 
-    def _copy(self, worker: Worker, life: int, source: Worker) -> None:
-        member, other = self._averaging.members[worker], self._averaging.members[source]
-        takes = self._network.transfer(other.device, member.device, STATE * member.parameters)
-        if self._joining.get(worker.pipeline, {}).get(worker) != source:
-            return  # it copies from another one
-        if takes == float("inf"):  # over a link that is lost
-            again = self._clock.now + AGAIN
-            self._clock.at(again, self._copy, worker, life, source, priority=TRIES)
+    def _copy(self, heal: Heal, life: int) -> None:
+        member = self._averaging.members[heal.worker]
+        source = self._averaging.members[heal.source]
+        if not self._still(heal, life):
+            return
+        takes = self._network.transfer(source.device, member.device, STATE * member.parameters)
+        has_it = source.clock > heal.clock or source.pending is None  # that step has ended there
+        if source.clock < heal.clock or not has_it:
+            self._clock.at(self._clock.now + _LOOK, self._copy, heal, life, priority=TRIES)
+        elif takes == float("inf"):  # over a link that is lost
+            self._clock.at(self._clock.now + AGAIN, self._copy, heal, life, priority=TRIES)
         else:
-            self._clock.at(self._clock.now + takes, self._healed, worker, life, source)
+            self._clock.at(self._clock.now + takes, self._healed, heal, life)
 
-    def _healed(self, worker: Worker, life: int, source: Worker) -> None:
-        member, joining = self._averaging.members[worker], self._joining.get(worker.pipeline, {})
-        if member.life != life or joining.get(worker) != source:
-            return  # it has died meanwhile, or copies from another one
-        member.clock = max(member.clock, self._averaging.members[source].clock)
+    def _healed(self, heal: Heal, life: int) -> None:
+        if not self._still(heal, life):
+            return
+        worker, members = heal.worker, self._averaging.members
+        has = heal.clock if heal.clock >= 0 else members[heal.source].clock
+        members[worker].clock = max(members[worker].clock, has)
         for observer in self._averaging.observers:
-            observer.on_healed(worker, source, self._clock.now)
-        del joining[worker]
+            observer.on_healed(worker, heal.source, self._clock.now)
+        del self._joining[worker.pipeline][worker]
         self._begin_if_whole(worker.pipeline, life)
+
+    def _still(self, heal: Heal, life: int) -> bool:
+        """Neither has it died meanwhile, nor was it told to copy from another one."""
+        told = self._joining.get(heal.worker.pipeline, {}).get(heal.worker)
+        return told == heal and self._averaging.members[heal.worker].life == life
 
     def _change(self, change: LinkChange) -> None:
         for link in self._network.changed(change):

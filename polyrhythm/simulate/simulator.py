@@ -178,13 +178,11 @@ class _Simulation:
         return ""
 
     def _why_it_stands_still(self) -> str:
-        if self._job.scenario.kill or self._job.scenario.link:
+        why = "links are lost" if self._job.scenario.link else ""
+        if self._mishaps.nobody_is_whole:
+            why = "every pipeline had lost a device"
+        if why:
             last = max((end for one in self._steps.ends for end in one), default=0.0)
-            why = (
-                "every pipeline had lost a device"
-                if self._mishaps.nobody_is_whole
-                else "links are lost"
-            )
             return f"nobody could go on after {last:.4g} s: {why}"
         raise ScheduleError(
             f"a deadlock after {self._clock.now:.3g} s: {self._steps.total} of {self._goal} steps",

@@ -99,8 +99,6 @@ class Member:
         "life",
         "line",
         "node",
-        "num_missed",
-        "offset",
         "step_end",
         "stops",
         "wants",
@@ -113,28 +111,7 @@ class Member:
         self.worker, self.node = worker, ""
         self.life, self.incarnation, self.active = Life.ABSENT, -1, False
         self.start_over(-1)
-        self.be_outside()
-
-    @property
-    def step(self) -> int:
-        """Its clock, as those count who were there before it."""
-        return self.clock + self.offset
-
-    @property
-    def next_step(self) -> int:
-        """The one that it averages next, or now."""
-        return self.step + (not self.is_ready or self.decider.is_gathering)
-
-    @property
-    def open_step(self) -> int:
-        """The next one for which no group is on its way."""
-        return self.next_step if not self.line else self.step + 1
-
-    def be_outside(self) -> None:
-        """The policy of its stage does not know it."""
-        self.has_entered = False
-        self.offset = 0
-        self.num_missed = 0  # steps that it makes alone, since the others are ahead
+        self.has_entered = False  # the policy and the gathering of its stage know it
 
     def start_over(self, clock: int) -> None:
         """Nothing is under way; its model is that of step `clock`."""

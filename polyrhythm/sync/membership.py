@@ -57,7 +57,8 @@ class Membership:
         if not whole and len(behind) > 1:  # no pipeline has all these stages: each finds its own
             return [pair for member in behind for pair in self.sources([member])]
         best = max(whole, key=lambda column: min(source.clock for source in column), default=())
-        return [pair for pair in zip(behind, best, strict=False) if pair[1].clock > 0]
+        has_begun = any(source.clock > 0 for source in best)
+        return list(zip(behind, best, strict=True)) if has_begun else []
 
     def pipeline(self, member: Member) -> list[Member]:
         """Its workers, by stage."""

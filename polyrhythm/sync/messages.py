@@ -187,13 +187,16 @@ class Tallied(_Message, frozen=True):
 class Heal(_Message, frozen=True):
     """A worker takes over model and optimizer state of `source` before its next step.
 
-    Its clock becomes the later one of both, so that it never goes back; and then the latest of its
-    pipeline, so that a step of that has one number at all stages.
+    With a `clock`, what the source has when it has ended that step, which is then the worker's
+    clock, too: it is the same at all stages of a pipeline, and the source makes no further update
+    before the worker takes part. Without, whatever it has; the worker's clock becomes the later one
+    of both, so that it never goes back.
     """
 
     worker: Worker
     source: Worker
     why: str
+    clock: int = -1
 
 
 class Refuse(_Message, frozen=True):

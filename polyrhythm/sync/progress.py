@@ -37,7 +37,7 @@ class Progress:
         self.counters: Counter[str] = Counter()
         self.lines = Lines(first_gid)
         self._membership, self._limits = membership, limits
-        self._entering = Entering(membership)
+        self._entering = Entering()
         self._timers: list[Seconds] = []  # of all deciders
         self._policies = [self._decider(policy) for policy in policies]
         self._gatherings = [self._decider(Gathering(limits.gathering)) for _ in policies]
@@ -70,8 +70,7 @@ class Progress:
             self._send_on(self._waits.take_next())
 
     def catch_up(self) -> None:
-        """Go on with what workers have told before their last step was over, or they entered."""
-        self._let_in()
+        """Go on with what workers have told before their last step was over."""
         while self._early:
             member = self._early.pop(0)
             wants, ahead = member.wants, member.ahead
@@ -84,20 +83,30 @@ class Progress:
                 self.begin(member)
             if member.stops:
                 self.gather(member)
-            self._let_in()
+        for entered in self._entering.entered():
+            self.enter(entered)
 
-    def welcome(self, member: Member, *, late: bool) -> None:
-        """A worker is active from now on; a late one counts from its first step on."""
-        gathering = self._gatherings[member.worker.stage]
-        self._accept(gathering, gathering.policy.on_join(member.worker, member.node, self.now))
-        if not late:
-            self._enter(member)
+    def enter(self, member: Member) -> None:
+        """A worker counts from now on."""
+        if member.has_entered:
+            return
+        member.has_entered = True
+        self._entering.forget(member)
+        stage = member.worker.stage
+        for decider in (self._gatherings[stage], self._policies[stage]):
+            self._accept(decider, decider.policy.on_join(member.worker, member.node, self.now))
+
+    def enter_after(self, member: Member, source: Member, clock: int) -> None:
+        """It counts from when another one has ended the step of a clock."""
+        if member.has_entered:  # when the one that it copied from before had ended a step
+            self.drop(member, "the one that it copied from is gone")
+        self._entering.wait(member, source, clock)
 
     def ask(self, member: Member) -> None:
         """A worker wants a group at the end of its step."""
         decider = member.decider
-        if decider.asks_ahead and not member.has_entered:
-            self._enter(member)
+        if decider.asks_ahead:
+            self.enter(member)
         member.has_asked = member.is_ready or decider.asks_ahead
         if decider.asks_ahead:
             self._accept(decider, decider.policy.on_request(member.worker, self.now))
@@ -108,19 +117,8 @@ class Progress:
         if not member.active:
             missing = self._membership.missing(member)
             self._skip(member, f"its pipeline is not whole: {missing}", failed=True)
-        elif member.has_entered:
-            self._begin_inside(member)
-        elif member.decider.policy.lockstep:
-            self._entering.arrive(member)
-        else:
-            self._enter(member)
-            self._begin_inside(member)
-
-    def _begin_inside(self, member: Member) -> None:
-        if member.num_missed:
-            member.num_missed -= 1
-            self._skip(member, "it has come back, and the others are ahead", failed=True)
             return
+        self._enter_whole(member)
         self._offer(member)
         head = member.line[0] if member.line else None
         if head is not None and member.worker in head.unready:
@@ -137,9 +135,8 @@ class Progress:
         member.stops = True
         if member.is_ready:
             return
-        if member.active and not member.has_entered:
-            self._entering.forget(member)
-            self._enter(member)
+        if member.active:
+            self._enter_whole(member)
         member.end_step()
         member.step_end = None
         head = member.line[0] if member.line else None
@@ -193,11 +190,12 @@ class Progress:
         member.stops = True
         left_behind = self._empty_line(member, reason)
         member.stops = stopped
-        if member.has_entered and not member.decider.is_gathering:  # else it has left it before
-            self._exit(member, member.decider)
-        self._exit(member, self._gatherings[member.worker.stage])
+        if member.has_entered:
+            if not member.decider.is_gathering:  # else it has left its policy before
+                self._exit(member, member.decider)
+            self._exit(member, self._gatherings[member.worker.stage])
         self._entering.forget(member)
-        member.be_outside()
+        member.has_entered = False
         member.decider = self._policies[member.worker.stage]
         if was_ready and member.life is Life.ALIVE:
             self._skip(member, reason, failed=True)
@@ -218,17 +216,12 @@ class Progress:
             patience = Deadlines(limits.steps, limits.waiting, most, limits.waiting, usual=min)
         return Decider(policy, deadlines, readiness, patience, asks_ahead, is_gathering, timer)
 
-    def _let_in(self) -> None:
-        for member in self._entering.entered() if self._entering else ():
-            self._enter(member)
-            if member.is_ready:
-                self._begin_inside(member)
-
-    def _enter(self, member: Member) -> None:
-        """A worker counts from now on."""
-        member.has_entered = True
-        decider = self._policies[member.worker.stage]
-        self._accept(decider, decider.policy.on_join(member.worker, member.node, self.now))
+    def _enter_whole(self, member: Member) -> None:
+        """A step of a pipeline needs all its stages: they have copied what they wanted to."""
+        if not member.has_entered:
+            for fellow in self._membership.pipeline(member):
+                if fellow.active:
+                    self.enter(fellow)
 
     def _return(self, member: Member) -> None:
         """A worker is back in its policy, in the same life."""

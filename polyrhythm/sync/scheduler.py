@@ -77,7 +77,8 @@ class Scheduler:
         self._dispensing: Dispensing | None = None
         if dispenser is not None:
             self._dispensing = Dispensing(dispenser, self.membership, self.counters)
-        self._healing: dict[Worker, Worker] = {}  # who copies from whom, until it is ready
+        self._has_begun = False  # somebody has a model that was trained
+        self._healing: dict[Worker, Heal] = {}  # what those were told who copy
         self._now, self._timer = -math.inf, self._progress.next_timer()
         self._hear: dict[type[Event], Callable[[Any], None]] = {
             Join: self._join,
@@ -130,8 +131,7 @@ class Scheduler:
         elif event.incarnation <= member.incarnation:
             self.counters["duplicate"] += 1
             if event.incarnation == member.incarnation and event.worker in self._healing:
-                source = self._healing[event.worker]
-                self._progress.out.append(Heal(event.worker, source, "joins again"))
+                self._progress.out.append(self._healing[event.worker])
         else:
             if member.life is Life.ALIVE:  # it has died and nobody noticed
                 self._lose(member, Life.DEAD, f"{event.worker} has started anew")
@@ -139,11 +139,13 @@ class Scheduler:
             member.node, member.incarnation = event.node, event.incarnation
             member.start_over(event.clock)
             joined = self.membership.change(member, Life.ALIVE)
-            late = any(other.clock == 0 for other in joined) and self._heal(
-                joined, "its pipeline joins a job that has begun"
-            )
+            copying: list[Member] = []
+            if self._has_begun and any(other.clock == 0 for other in joined):
+                copying = self._heal(joined, "its pipeline joins a job that has begun")
             for other in joined:
-                self._progress.welcome(other, late=late)
+                if other not in copying:
+                    self._progress.enter(other)
+            self._has_begun |= event.clock > 0
 
     def _request(self, event: Request) -> None:
         member = self._sender(event, event.clock)
@@ -165,9 +167,8 @@ class Scheduler:
         if event.clock <= member.heard:
             self._hear_again(member, event.clock)
             return
-        member.heard = event.clock
-        if self._healing:
-            self._healing.pop(event.worker, None)
+        member.heard, self._has_begun = event.clock, True
+        self._is_healed(member)
         if member.is_ready:
             member.ahead = True
             self.counters["early"] += 1
@@ -189,7 +190,7 @@ class Scheduler:
             self._hear_again(member, event.clock)
             return
         member.heard = member.gathered = event.clock
-        self._healing.pop(event.worker, None)
+        self._is_healed(member)
         self._progress.gather(member)
 
     def _done(self, event: Done) -> None:
@@ -276,8 +277,8 @@ class Scheduler:
             self._progress.out.extend(self._dispensing.leave(member, reason))
         self._healing.pop(member.worker, None)
         members, stranded = self.membership.members, dict[int, list[Member]]()
-        for worker, source in list(self._healing.items()):
-            if not members[source].active:
+        for worker, heal in list(self._healing.items()):
+            if not members[heal.source].active:
                 del self._healing[worker]
                 stranded.setdefault(worker.pipeline, []).append(members[worker])
         for behind in stranded.values():
@@ -288,10 +289,21 @@ class Scheduler:
         if self._dispensing is not None:
             self._progress.out.extend(self._dispensing.restart(worker.pipeline, reason))
 
-    def _heal(self, behind: list[Member], why: str) -> bool:
-        """Tell workers of a pipeline whom to copy from; whether there is anybody."""
+    def _is_healed(self, member: Member) -> None:
+        """A step of a pipeline needs all its stages: none of them copies any more."""
+        if self._healing:
+            for fellow in self.membership.pipeline(member):
+                self._healing.pop(fellow.worker, None)
+
+    def _heal(self, behind: list[Member], why: str) -> list[Member]:
+        """Tell workers of a pipeline whom to copy from, and when; those who have somebody."""
         pairs = self.membership.sources(behind)
         for member, source in pairs:
-            self._healing[member.worker] = source.worker
-            self._progress.out.append(Heal(member.worker, source.worker, why))
-        return bool(pairs)
+            clock = -1
+            if self.policies[member.worker.stage].lockstep:
+                clock = max(other.heard for other in self.membership.pipeline(source))
+                self._progress.enter_after(member, source, clock)
+            heal = Heal(member.worker, source.worker, why, clock)
+            self._healing[member.worker] = heal
+            self._progress.out.append(heal)
+        return [member for member, _ in pairs]

@@ -254,7 +254,7 @@ class Grid:
         stage = self.scheduler.membership.stages[command.members[0].stage]
         event, _ = self.log[-1]
         new = event.worker.pipeline if isinstance(event, Join) else None  # it was lost before
-        active = [m.worker for m in stage if m.active and m.worker.pipeline != new]
+        active = [m.worker for m in stage if m.has_entered and m.worker.pipeline != new]
         assert list(command.members) == active
         revived = {w.pipeline for w, state in self.workers.items() if state.incarnation}
         for worker in command.members:  # a pipeline that starts anew forgets that it gathered

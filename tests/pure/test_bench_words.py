@@ -43,7 +43,7 @@ def test_who_was_silent_is_named(three: Three) -> None:
     with pytest.raises(LabError, match=r"joining took more than 0 s; no word from ranks \[0, 1, 2"):
         word_of_each(three.pipes, three.children, "joining", 0.0)
     with pytest.raises(LabError, match=r"no word from ranks \[0, 2\]"):
-        word_of_each(three.pipes, three.children, "joining", 0.05)
+        word_of_each(three.pipes, three.children, "joining", 0.5)
 
 
 def test_who_has_ended_is_named_with_the_reason(three: Three) -> None:

@@ -141,7 +141,10 @@ def test_devices_come_and_go_and_nothing_breaks(data: st.DataObject, policy: str
             is_away = not is_away
         if is_away:
             joins.append((f"d{device}", 31.0 + data.draw(st.integers(0, 3))))
-    found = simulate(grid(lives(kills, joins), policy=policy), num_steps=30)
+    factors = data.draw(st.lists(st.sampled_from([1.0, 1.5]), min_size=6, max_size=6))
+    slow = tuple(Slow(device=f"d{i}", factor=factor) for i, factor in enumerate(factors))
+    scenario = replace(lives(kills, joins), slow=slow)
+    found = simulate(grid(scenario, policy=policy), num_steps=30)
     assert found.cut_short == ""
     assert made(found, 90)
     for pipeline, ends in enumerate(found.ends):

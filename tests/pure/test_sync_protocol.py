@@ -137,7 +137,7 @@ class Storm(RuleBasedStateMachine):
     def check_all_gather(self, assign: Assign) -> None:
         """All that take part in the stage, and each has asked for it."""
         stage = self.scheduler.membership.stages[assign.members[0].stage]
-        active = {member.worker for member in stage if member.active}
+        active = {member.worker for member in stage if member.has_entered}
         event = self.log[-1]
         if isinstance(event, Join):  # whoever starts anew is lost first, and that may be all
             active -= {worker for worker in active if worker.pipeline == event.worker.pipeline}
