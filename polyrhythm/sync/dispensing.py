@@ -6,7 +6,8 @@ chunks back with it.
 
 If there are no positions left, but others still have some, the answer waits: should one of those be
 lost, its positions are dealt again. So a pipeline is told that there are none only when it is over,
-and every position is used, whoever dies in the last moment.
+and every position is used, whoever dies in the last moment. Meanwhile nobody waits for it to
+average: who has the last positions may want to, before it goes on.
 
 Source: none; SDPipe and Prague end with the first worker that is lost.
 """
@@ -41,6 +42,12 @@ class Dispensing:
             yield from self._use(event)
         else:
             yield Tallied(event.worker, event.number, self._dispenser.state())
+
+    def idle(self) -> Iterator[Member]:
+        """Those whose pipelines have used all they had, and wait for more, if there will be any."""
+        for pipeline in {worker.pipeline for worker, _, _ in self._waiting}:
+            if not self._users.get(pipeline):
+                yield from (stage[pipeline] for stage in self._membership.stages)
 
     def restart(self, pipeline: int, why: str) -> Iterator[Command]:
         """A life of a pipeline is over: those who wait for its chunks are told why."""

@@ -99,6 +99,7 @@ class Member:
         "life",
         "line",
         "node",
+        "rests",
         "step_end",
         "stops",
         "wants",
@@ -112,6 +113,7 @@ class Member:
         self.life, self.incarnation, self.active = Life.ABSENT, -1, False
         self.start_over(-1)
         self.has_entered = False  # the policy and the gathering of its stage know it
+        self.rests = False  # it has left the policy, until it has something to do
 
     def start_over(self, clock: int) -> None:
         """Nothing is under way; its model is that of step `clock`."""

@@ -102,9 +102,28 @@ class Progress:
             self.drop(member, "the one that it copied from is gone")
         self._entering.wait(member, source, clock)
 
+    def rest(self, member: Member) -> None:
+        """A worker has nothing to do for now: nobody is to wait for it, as when it gathers."""
+        if member.rests or member.is_ready or member.stops or not member.has_entered:
+            return
+        head = member.line[0] if member.line else None
+        if head is None or member.worker in head.unready or not head.is_open:
+            member.end_step()
+            member.stops = True
+            left_behind = self._empty_line(member, f"{member.worker} has nothing to do")
+            member.stops, member.rests = False, True
+            self._exit(member, member.decider)
+            self._again(left_behind)
+
+    def _wake(self, member: Member) -> None:
+        if member.rests:
+            member.rests = False
+            self._return(member)
+
     def ask(self, member: Member) -> None:
         """A worker wants a group at the end of its step."""
         decider = member.decider
+        self._wake(member)
         if decider.asks_ahead:
             self.enter(member)
         member.has_asked = member.is_ready or decider.asks_ahead
@@ -119,6 +138,7 @@ class Progress:
             self._skip(member, f"its pipeline is not whole: {missing}", failed=True)
             return
         self._enter_whole(member)
+        self._wake(member)
         self._offer(member)
         head = member.line[0] if member.line else None
         if head is not None and member.worker in head.unready:
@@ -145,7 +165,7 @@ class Progress:
         if not answers:
             member.stops = False
             if member.active:
-                self._exit(member, member.decider)
+                self._leave_policy(member)
                 member.decider = self._gatherings[member.worker.stage]
         self._again(left_behind)
         if not answers:
@@ -192,7 +212,7 @@ class Progress:
         member.stops = stopped
         if member.has_entered:
             if not member.decider.is_gathering:  # else it has left its policy before
-                self._exit(member, member.decider)
+                self._leave_policy(member)
             self._exit(member, self._gatherings[member.worker.stage])
         self._entering.forget(member)
         member.has_entered = False
@@ -227,6 +247,11 @@ class Progress:
         """A worker is back in its policy, in the same life."""
         groups = member.decider.policy.on_return(member.worker, member.node, self.now)
         self._accept(member.decider, groups)
+
+    def _leave_policy(self, member: Member) -> None:
+        if not member.rests:
+            self._exit(member, member.decider)
+        member.rests = False
 
     def _exit(self, member: Member, decider: Decider) -> None:
         """The policy hears that a worker is gone; a group of one that it gave out is void."""

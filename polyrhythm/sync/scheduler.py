@@ -116,6 +116,9 @@ class Scheduler:
         if self._now >= self._timer:
             progress.fire()
         self._hear[type(event)](event)
+        if self._dispensing is not None:
+            for idle in self._dispensing.idle():
+                progress.rest(idle)
         progress.catch_up()
         self._timer = progress.next_timer()
         return out

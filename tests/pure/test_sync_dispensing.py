@@ -11,13 +11,18 @@ from polyrhythm.errors import PolicyError
 from polyrhythm.sync.decision_log import DecisionLog, DecisionReader, replay
 from polyrhythm.sync.dispenser import Ranges, Supply
 from polyrhythm.sync.messages import (
+    Assign,
     Command,
     Dead,
     Dealt,
     Event,
+    Gather,
     Join,
     Leave,
+    Ready,
     Refuse,
+    Request,
+    Skip,
     Take,
     Tallied,
     Tally,
@@ -299,3 +304,45 @@ def test_jobs_that_deal_otherwise_have_another_text() -> None:
 def test_static_deals_nothing() -> None:
     with pytest.raises(PolicyError, match="positions to be dealt under static"):
         Setup(policy="static", num_stages=1, num_pipelines=2, supply=Supply())
+
+
+@pytest.mark.parametrize("policy", ["all_reduce", "partial_reduce", "smart"])
+def test_nobody_waits_to_average_with_one_that_has_nothing_to_do(policy: str) -> None:
+    """Who has the last positions may have to average before it uses them; then both go on."""
+    options = {"group_size": 2} if policy == "partial_reduce" else {}
+    supply = Supply(limit=12)
+    scheduler = joined(
+        Setup(policy=policy, num_stages=1, num_pipelines=2, options=options, supply=supply)
+    )
+    assert positions_of(scheduler, A, 0) == 4
+    assert positions_of(scheduler, B, 0) == positions_of(scheduler, B, 1) == 4
+    for worker in (A, B):  # both have asked ahead for a group, where a policy wants that
+        scheduler.step(Request(worker, 1, 1))
+    scheduler.step(Used(A, 0, 1))
+    scheduler.step(Used(B, 0, 1))
+    assert scheduler.step(Take(A, 1, 4, None, 1, 1.0)) == []  # it waits: B has the last ones
+    commands = scheduler.step(Ready(B, 1, 1, 2.0))
+    assert [type(command) for command in commands] == [Skip]
+    commands = scheduler.step(Used(B, 1, 1, 3.0))
+    assert commands == [Dealt(A, 1, None, ())]
+    assert scheduler.step(Gather(B, 1, 1, 4.0)) == []
+    (assign,) = scheduler.step(Gather(A, 1, 1, 5.0))
+    assert isinstance(assign, Assign)
+    assert assign.members == (A, B)
+
+
+def test_one_that_had_nothing_to_do_is_back_with_its_next_step() -> None:
+    scheduler = joined(
+        Setup(policy="all_reduce", num_stages=1, num_pipelines=2, supply=Supply(limit=8))
+    )
+    assert positions_of(scheduler, A, 0) == positions_of(scheduler, B, 0) == 4
+    scheduler.step(Used(A, 0, 1))
+    assert scheduler.step(Take(A, 1, 4, None, 1)) == []
+    assert scheduler.step(Ready(A, 1, 1)) == []  # it had not heard yet, and waits for B
+    assert isinstance(scheduler.step(Ready(B, 1, 1))[-1], Assign)
+
+
+def positions_of(scheduler: Scheduler, worker: Worker, number: int) -> int:
+    (dealt,) = scheduler.step(Take(worker, number, 4, None, 1))
+    assert isinstance(dealt, Dealt)
+    return len(positions(dealt.ranges))
