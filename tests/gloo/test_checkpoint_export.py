@@ -124,6 +124,7 @@ print(load_model(model, "out/model.safetensors"), model.head.weight.double().sum
     assert without_polyrhythm(code, tmp_path) == f"(set(), []) {expected}"
 
 
+@pytest.mark.long
 def test_a_model_of_transformers_is_loaded_by_from_pretrained(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=11)

@@ -35,7 +35,7 @@ def losses_of(found: list[Any], first: int, steps: int) -> list[float]:
     return [sum(e[1] * e[2] for e in ends) / sum(e[2] for e in ends) for ends in of_step]
 
 
-@pytest.mark.parametrize("sync", ["decoupled", "all_reduce"])
+@pytest.mark.parametrize("sync", ["decoupled", pytest.param("all_reduce", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("before", "after"), [((2, 2), (1, 1)), ((1, 1), (3, 2)), ((2, 1), (1, 3)), ((2, 2), (2, 2))]
 )

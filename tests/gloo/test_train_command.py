@@ -1,0 +1,96 @@
+"""`polyrhythm train`: a script in several processes, and what is refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys, torch, polyrhythm as pr
+from torch.utils.data import TensorDataset
+
+inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+
+trainer = pr.Trainer(
+    model, torch.nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1),
+    TensorDataset(inputs, inputs[:, :4]), batch_size=16, run=sys.argv[1], checkpoint_every=4,
+    deadline=30,
+)
+began = trainer.restore()
+trainer.fit(steps=int(sys.argv[2]))
+loss = trainer.evaluate(TensorDataset(inputs, inputs[:, :4]))
+print(f"{trainer.worker} from {began} to {trainer.step}: {loss:.6f}")
+"""
+PLAN = '{"schema": 2, "layers_per_stage": [1, 2], "pipelines": [{"schedule": "1f1b"}]}'
+
+
+def run(*arguments: object, folder: Path, python: bool = False) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable] if python else [sys.executable, "-m", "polyrhythm", "train"]
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "plan.json").write_text(PLAN)
+    return tmp_path / "script.py"
+
+
+def test_a_script_trains_in_one_process_in_several_and_on_a_plan(script: Path) -> None:
+    """Each goes on where the one before ended, and the losses are those of one alone."""
+    folder = script.parent
+    alone = run(script, "alone", 12, folder=folder, python=True)
+    assert alone.stdout.startswith("s0p0 from 0 to 12: "), alone.stderr
+    several = run(script, "--local", 2, "--output", "out", "--", "run", 6, folder=folder)
+    assert several.stdout.startswith("s0p0 from 0 to 6: "), several.stderr
+    assert (folder / "out" / "rank1.log").read_text().startswith("s0p1 from 0 to 6: ")
+    planned = run(script, "--plan", "plan.json", "--output", "out", "--", "run", 12, folder=folder)
+    assert planned.stdout.startswith("s0p0 from 6 to 12: "), planned.stderr
+    assert planned.stdout.split()[-1] == alone.stdout.split()[-1]
+    assert not list(folder.glob("*/checkpoints/.*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "words"),
+    [
+        ("print('hello')", ["--local", "2"], "has ended without training"),
+        pytest.param("raise SystemExit(3)", ["--local", "2"], "failed", marks=pytest.mark.long),
+        pytest.param("import nonsense", ["--local", "1"], "nonsense", marks=pytest.mark.long),
+    ],
+)
+def test_a_script_that_does_not_train_is_an_error(
+    tmp_path: Path, text: str, arguments: list[str], words: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    found = run(script, *arguments, "--output", "out", folder=tmp_path)
+    assert found.returncode in (1, 2)
+    assert words in found.stderr + found.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.py"], "nowhere.py: no such file"),
+        (["script.py", "--local", "0"], "--local 0"),
+        (["script.py", "--local", "2", "--lab", "case1_datacenter"], "one of the two"),
+        (["script.py", "--scenario", "sdpipe_b"], "without a lab"),
+        (["script.py", "--plan", "missing.json"], "missing.json"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(script: Path, arguments: list[str], words: str) -> None:
+    found = run(*arguments, folder=script.parent)
+    assert found.returncode == 2
+    assert words in found.stderr
+    assert "Traceback" not in found.stderr
