@@ -9,8 +9,9 @@ from torch.nn.functional import mse_loss
 
 from polyrhythm.errors import LaunchError, PlanError
 from polyrhythm.plan.plan import PipelinePlan, Plan
+from polyrhythm.run.launch import Place
 from polyrhythm.run.trainer.trainer import Trainer
-from tests.gloo.trainers import BATCH, LAYERS, fit, plan_of, samples, trainer
+from tests.gloo.trainers import BATCH, LAYERS, fit, plan_of, run_job, samples, trainer
 
 
 @pytest.mark.parametrize(
@@ -108,3 +109,31 @@ def test_a_model_that_cannot_be_cut_is_refused_with_how_to_name_its_layers() -> 
 
     with pytest.raises(PlanError, match="a plan for 5 layers, and a model with 1"):
         Trainer(Odd, mse_loss, torch.optim.SGD, samples(), batch_size=8, plan=plan_of(2, 1))
+
+
+def test_a_stage_with_nothing_to_train_is_refused() -> None:
+    plan = Plan(layers_per_stage=(1, 1, 3), pipelines=(PipelinePlan(),))
+    with pytest.raises(PlanError, match="stage 1 has no parameters: Tanh"):
+        trainer(plan)
+
+
+def test_two_jobs_cannot_have_one_run_folder(tmp_path: Path) -> None:
+    with (
+        trainer(plan_of(1, 1), run=tmp_path / "run"),
+        pytest.raises(LaunchError, match="another job is using it"),
+    ):
+        trainer(plan_of(1, 1), run=tmp_path / "run")
+    with trainer(plan_of(1, 1), run=tmp_path / "run"):
+        assert (tmp_path / "run" / "workers.1").is_dir()  # the logs of the first job
+
+
+def test_a_folder_that_cannot_be_written_is_refused_by_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def work(place: Place | None) -> str:
+        with pytest.raises(LaunchError) as error:
+            trainer(plan_of(1, 2), run=tmp_path / "file" / "run")
+        return error.value.wrong
+
+    found = run_job(2, work, tmp_path / "job")
+    assert all("Not a directory" in wrong for wrong in found)

@@ -37,7 +37,7 @@ def train(
     def work(place: Place | None) -> Any:
         assert place is not None
         is_slow = place.rank // shape[0] == 1
-        data = Noting(0.004 if is_slow else 0.0)
+        data = Noting(0.02 if is_slow else 0.0)
         with trainer(plan, sync=sync, dataset=data, lr_scheduler_fn=None, **more) as made:
             fitted = made.fit(steps=NUM_STEPS)
             ids = list(data.ids)
@@ -66,7 +66,7 @@ def test_every_sample_is_used_once_per_epoch_and_the_fast_use_more(
         assert counts[1] < min(counts[0], counts[2])
     for _, steps, loss, weights in found:
         assert steps == sorted(steps)
-        assert loss < 0.6
+        assert loss < 0.8  # 1.4 at first
         assert weights == pytest.approx(found[0][3], rel=1e-4, abs=1e-4)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -26,6 +27,21 @@ class Cut:
             cut_list = dict(model.named_modules(remove_duplicate=False)).get(self.layers)
             return len(cut_list._modules) if cut_list is not None else 1  # told when it is cut
         return len(model._modules) if isinstance(model, nn.Sequential) else 1
+
+    def check(self, model: nn.Module, layers_per_stage: Sequence[int]) -> None:
+        """Refuse a stage with nothing to train, in all processes alike."""
+        if self.layers is not None or not isinstance(model, nn.Sequential):
+            return
+        layers, ends = list(model._modules.values()), [0, *accumulate(layers_per_stage)]
+        for stage, (first, end) in enumerate(pairwise(ends)):
+            held = [layer for layer in layers[first:end] if layer is not None]
+            if not any(True for layer in held for _ in layer.parameters()):
+                kinds = ", ".join(type(layer).__name__ for layer in held)
+                raise PlanError(
+                    f"stage {stage} has no parameters: {kinds}",
+                    expected="something to train in every stage",
+                    fix="use fewer stages, or give it a neighbour's layer: layers_per_stage",
+                )
 
     def part(self, model: nn.Module, stage: int, layers_per_stage: Sequence[int]) -> Part:
         """One stage's share of the model, which keeps its names."""

@@ -73,7 +73,7 @@ class Loop:
         loss = None
         if losses:
             weighted = zip(losses, self.pipeline.sizes, strict=True)
-            total = sum(loss.item() * size for loss, size in weighted)
+            total = sum(each.item() * size for each, size in weighted)
             loss = total / dealt.num_samples / dealt.weight
         end = StepEnd(
             step=dealt.step,
@@ -133,10 +133,11 @@ class Loop:
 
     def _record(self, end: StepEnd, began: Seconds) -> None:
         if self.log is not None:
-            values: dict[str, float | int] = {"samples": end.num_samples}
+            values: dict[str, float | int] = {"global_step": end.step, "samples": end.num_samples}
             if end.loss is not None:
                 values["loss"] = end.loss
-            self.log.write("step", start=self.log.at(began), step=end.step, values=values)
+            step = self.pipeline.num_steps - 1  # as its actions are counted
+            self.log.write("step", start=self.log.at(began), step=step, values=values)
 
 
 def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -36,6 +36,7 @@ from polyrhythm.run.trainer.choosing import batches_of, plan_of, shares_of
 from polyrhythm.run.trainer.cutting import Cut, build
 from polyrhythm.run.trainer.dealing import dealer_of
 from polyrhythm.run.trainer.evaluating import evaluate
+from polyrhythm.run.trainer.folder import claimed
 from polyrhythm.run.trainer.keeping import Keeping
 from polyrhythm.run.trainer.loop import Loop, Loss, StepEnd
 from polyrhythm.run.trainer.members import join, world_size
@@ -139,9 +140,11 @@ class Trainer:
         self.plan = plan_of(settings, whole, world_size())
         self._batches = batches_of(settings, self.plan)
         self._shares = shares_of(self.plan, self._batches)
+        settings.cut.check(whole, self.plan.layers_per_stage)
         self._membership = join(self.plan, deadline)
         worker, device = self.worker, self._membership.device(settings.device)
         group = self._membership.pipeline_group(deadline)
+        self._lock = None if run is None else claimed(Path(run), worker)
         self._log = None if run is None else EventLog(worker_log(Path(run), worker), worker)
         part = settings.cut.part(whole, worker.stage, self.plan.layers_per_stage)
         part.module.to(device)
@@ -228,7 +231,8 @@ class Trainer:
         given = None if path is None else Path(path)
         found = self._checked_keeping().restore(given, self._optimizer)
         if found is not None:
-            self.step, self._rates = found.step, found.extra["rates"]
+            self.step = self.pipeline.num_steps = found.step
+            self._rates = found.extra["rates"]
             self._supply = msgspec.convert(found.extra["supply"], Supply)
         return self.step
 
@@ -242,6 +246,8 @@ class Trainer:
             self._keeping.close()
         if self._log is not None:
             self._log.close()
+        if self._lock is not None:
+            self._lock.close()
         self._membership.leave()
 
     def __enter__(self) -> Self:

@@ -1,0 +1,62 @@
+"""The folder of a run belongs to one job at a time; logs of the jobs before are kept."""
+
+import fcntl
+from itertools import count
+from pathlib import Path
+from typing import IO
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from polyrhythm.errors import LaunchError
+from polyrhythm.events import WORKERS
+from polyrhythm.run.peers import waiting_for
+from polyrhythm.types import Worker
+
+_LOCK, _KEY = "lock", "polyrhythm/run folder"
+
+
+def claimed(run: Path, worker: Worker) -> IO[str] | None:
+    """The first worker takes the folder, until what is returned is closed; the others hear of it.
+
+    Raises LaunchError, in all of them, if another job has it, or it cannot be written.
+    """
+    is_alone = not dist.is_initialized()
+    if worker != Worker(0, 0):
+        with waiting_for(Worker(0, 0), "hearing of the run folder"):
+            problem = _get_default_store().get(_KEY).decode()
+        if problem:
+            raise _refused(run, problem)
+        return None
+    lock, problem = _taken(run)
+    if not is_alone:
+        _get_default_store().set(_KEY, problem)
+    if lock is None:
+        raise _refused(run, problem)
+    return lock
+
+
+def _taken(run: Path) -> tuple[IO[str] | None, str]:
+    """And what is wrong, if it cannot be."""
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        lock = (run / _LOCK).open("w")
+    except OSError as error:
+        return None, str(error.strerror)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        return None, "another job is using it"
+    logs = run / WORKERS
+    if logs.exists():
+        logs.rename(next(p for i in count(1) if not (p := run / f"{WORKERS}.{i}").exists()))
+    return lock, ""
+
+
+def _refused(run: Path, problem: str) -> LaunchError:
+    return LaunchError(
+        f"run folder {run}: {problem}",
+        expected="a folder that can be written, and that no other job uses",
+        fix="give this job a folder of its own, or end the other one",
+    )
