@@ -14,8 +14,7 @@ help: ## list the targets
 
 venv: $(STAMP) ## create .venv with pinned dependencies, nothing else
 
-# The stamp is written last: an interrupted set-up starts again. Requirements are pinned exactly, and
-# compiled when they are imported: most of torch never is.
+# The stamp is written last: an interrupted set-up starts again. Requirements are pinned exactly.
 $(STAMP): requirements-dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1)"; \
@@ -26,7 +25,7 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	  echo "  expected: the venv module with pip"; \
 	  echo "  fix: apt-get install python3-venv, or make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
