@@ -193,7 +193,10 @@ def long_demo(cwd: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.long), (signal.SIGTERM, 143)],
+)
 def test_an_interrupted_demo_ends_its_workers_and_keeps_its_log(
     tmp_path: Path, how: signal.Signals, status: int
 ) -> None:

@@ -126,6 +126,7 @@ def test_the_loss_of_the_process_that_serves_is_told_to_all(tmp_path: Path) -> N
     assert all("coordinator at tcp://127.0.0.1" in peer for peer in found.values())
 
 
+@pytest.mark.long
 def test_an_interpreter_that_ends_without_closing_ends_well(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -70,6 +70,7 @@ sys.exit(7)
 STATUSES = (1, 7)  # by job
 
 
+@pytest.mark.long
 @pytest.mark.timeout(90)
 def test_survivors_of_a_silent_peer_end_with_their_error_and_do_not_abort(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

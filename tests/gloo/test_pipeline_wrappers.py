@@ -258,6 +258,7 @@ def test_what_cannot_share_its_work_is_refused_with_the_reason(tmp_path: Path) -
     in_mesh(tmp_path, work)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(90)
 def test_compiled_modules_train_as_they_are(tmp_path: Path) -> None:
     """Also for micro-batches of two sizes; by wrapping a module, and in place.

@@ -12,6 +12,7 @@ from polyrhythm.lab.lab import Lab
 FORWARD = 0.06  # a busy machine delays messages by some milliseconds
 
 
+@pytest.mark.long
 @pytest.mark.timeout(100)
 def test_auto_leaves_1f1b_when_transfers_take_a_forward(tmp_path: Path) -> None:
     load = Load(num_microbatches=8, num_floats=8192)

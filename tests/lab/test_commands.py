@@ -58,6 +58,7 @@ def lab(folder: Path, *arguments: str, timeout: float = 60) -> subprocess.Comple
     )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("options", [[], ["--in-process"]])
 def test_every_host_gets_torchruns_variables(folder: Path, options: list[str]) -> None:
@@ -107,6 +108,7 @@ def test_a_scenario_kills_and_brings_back_and_slows_on_its_clock(folder: Path) -
     assert max(took) / min(took) > 2, "left is held back"
 
 
+@pytest.mark.long
 def test_polyrhythms_own_workers_are_held_back(folder: Path) -> None:
     """Twentyfold: far beyond what a busy machine does to one worker and not to the other.
 
@@ -213,6 +215,7 @@ except OSError:
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(90)
 def test_a_running_lab_can_be_disturbed(folder: Path, running: "subprocess.Popen[str]") -> None:
     def ping() -> str:  # a refused connection is one round trip

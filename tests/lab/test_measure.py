@@ -108,6 +108,7 @@ def short_window_for(cluster: Cluster, pairs: Sequence[Pair]) -> Window:
     return replace(window_for(cluster, pairs), length=0.5)
 
 
+@pytest.mark.long
 def test_a_check_covers_every_directed_pair_and_prints_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter, "window_for", short_window_for)
     progress: list[tuple[int, int]] = []

@@ -29,6 +29,7 @@ def described() -> Cluster:
     )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(110)
 def test_a_probe_measures_what_the_lab_was_told(tmp_path: Path) -> None:
     write_cluster(described(), tmp_path / "told.toml")

@@ -229,6 +229,7 @@ def test_workers_are_sorted_by_pipeline_and_stage_and_rows_are_unique(tmp_path: 
     assert not trace.rows.keys() & trace.workers.keys()
 
 
+@pytest.mark.long
 def test_a_long_run_is_no_trouble(tmp_path: Path) -> None:
     events = pipelines(stages=4, count=2, steps=64, microbatches=28)
     assert len(events) > 50_000
