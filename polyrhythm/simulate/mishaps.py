@@ -18,6 +18,7 @@ from polyrhythm.types import Seconds, Worker
 
 NOTICED: Seconds = 2.0  # after a death: what killed workers of real groups take
 _LOOK: Seconds = 0.01  # how often a worker asks whether what it is to copy is there
+_ROUNDED: Seconds = 1e-6  # what sums of the same times in another order may differ by
 STATE = 3  # times the weights: AdamW's moments are copied with them
 
 
@@ -142,8 +143,10 @@ class Mishaps:
                     member.clock = 0
                 self._tell_join(members)
                 # By then all know whether they are to copy from anybody.
-                at = self._clock.now + self._averaging.coordinator.words(
-                    [m.worker for m in members]
+                at = (
+                    self._clock.now
+                    + _ROUNDED
+                    + self._averaging.coordinator.words([m.worker for m in members])
                 )
                 self._clock.at(
                     at, self._begin_if_whole, pipeline, members[0].life, priority=AFTERWARDS

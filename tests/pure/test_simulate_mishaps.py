@@ -375,3 +375,11 @@ def test_workers_of_another_stage_or_region_hear_of_a_death_alike() -> None:
     found = simulate(job, num_steps=20)
     assert steps(found)[1] == 3
     assert set(found.group_sizes) == {2, 3}
+
+
+def test_a_pipeline_that_is_back_copies_first_however_times_are_rounded() -> None:
+    scenario = lives(kill=[("d3", 6.0)], join=[("d3", 23.0)])
+    slow = replace(scenario, slow=(Slow(device="d7", factor=4.0),))
+    usual = simulate(grid(replace(slow, kill=(), join=()), num_stages=3), num_steps=20).ends[1]
+    ends = simulate(grid(slow, num_stages=3), num_steps=60).ends[1]
+    assert ends[-1] - ends[-6] == pytest.approx(usual[-1] - usual[-6], rel=0.01)
