@@ -19,6 +19,8 @@ from polyrhythm.run.probe.link import as_target
 from polyrhythm.run.probe.probe import ProbeOptions, probe
 from polyrhythm.run.probe.talk import Talk
 
+pytestmark = pytest.mark.long  # most of it waits for deadlines
+
 pytestmark = pytest.mark.timeout(100)
 
 WHEN = "2026-05-12T14:30:00+00:00"
@@ -85,7 +87,6 @@ cli.main(["probe", "--seconds", "0.01", "--deadline", "2", "--patience", "1"])
 """
 
 
-@pytest.mark.long
 def test_an_interpreter_ends_although_the_store_fell_silent(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -132,7 +133,6 @@ cli.main(["probe", "--local", "2"])
 """
 
 
-@pytest.mark.long
 def test_the_command_ends_although_all_of_its_processes_fell_silent(tmp_path: Path) -> None:
     done = finished(STOPPED, tmp_path)
     assert done.returncode == 1
