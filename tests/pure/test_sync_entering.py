@@ -167,6 +167,7 @@ def test_one_that_dies_before_it_has_entered_is_not_missed() -> None:
     step(scheduler, 0, 2)
     for stage in (0, 1):
         step(scheduler, stage, 3)
+        assert not scheduler.membership.members[Worker(stage, NEW)].has_entered
 
 
 def test_with_nobody_to_copy_from_it_goes_on_at_once() -> None:
