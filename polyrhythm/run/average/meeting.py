@@ -43,6 +43,8 @@ SAYS_SO: Seconds = 10.0  # after that long, whoever waits
 RANK_0 = "the process of rank 0"
 _FAILED = "failed"  # the key of why the first one that failed has done so
 
+_ANY_PORT = 9
+
 _logger = logging.getLogger(__name__)
 
 
@@ -238,21 +240,21 @@ class Meeting:
 
 
 def _own_address() -> str:
-    """Of this machine, as the others reach it: they have all reached the store, which is here."""
+    """Of this machine, as the others reach it: on its way to the store, which all have reached."""
     store = _get_default_store()
     if isinstance(store, PrefixStore):
         store = store._underlying_non_prefix_store  # type: ignore[attr-defined]
     for name in (getattr(store, "host", ""), socket.gethostname()):
         try:
-            address = socket.gethostbyname(name) if name else ""
-            with socket.socket() as probe:
-                probe.bind((address, 0))
+            with socket.socket(type=socket.SOCK_DGRAM) as way:
+                way.connect((name, getattr(store, "port", _ANY_PORT)))  # which sends nothing
+                address: str = way.getsockname()[0]
         except OSError:
             continue
-        if address:
+        if name:
             return address
     raise LaunchError(
         "no address of this machine that other workers can reach",
-        expected="a store of torch.distributed on the machine of rank 0, or a name that resolves",
+        expected="a store of torch.distributed that has an address, or a host name that resolves",
         fix="run `polyrhythm scheduler` and give its address: GroupSync(..., coordinator=...)",
     )
