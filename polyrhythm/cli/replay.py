@@ -31,19 +31,21 @@ class ReplayCommand:
         from polyrhythm.sync.decision_log import DecisionReader, replay
         from polyrhythm.tables import print_line
 
-        path = _log(self.source)
-        num_decisions = sum(1 for _ in DecisionReader(path).decisions())  # first: it may still grow
-        difference = replay(path)
-        if difference is None:
-            print_line(console, f"{num_decisions:,} decisions, replayed alike")
-            return 0
-        print_line(console, f"{path}: replayed otherwise\n{difference}")
-        return 1
+        num_decisions = 0
+        for path in _logs(self.source):
+            reader = DecisionReader(path)
+            num_decisions += sum(1 for _ in reader.decisions())  # first: it may still grow
+            difference = replay(path)
+            if difference is not None:
+                print_line(console, f"{path}: replayed otherwise\n{difference}")
+                return 1
+        print_line(console, f"{num_decisions:,} decisions, replayed alike")
+        return 0
 
 
-def _log(source: Path) -> Path:
-    """The log that is meant."""
-    from polyrhythm.sync.decision_log import NAME
+def _logs(source: Path) -> list[Path]:
+    """Those that are meant."""
+    from polyrhythm.sync.decision_log import NAME, decision_logs
 
     path = source / NAME if source.is_dir() else source
     expected = f"the folder of a run with groups, or the {NAME} that its scheduler has written"
@@ -51,7 +53,7 @@ def _log(source: Path) -> Path:
         if other := _other_than_decisions(path):
             what, fix = other
             raise EventError(f"{path} {what}", expected=expected, fix=fix)
-        return path
+        return decision_logs(source) if source.is_dir() else [path]
     if not source.exists():
         raise EventError(f"{source}: there is none", expected=expected, fix="check the path")
     # By name, which has the time in it.

@@ -40,19 +40,19 @@ def _show(folder: Path, console: "Console") -> None:
     from polyrhythm.events import WORKERS, merged_log
     from polyrhythm.observe.groups import Groups
     from polyrhythm.observe.report import Report
-    from polyrhythm.sync.decision_log import NAME
+    from polyrhythm.sync.decision_log import decision_logs
     from polyrhythm.tables import print_line
 
-    is_decided = (folder / NAME).exists()
-    is_run = merged_log(folder).exists() or (folder / WORKERS).exists() or not is_decided
+    decided = decision_logs(folder)
+    is_run = merged_log(folder).exists() or (folder / WORKERS).exists() or not decided
     if is_run:
         events = _read(folder)
         Report.of(events).show(console)
         Groups.of(events).show(console)
-    if is_decided:
-        if is_run:
+    for number, path in enumerate(decided):
+        if is_run or number:
             print_line(console, "")
-        _show_decisions(folder / NAME, console)
+        _show_decisions(path, console)
 
 
 def _show_decisions(path: Path, console: "Console") -> None:

@@ -29,6 +29,7 @@ class Report:
     losses: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     switches: dict[_Decision, None] = field(default_factory=dict)  # a set in order
     stays: set[_Decision] = field(default_factory=set)
+    ways: list[_Decision] = field(default_factory=list)
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "Report":
@@ -40,6 +41,8 @@ class Report:
                 report.num_planned = planned
             elif event.kind == "plan":
                 report._add_plan(event)
+            elif event.kind == "way":
+                report.ways.append((event.step, event.name, event.why))
             elif event.worker is not None:
                 spent = report.workers[event.worker]
                 if event.duration is not None and (event.worker, event.step) in finished:
@@ -85,13 +88,14 @@ class Report:
             print_table(console, header, map(self._row, workers), numbers=True)
         if self.switches:
             print_line(console, "")
-            rows = [
-                ["-" if part is None else str(part) for part in decision]
-                for decision in self.switches
-            ]
+            rows = _written(self.switches)
             print_table(console, ["step", "plan", "why"], rows, title="plan switches")
         if self.stays:
             print_line(console, f"decisions to keep the plan: {len(self.stays)}")
+        if self.ways:
+            print_line(console, "")
+            title = "how replicas kept together"
+            print_table(console, ["step", "way", "why"], _written(self.ways), title=title)
 
     @property
     def _made(self) -> str:
@@ -116,6 +120,10 @@ class Report:
 def pipeline_then_stage(worker: Worker | None) -> tuple[int, int]:
     """The order of workers for people; what belongs to no worker comes first."""
     return (-1, -1) if worker is None else (worker.pipeline, worker.stage)
+
+
+def _written(decisions: Iterable[_Decision]) -> list[list[str]]:
+    return [["-" if part is None else str(part) for part in each] for each in decisions]
 
 
 def is_switch(event: Event) -> bool:

@@ -22,7 +22,7 @@ from polyrhythm.sync.messages import Command, Event
 from polyrhythm.sync.setup import Setup
 
 SCHEMA = 1
-NAME = "scheduler.jsonl"
+NAME, _LATER = "scheduler.jsonl", "scheduler-{}.jsonl"
 _UNWRITABLE = {str(value): value for value in (math.inf, -math.inf)}  # JSON has no name for them
 
 
@@ -52,6 +52,19 @@ class Difference:
         return f"line {self.line}: {self.event}\n  logged:   {self.logged}\n  " + (
             f"replayed: {self.replayed}"
         )
+
+
+def decision_log(run: Path, number: int) -> Path:
+    """Of the scheduler of that number in a run, from 1: it has another one after each move."""
+    return run / (NAME if number == 1 else _LATER.format(number))
+
+
+def decision_logs(run: Path) -> list[Path]:
+    """All of a run, in order."""
+    found: list[Path] = []
+    while (path := decision_log(run, len(found) + 1)).exists():
+        found.append(path)
+    return found
 
 
 class DecisionLog:

@@ -92,6 +92,11 @@ class Dispenser:
             self._num_taken[pipeline] = number + 1
         return found
 
+    def end(self, batch: int) -> None:
+        """Deal no further than to the end of that batch, of so many, which is being dealt."""
+        last = -(-self._next // batch) * batch
+        self.limit = last if self.limit is None else min(self.limit, last)
+
     def num_taken(self, pipeline: int) -> int:
         """The number of the chunk that the pipeline takes next."""
         return self._num_taken.get(pipeline, 0)

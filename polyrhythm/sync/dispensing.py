@@ -41,6 +41,9 @@ class Dispensing:
         elif isinstance(event, Used):
             yield from self._use(event)
         else:
+            if event.batch is not None:
+                self._dispenser.end(event.batch)
+                yield from self._again()
             yield Tallied(event.worker, event.number, self._dispenser.state())
 
     def idle(self) -> Iterator[Member]:

@@ -99,12 +99,16 @@ class Used(_Message, frozen=True):
 
 
 class Tally(_Message, frozen=True):
-    """A worker wants to know which positions were used; `number` is for it to know the answer."""
+    """A worker wants to know which positions were used; `number` is for it to know the answer.
+
+    With `batch`, no more are dealt beyond the end of the batch, of so many, that is being dealt.
+    """
 
     worker: Worker
     number: Count
     incarnation: Count = 0
     now: Seconds = 0.0
+    batch: Size | None = None
 
 
 class Timer(_Message, frozen=True):

@@ -134,3 +134,15 @@ def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with log.open("ab") as file:
         file.write(b"garbage\n")
     assert f"{log}:{len(EVENTS) + 2}: " in refusal(tmp_path, capsys)
+
+
+def test_a_run_with_several_schedulers_replays_all_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = decide(tmp_path).rename(tmp_path / "scheduler-2.jsonl")
+    decide(tmp_path)
+    assert replay(tmp_path) == 0
+    assert capsys.readouterr().out == f"{2 * len(EVENTS)} decisions, replayed alike\n"
+    later.write_bytes(later.read_bytes().replace(b'"s0p3 died"', b'"s0p3 slept"'))
+    assert replay(tmp_path) == 1
+    assert f"{later}: replayed otherwise" in capsys.readouterr().out

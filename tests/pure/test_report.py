@@ -217,3 +217,17 @@ def test_a_trace_that_cannot_be_written_is_refused_and_no_log_is_overwritten(
         assert str(path) in error
         assert "fix:" in error
     assert merged_log(run).read_bytes() == before
+
+
+def test_how_replicas_kept_together_is_told_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with EventLog(worker_log(tmp_path, WORKERS[0]), WORKERS[0]) as log:
+        write_step(log, 0)
+        log.write("way", step=20, name="adaptive", why="waiting costs 40%")
+    assert report(tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "how replicas kept together" in out
+    [row] = [line for line in out.splitlines() if "adaptive" in line]
+    assert row.split()[0] == "20"
+    assert "waiting costs 40%" in row

@@ -346,3 +346,23 @@ def positions_of(scheduler: Scheduler, worker: Worker, number: int) -> int:
     (dealt,) = scheduler.step(Take(worker, number, 4, None, 1))
     assert isinstance(dealt, Dealt)
     return len(positions(dealt.ranges))
+
+
+def test_the_supply_can_be_ended_at_the_end_of_a_batch() -> None:
+    scheduler = joined(setup_of(limit=100))
+    assert scheduler.step(Take(A, 0, 4, None, 1)) == [Dealt(A, 0, None, ((0, 4),))]
+    [tallied] = scheduler.step(Tally(A, 0, 1, batch=6))
+    assert tallied.supply == Supply(limit=6, next=4, outstanding=((0, 4),))
+    [again] = scheduler.step(Tally(A, 1, 1, batch=6))
+    assert again.supply == tallied.supply
+    assert scheduler.step(Take(B, 0, 4, None, 1)) == [Dealt(B, 0, None, ((4, 6),))]
+    assert scheduler.step(Take(A, 1, 4, None, 1)) == []  # B may be lost, with what it has
+    assert scheduler.step(Used(A, 0, 1)) == []
+    assert scheduler.step(Used(B, 0, 1)) == [Dealt(A, 1, None, ())]
+
+
+def test_who_waits_hears_of_an_end_that_leaves_it_nothing() -> None:
+    scheduler = joined(setup_of(limit=8))
+    scheduler.step(Take(A, 0, 8, None, 1))
+    assert scheduler.step(Take(B, 0, 4, None, 1)) == []
+    assert scheduler.step(Tally(B, 0, 1, batch=3))[-1].supply.limit == 8  # never later than told

@@ -62,6 +62,7 @@ class _Exchanged:
     deadline: Seconds
     why: str
     began: Seconds
+    took: Seconds
 
 
 class Averager:
@@ -93,6 +94,7 @@ class Averager:
         self._exchanged: _Exchanged | None = None
         self._running: tuple[int, list[Peer]] | None = None  # a group in the midst of its exchange
         self._given_up: set[int] = set()  # groups whose Abort has come, and not been seen to
+        self._last_exchange: tuple[Seconds, int] = 0.0, 1  # how long, and of how many
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="averager", daemon=True)
         self._thread.start()
@@ -141,6 +143,12 @@ class Averager:
         """What has come since the last time, for training to take in."""
         with self._changed:
             return self._taken()
+
+    def last_exchange(self) -> tuple[Seconds, int]:
+        """How long that of the last group took, and of how many; told once."""
+        with self._changed:
+            last, self._last_exchange = self._last_exchange, (0.0, 1)
+        return last
 
     def hear(self, command: ToWorker) -> None:
         """A command of the scheduler."""
@@ -259,7 +267,10 @@ class Averager:
             else:
                 halves = Halves(self._pairs, members, published, number=gid)
                 found = halves.scatter(weights, timeout=_LONGEST)
-            return _Exchanged(gid, published, found, halves, assign.deadline, assign.why, began)
+            took = time.perf_counter() - began
+            return _Exchanged(
+                gid, published, found, halves, assign.deadline, assign.why, began, took
+            )
         except PeerError as error:
             if self._log is not None:
                 self._log.write("average_failed", name=str(gid), why=str(error))
@@ -271,6 +282,7 @@ class Averager:
             done, self._exchanged = self._exchanged, None
             assert done is not None, f"group {commit.gid} is committed after our Done"
             assert done.gid == commit.gid, f"group {done.gid} was to be committed"
+            self._last_exchange = done.took, len(commit.members)
             if self._value is done.published:
                 self._value = done.mean
                 if done.halves is not None:

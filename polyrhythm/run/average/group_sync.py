@@ -42,7 +42,7 @@ from polyrhythm.run.average.meeting import Meeting, check_timeout, next_name
 from polyrhythm.run.average.model_rounds import ModelRounds
 from polyrhythm.run.average.parameter_server import ServerLine
 from polyrhythm.run.average.reduced_variance import ReducedVarianceAdamW
-from polyrhythm.run.average.scheduled import Scheduled
+from polyrhythm.run.average.scheduled import Averaged, Scheduled
 from polyrhythm.run.average.server_rounds import ServerRounds
 from polyrhythm.run.average.static_rounds import StaticRounds
 from polyrhythm.run.coordinator.deals import Answer
@@ -276,9 +276,16 @@ class GroupSync:
         """
         self._dispensing().use_positions(number)
 
-    def supply(self) -> Supply:
-        """Which positions are used by now: for a checkpoint, and for `dispense` after it."""
-        return self._dispensing().supply()
+    def supply(self, *, last_batch: int | None = None) -> Supply:
+        """Which positions are used by now: for a checkpoint, and for `dispense` after it.
+
+        `last_batch`: deal no more, for anybody, when the batch of so many that is begun is dealt.
+        """
+        return self._dispensing().supply(last_batch)
+
+    def averaged(self) -> Averaged:
+        """What averages took since this was asked the last time; nothing under `static`."""
+        return Averaged(0.0, 0.0, 1) if self._line is None else self._line.averaged()
 
     def consolidate(self) -> None:
         """Average over all workers of the stage, who all call this: to evaluate, save or end.

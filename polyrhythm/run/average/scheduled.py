@@ -6,9 +6,11 @@ serves the coordinator for the others leaves last, after waiting for them.
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,9 +22,18 @@ from polyrhythm.run.coordinator.client import CoordinatorClient
 from polyrhythm.run.coordinator.deals import Answer
 from polyrhythm.run.coordinator.keys import JobKeys
 from polyrhythm.run.coordinator.wire import PROTOCOL, FromWorker, Hello, Shape
+from polyrhythm.sync.decision_log import decision_log
 from polyrhythm.sync.dispenser import Ranges, Supply
 from polyrhythm.sync.messages import MOST_AT_ONCE, MOST_POSITIONS, Request
 from polyrhythm.types import Seconds
+
+
+class Averaged(NamedTuple):
+    """What averages took of some time."""
+
+    waited: Seconds  # by training
+    exchange: Seconds  # the last one, from when all were there, whether training waited or not
+    num_members: int  # of that; 1 if there was none
 
 
 class Scheduled:
@@ -40,6 +51,7 @@ class Scheduled:
         """Returns when all workers have joined."""
         self._timeout, self._clock = meeting.timeout, 0
         self._num_asked = self._num_tallies = 0
+        self._waited: Seconds = 0.0
         self._policy, self._log = meeting.setup.policy, log
         worker, life = self.me = meeting.me
         hello = Hello(PROTOCOL, worker, node, 0, life, meeting.setup.text, shape)
@@ -95,6 +107,7 @@ class Scheduled:
         """
         began = time.perf_counter()
         why = self._averager.wait(self._timeout, needed or "waiting for a group", says_so)
+        self._waited += time.perf_counter() - began
         if self._log is not None:
             self._log.write("sync", start=self._log.at(began), step=step, name=self._policy)
         if needed and why is not None:
@@ -120,10 +133,15 @@ class Scheduled:
         """All chunks up to that one are used."""
         self._client.use(number)
 
-    def supply(self) -> Supply:
+    def supply(self, last_batch: int | None) -> Supply:
         """Which positions were used by now, by all."""
         self._num_tallies += 1
-        return self._client.tally(self._num_tallies, self._timeout).wait()
+        return self._client.tally(self._num_tallies, self._timeout, last_batch).wait()
+
+    def averaged(self) -> Averaged:
+        """Since it was asked the last time."""
+        waited, self._waited = self._waited, 0.0
+        return Averaged(waited, *self._averager.last_exchange())
 
     def settle(self) -> None:
         """Until nobody needs this worker for an average that has been committed."""
@@ -140,9 +158,14 @@ class Scheduled:
         self._client.send(message)
 
 
+_num_logs: Counter[Path] = Counter()  # that this process has begun, by run
+
+
 def _decisions(log: EventLog | None) -> Path | None:
     """Where the scheduler's log goes: to the folder of the run, beside that of the workers."""
     if log is None:
         return None
     folder = log.path.parent
-    return (folder.parent if folder.name == WORKERS else folder) / "scheduler.jsonl"
+    run = folder.parent if folder.name == WORKERS else folder
+    _num_logs[run] += 1
+    return decision_log(run, _num_logs[run])

@@ -99,9 +99,10 @@ class CoordinatorClient:
         take = Take(self._hello.worker, number, count, until, self._hello.incarnation)
         return self._ask(take, timeout)
 
-    def tally(self, number: int, timeout: Seconds) -> Answer[Supply]:
-        """Ask which positions were used; each time with another number."""
-        return self._ask(Tally(self._hello.worker, number, self._hello.incarnation), timeout)
+    def tally(self, number: int, timeout: Seconds, batch: int | None = None) -> Answer[Supply]:
+        """Ask which positions were used, each time with another number; `batch`: the last one."""
+        worker, life = self._hello.worker, self._hello.incarnation
+        return self._ask(Tally(worker, number, life, batch=batch), timeout)
 
     def use(self, number: int) -> None:
         """Say that this worker has made its updates with all chunks up to that one."""

@@ -7,6 +7,7 @@ forward. With buckets that are whole the mean of the gradients comes back instea
 backward: a plain all-reduce.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 
@@ -20,6 +21,7 @@ from polyrhythm.run.decoupled.halves import Half, Halves, PeerHalves, Pending
 from polyrhythm.run.decoupled.handed_over import has_gradient
 from polyrhythm.run.decoupled.nccl_halves import NcclHalves
 from polyrhythm.run.decoupled.reducing import Reducing
+from polyrhythm.types import Seconds
 
 
 class Phase(Enum):
@@ -60,6 +62,8 @@ class Averaging:
         self._returning: list[Pending] = []
         self._sums: list[Tensor] = []  # of the gradients of buckets that have left
         self._versions: list[int] = []  # of parameters, when they were sent on
+        self._waited: Seconds = 0.0  # by training, for others
+        self._exchange: Seconds = 0.0  # of both halves, as if all had been there from the beginning
         self._error: PeerError | None = None  # after which nothing is what it should be
 
     @property
@@ -121,11 +125,13 @@ class Averaging:
         self._check_error()
         if self._phase is Phase.FINISHED:
             return
+        began = time.perf_counter()
         try:
             self._finish()
         except PeerError as error:
             self._error = error
             raise
+        self._waited += time.perf_counter() - began
         self._phase = Phase.FINISHED
 
     def expect_weights(self) -> None:
@@ -140,7 +146,7 @@ class Averaging:
             if not bucket.is_whole and (self._is_used(bucket) or not bucket.is_late):
                 pending = self.halves.gather(bucket.weights, bucket.number)
                 if self.halves.waits_on_host:
-                    pending = self._reducing.start(pending.wait)
+                    pending = self._reducing.start(self._timed(pending))
                 self._gathering[bucket.number] = pending
 
     def await_parameters(self, indices: Iterable[int]) -> None:
@@ -148,12 +154,20 @@ class Averaging:
         for index in indices:
             number = self._bucket_of[index].number
             if number in self._gathering:
+                began = time.perf_counter()
                 self._gathering[number].wait()  # raises each time, if the weights are not whole
+                self._waited += time.perf_counter() - began
                 del self._gathering[number]
                 self._check_untouched(self._bucket_of[index])
 
     def await_all(self) -> None:
         self.await_parameters(range(len(self._parameters)))
+
+    def averaged(self) -> tuple[Seconds, Seconds]:
+        """Waits of training, and the longest exchange, since this was asked the last time."""
+        found = self._waited, self._exchange
+        self._waited = self._exchange = 0.0
+        return found
 
     def mark_changed(self) -> None:
         """Of a graph that was made before the step, autograd then says that it is out of date."""
@@ -240,6 +254,16 @@ class Averaging:
             if has_gradient(self._parameters[index]):
                 self._used[index] = 1
             bucket.fill(index)
+
+    def _timed(self, pending: Pending) -> Callable[[], None]:
+        """The second half begins at about the same time on all workers; the first is as long."""
+        began = time.perf_counter()
+
+        def wait() -> None:
+            pending.wait()
+            self._exchange = max(self._exchange, 2 * (time.perf_counter() - began))
+
+        return wait
 
     def _scatter(self, bucket: Bucket) -> None:
         pending = self.halves.scatter(bucket.gradients, bucket.number)

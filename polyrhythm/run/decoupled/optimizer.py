@@ -254,6 +254,10 @@ class DistributedOptimizer(Optimizer):
         """Wait until this worker has all parameters of the last step."""
         self._averaging.await_all()
 
+    def averaged(self) -> tuple[Seconds, Seconds]:
+        """What it took since this was asked: waits of training, and both halves, hidden or not."""
+        return self._averaging.averaged()
+
     def state_dict(self) -> dict[str, Any]:
         """Of all workers, who call this together; as the wrapped optimizer alone would have it."""
         check_alive()
