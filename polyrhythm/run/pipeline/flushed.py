@@ -51,8 +51,9 @@ class Flushed:
     @property
     def microbatch_size(self) -> int | None:
         """As the tuner wants the next batch cut; None where it has nothing to say."""
-        candidate = None if self.tuning is None else self.tuning.candidate
-        return None if candidate is None else candidate.microbatch_size
+        if self.tuning is None or self.tuning.candidate is None or not self.tuning.microbatch_sizes:
+            return None
+        return self.tuning.candidate.microbatch_size
 
     def expect(self, told: Cut) -> int:
         """Prepare for a batch; the number of its first micro-batch."""

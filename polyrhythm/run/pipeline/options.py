@@ -55,6 +55,12 @@ class Options:
         return self.schedule == AUTO and self.flush
 
     @property
+    def sizes_to_try(self) -> tuple[int, ...]:
+        """Sizes of micro-batches for the tuner to choose from, if there is a choice."""
+        sizes = tuple(self.microbatch_sizes or ())
+        return sizes if self.is_tuned and len(sizes) > 1 else ()
+
+    @property
     def recipe(self) -> Recipe | Written:
         """The schedule to start with."""
         if isinstance(self.schedule, str):

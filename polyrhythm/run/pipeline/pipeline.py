@@ -106,7 +106,7 @@ class Pipeline(PipelineFacts):
         self._cutter = Cutter(
             num_microbatches=num_microbatches,
             microbatch_size=microbatch_sizes[0] if microbatch_sizes else None,
-            sizes_to_try=microbatch_sizes if microbatch_sizes and options.is_tuned else (),
+            sizes_to_try=options.sizes_to_try,
             scale_grads=scale_grads,
             device=self.device,
         )
@@ -156,7 +156,7 @@ class Pipeline(PipelineFacts):
         tuning: Tuning | None = None
         if options.is_tuned:
             tuning = Tuning(
-                microbatch_sizes=tuple(microbatch_sizes) if microbatch_sizes else None,
+                microbatch_sizes=options.sizes_to_try or None,
                 every=tune_every,
                 fixed=StageLimits.of(part.module, options.limit_bytes, optimizer_floats),
                 connections=self._connections,
