@@ -1,0 +1,95 @@
+"""A plan in which every device runs one stage: for processes that are there, and wait for work.
+
+The planner may leave devices out, or give one several stages in a row. A job whose processes are
+started already has a seat for each: stages times pipelines are then as many as there are devices.
+Every such pair of numbers is searched by itself, the most promising first, until no other can be
+better by its lower bound.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from polyrhythm.describe.model import AtSize, Layer, ModelProfile
+from polyrhythm.errors import UserError
+from polyrhythm.plan.plan import Plan
+from polyrhythm.plan.problem import Problem
+from polyrhythm.plan.search import Progress, make_plan
+from polyrhythm.plan.shapes import sizes_for
+from polyrhythm.plan.step_bound import least_step
+from polyrhythm.types import Seconds
+
+
+def plan_for_all(
+    problem: Problem,
+    *,
+    layers_together: tuple[int, ...] = (),
+    seed: int = 0,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> Plan:
+    """The best one found; raises PlanError if none is feasible.
+
+    Stages end where one of `layers_together` ends: so many layers each that are not to be cut.
+    """
+    counts = layers_together or (1,) * problem.num_layers
+    grouped = replace(problem, profile=merged(problem.profile, counts))
+    number = problem.num_devices
+    best: Plan | None = None
+    refusals: dict[int, UserError] = {}
+    stages = [each for each in range(1, number + 1) if number % each == 0 and each <= len(counts)]
+    for bound, num_stages in sorted((_bound(grouped, each), each) for each in stages):
+        if best is not None and bound >= _step(best):
+            break
+        job = replace(grouped.job, num_stages=num_stages, num_pipelines=number // num_stages)
+        try:
+            found = make_plan(replace(grouped, job=job), seed=seed, on_progress=on_progress)
+        except UserError as error:
+            refusals[num_stages] = error
+            continue
+        plan = found.best.plan
+        best = plan if best is None else min(best, plan, key=_step)
+    if best is None:
+        raise refusals[max(refusals)]  # more stages need less memory each: what is lacking at best
+    ends = list(accumulate(counts, initial=0))
+    cuts = [ends[end] for end in accumulate(best.layers_per_stage, initial=0)]
+    return replace(best, layers_per_stage=tuple(b - a for a, b in pairwise(cuts)))
+
+
+def merged(profile: ModelProfile, counts: tuple[int, ...]) -> ModelProfile:
+    """So many layers in a row as one, for each of `counts`."""
+    ends = pairwise(accumulate(counts, initial=0))
+    return replace(profile, layers=tuple(_one(profile.layers[a:b]) for a, b in ends))
+
+
+def _one(layers: tuple[Layer, ...]) -> Layer:
+    if len(layers) == 1:
+        return layers[0]
+    return Layer(
+        name=f"{layers[0].name} to {layers[-1].name}",
+        forward=sum(layer.forward for layer in layers),
+        backward=sum(layer.backward for layer in layers),
+        parameter_bytes=sum(layer.parameter_bytes for layer in layers),
+        activation_bytes=layers[-1].activation_bytes,
+        stored_bytes=sum(layer.stored_bytes for layer in layers),
+        sizes=tuple(
+            AtSize(
+                microbatch_size=at[0].microbatch_size,
+                forward=sum(each.forward for each in at),
+                backward=sum(each.backward for each in at),
+                activation_bytes=at[-1].activation_bytes,
+                stored_bytes=sum(each.stored_bytes for each in at),
+            )
+            for at in zip(*(layer.sizes for layer in layers), strict=True)
+        ),
+    )
+
+
+def _bound(problem: Problem, num_stages: int) -> Seconds:
+    """No plan of so many stages, on all devices, makes a step in less."""
+    number = problem.num_devices // num_stages
+    return min(least_step(problem, size, number) for size in sizes_for(problem))
+
+
+def _step(plan: Plan) -> Seconds:
+    assert plan.predicted is not None, "the search says what it expects"
+    return plan.predicted.step
