@@ -3,7 +3,9 @@
 import signal
 import sys
 
+from polyrhythm.processes import TOLD_TO_END
+
 
 def end_on_sigterm() -> None:
     """Not for a process of torchrun: while gloo waits no Python handler runs, and it must end."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TOLD_TO_END))

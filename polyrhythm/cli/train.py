@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import TYPE_CHECKING
 import tyro
 
 from polyrhythm.cli.ending import end_on_sigterm
-from polyrhythm.errors import LaunchError
+from polyrhythm.errors import LaunchError, WorkerError
+from polyrhythm.processes import BAD_INPUT, FAILED, PEER_LOST, TOLD_TO_END
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
     from polyrhythm.plan.plan import Plan
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 
 
 _LOOK: "Seconds" = 60.0  # at processes, at least that often
+_TRAINER = "polyrhythm.run.trainer.trainer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +46,7 @@ class TrainCommand:
     local: int | None = None
     """Processes on this machine; by default as many as the plan has workers, or one."""
     lab: str | None = None
-    """A cluster to rehearse on this machine, one process per device: a file, or a bundled one."""
+    """A cluster to rehearse on this machine, one process per device, or as the plan has it."""
     scenario: str | None = None
     """What happens in the lab meanwhile: a file, or a bundled scenario such as sdpipe_b."""
     plan: Path | None = None
@@ -58,25 +63,30 @@ class TrainCommand:
         plan = None if self.plan is None else Plan.load(self.plan)
         if self.plan is not None:
             os.environ[VARIABLE] = str(self.plan.absolute())
-        if self.lab is not None:
-            return self._run_in_lab(self.lab, console)
-        return self._run_here(plan)
+        try:
+            if self.lab is not None:
+                return self._run_in_lab(self.lab, plan, console)
+            return self._run_here(plan)
+        except WorkerError as error:
+            if error.status == TOLD_TO_END:
+                return TOLD_TO_END
+            raise _told_once(error) from None
 
     def _run_here(self, plan: "Plan | None") -> int:
-        from polyrhythm.lab.program import become, preload
+        from polyrhythm.lab.program import PRELOADED, become, preload
         from polyrhythm.lab.rehearse import TIMED_OUT
         from polyrhythm.run.launch import LocalJob
 
         program = self._program()
         number = self.local or (1 if plan is None else plan.num_workers)
-        preload(program)
-        end_on_sigterm()
+        preload(program, (*PRELOADED, _TRAINER))
 
         def work(place: "Place") -> None:
             become(program, {})
             self._check_fitted()
 
         with LocalJob(work, number, output_folder=self.output, shown=(0,)) as job:
+            _pass_notice_on(job.give_notice)
             if self.timeout is not None and not job.wait(self.timeout):
                 print(f"timeout after {self.timeout:g} s", file=sys.stderr)
                 return TIMED_OUT
@@ -84,18 +94,40 @@ class TrainCommand:
                 pass
         return 0
 
-    def _run_in_lab(self, cluster: str, console: "Console") -> int:
-        from polyrhythm.cli.lab import Run
+    def _run_in_lab(self, cluster: str, plan: "Plan | None", console: "Console") -> int:
+        from polyrhythm.describe.bundled import is_name
+        from polyrhythm.describe.cluster import Cluster
+        from polyrhythm.describe.scenario import Scenario
+        from polyrhythm.lab.program import PRELOADED
+        from polyrhythm.lab.rehearse import Rehearsal
+        from polyrhythm.plan.hosting import hosts_of
+        from polyrhythm.run.compute import SCENARIO
+        from polyrhythm.tables import print_line
 
-        return Run(
-            cluster=cluster,
-            program=tuple(self._program()),
-            scenario=self.scenario,
-            timeout=self.timeout,
-        ).run(console)
+        described = Cluster.load(cluster)
+        scenario, environment = Scenario(name="nothing happens"), {}
+        if self.scenario is not None:
+            scenario = Scenario.load(self.scenario)
+            named = is_name(self.scenario)
+            environment[SCENARIO] = self.scenario if named else str(Path(self.scenario).absolute())
+        rehearsal = Rehearsal(
+            cluster=described,
+            scenario=scenario,
+            program=self._program(),
+            environment=environment,
+            output=self.output,
+            say=lambda line: print_line(console, line),
+            seats=hosts_of(plan, described),
+            shown=(0,),
+            after=self._check_fitted,
+            is_one_job=True,
+            preloaded=(*PRELOADED, _TRAINER),
+        )
+        _pass_notice_on(rehearsal.give_notice)
+        return rehearsal.run(name=None, timeout=self.timeout)
 
     def _check_fitted(self) -> None:
-        trainer = sys.modules.get("polyrhythm.run.trainer.trainer")
+        trainer = sys.modules.get(_TRAINER)
         if trainer is None or not trainer.Trainer.num_fits:
             raise LaunchError(
                 f"{self.script} has ended without training",
@@ -111,6 +143,12 @@ class TrainCommand:
         if not self.script.is_file():
             raise LaunchError(
                 f"{self.script}: no such file", expected="a Python script", fix="check its path"
+            )
+        if self.timeout is not None and not 0 < self.timeout < float("inf"):
+            raise LaunchError(
+                f"--timeout {self.timeout:g}",
+                expected="seconds above 0",
+                fix="leave --timeout out to wait as long as it takes",
             )
         if self.local is not None and self.local < 1:
             raise LaunchError(
@@ -128,3 +166,21 @@ class TrainCommand:
                 expected="a cluster that it happens to",
                 fix=f"{written} --lab CLUSTER --scenario {self.scenario}",
             )
+
+
+def _pass_notice_on(give_notice: "Callable[[], None]") -> None:
+    """SIGTERM is a notice to the job, which saves and leaves; a second one ends it at once."""
+
+    def on_sigterm(*_: object) -> None:
+        end_on_sigterm()
+        give_notice()
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def _told_once(error: WorkerError) -> WorkerError:
+    """Without what a process whose output is shown has said itself."""
+    if error.output is not None or error.status not in (BAD_INPUT, FAILED, PEER_LOST):
+        return error
+    name = str(error).removesuffix(f" {error.reason}")
+    return WorkerError(error.rank, name, "failed, as above", status=error.status, output=None)

@@ -7,14 +7,16 @@ fails ends the job with its reason. Inside a worker nothing tells the two ways a
 
 import gc
 import os
+import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,11 +24,11 @@ from typing import Self
 import torch
 import torch._dynamo  # every optimizer imports it: before the fork, or 1 s and 100 MB per worker
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from polyrhythm.errors import LaunchError, PeerError, WorkerError
-from polyrhythm.processes import PEER_LOST, Child, end_all, wait_for_any
+from polyrhythm.processes import PEER_LOST, TOLD_TO_END, Child, end_all, wait_for_any
 from polyrhythm.run.peers import waiting_for
 from polyrhythm.types import Seconds
 
@@ -39,6 +41,7 @@ class Place:
     world_size: int
     local_rank: int
     listening: socket.socket | None = None  # local jobs: where rank 0 serves the rendezvous
+    store: Store | None = None  # that all share, where they have met before
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self | None:
@@ -67,6 +70,16 @@ class Place:
     def here(cls) -> "Place | None":
         """Of this process: in a LocalJob, under torchrun, or None where it is on its own."""
         return _given[-1] if _given else cls.from_environment(os.environ)
+
+    def met(self, deadline: Seconds) -> "Place":
+        """The same with the store that all share: processes meet once, and may join twice."""
+        with waiting_for("another process of the job", "meeting"):
+            return replace(self, listening=None, store=self._meet(timedelta(seconds=deadline)))
+
+    def apart(self, name: str) -> "Place":
+        """The same with what it keeps in the store under a name: for a group before another one."""
+        assert self.store is not None, "met before"
+        return replace(self, store=PrefixStore(name, self.store))
 
     @contextmanager
     def joined(
@@ -100,11 +113,14 @@ class Place:
 
     def _meet(self, timeout: timedelta) -> Store:
         """The store that all share."""
+        if self.store is not None:
+            return self.store
         if self.listening is None:
             store: Store
             store, _, _ = next(rendezvous("env://", timeout=timeout))
             store.set_timeout(timeout)
-            return store
+            # torchrun keeps its store: what was said in an earlier meeting is no longer true.
+            return PrefixStore(f"polyrhythm/meeting {next(_meetings)}", store)
         host, port = self.listening.getsockname()
         serving = self.listening.detach() if self.rank == 0 else None
         self.listening.close()  # a copy left open elsewhere would accept for a rank 0 that died
@@ -118,6 +134,8 @@ class Place:
         )
 
 
+_LEAVING = {TOLD_TO_END, PEER_LOST}  # how workers end that were told to
+_meetings = count()  # of this process; all processes of a job have met as often
 _given: list[Place] = []  # to this process, by the LocalJob that it belongs to
 
 
@@ -162,6 +180,12 @@ class LocalJob:
         output = None if rank in self._shown else self._folder / f"rank{rank}.log"
         self._workers.append(Child(partial(_run, self._work, place), output=output))
 
+    def give_notice(self) -> None:
+        """SIGTERM to every worker, which may save what it has: `wait` until they have ended."""
+        for worker in self._workers:
+            if worker.status is None:
+                os.kill(worker.pid, signal.SIGTERM)
+
     def wait(self, timeout: Seconds) -> bool:
         """Wait for an end, `timeout` at the most; True when all are done. Raises WorkerError."""
         ends = time.monotonic() + timeout
@@ -177,6 +201,7 @@ class LocalJob:
         """Name the worker that failed, not those that lost it as a peer.
 
         They may be seen first: the connections of a dying process close before it can be reaped.
+        Who was told to end may be saving, and is left alone until all have ended.
         """
         patience = time.monotonic() + 2.0
         while True:
@@ -188,7 +213,8 @@ class LocalJob:
             if not (only_lost_peers and somebody_runs and left > 0):
                 break
             wait_for_any(self._workers, left)
-        if failed:
+        is_leaving = TOLD_TO_END in failed.values() and not {*failed.values()} - _LEAVING
+        if failed and not (is_leaving and somebody_runs):
             rank = min(failed, key=lambda rank: (failed[rank] == PEER_LOST, rank))
             raise self._error(rank, failed[rank])
 

@@ -1,7 +1,8 @@
-"""Loading samples: the right ones, ahead of training, and what goes wrong said where it matters."""
+"""Loading samples: the right ones, and what goes wrong said with which of them."""
 
+import json
+import random
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,16 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from polyrhythm.errors import PeerError
-from polyrhythm.run.coordinator.deals import Deals
 from polyrhythm.run.data.errors import DataError
 from polyrhythm.run.data.loading import Samples
 from polyrhythm.run.data.order import Order
-from polyrhythm.run.data.reading import order_of
-from polyrhythm.sync.messages import Dealt, Take
-from polyrhythm.types import Worker
-
-ME = Worker(0, 0)
+from polyrhythm.run.data.reading import Bookmark, order_of
 
 
 def numbers(num: int) -> TensorDataset:
@@ -59,9 +54,8 @@ def test_a_batch_has_the_samples_at_its_positions() -> None:
     dataset = numbers(10)
     order = order_of(dataset, seed=4)
     assert order == Order(10, 4)
-    with Samples(dataset, order) as samples:
-        samples.ahead(((3, 6), (18, 22)))
-        batch = samples.take()
+    samples = Samples(dataset, order)
+    batch = samples.load(((3, 6), (18, 22)))
     expected = [*order.ids(3, 6), *order.ids(18, 22)]
     assert batch.ranges == ((3, 6), (18, 22))
     assert batch.inputs.tolist() == expected
@@ -74,98 +68,18 @@ def test_a_stage_has_only_what_it_needs(inputs: bool, target: bool) -> None:
     if not (inputs or target):
         dataset = Broken()  # it is not even asked
     order = order_of(dataset, shuffle=False)
-    with Samples(dataset, order, needs_inputs=inputs, needs_target=target) as samples:
-        samples.ahead(((0, 8),))
-        batch = samples.take()
+    samples = Samples(dataset, order, needs_inputs=inputs, needs_target=target)
+    batch = samples.load(((0, 8),))
     assert (batch.inputs is not None, batch.target is not None) == (inputs, target)
     assert batch.ranges == ((0, 8),)
-
-
-def test_samples_are_loaded_while_training_computes() -> None:
-    loaded, may_load = threading.Event(), threading.Event()
-
-    class Slow(Broken):
-        def __getitem__(self, sample: int) -> tuple[int, int]:
-            assert may_load.wait(20)
-            loaded.set()
-            return sample, sample
-
-    with Samples(Slow(), Order(8)) as samples:
-        samples.ahead(((0, 2),))  # returns, though nothing can be loaded yet
-        may_load.set()
-        assert loaded.wait(20)  # though nobody has asked for the batch
-        assert len(samples.take().inputs) == 2
-
-
-def test_positions_that_are_yet_to_be_dealt_are_loaded_when_they_come() -> None:
-    deals = Deals()
-    first, second = [deals.ask(Take(ME, number, 2), 20.0) for number in range(2)]
-    with Samples(numbers(4), Order(4, shuffle=False), prefetch=2) as samples:
-        samples.ahead(first)
-        samples.ahead(second)
-        deals.hear(Dealt(ME, 0, None, ((1, 3),)))
-        assert samples.take().inputs.tolist() == [1, 2]
-        deals.hear(Dealt(ME, 1, None, ()))
-        assert samples.take() is None
-
-
-def test_what_goes_wrong_is_raised_where_the_batch_is_taken() -> None:
-    deals = Deals()
-    lost = deals.ask(Take(ME, 0, 2), 20.0)
-    with Samples(Broken(), Order(8, shuffle=False), prefetch=3) as samples:
-        samples.ahead(((10, 15),))
-        samples.ahead(lost)
-        samples.ahead(((0, 3),))
-        deals.fail(PeerError("the coordinator", action="training", waited=1.0, cause="gone"))
-        with pytest.raises(DataError, match="sample 5, at position 13: OSError: no such picture"):
-            samples.take()
-        with pytest.raises(PeerError, match="gone"):
-            samples.take()
-        assert samples.take().inputs.tolist() == [0, 1, 2]  # and it goes on
-
-
-def test_positions_that_do_not_come_are_waited_for_no_longer_than_asked() -> None:
-    with Samples(numbers(4), Order(4)) as samples:
-        samples.ahead(Deals().ask(Take(ME, 0, 2), 0.05))
-        with pytest.raises(PeerError, match="waiting for positions"):
-            samples.take()
-
-
-def test_no_more_is_ahead_than_was_allowed() -> None:
-    with Samples(numbers(4), Order(4), prefetch=2) as samples:
-        with pytest.raises(DataError, match="a batch of no chunk"):
-            samples.take()
-        samples.ahead(((0, 1),))
-        samples.ahead(((1, 2),))
-        with pytest.raises(DataError, match="a chunk ahead of 2 others"):
-            samples.ahead(((2, 3),))
-        samples.take()
-        samples.ahead(((2, 3),))
-    with pytest.raises(DataError, match=r"after close\(\)"):
-        samples.ahead(((2, 3),))
-
-
-def test_closing_ends_the_thread_though_positions_are_still_to_come() -> None:
-    before = threading.active_count()
-    samples = Samples(numbers(4), Order(4), prefetch=2)
-    samples.ahead(((0, 2),))
-    samples.take()  # now the thread waits
-    samples.ahead(Deals().ask(Take(ME, 0, 2), 600.0))
-    began = time.monotonic()
-    samples.close()
-    samples.close()
-    assert time.monotonic() - began < 4
-    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize(
     "collate", [lambda items: items[0][0], lambda items: (1, 2, 3), lambda items: 1 / 0]
 )
 def test_what_makes_no_pair_is_refused(collate: Any) -> None:
-    with (
-        Samples(numbers(9), Order(9), collate) as samples,
-        pytest.raises(DataError, match=r"3 samples at positions 0 to 1, 5 to 5 make no batch"),
-    ):
+    samples = Samples(numbers(9), Order(9), collate)
+    with pytest.raises(DataError, match=r"3 samples at positions 0 to 1, 5 to 5 make no batch"):
         samples.load(((0, 2), (5, 6)))
 
 
@@ -173,55 +87,96 @@ def test_items_are_collated_as_asked() -> None:
     def collate(items: list[tuple[Tensor, Tensor]]) -> tuple[int, int]:
         return sum(int(x) for x, _ in items), len(items)
 
-    with Samples(numbers(9), Order(9, shuffle=False), collate) as samples:
-        assert samples.load(((1, 4),)) == (((1, 4),), 6, 3)
+    samples = Samples(numbers(9), Order(9, shuffle=False), collate)
+    assert samples.load(((1, 4),)) == (((1, 4),), 6, 3)
 
 
 def test_a_stream_is_read_forward_and_skips_what_others_take() -> None:
     stream = Stream()
     assert order_of(stream) is None
-    with Samples(stream, None) as samples:
-        assert samples.load(((2, 4),)).inputs.tolist() == [2, 3]
-        assert samples.load(((8, 9), (12, 14))).target.tolist() == [80, 120, 130]
+    samples = Samples(stream, None)
+    assert samples.load(((2, 4),)).inputs.tolist() == [2, 3]
+    assert samples.load(((8, 9), (12, 14))).target.tolist() == [80, 120, 130]
     assert stream.num_read == 14  # each of them once
 
 
 def test_a_stream_goes_back_by_its_state() -> None:
     stream = Stream()
-    with Samples(stream, None) as samples:
-        for start in range(100, 900, 8):
-            samples.load(((start, start + 4),))
-        before = stream.num_read
-        assert samples.load(((864, 866),)).inputs.tolist() == [864, 865]
-        assert stream.num_read == before + 6  # from 860, where it was before
-        assert samples.load(((40, 42),)).inputs.tolist() == [40, 41]  # from the beginning
-        assert samples.load(((896, 898),)).inputs.tolist() == [896, 897]
-        assert stream.num_read < before + 6 + 42 + 20  # not all that lies between
-        assert len(samples._reader._places) < 70
+    samples = Samples(stream, None)
+    for start in range(100, 900, 8):
+        samples.load(((start, start + 4),))
+    before = stream.num_read
+    assert samples.load(((864, 866),)).inputs.tolist() == [864, 865]
+    assert stream.num_read == before + 6  # from 860, where it was before
+    assert samples.load(((40, 42),)).inputs.tolist() == [40, 41]  # from the beginning
+    assert samples.load(((896, 898),)).inputs.tolist() == [896, 897]
+    assert stream.num_read < before + 6 + 42 + 20  # not all that lies between
+    assert len(samples._reader._places) < 70
 
 
 def test_a_stream_goes_on_from_a_bookmark_in_another_process() -> None:
-    with Samples(Stream(), None) as samples:
-        for start in range(0, 100, 10):
-            samples.load(((start, start + 2),))
-        bookmark = samples.bookmark(57)
+    samples = Samples(Stream(), None)
+    for start in range(0, 100, 10):
+        samples.load(((start, start + 2),))
+    bookmark = samples.bookmark(57)
     assert bookmark.position == 50
     stream = Stream()
-    with Samples(stream, None, start=bookmark) as samples:
-        assert samples.load(((57, 60),)).inputs.tolist() == [57, 58, 59]
-        assert stream.num_read == 10
-        with pytest.raises(DataError, match="position 49 of a Stream that goes on from 50"):
-            samples.load(((49, 51),))
-    with Samples(numbers(3), Order(3)) as samples:
-        assert samples.bookmark(57) is None
+    samples = Samples(stream, None)
+    samples.go_on(Bookmark.from_json(json.loads(json.dumps(bookmark.as_json()))))
+    assert samples.load(((57, 60),)).inputs.tolist() == [57, 58, 59]
+    assert stream.num_read == 10
+    with pytest.raises(DataError, match="position 49 of a Stream that goes on from 50"):
+        samples.load(((49, 51),))
+    samples = Samples(numbers(3), Order(3))
+    assert samples.bookmark(57) is None
+    samples.go_on(bookmark)
+    assert samples.load(((0, 3),)).inputs.sum() == 3  # from anywhere, all the same
+
+
+def test_a_state_holds_what_json_has_no_words_for() -> None:
+    class Chancy(Stream):
+        def __init__(self) -> None:
+            super().__init__()
+            self.chance, self.seen = random.Random(3), torch.zeros(1)
+
+        def __iter__(self) -> Iterator[tuple[float, float]]:
+            while True:
+                self.seen += 1
+                yield self.chance.random(), self.seen.item()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"chance": self.chance.getstate(), "seen": self.seen}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.chance.setstate(state["chance"])
+            self.seen = state["seen"]
+
+    samples = Samples(Chancy(), None)
+    samples.load(((0, 4),))
+    expected = samples.load(((4, 6),))
+    kept = json.dumps(samples.bookmark(4).as_json())
+    samples = Samples(Chancy(), None)
+    samples.go_on(Bookmark.from_json(json.loads(kept)))
+    found = samples.load(((4, 6),))
+    assert found.inputs.tolist() == expected.inputs.tolist()
+    assert found.target.tolist() == expected.target.tolist() == [5, 6]
+
+
+def test_a_state_that_cannot_be_kept_is_refused_at_the_start() -> None:
+    class Open(Stream):
+        def state_dict(self) -> dict[str, Any]:
+            return {"lock": threading.Lock()}
+
+    with pytest.raises(DataError, match="the state of a Open cannot be kept: TypeError"):
+        Samples(Open(), None)
 
 
 def test_a_stream_that_ends_says_where_and_can_be_read_again() -> None:
-    with Samples(Stream(10), None) as samples:
-        for _ in range(2):
-            with pytest.raises(DataError, match="a Stream that ended after 10 samples"):
-                samples.load(((8, 12),))
-        assert samples.load(((8, 10),)).inputs.tolist() == [8, 9]
+    samples = Samples(Stream(10), None)
+    for _ in range(2):
+        with pytest.raises(DataError, match="a Stream that ended after 10 samples"):
+            samples.load(((8, 12),))
+    assert samples.load(((8, 10),)).inputs.tolist() == [8, 9]
 
 
 def test_a_stream_that_fails_names_the_sample_and_is_read_again() -> None:
@@ -235,10 +190,10 @@ def test_a_stream_that_fails_names_the_sample_and_is_read_again() -> None:
                     raise OSError("torn")
                 yield item
 
-    with Samples(FailsOnce(), None) as samples:
-        with pytest.raises(DataError, match="sample 3: OSError: torn"):
-            samples.load(((0, 5),))
-        assert samples.load(((3, 5),)).inputs.tolist() == [3, 4]
+    samples = Samples(FailsOnce(), None)
+    with pytest.raises(DataError, match="sample 3: OSError: torn"):
+        samples.load(((0, 5),))
+    assert samples.load(((3, 5),)).inputs.tolist() == [3, 4]
 
 
 class Endless(IterableDataset):
@@ -261,8 +216,13 @@ def test_what_cannot_be_dealt_out_is_refused(dataset: Any, order: Order | None, 
         Samples(dataset, order)
 
 
+def test_a_sample_that_fails_is_named() -> None:
+    samples = Samples(Broken(), Order(8, shuffle=False))
+    with pytest.raises(DataError, match="sample 5, at position 13: OSError: no such picture"):
+        samples.load(((10, 15),))
+    assert samples.load(((0, 3),)).inputs.tolist() == [0, 1, 2]  # and it goes on
+
+
 def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(DataError, match="0 samples"):
         order_of(numbers(0))
-    with pytest.raises(DataError, match="prefetch=0"):
-        Samples(numbers(4), Order(4), prefetch=0)

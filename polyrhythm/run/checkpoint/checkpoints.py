@@ -186,19 +186,35 @@ class Checkpoints:
                 warnings.warn(f"checkpoint passed over: {path}: {problem}", stacklevel=2)
         return None
 
+    def checked(self, path: Path | str) -> Path:
+        """That checkpoint, every file of which is read; raises CheckpointError if it is damaged.
+
+        Called by all stages, each of which reads a part.
+        """
+        self._check_open()
+        path = Path(path)
+        problem = self._damage(self._round(), path, read_manifest(path))
+        if problem is not None:
+            raise damaged(path, problem)
+        return path
+
     def restore(
-        self, path: Path | str, module: nn.Module, optimizer: Optimizer | None = None
+        self,
+        path: Path | str,
+        module: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        verify: bool = True,
     ) -> Manifest:
         """Into this cut of the model, whatever the cut that was saved. Called by all stages.
 
         The manifest has `step`, `extra` and `facts`. Raises CheckpointError, and leaves module and
-        optimizer as they are, if the checkpoint is damaged or of another model.
+        optimizer as they are, if the checkpoint is damaged or of another model. `verify` reads all
+        files first: not needed for what `latest` or `checked` has just read.
         """
         self._check_open()
-        path, name = Path(path), self._round()
-        manifest = read_manifest(path)
-        if (problem := self._damage(name, path, manifest)) is not None:
-            raise damaged(path, problem)
+        path = self.checked(path) if verify else Path(path)
+        manifest, name = read_manifest(path), self._round()
         model = StageModel.of(module, self._tied, stage=self.stage)
         table = merged_tables(self._board.exchange(f"{name}/model", model.table))
         load(path, manifest, module, model, optimizer, table=table, whole=True)

@@ -10,7 +10,8 @@ A dataset must give the same item each time it is asked, in any process: the fir
 pipeline reads the inputs, and the last one the targets.
 """
 
-import copy
+import base64
+import pickle
 from collections.abc import Iterator, Sized
 from typing import Any, NamedTuple, Protocol
 
@@ -24,10 +25,26 @@ _KEPT = 64  # places to go back to, besides the first one
 
 
 class Bookmark(NamedTuple):
-    """Where to go on with a dataset: its `state_dict` before it gives the sample at `position`."""
+    """Where to go on with a dataset: its `state_dict` before it gives the sample at `position`.
+
+    Pickled, which copies it: states hold tuples (of random generators), tensors and arrays.
+    """
 
     position: int
-    state: Any
+    packed: bytes
+
+    @property
+    def state(self) -> Any:
+        """A copy of it."""
+        return pickle.loads(self.packed)
+
+    def as_json(self) -> list[Any]:
+        return [self.position, base64.b64encode(self.packed).decode()]
+
+    @classmethod
+    def from_json(cls, kept: list[Any]) -> "Bookmark":
+        position, packed = kept
+        return cls(position, base64.b64decode(packed))
 
 
 class Reader(Protocol):
@@ -37,14 +54,17 @@ class Reader(Protocol):
     def bookmark(self, position: int) -> Bookmark | None:
         """From where that position can be reached; None if from anywhere."""
 
+    def go_on(self, place: Bookmark) -> None:
+        """Read from there on, and nothing before."""
+
 
 def order_of(dataset: Any, *, seed: int = 0, shuffle: bool = True) -> Order | None:
     """The order of a dataset's samples; None if it has one of its own."""
     return Order(len(dataset), seed, shuffle) if _has_length(dataset) else None
 
 
-def reader_of(dataset: Any, order: Order | None, start: Bookmark | None = None) -> Reader:
-    """Refuses what cannot be dealt out; `start` is for a dataset that has its own order."""
+def reader_of(dataset: Any, order: Order | None) -> Reader:
+    """Refuses what cannot be dealt out."""
     if _has_length(dataset):
         if order is None or order.num_samples != len(dataset):
             what = "no order" if order is None else f"an order of {order.num_samples:,} samples"
@@ -67,7 +87,7 @@ def reader_of(dataset: Any, order: Order | None, start: Bookmark | None = None) 
             expected="no order: each sample is its position",
             fix="use order_of(dataset), and let the dataset shuffle",
         )
-    return _InOrder(dataset, start)
+    return _InOrder(dataset)
 
 
 class _ById:
@@ -86,11 +106,14 @@ class _ById:
     def bookmark(self, position: int) -> None:
         return None
 
+    def go_on(self, place: Bookmark) -> None:
+        """It gives any sample, from wherever others went on."""
+
 
 class _InOrder:
-    def __init__(self, dataset: Any, start: Bookmark | None) -> None:
+    def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._places = [start or Bookmark(0, copy.deepcopy(dataset.state_dict()))]
+        self._places = [self._place(0)]
         self._items: Iterator[Any] = iter(())
         self._position = -1  # of the next item; -1 if that is not known
 
@@ -111,15 +134,29 @@ class _InOrder:
             )
         return before[-1]
 
+    def go_on(self, place: Bookmark) -> None:
+        self._places, self._position = [place], -1
+
     def _go_to(self, position: int) -> None:
         place = self.bookmark(position)
         if not place.position <= self._position <= position:
-            self._dataset.load_state_dict(copy.deepcopy(place.state))
+            self._dataset.load_state_dict(place.state)
             self._items, self._position = iter(self._dataset), place.position
         while self._position < position:
             self._next()
         if place.position < position:
-            self._keep(Bookmark(position, copy.deepcopy(self._dataset.state_dict())))
+            self._keep(self._place(position))
+
+    def _place(self, position: int) -> Bookmark:
+        try:
+            return Bookmark(position, pickle.dumps(self._dataset.state_dict()))
+        except Exception as error:
+            raise DataError(
+                f"the state of a {type(self._dataset).__name__} cannot be kept: "
+                f"{type(error).__name__}: {error}",
+                expected="a state_dict() of numbers, texts, tensors, and lists of them",
+                fix="leave out of it what is open: files, locks, generators",
+            ) from error
 
     def _keep(self, place: Bookmark) -> None:
         first, *others = sorted([*self._places, place], key=lambda place: place.position)

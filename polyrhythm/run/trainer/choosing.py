@@ -2,23 +2,32 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.plan import AUTO, VARIABLE, Plan, even_plan
+from polyrhythm.run.trainer.measuring import automatic_plan
+from polyrhythm.run.trainer.placing import Processes
 from polyrhythm.run.trainer.settings import Settings
 from polyrhythm.run.trainer.shares import Batches
 
 _PER_STAGE = 4  # micro-batches, where nobody says how many: the pipeline's bubble is then a fifth
 
 
-def plan_of(settings: Settings, model: nn.Module, num_processes: int) -> Plan:
-    """The plan that was given, for this model; without one, every process is a replica."""
+def plan_of(
+    settings: Settings,
+    model: nn.Module,
+    dataset: Any,
+    processes: Processes,
+    run: Path | str | None,
+) -> Plan:
+    """The plan that was given, for this model; else one from measurements, or of replicas."""
     given = os.environ.get(VARIABLE, AUTO) if settings.plan == AUTO else settings.plan
     num_layers = settings.cut.num_layers(model)
     if given == AUTO:
-        return even_plan(num_layers=num_layers, num_stages=1, num_pipelines=num_processes)
+        return _automatic(settings, model, dataset, processes, run)
     plan = given if isinstance(given, Plan) else Plan.load(Path(given))
     planned = sum(plan.layers_per_stage)
     if plan.num_stages > 1 and planned != num_layers:
@@ -30,15 +39,29 @@ def plan_of(settings: Settings, model: nn.Module, num_processes: int) -> Plan:
     return plan
 
 
+def _automatic(
+    settings: Settings,
+    model: nn.Module,
+    dataset: Any,
+    processes: Processes,
+    run: Path | str | None,
+) -> Plan:
+    if settings.batch_size is None:
+        raise _no_batch()
+    plan = None
+    if processes.number > 1 and not processes.are_joined:
+        folder = None if run is None else Path(run)
+        plan = automatic_plan(settings, model, dataset, processes, folder)
+    return plan or even_plan(
+        num_layers=settings.cut.num_layers(model), num_stages=1, num_pipelines=processes.number
+    )
+
+
 def batches_of(settings: Settings, plan: Plan) -> Batches:
     """The global batch and its micro-batches: as they are given, or else as they are planned."""
     size = settings.batch_size or plan.batch
     if size is None:
-        raise PlanError(
-            "no batch_size",
-            expected="how many samples a step has, of all pipelines together",
-            fix="give Trainer(..., batch_size=64), or a plan that says it",
-        )
+        raise _no_batch()
     if plan.batch is not None and plan.batch != size:
         raise PlanError(
             f"batch_size={size} with a plan for batches of {plan.batch}",
@@ -60,3 +83,11 @@ def shares_of(plan: Plan, batches: Batches) -> tuple[int, ...]:
     if len(shares) == plan.num_pipelines and sum(shares) == batches.num_microbatches:
         return shares
     return batches.equal_shares(plan.num_pipelines)
+
+
+def _no_batch() -> PlanError:
+    return PlanError(
+        "no batch_size",
+        expected="how many samples a step has, of all pipelines together",
+        fix="give Trainer(..., batch_size=64), or a plan that says it",
+    )

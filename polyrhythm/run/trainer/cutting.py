@@ -46,9 +46,7 @@ class Cut:
     def part(self, model: nn.Module, stage: int, layers_per_stage: Sequence[int]) -> Part:
         """One stage's share of the model, which keeps its names."""
         num_stages = len(layers_per_stage)
-        if num_stages == 1:
-            return whole_of(model, 0, 1)
-        if self.layers is not None:
+        if self.layers is not None:  # one stage, too: what the loss is called with stays the same
             return split_layers(
                 model,
                 stage=stage,
@@ -59,6 +57,8 @@ class Cut:
                 epilogue=self.epilogue,
                 layers_per_stage=layers_per_stage,
             )
+        if num_stages == 1:
+            return whole_of(model, 0, 1)
         if isinstance(model, nn.Sequential):
             return split_sequential(
                 model, stage=stage, num_stages=num_stages, layers_per_stage=layers_per_stage

@@ -6,11 +6,12 @@ done with the last ones, so that fast ones get more, and each is used once.
 Only the first stage of a pipeline asks; the others hear of it with the batch.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from polyrhythm.plan.plan import AUTO
 from polyrhythm.run.average.group_sync import GroupSync
+from polyrhythm.run.data.prefetch import Guess, known
 from polyrhythm.run.trainer.shares import Batches, Remaining, dealt
 from polyrhythm.run.trainer.together import DECOUPLED, LOCKSTEP
 from polyrhythm.sync.dispenser import Ranges, Supply
@@ -45,10 +46,16 @@ class Steps:
     def next(self, microbatches: range) -> Dealt | None:
         if self.is_over:
             return None
-        start, end = self.batches.range_of(self._num_made, microbatches)
-        ranges = self._remaining.ranges(self._start + start, self._start + end)
+        ranges = self.peek(microbatches)
         self._num_made += 1
         return Dealt(self._first + self._num_made - 1, ranges, 1.0)
+
+    def peek(self, microbatches: range) -> Ranges:
+        """What `next` would deal."""
+        if self.is_over:
+            return ()
+        start, end = self.batches.range_of(self._num_made, microbatches)
+        return self._remaining.ranges(self._start + start, self._start + end)
 
     def supply(self) -> Supply:
         """When all of the steps that were begun are made."""
@@ -62,6 +69,9 @@ class Steps:
 class Dealer(Protocol):
     def next(self) -> Dealt | None:
         """The next samples of this pipeline; None when training is over."""
+
+    def peek(self) -> Guess:
+        """What `next` will most likely give after that, to be loaded ahead."""
 
     def used(self) -> None:
         """Those of the last ones have been learnt from."""
@@ -90,6 +100,9 @@ class FixedShares:
         weight = found.num_samples * self._num_pipelines / self._steps.batches.size
         return found._replace(weight=weight)
 
+    def peek(self) -> Guess:
+        return self._steps.peek(self._microbatches)
+
     def used(self) -> None:
         """All know it."""
 
@@ -102,13 +115,17 @@ class BalancedShares:
 
     def __init__(self, steps: Steps, sync: GroupSync) -> None:
         self._steps, self._sync = steps, sync
+        self._microbatches = range(0)  # of the last step
 
     def next(self) -> Dealt | None:
         if self._steps.is_over:
             return None
-        microbatches = self._sync.share(self._steps.batches.num_microbatches)
-        found = self._steps.next(microbatches)
-        return None if found is None else found._replace(weight=float(len(microbatches)))
+        self._microbatches = self._sync.share(self._steps.batches.num_microbatches)
+        found = self._steps.next(self._microbatches)
+        return None if found is None else found._replace(weight=float(len(self._microbatches)))
+
+    def peek(self) -> Guess:
+        return self._steps.peek(self._microbatches)  # shares seldom change
 
     def used(self) -> None:
         """All know it."""
@@ -124,26 +141,37 @@ class Dispensed:
         """`count`: samples of this pipeline in each of its steps."""
         self._batches, self._sync, self._count = batches, sync, count
         self._number = -1  # of the last chunk
-        self._asked = sync.take(0, count)
+        self._asked = deque([sync.take(0, count)])  # those after it
 
     def next(self) -> Dealt | None:
-        ranges = self._asked.wait()
+        ranges = self._asked[0].wait()
         if not ranges:
             return None
+        self._ask()
+        self._asked.popleft()
         self._number += 1
-        self._asked = self._sync.take(self._number + 1, self._count)
         step = max(end - 1 for _, end in ranges) // self._batches.size
         return Dealt(step, ranges, 1.0)
 
+    def peek(self) -> Guess:
+        return self._asked[0]
+
     def used(self) -> None:
         self._sync.used(self._number)
+        if known(self._asked[0]):
+            self._ask()  # not later, for the answer to be here when the next step begins
 
     def supply(self) -> Supply:
         return self._sync.supply()
 
+    def _ask(self) -> None:
+        """For the chunk after the one that is held for the next step, which is not empty."""
+        if len(self._asked) == 1:
+            self._asked.append(self._sync.take(self._number + 2, self._count))
+
 
 def dealer_of(
-    sync: str,
+    way: str,
     batches: Batches,
     shares: Sequence[int],
     pipeline: int,
@@ -152,10 +180,10 @@ def dealer_of(
     line: GroupSync | None,
 ) -> Dealer:
     """For a way to keep together; `line` is the first stage's, which asks."""
-    if line is not None and sync not in LOCKSTEP:
+    if line is not None and way not in LOCKSTEP:
         return Dispensed(batches, line, shares[pipeline] * batches.microbatch_size)
     steps = Steps(batches, supply, end)
-    if line is not None and sync == "balanced":
+    if line is not None and way == "balanced":
         return BalancedShares(steps, line)
-    averages_gradients = sync in (AUTO, DECOUPLED, "all_reduce")
+    averages_gradients = way in (DECOUPLED, "all_reduce")
     return FixedShares(steps, shares, pipeline, averages_gradients=averages_gradients)

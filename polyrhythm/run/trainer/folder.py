@@ -1,22 +1,19 @@
 """The folder of a run belongs to one job at a time; logs of the jobs before are kept."""
 
 import fcntl
-import time
 from itertools import count
 from pathlib import Path
 from typing import IO
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from polyrhythm.errors import LaunchError
 from polyrhythm.events import WORKERS
-from polyrhythm.run.peers import waiting_for
-from polyrhythm.types import Seconds, Worker
+from polyrhythm.run.trainer.telling import hear, tell
+from polyrhythm.sync.decision_log import decision_logs
+from polyrhythm.types import Worker
 
-_LOCK, _KEY, _HEARD = "lock", "polyrhythm/run folder", "polyrhythm/run folder heard"
-_PATIENCE: Seconds = 10.0  # until who has not heard of a problem finds out by itself
-_LOOK: Seconds = 0.05
+_LOCK, _NAME = "lock", "polyrhythm/run folder"
 
 
 def claimed(run: Path, worker: Worker) -> IO[str] | None:
@@ -25,27 +22,14 @@ def claimed(run: Path, worker: Worker) -> IO[str] | None:
     Raises LaunchError, in all of them, if another job has it, or it cannot be written.
     """
     if worker != Worker(0, 0):
-        store = _get_default_store()
-        with waiting_for(Worker(0, 0), "hearing of the run folder"):
-            problem = store.get(_KEY).decode()
-            store.add(_HEARD, 1)
-        if problem:
-            raise _refused(run, problem)
+        hear(_NAME, "hearing of the run folder")
         return None
     lock, problem = _taken(run)
-    if dist.is_initialized():
-        _tell(problem)
-    if lock is None:
-        raise _refused(run, problem)
+    refused = None if lock is not None else _refused(run, problem)
+    tell(_NAME, refused, num_listeners=dist.get_world_size() - 1 if dist.is_initialized() else 0)
+    if refused is not None:
+        raise refused
     return lock
-
-
-def _tell(problem: str) -> None:
-    """If there is one, until all have heard of it: who fails at once takes the store along."""
-    store, ends = _get_default_store(), time.monotonic() + _PATIENCE
-    store.set(_KEY, problem)
-    while problem and time.monotonic() < ends and store.add(_HEARD, 0) < dist.get_world_size() - 1:
-        time.sleep(_LOOK)
 
 
 def _taken(run: Path) -> tuple[IO[str] | None, str]:
@@ -62,7 +46,10 @@ def _taken(run: Path) -> tuple[IO[str] | None, str]:
         return None, "another job is using it"
     logs = run / WORKERS
     if logs.exists():
-        logs.rename(next(p for i in count(1) if not (p := run / f"{WORKERS}.{i}").exists()))
+        before = next(p for i in count(1) if not (p := run / f"{WORKERS}.{i}").exists())
+        logs.rename(before)
+        for decided in decision_logs(run):
+            decided.rename(before / decided.name)
     return lock, ""
 
 

@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 
 from polyrhythm.events import EventLog
 from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.plan_file import plan_table
-from polyrhythm.run.checkpoint.checkpoints import Checkpoints
-from polyrhythm.run.checkpoint.folder import CHECKPOINTS
-from polyrhythm.run.checkpoint.manifest import Manifest
+from polyrhythm.run.checkpoint.checkpoints import DEADLINE, Checkpoints
+from polyrhythm.run.checkpoint.folder import CHECKPOINTS, steps
+from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest
 from polyrhythm.run.checkpoint.restore import restore
-from polyrhythm.run.peers import waiting_for
 from polyrhythm.run.pipeline.split import Part
+from polyrhythm.run.trainer.telling import hear, tell
 from polyrhythm.run.trainer.together import Alone, Decoupled
 from polyrhythm.types import Worker
 
@@ -31,6 +30,7 @@ class Keeping:
     worker: Worker
     facts: dict[str, Any]  # of the run, that a checkpoint tells
     checkpoints: Checkpoints | None  # of the first pipeline
+    num_replicas: int  # processes of other pipelines
     _num_restores: int = field(default=0, init=False)
 
     @classmethod
@@ -50,7 +50,8 @@ class Keeping:
             checkpoints = Checkpoints(
                 run / CHECKPOINTS, group=group, tied=part.tied, keep=keep, log=log
             )
-        return cls(part, worker, {"plan": plan_table(plan)}, checkpoints)
+        others = plan.num_workers - plan.num_stages
+        return cls(part, worker, {"plan": plan_table(plan)}, checkpoints, others)
 
     def save(
         self, step: int, together: Alone, extra: Mapping[str, Any], *, patient: bool = False
@@ -70,20 +71,16 @@ class Keeping:
             together.optimizer.state_dict()  # each replica has a part of it
 
     def restore(self, path: Path | None, optimizer: Optimizer) -> Manifest | None:
-        """The given checkpoint, or else the newest that is whole; None if there is none."""
-        self._num_restores += 1
-        if self.checkpoints is None:
-            found = self._told() if path is None else path
-            if found is None:
-                return None
-            tied = self.part.tied
-            return restore(found, self.part.module, optimizer, tied=tied, whole=False, verify=False)
-        found = self.checkpoints.latest() if path is None else path
-        if path is None and self.worker == Worker(0, 0) and dist.is_initialized():
-            _get_default_store().set(self._key, "" if found is None else str(found))
+        """The given checkpoint, or else the newest that is whole; None if there never was one.
+
+        Raises CheckpointError, in all processes, if the given one is damaged, or all there are.
+        """
+        found, module = self._found(path), self.part.module
         if found is None:
             return None
-        return self.checkpoints.restore(found, self.part.module, optimizer)
+        if self.checkpoints is not None:
+            return self.checkpoints.restore(found, module, optimizer, verify=False)
+        return restore(found, module, optimizer, tied=self.part.tied, whole=False, verify=False)
 
     def wait(self) -> None:
         """Until what is saved is on disk."""
@@ -97,12 +94,35 @@ class Keeping:
         if self.checkpoints is not None:
             self.checkpoints.close()
 
-    @property
-    def _key(self) -> str:
-        return f"polyrhythm/restored/{self._num_restores}"
+    def _found(self, path: Path | None) -> Path | None:
+        """The first pipeline looks for it and reads it all; the others hear what it has found."""
+        self._num_restores += 1
+        name = f"polyrhythm/restored/{self._num_restores}"
+        if self.checkpoints is None:
+            found: Path | None = hear(
+                name, "hearing which checkpoint to restore", deadline=DEADLINE
+            )
+            return found
+        try:
+            found = _newest(self.checkpoints) if path is None else self.checkpoints.checked(path)
+        except CheckpointError as error:
+            self._tell(name, error)
+            raise
+        self._tell(name, found)
+        return found
 
-    def _told(self) -> Path | None:
-        """What the first pipeline has found."""
-        with waiting_for(Worker(0, 0), "hearing which checkpoint to restore"):
-            told = _get_default_store().get(self._key).decode()
-        return Path(told) if told else None
+    def _tell(self, name: str, word: Path | CheckpointError | None) -> None:
+        if self.worker == Worker(0, 0):
+            tell(name, word, num_listeners=self.num_replicas)
+
+
+def _newest(checkpoints: Checkpoints) -> Path | None:
+    """Refuses to begin anew where something was kept: that would be removed in time."""
+    found, there = checkpoints.latest(), steps(checkpoints.folder)
+    if found is None and there:
+        raise CheckpointError(
+            f"{checkpoints.folder}: none of its {len(there)} checkpoints is whole",
+            expected="one that training can go on from",
+            fix="fetch a copy of one; or remove them, or give another run folder, to begin anew",
+        )
+    return found

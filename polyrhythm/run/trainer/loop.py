@@ -4,7 +4,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +13,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from polyrhythm.events import EventLog
 from polyrhythm.run.data.loading import Batch
+from polyrhythm.run.data.prefetch import Guess, known
 from polyrhythm.run.pipeline.batch import NoMoreBatchesError
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.dealing import Dealer, Dealt
 from polyrhythm.run.trainer.together import Alone
 from polyrhythm.sync.dispenser import Ranges
+from polyrhythm.sync.foreseen import Took
 from polyrhythm.types import Seconds
+
+_SHORTEST: Seconds = 1e-6  # computing takes some time, whatever clocks say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,27 +51,31 @@ class Loop:
     pipeline: Pipeline
     together: Alone
     dealer: Dealer
-    load: Callable[[Ranges], Batch]
+    load: Callable[[Ranges, Guess], Batch]  # some positions, and then perhaps others
     loss: Loss
     lr_scheduler: LRScheduler | None
     precision: Callable[[torch.device], AbstractContextManager[object]]
     log: EventLog | None
     callbacks: tuple[Callable[[StepEnd], None], ...]
     keep: Callable[[int], None]  # called with how many global steps are made
-    ends: list[StepEnd] = field(default_factory=list)
+    may_begin: Callable[[], bool]  # asked on the first stage, before each step
+    took: Callable[[Took], None]  # told there what each step took
+    is_over: bool = False
 
-    def run(self) -> list[StepEnd]:
-        """Until there are no more samples; the steps that this worker has made."""
-        while self._step():
-            pass
-        return self.ends
+    def run(self, most: int | None = None) -> list[StepEnd]:
+        """So many steps of this worker, or until it is over, which it is without samples."""
+        ends = list[StepEnd]()
+        while (most is None or len(ends) < most) and (end := self._step()) is not None:
+            ends.append(end)
+        return ends
 
-    def _step(self) -> bool:
+    def _step(self) -> StepEnd | None:
         began, losses = time.perf_counter(), list[Tensor]()
         with self.precision(self.pipeline.device):
             dealt = self._first(losses) if self.pipeline.is_first else self._later(losses)
         if dealt is None:
-            return False
+            self.is_over = True
+            return None
         self.together.update(self.dealer.used)
         self._set_rates(dealt.step + 1)
         loss = None
@@ -81,28 +89,40 @@ class Loop:
             loss=loss,
             seconds=time.perf_counter() - began,
         )
-        self.ends.append(end)
+        if self.pipeline.is_first:
+            self.took(self._took(end.seconds))
         self._record(end, began)
         for callback in self.callbacks:
             callback(end)
         self.keep(dealt.step + 1)
-        return True
+        return end
+
+    def _took(self, seconds: Seconds) -> Took:
+        averaged = self.together.averaged()
+        return Took(
+            compute=max(seconds - averaged.waited, _SHORTEST),
+            waited=averaged.waited,
+            averaging=averaged.exchange,
+            num_microbatches=len(self.pipeline.sizes),
+            num_members=averaged.num_members,
+        )
 
     def _first(self, losses: list[Tensor]) -> Dealt | None:
         """A batch on the first stage, which may be the last one, too."""
-        pipeline, dealt = self.pipeline, self.dealer.next()
+        pipeline, dealt = self.pipeline, self.dealer.next() if self.may_begin() else None
         if dealt is None:
             pipeline.end_batches()
             return None
+        then = self.dealer.peek()
         self.loss.weight = dealt.weight
-        batch = self.load(dealt.ranges)
+        batch = self.load(dealt.ranges, then)
         arguments, keywords = as_arguments(batch.inputs)
         pipeline.step(
             *arguments,
             target=batch.target,
             losses=losses,
             return_outputs=False,
-            note=noted(dealt),
+            note=noted(dealt, known(then)),
             **keywords,
         )
         return dealt
@@ -111,9 +131,9 @@ class Loop:
         """A batch on another stage, which hears of it from the first one."""
 
         def target(note: tuple[int, ...]) -> Any:
-            dealt = heard(note)
+            dealt, then = heard(note)
             self.loss.weight = dealt.weight
-            return self.load(dealt.ranges).target
+            return self.load(dealt.ranges, then).target
 
         try:
             self.pipeline.step(
@@ -123,7 +143,7 @@ class Loop:
             )
         except NoMoreBatchesError:
             return None
-        return heard(self.pipeline.note)
+        return heard(self.pipeline.note)[0]
 
     def _set_rates(self, step: int) -> None:
         """Learning rates follow global steps, of which this pipeline may make some or all."""
@@ -147,13 +167,15 @@ def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
 
 
-def noted(dealt: Dealt) -> tuple[int, ...]:
-    """As whole numbers, for the other stages."""
+def noted(dealt: Dealt, then: Ranges) -> tuple[int, ...]:
+    """As whole numbers, for the other stages; with the samples that will come next, if known."""
     (weight,) = struct.unpack("<q", struct.pack("<d", dealt.weight))
-    return (dealt.step, weight, *(end for ends in dealt.ranges for end in ends))
+    ends = (end for ends in (*dealt.ranges, *then) for end in ends)
+    return (dealt.step, weight, len(dealt.ranges), *ends)
 
 
-def heard(note: tuple[int, ...]) -> Dealt:
-    step, weight, *ends = note
+def heard(note: tuple[int, ...]) -> tuple[Dealt, Ranges]:
+    step, weight, number, *ends = note
     (fraction,) = struct.unpack("<d", struct.pack("<q", weight))
-    return Dealt(step, tuple(zip(ends[::2], ends[1::2], strict=True)), fraction)
+    ranges = tuple(zip(ends[::2], ends[1::2], strict=True))
+    return Dealt(step, ranges[:number], fraction), ranges[number:]

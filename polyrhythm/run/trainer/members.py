@@ -6,14 +6,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.launch import Place
-from polyrhythm.run.trainer.placing import own_device, seats, told_names
+from polyrhythm.run.trainer.placing import Processes, seats
 from polyrhythm.types import Seconds, Worker
-
-_ALONE = Place(rank=0, world_size=1, local_rank=0)
 
 
 @dataclass(slots=True)
@@ -54,24 +51,13 @@ class Membership:
         self._stack.pop_all()
 
 
-def world_size() -> int:
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return (Place.here() or _ALONE).world_size
-
-
-def join(plan: Plan, deadline: Seconds) -> Membership:
+def join(plan: Plan, processes: Processes) -> Membership:
     """Take the seat in the plan that goes with this process's device, or its rank."""
-    place, stack = Place.here() or _ALONE, ExitStack()
-    if dist.is_initialized():  # by the script itself, which also ends it
-        seats(plan, [""] * dist.get_world_size())
-        return Membership(place, plan, plan.worker(dist.get_rank()), stack)
-    if place.world_size == 1:
-        seats(plan, [""])
-        return Membership(place, plan, plan.worker(0), stack)
-
-    def choose(store: Store) -> int:
-        return seats(plan, told_names(store, place, own_device(place)))[place.rank]
-
-    stack.enter_context(place.joined(deadline, choose))
-    return Membership(place, plan, plan.worker(dist.get_rank()), stack)
+    stack = ExitStack()
+    if processes.are_joined:
+        seats(plan, [""] * processes.number)
+        return Membership(processes.place, plan, plan.worker(dist.get_rank()), stack)
+    own = seats(plan, processes.names())[processes.place.rank]
+    if processes.number > 1:
+        stack.enter_context(processes.place.joined(processes.deadline, lambda _: own))
+    return Membership(processes.place, plan, plan.worker(own), stack)

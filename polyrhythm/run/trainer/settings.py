@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.plan.plan import AUTO, PipelinePlan, Plan
+from polyrhythm.plan.plan import AUTO, Plan
 from polyrhythm.run.trainer.cutting import Cut
-from polyrhythm.run.trainer.together import DECOUPLED
+from polyrhythm.run.trainer.together import DECOUPLED, LOCKSTEP
 from polyrhythm.sync.registry import POLICIES
 from polyrhythm.types import Bytes, Seconds
 
@@ -31,6 +31,7 @@ class Settings:
     memory_limit: str | Bytes | None = None
     sync: str = AUTO
     sync_options: Mapping[str, object] = field(default_factory=dict)
+    overlap: bool = False
     cut: Cut = field(default_factory=Cut)
     clip_grad_norm: float | None = None
     autocast: torch.dtype | None = None
@@ -41,6 +42,7 @@ class Settings:
     callbacks: Sequence[Callable[[Any], None]] = ()
     checkpoint_every: int | None = None  # steps
     deadline: Seconds = 60.0
+    grace: Seconds = 30.0
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "microbatch_size", "checkpoint_every"):
@@ -49,8 +51,9 @@ class Settings:
                 raise _refused(name, value, "1 or more, or None")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise _refused("clip_grad_norm", self.clip_grad_norm, "a number above 0, or None")
-        if not self.deadline > 0:
-            raise _refused("deadline", self.deadline, "seconds above 0")
+        for name in ("deadline", "grace"):
+            if not getattr(self, name) > 0:
+                raise _refused(name, getattr(self, name), "seconds above 0")
         if not 0 <= self.seed < 2**31:
             raise _refused("seed", self.seed, "0 or more, below 2**31")
         if self.autocast not in (None, torch.bfloat16):
@@ -64,10 +67,12 @@ class Settings:
             raise LaunchError(
                 f"sync={self.sync!r}", expected=f"one of {', '.join(known)}", fix="use auto"
             )
-
-    def schedule_of(self, planned: PipelinePlan) -> str:
-        """What was asked for comes before what is planned."""
-        return planned.schedule if self.schedule == AUTO else self.schedule
+        if self.overlap and self.sync in (AUTO, *LOCKSTEP):
+            raise LaunchError(
+                f"overlap=True with sync={self.sync!r}",
+                expected="a policy that averages models, such as adaptive; auto overlaps by itself",
+                fix="leave overlap out, or use sync='adaptive'",
+            )
 
     def precision(self, device: torch.device) -> AbstractContextManager[object]:
         """Around forward and backward."""

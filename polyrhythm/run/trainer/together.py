@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from polyrhythm.plan.plan import AUTO
 from polyrhythm.run.average.group_sync import GroupSync
+from polyrhythm.run.average.scheduled import Averaged
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.dispenser import Supply
@@ -43,6 +43,10 @@ class Alone:
         if self._clip is not None:
             self._pipeline.clip_grad_norm_(self._clip)
 
+    def averaged(self) -> Averaged:
+        """What it took since this was asked the last time."""
+        return Averaged(0.0, 0.0, 1)
+
     def settle(self) -> None:
         """The weights of this worker are complete, for somebody to read."""
 
@@ -64,6 +68,7 @@ class InGroups(Alone):
         clip: float | None,
         *,
         policy: str,
+        overlap: bool,
         options: Mapping[str, object],
         worker: Worker,
         num_pipelines: int,
@@ -76,6 +81,7 @@ class InGroups(Alone):
             pipeline,
             optimizer,
             policy,
+            overlap=overlap,
             options=options,
             worker=worker,
             num_pipelines=num_pipelines,
@@ -89,6 +95,9 @@ class InGroups(Alone):
             self.sync.average_gradients()  # if those are what is averaged
         super().update(used)
         self.sync.step()
+
+    def averaged(self) -> Averaged:
+        return self.sync.averaged()
 
     def settle(self) -> None:
         self.sync.refresh()
@@ -105,15 +114,25 @@ class InGroups(Alone):
 
 class Decoupled(Alone):
     def __init__(
-        self, pipeline: Pipeline, optimizer: Optimizer, clip: float | None, *, timeout: Seconds
+        self,
+        pipeline: Pipeline,
+        optimizer: Optimizer,
+        clip: float | None,
+        *,
+        num_pipelines: int,
+        timeout: Seconds,
     ) -> None:
         super().__init__(pipeline, optimizer, clip)
+        self._num_pipelines = num_pipelines
         self._distributed = DistributedOptimizer(optimizer, pipeline, timeout=timeout)
         self.optimizer = self._distributed
 
     def clip(self) -> None:
         if self._clip is not None:
             self._distributed.clip_grad_norm_(self._clip)
+
+    def averaged(self) -> Averaged:
+        return Averaged(*self._distributed.averaged(), self._num_pipelines)
 
     def settle(self) -> None:
         self._distributed.synchronize()
@@ -130,24 +149,24 @@ def keep_together(
     optimizer: Optimizer,
     clip: float | None,
     *,
-    sync: str,
+    way: str,
     num_pipelines: int,
     timeout: Seconds,
     supply: Supply,
     **of_groups: Any,
 ) -> Alone:
-    """The way that a job was told."""
+    """In that way: `decoupled`, or a policy."""
     if num_pipelines == 1:
         return Alone(pipeline, optimizer, clip)
-    if sync in (AUTO, DECOUPLED):
-        return Decoupled(pipeline, optimizer, clip, timeout=timeout)
+    if way == DECOUPLED:
+        return Decoupled(pipeline, optimizer, clip, num_pipelines=num_pipelines, timeout=timeout)
     return InGroups(
         pipeline,
         optimizer,
         clip,
-        policy=sync,
+        policy=way,
         num_pipelines=num_pipelines,
         timeout=timeout,
-        supply=None if sync in LOCKSTEP else supply,
+        supply=None if way in LOCKSTEP else supply,
         **of_groups,
     )

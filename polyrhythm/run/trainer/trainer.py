@@ -8,13 +8,15 @@ machines. A step is one global batch, whoever computes it.
 """
 
 import atexit
+import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import msgspec
 import torch
@@ -24,26 +26,34 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.events import EventLog, worker_log
+from polyrhythm.events import EventLog, Value, worker_log
 from polyrhythm.plan.plan import AUTO, Plan
+from polyrhythm.processes import TOLD_TO_END
 from polyrhythm.run.checkpoint.export import hugging_face_facts
-from polyrhythm.run.compute import Compute
+from polyrhythm.run.compute import SCENARIO, Compute
 from polyrhythm.run.data.loading import Samples
 from polyrhythm.run.data.order import Order
-from polyrhythm.run.data.reading import order_of
+from polyrhythm.run.data.reading import Bookmark, order_of, reader_of
 from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.run.trainer.assignment import Assignment, Progress
 from polyrhythm.run.trainer.choosing import batches_of, plan_of, shares_of
 from polyrhythm.run.trainer.cutting import Cut, build
-from polyrhythm.run.trainer.dealing import dealer_of
 from polyrhythm.run.trainer.evaluating import evaluate
+from polyrhythm.run.trainer.fitting import Fitting
 from polyrhythm.run.trainer.folder import claimed
 from polyrhythm.run.trainer.keeping import Keeping
-from polyrhythm.run.trainer.loop import Loop, Loss, StepEnd
-from polyrhythm.run.trainer.members import join, world_size
+from polyrhythm.run.trainer.loop import Loss, StepEnd
+from polyrhythm.run.trainer.members import join
+from polyrhythm.run.trainer.notice import Notice
+from polyrhythm.run.trainer.placing import Processes
 from polyrhythm.run.trainer.settings import Settings
-from polyrhythm.run.trainer.together import Alone, Decoupled, keep_together
+from polyrhythm.run.trainer.together import Alone
+from polyrhythm.run.trainer.turns import FIRST
+from polyrhythm.schedule.recipe import Recipe
 from polyrhythm.sync.dispenser import Supply
 from polyrhythm.types import Bytes, Seconds, Worker
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +88,7 @@ class Trainer:
         memory_limit: str | Bytes | None = None,
         sync: str = AUTO,
         sync_options: Mapping[str, object] | None = None,
+        overlap: bool = False,
         layers: str | None = None,
         prologue: Sequence[str] = (),
         every: Sequence[str] = (),
@@ -95,6 +106,7 @@ class Trainer:
         callbacks: Sequence[Callable[[StepEnd], None]] = (),
         compute: Compute | None = None,
         deadline: Seconds = 60.0,
+        grace: Seconds = 30.0,
     ) -> None:
         """`model` is the whole one, or a function that makes it, alike in every process.
 
@@ -106,12 +118,15 @@ class Trainer:
         `plan` says who does what: a Plan, its file, or auto. `layers`, `prologue`, `every` and
         `epilogue` name parts of a model that is no Sequential, as in `Pipeline.from_layers`;
         `schedule` and `memory_limit` are as there. `sync` is how replicas keep together:
-        `decoupled`, or a policy of `GroupSync` with its `sync_options`.
+        `decoupled`, or a policy of `GroupSync` with its `sync_options`, and `overlap`. Auto starts
+        decoupled, measures, and moves to `balanced` or to groups that overlap when that pays, and
+        back.
 
         `run` is a folder for logs and checkpoints, of which there is one each `checkpoint_every`
         steps, and one at the end; the newest `keep` stay. All processes must see the same folder.
         `callbacks` are called after every step of this worker. `deadline` bounds every wait for
-        another process.
+        another process. SIGTERM to any process is a notice that it will be taken away: all save
+        and end, within `grace` seconds.
         """
         self._settings = Settings(
             loss_fn=loss_fn,
@@ -124,6 +139,7 @@ class Trainer:
             memory_limit=memory_limit,
             sync=sync,
             sync_options=sync_options or {},
+            overlap=overlap,
             cut=Cut(layers=layers, prologue=prologue, every=every, epilogue=epilogue),
             clip_grad_norm=clip_grad_norm,
             autocast=autocast,
@@ -134,14 +150,17 @@ class Trainer:
             callbacks=callbacks,
             checkpoint_every=checkpoint_every,
             deadline=deadline,
+            grace=grace,
         )
-        settings = self._settings
+        settings, order = self._settings, order_of(dataset, seed=seed, shuffle=shuffle)
+        reader_of(dataset, order)  # refuses what cannot be dealt out, before anything is opened
         whole = build(model, seed)
-        self.plan = plan_of(settings, whole, world_size())
+        processes = Processes(deadline)
+        self.plan = plan_of(settings, whole, dataset, processes, run)
         self._batches = batches_of(settings, self.plan)
         self._shares = shares_of(self.plan, self._batches)
         settings.cut.check(whole, self.plan.layers_per_stage)
-        self._membership = join(self.plan, deadline)
+        self._membership = join(self.plan, processes)
         worker, device = self.worker, self._membership.device(settings.device)
         group = self._membership.pipeline_group(deadline)
         self._lock = None if run is None else claimed(Path(run), worker)
@@ -149,32 +168,52 @@ class Trainer:
         part = settings.cut.part(whole, worker.stage, self.plan.layers_per_stage)
         part.module.to(device)
         self._loss = Loss(loss_fn)
+        in_lab = compute is None and SCENARIO in os.environ  # which may make this device slow
+        held_back = Compute.from_environment(os.environ) if in_lab else compute
         self.pipeline = Pipeline(
             part,
             loss_fn=self._loss,
             microbatch_sizes=[self._batches.microbatch_size],
-            schedule=settings.schedule_of(self.plan.pipelines[worker.pipeline]),
+            schedule=settings.schedule,
             memory_limit=memory_limit,
             group=group,
             deadline=deadline,
             device=device,
             log=self._log,
-            compute=compute,
+            compute=held_back,
             pipeline=worker.pipeline,
         )
-        self._samples = self._samples_of(dataset, order_of(dataset, seed=seed, shuffle=shuffle))
+        planned = self.plan.pipelines[worker.pipeline].schedule
+        if settings.schedule == AUTO != planned:
+            self.pipeline.recipe = Recipe.parse(planned)  # to begin with
+        self._samples = self._samples_of(dataset, order)
         self._keeping: Keeping | None = None
         if run is not None:
             self._keeping = Keeping.of(
                 Path(run), part, worker, group, self.plan, keep=keep, log=self._log
             )
             self._keeping.facts |= hugging_face_facts(whole)
-        self._optimizer = self._new_optimizer()
-        self._rates: dict[str, Any] | None = None  # the state of the learning rates' schedule
-        self.step = 0  # global ones that are made
-        self._supply = Supply()  # of samples, at that step
+        self._notice = Notice(worker, self.plan.num_pipelines, grace=grace, deadline=deadline)
+        self._own = Assignment(
+            settings=settings,
+            worker=worker,
+            batches=self._batches,
+            shares=self._shares,
+            pipeline=self.pipeline,
+            samples=self._samples,
+            loss=self._loss,
+            log=self._log,
+            keeping=self._keeping,
+            notice=self._notice,
+        )
+        self._progress = Progress(optimizer=self._own.new_optimizer())
         self._is_open = True
         atexit.register(self._at_exit)
+
+    @property
+    def step(self) -> int:
+        """Global ones that are made."""
+        return self._progress.step
 
     @property
     def worker(self) -> Worker:
@@ -186,19 +225,20 @@ class Trainer:
         return self.pipeline.module
 
     def fit(self, *, steps: int) -> Fitted:
-        """Train until `steps` global ones are made, counted from the beginning of training."""
+        """Train until `steps` global ones are made, counted from the beginning of training.
+
+        If the job is told to end meanwhile (SIGTERM), it saves a checkpoint and ends the process.
+        """
         Trainer.num_fits += 1
         began = time.perf_counter()
-        ends: list[StepEnd] = []
+        name = f"polyrhythm/fit {Trainer.num_fits}"
+        fitting = Fitting(name, self._own, self._progress, steps)
         if steps > self.step:
-            together = self._keep_together(steps)
-            try:
-                ends = self._fit(together, steps)
-                self._end_together(together)
-            except BaseException:
-                together.break_off()
-                raise
-        return Fitted(steps=tuple(ends), seconds=time.perf_counter() - began)
+            self._record_run(steps - self.step)
+            fitting.run()
+        if fitting.is_stopped:
+            self._leave()
+        return Fitted(steps=tuple(fitting.ends), seconds=time.perf_counter() - began)
 
     def evaluate(self, dataset: Dataset[Any]) -> float:
         """The mean loss on a dataset, of which each pipeline has a share; called by all workers."""
@@ -218,22 +258,25 @@ class Trainer:
 
     def save(self) -> None:
         """A checkpoint of what was trained until now; it is on disk when this returns."""
-        keeping = self._checked_keeping()
-        alone = Alone(self.pipeline, self._optimizer, None)
-        keeping.save(self.step, alone, self._extra(self._supply), patient=True)
+        keeping, progress = self._checked_keeping(), self._progress
+        alone = Alone(self.pipeline, progress.optimizer, None)
+        keeping.save(self.step, alone, progress.extra(self._own, progress.supply), patient=True)
         keeping.wait()
 
     def restore(self, path: Path | str | None = None) -> int:
         """Go on from a checkpoint, by default the newest of the run; how many steps were made.
 
-        It may come from a job of another plan. Without any, training begins at 0.
+        It may come from a job of another plan. Without any, training begins at 0. Raises
+        CheckpointError if the given one is damaged, or, where none is given, all there are.
         """
-        given = None if path is None else Path(path)
-        found = self._checked_keeping().restore(given, self._optimizer)
+        given, progress = None if path is None else Path(path), self._progress
+        found = self._checked_keeping().restore(given, progress.optimizer)
         if found is not None:
-            self.step = self.pipeline.num_steps = found.step
-            self._rates = found.extra["rates"]
-            self._supply = msgspec.convert(found.extra["supply"], Supply)
+            progress.step = self.pipeline.num_steps = found.step
+            progress.rates = found.extra["rates"]
+            progress.supply = msgspec.convert(found.extra["supply"], Supply)
+            if "stream" in found.extra:
+                self._samples.go_on(Bookmark.from_json(found.extra["stream"]))
         return self.step
 
     def close(self) -> None:
@@ -241,6 +284,7 @@ class Trainer:
         if not self._is_open:
             return
         self._is_open = False
+        self._notice.close()
         self.pipeline.close()
         if self._keeping is not None:
             self._keeping.close()
@@ -263,6 +307,7 @@ class Trainer:
             self.close()
         else:
             self._is_open = False
+            self._notice.close()
             self.pipeline.__exit__(kind, error, trace)
             self._membership.abandon()
 
@@ -274,65 +319,29 @@ class Trainer:
         elif self._is_open:
             self._membership.abandon()
 
-    def _fit(self, together: Alone, steps: int) -> list[StepEnd]:
-        settings, rates = self._settings, self._new_rates(together.optimizer)
-        dealer = dealer_of(
-            settings.sync,
-            self._batches,
-            self._shares,
-            self.worker.pipeline,
-            self._supply,
-            steps,
-            together.sync if self.pipeline.is_first else None,
-        )
+    def _record_run(self, num_steps: int) -> None:
+        if self._log is not None and self.worker == FIRST:
+            values: dict[str, Value] = {
+                "stages": self.plan.num_stages,
+                "pipelines": self.plan.num_pipelines,
+                "steps": num_steps,
+                "schedule": str(self.pipeline.recipe),
+                "sync": self._settings.sync,
+                "device": str(self.pipeline.device),
+                "torch": str(torch.__version__),
+            }
+            self._log.write("run", name="trainer", values=values)
 
-        def keep(step: int) -> None:
-            before, self.step = self.step, max(self.step, step)
-            self._rates = None if rates is None else rates.state_dict()
-            every = settings.checkpoint_every
-            is_due = every and step // every > before // every and step < steps
-            if self._keeping is not None and is_due:
-                self._keeping.save(step, together, self._extra(dealer.supply()))
-
-        ends = Loop(
-            pipeline=self.pipeline,
-            together=together,
-            dealer=dealer,
-            load=self._samples.load,
-            loss=self._loss,
-            lr_scheduler=rates,
-            precision=settings.precision,
-            log=self._log,
-            callbacks=tuple(settings.callbacks),
-            keep=keep,
-        ).run()
-        together.consolidate()
-        self.step, self._supply = steps, Supply(next=steps * self._batches.size)
-        if self._keeping is not None and settings.checkpoint_every:
-            self._keeping.save(steps, together, self._extra(self._supply), patient=True)
-        return ends
-
-    def _keep_together(self, steps: int) -> Alone:
-        settings = self._settings
-        return keep_together(
-            self.pipeline,
-            self._optimizer,
-            settings.clip_grad_norm,
-            sync=settings.sync,
-            options=settings.sync_options,
-            worker=self.worker,
-            num_pipelines=self.plan.num_pipelines,
-            seed=settings.seed,
-            timeout=settings.deadline,
-            supply=replace(self._supply, limit=steps * self._batches.size),
-        )
-
-    def _end_together(self, together: Alone) -> None:
-        state = together.optimizer.state_dict() if isinstance(together, Decoupled) else None
-        together.close()
-        if state is not None:  # each worker had a part of it
-            self._optimizer = self._new_optimizer()
-            self._optimizer.load_state_dict(state)
+    def _leave(self) -> NoReturn:
+        """The job was told to end: what was trained is on disk, and nothing is left to do."""
+        if self.worker == FIRST:
+            kept = "there is no run folder to save it in"
+            if self._keeping is not None:
+                self._keeping.wait()
+                kept = "saved"
+            _logger.warning("%s: ends after step %d, %s", self._notice.why, self.step, kept)
+        self.close()
+        sys.exit(TOLD_TO_END)
 
     def _samples_of(self, dataset: Dataset[Any], order: Order | None) -> Samples:
         return Samples(
@@ -342,23 +351,6 @@ class Trainer:
             needs_inputs=self.pipeline.is_first,
             needs_target=self.pipeline.is_last,
         )
-
-    def _new_optimizer(self) -> Optimizer:
-        return self._settings.optimizer_fn(self.pipeline.module.parameters())
-
-    def _new_rates(self, optimizer: Optimizer) -> LRScheduler | None:
-        """The schedule of learning rates, where it was."""
-        if self._settings.lr_scheduler_fn is None:
-            return None
-        rates = self._settings.lr_scheduler_fn(optimizer)
-        if self._rates is not None:
-            rates.load_state_dict(self._rates)
-            for group, rate in zip(optimizer.param_groups, rates.get_last_lr(), strict=True):
-                group["lr"] = rate
-        return rates
-
-    def _extra(self, supply: Supply) -> dict[str, Any]:
-        return {"supply": msgspec.to_builtins(supply), "rates": self._rates}
 
     def _checked_keeping(self) -> Keeping:
         if self._keeping is None:

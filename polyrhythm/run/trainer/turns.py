@@ -1,0 +1,47 @@
+"""How a fit goes on, decided by the first worker and told to all, through the job's store."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from polyrhythm.run.trainer.telling import hear, tell
+from polyrhythm.sync.dispenser import Supply
+from polyrhythm.types import Worker
+
+FIRST = Worker(0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """At the end of a piece of training: how replicas keep together from now on."""
+
+    way: str | None  # None: the fit is over
+    supply: Supply  # the samples that are left
+    stops: bool = False  # before its time: the job was told to end
+
+
+def store_of(name: str) -> Store:
+    """Shared by all processes of the job; the calling thread's own."""
+    if not dist.is_initialized():
+        return dist.HashStore()  # type: ignore[attr-defined]  # public, but not listed as such
+    return PrefixStore(name, _get_default_store().clone())  # type: ignore[attr-defined]
+
+
+class Turns:
+    """Of one fit; all workers ask for them in the same order."""
+
+    def __init__(self, name: str, worker: Worker) -> None:
+        self._name, self._is_first, self._number = name, worker == FIRST, 0
+
+    def next(self, decide: Callable[[], Turn]) -> Turn:
+        """What the first worker decides."""
+        self._number += 1
+        name = f"{self._name}/turn {self._number}"
+        if not self._is_first:
+            told: Turn = hear(name, "hearing how training goes on")
+            return told
+        turn = decide()
+        tell(name, turn)
+        return turn

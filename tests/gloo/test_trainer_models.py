@@ -1,0 +1,120 @@
+"""Models with a list of layers through the Trainer, Hugging Face's among them, which it gives back.
+
+These are built small, from a configuration; nothing is downloaded.
+"""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from polyrhythm.plan.plan import PipelinePlan, Plan
+from polyrhythm.run.launch import Place
+from polyrhythm.run.trainer.trainer import Trainer
+from tests.gloo.checkpointing import Talker
+from tests.gloo.test_checkpoint_export import exported, without_polyrhythm
+from tests.gloo.test_pipeline_models import LANGUAGES, next_token_loss
+from tests.gloo.trainers import run_job
+
+STEPS = 4
+
+
+class Wordy(Talker):
+    """Returns more than the loss is of, as models of transformers do."""
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden)), hidden
+
+
+def text() -> TensorDataset:
+    """One word after the other, from some word on."""
+    words = (torch.arange(40)[:, None] + torch.arange(9)) % 11
+    return TensorDataset(words[:, :-1], words[:, 1:])
+
+
+def train(
+    folder: Path,
+    build: Callable[[], nn.Module],
+    names: dict[str, Any],
+    layers_per_stage: tuple[int, ...],
+    num_pipelines: int,
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The loss of each global batch, and the weights of the first pipeline; saved in `run`."""
+    plan = Plan(
+        layers_per_stage=layers_per_stage,
+        pipelines=(PipelinePlan(schedule="1f1b"),) * num_pipelines,
+    )
+
+    def work(place: Place | None) -> Any:
+        with Trainer(
+            build,
+            next_token_loss,
+            partial(torch.optim.SGD, lr=0.5, momentum=0.9),
+            text(),
+            **names,
+            plan=plan,
+            batch_size=8,
+            microbatch_size=2,
+            clip_grad_norm=1.0,
+            deadline=30.0,
+            run=folder / "run",
+        ) as made:
+            ends = made.fit(steps=STEPS).steps
+            made.save()
+            return [(end.loss, end.num_samples) for end in ends], made.model.state_dict()
+
+    found = run_job(plan.num_workers, work, folder)
+    last = [ends for ends, _ in found if ends[0][0] is not None]
+    losses = [sum(loss * n / 8 for loss, n in ends) for ends in zip(*last, strict=True)]
+    return losses, {k: v for _, state in found[: plan.num_stages] for k, v in state.items()}
+
+
+def test_a_list_of_layers_gives_the_same_losses_in_one_stage_as_in_several(tmp_path: Path) -> None:
+    names = {"layers": "layers", "prologue": ["embed"], "epilogue": ["norm", "head"]}
+    alone, weights = train(tmp_path, Wordy, names, (3,), 1)
+    losses, found = train(tmp_path / "job", Wordy, names, (1, 2), 2)
+    assert losses == pytest.approx(alone, abs=1e-5)
+    assert alone[-1] < alone[0]
+    for name, expected in weights.items():
+        torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt2 tied", "llama untied"])
+def test_a_model_of_transformers_is_trained_and_given_back_as_theirs(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.llama.modeling_llama  # noqa: F401  # once, before the fork
+
+    language = LANGUAGES[name]
+    alone, weights = train(tmp_path, language.build, language.names, (4,), 1)
+    losses, _ = train(tmp_path / "job", language.build, language.names, (2, 2), 2)
+    assert losses == pytest.approx(alone, abs=1e-5)
+    assert alone[-1] < alone[0]
+
+    assert exported(tmp_path / "job" / "run", "--out", tmp_path / "out") == 0
+    assert "config.json" in capsys.readouterr().out
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    tied = json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
+    assert set(weights) - set(stored) == ({"lm_head.weight"} if tied else set())
+    code = """
+import torch
+from transformers import AutoModelForCausalLM
+torch.save(dict(AutoModelForCausalLM.from_pretrained("out").state_dict()), "found.pt")
+"""
+    without_polyrhythm(code, tmp_path)
+    found = torch.load(tmp_path / "found.pt")
+    assert set(found) == set(weights)
+    for key, expected in weights.items():
+        torch.testing.assert_close(found[key], expected, atol=1e-5, rtol=0)

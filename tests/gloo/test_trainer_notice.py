@@ -1,0 +1,168 @@
+"""SIGTERM to any process of a job: all stop after the same step, save, and leave."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyrhythm.cli import main
+from polyrhythm.errors import WorkerError
+from polyrhythm.processes import TOLD_TO_END, Child
+from polyrhythm.run.launch import LocalJob, Place
+from tests.gloo.trainers import NUM_STEPS, fit, plan_of, run_job, trainer
+
+SLOW = 0.02  # seconds, so that a step lasts until all have heard of a notice
+
+
+def stopped_job(
+    folder: Path, shape: tuple[int, int], sync: str, told: int, at: int, **more: Any
+) -> list[int]:
+    """Rank `told` gets the signal after its step `at`; the last step of each rank."""
+    plan = plan_of(*shape)
+
+    def work(place: Place) -> None:
+        last = folder / f"last{place.rank}"
+
+        def callback(end: Any) -> None:
+            last.write_text(str(end.step))
+            time.sleep(SLOW)
+            if place.rank == told and end.step == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        given = {"run": folder / "run", "callbacks": (callback,), "sync": sync, **more}
+        with trainer(plan, **given) as made:
+            made.restore()
+            made.fit(steps=10_000)
+
+    with LocalJob(work, plan.num_workers, output_folder=folder / "logs") as job:
+        with pytest.raises(WorkerError) as raised:
+            assert not job.wait(60), "it goes on for long"
+        assert raised.value.status == TOLD_TO_END
+        _all_left_like_that(job)
+    return [int((folder / f"last{rank}").read_text()) for rank in range(plan.num_workers)]
+
+
+def _all_left_like_that(job: LocalJob) -> None:
+    ends = time.monotonic() + 20
+    while None in (statuses := [worker.status for worker in job._workers]):
+        assert time.monotonic() < ends, statuses
+        time.sleep(0.05)
+    assert set(statuses) == {TOLD_TO_END}
+
+
+@pytest.mark.parametrize(
+    ("shape", "sync", "told"),
+    [
+        ((1, 1), "auto", 0),
+        ((2, 2), "decoupled", 3),
+        ((1, 3), "all_reduce", 2),
+        ((2, 2), "adaptive", 3),
+        ((1, 2), "auto", 1),
+    ],
+)
+def test_all_stop_save_and_leave(
+    tmp_path: Path, shape: tuple[int, int], sync: str, told: int
+) -> None:
+    lasts = stopped_job(tmp_path, shape, sync, told, at=5)
+    [kept] = [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()]
+    step = json.loads((kept / "manifest.json").read_text())["step"]
+    assert step >= 6
+    assert step <= max(lasts) + 1
+    if sync != "adaptive":
+        assert set(lasts) == {step - 1}
+
+
+def test_what_was_stopped_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    whole, _ = fit(tmp_path / "whole", 1, 1, steps=60)
+    stopped_job(tmp_path, (2, 2), "all_reduce", told=1, at=4)
+    plan = plan_of(1, 3)
+
+    def work(place: Place | None) -> Any:
+        with trainer(plan, run=tmp_path / "run", sync="all_reduce") as made:
+            first = made.restore()
+            ends = made.fit(steps=60).steps
+            return first, [(end.step, end.loss, end.num_samples) for end in ends]
+
+    found = run_job(3, work, tmp_path / "again")
+    first = found[0][0]
+    assert 5 <= first < 60
+    for number in range(60 - first):
+        ends = [steps[number] for _, steps in found]
+        loss = sum(loss * count for _, loss, count in ends) / sum(count for *_, count in ends)
+        assert ends[0][0] == first + number
+        assert loss == pytest.approx(whole[first + number], rel=1e-5)
+
+
+def test_who_is_not_gone_in_time_ends_at_once(tmp_path: Path) -> None:
+    def work(place: Place) -> None:
+        def callback(end: Any) -> None:
+            if end.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+
+        with trainer(plan_of(1, 1), callbacks=(callback,), grace=0.5) as made:
+            made.fit(steps=NUM_STEPS)
+
+    with LocalJob(work, 1, output_folder=tmp_path) as job:
+        with pytest.raises(WorkerError) as raised:
+            job.wait(30)
+        assert raised.value.status == TOLD_TO_END
+    assert "not gone after 0.5 s" in (tmp_path / "rank0.log").read_text()
+
+
+def test_a_child_of_the_script_may_be_terminated(tmp_path: Path) -> None:
+    def work(place: Place) -> None:
+        def callback(end: Any) -> None:
+            if end.step == 2 and (child := os.fork()) == 0:
+                time.sleep(60)
+                os._exit(0)
+            elif end.step == 2:
+                os.kill(child, signal.SIGTERM)
+                _, status = os.waitpid(child, 0)
+                assert os.WTERMSIG(status) == signal.SIGTERM
+            time.sleep(SLOW)
+
+        with trainer(plan_of(1, 1), callbacks=(callback,), grace=5) as made:
+            assert len(made.fit(steps=30).steps) == 30
+
+    with LocalJob(work, 1, output_folder=tmp_path) as job:
+        assert job.wait(30)
+
+
+SCRIPT = """
+import time, torch, polyrhythm as pr
+from torch.utils.data import TensorDataset
+
+inputs = torch.randn(64, 8)
+trainer = pr.Trainer(
+    lambda: torch.nn.Sequential(torch.nn.Linear(8, 4)),
+    torch.nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1),
+    TensorDataset(inputs, inputs[:, :4]), batch_size=16, run="run", deadline=30,
+    callbacks=[lambda end: (print("trains", flush=True), time.sleep(0.02))],
+)
+trainer.fit(steps=10**6)
+print("never said")
+"""
+
+
+def test_the_command_passes_a_notice_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(SCRIPT)
+    shown = Path("shown.txt")
+    child = Child(lambda: main(["train", "script.py", "--local", "2"]), output=shown)
+    try:
+        ends = time.monotonic() + 60
+        while "trains" not in shown.read_text():
+            assert child.status is None, shown.read_text()
+            assert time.monotonic() < ends, "it does not begin"
+            time.sleep(0.05)
+        os.kill(child.pid, signal.SIGTERM)
+        assert child.wait(40) == TOLD_TO_END, shown.read_text()
+    finally:
+        child.end()
+    assert list(Path("run/checkpoints").glob("step-*"))
+    assert "never said" not in shown.read_text()

@@ -1,0 +1,137 @@
+"""Samples are loaded while training computes, on the first stage and on the last one."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from polyrhythm.errors import WorkerError
+from polyrhythm.run.launch import LocalJob, Place
+from polyrhythm.run.trainer.loop import StepEnd
+from polyrhythm.run.trainer.trainer import Trainer
+from tests.gloo.trainers import BATCH, NUM_SAMPLES, plan_of, run_job, samples
+
+STEPS = 6
+
+
+class Counted:
+    """A dataset that knows how many samples it has given, and to which threads."""
+
+    def __init__(self, torn: int | None = None) -> None:
+        self._data, self._torn = samples(), torn
+        self._changed = threading.Condition()
+        self.threads: list[str] = []
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, i: int) -> Any:
+        if i == self._torn:
+            raise OSError("torn")
+        with self._changed:
+            self.threads.append(threading.current_thread().name)
+            self._changed.notify_all()
+        return self._data[i]
+
+    def wait_for(self, number: int) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self.threads) >= number, 20)
+
+
+class Patient(nn.Module):
+    """Does not compute until the samples of the step after this one are being loaded."""
+
+    def __init__(self, data: Counted, share: int, steps: int) -> None:
+        super().__init__()
+        self._data, self._share, self._steps = data, share, steps
+        self._num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        step, self._num_calls = self._num_calls * len(x) // self._share, self._num_calls + 1
+        if step < self._steps:
+            assert self._data.wait_for((step + 1) * self._share + 1), "nothing is loaded meanwhile"
+        return torch.tanh(x)
+
+
+def trainer(
+    shape: tuple[int, int], data: Counted, tanh: Callable[[], nn.Module], **more: Any
+) -> Trainer:
+    return Trainer(
+        lambda: nn.Sequential(
+            nn.Linear(8, 16), tanh(), nn.Linear(16, 16), tanh(), nn.Linear(16, 4)
+        ),
+        mse_loss,
+        partial(torch.optim.SGD, lr=0.1),
+        data,
+        plan=plan_of(*shape),
+        batch_size=BATCH,
+        microbatch_size=4,
+        shuffle=False,
+        deadline=30.0,
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "sync"), [((1, 1), "decoupled"), ((2, 1), "decoupled"), ((1, 2), "balanced")]
+)
+def test_the_next_samples_are_loaded_while_these_are_computed_on(
+    tmp_path: Path, shape: tuple[int, int], sync: str
+) -> None:
+    share = BATCH // shape[1]
+    sure = STEPS - 1 if shape[1] == 1 else 1  # later, shares may change
+
+    def work(place: Place | None) -> list[str]:
+        data = Counted()
+        with trainer(shape, data, lambda: Patient(data, share, sure), sync=sync) as made:
+            made.fit(steps=STEPS)
+        return data.threads
+
+    for threads in run_job(shape[0] * shape[1], work, tmp_path):
+        assert set(threads[share : (sure + 1) * share]) == {"prefetch"}
+        if shape[1] == 1:
+            assert threads.count("prefetch") == (STEPS - 1) * BATCH  # and no more than is needed
+
+
+def test_samples_that_are_dealt_on_demand_are_loaded_ahead_as_well(tmp_path: Path) -> None:
+    def work(place: Place | None) -> list[str]:
+        data = Counted()
+        with trainer((2, 2), data, nn.Tanh, sync="adaptive") as made:
+            made.fit(steps=STEPS)
+        return data.threads
+
+    for threads in run_job(4, work, tmp_path):
+        later = threads[BATCH // 2 :]
+        # The answer may come late, and then the last stage is told too late.
+        assert later.count("prefetch") >= len(later) / 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("shape", "sync"), [((2, 1), "decoupled"), ((1, 2), "adaptive")])
+def test_a_sample_that_fails_ends_the_job_at_its_step(
+    tmp_path: Path, shape: tuple[int, int], sync: str, rank: int
+) -> None:
+    torn = 3 * BATCH + 5  # a position: nothing is shuffled
+
+    def work(place: Place) -> None:
+        data = Counted(torn if shape[0] == 1 or place.rank == rank else None)
+
+        def note(end: StepEnd) -> None:
+            (tmp_path / f"made{place.rank}").write_text(str(end.step))
+
+        made = trainer(shape, data, nn.Tanh, sync=sync, callbacks=[note])
+        made.fit(steps=STEPS)
+
+    with (
+        LocalJob(work, shape[0] * shape[1], output_folder=tmp_path) as job,
+        pytest.raises(WorkerError, match=f"sample {torn}, at position {torn}: OSError: torn"),
+    ):
+        job.wait(25)  # sooner than the others give up waiting
+    if shape[0] == 2:
+        assert (tmp_path / f"made{rank}").read_text() == "2"

@@ -1,0 +1,138 @@
+"""A dataset that only gives its next sample: where it stands is in the checkpoint."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from polyrhythm.run.checkpoint.manifest import read_manifest
+from polyrhythm.run.data.errors import DataError
+from polyrhythm.run.launch import Place
+from polyrhythm.run.trainer.loop import StepEnd
+from polyrhythm.sync.dispenser import Supply
+from tests.gloo.trainers import BATCH, NUM_STEPS, fit, plan_of, run_job, trainer
+
+STOPPED = 6
+
+
+class Stream(IterableDataset):
+    """Samples without end, each drawn when it is read; knows which it has given."""
+
+    def __init__(self) -> None:
+        self.chance = torch.Generator().manual_seed(0)
+        self.num_given = 0
+        self.given = list[int]()  # in this process
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            inputs = torch.randn(8, generator=self.chance)
+            self.given.append(self.num_given)
+            self.num_given += 1
+            yield inputs, torch.tanh(inputs[:4]) + inputs[4:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.num_given, "chance": self.chance.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_given = state["given"]
+        self.chance.set_state(state["chance"])
+
+
+class Nap:
+    """A callback that makes a worker slow."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self, end: StepEnd) -> None:
+        time.sleep(self._seconds)
+
+
+def resume(
+    folder: Path, shape: tuple[int, int], steps: int, saved: Path | None = None, **more: Any
+) -> list[Any]:
+    """By rank: where it went on, its steps, and the numbers of the samples that it has read."""
+    plan = plan_of(*shape)
+
+    def work(place: Place | None) -> Any:
+        stream = Stream()
+        with trainer(plan, dataset=stream, run=folder / "run", **more) as made:
+            began = made.restore(saved)
+            ends = made.fit(steps=steps).steps
+            made.save()
+            found = [(end.step, end.loss, end.num_samples) for end in ends]
+            return began, found, stream.given
+
+    return run_job(plan.num_workers, work, folder)
+
+
+def losses_of(found: list[Any], first: int, steps: int) -> list[float]:
+    """Of each global batch from `first` on."""
+    ends = [end for _, ends, _ in found for end in ends if end[1] is not None]
+    of_step = [[end for end in ends if end[0] == step] for step in range(first, steps)]
+    return [sum(e[1] * e[2] for e in ends) / sum(e[2] for e in ends) for ends in of_step]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sync"),
+    [
+        ((1, 1), (1, 2), "decoupled"),
+        ((1, 2), (1, 1), "balanced"),
+        pytest.param((1, 2), (2, 2), "all_reduce", marks=pytest.mark.long),
+        pytest.param((2, 2), (1, 3), "decoupled", marks=pytest.mark.long),
+    ],
+)
+def test_another_plan_goes_on_in_the_stream_where_it_was(
+    tmp_path: Path, before: tuple[int, int], after: tuple[int, int], sync: str
+) -> None:
+    whole, _ = fit(tmp_path, 1, 1, dataset=Stream())
+    first = resume(tmp_path, before, STOPPED, sync=sync)
+    assert {began for began, _, _ in first} == {0}
+    second = resume(tmp_path, after, NUM_STEPS, sync=sync)
+    losses = losses_of(first, 0, STOPPED) + losses_of(second, STOPPED, NUM_STEPS)
+    assert losses == pytest.approx(whole, abs=1e-5)
+    for began, _, given in second:
+        assert began == STOPPED
+        assert given[0] >= (STOPPED - 1) * BATCH  # at the most one step is read again
+        assert given[-1] < NUM_STEPS * BATCH
+        assert len(set(given)) == len(given)
+
+
+def test_what_was_taken_and_not_used_when_it_was_saved_is_read_again(tmp_path: Path) -> None:
+    """Pipelines take samples as they need them: at the checkpoint a slow one has some."""
+
+    def stopped(place: Place | None) -> None:
+        assert place is not None
+        nap = Nap(0.03 if place.rank == 1 else 0.0)
+        every = {"checkpoint_every": STOPPED, "callbacks": [nap]}
+        with trainer(
+            plan_of(1, 2), dataset=Stream(), run=tmp_path / "run", sync="adaptive", **every
+        ) as made:
+            made.fit(steps=NUM_STEPS)
+
+    run_job(2, stopped, tmp_path)
+    saved = tmp_path / "run" / "checkpoints" / f"step-{STOPPED:08}"
+    supply = msgspec.convert(read_manifest(saved).extra["supply"], Supply)
+    assert supply.outstanding
+    for shape, sync in (((1, 1), "decoupled"), ((2, 2), "adaptive")):
+        found = resume(tmp_path, shape, NUM_STEPS, saved, sync=sync)
+        for _, _, given in found:
+            assert supply.unused - 2 * BATCH <= given[0] <= supply.unused
+    used = [number for _, ends, _ in found for _, loss, number in ends if loss is not None]
+    assert sum(used) == NUM_STEPS * BATCH - supply.num_used
+
+
+def test_a_stream_whose_state_cannot_be_kept_is_refused_at_the_start(tmp_path: Path) -> None:
+    class Holding(Stream):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "lines": (line for line in "text")}
+
+    with pytest.raises(DataError, match="the state of a Holding cannot be kept"):
+        trainer(plan_of(1, 1), dataset=Holding(), run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,207 @@
+"""`polyrhythm train --lab`: a script on a host per device, and what is said when it fails."""
+
+import os
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from polyrhythm.cli import main
+from polyrhythm.describe.write import write_cluster
+from polyrhythm.events import read_run
+from polyrhythm.lab.lab import Lab
+from polyrhythm.lab.program import become
+from polyrhythm.plan.plan import PipelinePlan, Plan
+from polyrhythm.processes import TOLD_TO_END, Child
+from polyrhythm.types import Worker
+from tests.lab.hosts import cluster
+from tests.lab.training import NUM_STEPS, SCRIPT, losses
+
+SAY_SO = "print('trains', flush=True)"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "found").mkdir()
+    write_cluster(cluster(4, latency=0.002), tmp_path / "four.toml")
+    write_cluster(cluster(8, latency=0.002), tmp_path / "eight.toml")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_plan(folder: Path, layers_per_stage: tuple[int, ...], *devices: str) -> None:
+    Plan(
+        layers_per_stage=layers_per_stage,
+        pipelines=tuple(PipelinePlan(devices=tuple(d), schedule="1f1b") for d in devices),
+    ).save(folder / "plan.json")
+
+
+def train(*arguments: str) -> tuple[int | None, str]:
+    """The exit status and what is shown of the command, in a fork of this process."""
+    child = Child(lambda: main(["train", *arguments]), output=Path("shown.txt"))
+    try:
+        assert child.wait(80) is not None, "it hangs"
+    finally:
+        child.end()
+    return child.status, Path("shown.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "script.py").write_text(SCRIPT)
+    child = Child(lambda: become([sys.executable, str(folder / "script.py"), str(folder)], {}))
+    assert child.wait(80) == 0, child.reason
+    return losses(folder)
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize(
+    ("lab", "layers_per_stage", "devices"),
+    [
+        ("four.toml", (2, 4), ("dd", "cb")),  # two stages on one device, and one left out
+        ("eight.toml", (1, 2, 2, 1), ("", "")),  # any device will do
+    ],
+)
+def test_pipelines_in_a_lab_train_as_one_process_does(
+    folder: Path,
+    lab: str,
+    layers_per_stage: tuple[int, ...],
+    devices: tuple[str, str],
+    alone: list[float],
+) -> None:
+    write_plan(folder, layers_per_stage, *devices)
+    status, shown = train("script.py", "--lab", lab, "--plan", "plan.json", "--", "found")
+    assert status == 0, shown
+    hosts = "".join(devices) or "abcdefgh"
+    assert f"s0p0 on {hosts[0]}\n" in shown
+    assert "s0p1" not in shown
+    said = "".join(path.read_text() for path in Path("runs/output").iterdir())
+    num_stages = len(layers_per_stage)
+    for rank, host in enumerate(hosts[1:], start=1):
+        assert f"s{rank % num_stages}p{rank // num_stages} on {host}\n" in said
+    assert len(alone) == NUM_STEPS
+    assert losses(folder / "found") == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.timeout(110)
+def test_a_scenario_slows_the_trainer(folder: Path) -> None:
+    """Asked action by action, since a pause of the machine is longer than many of them together."""
+    write_plan(folder, (6,), "a", "b")
+    Path("slow.toml").write_text('name = "s"\n[[slow]]\ndevice = "b"\nfactor = 20\n')
+    options = ["--lab", "four.toml", "--plan", "plan.json", "--scenario", "slow.toml"]
+    status, shown = train("script.py", *options, "--", "found", "run")
+    assert status == 0, shown
+    spent: dict[Worker, list[float]] = {Worker(0, 0): [], Worker(0, 1): []}
+    for event in read_run(folder / "run"):
+        if event.kind == "action":
+            spent[event.worker].append(event.duration - event.values["wait"])
+    quick, slow = spent.values()
+    ratios = [theirs / ours for ours, theirs in zip(quick, slow, strict=True)]
+    assert statistics.median(ratios) > 5
+
+
+@pytest.mark.timeout(110)
+def test_a_failure_on_one_host_ends_the_job_and_is_told_once(folder: Path) -> None:
+    write_plan(folder, (2, 4), "", "")
+    options = ["--lab", "four.toml", "--plan", "plan.json", "--output", "logs"]
+    status, shown = train("script.py", *options, "--", "found", "run", "c")
+    assert status == 1
+    assert shown.count("error: ") == 1
+    assert "error: c failed: ValueError: on purpose\n  its output: logs/c.log" in shown
+    assert "Traceback" in Path("logs/c.log").read_text()
+
+
+@pytest.mark.timeout(110)
+def test_a_job_that_is_told_to_end_saves_first(folder: Path) -> None:
+    write_plan(folder, (2, 4), "", "")
+    forever = SCRIPT.replace(f"steps={NUM_STEPS}", "steps=10**6")
+    Path("script.py").write_text(forever.replace("fail(end):", f"fail(end):\n    {SAY_SO}"))
+    options = ["--lab", "four.toml", "--plan", "plan.json"]
+    child = Child(
+        lambda: main(["train", "script.py", *options, "--", "found", "run"]),
+        output=Path("shown.txt"),
+    )
+    try:
+        ends = time.monotonic() + 60
+        while "trains" not in Path("shown.txt").read_text():
+            assert child.status is None, Path("shown.txt").read_text()
+            assert time.monotonic() < ends, "it does not begin"
+            time.sleep(0.05)
+        os.kill(child.pid, signal.SIGTERM)
+        assert child.wait(40) == TOLD_TO_END, Path("shown.txt").read_text()
+    finally:
+        child.end()
+    assert list(Path("run/checkpoints").glob("step-*"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize(
+    ("layers", "text", "status", "says"),
+    [
+        ((1, 2), SCRIPT, 2, "a plan for 3 layers, and a model with 6"),
+        ((2, 4), "print('hello')", 2, "script.py has ended without training"),
+        ((2, 4), "raise SystemExit(3)", 1, "error: a failed: exit status 3"),
+        ((2, 4), "1 / 0", 1, "ZeroDivisionError"),
+    ],
+)
+def test_what_all_hosts_refuse_is_told_once(
+    folder: Path, layers: tuple[int, ...], text: str, status: int, says: str
+) -> None:
+    write_plan(folder, layers, "", "")
+    Path("script.py").write_text(text)
+    found, shown = train("script.py", "--lab", "four.toml", "--plan", "plan.json", "--", "found")
+    assert found == status, shown
+    assert shown.count(says) == 1
+    assert shown.count("error: ") == 1
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize(
+    ("devices", "arguments", "says"),
+    [
+        (("ab", "cx"), [], "the plan has s1p1 on 'x': no device of cluster 'test'"),
+        (("", "", ""), [], "4 devices for 2 stages x 3 pipelines"),
+        (("", ""), ["--timeout", "0"], "--timeout 0"),
+        (("", ""), ["--scenario", "nowhere"], "nowhere"),
+        (("", ""), ["--output", "script.py"], "output folder script.py"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    folder: Path, devices: tuple[str, ...], arguments: list[str], says: str
+) -> None:
+    write_plan(folder, (2, 4), *devices)
+    options = ["--lab", "four.toml", "--plan", "plan.json", *arguments]
+    status, shown = train("script.py", *options, "--", "found")
+    assert status == 2, shown
+    assert shown.startswith("error: ")
+    assert says in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.timeout(110)
+def test_groups_form_where_the_first_worker_is_not_on_the_host_of_the_store(folder: Path) -> None:
+    """A launcher gives ranks, and so the store to a host; a plan seats workers by their devices."""
+    write_plan(folder, (6,), "b", "a")
+    script = SCRIPT.replace("deadline=30", "deadline=30, sync='adaptive', plan='plan.json'")
+    Path("script.py").write_text(script)
+    with Lab(cluster(2, latency=0.002)) as lab:
+        common = {"MASTER_ADDR": lab.address("a"), "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+        children = [
+            lab.run(
+                host,
+                [sys.executable, "script.py", "found"],
+                environment={**common, "RANK": str(rank), "POLYRHYTHM_DEVICE": host},
+                output=folder / f"{host}.log",
+            )
+            for rank, host in enumerate("ab")
+        ]
+        lab.wait(children, timeout=60.0)
+        assert "s0p1 on a" in Path("a.log").read_text()
+        assert "s0p0 on b" in Path("b.log").read_text()

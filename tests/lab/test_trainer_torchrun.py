@@ -1,0 +1,74 @@
+"""One script under torchrun on four hosts, which meet over the lab's network: as in one process."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend
+import torch.distributed.run
+
+from polyrhythm.lab.lab import Lab
+from polyrhythm.plan.plan import VARIABLE, PipelinePlan, Plan
+from polyrhythm.processes import Child
+from tests.lab.hosts import cluster
+from tests.lab.training import NUM_STEPS, SCRIPT, losses
+
+NUM_HOSTS = 4
+FORKED = ["--run-path", "--start-method=fork"]  # workers are forks of torchrun's agents
+
+
+def torchrun(lab: Lab, host: str, arguments: list[str], output: Path) -> Child:
+    """Its agent is forked from here; hosts have addresses, and no names to find them by."""
+    endpoint, address = lab.address(lab.hosts[0]), lab.address(host)
+    command = [
+        f"--nnodes={NUM_HOSTS}",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint}:29400",
+        "--rdzv-id=job",
+        f"--rdzv-conf=is_host={int(address == endpoint)}",
+        f"--local-addr={address}",
+        f"--log-dir={output.parent}",
+        *arguments,
+    ]
+    return lab.spawn(host, torch.distributed.run.main, command, output=output)
+
+
+def said(children: list[Child]) -> str:
+    return "\n".join(f"{c.reason}\n{c.output.read_text()}" for c in children if c.output)
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize(
+    ("num_stages", "options"),
+    [
+        (1, FORKED),
+        (2, FORKED),
+        pytest.param(2, [], marks=pytest.mark.long),  # interpreters, each of which loads torch
+    ],
+)
+def test_four_nodes_of_torchrun_train_as_one_process_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_stages: int, options: list[str]
+) -> None:
+    script, alone, together = (tmp_path / name for name in ("script.py", "alone", "together"))
+    script.write_text(SCRIPT)
+    alone.mkdir(exist_ok=True)  # there may have been an attempt before
+    together.mkdir(exist_ok=True)
+    with Lab(cluster(NUM_HOSTS, latency=0.005)) as lab:
+        first = lab.run(
+            lab.hosts[0], [sys.executable, str(script), str(alone)], output=tmp_path / "alone.log"
+        )
+        assert first.wait(40) == 0, said([first])
+        if num_stages > 1:
+            plan = Plan(layers_per_stage=(2, 4), pipelines=(PipelinePlan(schedule="1f1b"),) * 2)
+            plan.save(tmp_path / "plan.json")
+            monkeypatch.setenv(VARIABLE, str(tmp_path / "plan.json"))
+        arguments = [*options, str(script), str(together)]
+        nodes = [torchrun(lab, h, arguments, tmp_path / f"{h}.log") for h in lab.hosts]
+        assert lab.wait(nodes, timeout=80), said(nodes)
+        assert [node.status for node in nodes] == [0] * NUM_HOSTS, said(nodes)
+        carried = {pair.source for pair in lab.report().pairs if pair.wire_bytes}
+    assert len(carried) == NUM_HOSTS
+    assert len(list(together.iterdir())) == NUM_HOSTS, "one worker on each"
+    assert len(losses(alone)) == NUM_STEPS
+    assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
