@@ -35,6 +35,10 @@ BENCHMARKS = {
         "polyrhythm.bench.decoupled.bench",
         "all-reduce in two halves against DDP and FSDP2 on slow links",
     ),
+    "endtoend": Benchmark(
+        "polyrhythm.bench.endtoend.bench",
+        "the Trainer against torch's 1F1B and DDP, in a storm and in a quiet room",
+    ),
     "lab": Benchmark("polyrhythm.bench.lab.bench", "how true the lab is, and where its limit lies"),
     "pipeline": Benchmark(
         "polyrhythm.bench.pipeline.bench",

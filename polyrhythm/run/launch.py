@@ -116,14 +116,21 @@ class Place:
         if self.store is not None:
             return self.store
         if self.listening is None:
-            store: Store
             store, _, _ = next(rendezvous("env://", timeout=timeout))
             store.set_timeout(timeout)
-            # torchrun keeps its store: what was said in an earlier meeting is no longer true.
-            return PrefixStore(f"polyrhythm/meeting {next(_meetings)}", store)
-        host, port = self.listening.getsockname()
-        serving = self.listening.detach() if self.rank == 0 else None
-        self.listening.close()  # a copy left open elsewhere would accept for a rank 0 that died
+        elif _served:
+            store = _served[0]
+        else:
+            store = self._serve(self.listening, timeout)
+            _served.append(store)
+        # A store outlives a meeting: what was said in an earlier one is no longer true.
+        return PrefixStore(f"polyrhythm/meeting {next(_meetings)}", store)
+
+    def _serve(self, listening: socket.socket, timeout: timedelta) -> Store:
+        """Of a local job; rank 0 serves it."""
+        host, port = listening.getsockname()
+        serving = listening.detach() if self.rank == 0 else None
+        listening.close()  # a copy left open elsewhere would accept for a rank 0 that died
         return dist.TCPStore(  # type: ignore[attr-defined]  # public, but not listed as such
             host,
             port,
@@ -134,6 +141,7 @@ class Place:
         )
 
 
+_served: list[Store] = []  # of the local job that this process belongs to, once it has met
 _LEAVING = {TOLD_TO_END, PEER_LOST}  # how workers end that were told to
 _meetings = count()  # of this process; all processes of a job have met as often
 _given: list[Place] = []  # to this process, by the LocalJob that it belongs to

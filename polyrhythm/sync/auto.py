@@ -260,7 +260,7 @@ def _seen(shape: Shape, times: Times) -> str:
     if is_last <= 0.5:
         return f"{waiting}, and it is not always the same"
     slower = means[slowest] / median(means)
-    return f"{waiting}, mostly for pipeline {slowest}, which takes {slower:.2g} times as long"
+    return f"{waiting}, mostly for pipeline {slowest}, which takes {slower:.3g} times as long"
 
 
 def _why_not(way: str, found: Mapping[str, Seconds]) -> str:

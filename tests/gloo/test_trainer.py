@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from polyrhythm.errors import LaunchError, PlanError
+from polyrhythm.errors import LaunchError, PlanError, WorkerError
 from polyrhythm.plan.plan import PipelinePlan, Plan
-from polyrhythm.run.launch import Place
+from polyrhythm.run.launch import LocalJob, Place
 from polyrhythm.run.trainer.trainer import Trainer
-from tests.gloo.trainers import BATCH, LAYERS, fit, plan_of, run_job, samples, trainer
+from tests.gloo.trainers import BATCH, LAYERS, fit, model, plan_of, run_job, samples, trainer
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,8 @@ def test_a_last_micro_batch_that_is_smaller_counts_by_its_samples(tmp_path: Path
     alone, _ = fit(tmp_path, 1, 1, microbatch_size=BATCH)
     losses, _ = fit(tmp_path, 2, 1, microbatch_size=5)
     assert losses == pytest.approx(alone, abs=1e-5)
+    losses, _ = fit(tmp_path, 1, 2, microbatch_size=5, sync="balanced")
+    assert losses == pytest.approx(alone, abs=1e-5)
 
 
 def test_with_autocast_it_learns_in_lower_precision(tmp_path: Path) -> None:
@@ -88,10 +90,21 @@ def test_with_autocast_it_learns_in_lower_precision(tmp_path: Path) -> None:
         ({"batch_size": None}, "no batch_size", "batch_size=64"),
         ({"batch_size": 0}, "batch_size=0", "batch_size"),
         ({"microbatch_size": 25}, "a batch of 24 samples in micro-batches of 25", "larger"),
-        ({"sync": "adaptve"}, "sync='adaptve'", "auto"),
+        ({"sync": "adaptve"}, "sync='adaptve'", "adaptive"),
         ({"autocast": torch.float16}, "autocast=torch.float16", "bfloat16"),
         ({"clip_grad_norm": 0.0}, "clip_grad_norm=0.0", "clip_grad_norm"),
         ({"deadline": -1.0}, "deadline=-1.0", "deadline"),
+        ({"deadline": "60"}, "deadline='60'", "deadline"),
+        ({"grace": 0}, "grace=0", "grace"),
+        ({"device": "nonsense"}, "device='nonsense'", "device"),
+        ({"checkpoint_every": 2}, "checkpoint_every=2 of a job without a run folder", "run="),
+        ({"batch_size": "24"}, "batch_size='24'", "batch_size"),
+        ({"microbatch_size": 2.5}, "microbatch_size=2.5", "microbatch_size"),
+        ({"seed": 1.5}, "seed=1.5", "seed"),
+        ({"callbacks": print}, "callbacks=", "callbacks"),
+        ({"lr_scheduler_fn": 3}, "lr_scheduler_fn=3", "lr_scheduler_fn"),
+        ({"overlap": True}, "overlap=True with sync='auto'", "adaptive"),
+        ({"sync_options": {"max_age": 3}}, "sync_options=", "sync='adaptive'"),
     ],
 )
 def test_what_cannot_be_is_refused(given: dict[str, object], wrong: str, fix: str) -> None:
@@ -137,3 +150,29 @@ def test_a_folder_that_cannot_be_written_is_refused_by_all(tmp_path: Path) -> No
 
     found = run_job(2, work, tmp_path / "job")
     assert all("Not a directory" in wrong for wrong in found)
+
+
+@pytest.mark.parametrize("given", [{"seed": 1}, {"batch_size": 12}])
+def test_processes_that_were_given_different_things_are_told(
+    tmp_path: Path, given: dict[str, int]
+) -> None:
+    def work(place: Place) -> None:
+        trainer(plan_of(1, 2), **(given if place.rank else {}))
+
+    with (
+        LocalJob(work, 2, output_folder=tmp_path) as job,
+        pytest.raises(WorkerError) as raised,
+    ):
+        job.wait(60)
+    [(name, value)] = given.items()
+    assert f"s0p1 was given {name}={value}, and s0p0 {name}=" in str(raised.value)
+
+
+def test_an_optimizer_of_something_else_is_refused() -> None:
+    def given(optimizer_fn: object) -> None:
+        Trainer(model, mse_loss, optimizer_fn, samples(), batch_size=BATCH)
+
+    with pytest.raises(LaunchError, match="of other parameters than it was given"):
+        given(lambda _: torch.optim.SGD(model().parameters(), lr=0.1))
+    with pytest.raises(LaunchError, match="optimizer_fn gave a NoneType"):
+        given(lambda _: None)

@@ -4,6 +4,8 @@ import os
 import shutil
 import signal
 import threading
+import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -284,3 +286,23 @@ def test_training_does_not_wait_for_a_slow_disk(
     assert [text.split(": ")[0] for text in texts] == [
         f"checkpoint of step {step} left out" for step in (STOPPED, 9)
     ]
+
+
+def test_replicas_that_share_a_state_go_on_while_a_save_is_left_out(tmp_path: Path) -> None:
+    """The first pipeline alone knows that it is; the others give it their parts all the same."""
+
+    def work(place: Place | None) -> Any:
+        write = saving.write_part
+
+        def slow(*args: Any) -> Any:
+            time.sleep(0.3)
+            return write(*args)
+
+        saving.write_part = slow
+        warnings.simplefilter("ignore", UserWarning)
+        given = {"run": tmp_path / "run", "checkpoint_every": 1, "sync": "decoupled"}
+        with trainer(plan_of(1, 2), deadline=10.0, **given) as made:
+            return len(made.fit(steps=NUM_STEPS).steps)
+
+    assert run_job(2, work, tmp_path) == [NUM_STEPS] * 2
+    assert 0 < len(list(steps(tmp_path / "run" / "checkpoints"))) < NUM_STEPS

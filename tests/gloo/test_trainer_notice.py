@@ -114,6 +114,27 @@ def test_who_is_not_gone_in_time_ends_at_once(tmp_path: Path) -> None:
     assert "not gone after 0.5 s" in (tmp_path / "rank0.log").read_text()
 
 
+@pytest.mark.long
+def test_the_grace_time_holds_where_the_store_does_not_answer(tmp_path: Path) -> None:
+    def work(place: Place) -> None:
+        def callback(end: Any) -> None:
+            (tmp_path / f"pid{place.rank}").write_text(str(os.getpid()))
+            time.sleep(SLOW)
+
+        with trainer(plan_of(1, 2), callbacks=(callback,), grace=1.0) as made:
+            made.fit(steps=10_000)
+
+    with LocalJob(work, 2, output_folder=tmp_path / "logs") as job:
+        ends = time.monotonic() + 30
+        while not all((tmp_path / f"pid{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < ends, "it does not begin"
+            time.sleep(0.05)
+        first, second = (int((tmp_path / f"pid{rank}").read_text()) for rank in range(2))
+        os.kill(first, signal.SIGSTOP)
+        os.kill(second, signal.SIGTERM)
+        assert job._workers[1].wait(10) == TOLD_TO_END  # far below the deadline of 30 s
+
+
 def test_a_child_of_the_script_may_be_terminated(tmp_path: Path) -> None:
     def work(place: Place) -> None:
         def callback(end: Any) -> None:

@@ -121,8 +121,11 @@ class BalancedShares:
         if self._steps.is_over:
             return None
         self._microbatches = self._sync.share(self._steps.batches.num_microbatches)
-        found = self._steps.next(self._microbatches)
-        return None if found is None else found._replace(weight=float(len(self._microbatches)))
+        found, batches = self._steps.next(self._microbatches), self._steps.batches
+        if found is None:
+            return None
+        weight = found.num_samples * batches.num_microbatches / batches.size
+        return found._replace(weight=weight)  # the last micro-batch may be smaller
 
     def peek(self) -> Guess:
         return self._steps.peek(self._microbatches)  # shares seldom change

@@ -13,13 +13,15 @@ from polyrhythm.run.trainer.assignment import Assignment, Progress
 from polyrhythm.run.trainer.dealing import Dealer, dealer_of
 from polyrhythm.run.trainer.loop import Loop, StepEnd
 from polyrhythm.run.trainer.moves import Moves
+from polyrhythm.run.trainer.sharing import share_state
+from polyrhythm.run.trainer.telling import FIRST
 from polyrhythm.run.trainer.together import LOCKSTEP, Alone, Decoupled, keep_together
-from polyrhythm.run.trainer.turns import FIRST, Turn, Turns
+from polyrhythm.run.trainer.turns import Turn, Turns
 from polyrhythm.sync.dispenser import Supply
 from polyrhythm.sync.foreseen import DECOUPLED, GROUPS, Shape, Took
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Piece:
     """Under way."""
 
@@ -27,22 +29,21 @@ class _Piece:
     together: Alone
     dealer: Dealer
     loop: Loop
-
-    @property
-    def in_lockstep(self) -> bool:
-        return self.way in LOCKSTEP or self.together.sync is None
+    in_lockstep: bool
 
 
 class Fitting:
     def __init__(self, name: str, own: Assignment, progress: Progress, num_steps: int) -> None:
         """Until `num_steps` are made, those before included; `name` is this fit's alone."""
         self._own, self._progress, self._num_steps = own, progress, num_steps
-        self._turns, self._prefetch = Turns(name, own.worker), Prefetch(own.samples.load)
+        self._turns = Turns(name, own.worker, own.settings.deadline)
+        self._prefetch = Prefetch(own.samples.load)
         self._moves: Moves | None = None
         if own.settings.sync == AUTO and own.num_pipelines > 1:
             num_stages = own.pipeline.num_stages
             shape = Shape(shares=own.shares, num_stages=num_stages, overlap=True)
-            self._moves = Moves(f"{name}/auto", own.worker, shape, own.log)
+            deadline = own.settings.deadline
+            self._moves = Moves(f"{name}/auto", own.worker, shape, own.log, deadline)
         self._next: str | None = None  # the way that was decided upon, on the first worker
         self._has_ended_supply = False
         self.ends: list[StepEnd] = []
@@ -65,8 +66,10 @@ class Fitting:
         try:
             piece = self._piece(way, together)
             turn = self._in_lockstep(piece) if piece.in_lockstep else self._in_groups(piece)
-            self._progress.supply = turn.supply
-            self._progress.step = turn.supply.num_used // self._own.batches.size
+            progress = self._progress
+            progress.supply = turn.supply
+            progress.step = turn.supply.num_used // self._own.batches.size
+            progress.rates = piece.loop.rates_at(progress.step)
             self.is_stopped = turn.stops
             if turn.way is None:
                 self._save_last(together)
@@ -74,6 +77,8 @@ class Fitting:
         except BaseException:
             together.break_off()
             raise
+        if way in GROUPS and turn.way is not None:
+            share_state(progress.optimizer, self._own)
         return turn.way
 
     def _in_lockstep(self, piece: _Piece) -> Turn:
@@ -95,9 +100,9 @@ class Fitting:
 
     def _after_window(self, piece: _Piece) -> Turn:
         assert self._moves is not None, "windows are its"
-        return Turn(
-            way=self._moves.after_window(self._progress.step).way, supply=piece.dealer.supply()
-        )
+        supply, decision = piece.dealer.supply(), self._moves.after_window(self._progress.step)
+        is_over = supply.num_used >= self._end_of_samples
+        return Turn(way=piece.way if is_over else decision.way, supply=supply)
 
     def _in_groups(self, piece: _Piece) -> Turn:
         """Until there are no samples any more, of which the first worker may end the supply."""
@@ -131,15 +136,16 @@ class Fitting:
             together.sync if own.pipeline.is_first else None,
         )
         rates = self._progress.new_rates(own, together.optimizer)
+        in_lockstep = way in LOCKSTEP or together.sync is None
 
         def may_begin() -> bool:
-            return not piece.in_lockstep or own.notice.may_begin(self._progress.step)
+            return not in_lockstep or own.notice.may_begin(self._progress.step)
 
         def took(took: Took) -> None:
             if self._moves is not None:
                 self._moves.took(took)
-            if not piece.in_lockstep:
-                self._look(piece)
+            if not in_lockstep:
+                self._look(together)
 
         def keep(step: int) -> None:
             progress, every = self._progress, settings.checkpoint_every
@@ -164,10 +170,9 @@ class Fitting:
             may_begin=may_begin,
             took=took,
         )
-        piece = _Piece(way, together, dealer, loop)
-        return piece
+        return _Piece(way, together, dealer, loop, in_lockstep)
 
-    def _look(self, piece: _Piece) -> None:
+    def _look(self, together: Alone) -> None:
         """In groups, after a step of a first stage: whether the first worker ends the piece."""
         if self._moves is not None and not self._has_ended_supply:
             decision = self._moves.after_step(self._progress.step)
@@ -175,8 +180,8 @@ class Fitting:
                 self._next = decision.way
         is_to_end = self._next is not None or self._own.notice.is_given
         if self._own.worker == FIRST and is_to_end and not self._has_ended_supply:
-            assert piece.together.sync is not None, "in groups"
-            piece.together.sync.supply(last_batch=self._own.batches.size)
+            assert together.sync is not None, "in groups"
+            together.sync.supply(last_batch=self._own.batches.size)
             self._has_ended_supply = True
 
     def _keep_together(self, way: str) -> Alone:

@@ -9,24 +9,26 @@ import torch.distributed as dist
 
 from polyrhythm.errors import LaunchError
 from polyrhythm.events import WORKERS
-from polyrhythm.run.trainer.telling import hear, tell
+from polyrhythm.run.trainer.telling import FIRST, hear, tell
 from polyrhythm.sync.decision_log import decision_logs
 from polyrhythm.types import Worker
 
-_LOCK, _NAME = "lock", "polyrhythm/run folder"
+_LOCK, _NAME = "lock", "run folder"
 
 
-def claimed(run: Path, worker: Worker) -> IO[str] | None:
+def claimed(run: Path, worker: Worker, name: str) -> IO[str] | None:
     """The first worker takes the folder, until what is returned is closed; the others hear of it.
 
-    Raises LaunchError, in all of them, if another job has it, or it cannot be written.
+    `name` is the Trainer's, in the job's store. Raises LaunchError, in all of them, if another job
+    has it, or it cannot be written.
     """
-    if worker != Worker(0, 0):
-        hear(_NAME, "hearing of the run folder")
+    if worker != FIRST:
+        hear(f"{name}/{_NAME}", "hearing of the run folder")
         return None
     lock, problem = _taken(run)
     refused = None if lock is not None else _refused(run, problem)
-    tell(_NAME, refused, num_listeners=dist.get_world_size() - 1 if dist.is_initialized() else 0)
+    others = dist.get_world_size() - 1 if dist.is_initialized() else 0
+    tell(f"{name}/{_NAME}", refused, num_listeners=others)
     if refused is not None:
         raise refused
     return lock

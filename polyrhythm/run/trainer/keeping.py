@@ -17,7 +17,7 @@ from polyrhythm.run.checkpoint.folder import CHECKPOINTS, steps
 from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest
 from polyrhythm.run.checkpoint.restore import restore
 from polyrhythm.run.pipeline.split import Part
-from polyrhythm.run.trainer.telling import hear, tell
+from polyrhythm.run.trainer.telling import FIRST, hear, tell
 from polyrhythm.run.trainer.together import Alone, Decoupled
 from polyrhythm.types import Worker
 
@@ -31,6 +31,7 @@ class Keeping:
     facts: dict[str, Any]  # of the run, that a checkpoint tells
     checkpoints: Checkpoints | None  # of the first pipeline
     num_replicas: int  # processes of other pipelines
+    name: str  # of the Trainer, in the job's store
     _num_restores: int = field(default=0, init=False)
 
     @classmethod
@@ -41,6 +42,7 @@ class Keeping:
         worker: Worker,
         group: dist.ProcessGroup | None,
         plan: Plan,
+        name: str,
         *,
         keep: int,
         log: EventLog | None,
@@ -51,24 +53,23 @@ class Keeping:
                 run / CHECKPOINTS, group=group, tied=part.tied, keep=keep, log=log
             )
         others = plan.num_workers - plan.num_stages
-        return cls(part, worker, {"plan": plan_table(plan)}, checkpoints, others)
+        return cls(part, worker, {"plan": plan_table(plan)}, checkpoints, others, name)
 
     def save(
         self, step: int, together: Alone, extra: Mapping[str, Any], *, patient: bool = False
     ) -> None:
         """In the background; a patient one waits for an earlier one to end."""
         together.settle()
-        if self.checkpoints is not None:
-            self.checkpoints.save(
-                step,
-                self.part.module,
-                together.optimizer,
-                extra=extra,
-                facts=self.facts,
-                patient=patient,
-            )
-        elif isinstance(together, Decoupled):
-            together.optimizer.state_dict()  # each replica has a part of it
+        is_saved = self.checkpoints is not None and self.checkpoints.save(
+            step,
+            self.part.module,
+            together.optimizer,
+            extra=extra,
+            facts=self.facts,
+            patient=patient,
+        )
+        if not is_saved and isinstance(together, Decoupled):
+            together.optimizer.state_dict()  # each replica has a part of it, and gives it to all
 
     def restore(self, path: Path | None, optimizer: Optimizer) -> Manifest | None:
         """The given checkpoint, or else the newest that is whole; None if there never was one.
@@ -86,7 +87,7 @@ class Keeping:
         """Until what is saved is on disk."""
         if self.checkpoints is not None:
             outcome = self.checkpoints.wait()
-            if outcome is not None and not outcome.is_saved and self.worker == Worker(0, 0):
+            if outcome is not None and not outcome.is_saved and self.worker == FIRST:
                 warnings.warn(f"the last checkpoint was not saved: {outcome.why}", stacklevel=3)
 
     def close(self) -> None:
@@ -97,7 +98,7 @@ class Keeping:
     def _found(self, path: Path | None) -> Path | None:
         """The first pipeline looks for it and reads it all; the others hear what it has found."""
         self._num_restores += 1
-        name = f"polyrhythm/restored/{self._num_restores}"
+        name = f"{self.name}/restored {self._num_restores}"
         if self.checkpoints is None:
             found: Path | None = hear(
                 name, "hearing which checkpoint to restore", deadline=DEADLINE
@@ -112,7 +113,7 @@ class Keeping:
         return found
 
     def _tell(self, name: str, word: Path | CheckpointError | None) -> None:
-        if self.worker == Worker(0, 0):
+        if self.worker == FIRST:
             tell(name, word, num_listeners=self.num_replicas)
 
 

@@ -77,7 +77,7 @@ class Loop:
             self.is_over = True
             return None
         self.together.update(self.dealer.used)
-        self._set_rates(dealt.step + 1)
+        self.rates_at(dealt.step + 1)
         loss = None
         if losses:
             weighted = zip(losses, self.pipeline.sizes, strict=True)
@@ -92,9 +92,9 @@ class Loop:
         if self.pipeline.is_first:
             self.took(self._took(end.seconds))
         self._record(end, began)
+        self.keep(dealt.step + 1)
         for callback in self.callbacks:
             callback(end)
-        self.keep(dealt.step + 1)
         return end
 
     def _took(self, seconds: Seconds) -> Took:
@@ -145,11 +145,13 @@ class Loop:
             return None
         return heard(self.pipeline.note)[0]
 
-    def _set_rates(self, step: int) -> None:
+    def rates_at(self, step: int) -> dict[str, Any] | None:
         """Learning rates follow global steps, of which this pipeline may make some or all."""
-        if self.lr_scheduler is not None:
-            for _ in range(self.lr_scheduler.last_epoch, step):
-                self.lr_scheduler.step()
+        if self.lr_scheduler is None:
+            return None
+        for _ in range(self.lr_scheduler.last_epoch, step):
+            self.lr_scheduler.step()
+        return self.lr_scheduler.state_dict()
 
     def _record(self, end: StepEnd, began: Seconds) -> None:
         if self.log is not None:

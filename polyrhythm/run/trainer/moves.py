@@ -12,7 +12,8 @@ import msgspec
 
 from polyrhythm.events import EventLog
 from polyrhythm.run.peers import waiting_for
-from polyrhythm.run.trainer.turns import FIRST, store_of
+from polyrhythm.run.trainer.telling import FIRST
+from polyrhythm.run.trainer.turns import store_of
 from polyrhythm.sync.auto import Auto, Decision
 from polyrhythm.sync.foreseen import Shape, Took
 from polyrhythm.types import Seconds, Worker
@@ -24,10 +25,12 @@ _logger = logging.getLogger(__name__)
 class Moves:
     """Of one worker and one fit."""
 
-    def __init__(self, name: str, worker: Worker, shape: Shape, log: EventLog | None) -> None:
+    def __init__(
+        self, name: str, worker: Worker, shape: Shape, log: EventLog | None, deadline: Seconds
+    ) -> None:
         auto = Auto(shape)
         self._auto, self.num_steps = auto if worker == FIRST else None, auto.num_steps
-        self._store, self._worker, self._log = store_of(name), worker, log
+        self._store, self._worker, self._log = store_of(name, deadline), worker, log
         self._num_pipelines, self._piece, self._num_told = shape.num_pipelines, -1, 0
         self._num_heard = [0] * self._num_pipelines  # by pipeline, of what was told
         self._untold: list[Took] = []
@@ -75,7 +78,9 @@ class Moves:
         return f"{self._piece}/{pipeline}/{self._num_heard[pipeline]}"
 
     def _heard(self, pipeline: int) -> list[Took]:
-        told = self._store.get(self._key(pipeline))
+        key = self._key(pipeline)
+        told = self._store.get(key)
+        self._store.delete_key(key)  # nobody else reads it
         self._num_heard[pipeline] += 1
         return msgspec.json.decode(told, type=list[Took])
 
@@ -88,7 +93,8 @@ class Moves:
 
     def _record(self, way: str, step: int, why: str, predicted: Mapping[str, Seconds]) -> None:
         """`step` is the global one that comes next."""
-        _logger.info("sync=auto: %s from step %d on: %s", way, step, why)
+        say = _logger.warning if self._piece > 0 or predicted else _logger.info
+        say("sync=auto: %s from step %d on: %s", way, step, why)
         if self._log is not None:
             values = {f"{name}_s": seconds for name, seconds in predicted.items()}
             self._log.write("way", step=step, name=way, why=why, values=values)

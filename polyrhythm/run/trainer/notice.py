@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -22,7 +21,8 @@ from torch.distributed.distributed_c10d import Store
 
 from polyrhythm.errors import PeerError
 from polyrhythm.processes import TOLD_TO_END
-from polyrhythm.run.trainer.turns import FIRST, store_of
+from polyrhythm.run.trainer.telling import FIRST
+from polyrhythm.run.trainer.turns import store_of
 from polyrhythm.types import Seconds, Worker
 
 _LOOK: Seconds = 0.5  # how often to look whether another process has had one
@@ -34,26 +34,29 @@ class Notice:
     """Of one worker, from when it is made until `close`; `is_given` once the job was told."""
 
     def __init__(
-        self, worker: Worker, num_pipelines: int, *, grace: Seconds, deadline: Seconds
+        self, name: str, worker: Worker, num_pipelines: int, *, grace: Seconds, deadline: Seconds
     ) -> None:
         self._worker, self._num_pipelines = worker, num_pipelines
         self._grace, self._deadline = grace, deadline
         self._changed = threading.Condition()
-        self._given_at: Seconds | None = None
+        self._last_moment: threading.Timer | None = None  # to be gone
         self.why = ""
         self._num_begun, self._has_said, self._stop = 0, False, -1
-        self._is_closed = False
+        self._closing = threading.Event()
         self._catch: _Catch | None = None
         if threading.current_thread() is threading.main_thread():
             self._catch = _Catch.new()
-        self._thread = threading.Thread(
-            target=self._run, args=(store_of("polyrhythm/notice"),), name="notice", daemon=True
-        )
-        self._thread.start()
+        # Two: one that waits for the store, which may not answer, hears no signal meanwhile.
+        self._threads = [
+            threading.Thread(target=work, name="notice", daemon=True, args=given)
+            for work, given in ((self._hear, ()), (self._tell, (store_of(name, deadline),)))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def is_given(self) -> bool:
-        return self._given_at is not None
+        return self._last_moment is not None
 
     def may_begin(self, step: int) -> bool:
         """In lockstep, the first stage of a pipeline: whether to begin that step, from 0."""
@@ -73,39 +76,48 @@ class Notice:
             return True
 
     def close(self) -> None:
-        self._is_closed = True
+        self._closing.set()
+        if self._last_moment is not None:
+            self._last_moment.cancel()
         if self._catch is not None:
             self._catch.end()
-        self._thread.join(_CLOSING)
-        if self._catch is not None and not self._thread.is_alive():
+        for thread in self._threads:
+            thread.join(_CLOSING)
+        if self._catch is not None and not self._threads[0].is_alive():
             self._catch.close()
 
-    def _run(self, store: Store) -> None:
+    def _hear(self) -> None:
+        while self._catch is not None and not self._closing.is_set():
+            if self._catch.wait(_LOOK) and not self.is_given:
+                self._give(f"{self._worker} on {socket.gethostname()} got SIGTERM")
+
+    def _tell(self, store: Store) -> None:
+        has_told = False
         try:
-            while not self._is_closed:
-                self._look(store)
+            while not self._closing.is_set():
+                if self.is_given and not has_told:
+                    store.set(_GIVEN, self.why)
+                    has_told = True
+                if self._worker.stage == 0:
+                    self._look(store)
+                self._closing.wait(_LOOK)
         except RuntimeError:  # the store is gone: training finds out by itself
             pass
-        while not self._is_closed and self.is_given:
-            time.sleep(_LOOK)
-            self._end_if_late()
 
     def _look(self, store: Store) -> None:
-        if self._is_signalled() and not self.is_given:
-            self._give(f"{self._worker} on {socket.gethostname()} got SIGTERM")
-            store.set(_GIVEN, self.why)
-        self._end_if_late()
-        if self._worker.stage == 0:
-            if not self.is_given and store.check([_GIVEN]):
-                self._give(store.get(_GIVEN).decode())
-            if self.is_given and self._stop < 0:
-                self._agree(store)
+        """On first stages."""
+        if not self.is_given and store.check([_GIVEN]):
+            self._give(store.get(_GIVEN).decode())
+        if self.is_given and self._stop < 0:
+            self._agree(store)
 
     def _give(self, why: str) -> None:
-        self.why, self._given_at = why, time.monotonic()
+        self.why = why
+        self._last_moment = threading.Timer(self._grace, self._end_at_once)
+        self._last_moment.daemon = True
+        self._last_moment.start()
 
     def _agree(self, store: Store) -> None:
-        """On first stages."""
         with self._changed:
             if not self._has_said:
                 self._has_said = True
@@ -118,17 +130,10 @@ class Notice:
                 self._stop = int(store.get(_STOP))
                 self._changed.notify_all()
 
-    def _is_signalled(self) -> bool:
-        if self._catch is None:
-            time.sleep(_LOOK)
-            return False
-        return self._catch.wait(_LOOK)
-
-    def _end_if_late(self) -> None:
-        if self._given_at is not None and time.monotonic() - self._given_at > self._grace:
-            print(f"{self.why}, and is not gone after {self._grace:g} s: ends", file=sys.stderr)
-            sys.stderr.flush()
-            os._exit(TOLD_TO_END)
+    def _end_at_once(self) -> None:
+        print(f"{self.why}, and is not gone after {self._grace:g} s: ends", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(TOLD_TO_END)
 
 
 class _Catch:
@@ -155,10 +160,10 @@ class _Catch:
         return signal.SIGTERM in self._ours.recv(64)
 
     def end(self) -> None:
-        """Whoever waits is woken."""
+        """Whoever waits is woken. Signals are the main thread's alone, and their bytes go here."""
         if threading.current_thread() is threading.main_thread():
             self.forget()
-        self._theirs.close()
+            self._theirs.close()
 
     def close(self) -> None:
         self._ours.close()

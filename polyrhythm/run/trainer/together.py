@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from polyrhythm.errors import PeerError
 from polyrhythm.run.average.group_sync import GroupSync
 from polyrhythm.run.average.scheduled import Averaged
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
@@ -77,6 +78,9 @@ class InGroups(Alone):
         supply: Supply | None,
     ) -> None:
         super().__init__(pipeline, optimizer, clip)
+        self._num_pipelines = num_pipelines
+        self._averages_all = policy in ("all_reduce", "balanced")
+        self._averaged = Averaged(0.0, 0.0, 1)
         self.sync: GroupSync = GroupSync(
             pipeline,
             optimizer,
@@ -95,9 +99,17 @@ class InGroups(Alone):
             self.sync.average_gradients()  # if those are what is averaged
         super().update(used)
         self.sync.step()
+        self._averaged = self.sync.averaged()
+        if self._averages_all and self._averaged.num_members < self._num_pipelines:
+            raise PeerError(
+                "another pipeline",
+                action="averaging gradients",
+                waited=self._averaged.waited,
+                cause="it has died or left, and its share of the batch with it",
+            )
 
     def averaged(self) -> Averaged:
-        return self.sync.averaged()
+        return self._averaged
 
     def settle(self) -> None:
         self.sync.refresh()

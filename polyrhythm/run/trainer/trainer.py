@@ -18,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, Self
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,7 +32,7 @@ from polyrhythm.run.checkpoint.export import hugging_face_facts
 from polyrhythm.run.compute import SCENARIO, Compute
 from polyrhythm.run.data.loading import Samples
 from polyrhythm.run.data.order import Order
-from polyrhythm.run.data.reading import Bookmark, order_of, reader_of
+from polyrhythm.run.data.reading import order_of, reader_of
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.assignment import Assignment, Progress
 from polyrhythm.run.trainer.choosing import batches_of, plan_of, shares_of
@@ -47,10 +46,9 @@ from polyrhythm.run.trainer.members import join
 from polyrhythm.run.trainer.notice import Notice
 from polyrhythm.run.trainer.placing import Processes
 from polyrhythm.run.trainer.settings import Settings
+from polyrhythm.run.trainer.telling import FIRST, agree
 from polyrhythm.run.trainer.together import Alone
-from polyrhythm.run.trainer.turns import FIRST
 from polyrhythm.schedule.recipe import Recipe
-from polyrhythm.sync.dispenser import Supply
 from polyrhythm.types import Bytes, Seconds, Worker
 
 _logger = logging.getLogger(__name__)
@@ -72,7 +70,8 @@ class Fitted:
 class Trainer:
     """One worker's; made by all processes of the job alike."""
 
-    num_fits: ClassVar[int] = 0  # of this process
+    num_made: ClassVar[int] = 0  # of this process; all of a job make as many
+    num_fits: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -152,6 +151,11 @@ class Trainer:
             deadline=deadline,
             grace=grace,
         )
+        if run is None and checkpoint_every is not None:
+            raise _no_folder(f"checkpoint_every={checkpoint_every}")
+        Trainer.num_made += 1
+        self._name = f"polyrhythm/trainer {Trainer.num_made}"  # in the job's store
+        self._num_fits, self._is_fitting = 0, False
         settings, order = self._settings, order_of(dataset, seed=seed, shuffle=shuffle)
         reader_of(dataset, order)  # refuses what cannot be dealt out, before anything is opened
         whole = build(model, seed)
@@ -162,8 +166,10 @@ class Trainer:
         settings.cut.check(whole, self.plan.layers_per_stage)
         self._membership = join(self.plan, processes)
         worker, device = self.worker, self._membership.device(settings.device)
+        given = settings.text(None if order is None else order.num_samples)
+        agree(f"{self._name}/settings", worker, given, deadline=deadline)
         group = self._membership.pipeline_group(deadline)
-        self._lock = None if run is None else claimed(Path(run), worker)
+        self._lock = None if run is None else claimed(Path(run), worker, self._name)
         self._log = None if run is None else EventLog(worker_log(Path(run), worker), worker)
         part = settings.cut.part(whole, worker.stage, self.plan.layers_per_stage)
         part.module.to(device)
@@ -190,10 +196,12 @@ class Trainer:
         self._keeping: Keeping | None = None
         if run is not None:
             self._keeping = Keeping.of(
-                Path(run), part, worker, group, self.plan, keep=keep, log=self._log
+                Path(run), part, worker, group, self.plan, self._name, keep=keep, log=self._log
             )
             self._keeping.facts |= hugging_face_facts(whole)
-        self._notice = Notice(worker, self.plan.num_pipelines, grace=grace, deadline=deadline)
+        number = self.plan.num_pipelines
+        name = f"{self._name}/notice"
+        self._notice = Notice(name, worker, number, grace=grace, deadline=deadline)
         self._own = Assignment(
             settings=settings,
             worker=worker,
@@ -229,19 +237,28 @@ class Trainer:
 
         If the job is told to end meanwhile (SIGTERM), it saves a checkpoint and ends the process.
         """
+        if not isinstance(steps, int) or steps < 0:
+            raise LaunchError(
+                f"fit(steps={steps!r})", expected="how many, in all", fix="give fit(steps=1000)"
+            )
+        self._check_between_fits("fit()")
         Trainer.num_fits += 1
+        self._num_fits += 1
         began = time.perf_counter()
-        name = f"polyrhythm/fit {Trainer.num_fits}"
+        name = f"{self._name}/fit {self._num_fits}"
         fitting = Fitting(name, self._own, self._progress, steps)
         if steps > self.step:
             self._record_run(steps - self.step)
+            self._is_fitting = True
             fitting.run()
+            self._is_fitting = False
         if fitting.is_stopped:
             self._leave()
         return Fitted(steps=tuple(fitting.ends), seconds=time.perf_counter() - began)
 
     def evaluate(self, dataset: Dataset[Any]) -> float:
         """The mean loss on a dataset, of which each pipeline has a share; called by all workers."""
+        self._check_between_fits("evaluate()")
         order = order_of(dataset, shuffle=False)
         if order is None:
             raise LaunchError(
@@ -258,6 +275,7 @@ class Trainer:
 
     def save(self) -> None:
         """A checkpoint of what was trained until now; it is on disk when this returns."""
+        self._check_between_fits("save()")
         keeping, progress = self._checked_keeping(), self._progress
         alone = Alone(self.pipeline, progress.optimizer, None)
         keeping.save(self.step, alone, progress.extra(self._own, progress.supply), patient=True)
@@ -269,14 +287,13 @@ class Trainer:
         It may come from a job of another plan. Without any, training begins at 0. Raises
         CheckpointError if the given one is damaged, or, where none is given, all there are.
         """
+        self._check_between_fits("restore()")
         given, progress = None if path is None else Path(path), self._progress
         found = self._checked_keeping().restore(given, progress.optimizer)
         if found is not None:
-            progress.step = self.pipeline.num_steps = found.step
-            progress.rates = found.extra["rates"]
-            progress.supply = msgspec.convert(found.extra["supply"], Supply)
-            if "stream" in found.extra:
-                self._samples.go_on(Bookmark.from_json(found.extra["stream"]))
+            self.pipeline.num_steps = found.step
+            if (place := progress.restore(found)) is not None:
+                self._samples.go_on(place)
         return self.step
 
     def close(self) -> None:
@@ -284,14 +301,12 @@ class Trainer:
         if not self._is_open:
             return
         self._is_open = False
+        atexit.unregister(self._at_exit)
         self._notice.close()
         self.pipeline.close()
         if self._keeping is not None:
             self._keeping.close()
-        if self._log is not None:
-            self._log.close()
-        if self._lock is not None:
-            self._lock.close()
+        self._close_files()
         self._membership.leave()
 
     def __enter__(self) -> Self:
@@ -307,9 +322,26 @@ class Trainer:
             self.close()
         else:
             self._is_open = False
+            atexit.unregister(self._at_exit)
             self._notice.close()
             self.pipeline.__exit__(kind, error, trace)
+            self._close_files()
             self._membership.abandon()
+
+    def _close_files(self) -> None:
+        if self._log is not None:
+            self._log.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def _check_between_fits(self, what: str) -> None:
+        """Weights, samples and rates belong together only there."""
+        if self._is_fitting:
+            raise LaunchError(
+                f"{what} while fit() is under way, or after it has failed",
+                expected="it between two fits",
+                fix="use checkpoint_every; after a failure make a new Trainer, and restore()",
+            )
 
     def _at_exit(self) -> None:
         """A script that ends well need not close it."""
@@ -354,9 +386,13 @@ class Trainer:
 
     def _checked_keeping(self) -> Keeping:
         if self._keeping is None:
-            raise LaunchError(
-                "a checkpoint of a job without a run folder",
-                expected="a folder that it is kept in",
-                fix='give one: Trainer(..., run="runs/mine")',
-            )
+            raise _no_folder("a checkpoint")
         return self._keeping
+
+
+def _no_folder(what: str) -> LaunchError:
+    return LaunchError(
+        f"{what} of a job without a run folder",
+        expected="a folder that it is kept in",
+        fix='give one: Trainer(..., run="runs/mine")',
+    )

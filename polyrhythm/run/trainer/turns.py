@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from polyrhythm.run.trainer.telling import hear, tell
+from polyrhythm.run.peers import waiting_for
+from polyrhythm.run.trainer.telling import FIRST, hear, tell
 from polyrhythm.sync.dispenser import Supply
-from polyrhythm.types import Worker
-
-FIRST = Worker(0, 0)
+from polyrhythm.types import Seconds, Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,25 +22,29 @@ class Turn:
     stops: bool = False  # before its time: the job was told to end
 
 
-def store_of(name: str) -> Store:
-    """Shared by all processes of the job; the calling thread's own."""
+def store_of(name: str, deadline: Seconds) -> Store:
+    """Shared by all processes of the job; for one thread, with a deadline of its own."""
     if not dist.is_initialized():
         return dist.HashStore()  # type: ignore[attr-defined]  # public, but not listed as such
-    return PrefixStore(name, _get_default_store().clone())  # type: ignore[attr-defined]
+    with waiting_for(FIRST, "reaching the job's store"):
+        store = _get_default_store().clone()  # type: ignore[attr-defined]  # not listed either
+    store.set_timeout(timedelta(seconds=deadline))
+    return PrefixStore(name, store)
 
 
 class Turns:
     """Of one fit; all workers ask for them in the same order."""
 
-    def __init__(self, name: str, worker: Worker) -> None:
-        self._name, self._is_first, self._number = name, worker == FIRST, 0
+    def __init__(self, name: str, worker: Worker, deadline: Seconds) -> None:
+        self._name, self._deadline = name, deadline
+        self._is_first, self._number = worker == FIRST, 0
 
     def next(self, decide: Callable[[], Turn]) -> Turn:
         """What the first worker decides."""
         self._number += 1
         name = f"{self._name}/turn {self._number}"
         if not self._is_first:
-            told: Turn = hear(name, "hearing how training goes on")
+            told: Turn = hear(name, "hearing how training goes on", deadline=self._deadline)
             return told
         turn = decide()
         tell(name, turn)
