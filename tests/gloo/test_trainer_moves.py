@@ -77,6 +77,7 @@ def check(found: Any) -> None:
         assert step == NUM_STEPS
 
 
+@pytest.mark.long
 def test_where_another_one_is_slow_each_time_groups_are_taken(tmp_path: Path) -> None:
     def slowness(rank: int) -> Callable[[], float]:
         draw = random.Random(rank)
