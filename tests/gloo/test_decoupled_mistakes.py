@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -234,9 +235,18 @@ def test_after_a_loss_weights_that_are_not_whole_are_never_given(tmp_path: Path)
         inner = adam(model)
         optimizer = ours(model, inner)
         own_steps(place, model, optimizer, range(2))
+        other_has_stepped = tmp_path / "stepped"
+
+        def die(*_: object) -> None:
+            ends = time.monotonic() + 30  # what it has sent before is to arrive
+            while not other_has_stepped.exists() and time.monotonic() < ends:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
         if place.rank == 1:
-            inner.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            inner.register_step_pre_hook(die)
         own_steps(place, model, optimizer, range(2, 3))
+        other_has_stepped.touch()
         said = [refused(model.state_dict, kind=PeerError) for _ in range(3)]
         return [*said, refused(lambda: model(inputs_of(0, 0)), kind=PeerError)]
 

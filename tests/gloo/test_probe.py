@@ -225,6 +225,7 @@ def test_ranks_that_do_not_write_do_not_ask_for_the_folder(tmp_path: Path) -> No
     assert (homes[0] / "found" / "cluster.toml").exists()
 
 
+@pytest.mark.long  # its deadline is short of what a busy machine takes
 def test_many_echoes_that_pass_a_deadline_together_lose_nobody(tmp_path: Path) -> None:
     def work(place: Place) -> None:
         probing.device_flops = lambda *_, **__: Sample(1.0, 0.0)  # a thousand take a minute

@@ -157,7 +157,7 @@ def test_processes_that_were_given_different_things_are_told(
     tmp_path: Path, given: dict[str, int]
 ) -> None:
     def work(place: Place) -> None:
-        trainer(plan_of(1, 2), **(given if place.rank else {}))
+        trainer(plan_of(1, 2), **(given if place.rank else {})).fit(steps=1)
 
     with (
         LocalJob(work, 2, output_folder=tmp_path) as job,
