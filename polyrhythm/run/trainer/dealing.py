@@ -13,8 +13,9 @@ from typing import NamedTuple, Protocol
 from polyrhythm.run.average.group_sync import GroupSync
 from polyrhythm.run.data.prefetch import Guess, known
 from polyrhythm.run.trainer.shares import Batches, Remaining, dealt
-from polyrhythm.run.trainer.together import DECOUPLED, LOCKSTEP
+from polyrhythm.run.trainer.together import LOCKSTEP
 from polyrhythm.sync.dispenser import Ranges, Supply
+from polyrhythm.sync.foreseen import DECOUPLED
 
 
 class Dealt(NamedTuple):

@@ -69,7 +69,8 @@ class Fitting:
             progress = self._progress
             progress.supply = turn.supply
             progress.step = turn.supply.num_used // self._own.batches.size
-            progress.rates = piece.loop.rates_at(progress.step)
+            piece.loop.set_rates(progress.step)  # on all workers alike
+            progress.rates = piece.loop.rates()
             self.is_stopped = turn.stops
             if turn.way is None:
                 self._save_last(together)
@@ -150,11 +151,10 @@ class Fitting:
         def keep(step: int) -> None:
             progress, every = self._progress, settings.checkpoint_every
             before, progress.step = progress.step, max(progress.step, step)
-            progress.rates = None if rates is None else rates.state_dict()
             is_due = every and step // every > before // every and step < self._num_steps
             if own.keeping is not None and is_due:
-                extra = progress.extra(own, dealer.supply())
-                own.keeping.save(step, together, extra)
+                progress.rates = None if rates is None else rates.state_dict()
+                own.keeping.save(step, together, progress.extra(own, dealer.supply()))
 
         loop = Loop(
             pipeline=own.pipeline,

@@ -77,7 +77,7 @@ class Loop:
             self.is_over = True
             return None
         self.together.update(self.dealer.used)
-        self.rates_at(dealt.step + 1)
+        self.set_rates(dealt.step + 1)
         loss = None
         if losses:
             weighted = zip(losses, self.pipeline.sizes, strict=True)
@@ -145,13 +145,15 @@ class Loop:
             return None
         return heard(self.pipeline.note)[0]
 
-    def rates_at(self, step: int) -> dict[str, Any] | None:
+    def set_rates(self, step: int) -> None:
         """Learning rates follow global steps, of which this pipeline may make some or all."""
-        if self.lr_scheduler is None:
-            return None
-        for _ in range(self.lr_scheduler.last_epoch, step):
-            self.lr_scheduler.step()
-        return self.lr_scheduler.state_dict()
+        if self.lr_scheduler is not None:
+            for _ in range(self.lr_scheduler.last_epoch, step):
+                self.lr_scheduler.step()
+
+    def rates(self) -> dict[str, Any] | None:
+        """The state of their schedule, to go on from."""
+        return None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
 
     def _record(self, end: StepEnd, began: Seconds) -> None:
         if self.log is not None:

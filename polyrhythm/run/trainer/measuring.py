@@ -38,8 +38,8 @@ from polyrhythm.run.trainer.profiling import (
     undisturbed,
 )
 from polyrhythm.run.trainer.settings import Settings
-from polyrhythm.run.trainer.together import DECOUPLED
 from polyrhythm.schedule.planned import PlannedSchedules
+from polyrhythm.sync.foreseen import DECOUPLED
 from polyrhythm.types import Bytes, Seconds
 
 _logger = logging.getLogger(__name__)

@@ -118,16 +118,18 @@ class Notice:
         self._last_moment.start()
 
     def _agree(self, store: Store) -> None:
-        with self._changed:
-            if not self._has_said:
-                self._has_said = True
-                store.set(f"begun/{self._worker.pipeline}", str(self._num_begun))
+        with self._changed:  # not while the store is asked: training waits for the lock
+            is_new, self._has_said = not self._has_said, True
+            num_begun = self._num_begun
+        if is_new:
+            store.set(f"begun/{self._worker.pipeline}", str(num_begun))
         keys = [f"begun/{pipeline}" for pipeline in range(self._num_pipelines)]
         if self._worker == FIRST and store.check(keys):
             store.set(_STOP, str(max(int(store.get(key)) for key in keys)))
         if store.check([_STOP]):
+            stop = int(store.get(_STOP))
             with self._changed:
-                self._stop = int(store.get(_STOP))
+                self._stop = stop
                 self._changed.notify_all()
 
     def _end_at_once(self) -> None:
@@ -175,8 +177,6 @@ class _Catch:
 
 
 _catching: "weakref.WeakSet[_Catch]" = weakref.WeakSet()
-
-
 _held = threading.local()  # what was blocked before a fork, by thread
 
 

@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from polyrhythm.errors import LaunchError
 from polyrhythm.plan.plan import AUTO, Plan
 from polyrhythm.run.trainer.cutting import Cut
-from polyrhythm.run.trainer.together import DECOUPLED, LOCKSTEP
+from polyrhythm.run.trainer.together import LOCKSTEP
+from polyrhythm.sync.foreseen import DECOUPLED
 from polyrhythm.sync.registry import POLICIES
 from polyrhythm.types import Bytes, Seconds
 

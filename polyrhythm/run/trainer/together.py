@@ -15,9 +15,9 @@ from polyrhythm.run.average.scheduled import Averaged
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.dispenser import Supply
+from polyrhythm.sync.foreseen import DECOUPLED
 from polyrhythm.types import Seconds, Worker
 
-DECOUPLED = "decoupled"  # DeAR's all-reduce, as a way to keep together
 LOCKSTEP = frozenset({"all_reduce", "balanced", "static", DECOUPLED})  # equally many steps for all
 
 

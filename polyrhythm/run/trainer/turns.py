@@ -1,5 +1,6 @@
 """How a fit goes on, decided by the first worker and told to all, through the job's store."""
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from polyrhythm.run.peers import waiting_for
-from polyrhythm.run.trainer.telling import FIRST, hear, tell
+from polyrhythm.run.trainer.telling import FIRST
 from polyrhythm.sync.dispenser import Supply
 from polyrhythm.types import Seconds, Worker
 
@@ -36,16 +37,19 @@ class Turns:
     """Of one fit; all workers ask for them in the same order."""
 
     def __init__(self, name: str, worker: Worker, deadline: Seconds) -> None:
-        self._name, self._deadline = name, deadline
+        self._store = store_of(name, deadline)
         self._is_first, self._number = worker == FIRST, 0
 
     def next(self, decide: Callable[[], Turn]) -> Turn:
         """What the first worker decides."""
         self._number += 1
-        name = f"{self._name}/turn {self._number}"
+        key = f"turn {self._number}"
         if not self._is_first:
-            told: Turn = hear(name, "hearing how training goes on", deadline=self._deadline)
+            with waiting_for(FIRST, "hearing how training goes on"):
+                told: Turn = pickle.loads(self._store.get(key))
             return told
         turn = decide()
-        tell(name, turn)
+        self._store.set(key, pickle.dumps(turn))  # type: ignore[arg-type]  # or bytes
+        if self._number > 2:  # all have heard the last but one, or would not be here
+            self._store.delete_key(f"turn {self._number - 2}")
         return turn
