@@ -1,5 +1,6 @@
 """plan="auto": replicas on one machine without measuring, and what measuring leaves alone."""
 
+import ctypes
 import logging
 import os
 import random
@@ -16,7 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import IterableDataset
 
 from polyrhythm.describe.cluster import Cluster, Device
-from polyrhythm.errors import DescriptionError, PlanError, UserError
+from polyrhythm.errors import DescriptionError, PeerError, PlanError, UserError
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.launch import Place
 from polyrhythm.run.probe.probe import ProbeOptions
@@ -38,12 +39,17 @@ def automatic(**more: Any) -> Trainer:
 
 
 def refuse_to_measure(place: Place, *_: object) -> None:
-    """When all are here: the first one has the store."""
+    wait_for_all(place)
+    raise AssertionError("measured")
+
+
+def wait_for_all(place: Place) -> None:
+    """The first one has the store, and takes it along when it leaves."""
     assert place.store is not None
     place.store.add("here", 1)
-    while place.store.add("here", 0) < place.world_size:
+    ends = time.monotonic() + 20
+    while place.store.add("here", 0) < place.world_size and time.monotonic() < ends:
         time.sleep(0.01)
-    raise AssertionError("measured")
 
 
 def settings(**more: Any) -> Settings:
@@ -156,7 +162,7 @@ def test_micro_batches_that_cannot_be_planned_are_refused_before_anything_is_mea
 
 
 def test_all_processes_raise_what_the_first_one_refuses_with(tmp_path: Path) -> None:
-    def refuse(gets_on: Any) -> str:
+    def refuse() -> str:
         raise DescriptionError("no such layer", expected="a layer", fix="add it")
 
     def work(_: Place | None) -> tuple[str, str, str]:
@@ -168,6 +174,39 @@ def test_all_processes_raise_what_the_first_one_refuses_with(tmp_path: Path) -> 
 
     told = ("DescriptionError", "no such layer", "add it")
     assert run_job(3, work, tmp_path) == [told] * 3
+
+
+def test_a_decision_may_take_longer_than_the_deadline(tmp_path: Path) -> None:
+    def decide() -> str:
+        time.sleep(3)
+        return "late"
+
+    def work(_: Place | None) -> str:
+        processes = Processes(1.0)
+        processes.homes()
+        told = decided(processes, "the plan", decide)
+        wait_for_all(processes.place)
+        return told
+
+    assert run_job(2, work, tmp_path) == ["late"] * 2
+
+
+def test_who_shows_no_sign_of_life_while_it_decides_is_not_waited_for(tmp_path: Path) -> None:
+    def stand_still() -> str:
+        ctypes.PyDLL(None).sleep(4)  # and no other thread of this process runs
+        return "too late"
+
+    def work(place: Place | None) -> str:
+        assert place is not None
+        processes = Processes(1.0)
+        processes.homes()
+        if place.rank == 0:
+            return decided(processes, "the plan", stand_still)
+        with pytest.raises(PeerError) as lost:
+            decided(processes, "the plan", stand_still)
+        return lost.value.cause
+
+    assert run_job(2, work, tmp_path) == ["too late", "it shows no sign of life"]
 
 
 class _Noisy(nn.Module):
@@ -188,7 +227,6 @@ def test_measuring_a_model_leaves_it_and_all_that_is_random_as_they_were() -> No
         samples(),
         sizes=(4, 2, 1),
         device=torch.device("cpu"),
-        say=lambda _: None,
     )
     assert [layer.name.partition(".")[2] for layer in layers] == [type(x).__name__ for x in whole]
     # A batch norm cannot do with a single sample, which is left out.
@@ -252,7 +290,6 @@ def test_a_list_of_layers_is_measured_with_what_comes_before_and_after() -> None
         stream,
         sizes=(2, 1),
         device=torch.device("cpu"),
-        say=lambda _: None,
     )
     block, first, last = 8 * 9 * 4, 8 * 9 * 4, 4 * 9 * 4
     assert [layer.parameter_bytes for layer in layers] == [block + first, block, block + last]

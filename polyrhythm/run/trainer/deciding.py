@@ -1,11 +1,13 @@
 """What one process decides for all: they hear its decision, or why there is none.
 
-Rank 0 decides, which may take long, and the others are patient as long as it gets on. A refusal is
-raised by all of them alike.
+Rank 0 decides, which may take minutes: the others wait as long as it shows that it is alive. A
+refusal is raised by all of them alike.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 from torch.distributed.distributed_c10d import PrefixStore
@@ -15,8 +17,9 @@ from polyrhythm.run.peers import waiting_for
 from polyrhythm.run.trainer.placing import Processes
 from polyrhythm.types import Seconds
 
-_DECISION, _GETS_ON, _HEARD = "decision", "gets on", "heard"
+_DECISION, _ALIVE, _HEARD = "decision", "alive", "heard"
 _LOOK: Seconds = 0.05
+_BEATS = 10  # within a deadline, in each of which rank 0 says that it is alive
 _PATIENCE: Seconds = 10.0  # of who has to refuse, until the others have heard why
 
 
@@ -30,25 +33,19 @@ class _Told(msgspec.Struct, frozen=True):
     fix: str = ""
 
 
-def decided(
-    processes: Processes, what: str, decide: Callable[[Callable[[object], None]], str]
-) -> str:
+def decided(processes: Processes, what: str, decide: Callable[[], str]) -> str:
     """What rank 0 decides, on every process; `decide` is called there alone.
 
-    It gets a function to call, with anything, whenever it gets on. Raises what `decide` refuses
-    with, and PeerError where nothing is heard for as long as the deadline.
+    Raises what `decide` refuses with, and PeerError where rank 0 shows no life for a deadline.
     """
     place = processes.place
     assert place.store is not None, "met"
     store = PrefixStore(f"polyrhythm/deciding {what}", place.store)
     if place.rank > 0:
         return _heard(store, what, processes)
-
-    def gets_on(_: object) -> None:
-        store.add(_GETS_ON, 1)
-
     try:
-        told = _Told(decision=decide(gets_on))
+        with _alive(store, processes.deadline / _BEATS):
+            told = _Told(decision=decide())
     except Exception as error:
         _refuse(store, error, what, place.world_size - 1)
         raise
@@ -56,18 +53,40 @@ def decided(
     return told.decision
 
 
+@contextmanager
+def _alive(store: PrefixStore, every: Seconds) -> Iterator[None]:
+    """Say so from a thread: who decides compiles, measures and searches, and has no time for it."""
+    beating = store.clone()  # type: ignore[attr-defined]  # a connection is not for two threads
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(every):
+            try:
+                beating.add(_ALIVE, 1)
+            except RuntimeError:  # the store is gone: `decided` will find out
+                return
+
+    thread = threading.Thread(target=beat, name="alive while deciding", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def _heard(store: PrefixStore, what: str, processes: Processes) -> str:
-    first, gets_on, ends = processes.names()[0], -1, 0.0
+    first, beats, ends = processes.names()[0], -1, 0.0
     with waiting_for(first, f"deciding {what}"):
         while not store.check([_DECISION]):
-            if (now_at := store.add(_GETS_ON, 0)) != gets_on:
-                gets_on, ends = now_at, time.monotonic() + processes.deadline
+            if (now_at := store.add(_ALIVE, 0)) != beats:
+                beats, ends = now_at, time.monotonic() + processes.deadline
             elif time.monotonic() > ends:
                 raise PeerError(
                     first,
                     action=f"deciding {what}",
                     waited=processes.deadline,
-                    cause="it does not get on",
+                    cause="it shows no sign of life",
                 )
             time.sleep(_LOOK)
         told = msgspec.json.decode(store.get(_DECISION), type=_Told)

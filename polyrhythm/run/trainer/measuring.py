@@ -63,18 +63,18 @@ def automatic_plan(
     if settings.cut.num_layers(model) == 1:
         return None
     if len({home.machine for home in processes.homes()}) == 1:
-        fits = decided(processes, "if replicas fit", lambda _: _if_fits(settings, model, processes))
+        fits = decided(processes, "if replicas fit", lambda: _if_fits(settings, model, processes))
         if fits:
             return None
-    found = decided(processes, "if to measure", lambda _: _kept(settings, model, processes, run))
+    found = decided(processes, "if to measure", lambda: _kept(settings, model, processes, run))
     began, what = time.monotonic(), "used again"
     if not found:
         with undisturbed(_device(settings, processes)):
             cluster = _probed(settings, processes)
 
-        def make(gets_on: Any) -> str:
+        def make() -> str:
             assert cluster is not None, "rank 0 has it"
-            plan = _made(settings, model, dataset, processes, cluster, run, gets_on)
+            plan = _made(settings, model, dataset, processes, cluster, run)
             return msgspec.json.encode(plan).decode()
 
         found = decided(processes, "the plan", make)
@@ -161,11 +161,10 @@ def _made(
     processes: Processes,
     cluster: Cluster,
     run: Path | None,
-    gets_on: Any,
 ) -> Plan:
     device = _device(settings, processes)
     sizes = sizes_of(settings, processes.number)
-    layers = profiled_layers(settings, model, dataset, sizes=sizes, device=device, say=gets_on)
+    layers = profiled_layers(settings, model, dataset, sizes=sizes, device=device)
     profile = ModelProfile(
         name=_model_text(settings, model),
         source=cluster.source,
@@ -188,9 +187,7 @@ def _made(
         job=job,
         schedules=PlannedSchedules(),
     )
-    plan = plan_for_all(
-        problem, layers_together=layers_together(settings.cut, model), on_progress=gets_on
-    )
+    plan = plan_for_all(problem, layers_together=layers_together(settings.cut, model))
     plan = replace(plan, sources=Sources(cluster=CLUSTER, profile=PROFILE))
     if run is not None:
         keep(run, cluster, profile, plan)

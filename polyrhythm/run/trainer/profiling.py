@@ -6,7 +6,7 @@ the same with and without it.
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,7 +47,6 @@ def profiled_layers(
     *,
     sizes: tuple[int, ...],
     device: torch.device,
-    say: Callable[[str], None],
 ) -> tuple[Layer, ...]:
     """Every layer that a stage could begin with; raises DescriptionError, DataError, PlanError.
 
@@ -74,7 +73,6 @@ def profiled_layers(
                 optional=sizes[1:],
                 repeat=_REPEAT,
                 device=device,
-                say=say,
             )
 
 
