@@ -100,12 +100,20 @@ class Talk:
             self.send(nothing, 0, tag=NUMBER, action=action, within=within)
             self.receive(nothing, 0, tag=NUMBER, action=action, within=within)
             return
-        ends = time.monotonic() + within
-        for rank in self.others:
-            left = ends - time.monotonic()
-            self.receive(nothing, rank, tag=NUMBER, action=action, within=left)
-        for rank in self.others:
-            self.send(nothing, rank, tag=NUMBER, action=action, within=within)
+        # To and from all at once: one after the other, each would take a round trip.
+        ends, words = time.monotonic() + within, torch.zeros(self.world_size, 1)
+        heard = [
+            (rank, self.start_receive(words[rank], rank, tag=NUMBER, action=action))
+            for rank in self.others
+        ]
+        for rank, work in heard:
+            self.finish(work, rank, action=action, within=ends - time.monotonic())
+        told = [
+            (rank, self.start_send(nothing, rank, tag=NUMBER, action=action))
+            for rank in self.others
+        ]
+        for rank, work in told:
+            self.finish(work, rank, action=action, within=within)
 
     @contextmanager
     def _waiting(self, peer: int, action: str) -> Iterator[None]:
