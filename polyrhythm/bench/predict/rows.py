@@ -6,7 +6,6 @@ while there is time.
 """
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -16,14 +15,13 @@ from polyrhythm.bench.predict.inputs import probed, profiled
 from polyrhythm.bench.predict.runs import Ends, parts, step_time
 from polyrhythm.bench.predict.setting import Alternative, Size
 from polyrhythm.bench.predict.simulated import simulated_ends
+from polyrhythm.bench.predict.spare import Spare
 from polyrhythm.bench.sleeping.job import carry_out
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.lab.lab import Lab
 from polyrhythm.run.probe.effort import Effort
 from polyrhythm.types import Seconds
-
-_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +67,7 @@ class _Runs:
 
     def __init__(self, size: Size, on_progress: Callable[[str], None]) -> None:
         self._size, self._say = size, on_progress
-        self._numbers, self._spare = count(), size.spare
+        self._numbers, self._spare = count(), Spare(size.spare)
 
     def rows(
         self, lab: Lab, folder: Path, cluster: Cluster, profile: ModelProfile
@@ -98,19 +96,15 @@ class _Runs:
     def _measured(self, lab: Lab, folder: Path, alternative: Alternative) -> tuple[Seconds, bool]:
         """And whether the network was late, each time that it was tried."""
         self._say(f"{lab.cluster.name}: {alternative.name}")
-        for _ in range(_TRIES):
-            began = time.monotonic()
-            measured = carry_out(
+        measured = self._spare.least_late(
+            lambda: carry_out(
                 lab,
                 parts(alternative, self._size.num_pipelines),
                 num_steps=self._size.num_steps,
                 folder=folder,
                 number=next(self._numbers),
             )
-            took = time.monotonic() - began
-            if measured.trouble is None or self._spare < took:
-                break
-            self._spare -= took
+        )
         return self._step_time(measured.ends), measured.trouble is not None
 
     def _step_time(self, ends: Ends) -> Seconds:

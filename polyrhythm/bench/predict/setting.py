@@ -158,7 +158,7 @@ FULL = Size(
     profile_repeat=15,
     probe_seconds=0.1,
     probe_repeat=2,
-    spare=35.0,
+    spare=180.0,
 )
 QUICK = Size(
     num_pipelines=2,

@@ -15,6 +15,7 @@ from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.errors import LabError
 from polyrhythm.lab.lab import Lab
 from polyrhythm.lab.meter import PACKET, SEGMENT
+from polyrhythm.lab.orders import Punctuality
 from polyrhythm.processes import Child, end_all
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
@@ -33,7 +34,12 @@ _QUICK_BANDWIDTH: BytesPerSecond = 125e6
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     ends: tuple[tuple[Seconds, ...], ...]  # of each pipeline's steps, since all began
-    trouble: str | None  # why the emulated network was no good meanwhile, if it was not
+    punctuality: Punctuality  # of the emulated network meanwhile
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the emulated network was no good, if it was not."""
+        return self.punctuality.trouble
 
 
 def lab_cluster(cluster: Cluster) -> Cluster:
@@ -73,13 +79,14 @@ def carry_out(
         for pipe in pipes:
             pipe.send(begin)
         _wait_for_steps(record, children, num_steps)
-        trouble = lab.report().punctuality.trouble
+        punctuality = lab.report().punctuality
         ends = record.ends()
     finally:
         end_all(children)
         for pipe in pipes:
             pipe.close()
-    return Measured(ends=tuple(tuple(e - begin for e in each) for each in ends), trouble=trouble)
+    since = tuple(tuple(end - begin for end in of_pipeline) for of_pipeline in ends)
+    return Measured(ends=since, punctuality=punctuality)
 
 
 def _quicken(lab: Lab) -> None:
