@@ -165,8 +165,7 @@ class GroupSync:
         setup, meeting, optimizer = self._meeting.setup, self._meeting, self._model.optimizer
         meeting.gather()
         meeting.check(self._model.shape())
-        for part in self._model.everything():
-            part.write(meeting.spread(part.read()))
+        meeting.begin_equal(self._model.everything())
         if isinstance(optimizer, ReducedVarianceAdamW) and _averages_models_at_each_step(setup):
             # Not the size of a group: within a few steps an update has come to all of them.
             optimizer.num_averaged = float(setup.num_pipelines)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -23,11 +23,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError, UserError
+from polyrhythm.run.average.flat import Flat
 from polyrhythm.run.average.pairs import Pairs, Peer
 from polyrhythm.run.coordinator.coordinator import Coordinator
 from polyrhythm.run.coordinator.keys import JobKeys
 from polyrhythm.run.coordinator.seats import shapes_differ
 from polyrhythm.run.coordinator.wire import Shape
+from polyrhythm.run.fingerprint import fingerprint
 from polyrhythm.run.peers import waiting_for
 from polyrhythm.sync.roster import listed
 from polyrhythm.sync.setup import Setup
@@ -142,10 +144,7 @@ class Meeting:
 
     def nodes(self, node: str) -> dict[Worker, str]:
         """The machine of every worker of this stage; each says its own."""
-        stage = self.me.worker.stage
-        self.store.set(f"node/{self.me.worker}", node)
-        workers = [worker for worker in self.setup.workers if worker.stage == stage]
-        return {worker: self._told(f"node/{worker}", worker).decode() for worker in workers}
+        return self._told_by_all("node", node)
 
     def check(self, shape: Shape) -> None:
         """Refuse a model that is not the first pipeline's, before anything of it is sent."""
@@ -161,7 +160,14 @@ class Meeting:
                 fix="build the same model in every process",
             )
 
-    def spread(self, flat: Tensor) -> Tensor:
+    def begin_equal(self, parts: Sequence[Flat]) -> None:
+        """With what the first pipeline's worker of this stage has; sent if anybody has another."""
+        prints = self._told_by_all("print", fingerprint(part.read() for part in parts))
+        if len(set(prints.values())) > 1:
+            for part in parts:
+                part.write(self._spread(part.read()))
+
+    def _spread(self, flat: Tensor) -> Tensor:
         """What the first pipeline's worker of this stage has, handed on from one to two others."""
         stage, place = self.me.worker
         below = [2 * place + 1, 2 * place + 2]
@@ -221,6 +227,13 @@ class Meeting:
             self._raise_failure("connecting", time.monotonic() - began)
             raise
         return peer
+
+    def _told_by_all(self, what: str, mine: str) -> dict[Worker, str]:
+        """By the workers of this stage, each its own."""
+        self.store.set(f"{what}/{self.me.worker}", mine)
+        stage = self.me.worker.stage
+        workers = [worker for worker in self.setup.workers if worker.stage == stage]
+        return {worker: self._told(f"{what}/{worker}", worker).decode() for worker in workers}
 
     def _told(self, key: str, who: Worker | str) -> bytes:
         """What somebody tells all others; waits until it has."""

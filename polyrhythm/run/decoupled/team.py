@@ -3,7 +3,7 @@
 import os
 import pickle
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from polyrhythm.run.decoupled.chosen_halves import halves_for, uses_nccl
 from polyrhythm.run.decoupled.halves import Halves, PeerHalves
 from polyrhythm.run.decoupled.nested import NestedHalves, places
 from polyrhythm.run.decoupled.reducing import Reducing
+from polyrhythm.run.fingerprint import fingerprint
 from polyrhythm.run.groups import all_gather, new_group
 from polyrhythm.run.peers import waiting_for
 from polyrhythm.sync.fusion.tuner import Kind
@@ -93,9 +94,13 @@ class Team:
                 )
         return [given for _, given in found]
 
+    def begin_equal(self, tensors: Sequence[Tensor]) -> None:
+        """With those of the first one, which are sent if anybody has others."""
+        if len(set(self.gathered(fingerprint(tensors), BEGINNING))) > 1:
+            self._spread(tensors)
+
     @torch.no_grad()
-    def spread(self, tensors: Iterable[Tensor]) -> None:
-        """Those of the first one."""
+    def _spread(self, tensors: Sequence[Tensor]) -> None:
         with waiting_for("another worker", "beginning with the same weights"):
             for tensor in tensors:
                 if tensor.numel():
