@@ -38,7 +38,7 @@ class Size:
     num_steps: int  # of a turn
 
 
-FULL = Size(num_layers=24, num_microbatches=8, forward=0.004, num_turns=4, num_steps=6)
+FULL = Size(num_layers=24, num_microbatches=8, forward=0.004, num_turns=4, num_steps=4)
 QUICK = Size(num_layers=4, num_microbatches=4, forward=0.001, num_turns=2, num_steps=2)
 
 

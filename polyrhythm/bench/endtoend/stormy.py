@@ -1,19 +1,22 @@
 """`stormy`: samples per second in a storm, the Trainer with everything `auto` against torch.
 
 The rival has random places, the mean over a few layouts, and its best size of micro-batches, which
-is found on the first of them. Ours is timed from its first step to the end, the search for the best
-way to keep together included. torch is synchronous: what it would have learned from as many
-samples, one process finds out, and the first losses of both are compared.
+is found on the first of them; its processes hardly need the cores, so that runs are made side by
+side. Ours is timed from its first step to the end, the search for the best way to keep together
+included. torch is synchronous: what it would have learned from as many samples, one process finds
+out, and the first losses of both are compared.
 """
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 from polyrhythm.bench.endtoend import ours, rival
 from polyrhythm.bench.endtoend.alone import Alone
+from polyrhythm.bench.endtoend.at_once import at_once
 from polyrhythm.bench.endtoend.crew import Crew, Heard, Work
 from polyrhythm.bench.endtoend.side import Assignment
 from polyrhythm.bench.endtoend.stormy_setting import (
@@ -75,11 +78,10 @@ def stormy(*, quick: bool, say: Callable[[str], None]) -> Stormy:
     plan = make_plan(problem).best.plan
     layouts = random_layouts(problem, size)
     with Alone(storm.told(plan, size.num_steps)) as alone:
-        rows = [storm.torch(0, layouts[0], each) for each in size.rival_sizes]
+        rows = storm.torch([(0, layouts[0], each) for each in size.rival_sizes])
         best = max(rows, key=lambda row: row.rate)
-        chosen = [best]
-        for number, layout in enumerate(layouts[1:], start=1):
-            chosen.append(storm.torch(number, layout, best.microbatch_size))
+        others = enumerate(layouts[1:], start=1)
+        chosen = [best, *storm.torch([(*other, best.microbatch_size) for other in others])]
         losses, expected = alone.losses()
         mine, held_out = storm.ours(plan)
     rows += [*chosen[1:], mine]
@@ -124,13 +126,23 @@ class _Storm:
             bucket=round(BUCKET * byte_scale()),
         )
 
-    def torch(self, number: int, layout: tuple[str, ...], microbatch_size: int) -> StormyRow:
+    def torch(self, runs: Sequence[tuple[int, tuple[str, ...], int]]) -> list[StormyRow]:
+        """Several at once, each a layout, its number, and the size of micro-batches."""
+        patience = (self._size.rival_steps + 1) * self._size.patience
+        return at_once([partial(self._torch, *run) for run in runs], patience=patience)
+
+    def _torch(
+        self,
+        number: int,
+        layout: tuple[str, ...],
+        microbatch_size: int,
+        prepared: Callable[[], object],
+    ) -> StormyRow:
         plan = laid_out(layout, self._size, microbatch_size)
         told = self.told(plan, self._size.rival_steps)
         name = f"random {number}"
-        heard, disturbed = self._run(
-            f"torch, {name}, micro-batches of {microbatch_size}", rival.work, told
-        )
+        run = f"torch, {name}, micro-batches of {microbatch_size}"
+        heard, disturbed = self._run(run, rival.work, told, prepared)
         return _row("torch", name, told, heard, disturbed=disturbed)
 
     def ours(self, plan: Plan) -> tuple[StormyRow, float]:
@@ -140,7 +152,13 @@ class _Storm:
         assert held_out is not None, "everybody has evaluated"
         return _row("ours", "planned", told, heard, disturbed=disturbed), held_out
 
-    def _run(self, name: str, work: Work, told: Assignment) -> tuple[Heard, bool]:
+    def _run(
+        self,
+        name: str,
+        work: Work,
+        told: Assignment,
+        prepared: Callable[[], object] = lambda: None,
+    ) -> tuple[Heard, bool]:
         self._say(f"stormy: {name}")
 
         def on_step(heard: Heard) -> None:
@@ -157,6 +175,7 @@ class _Storm:
         ):
             for change in links_of(self._cluster):
                 lab.change(change)
+            prepared()
             lab.report(reset=True)
             crew.begin()
             heard = crew.follow(self._size.patience, links=self._links, on_step=on_step)
