@@ -27,7 +27,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Orphans of a killed process become children of this one, and so are seen below.
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
-NEEDS_PROCESSES = {"gloo", "gpu", "lab", "browser", "test_processes.py"}
+NEEDS_PROCESSES = {"gloo", "gpu", "lab", "browser", "test_processes.py", "test_at_once.py"}
 
 
 @pytest.fixture(autouse=True)

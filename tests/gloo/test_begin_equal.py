@@ -1,10 +1,11 @@
 """Replicas begin with one model, which is sent only if one of them has another."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyrhythm.run.average.group_sync import GroupSync
 from polyrhythm.run.average.meeting import Meeting
@@ -15,37 +16,59 @@ from tests.gloo.decoupled import adam, ours, stack
 from tests.gloo.pipelines import run_stages
 from tests.gloo.replicas import TIMEOUT
 
-NUM = 3
+NUM = {"groups": 4, "decoupled": 3}  # of four in groups, the second hands on to the last
 
 
-@pytest.mark.parametrize("way", ["groups", "decoupled"])
-@pytest.mark.parametrize("other", [None, 0, 1, 2])
+@pytest.mark.parametrize(
+    ("way", "other"), [(way, other) for way, num in NUM.items() for other in (None, *range(num))]
+)
 def test_models_are_sent_if_one_of_them_is_another(
     way: str, other: int | None, tmp_path: Path
 ) -> None:
     def work(place: Place) -> tuple[bool, dict[str, Tensor]]:
-        has_sent = []
+        sent = list[int]()
         for kind in (Meeting, Team):  # in this process alone, which ends
-            noted(kind, has_sent)
+            noted(kind, sent)
         model = stack(seed=7 if place.rank == other else 0)
         if way == "groups":
             GroupSync(model, adam(model), "age", timeout=TIMEOUT).close()
         else:
             ours(model).close()
-        return bool(has_sent), model.state_dict()
+        return bool(sent), model.state_dict()
 
     expected = stack(seed=7 if other == 0 else 0).state_dict()
-    for has_sent, found in run_stages(NUM, work, tmp_path):
+    for has_sent, found in run_stages(NUM[way], work, tmp_path):
         assert has_sent == (other is not None)
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def noted(kind: type, has_sent: list[bool]) -> None:
+@pytest.mark.parametrize("way", NUM)
+def test_where_only_buffers_differ_only_they_are_sent(way: str, tmp_path: Path) -> None:
+    def work(place: Place) -> tuple[int, int]:
+        sent = list[int]()
+        noted(Meeting, sent)
+        noted(Team, sent)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        model(torch.full((2, 6), float(place.rank)))
+        if way == "groups":
+            GroupSync(model, adam(model), "age", timeout=TIMEOUT).close()
+        else:
+            ours(model).close()
+        return max(sent), sum(parameter.numel() for parameter in model.parameters())
+
+    for largest, num_weights in run_stages(2, work, tmp_path):
+        assert 0 < largest < num_weights
+
+
+def noted(kind: type, sent: list[int]) -> None:
+    """How many numbers each time."""
     spread = kind._spread  # type: ignore[attr-defined]
 
-    def spread_and_note(*given: object) -> object:
-        has_sent.append(True)
-        return spread(*given)
+    def spread_and_note(self: object, given: Tensor | Sequence[Tensor]) -> object:
+        tensors = [given] if isinstance(given, Tensor) else given
+        sent.append(sum(tensor.numel() for tensor in tensors))
+        return spread(self, given)
 
     kind._spread = spread_and_note  # type: ignore[attr-defined]
 

@@ -185,11 +185,7 @@ def test_one_that_stands_still_is_not_waited_for_and_keeps_what_it_had(tmp_path:
 def die_at(point: str) -> None:
     """This process is killed the third time that it comes there."""
     if point == "before the exchange":
-        connect = averager.Pairs.connect
-        third = in_the_third(die, connect)
-        averager.Pairs.connect = lambda pairs, peers, name, **more: (
-            connect if name == "begin" else third
-        )(pairs, peers, name, **more)
+        averager.Pairs.connect = in_the_third(die, averager.Pairs.connect)
     elif point == "in the first half":
         count = iter(range(1000))
         weighted = exchange._weighted

@@ -44,12 +44,21 @@ def refuse_to_measure(place: Place, *_: object) -> None:
 
 
 def wait_for_all(place: Place) -> None:
-    """The first one has the store, and takes it along when it leaves."""
+    """The first one has the store, and takes it along when it leaves: it alone stays."""
     assert place.store is not None
-    place.store.add("here", 1)
+    num_here = place.store.add("here", 1)
     ends = time.monotonic() + 20
-    while place.store.add("here", 0) < place.world_size and time.monotonic() < ends:
+    while place.rank == 0 and num_here < place.world_size and time.monotonic() < ends:
         time.sleep(0.01)
+        num_here = place.store.add("here", 0)
+
+
+def met(*, deadline: float = 20.0) -> Processes:
+    """All have time to meet; `deadline` is for what comes afterwards."""
+    processes = Processes(20.0)
+    processes.homes()
+    processes.deadline = deadline
+    return processes
 
 
 def settings(**more: Any) -> Settings:
@@ -166,10 +175,8 @@ def test_all_processes_raise_what_the_first_one_refuses_with(tmp_path: Path) -> 
         raise DescriptionError("no such layer", expected="a layer", fix="add it")
 
     def work(_: Place | None) -> tuple[str, str, str]:
-        processes = Processes(20.0)
-        processes.homes()
         with pytest.raises(UserError) as refused:
-            decided(processes, "the plan", refuse)
+            decided(met(), "the plan", refuse)
         return type(refused.value).__name__, refused.value.wrong, refused.value.fix
 
     told = ("DescriptionError", "no such layer", "add it")
@@ -182,8 +189,7 @@ def test_a_decision_may_take_longer_than_the_deadline(tmp_path: Path) -> None:
         return "late"
 
     def work(_: Place | None) -> str:
-        processes = Processes(1.0)
-        processes.homes()
+        processes = met(deadline=1.0)
         told = decided(processes, "the plan", decide)
         wait_for_all(processes.place)
         return told
@@ -198,8 +204,7 @@ def test_who_shows_no_sign_of_life_while_it_decides_is_not_waited_for(tmp_path: 
 
     def work(place: Place | None) -> str:
         assert place is not None
-        processes = Processes(1.0)
-        processes.homes()
+        processes = met(deadline=1.0)
         if place.rank == 0:
             return decided(processes, "the plan", stand_still)
         with pytest.raises(PeerError) as lost:

@@ -3,10 +3,11 @@
 import multiprocessing
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from polyrhythm.bench.sleeping.measured import Measured
 from polyrhythm.bench.sleeping.record import MOST_STEPS, Record
 from polyrhythm.bench.sleeping.worker import DEADLINE, Part, work
 from polyrhythm.bench.words import word_of_each
@@ -15,7 +16,6 @@ from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.errors import LabError
 from polyrhythm.lab.lab import Lab
 from polyrhythm.lab.meter import PACKET, SEGMENT
-from polyrhythm.lab.orders import Punctuality
 from polyrhythm.processes import Child, end_all
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
@@ -29,17 +29,6 @@ _HEAD_START: Seconds = 0.1  # from the last word of preparation until all begin
 _LOOK: Seconds = 0.05  # at the record, again and again
 _QUICK_LATENCY: Seconds = 0.0002  # of the network over which connections are made
 _QUICK_BANDWIDTH: BytesPerSecond = 125e6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    ends: tuple[tuple[Seconds, ...], ...]  # of each pipeline's steps, since all began
-    punctuality: Punctuality  # of the emulated network meanwhile
-
-    @property
-    def trouble(self) -> str | None:
-        """Why the emulated network was no good, if it was not."""
-        return self.punctuality.trouble
 
 
 def lab_cluster(cluster: Cluster) -> Cluster:

@@ -97,10 +97,16 @@ class Model:
         return [*self._trained, *statistics(self.module)]
 
     def everything(self) -> list[Flat]:
-        """All parameters and buffers, also those that are never averaged: one of each type."""
-        tensors = [t for t in (*self.module.parameters(), *self.module.buffers()) if t.numel()]
-        types = dict.fromkeys(tensor.dtype for tensor in tensors)
-        return [Flat([t for t in tensors if t.dtype == dtype]) for dtype in types]
+        """All parameters, then all buffers, also those that are never averaged: one of each type.
+
+        Buffers differ more often: each replica counts, and has statistics, of its own samples.
+        """
+        found = []
+        for kind in (self.module.parameters(), self.module.buffers()):
+            tensors = [tensor for tensor in kind if tensor.numel()]
+            types = dict.fromkeys(tensor.dtype for tensor in tensors)
+            found += [Flat([t for t in tensors if t.dtype == dtype]) for dtype in types]
+        return found
 
     def shape(self) -> Shape:
         """All workers of a stage must have the same one."""

@@ -43,6 +43,7 @@ _POLL: Seconds = 0.002  # at first; doubled up to the next one
 _LONGEST_POLL: Seconds = 0.05
 SAYS_SO: Seconds = 10.0  # after that long, whoever waits
 RANK_0 = "the process of rank 0"
+_NOT_HERE = "it has not come so far"
 _FAILED = "failed"  # the key of why the first one that failed has done so
 
 _ANY_PORT = 9
@@ -161,10 +162,13 @@ class Meeting:
             )
 
     def begin_equal(self, parts: Sequence[Flat]) -> None:
-        """With what the first pipeline's worker of this stage has; sent if anybody has another."""
-        prints = self._told_by_all("print", fingerprint(part.read() for part in parts))
-        if len(set(prints.values())) > 1:
-            for part in parts:
+        """With what the first pipeline's worker of this stage has; parts are sent that differ."""
+        if self.setup.num_pipelines == 1:
+            return
+        mine = " ".join(fingerprint([part.read()]) for part in parts)
+        told = self._told_by_all("prints", mine).values()
+        for part, prints in zip(parts, zip(*map(str.split, told), strict=True), strict=True):
+            if len(set(prints)) > 1:
                 part.write(self._spread(part.read()))
 
     def _spread(self, flat: Tensor) -> Tensor:
@@ -231,13 +235,21 @@ class Meeting:
     def _told_by_all(self, what: str, mine: str) -> dict[Worker, str]:
         """By the workers of this stage, each its own."""
         self.store.set(f"{what}/{self.me.worker}", mine)
-        stage = self.me.worker.stage
-        workers = [worker for worker in self.setup.workers if worker.stage == stage]
-        return {worker: self._told(f"{what}/{worker}", worker).decode() for worker in workers}
+        workers = [w for w in self.setup.workers if w.stage == self.me.worker.stage]
+        keys = {worker: f"{what}/{worker}" for worker in workers}
+
+        def missing() -> tuple[str, str]:
+            who = [str(worker) for worker, key in keys.items() if not self.store.check([key])]
+            return listed(who), _NOT_HERE
+
+        # Of all at once: each word to the store takes a round trip.
+        self.wait_until(lambda: self.store.check(list(keys.values())), missing, "beginning")
+        told = self.store.multi_get(list(keys.values()))
+        return {worker: word.decode() for worker, word in zip(keys, told, strict=True)}
 
     def _told(self, key: str, who: Worker | str) -> bytes:
         """What somebody tells all others; waits until it has."""
-        missing = str(who), "it has not come so far"
+        missing = str(who), _NOT_HERE
         self.wait_until(lambda: self.store.check([key]), lambda: missing, "beginning")
         return self.store.get(key)
 

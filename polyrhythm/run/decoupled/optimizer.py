@@ -110,7 +110,7 @@ class DistributedOptimizer(Optimizer):
             for number, of in enumerate(optimizer.param_groups)
             for parameter in of["params"]
         }
-        self._team.begin_equal((*module.parameters(), *module.buffers()))
+        self._team.begin_equal(list(module.parameters()), list(module.buffers()))
         whole = {
             i: dict(optimizer.state[p])
             for i, p in enumerate(self._parameters)

@@ -94,10 +94,14 @@ class Team:
                 )
         return [given for _, given in found]
 
-    def begin_equal(self, tensors: Sequence[Tensor]) -> None:
-        """With those of the first one, which are sent if anybody has others."""
-        if len(set(self.gathered(fingerprint(tensors), BEGINNING))) > 1:
-            self._spread(tensors)
+    def begin_equal(self, *parts: Sequence[Tensor]) -> None:
+        """With those of the first one; a part is sent if anybody has another."""
+        if self.control.num_workers == 1:
+            return
+        prints = self.gathered([fingerprint(part) for part in parts], BEGINNING)
+        for part, of_part in zip(parts, zip(*prints, strict=True), strict=True):
+            if len(set(of_part)) > 1:
+                self._spread(part)
 
     @torch.no_grad()
     def _spread(self, tensors: Sequence[Tensor]) -> None:

@@ -1,9 +1,10 @@
 """What one process decides for all: they hear its decision, or why there is none.
 
-Rank 0 decides, which may take minutes: the others wait as long as it shows that it is alive. A
-refusal is raised by all of them alike.
+Rank 0 decides, which may take minutes: the others wait as long as it shows that it is alive, within
+reason, and say so. A refusal is raised by all of them alike.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +18,14 @@ from polyrhythm.run.peers import waiting_for
 from polyrhythm.run.trainer.placing import Processes
 from polyrhythm.types import Seconds
 
+_logger = logging.getLogger(__name__)
+
 _DECISION, _ALIVE, _HEARD = "decision", "alive", "heard"
 _LOOK: Seconds = 0.05
-_BEATS = 10  # within a deadline, in each of which rank 0 says that it is alive
+_BEATS = 10  # within a deadline: so often rank 0 says that it is alive
+_DEADLINES = 30  # after so many it is given up all the same: what it asked for may never come
+_SAYS_SO: Seconds = 10.0  # after that long, whoever waits; then after ten times as long
+_LEAVING: Seconds = 2.0  # until the thread has seen that it is over; a store may never answer
 _PATIENCE: Seconds = 10.0  # of who has to refuse, until the others have heard why
 
 
@@ -60,10 +66,13 @@ def _alive(store: PrefixStore, every: Seconds) -> Iterator[None]:
     over = threading.Event()
 
     def beat() -> None:
-        while not over.wait(every):
+        for _ in range(_DEADLINES * _BEATS):
+            if over.wait(every):
+                return
             try:
                 beating.add(_ALIVE, 1)
-            except RuntimeError:  # the store is gone: `decided` will find out
+            except RuntimeError as error:
+                _logger.warning("the others cannot hear that rank 0 is alive: %s", error)
                 return
 
     thread = threading.Thread(target=beat, name="alive while deciding", daemon=True)
@@ -72,11 +81,12 @@ def _alive(store: PrefixStore, every: Seconds) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join()
+        thread.join(_LEAVING)
 
 
 def _heard(store: PrefixStore, what: str, processes: Processes) -> str:
     first, beats, ends = processes.names()[0], -1, 0.0
+    began, says_so = time.monotonic(), _SAYS_SO
     with waiting_for(first, f"deciding {what}"):
         while not store.check([_DECISION]):
             if (now_at := store.add(_ALIVE, 0)) != beats:
@@ -88,6 +98,9 @@ def _heard(store: PrefixStore, what: str, processes: Processes) -> str:
                     waited=processes.deadline,
                     cause="it shows no sign of life",
                 )
+            if (waited := time.monotonic() - began) > says_so:
+                _logger.warning("%s has taken %.0f s so far for deciding %s", first, waited, what)
+                says_so *= 10
             time.sleep(_LOOK)
         told = msgspec.json.decode(store.get(_DECISION), type=_Told)
         store.add(_HEARD, 1)
