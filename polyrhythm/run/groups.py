@@ -7,9 +7,11 @@ have made. The same store serves the rendezvous.
 """
 
 import contextlib
+import pickle
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,6 +60,22 @@ def all_reduce(
 
 def all_gather(group: dist.ProcessGroup, into: list[Tensor], tensor: Tensor) -> None:
     group.allgather([into], [tensor]).wait()
+
+
+def gather_objects(group: dist.ProcessGroup, mine: Any) -> list[Any]:
+    """What all give, by rank, whatever it is; small, since it is pickled."""
+    given = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    sizes = _gathered(group, torch.tensor([len(given)]))
+    padded = torch.zeros(int(max(size.item() for size in sizes)), dtype=torch.uint8)
+    padded[: len(given)] = given
+    found = zip(_gathered(group, padded), sizes, strict=True)
+    return [pickle.loads(of[: size.item()].numpy().tobytes()) for of, size in found]
+
+
+def _gathered(group: dist.ProcessGroup, mine: Tensor) -> list[Tensor]:
+    found = [torch.empty_like(mine) for _ in range(group.size())]
+    all_gather(group, found, mine)
+    return found
 
 
 def break_off(group: dist.ProcessGroup) -> None:

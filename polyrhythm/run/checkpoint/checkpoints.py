@@ -18,8 +18,9 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -44,7 +45,7 @@ from polyrhythm.run.checkpoint.manifest import (
 )
 from polyrhythm.run.checkpoint.restore import damaged, load
 from polyrhythm.run.checkpoint.saving import Job, Saving, save_together
-from polyrhythm.run.checkpoint.staging import Staging
+from polyrhythm.run.checkpoint.staging import Nested, Staging
 from polyrhythm.run.checkpoint.state import StageModel, optimizer_state
 from polyrhythm.run.pipeline.split import Tied
 from polyrhythm.run.pipeline.standing import place_of
@@ -110,6 +111,7 @@ class Checkpoints:
         module: nn.Module,
         optimizer: Optimizer | None = None,
         *,
+        later: Callable[[], Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
         facts: Mapping[str, Any] | None = None,
         patient: bool = False,
@@ -119,7 +121,8 @@ class Checkpoints:
         While an earlier save is under way, this one is left out with a warning, for training not
         to wait for a slow disk; a `patient` one, such as the last of a run, waits for it. `extra`
         and `facts` are the first stage's: what the loop needs to go on, and what is known of the
-        run (its plan, say). The replicas of a DistributedOptimizer call its state_dict() meanwhile.
+        run (its plan, say). The replicas of a DistributedOptimizer call its state_dict() meanwhile;
+        or all call its state_later(), whose result is `later`, and is asked for when it is written.
         """
         self._check_open()
         began = time.perf_counter()
@@ -134,8 +137,11 @@ class Checkpoints:
         model = StageModel.of(module, self._tied, stage=self.stage)
         tensors: dict[str, Any] = {MODEL: model.saved} if model.saved else {}
         table: OptimizerTable | None = None
-        if optimizer is not None:
-            state, table = optimizer_state(optimizer, module, model)
+        asked_later: Callable[[], tuple[Nested, OptimizerTable]] | None = None
+        if optimizer is not None and later is not None:
+            asked_later = partial(_state_later, optimizer, module, model, later)
+        elif optimizer is not None:
+            state, table = optimizer_state(optimizer, module, model, optimizer.state_dict())
             tensors |= {OPTIMIZER: state} if state else {}
         saving = Saving(
             name=name,
@@ -145,6 +151,7 @@ class Checkpoints:
             optimizer=table,
             extra=as_json(extra, "extra"),
             facts=as_json(facts, "facts"),
+            later=asked_later,
         )
         copied = time.perf_counter() - began
         self._thread = threading.Thread(
@@ -316,6 +323,15 @@ class Checkpoints:
                 why=outcome.why or None,
                 values=values,
             )
+
+
+def _state_later(
+    optimizer: Optimizer,
+    module: nn.Module,
+    model: StageModel,
+    later: Callable[[], Mapping[str, Any]],
+) -> tuple[Nested, OptimizerTable]:
+    return optimizer_state(optimizer, module, model, later())
 
 
 def _place(group: dist.ProcessGroup | Sequence[int] | None) -> tuple[list[int], int]:

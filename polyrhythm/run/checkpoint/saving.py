@@ -7,7 +7,8 @@ sees it first, and the first stage removes the folder once nobody writes in it a
 
 import contextlib
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from polyrhythm.errors import PeerError
 from polyrhythm.run.checkpoint.board import Board
-from polyrhythm.run.checkpoint.files import WrittenPart, write_index, write_part
+from polyrhythm.run.checkpoint.files import OPTIMIZER, WrittenPart, write_index, write_part
 from polyrhythm.run.checkpoint.folder import (
     complete,
     next_serial,
@@ -63,6 +64,15 @@ class Saving:
     optimizer: OptimizerTable | None
     extra: dict[str, Any]
     facts: dict[str, Any]
+    later: Callable[[], tuple[Nested, OptimizerTable]] | None  # of the optimizer, if not above
+
+    def completed(self) -> "Saving":
+        """With what comes later."""
+        if self.later is None:
+            return self
+        state, table = self.later()
+        tensors = self.tensors | ({OPTIMIZER: state} if state else {})
+        return replace(self, tensors=tensors, optimizer=table, later=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +94,8 @@ class Ended:
 def save_together(saving: Saving, job: Job) -> Ended:
     """Called by all stages, each in a thread of its own; they return alike."""
     try:
-        note: _Note | None = _Note(_write(saving, job), saving.model, saving.optimizer)
+        whole = saving.completed()
+        note: _Note | None = _Note(_write(whole, job), whole.model, whole.optimizer)
         failure = ""
     except Exception as error:  # whatever it is, training goes on
         note, failure = None, f"stage {job.stage}: {reason_of(error)}"

@@ -69,10 +69,9 @@ class StageModel:
 
 
 def optimizer_state(
-    optimizer: Optimizer, module: nn.Module, model: StageModel
+    optimizer: Optimizer, module: nn.Module, model: StageModel, state: Mapping[str, Any]
 ) -> tuple[OptimizerTensors, OptimizerTable]:
-    """What is to be saved of it; of a distributed one, all replicas call this together."""
-    state = optimizer.state_dict()
+    """What is to be saved of it, from its state_dict."""
     names = _names_by_index(optimizer, module, model)
     tensors: OptimizerTensors = {}
     values: dict[str, dict[str, Any]] = {}

@@ -183,3 +183,22 @@ def check_same(model: nn.Module, names: Sequence[str], parameters: Sequence[nn.P
                 expected="the parameters that this optimizer was made for",
                 fix="load_state_dict(...) without assign=True",
             )
+
+
+def check_has_gradients(call: str, has_gradients: bool) -> None:
+    if not has_gradients:
+        raise PolicyError(
+            f"{call} without a backward()",
+            expected="loss.backward() before it, outside of no_sync() at least once",
+            fix="call it between backward() and zero_grad(); a norm is clipped before step()",
+        )
+
+
+def check_updating(is_updating: bool) -> None:
+    """Of the wrapped optimizer, which this one steps."""
+    if not is_updating:
+        raise PolicyError(
+            "step() of an optimizer that is wrapped",
+            expected="step() of the DistributedOptimizer around it, which averages first",
+            fix="call that, and zero_grad() of it, too",
+        )

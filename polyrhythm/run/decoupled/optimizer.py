@@ -28,14 +28,17 @@ from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.run.decoupled.averaging import Averaging
+from polyrhythm.run.decoupled.beside import Later
 from polyrhythm.run.decoupled.bucket import Bucket
 from polyrhythm.run.decoupled.checks import (
     check,
     check_agreed,
     check_alive,
+    check_has_gradients,
     check_in_place,
     check_mode,
     check_same,
+    check_updating,
     parameters_of,
     size_of,
 )
@@ -49,6 +52,8 @@ from polyrhythm.run.decoupled.portable import (
     cast,
     check_groups,
     check_state,
+    copied_state,
+    plain_groups,
     segment_state,
     whole_state,
 )
@@ -205,12 +210,7 @@ class DistributedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         check_alive()
-        if not self._averaging.has_gradients:
-            raise PolicyError(
-                "step() without a backward()",
-                expected="loss.backward() before each step, outside of no_sync() at least once",
-                fix="call backward first; after zero_grad() there is nothing to step with",
-            )
+        check_has_gradients("step()", self._averaging.has_gradients)
         check_in_place(self._averaging.buckets, self._names)
         self._averaging.expect_weights()
         self._averaging.finish()
@@ -227,12 +227,7 @@ class DistributedOptimizer(Optimizer):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the mean gradients so that their norm is at most `max_norm`; the norm before."""
-        if not self._averaging.has_gradients:
-            raise PolicyError(
-                "clip_grad_norm_() without a backward()",
-                expected="loss.backward() before it, outside of no_sync() at least once",
-                fix="clip between backward() and step()",
-            )
+        check_has_gradients("clip_grad_norm_()", self._averaging.has_gradients)
         self._averaging.finish()
         elsewhere = set() if self._stage is None else self._stage.tied_elsewhere
         found = [s for s in self._averaging.segments if s.parameter.grad is not None]
@@ -261,12 +256,16 @@ class DistributedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Of all workers, who call this together; as the wrapped optimizer alone would have it."""
         check_alive()
-        groups = [{k: v for k, v in of.items() if k != "params"} for of in self._inner.param_groups]
-        for of in groups:
-            of["params"] = []
-        for index, parameter in enumerate(self._parameters):
-            groups[self._group_of[id(parameter)]]["params"].append(index)
-        return {"state": self._whole_state("state_dict()"), "param_groups": groups}
+        return {"state": self._whole_state("state_dict()"), "param_groups": self._plain_groups()}
+
+    def state_later(self) -> Later:
+        """The state_dict of now, put together while training goes on; called by all workers."""
+        check_alive()
+        self.synchronize()
+        buckets, groups = list(self._averaging.buckets), self._plain_groups()
+        own, beside = copied_state(buckets, self._inner.state), self._team.beside()
+        given = buckets, own, beside.halves, beside.gathered, "state_later()", torch.device("cpu")
+        return beside.start(lambda: {"state": whole_state(*given), "param_groups": groups})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What `state_dict`, or that of the wrapped optimizer without this, has given.
@@ -308,12 +307,7 @@ class DistributedOptimizer(Optimizer):
         )
 
     def _check_updating(self, *_: Any) -> None:
-        if not self._is_updating:
-            raise PolicyError(
-                "step() of an optimizer that is wrapped",
-                expected="step() of the DistributedOptimizer around it, which averages first",
-                fix="call that, and zero_grad() of it, too",
-            )
+        check_updating(self._is_updating)
 
     def _frozen(self) -> frozenset[int]:
         return frozenset(i for i, p in enumerate(self._parameters) if not p.requires_grad)
@@ -376,6 +370,10 @@ class DistributedOptimizer(Optimizer):
             of["params"].append(segment.parameter)
         self._inner.param_groups[0]["params"].append(self._averaging.scout)
         self._adopt_state(state)
+
+    def _plain_groups(self) -> list[dict[str, Any]]:
+        numbers = [self._group_of[id(parameter)] for parameter in self._parameters]
+        return plain_groups(self._inner.param_groups, numbers)
 
     def _whole_state(self, what: str) -> State:
         """For `what`, which all workers call."""

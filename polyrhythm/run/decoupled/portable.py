@@ -25,8 +25,12 @@ def whole_state(
     halves: Halves,
     gathered: Gathered,
     what: str,
+    device: torch.device | None = None,
 ) -> State:
-    """Of all parameters; called by all workers together, with nothing else on its way."""
+    """Of all parameters; called by all workers together, with nothing else on its way in `halves`.
+
+    It is put together on `device`, or else on that of the buckets.
+    """
     segments = (segment for bucket in buckets for segment in bucket.segments)
     mine = {s.index: state.get(s.parameter, {}) for s in segments}
     told = {index: {key: _told(value) for key, value in of.items()} for index, of in mine.items()}
@@ -40,11 +44,33 @@ def whole_state(
         keys = dict.fromkeys(k for of in known.values() for k, v in of.items() if _is_type(v))
         for key in keys:
             dtype = next(of[key] for of in known.values() if key in of)
-            whole = _gather(bucket, key, dtype, state, halves)
+            whole = _gather(bucket, key, state, halves, dtype=dtype, device=device)
             for index, of in known.items():
                 if key in of:
                     of[key] = bucket.cut_out(whole, index).clone()
         found |= {index: of for index, of in known.items() if of}
+    return found
+
+
+def copied_state(
+    buckets: Sequence[Bucket], state: Mapping[Tensor, Mapping[str, Any]]
+) -> dict[Tensor, dict[str, Any]]:
+    """What this worker has, on the CPU, where no step changes it."""
+    return {
+        s.parameter: {key: _copied(value) for key, value in state[s.parameter].items()}
+        for bucket in buckets
+        for s in bucket.segments
+        if s.parameter in state
+    }
+
+
+def plain_groups(
+    groups: Sequence[Mapping[str, Any]], group_of: Sequence[int]
+) -> list[dict[str, Any]]:
+    """As `state_dict` has them: options, and the indices of parameters, of which each has one."""
+    found = [{k: _cloned(v) for k, v in of.items() if k != "params"} for of in groups]
+    for number, of in enumerate(found):
+        of["params"] = [index for index, group in enumerate(group_of) if group == number]
     return found
 
 
@@ -111,11 +137,13 @@ def cast(whole: State, parameters: Sequence[nn.Parameter]) -> State:
 def _gather(
     bucket: Bucket,
     key: str,
-    dtype: torch.dtype,
     state: Mapping[Tensor, Mapping[str, Any]],
     halves: Halves,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | None,
 ) -> Tensor:
-    flat = torch.zeros(len(bucket.weights), dtype=dtype, device=bucket.weights.device)
+    flat = torch.zeros(len(bucket.weights), dtype=dtype, device=device or bucket.weights.device)
     for segment in bucket.segments:
         value = state.get(segment.parameter, {}).get(key)
         if value is not None:
@@ -135,6 +163,14 @@ def _is_one_of_all(key: str, value: Any, parameter: nn.Parameter) -> bool:
     """The same in the state of a whole parameter, which may have none itself."""
     is_number = _is_single(value)
     return is_number and (parameter.dim() > 0 or key in _COUNTS or not isinstance(value, Tensor))
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _cloned(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _told(value: Any) -> Any:

@@ -61,6 +61,11 @@ class Reducing:
         self._jobs.put((work, task))
         return task
 
+    @property
+    def is_alive(self) -> bool:
+        """Until it was closed, and its thread has seen that."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         self._end()
 

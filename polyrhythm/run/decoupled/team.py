@@ -1,7 +1,6 @@
 """The workers of a distributed optimizer: how they reach each other, and what they tell."""
 
 import os
-import pickle
 import socket
 from collections.abc import Sequence
 from functools import cache
@@ -12,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.run.decoupled.beside import Beside
 from polyrhythm.run.decoupled.chosen_halves import halves_for, uses_nccl
 from polyrhythm.run.decoupled.halves import Halves, PeerHalves
 from polyrhythm.run.decoupled.nested import NestedHalves, places
 from polyrhythm.run.decoupled.reducing import Reducing
 from polyrhythm.run.fingerprint import fingerprint
-from polyrhythm.run.groups import all_gather, new_group
+from polyrhythm.run.groups import gather_objects, new_group
 from polyrhythm.run.peers import waiting_for
 from polyrhythm.sync.fusion.tuner import Kind
 from polyrhythm.types import Seconds
@@ -42,7 +42,9 @@ class Team:
         timeout: Seconds,
     ) -> None:
         """Of these ranks of the job, who are those of `group`, if there is one."""
-        self._group, self._device = group, device
+        self._ranks, self._group, self._device = ranks, group, device
+        self._timeout = timeout
+        self._beside: Beside | None = None
         self.rank = ranks.index(dist.get_rank())
         self._groups = [new_group(ranks, "averaging gradients", deadline=timeout)]
         self.control = PeerHalves(self._groups[0], timeout=timeout)
@@ -84,7 +86,8 @@ class Team:
 
     def gathered(self, mine: Any, what: str) -> list[Any]:
         """What all give, by rank, who all call `what`."""
-        found = self._gathered((what, mine), f"{what}, which all workers call")
+        with waiting_for("another worker", f"{what}, which all workers call"):
+            found = gather_objects(self._groups[0], (what, mine))
         for rank, (theirs, _) in enumerate(found):
             if theirs != what:
                 raise PolicyError(
@@ -113,23 +116,16 @@ class Team:
                     self._groups[0].broadcast(raw, 0).wait()
                     tensor.copy_(first)
 
+    def beside(self) -> Beside:
+        """For what goes on beside training; made by all, when they first ask for it."""
+        if self._beside is None:
+            self._beside = Beside(self._ranks, timeout=self._timeout)
+        return self._beside
+
     def close(self) -> None:
+        if self._beside is not None:
+            self._beside.close()
         self.reducing.close()
-
-    def _gathered(self, mine: Any, action: str) -> list[Any]:
-        with waiting_for("another worker", action):
-            given = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-            sizes = self._all_gathered(torch.tensor([len(given)]))
-            largest = max(size.item() for size in sizes)
-            padded = torch.zeros(int(largest), dtype=torch.uint8)
-            padded[: len(given)] = given
-            found = zip(self._all_gathered(padded), sizes, strict=True)
-            return [pickle.loads(of[: size.item()].numpy().tobytes()) for of, size in found]
-
-    def _all_gathered(self, mine: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(mine) for _ in range(self.control.num_workers)]
-        all_gather(self._groups[0], found, mine)
-        return found
 
 
 def members_of(

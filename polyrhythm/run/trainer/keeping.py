@@ -18,7 +18,7 @@ from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest
 from polyrhythm.run.checkpoint.restore import restore
 from polyrhythm.run.pipeline.split import Part
 from polyrhythm.run.trainer.telling import FIRST, hear, tell
-from polyrhythm.run.trainer.together import Alone, Decoupled
+from polyrhythm.run.trainer.together import Alone
 from polyrhythm.types import Worker
 
 
@@ -60,16 +60,17 @@ class Keeping:
     ) -> None:
         """In the background; a patient one waits for an earlier one to end."""
         together.settle()
-        is_saved = self.checkpoints is not None and self.checkpoints.save(
-            step,
-            self.part.module,
-            together.optimizer,
-            extra=extra,
-            facts=self.facts,
-            patient=patient,
-        )
-        if not is_saved and isinstance(together, Decoupled):
-            together.optimizer.state_dict()  # each replica has a part of it, and gives it to all
+        later = together.state_later()
+        if self.checkpoints is not None:
+            self.checkpoints.save(
+                step,
+                self.part.module,
+                together.optimizer,
+                later=None if later is None else later.result,
+                extra=extra,
+                facts=self.facts,
+                patient=patient,
+            )
 
     def restore(self, path: Path | None, optimizer: Optimizer) -> Manifest | None:
         """The given checkpoint, or else the newest that is whole; None if there never was one.

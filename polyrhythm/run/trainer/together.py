@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from polyrhythm.errors import PeerError
 from polyrhythm.run.average.group_sync import GroupSync
 from polyrhythm.run.average.scheduled import Averaged
+from polyrhythm.run.decoupled.beside import Later
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.dispenser import Supply
@@ -50,6 +51,10 @@ class Alone:
 
     def settle(self) -> None:
         """The weights of this worker are complete, for somebody to read."""
+
+    def state_later(self) -> Later | None:
+        """The optimizer's state of now, where each replica has a part of it; called by all."""
+        return None
 
     def consolidate(self) -> None:
         """All replicas get the same weights, complete on each."""
@@ -138,6 +143,7 @@ class Decoupled(Alone):
         self._num_pipelines = num_pipelines
         self._distributed = DistributedOptimizer(optimizer, pipeline, timeout=timeout)
         self.optimizer = self._distributed
+        self._later: Later | None = None
 
     def clip(self) -> None:
         if self._clip is not None:
@@ -149,11 +155,21 @@ class Decoupled(Alone):
     def settle(self) -> None:
         self._distributed.synchronize()
 
+    def state_later(self) -> Later:
+        self._wait_for_state()  # one at a time: each takes memory
+        self._later = self._distributed.state_later()
+        return self._later
+
     def consolidate(self) -> None:
         self.settle()
 
     def close(self) -> None:
+        self._wait_for_state()  # the first pipeline needs what this one sends
         self._distributed.close()
+
+    def _wait_for_state(self) -> None:
+        if self._later is not None:
+            self._later.wait()
 
 
 def keep_together(
