@@ -1,7 +1,7 @@
 """`checkpoint`: a step while checkpoints are written in the background, over one without.
 
 Two local processes, replicas of a model of some 17 MB whose checkpoint, with the state of AdamW,
-has 50. It is saved every two seconds, far more often than anybody would: writing takes about half a
+has 50. It is saved every second, far more often than anybody would: writing takes about half a
 step, in the background, and what a step waits for is the copy that is written. The same job
 without saving takes turns with it, and what is still being written at the end of a turn is waited
 for.
@@ -46,7 +46,7 @@ class Size:
     num_steps: int  # of a turn
 
 
-FULL = Size(width=1024, num_layers=4, step=0.5, every=4, num_turns=4, num_steps=9)
+FULL = Size(width=1024, num_layers=4, step=0.5, every=2, num_turns=4, num_steps=9)
 QUICK = Size(width=64, num_layers=2, step=0.02, every=1, num_turns=2, num_steps=3)
 
 
