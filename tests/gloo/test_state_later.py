@@ -10,6 +10,8 @@ import torch
 from torch.nn.functional import mse_loss
 
 from polyrhythm.errors import PeerError
+from polyrhythm.run.checkpoint.checkpoints import Checkpoints
+from polyrhythm.run.checkpoint.manifest import CheckpointError
 from polyrhythm.run.decoupled import optimizer as decoupled
 from polyrhythm.run.decoupled.beside import Later
 from polyrhythm.run.decoupled.reducing import Reducing
@@ -86,6 +88,13 @@ def test_what_was_begun_after_the_end_is_an_error() -> None:
     thread.start(lambda: later.run(dict))
     with pytest.raises(PeerError, match="closed meanwhile"):
         later.result()
+
+
+def test_state_without_the_optimizer_that_it_is_of_is_refused(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError, match="without an optimizer"):
+            checkpoints.save(1, stack(), later=dict)
+        assert checkpoints.save(1, stack())  # it is as if it had not been asked
 
 
 def test_training_goes_on_while_a_checkpoint_is_put_together(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from polyrhythm.errors import DescriptionError, PeerError, PlanError, UserError
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.launch import Place
 from polyrhythm.run.probe.probe import ProbeOptions
-from polyrhythm.run.trainer import measuring
+from polyrhythm.run.trainer import deciding, measuring
 from polyrhythm.run.trainer.cutting import Cut
 from polyrhythm.run.trainer.deciding import decided
 from polyrhythm.run.trainer.placing import DEVICE, Processes, seats
@@ -195,6 +195,24 @@ def test_a_decision_may_take_longer_than_the_deadline(tmp_path: Path) -> None:
         return told
 
     assert run_job(2, work, tmp_path) == ["late"] * 2
+
+
+def test_a_decision_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    def decide() -> str:
+        time.sleep(5)
+        return "too late"
+
+    def work(place: Place | None) -> str:
+        assert place is not None
+        deciding._DEADLINES = 2
+        processes = met(deadline=0.5)
+        if place.rank == 0:
+            return decided(processes, "the plan", decide)
+        with pytest.raises(PeerError) as lost:
+            decided(processes, "the plan", decide)
+        return lost.value.cause
+
+    assert run_job(2, work, tmp_path) == ["too late", "it shows no sign of life"]
 
 
 def test_who_shows_no_sign_of_life_while_it_decides_is_not_waited_for(tmp_path: Path) -> None:

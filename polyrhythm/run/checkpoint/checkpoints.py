@@ -125,6 +125,12 @@ class Checkpoints:
         or all call its state_later(), whose result is `later`, and is asked for when it is written.
         """
         self._check_open()
+        if later is not None and optimizer is None:
+            raise CheckpointError(
+                "save() with later= and without an optimizer",
+                expected="the optimizer whose state comes later, which names its parameters",
+                fix="save(step, module, optimizer, later=...)",
+            )
         began = time.perf_counter()
         name = self._round()
         if self.stage == 0:

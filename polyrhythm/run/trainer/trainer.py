@@ -124,8 +124,8 @@ class Trainer:
         `run` is a folder for logs and checkpoints, of which there is one each `checkpoint_every`
         steps, and one at the end; the newest `keep` stay. All processes must see the same folder.
         `callbacks` are called after every step of this worker. `deadline` bounds every wait for
-        another process (30 of it: for its plan). SIGTERM to any process is a notice that it will be
-        taken away: all save and end, within `grace` seconds.
+        another process; a plan that rank 0 makes may take 30 times as long. SIGTERM to any process
+        is a notice that it will be taken away: all save and end, within `grace` seconds.
         """
         self._settings = Settings(
             loss_fn=loss_fn,
