@@ -1,4 +1,4 @@
-"""`polyrhythm bench NAME`: both sides interleaved in one run, and the ratio that matters."""
+"""`polyrhythm bench NAME`: run a benchmark of the source tree."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,28 +6,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from polyrhythm.bench.registry import BENCHMARKS, names
+from polyrhythm.cli.source_tree import import_from_source_tree
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_NAMES = "\n".join(
-    ["Which benchmark:", *(f"- {name}: {BENCHMARKS[name].about}" for name in names())]
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Measure: a table, and as the last line one JSON object with the ratios."""
+    """Run a benchmark: a table, and as the last line one JSON object with the ratios."""
 
-    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME", help=_NAMES)]
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")] = "list"
+    """Name of the benchmark; `list` prints all of them with what each measures."""
     quick: bool = False
-    """A smoke test in seconds, whose figures prove nothing."""
+    """Run a smoke test in seconds; its figures prove nothing."""
     out: Path | None = None
-    """Folder for the result as a file too."""
+    """Also write the result to NAME.json in this folder."""
 
     def run(self, console: "Console") -> int:
-        from polyrhythm import bench
-
-        bench.run(self.name, quick=self.quick, out=self.out, console=console)
+        benchmarks = import_from_source_tree("benchmarks", "bench")
+        if self.name == "list":
+            benchmarks.print_names(console)
+        else:
+            benchmarks.run(self.name, quick=self.quick, out=self.out, console=console)
         return 0

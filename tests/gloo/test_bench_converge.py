@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from polyrhythm.bench.converge.bench import AT_LEAST, AT_MOST
-from polyrhythm.bench.converge.plan import FULL, Setting, recorded, setting_b
-from polyrhythm.bench.converge.record import Record, Track, load_weights, weights_of
-from polyrhythm.bench.converge.tasks import NoisyDigits, SourceText, Task, num_weights
-from polyrhythm.bench.converge.worker import Pace, rate
+from benchmarks.converge.bench import AT_LEAST, AT_MOST
+from benchmarks.converge.plan import FULL, Setting, recorded, setting_b
+from benchmarks.converge.record import Record, Track, load_weights, weights_of
+from benchmarks.converge.tasks import NoisyDigits, SourceText, Task, num_weights
+from benchmarks.converge.worker import Pace, rate
 from polyrhythm.describe.slowness import load_traces
 
 

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from polyrhythm.bench.sync.scheduler import measure
+from benchmarks.sync.scheduler import measure
 
 
 def test_a_quick_measurement_is_quick_and_whole() -> None:

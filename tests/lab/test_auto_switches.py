@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from polyrhythm.bench.pipeline.networks import FAST, FULL, cluster
-from polyrhythm.bench.pipeline.stages import Stages
-from polyrhythm.bench.pipeline.worker import Load, Order
+from benchmarks.pipeline.networks import FAST, FULL, cluster
+from benchmarks.pipeline.stages import Stages
+from benchmarks.pipeline.worker import Load, Order
 from polyrhythm.lab.lab import Lab
 
 FORWARD = 0.06  # a busy machine delays messages by some milliseconds

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from polyrhythm.bench.average.bench import FULL, QUICK
-from polyrhythm.bench.average.worker import DESTROYED_GROUP, FRESH_GROUP, WAYS, Plan, trials
+from benchmarks.average.bench import FULL, QUICK
+from benchmarks.average.worker import DESTROYED_GROUP, FRESH_GROUP, WAYS, Plan, trials
 
 RATIOS = {
     "fresh_vs_pairs_4",

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from polyrhythm.bench.decoupled.ratios import BARS, first_guess, of_smax, ratios_of, theory
-from polyrhythm.bench.decoupled.rounds import better, contenders, to_repeat
-from polyrhythm.bench.decoupled.settings import FULL_PLAN, MIB, QUICK_PLAN, Plan, Setting, Side
-from polyrhythm.bench.decoupled.steps import Measured, Row, Tuned, goodput
+from benchmarks.decoupled.ratios import BARS, first_guess, of_smax, ratios_of, theory
+from benchmarks.decoupled.rounds import better, contenders, to_repeat
+from benchmarks.decoupled.settings import FULL_PLAN, MIB, QUICK_PLAN, Plan, Setting, Side
+from benchmarks.decoupled.steps import Measured, Row, Tuned, goodput
 from polyrhythm.sync.fusion.tuner import FIRST, Candidate, Kind
 from polyrhythm.types import Seconds
 

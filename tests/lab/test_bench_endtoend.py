@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from polyrhythm.bench.endtoend import rival
-from polyrhythm.bench.endtoend.bench import BARS
-from polyrhythm.bench.endtoend.crew import Crew, Heard
-from polyrhythm.bench.endtoend.pace import Pace
-from polyrhythm.bench.endtoend.quiet import OURS, TORCH, quiet
-from polyrhythm.bench.endtoend.side import Assignment, Ended
-from polyrhythm.bench.endtoend.stormy_setting import (
+from benchmarks.endtoend import rival
+from benchmarks.endtoend.bench import BARS
+from benchmarks.endtoend.crew import Crew, Heard
+from benchmarks.endtoend.pace import Pace
+from benchmarks.endtoend.quiet import OURS, TORCH, quiet
+from benchmarks.endtoend.side import Assignment, Ended
+from benchmarks.endtoend.stormy_setting import (
     FULL,
     PREEMPTED,
     PREEMPTED_SHARE,
@@ -31,8 +31,8 @@ from polyrhythm.bench.endtoend.stormy_setting import (
     quick,
     random_layouts,
 )
-from polyrhythm.bench.endtoend.task import CONTEXT, layer_bytes, model, texts
-from polyrhythm.bench.endtoend.turns import TurnRow, ratio, step_of_turn
+from benchmarks.endtoend.task import CONTEXT, layer_bytes, model, texts
+from benchmarks.endtoend.turns import TurnRow, ratio, step_of_turn
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.describe.slowness import Slowness
 from polyrhythm.errors import LabError

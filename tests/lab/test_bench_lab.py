@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from polyrhythm import bench
+import benchmarks
 
 
 @pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_quick_benchmark_ends_with_every_figure_as_json(tmp_path: Path) -> None:
     text = io.StringIO()
-    bench.run("lab", quick=True, out=tmp_path, console=Console(file=text, width=80))
+    benchmarks.run("lab", quick=True, out=tmp_path, console=Console(file=text, width=80))
     *table, last = text.getvalue().splitlines()
     found = json.loads(last)
     assert found["bench"] == "lab"

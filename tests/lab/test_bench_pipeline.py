@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polyrhythm.bench.pipeline.bench import BARS
+from benchmarks.pipeline.bench import BARS
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polyrhythm.bench.plan.bench import BARS
+from benchmarks.plan.bench import BARS
 
 
 @pytest.mark.long

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from polyrhythm.bench.plan.lab_jobs import carry_out, parts
-from polyrhythm.bench.plan.lab_rows import EQUAL, PLANNED, lab_rows
-from polyrhythm.bench.plan.lab_setting import FULL, QUICK, placed, random_plans, uneven, world
-from polyrhythm.bench.sleeping.job import lab_cluster
+from benchmarks.plan.lab_jobs import carry_out, parts
+from benchmarks.plan.lab_rows import EQUAL, PLANNED, lab_rows
+from benchmarks.plan.lab_setting import FULL, QUICK, placed, random_plans, uneven, world
+from benchmarks.sleeping.job import lab_cluster
 from polyrhythm.errors import LabError
 from polyrhythm.lab.lab import Lab
 from polyrhythm.plan.plan import Plan

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from polyrhythm.bench.predict.bench import AT_LEAST, AT_MOST
-from polyrhythm.bench.predict.figures import figures
-from polyrhythm.bench.predict.rows import Row
-from polyrhythm.bench.predict.runs import step_time
-from polyrhythm.bench.predict.setting import FULL
-from polyrhythm.bench.sleeping.record import Record
+from benchmarks.predict.bench import AT_LEAST, AT_MOST
+from benchmarks.predict.figures import figures
+from benchmarks.predict.rows import Row
+from benchmarks.predict.runs import step_time
+from benchmarks.predict.setting import FULL
+from benchmarks.sleeping.record import Record
 
 
 @pytest.mark.long

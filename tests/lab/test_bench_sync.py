@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrhythm.bench.sync.figures import Row, distance, mean_group_size, rate, row
-from polyrhythm.bench.sync.jobs import Workers, cluster, run_together
-from polyrhythm.bench.sync.plan import FULL_PLAN, HOMOGENEOUS, calibrated, quick_plan
-from polyrhythm.bench.sync.ratios import BARS, RATIOS, best, ratio_to, ratios_of
-from polyrhythm.bench.sync.settings import ALL_REDUCE, Side
-from polyrhythm.bench.sync.training import Answer
+from benchmarks.sync.figures import Row, distance, mean_group_size, rate, row
+from benchmarks.sync.jobs import Workers, cluster, run_together
+from benchmarks.sync.plan import FULL_PLAN, HOMOGENEOUS, calibrated, quick_plan
+from benchmarks.sync.ratios import BARS, RATIOS, best, ratio_to, ratios_of
+from benchmarks.sync.settings import ALL_REDUCE, Side
+from benchmarks.sync.training import Answer
 from polyrhythm.errors import LabError
 from polyrhythm.lab.lab import Lab
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from polyrhythm.bench.endtoend.at_once import at_once
+from benchmarks.endtoend.at_once import at_once
 from polyrhythm.errors import LabError, PlanError
 
 Found = tuple[float, int, float, float]

@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrhythm.bench.endtoend.lines import (
+from benchmarks.endtoend.lines import (
     PLAIN,
     TRAINER,
     changed,

@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from polyrhythm.bench.scale import bench
+from benchmarks.scale import bench
 
 
 def shown(quick: bool, monkeypatch: pytest.MonkeyPatch) -> str:

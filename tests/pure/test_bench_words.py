@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from polyrhythm.bench.words import next_words, word_of_boss, word_of_each
+from benchmarks.words import next_words, word_of_boss, word_of_each
 from polyrhythm.errors import LabError, PeerError
 from polyrhythm.processes import Child
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from polyrhythm.simulate.reproduce.axis import figure, height, width
-from polyrhythm.simulate.reproduce.chart import draw_plot
-from polyrhythm.simulate.reproduce.claim import Plot
+from reproduction.axis import figure, height, width
+from reproduction.chart import draw_plot
+from reproduction.claim import Plot
 
 SVG = "{http://www.w3.org/2000/svg}"
 LINES = Plot(

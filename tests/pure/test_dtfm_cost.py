@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrhythm.bench.plan.cases import BEST, published
+from benchmarks.plan.cases import BEST, published
 from polyrhythm.cost.dtfm import (
     PUBLISHED,
     PairTimes,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from polyrhythm.bench.plan.cases import planted
-from polyrhythm.bench.plan.dtfm_rows import BARS, DtfmRows, NoisyRow, PlacedRow
+from benchmarks.plan.cases import planted
+from benchmarks.plan.dtfm_rows import BARS, DtfmRows, NoisyRow, PlacedRow
 
 
 def placed(case: str, cost: float, cpu: float = 1.0) -> PlacedRow:

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrhythm.bench.plan.cases import BEST, published
+from benchmarks.plan.cases import BEST, published
 from polyrhythm.cost.dtfm import PairTimes, layout_cost
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.dtfm import local_search
-from polyrhythm.plan.dtfm.genetic import LocalSearch, Settings, crossed, replace_worst, search
+from reproduction.dtfm.genetic import LocalSearch, Settings, crossed, replace_worst, search
 from tests.pure.dtfm_cases import brute_force, small_times
 
 

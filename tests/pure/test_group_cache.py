@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrhythm.bench.average.cache import GroupCache, groups_of_age, hit_rate
+from benchmarks.average.cache import GroupCache, groups_of_age, hit_rate
 from polyrhythm.describe.scenario import EVERY_DEVICE, Scenario, Slow
 from polyrhythm.types import Worker
 

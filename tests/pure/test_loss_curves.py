@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrhythm.bench.converge.curve import Curve, best, median_ratio, smoothed, speedup
+from benchmarks.converge.curve import Curve, best, median_ratio, smoothed, speedup
 
 losses = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=30)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from polyrhythm.bench.plan.cases import BEST, planted, published
+from benchmarks.plan.cases import BEST, planted, published
 from polyrhythm.cost.dtfm import PairTimes
 from polyrhythm.plan.dtfm import bound
 from polyrhythm.plan.dtfm.bound import lower_bound

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.plan.cases import published
 from polyrhythm import compiled
-from polyrhythm.bench.plan.cases import published
 from polyrhythm.compiled import seed
 from polyrhythm.cost.dtfm import PairTimes, best_layout, best_order, layout_cost
 from polyrhythm.plan.construct import constructed, nearest

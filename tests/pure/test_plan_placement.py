@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyrhythm.bench.plan.cases import BEST, planted, published
+from benchmarks.plan.cases import BEST, planted, published
 from polyrhythm.cost.dtfm import PairTimes, layout_cost
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.dtfm.bound import lower_bound
-from polyrhythm.plan.dtfm.genetic import Settings, search
 from polyrhythm.plan.dtfm.placement import Effort, Placement, place
+from reproduction.dtfm.genetic import Settings, search
 from tests.pure.dtfm_cases import brute_force, small_times
 
 SHORT = Effort(num_rounds=5, num_moves=20_000)
@@ -46,7 +46,7 @@ def test_a_seed_fixes_the_plan() -> None:
 def test_a_seed_fixes_the_plan_in_another_process() -> None:
     program = """
 from polyrhythm.plan.dtfm.placement import Effort, place
-from polyrhythm.bench.plan.cases import published
+from benchmarks.plan.cases import published
 times = published("case5_worldwide", shuffle=0, noise=0)
 print(place(times, seed=3, effort=Effort(num_rounds=2, num_moves=5000)).cost.layout)
 """
@@ -112,7 +112,7 @@ def test_an_impossible_effort_is_refused(effort: dict[str, int]) -> None:
 def test_nothing_is_compiled_until_a_search_begins() -> None:
     program = """
 import sys
-import polyrhythm.plan.dtfm.placement, polyrhythm.plan.dtfm.genetic, polyrhythm.plan.dtfm.exact
+import polyrhythm.plan.dtfm.placement, reproduction.dtfm.genetic, polyrhythm.plan.dtfm.exact
 print("numba" in sys.modules)
 """
     done = subprocess.run(

@@ -1,7 +1,7 @@
 """Which of several runs counts: decided by how late the network was, within the time there is."""
 
-from polyrhythm.bench.predict.spare import Spare
-from polyrhythm.bench.sleeping.measured import Measured
+from benchmarks.predict.spare import Spare
+from benchmarks.sleeping.measured import Measured
 from polyrhythm.lab.orders import Punctuality
 
 

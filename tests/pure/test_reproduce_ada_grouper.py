@@ -11,14 +11,14 @@ from polyrhythm.cost.decoupled import Ring
 from polyrhythm.cost.pipeline import length, simulate
 from polyrhythm.errors import DescriptionError
 from polyrhythm.schedule.tune import Decision, Tuner
-from polyrhythm.simulate.reproduce.ada_grouper import granularity, tuning
-from polyrhythm.simulate.reproduce.ada_grouper.compared import is_faster
-from polyrhythm.simulate.reproduce.ada_grouper.cut import GPT, UNET, Model, alone
-from polyrhythm.simulate.reproduce.ada_grouper.granularity import Granularity
-from polyrhythm.simulate.reproduce.ada_grouper.load import OtherFlows
-from polyrhythm.simulate.reproduce.ada_grouper.platforms import BUSY_FLOWS, C1X, M8S, S1
-from polyrhythm.simulate.reproduce.ada_grouper.steps import Job, Traffic, kfkb, run_step, run_steps
-from polyrhythm.simulate.reproduce.ada_grouper.tuning import Hour
+from reproduction.ada_grouper import granularity, tuning
+from reproduction.ada_grouper.compared import is_faster
+from reproduction.ada_grouper.cut import GPT, UNET, Model, alone
+from reproduction.ada_grouper.granularity import Granularity
+from reproduction.ada_grouper.load import OtherFlows
+from reproduction.ada_grouper.platforms import BUSY_FLOWS, C1X, M8S, S1
+from reproduction.ada_grouper.steps import Job, Traffic, kfkb, run_step, run_steps
+from reproduction.ada_grouper.tuning import Hour
 
 MEDIUM = GPT["GPT-Medium"]
 

@@ -3,10 +3,13 @@
 import pytest
 
 from polyrhythm.describe.profiles import layers_of
-from polyrhythm.simulate.reproduce.dear import fusion, methods, overlap, speedups
-from polyrhythm.simulate.reproduce.dear.gpu_time import Gpu, LearnableLayer, layer_times
-from polyrhythm.simulate.reproduce.dear.paper import setup
-from polyrhythm.simulate.reproduce.dear.setting import (
+from polyrhythm.sync.fusion.layers import by_bytes
+from polyrhythm.sync.fusion.timeline import wfbp
+from polyrhythm.sync.fusion.tuner import GridSearch
+from reproduction.dear import fusion, methods, overlap, speedups
+from reproduction.dear.gpu_time import Gpu, LearnableLayer, layer_times
+from reproduction.dear.paper import setup
+from reproduction.dear.setting import (
     ETHERNET,
     INFINIBAND,
     MODELS,
@@ -16,9 +19,6 @@ from polyrhythm.simulate.reproduce.dear.setting import (
     Network,
     work,
 )
-from polyrhythm.sync.fusion.layers import by_bytes
-from polyrhythm.sync.fusion.timeline import wfbp
-from polyrhythm.sync.fusion.tuner import GridSearch
 
 TABLE_1 = {  # layers, tensors, millions of parameters
     "ResNet-50": (107, 161, 25.6),

@@ -10,23 +10,23 @@ from polyrhythm.cost.dtfm import PUBLISHED
 from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, simulate
 from polyrhythm.cost.sync import Group
 from polyrhythm.schedule.recipe import Recipe
-from polyrhythm.simulate.reproduce.dtfm.blocking import blocking_1f1b, blocking_ends
-from polyrhythm.simulate.reproduce.dtfm.claims import step_rows
-from polyrhythm.simulate.reproduce.dtfm.curves import (
+from reproduction.dtfm.blocking import blocking_1f1b, blocking_ends
+from reproduction.dtfm.claims import step_rows
+from reproduction.dtfm.curves import (
     BASELINE,
     OURS,
     RANDOM,
     baseline_weights,
     curves,
 )
-from polyrhythm.simulate.reproduce.dtfm.megatron import (
+from reproduction.dtfm.megatron import (
     GRID,
     Degrees,
     Job,
     megatron_iterations,
     ring_times,
 )
-from polyrhythm.simulate.reproduce.dtfm.networks import (
+from reproduction.dtfm.networks import (
     SEEDS,
     Network,
     launched,
@@ -35,9 +35,9 @@ from polyrhythm.simulate.reproduce.dtfm.networks import (
     random_order,
     random_ranks,
 )
-from polyrhythm.simulate.reproduce.dtfm.runtime import dtfm_iterations
-from polyrhythm.simulate.reproduce.dtfm.steps import CaseSteps, case_steps
-from polyrhythm.simulate.reproduce.dtfm.workload import (
+from reproduction.dtfm.runtime import dtfm_iterations
+from reproduction.dtfm.steps import CaseSteps, case_steps
+from reproduction.dtfm.workload import (
     FORWARD_FLOPS_PER_LAYER,
     GPU_FLOPS,
     NUM_BYTES,

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from polyrhythm import cli
 from polyrhythm.errors import UserError
-from polyrhythm.simulate.reproduce import registry
-from polyrhythm.simulate.reproduce.claim import Plot, Reproduction, Row, ordered
-from polyrhythm.simulate.reproduce.page import INDEX, index, page, show, write
-from polyrhythm.simulate.reproduce.registry import PAPERS, Paper, chosen
-from polyrhythm.simulate.reproduce.stated import always, explained, sometimes, stated
+from reproduction import registry
+from reproduction.claim import Plot, Reproduction, Row, ordered
+from reproduction.page import INDEX, index, page, show, write
+from reproduction.registry import PAPERS, Paper, chosen
+from reproduction.stated import always, explained, sometimes, stated
 
 NEAR = Row(place="Fig. 1", what="fast | slow", printed=2.0, ours=2.4)
 FAR = Row(place="Table II", what="sum", printed=1234.5, ours=12.0, why="no\ncache")

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from polyrhythm.simulate.reproduce.claim import ordered
-from polyrhythm.simulate.reproduce.prague.models import RESNET_18, VGG_16
-from polyrhythm.simulate.reproduce.prague.pace import pace, settled
-from polyrhythm.simulate.reproduce.prague.stated import IMAGES, ITERATIONS, OVERALL
-from polyrhythm.simulate.reproduce.prague.table_claims import image_rows, iteration_rows
-from polyrhythm.simulate.reproduce.prague.testbed import (
+from polyrhythm.simulate.simulator import simulate
+from reproduction.claim import ordered
+from reproduction.prague.models import RESNET_18, VGG_16
+from reproduction.prague.pace import pace, settled
+from reproduction.prague.stated import IMAGES, ITERATIONS, OVERALL
+from reproduction.prague.table_claims import image_rows, iteration_rows
+from reproduction.prague.testbed import (
     AD_PSGD,
     ALL_REDUCE,
     GRPC,
@@ -23,15 +24,14 @@ from polyrhythm.simulate.reproduce.prague.testbed import (
     Workers,
     job,
 )
-from polyrhythm.simulate.reproduce.prague.training import (
+from reproduction.prague.training import (
     FIVE_TIMES,
     HOMOGENEOUS,
     TWICE,
     Trained,
     slowed,
 )
-from polyrhythm.simulate.reproduce.prague.vgg_claims import vgg_rows
-from polyrhythm.simulate.simulator import simulate
+from reproduction.prague.vgg_claims import vgg_rows
 
 NEAR = 0.01  # latencies are left out of what is expected
 

@@ -7,10 +7,13 @@ import pytest
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.simulate.converge import Curve
-from polyrhythm.simulate.reproduce.sdpipe.group_sizes import quartiles
-from polyrhythm.simulate.reproduce.sdpipe.matching import MatchingSetup, RandomMatching
-from polyrhythm.simulate.reproduce.sdpipe.models import BERT, RESNET, stages_of
-from polyrhythm.simulate.reproduce.sdpipe.testbed import (
+from polyrhythm.simulate.result import Simulated
+from polyrhythm.simulate.simulator import simulate
+from polyrhythm.types import Worker
+from reproduction.sdpipe.group_sizes import quartiles
+from reproduction.sdpipe.matching import MatchingSetup, RandomMatching
+from reproduction.sdpipe.models import BERT, RESNET, stages_of
+from reproduction.sdpipe.testbed import (
     AD_PSGD,
     ALL_REDUCE,
     ETHERNET,
@@ -21,11 +24,8 @@ from polyrhythm.simulate.reproduce.sdpipe.testbed import (
     job_of,
     sleeps,
 )
-from polyrhythm.simulate.reproduce.sdpipe.throughput import ring_share, served_share
-from polyrhythm.simulate.reproduce.sdpipe.training import leads
-from polyrhythm.simulate.result import Simulated
-from polyrhythm.simulate.simulator import simulate
-from polyrhythm.types import Worker
+from reproduction.sdpipe.throughput import ring_share, served_share
+from reproduction.sdpipe.training import leads
 
 
 @pytest.mark.parametrize(
