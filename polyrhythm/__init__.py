@@ -11,13 +11,13 @@ from polyrhythm.describe.scenario import Scenario
 from polyrhythm.errors import PeerError, UserError
 from polyrhythm.events import read_run
 from polyrhythm.plan.plan import Plan
-from polyrhythm.run.compute import Compute
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.run.emulated_compute import EmulatedCompute
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Op, Worker
 
 if TYPE_CHECKING:
-    from polyrhythm.run.average.group_sync import GroupSync
-    from polyrhythm.run.average.parameter_server import ParameterServer
+    from polyrhythm.run.averaging.group_sync import GroupSync
+    from polyrhythm.run.averaging.parameter_server import ParameterServer
     from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
     from polyrhythm.run.make_plan import make_plan
     from polyrhythm.run.pipeline.pipeline import Pipeline
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cluster",
-    "Compute",
     "Device",
     "DistributedOptimizer",
+    "EmulatedCompute",
     "GroupSync",
     "ModelProfile",
     "Op",
@@ -36,8 +36,8 @@ __all__ = [
     "PeerError",
     "Pipeline",
     "Plan",
-    "Recipe",
     "Scenario",
+    "ScheduleSpec",
     "Trainer",
     "UserError",
     "Worker",
@@ -49,8 +49,8 @@ __all__ = [
 
 _LAZY = {  # what needs torch, SciPy or Numba is imported when it is first used
     "DistributedOptimizer": "polyrhythm.run.decoupled.optimizer",
-    "GroupSync": "polyrhythm.run.average.group_sync",
-    "ParameterServer": "polyrhythm.run.average.parameter_server",
+    "GroupSync": "polyrhythm.run.averaging.group_sync",
+    "ParameterServer": "polyrhythm.run.averaging.parameter_server",
     "Pipeline": "polyrhythm.run.pipeline.pipeline",
     "Trainer": "polyrhythm.run.trainer.trainer",
     "make_plan": "polyrhythm.run.make_plan",

@@ -23,7 +23,7 @@ from polyrhythm.types import Seconds
 # Exit statuses of a child; a negative one is the signal that ended it. A program has its own, so
 # ours are unlikely numbers.
 FAILED, BAD_INPUT, PEER_LOST = 1, 222, 223
-TOLD_TO_END = 128 + signal.SIGTERM  # as a shell has it: SIGTERM came, and it left in good order
+TERMINATED = 128 + signal.SIGTERM  # as a shell has it: SIGTERM came, and it left in good order
 
 _fork = multiprocessing.get_context("fork")
 

@@ -27,11 +27,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Orphans of a killed process become children of this one, and so are seen below.
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
-NEEDS_PROCESSES = {"gloo", "gpu", "lab", "browser", "test_processes.py", "test_at_once.py"}
+NEEDS_PROCESSES = {"gloo", "gpu", "lab", "browser", "test_processes.py", "test_run_concurrently.py"}
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+def check_no_leaked_processes(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test must see the end of what it starts; what it forgot is ended here, and it fails."""
     if not NEEDS_PROCESSES & set(request.path.parts):
         yield

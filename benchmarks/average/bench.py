@@ -38,7 +38,7 @@ from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import EVERY_DEVICE, Scenario, Slow
 from polyrhythm.errors import LaunchError
 from polyrhythm.lab.lab import Lab
-from polyrhythm.run.launch import Place
+from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Seconds
 
@@ -149,7 +149,7 @@ def _work(rank: int, first: str, plan: Plan, path: Path) -> None:
         "MASTER_ADDR": first,
         "MASTER_PORT": f"{_PORT}",
     }
-    measure(Place(rank=rank, world_size=plan.num_workers, local_rank=0), plan, path)
+    measure(DistContext(rank=rank, world_size=plan.num_workers, local_rank=0), plan, path)
 
 
 def _medians(rows: Sequence[Row]) -> dict[tuple[str, str, int], Seconds]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.describe.slowness import Slowness, load_traces
-from polyrhythm.sync.age import Age
+from polyrhythm.sync.policies.age import Age
 from polyrhythm.types import Group, Seconds, Worker
 
 Members = tuple[Worker, ...]

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from polyrhythm.run.average.exchange import mean
-from polyrhythm.run.average.pairs import Pairs, Peer
-from polyrhythm.run.groups import all_reduce, new_group
-from polyrhythm.run.launch import Place
-from polyrhythm.run.peers import waiting_for
+from polyrhythm.run.averaging.exchange import all_reduce_mean
+from polyrhythm.run.averaging.peer_connections import Peer, PeerConnections
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.process_groups import all_reduce, new_gloo_group
 from polyrhythm.types import Bytes, Seconds, Worker
 
 PAIRS, FIRST_PAIRS = "pairs", "first pairs"
@@ -71,21 +71,21 @@ def trials(plan: Plan) -> Iterator[Trial]:
                 number += 1
 
 
-def measure(place: Place, plan: Plan, path: Path) -> None:
+def measure(ctx: DistContext, plan: Plan, path: Path) -> None:
     """As one of the workers; the first writes the samples to `path`."""
     torch.set_num_threads(1)
-    with place.joined(DEADLINE):
-        kept, flat = _pairs_to_all(place), torch.full((plan.buffer // 4,), float(place.rank))
+    with ctx.process_group(DEADLINE):
+        kept, flat = _pairs_to_all(ctx), torch.full((plan.buffer // 4,), float(ctx.rank))
         samples: list[Sample] = []
         for trial in trials(plan):
-            found = _timed(trial, place.rank, flat, kept)
+            found = _timed(trial, ctx.rank, flat, kept)
             if trial.round > 0:
                 samples += found
-        if place.rank == 0:
+        if ctx.rank == 0:
             path.write_bytes(msgspec.json.encode(samples))
 
 
-def _timed(trial: Trial, rank: int, flat: Tensor, kept: Pairs) -> list[Sample]:
+def _timed(trial: Trial, rank: int, flat: Tensor, kept: PeerConnections) -> list[Sample]:
     """Every worker of the job takes part, so that all know when the last member was done."""
     way = _prepared(trial, flat, kept) if rank in trial.members else None
     began = _latest(time.monotonic() + _NOTICE)
@@ -118,7 +118,7 @@ def _sample(trial: Trial, way: str, seconds: Seconds) -> Sample:
 def _latest(time_of_mine: Seconds) -> Seconds:
     """The largest of all workers, who have the same clock; a barrier, too."""
     largest = torch.tensor(time_of_mine, dtype=torch.float64)
-    with waiting_for("another worker", "beginning or ending an average"):
+    with peer_errors("another worker", "beginning or ending an average"):
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
 
@@ -127,14 +127,14 @@ class _Way(Protocol):
     def mean(self) -> Tensor: ...
 
 
-def _prepared(trial: Trial, flat: Tensor, kept: Pairs) -> _Way:
+def _prepared(trial: Trial, flat: Tensor, kept: PeerConnections) -> _Way:
     """Every way has just averaged so much, in one way or the other: none has colder memory."""
     over_kept = _OverPairs(trial, flat, kept)
     over_kept.mean()
     if trial.way == PAIRS:
         return over_kept
     if trial.way == FIRST_PAIRS:
-        return _OverPairs(trial, flat, Pairs(_get_default_store(), kept.me))
+        return _OverPairs(trial, flat, PeerConnections(_get_default_store(), kept.me))
     over_group = _OverGroup(trial, flat)
     if trial.way == CACHED_GROUP:
         over_group.mean()
@@ -147,16 +147,18 @@ class _OverPairs:
 
     trial: Trial
     flat: Tensor
-    pairs: Pairs
+    connections: PeerConnections
 
     def mean(self) -> Tensor:
         members = _peers(self.trial.members)
-        others = [peer for peer in members if peer != self.pairs.me]
-        self.pairs.connect(others, str(self.trial.number), deadline=DEADLINE)
+        others = [peer for peer in members if peer != self.connections.me]
+        self.connections.connect(others, str(self.trial.number), timeout=DEADLINE)
         weights = [1 / len(members)] * len(members)
         number = self.trial.number
-        found = mean(self.pairs, members, weights, self.flat, number=number, timeout=DEADLINE)
-        self.pairs.settle(DEADLINE)
+        found = all_reduce_mean(
+            self.connections, members, weights, self.flat, number=number, timeout=DEADLINE
+        )
+        self.connections.flush(DEADLINE)
         return found
 
 
@@ -176,19 +178,19 @@ class _OverGroup:
     def mean(self) -> Tensor:
         members = self.trial.members
         if self.group is None:
-            self.group = new_group(members, "an average", deadline=DEADLINE)
+            self.group = new_gloo_group(members, "an average", timeout=DEADLINE)
         total = self.flat.clone()  # out of place, as over pairs: an average may be given up
-        with waiting_for("another member", "averaging"):
+        with peer_errors("another member", "averaging"):
             all_reduce(self.group, total, dist.ReduceOp.SUM)
         return total.div_(len(members))
 
 
-def _pairs_to_all(place: Place) -> Pairs:
-    everybody = _peers(range(place.world_size))
-    pairs = Pairs(_get_default_store(), everybody[place.rank])
-    others = [peer for peer in everybody if peer != pairs.me]
-    pairs.connect(others, "all", deadline=DEADLINE)
-    return pairs
+def _pairs_to_all(ctx: DistContext) -> PeerConnections:
+    everybody = _peers(range(ctx.world_size))
+    connections = PeerConnections(_get_default_store(), everybody[ctx.rank])
+    others = [peer for peer in everybody if peer != connections.me]
+    connections.connect(others, "all", timeout=DEADLINE)
+    return connections
 
 
 def _peers(ranks: Sequence[int]) -> list[Peer]:

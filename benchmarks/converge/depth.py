@@ -19,8 +19,8 @@ from benchmarks.converge.record import load_weights, shared, weights_of
 from benchmarks.converge.tasks import SourceText, num_weights
 from benchmarks.converge.worker import rate, set_rate
 from polyrhythm.errors import LaunchError
+from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.demo.gpt import next_byte_loss
-from polyrhythm.run.launch import LocalJob, Place
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.types import Seconds
 
@@ -52,7 +52,7 @@ def losses_by_depth(
         for job in jobs:
             _see_through(job)
 
-        def evaluate(place: Place) -> None:
+        def evaluate(ctx: DistContext) -> None:
             torch.set_num_threads(1)
             model = task.build(0)
             with torch.no_grad():
@@ -74,7 +74,7 @@ def _see_through(job: LocalJob) -> None:
 
 
 def _train(
-    place: Place,
+    ctx: DistContext,
     *,
     task: SourceText,
     schedule: str,
@@ -85,8 +85,8 @@ def _train(
 ) -> None:
     """One stage; leaves its part of the model in `weights`."""
     torch.set_num_threads(1)
-    stage = place.rank
-    with place.joined(_DEADLINE):
+    stage = ctx.rank
+    with ctx.process_group(_DEADLINE):
         module = task.layers(range(stage, stage + 1), seed)
         optimizer = task.optimizer(module, lr, of_models=False)
         pipeline = Pipeline(
@@ -95,7 +95,7 @@ def _train(
             num_microbatches=1,
             schedule=schedule,
             flush=False,
-            deadline=_DEADLINE,
+            timeout=_DEADLINE,
         )
         num_updates = 0
 

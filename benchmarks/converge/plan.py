@@ -6,7 +6,7 @@ from typing import Self
 
 from benchmarks.converge.tasks import Task
 from polyrhythm.describe.scenario import EVERY_DEVICE, Scenario, Slow
-from polyrhythm.run.average.flat import State
+from polyrhythm.run.averaging.buffers import OptimizerStateMode
 from polyrhythm.types import Seconds
 
 ALL_REDUCE, ADAPTIVE, AGE, OVERLAP = "all_reduce", "adaptive", "age", "overlap"
@@ -26,7 +26,7 @@ class Side:
     lr: float
     overlap: bool = False
     options: Mapping[str, object] = field(default_factory=dict)  # of the policy
-    state: State = "local"  # of the optimizer: whether it is averaged, if models are
+    state: OptimizerStateMode = "local"  # of the optimizer: whether it is averaged, if models are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from benchmarks.converge.worker import compute_times, train
 from polyrhythm.describe.slowness import load_traces
 from polyrhythm.describe.trace import Trace
 from polyrhythm.errors import LaunchError
-from polyrhythm.run.launch import LocalJob, Place
+from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.types import Seconds
 
 _LOOK: Seconds = 0.05  # how long one lane is watched before the next
@@ -45,7 +45,7 @@ def compute_time(task: Task) -> Seconds:
     """Of a step, alone on this machine: the median."""
     times = shared(_TRIES, np.float64)
 
-    def work(place: Place) -> None:
+    def work(ctx: DistContext) -> None:
         times[:] = list(compute_times(task, _TRIES))
 
     with (
@@ -130,9 +130,9 @@ def _traces(setting: Setting) -> Mapping[str, Trace]:
 def _evaluate(ran: Sequence[Ran], folder: Path) -> None:
     """In processes of their own: this one must stay able to fork."""
 
-    def work(place: Place) -> None:
+    def work(ctx: DistContext) -> None:
         torch.set_num_threads(1)
-        for done in ran[place.rank :: _EVALUATORS]:
+        for done in ran[ctx.rank :: _EVALUATORS]:
             _evaluate_one(done)
 
     with LocalJob(work, _EVALUATORS, output_folder=folder) as job:

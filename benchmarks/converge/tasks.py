@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.run.average.reduced_variance import ReducedVarianceAdamW
+from polyrhythm.run.averaging.reduced_variance import ReducedVarianceAdamW
 from polyrhythm.run.demo.gpt import build_layers, next_byte_loss
 from polyrhythm.run.demo.shape import GPTShape
 from polyrhythm.run.demo.text import ByteText, standard_library

@@ -21,8 +21,8 @@ from benchmarks.converge.record import Record, Track
 from benchmarks.converge.tasks import Batch, Task
 from polyrhythm.describe.slowness import Slowness
 from polyrhythm.describe.trace import Trace
-from polyrhythm.run.average.group_sync import GroupSync
-from polyrhythm.run.launch import Place
+from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.types import Seconds
 
 DEADLINE: Seconds = 60.0  # of any wait for another worker
@@ -50,12 +50,12 @@ class Pace:
         return [begin] + [begin + delay + part * k for k in range(1, num_microbatches + 1)]
 
 
-def train(place: Place, run: Run, record: Record, traces: Mapping[str, Trace]) -> None:
+def train(ctx: DistContext, run: Run, record: Record, traces: Mapping[str, Trace]) -> None:
     """As one of the workers, until there are no more batches."""
     torch.set_num_threads(1)
     task, side = run.task, run.side
-    pace = Pace.of(run.setting, place.rank, run.seed, traces)
-    with place.joined(DEADLINE):
+    pace = Pace.of(run.setting, ctx.rank, run.seed, traces)
+    with ctx.process_group(DEADLINE):
         model = task.build(run.seed)
         optimizer = task.optimizer(model, side.lr, of_models=side.policy != ALL_REDUCE)
         with GroupSync(
@@ -66,8 +66,8 @@ def train(place: Place, run: Run, record: Record, traces: Mapping[str, Trace]) -
             state=side.state,
             timeout=DEADLINE,
         ) as sync:
-            track = Track(record, place.rank, model)
-            if place.rank == 0:
+            track = Track(record, ctx.rank, model)
+            if ctx.rank == 0:
                 record.begin()
             dist.barrier()
             for step in count():
@@ -75,21 +75,21 @@ def train(place: Place, run: Run, record: Record, traces: Mapping[str, Trace]) -
                     break
                 begin, *ends = pace.moments(record.now(), MICROBATCHES)
                 _sleep_until(begin, record)
-                batch = task.draw(run.seed, place.rank, step)
+                batch = task.draw(run.seed, ctx.rank, step)
                 for part, end in zip(_microbatches(batch), ends, strict=True):
                     sync.refresh()
                     torch.autograd.backward(task.loss(model, part) / MICROBATCHES)
                     is_late = _sleep_until(end, record)
                 clip_grad_norm_(model.parameters(), task.largest_norm)
                 # By rounds, not batches: workers that average gradients must make equal steps.
-                done = number // place.world_size / run.setting.steps
+                done = number // ctx.world_size / run.setting.steps
                 set_rate(optimizer, side.lr * rate(done))
                 sync.overlap = side.overlap and done >= WARM_UP
                 optimizer.step()
                 sync.step()
                 optimizer.zero_grad()
                 track.step(number, is_late=is_late)
-            sync.consolidate()
+            sync.average_all()
             track.finish(model)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from benchmarks.decoupled.settings import HalvesPlan
 from benchmarks.decoupled.training import DEADLINE
-from polyrhythm.run.decoupled.halves import PeerHalves
-from polyrhythm.run.groups import new_group
+from polyrhythm.run.comm.process_groups import new_gloo_group
+from polyrhythm.run.comm.reduce_scatter import GlooCollectives
 from polyrhythm.types import Bytes, Seconds
 
 ALL_REDUCE = "all-reduce"
@@ -37,8 +37,8 @@ class HalfRow:
 
 def measure_halves(plan: HalvesPlan) -> list[HalfRow]:
     """As one of the workers: all have the same rows."""
-    group = new_group(range(dist.get_world_size()), "halves", deadline=DEADLINE)
-    peers = PeerHalves(group, timeout=DEADLINE)
+    group = new_gloo_group(range(dist.get_world_size()), "halves", timeout=DEADLINE)
+    peers = GlooCollectives(group, timeout=DEADLINE)
     rows = []
     for size in plan.sizes:
         ways = _ways(torch.ones(size // 4), peers)
@@ -57,7 +57,7 @@ def measure_halves(plan: HalvesPlan) -> list[HalfRow]:
     return rows
 
 
-def _ways(flat: Tensor, peers: PeerHalves) -> dict[Way, Sequence[Callable[[], object]]]:
+def _ways(flat: Tensor, peers: GlooCollectives) -> dict[Way, Sequence[Callable[[], object]]]:
     """What each does, one thing after the other."""
     own = flat.view(peers.num_workers, -1)[peers.rank].clone()
     world = dist.group.WORLD
@@ -71,10 +71,10 @@ def _ways(flat: Tensor, peers: PeerHalves) -> dict[Way, Sequence[Callable[[], ob
         world._allgather_base(flat, own).wait()
 
     def scatter_to_peers() -> None:
-        peers.scatter(flat, 0).wait()
+        peers.reduce_scatter(flat, 0).wait()
 
     def gather_from_peers() -> None:
-        peers.gather(flat, 0).wait()
+        peers.all_gather(flat, 0).wait()
 
     return {
         (GLOO, ALL_REDUCE): [lambda: dist.all_reduce(flat)],

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.decoupled.settings import ALONE, FSDP2, TUNED, Setting, Side
 from benchmarks.decoupled.steps import Measured, Row, Tuned, goodput
-from benchmarks.decoupled.stolen import Stolen
+from benchmarks.decoupled.stolen import CpuSteal
 from benchmarks.decoupled.worker import Compare, Prepare, Run, TimeMessages, Tune
 from benchmarks.decoupled.workers import Workers
-from polyrhythm.sync.fusion.tuner import FIRST, Candidate
+from polyrhythm.sync.fusion.tuner import FIRST, BucketCandidate
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 # How many times longer than the best of its kind a side may take and go on: after one round, noise
@@ -114,7 +114,7 @@ def _run(workers: Workers, setting: Setting, side: Side, number: int) -> Row:
     """The first step does not count: nothing of the one before is under way then."""
     num_steps = setting.num_steps + 1
     workers.report()
-    stolen = Stolen()
+    stolen = CpuSteal()
     ends = workers.ask(Run(side, num_steps))
     share, report = stolen.share(), workers.report()
     first, last = (max(of[place] for of in ends) for place in (0, -1))
@@ -126,7 +126,7 @@ def _run(workers: Workers, setting: Setting, side: Side, number: int) -> Row:
         seconds=(last - first) / setting.num_steps,
         wire_bytes=sum(pair.wire_bytes for pair in report.pairs) / num_steps,
         stolen=share,
-        trouble=report.punctuality.trouble,
+        trouble=report.switch_timing.trouble,
     )
 
 
@@ -139,7 +139,7 @@ def _rate(workers: Workers, setting: Setting) -> BytesPerSecond:
 
 def _tune(workers: Workers) -> Tuned:
     candidates = workers.ask(Tune(Side(TUNED)), _TUNING)[0]
-    return Tuned.of(candidates, Candidate(FIRST))
+    return Tuned.of(candidates, BucketCandidate(FIRST))
 
 
 def _state_ratio(states: Sequence[Mapping[str, int]]) -> float:

@@ -7,7 +7,7 @@ for all gradients at once, and a given latency.
 from dataclasses import dataclass, replace
 
 from polyrhythm.cost.decoupled import Ring, StepTimes
-from polyrhythm.run.decoupled.team import Mode
+from polyrhythm.run.decoupled.communicator import Mode
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 ALONE, DDP, FSDP2, OURS = "alone", "ddp", "fsdp2", "ours"
@@ -141,7 +141,7 @@ class _Scale:
         its gradients over it, so that its gather takes two thirds of a ring's.
         """
         flat = [Side(OURS, bucket) for bucket in buckets]
-        nested = [Side(NESTED, bucket, "nested decoupled") for bucket in buckets]
+        nested = [Side(NESTED, bucket, "hierarchical decoupled") for bucket in buckets]
         near = self._near("nested", (Side(ALONE), *flat, *nested), all_gather=3.0)
         return replace(near, num_workers=4, uplink=True, node_size=2, budget=25.0)
 

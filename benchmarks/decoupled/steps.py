@@ -9,7 +9,7 @@ from benchmarks.decoupled.settings import ALONE, Setting
 from polyrhythm.cost.decoupled import Ring, StepTimes
 from polyrhythm.sync.fusion.layers import LayerTimes, by_bytes
 from polyrhythm.sync.fusion.timeline import dear
-from polyrhythm.sync.fusion.tuner import Candidate
+from polyrhythm.sync.fusion.tuner import BucketCandidate
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 _STOLEN = 0.04  # of all cores' time: more of it, and a step that sleeps takes visibly longer
@@ -40,11 +40,11 @@ class Row:
 class Tuned:
     """What tuning settled on, and after how many trials."""
 
-    found: Candidate
+    found: BucketCandidate
     num_trials: int
 
     @classmethod
-    def of(cls, candidates: Sequence[Candidate], first: Candidate) -> "Tuned":
+    def of(cls, candidates: Sequence[BucketCandidate], first: BucketCandidate) -> "Tuned":
         """From the candidate after each step until it was tuned; all trials have as many steps.
 
         The second one tries something else, so that the first change tells how many.

@@ -5,7 +5,7 @@ from pathlib import Path
 _COUNTS = Path("/proc/stat")
 
 
-class Stolen:
+class CpuSteal:
     """The share of the time, over all cores, since this was made."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from benchmarks.decoupled.layers import Layers
 from benchmarks.decoupled.settings import DDP, FSDP2, MIB, NESTED, OURS, TUNED, Setting, Side
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
-from polyrhythm.sync.fusion.tuner import Candidate
+from polyrhythm.sync.fusion.tuner import BucketCandidate
 from polyrhythm.types import Bytes, Seconds
 
 DEADLINE: Seconds = 60.0  # of any wait for another process
@@ -62,7 +62,7 @@ class Training:
             self.optimizer.synchronize()
         return ends
 
-    def tune(self) -> list[Candidate]:
+    def tune(self) -> list[BucketCandidate]:
         """What the optimizer has changed to, or has not, after each step until it is tuned."""
         assert isinstance(self.optimizer, DistributedOptimizer), "no other tunes itself"
         self.layers.set_pace(self._setting.forward, self._setting.backward)

@@ -12,8 +12,8 @@ from benchmarks.decoupled.worker import Order, SetUplink, work
 from benchmarks.words import word_of_each
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import LinkChange
+from polyrhythm.lab.commands import SwitchReport
 from polyrhythm.lab.lab import Lab
-from polyrhythm.lab.orders import Report
 from polyrhythm.types import BytesPerSecond, Seconds
 
 _REGION = "lab"
@@ -92,7 +92,7 @@ class Workers:
         self._set_uplink(None)
         self._change(_REGION, _REGION, _SHORT, _FASTEST)
 
-    def report(self) -> Report:
+    def report(self) -> SwitchReport:
         """What the network has carried since this was last asked, and how well."""
         return self._lab.report(reset=True)
 

@@ -12,8 +12,8 @@ from benchmarks.endtoend.side import Assignment
 from benchmarks.endtoend.task import SEED, model, optimizer, rates, texts
 from benchmarks.words import word_of_each
 from polyrhythm.processes import Child
-from polyrhythm.run.data.loading import Samples
-from polyrhythm.run.data.reading import order_of
+from polyrhythm.run.data.loader import SampleLoader
+from polyrhythm.run.data.reader import make_order
 from polyrhythm.run.demo.gpt import next_byte_loss
 from polyrhythm.types import Seconds
 
@@ -56,7 +56,7 @@ def _train(told: Assignment, boss: Connection) -> None:
     module = model(told.num_layers)
     chosen = optimizer(module.parameters())
     rate, losses = rates(told.num_steps)(chosen), list[float]()
-    samples = Samples(text, order_of(text, seed=SEED, shuffle=True))
+    samples = SampleLoader(text, make_order(text, seed=SEED, shuffle=True))
     for step in range(told.num_steps):
         batch = samples.load(((step * told.batch, (step + 1) * told.batch),))
         loss = next_byte_loss(module(batch.inputs), batch.target)
@@ -65,6 +65,6 @@ def _train(told: Assignment, boss: Connection) -> None:
         chosen.zero_grad()
         rate.step()
         losses.append(loss.item())
-    tests = Samples(held_out, order_of(held_out, shuffle=False)).load(((0, len(held_out)),))
+    tests = SampleLoader(held_out, make_order(held_out, shuffle=False)).load(((0, len(held_out)),))
     with torch.no_grad():
         boss.send((losses, next_byte_loss(module(tests.inputs), tests.target).item()))

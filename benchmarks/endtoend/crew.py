@@ -88,7 +88,7 @@ class Crew:
                 work = self._work, self._told, seat, theirs
                 self._children.append(self._hosts.spawn(seat.device, *work, output=output))
                 theirs.close()
-            word_of_each(self._pipes, self._children, "preparing", self._told.deadline)
+            word_of_each(self._pipes, self._children, "preparing", self._told.timeout)
         except BaseException:
             self._end()
             raise

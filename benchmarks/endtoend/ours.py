@@ -8,14 +8,14 @@ import torch._dynamo  # noqa: F401  # before the fork: it takes a second
 from benchmarks.endtoend.side import Assignment, Line, Seat, enter
 from benchmarks.endtoend.task import SEED, model, optimizer, rates, texts
 from polyrhythm.run.demo.gpt import next_byte_loss
-from polyrhythm.run.trainer.loop import StepEnd
+from polyrhythm.run.trainer.step_loop import StepEnd
 from polyrhythm.run.trainer.trainer import Trainer
 
 
 def work(told: Assignment, seat: Seat, boss: Connection) -> None:
     """One worker of the plan; its place follows from its device."""
     enter(seat, told.plan.num_workers)
-    line = Line(boss, told.deadline, told.turn)
+    line = Line(boss, told.timeout, told.turn)
     text, held_out = texts(told.num_held_out)
 
     def heard(end: StepEnd) -> None:
@@ -31,7 +31,7 @@ def work(told: Assignment, seat: Seat, boss: Connection) -> None:
         lr_scheduler_fn=rates(told.num_steps),
         seed=SEED,
         callbacks=[heard],
-        deadline=told.deadline,
+        timeout=told.timeout,
     ) as trainer:
         pace = told.pace(trainer.worker, seat.device)
         pace.keep(trainer.model)

@@ -52,7 +52,7 @@ def quiet(*, quick: bool, say: Callable[[str], None]) -> tuple[float, list[TurnR
         forward=size.forward,
         backward=3 * size.forward,
         num_held_out=0,
-        deadline=_PATIENCE,
+        timeout=_PATIENCE,
         turn=size.num_steps,
     )
     say("quiet: two jobs are started")

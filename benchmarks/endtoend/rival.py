@@ -22,10 +22,10 @@ from benchmarks.endtoend.pace import Pace
 from benchmarks.endtoend.side import Assignment, Line, Seat, enter
 from benchmarks.endtoend.task import SEED, model, optimizer, rates, texts
 from polyrhythm.plan.plan import Plan
-from polyrhythm.run.data.loading import Samples
-from polyrhythm.run.data.reading import order_of
+from polyrhythm.run.data.loader import SampleLoader
+from polyrhythm.run.data.reader import make_order
 from polyrhythm.run.demo.gpt import next_byte_loss
-from polyrhythm.run.trainer.shares import Batches, dealt
+from polyrhythm.run.trainer.batch_shares import GlobalBatch, microbatch_ranges
 from polyrhythm.types import Bytes, Worker
 
 
@@ -33,18 +33,18 @@ def work(told: Assignment, seat: Seat, boss: Connection) -> None:
     """One stage of a pipeline, for so many steps."""
     plan = told.plan
     enter(seat, plan.num_workers)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=told.deadline))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=told.timeout))
     worker = plan.worker(seat.rank)
-    pace, line = told.pace(worker, seat.device), Line(boss, told.deadline, told.turn)
+    pace, line = told.pace(worker, seat.device), Line(boss, told.timeout, told.turn)
     own_pipeline, own_stage = _groups(plan, worker)
     module, schedule = _stage(told, worker, pace, own_pipeline)
     chosen = optimizer(module.parameters())
     rate = rates(told.num_steps)(chosen)
     samples, share = _samples(told, worker)
-    batches = Batches(size=told.batch, microbatch_size=told.microbatch_size)
+    global_batch = GlobalBatch(size=told.batch, microbatch_size=told.microbatch_size)
 
     def compute(step: int) -> list[Tensor]:
-        batch, losses = samples.load((batches.range_of(step, share),)), list[Tensor]()
+        batch, losses = samples.load((global_batch.range_of(step, share),)), list[Tensor]()
         given = (batch.inputs,) if worker.stage == 0 else ()
         schedule.step(*given, target=batch.target, losses=losses, return_outputs=False)
         average(list(module.parameters()), own_stage, told.bucket)
@@ -120,11 +120,11 @@ def _groups(plan: Plan, worker: Worker) -> tuple[dist.ProcessGroup, dist.Process
     return pipelines[worker.pipeline], stages[worker.stage]
 
 
-def _samples(told: Assignment, worker: Worker) -> tuple[Samples, range]:
+def _samples(told: Assignment, worker: Worker) -> tuple[SampleLoader, range]:
     """The same samples in the same order as the Trainer's, and which micro-batches are ours."""
     text, _ = texts(told.num_held_out)
     is_first, is_last = worker.stage == 0, worker.stage == told.plan.num_stages - 1
-    order = order_of(text, seed=SEED, shuffle=True)
-    samples = Samples(text, order, needs_inputs=is_first, needs_target=is_last)
+    order = make_order(text, seed=SEED, shuffle=True)
+    samples = SampleLoader(text, order, needs_inputs=is_first, needs_target=is_last)
     numbers = [pipeline.num_microbatches or 0 for pipeline in told.plan.pipelines]
-    return samples, dealt(numbers)[worker.pipeline]
+    return samples, microbatch_ranges(numbers)[worker.pipeline]

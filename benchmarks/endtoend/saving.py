@@ -26,7 +26,7 @@ from benchmarks.endtoend.crew import Crew, Here
 from benchmarks.endtoend.side import Assignment, Line, Seat, enter
 from benchmarks.endtoend.turns import TurnRow, ratio, take_turns
 from polyrhythm.plan.plan import PipelinePlan, Plan
-from polyrhythm.run.trainer.loop import StepEnd
+from polyrhythm.run.trainer.step_loop import StepEnd
 from polyrhythm.run.trainer.trainer import Trainer
 from polyrhythm.types import Seconds
 
@@ -72,7 +72,7 @@ def saving(*, quick: bool, say: Callable[[str], None]) -> tuple[float, list[Turn
         forward=size.step / size.num_layers / 4,
         backward=size.step / size.num_layers * 3 / 4,
         num_held_out=0,
-        deadline=_PATIENCE,
+        timeout=_PATIENCE,
         turn=size.num_steps,
     )
     say("checkpoint: two jobs are started")
@@ -99,7 +99,7 @@ def _work(
     told: Assignment, seat: Seat, boss: Connection, *, width: int, run: Path, every: int | None
 ) -> None:
     enter(seat, told.plan.num_workers)
-    line = Line(boss, told.deadline, told.turn)
+    line = Line(boss, told.timeout, told.turn)
 
     def model() -> nn.Module:
         return nn.Sequential(*(nn.Linear(width, width) for _ in range(told.num_layers)))
@@ -116,7 +116,7 @@ def _work(
         run=run,
         checkpoint_every=every,
         callbacks=[heard],
-        deadline=told.deadline,
+        timeout=told.timeout,
     ) as trainer:
         pace = told.pace(trainer.worker, seat.device)
         pace.keep(trainer.model)

@@ -29,7 +29,7 @@ class Assignment:
     forward: Seconds  # of one layer and sample, on a device of speed 1
     backward: Seconds
     num_held_out: int  # samples
-    deadline: Seconds  # of any wait for another process
+    timeout: Seconds  # of any wait for another process
     turn: int = 0  # steps, after which the boss is asked whether to go on; 0: never
     scenario: Scenario = field(default_factory=Scenario)  # its `slow` is played
     bucket: Bytes = 25 * 2**20  # of gradients that torch averages at a time, as DDP
@@ -93,14 +93,14 @@ class Done:
 class Line:
     """A process's line to who drives the benchmark."""
 
-    def __init__(self, boss: Connection, deadline: Seconds, turn: int) -> None:
-        self._boss, self._deadline, self._turn = boss, deadline, turn
+    def __init__(self, boss: Connection, timeout: Seconds, turn: int) -> None:
+        self._boss, self._timeout, self._turn = boss, timeout, turn
         self._num_ended, self._cpu = 0, 0.0
 
     def ready(self) -> Seconds:
         """When all begin; returned at that moment."""
         self._boss.send("ready")
-        begin: Seconds = word_of_boss(self._boss, "waiting for the beginning", self._deadline)
+        begin: Seconds = word_of_boss(self._boss, "waiting for the beginning", self._timeout)
         time.sleep(max(0.0, begin - time.monotonic()))
         self._cpu = _cpu()
         return begin
@@ -119,7 +119,7 @@ class Line:
         self._num_ended += 1
         if self._turn and self._num_ended % self._turn == 0:
             self._boss.send("turn")
-            word_of_boss(self._boss, "waiting for its turn", self._deadline)
+            word_of_boss(self._boss, "waiting for its turn", self._timeout)
 
     def done(self, worker: Worker, moment: Seconds, pace: Pace, held_out: float | None) -> None:
         said = Done(

@@ -121,7 +121,7 @@ class _Storm:
             forward=self._forward,
             backward=3 * self._forward,
             num_held_out=self._size.num_held_out,
-            deadline=self._size.patience,
+            timeout=self._size.patience,
             scenario=slow_machines(),
             bucket=round(BUCKET * byte_scale()),
         )
@@ -179,7 +179,7 @@ class _Storm:
             lab.report(reset=True)
             crew.begin()
             heard = crew.follow(self._size.patience, links=self._links, on_step=on_step)
-            return heard, lab.report().punctuality.trouble is not None
+            return heard, lab.report().switch_timing.trouble is not None
 
 
 def _row(side: str, layout: str, told: Assignment, heard: Heard, *, disturbed: bool) -> StormyRow:

@@ -18,9 +18,9 @@ from rich.console import Console
 from benchmarks.lab.plan import FULL, MEGABIT, QUICK, Experiment, Plan
 from benchmarks.result import Result
 from polyrhythm.lab.lab import Lab
-from polyrhythm.lab.measure import SHORT
+from polyrhythm.lab.measure import MIN_GOODPUT
 from polyrhythm.lab.meter import Meter, Pair, described_round_trip
-from polyrhythm.lab.punctual import Rounds, punctual_rounds
+from polyrhythm.lab.timing import TimedRounds, rounds_on_time
 from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import BytesPerSecond, Seconds
 
@@ -57,17 +57,17 @@ class Row:
 
 def run(*, quick: bool, console: Console) -> Result:
     plan = QUICK if quick else FULL
-    until = time.monotonic() + plan.patience
+    deadline = time.monotonic() + plan.patience
     rows: list[Row] = []
-    measured: list[Rounds[_Figures]] = []
+    measured: list[TimedRounds[_Figures]] = []
     for experiment in plan.experiments:
-        measured.append(_measure(experiment, plan, until))
+        measured.append(_measure(experiment, plan, deadline))
         rows += _rows(experiment, measured[-1])
         print_line(
             console,
             f"{experiment.part}, {len(experiment.pairs)} pairs at once: "
             f"{len(measured[-1].values)} rounds, {measured[-1].num_rejected} rejected; "
-            f"in the last {measured[-1].punctuality}",
+            f"in the last {measured[-1].switch_timing}",
         )
     punctual = _punctual_limit(plan)
     limit = _switch_limit(plan)
@@ -89,17 +89,19 @@ def run(*, quick: bool, console: Console) -> Result:
     return Result(bench="lab", ratios=ratios, figures=figures, rows=rows)
 
 
-def _measure(experiment: Experiment, plan: Plan, until: Seconds) -> Rounds[_Figures]:
+def _measure(experiment: Experiment, plan: Plan, deadline: Seconds) -> TimedRounds[_Figures]:
     with Lab(experiment.cluster) as lab, Meter(lab) as meter:
 
         def work() -> _Figures:
             pairs = experiment.pairs
             return meter.round_trips(pairs), meter.goodput(pairs, experiment.window)
 
-        return punctual_rounds(lab, work, num_rounds=plan.num_rounds, tries=plan.tries, until=until)
+        return rounds_on_time(
+            lab, work, num_rounds=plan.num_rounds, tries=plan.tries, deadline=deadline
+        )
 
 
-def _rows(experiment: Experiment, rounds: Rounds[_Figures]) -> Iterator[Row]:
+def _rows(experiment: Experiment, rounds: TimedRounds[_Figures]) -> Iterator[Row]:
     for number, figures in enumerate(rounds.values):
         for pair, round_trip, goodput in zip(experiment.pairs, *figures, strict=True):
             yield Row(
@@ -119,10 +121,10 @@ def _punctual_limit(plan: Plan) -> BytesPerSecond:
     for experiment in plan.rings:
         with Lab(experiment.cluster) as lab, Meter(lab) as meter:
             work = partial(meter.goodput, experiment.pairs, experiment.window)
-            rounds = punctual_rounds(lab, work, tries=2)
+            rounds = rounds_on_time(lab, work, tries=2)
         (goodput,) = rounds.values
         described = experiment.cluster.link(*experiment.pairs[0]).bandwidth
-        if rounds.trouble or min(goodput) < SHORT * described:
+        if rounds.trouble or min(goodput) < MIN_GOODPUT * described:
             break
         carried = sum(goodput)
     return carried

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from polyrhythm.describe.cluster import Cluster, Device
-from polyrhythm.lab.meter import Pair, Window
+from polyrhythm.lab.meter import MeasureWindow, Pair
 from polyrhythm.types import BytesPerSecond, Seconds
 
 MEGABIT: BytesPerSecond = 125e3
@@ -21,7 +21,7 @@ class Experiment:
     part: str
     cluster: Cluster
     pairs: tuple[Pair, ...]
-    window: Window | None = None  # None: as the links need it
+    window: MeasureWindow | None = None  # None: as the links need it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def single_pairs(*cells: tuple[float, float]) -> Experiment:
     )
 
 
-def ring(num_hosts: int, mbps: float, window: Window) -> Experiment:
+def ring(num_hosts: int, mbps: float, window: MeasureWindow) -> Experiment:
     """Every host sends to the next, all at once."""
     hosts = [f"host {number}" for number in range(num_hosts)]
     return Experiment(
@@ -63,7 +63,7 @@ def ring(num_hosts: int, mbps: float, window: Window) -> Experiment:
     )
 
 
-def unlimited(num_pairs: int, window: Window) -> Experiment:
+def unlimited(num_pairs: int, window: MeasureWindow) -> Experiment:
     """Pairs at no distance, whose links carry whatever the switch does."""
     hosts = [f"host {number}" for number in range(2 * num_pairs)]
     return Experiment(
@@ -91,18 +91,18 @@ FULL = Plan(
         single_pairs(*((_RATES[2], latency) for latency in _LATENCIES)),
         single_pairs(*((_RATES[3], latency) for latency in _LATENCIES[:2])),
         single_pairs(*((_RATES[3], latency) for latency in _LATENCIES[2:])),
-        ring(16, 20, Window(1.0, 4.0)),
+        ring(16, 20, MeasureWindow(1.0, 4.0)),
     ),
-    rings=tuple(ring(16, mbps, Window(1.0, 2.0)) for mbps in (20, 50, 100, 200, 400)),
-    unlimited=unlimited(4, Window(1.0, 2.0)),
+    rings=tuple(ring(16, mbps, MeasureWindow(1.0, 2.0)) for mbps in (20, 50, 100, 200, 400)),
+    unlimited=unlimited(4, MeasureWindow(1.0, 2.0)),
     num_rounds=3,
     tries=6,
     patience=240.0,
 )
 QUICK = Plan(
-    experiments=(single_pairs((10, 1), (50, 20)), ring(16, 20, Window(0.5, 0.5))),
-    rings=(ring(16, 20, Window(1.0, 0.5)),),
-    unlimited=unlimited(2, Window(0.3, 0.5)),
+    experiments=(single_pairs((10, 1), (50, 20)), ring(16, 20, MeasureWindow(0.5, 0.5))),
+    rings=(ring(16, 20, MeasureWindow(1.0, 0.5)),),
+    unlimited=unlimited(2, MeasureWindow(0.3, 0.5)),
     num_rounds=1,
     tries=2,
     patience=6.0,

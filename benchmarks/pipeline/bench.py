@@ -80,7 +80,7 @@ class Row:
     round: int
     side: str
     seconds: Seconds
-    recipe: str
+    spec: str
     in_flight: tuple[int, ...]  # measured peak per stage
 
 
@@ -167,7 +167,7 @@ def _measure(stages: Stages, experiment: Experiment, plan: Plan) -> list[Row]:
                     round=number,
                     side=side,
                     seconds=answers[0].seconds,
-                    recipe=answers[0].recipe,
+                    spec=answers[0].spec,
                     in_flight=tuple(answer.peak_in_flight for answer in answers),
                 )
             )
@@ -228,7 +228,7 @@ def _show_steps(console: Console, experiment: Experiment, rows: Sequence[Row]) -
             [
                 side,
                 "  ".join(f"{row.seconds:.2f}" for row in rows if row.side == side),
-                next(row.recipe for row in reversed(rows) if row.side == side),
+                next(row.spec for row in reversed(rows) if row.side == side),
                 ",".join(map(str, next(r.in_flight for r in reversed(rows) if r.side == side))),
             ]
             for side in experiment.sides

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.run.launch import LocalJob, Place
+from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.types import Seconds
 
@@ -24,7 +24,9 @@ def plain_loop(num_rounds: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "ratio"
 
-        def work(place: Place) -> None:  # in a process of its own: this one must stay able to fork
+        def work(
+            ctx: DistContext,
+        ) -> None:  # in a process of its own: this one must stay able to fork
             found.write_text(repr(_compare(num_rounds)))
 
         with LocalJob(work, 1, output_folder=Path(folder)) as job:

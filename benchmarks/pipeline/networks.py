@@ -8,7 +8,7 @@ from itertools import pairwise
 from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, length
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import LinkChange
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 HOSTS = ("a", "b", "c", "d")
@@ -82,15 +82,15 @@ def bursts(forward: Seconds, message: Bytes, *, until: Seconds, seed: int) -> It
 
 def ideal(network: Network, forward: Seconds, num_microbatches: int) -> Seconds:
     """The shortest simulated length, of kFkB and of generous limits."""
-    recipes = [Recipe("kfkb", k=k) for k in range(1, num_microbatches + 1)]
+    specs = [ScheduleSpec("kfkb", k=k) for k in range(1, num_microbatches + 1)]
     size = len(HOSTS)
-    recipes += [
-        Recipe("bounded", limits=tuple(1 + slack * (size - 1 - s) for s in range(size)))
+    specs += [
+        ScheduleSpec("bounded", limits=tuple(1 + slack * (size - 1 - s) for s in range(size)))
         for slack in range(1, 5)
     ]
     shape = {"num_stages": size, "num_microbatches": num_microbatches}
     times = network.times(forward)
-    return min(length(recipe.build(**shape), times) for recipe in recipes)
+    return min(length(spec.build(**shape), times) for spec in specs)
 
 
 def cluster() -> Cluster:

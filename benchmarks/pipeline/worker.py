@@ -48,7 +48,7 @@ class Order:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     seconds: Seconds  # from the moment all were ready until all were done
-    recipe: str
+    spec: str
     peak_in_flight: int
 
 
@@ -116,10 +116,10 @@ class _Sides:
         dist.barrier()
         seconds = time.perf_counter() - start
         if not isinstance(pipeline, Pipeline):
-            return Answer(seconds=seconds, recipe="torch", peak_in_flight=0)
+            return Answer(seconds=seconds, spec="torch", peak_in_flight=0)
         return Answer(
             seconds=seconds,
-            recipe=str(pipeline.last_recipe),
+            spec=str(pipeline.last_spec),
             peak_in_flight=pipeline.peak_in_flight,
         )
 
@@ -150,7 +150,7 @@ class _Sides:
             loss_fn=_loss,
             num_microbatches=self._load.num_microbatches,
             schedule=name,
-            deadline=_DEADLINE,
+            timeout=_DEADLINE,
         )
 
 

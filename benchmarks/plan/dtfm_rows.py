@@ -13,9 +13,9 @@ from typing import TypeVar
 from benchmarks.plan.cases import BEST, ROUNDING, WORLDWIDE, planted, published
 from polyrhythm.cost.dtfm import PairTimes
 from polyrhythm.plan.dtfm.exact import search_exactly
-from polyrhythm.plan.dtfm.placement import Effort, place
+from polyrhythm.plan.dtfm.placement import SearchEffort, place
 from polyrhythm.types import Seconds
-from reproduction.dtfm.genetic import Settings, search
+from reproduction.dtfm.genetic import GeneticSettings, search
 
 BARS: Mapping[str, float] = {
     "optima": 15,
@@ -104,7 +104,7 @@ class _Plan:
 
     seeds: tuple[int, ...]
     noisy_seeds: tuple[int, ...]
-    effort: Effort
+    effort: SearchEffort
     num_evaluations: int  # of DT-FM's search
     large: tuple[tuple[int, bool], ...]
 
@@ -112,14 +112,14 @@ class _Plan:
 _FULL = _Plan(
     seeds=(0, 1, 2),
     noisy_seeds=(0, 1, 2, 3, 4),
-    effort=Effort(),
+    effort=SearchEffort(),
     num_evaluations=5000,
     large=((1, True), (2, False), (2, True)),
 )
 _QUICK = _Plan(
     seeds=(0,),
     noisy_seeds=(0,),
-    effort=Effort(num_rounds=2, num_moves=50_000),
+    effort=SearchEffort(num_rounds=2, num_moves=50_000),
     num_evaluations=500,
     large=((1, True),),
 )
@@ -147,13 +147,13 @@ def measure_dtfm(*, quick: bool, on_progress: Callable[[str], None]) -> DtfmRows
 def _warm_up() -> None:
     """Compile, or load what is compiled."""
     times = published(WORLDWIDE, noise=0)
-    place(times, effort=Effort(num_rounds=1, num_moves=100))
-    place(published(WORLDWIDE, num_stages=16), effort=Effort(num_rounds=0))
-    search(times, seed=0, settings=Settings(population=2, num_evaluations=3))
+    place(times, effort=SearchEffort(num_rounds=1, num_moves=100))
+    place(published(WORLDWIDE, num_stages=16), effort=SearchEffort(num_rounds=0))
+    search(times, seed=0, settings=GeneticSettings(population=2, num_evaluations=3))
     search_exactly(published("case3_multi_datacenter"))
 
 
-def _known(name: str, seed: int, effort: Effort) -> PlacedRow:
+def _known(name: str, seed: int, effort: SearchEffort) -> PlacedRow:
     return _placed(name, published(name, shuffle=seed), BEST[name], seed, effort)
 
 
@@ -164,7 +164,9 @@ def _large(plan: _Plan) -> Iterator[PlacedRow]:
         yield _placed(name, times, best, 1, plan.effort)
 
 
-def _placed(case: str, times: PairTimes, best: Seconds, seed: int, effort: Effort) -> PlacedRow:
+def _placed(
+    case: str, times: PairTimes, best: Seconds, seed: int, effort: SearchEffort
+) -> PlacedRow:
     found, cpu = _timed(lambda: place(times, seed=seed, effort=effort))
     return PlacedRow(
         case=case,
@@ -180,13 +182,13 @@ def _placed(case: str, times: PairTimes, best: Seconds, seed: int, effort: Effor
 def _noisy(seed: int, plan: _Plan) -> NoisyRow:
     times = published(WORLDWIDE, shuffle=seed, noise=seed)
     found, cpu = _timed(lambda: place(times, seed=seed, effort=plan.effort))
-    settings = Settings(num_evaluations=plan.num_evaluations)
+    settings = GeneticSettings(num_evaluations=plan.num_evaluations)
     dtfm, dtfm_cpu = _timed(lambda: search(times, seed=seed, settings=settings))
     began = time.process_time()
     equal = search(
         times,
         seed=seed,
-        settings=Settings(num_evaluations=10**9),
+        settings=GeneticSettings(num_evaluations=10**9),
         enough=lambda: time.process_time() - began >= cpu,
     )
     return NoisyRow(

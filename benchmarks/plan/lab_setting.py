@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.model import Layer, ModelProfile
 from polyrhythm.describe.scale import fewer_devices, scaled_cluster
-from polyrhythm.plan.job import Job
+from polyrhythm.plan.job import TrainingJob
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.predict import Prediction, predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.schedule.planned import PlannedSchedules
+from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 # GPT3-XL as DT-FM trains it: per layer, with micro-batches of one sequence.
@@ -98,7 +98,7 @@ def world(size: Size) -> Problem:
     return Problem(
         cluster=scaled_cluster(cluster, time_scale=size.time_scale, byte_scale=size.byte_scale),
         profile=ModelProfile(name="GPT3-XL in the lab", microbatch_size=1, layers=tuple(layers)),
-        job=Job(
+        job=TrainingJob(
             batch=size.num_microbatches * size.num_pipelines,
             num_stages=size.num_stages,
             num_pipelines=size.num_pipelines,
@@ -133,7 +133,7 @@ def uneven(size: Size) -> Problem:
             bandwidth=((12.5e6,),),
         ),
         profile=ModelProfile(name="equal layers", microbatch_size=1, layers=tuple(layers)),
-        job=Job(
+        job=TrainingJob(
             batch=size.uneven_microbatches,
             num_stages=len(_UNEVEN_SPEEDS),
             num_pipelines=1,

@@ -18,12 +18,12 @@ from polyrhythm.cost.sync import Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import Layer, ModelProfile
 from polyrhythm.plan.dtfm.placement import place
-from polyrhythm.plan.job import Job
+from polyrhythm.plan.job import TrainingJob
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
 from polyrhythm.plan.search import make_plan
-from polyrhythm.schedule.planned import PlannedSchedules
+from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from polyrhythm.types import Seconds
 
 CASES = (
@@ -124,7 +124,7 @@ def problem_of(cluster: Cluster, workload: Workload, sync: Sync) -> Problem:
     return Problem(
         cluster=cluster,
         profile=ModelProfile(name="gpt3-xl", microbatch_size=1, layers=layers),
-        job=Job(
+        job=TrainingJob(
             batch=workload.batch,
             sync=sync,
             gradient_bytes=workload.gradient_bytes / 2,

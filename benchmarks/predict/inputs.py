@@ -12,17 +12,17 @@ from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.errors import LabError
 from polyrhythm.lab.lab import Lab
-from polyrhythm.run.launch import Place
-from polyrhythm.run.probe.effort import Effort
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.probe.effort import ProbeEffort
 from polyrhythm.run.probe.probe import ProbeOptions, probe
-from polyrhythm.run.profile.profile import measured_profile
+from polyrhythm.run.profile.profile import measure_profile
 from polyrhythm.types import Seconds
 
 _PORT = 29400
 _PATIENCE: Seconds = 120.0
 
 
-def probed(lab: Lab, effort: Effort, folder: Path) -> Cluster:
+def probed(lab: Lab, effort: ProbeEffort, folder: Path) -> Cluster:
     """The lab's hosts and links as they are measured from inside, by a process on each host."""
     # Hosts of a lab share no network card, so that pairs may be measured side by side.
     options = ProbeOptions(
@@ -53,14 +53,14 @@ def _probe(
 ) -> None:
     settle()  # as the workers will
     os.environ.update(environment, MASTER_ADDR=meeting_host, MASTER_PORT=str(_PORT), LOCAL_RANK="0")
-    place = Place.from_environment(os.environ)
-    assert place is not None, "the variables are set"
-    answer.send(probe(place, name, options))
+    ctx = DistContext.from_environment(os.environ)
+    assert ctx is not None, "the variables are set"
+    answer.send(probe(ctx, name, options))
 
 
 def _profile(meeting_host: str, answer: Connection, repeat: int) -> None:
     settle()
-    answer.send(measured_profile(FACTORY, sizes=(1,), repeat=repeat, device="cpu"))
+    answer.send(measure_profile(FACTORY, sizes=(1,), repeat=repeat, device="cpu"))
 
 
 def _first_answer(

@@ -20,7 +20,7 @@ from benchmarks.sleeping.job import carry_out
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.lab.lab import Lab
-from polyrhythm.run.probe.effort import Effort
+from polyrhythm.run.probe.effort import ProbeEffort
 from polyrhythm.types import Seconds
 
 
@@ -57,7 +57,7 @@ def predicted_and_measured(
                 on_progress("profiling the model")
                 profile = profiled(lab, size.profile_repeat, folder)
             on_progress(f"probing {network.name}")
-            effort = Effort(seconds=size.probe_seconds, repeat=size.probe_repeat)
+            effort = ProbeEffort(seconds=size.probe_seconds, repeat=size.probe_repeat)
             rows += runs.rows(lab, folder, probed(lab, effort, folder), profile)
     return rows
 

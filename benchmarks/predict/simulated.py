@@ -14,7 +14,7 @@ from polyrhythm.cost.step import StageWork
 from polyrhythm.cost.sync import BUCKET
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.simulate.job import SimulatedJob, replicas
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.sync.setup import Setup
@@ -34,7 +34,7 @@ def simulated_job(
     alternative: Alternative, cluster: Cluster, profile: ModelProfile
 ) -> SimulatedJob:
     """A stage for each layer, and the devices of the cluster in the order of ranks."""
-    schedule = Recipe.parse(alternative.schedule).build(
+    schedule = ScheduleSpec.parse(alternative.schedule).build(
         num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES
     )
     averaging, num_pipelines = alternative.averaging, len(cluster.devices) // NUM_STAGES

@@ -29,5 +29,5 @@ class Spare:
             late.append(measured)
             took = self._clock() - began
             if len(late) == _TRIES or self._left < took:
-                return min(late, key=lambda each: each.punctuality.late_p99)
+                return min(late, key=lambda each: each.switch_timing.late_p99)
             self._left -= took

@@ -68,14 +68,14 @@ def carry_out(
         for pipe in pipes:
             pipe.send(begin)
         _wait_for_steps(record, children, num_steps)
-        punctuality = lab.report().punctuality
+        switch_timing = lab.report().switch_timing
         ends = record.ends()
     finally:
         end_all(children)
         for pipe in pipes:
             pipe.close()
     since = tuple(tuple(end - begin for end in of_pipeline) for of_pipeline in ends)
-    return Measured(ends=since, punctuality=punctuality)
+    return Measured(ends=since, switch_timing=switch_timing)
 
 
 def _quicken(lab: Lab) -> None:

@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass
 
-from polyrhythm.lab.orders import Punctuality
+from polyrhythm.lab.commands import SwitchTiming
 from polyrhythm.types import Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     ends: tuple[tuple[Seconds, ...], ...]  # of each pipeline's steps, since all began
-    punctuality: Punctuality  # of the emulated network meanwhile
+    switch_timing: SwitchTiming  # of the emulated network meanwhile
 
     @property
     def trouble(self) -> str | None:
         """Why the emulated network was no good, if it was not."""
-        return self.punctuality.trouble
+        return self.switch_timing.trouble

@@ -23,7 +23,7 @@ from benchmarks.sleeping.stage import SleepingStage, loss
 from benchmarks.words import word_of_boss
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.describe.slowness import Slowness
-from polyrhythm.run.average.group_sync import GroupSync
+from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.types import Seconds, Worker
 
@@ -94,7 +94,7 @@ def work(part: Part, meeting_point: str, boss: Connection, record: Record) -> No
         num_microbatches=part.num_microbatches,
         schedule=part.schedule,
         group=_own_pipeline(part),
-        deadline=DEADLINE,
+        timeout=DEADLINE,
         pipeline=part.worker.pipeline,
     )
     sync = _sync(part, pipeline, optimizer)
@@ -108,7 +108,7 @@ def work(part: Part, meeting_point: str, boss: Connection, record: Record) -> No
 
     compute()
     if sync is not None:
-        sync.consolidate()  # makes all connections, and tells the policy nothing
+        sync.average_all()  # makes all connections, and tells the policy nothing
     boss.send("ready")
     begin = word_of_boss(boss, "waiting until all are prepared", 2 * DEADLINE)
     time.sleep(max(0.0, begin - time.monotonic()))

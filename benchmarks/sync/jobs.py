@@ -104,7 +104,7 @@ class Workers:
 
     def trouble(self) -> str | None:
         """Why the emulated network was no good since this was last asked, if it was not."""
-        return self._lab.report(reset=True).punctuality.trouble
+        return self._lab.report(reset=True).switch_timing.trouble
 
     def _set_network(self, latency: Seconds, bandwidth: BytesPerSecond) -> None:
         self._lab.change(

@@ -29,8 +29,8 @@ from benchmarks.sync.scheduler_load import Load, Times, loaded
 from polyrhythm.processes import Child
 from polyrhythm.run.coordinator.coordinator import Coordinator
 from polyrhythm.run.coordinator.keys import JobKeys
-from polyrhythm.sync.decision_log import NAME, DecisionReader
-from polyrhythm.sync.messages import Assign, Commit, Done, Event, Ready
+from polyrhythm.sync.decision_log import LOG_NAME, DecisionReader
+from polyrhythm.sync.protocol import Assign, Commit, Done, Event, Ready
 from polyrhythm.sync.setup import Setup
 from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Seconds, Worker
@@ -92,7 +92,7 @@ def measure(*, quick: bool, console: Console) -> SchedulerFigures:
     plan = QUICK if quick else FULL
     num_workers = plan.num_stages * plan.num_pipelines
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / NAME
+        log = Path(folder) / LOG_NAME
         per_s = {}
         with (
             _coordinator(plan.setup, log) as (address, keys, process),
@@ -107,7 +107,7 @@ def measure(*, quick: bool, console: Console) -> SchedulerFigures:
     for num_connections in plan.fewer_connections:
         with (
             tempfile.TemporaryDirectory() as folder,
-            _coordinator(plan.setup, Path(folder) / NAME) as (address, keys, process),
+            _coordinator(plan.setup, Path(folder) / LOG_NAME) as (address, keys, process),
             loaded(address, keys, plan.setup, num_connections) as load,
         ):
             per_s[num_connections], _ = _saturate(load, plan, process)

@@ -22,11 +22,11 @@ import zmq
 from polyrhythm.errors import PeerError
 from polyrhythm.run.coordinator.keys import JobKeys
 from polyrhythm.run.coordinator.wire import PROTOCOL, Accepted, FromWorker, Hello, Welcome
-from polyrhythm.sync.messages import Assign, Commit, Done, Ready, Skip
+from polyrhythm.sync.protocol import Assign, Commit, Done, Ready, Skip
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
-LIFE = 1
+INCARNATION = 1
 _STANDSTILL: Seconds = 30.0  # of a machine that is busy elsewhere
 BATCH = 64  # messages between two looks at who is to begin
 JITTER = 0.1  # of a worker's period, so that they do not come to march in step
@@ -89,7 +89,7 @@ class Load:
             self._behind[name] = tuple(self._workers[number::num_connections])
             for worker in self._behind[name]:
                 self._names[worker] = name
-                hello = Hello(PROTOCOL, worker, "load", 0, LIFE, setup.text, ())
+                hello = Hello(PROTOCOL, worker, "load", 0, INCARNATION, setup.text, ())
                 self._say(worker, hello)
 
     def join(self, timeout: Seconds) -> None:
@@ -157,7 +157,7 @@ class Load:
             if isinstance(message, Assign | _Assign):
                 if times is not None:
                     times.assigned[worker, message.gid] = times.done[worker, message.gid] = now
-                self._say(worker, Done(worker, message.gid, True, LIFE))
+                self._say(worker, Done(worker, message.gid, True, INCARNATION))
             else:
                 if times is not None:
                     times.committed[worker, message.gid] = now
@@ -178,7 +178,7 @@ class Load:
         self._clocks[worker] += 1
         if self.times is not None:
             self.times.ready[worker, self._clocks[worker]] = now
-        self._say(worker, Ready(worker, self._clocks[worker], LIFE))
+        self._say(worker, Ready(worker, self._clocks[worker], INCARNATION))
 
     def _say(self, worker: Worker, message: FromWorker) -> None:
         self._send(self._names[worker], 2)  # SNDMORE

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.sync.settings import MICROBATCHES_PER_WORKER, Setting, Side
 from polyrhythm.describe.slowness import Slowness
 from polyrhythm.events import EventLog, LogReader
-from polyrhythm.run.average.group_sync import GroupSync
+from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.types import Seconds
 
 _NUM_REPORTED = 2000  # weights, which tell how far workers are apart
@@ -78,7 +78,7 @@ class Training(ABC):
                 weights = self.model.weight.detach().clone()
         cpu = time.process_time() - cpu
         if self.sync is not None:
-            self.sync.consolidate()  # nobody leaves while others may be averaging with it
+            self.sync.average_all()  # nobody leaves while others may be averaging with it
             self.sync.close()
         self.log.close()
         return Answer(
@@ -163,5 +163,5 @@ def _group_sizes(log: EventLog) -> list[int]:
     return [
         len(str(event.values["members"]).split())
         for event in averages
-        if event.why != "consolidate"
+        if event.why != "average_all"
     ]

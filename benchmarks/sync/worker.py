@@ -19,8 +19,8 @@ from benchmarks.sync.stages import Stage, Staged, loss
 from benchmarks.sync.training import Balanced, Plain, Training, Weights
 from polyrhythm.describe.slowness import Slowness, load_traces
 from polyrhythm.events import EventLog, worker_log
-from polyrhythm.run.average.group_sync import GroupSync
-from polyrhythm.run.average.parameter_server import ParameterServer
+from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.averaging.parameter_server import ParameterServer
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.types import Seconds, Worker
 
@@ -134,7 +134,7 @@ def _prepared(order: Order, place: Place, group: dist.ProcessGroup) -> Training:
             schedule=side.schedule,
             flush=side.flush,
             group=group,
-            deadline=DEADLINE,
+            timeout=DEADLINE,
             pipeline=worker.pipeline,
         )
     if side.policy is not None:
@@ -152,5 +152,5 @@ def _prepared(order: Order, place: Place, group: dist.ProcessGroup) -> Training:
             log=training.log,
             name=order.name,
         )
-        training.sync.consolidate()  # makes all connections: a job is longer than a benchmark
+        training.sync.average_all()  # makes all connections: a job is longer than a benchmark
     return training

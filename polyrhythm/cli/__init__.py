@@ -13,6 +13,7 @@ import tyro
 
 from polyrhythm import __version__
 from polyrhythm.cli.bench import Bench
+from polyrhythm.cli.coordinator import CoordinatorCommand
 from polyrhythm.cli.demo import Demo
 from polyrhythm.cli.export import ExportCommand
 from polyrhythm.cli.inspect import Doctor, Show
@@ -23,7 +24,6 @@ from polyrhythm.cli.profile import Profile
 from polyrhythm.cli.replay import ReplayCommand
 from polyrhythm.cli.report import ReportCommand
 from polyrhythm.cli.reproduce import ReproduceCommand
-from polyrhythm.cli.scheduler import SchedulerCommand
 from polyrhythm.cli.simulate import SimulateCommand
 from polyrhythm.cli.train import TrainCommand
 from polyrhythm.errors import PeerError, UserError, WorkerError
@@ -42,7 +42,7 @@ Command = (
     | Annotated[ReportCommand, tyro.conf.subcommand("report")]
     | Annotated[ReplayCommand, tyro.conf.subcommand("replay")]
     | Annotated[ExportCommand, tyro.conf.subcommand("export")]
-    | Annotated[SchedulerCommand, tyro.conf.subcommand("scheduler")]
+    | Annotated[CoordinatorCommand, tyro.conf.subcommand("coordinator")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[ReproduceCommand, tyro.conf.subcommand("reproduce")]
 )

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from polyrhythm.cli.ending import end_on_sigterm
+from polyrhythm.cli.signals import exit_on_sigterm
 from polyrhythm.errors import LaunchError
-from polyrhythm.run.compute import Compute
-from polyrhythm.run.demo.job import Job, Settings, new_run_folder
+from polyrhythm.run.demo.job import DemoConfig, DemoJob, new_run_folder
+from polyrhythm.run.emulated_compute import EmulatedCompute
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyrhythm.observe.progress import Progress
-    from polyrhythm.run.launch import Place
+    from polyrhythm.observe.progress import RunProgress
+    from polyrhythm.run.comm.launch import DistContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,34 +28,34 @@ class Demo:
     torchrun --nproc-per-node=4 -m polyrhythm demo
     """
 
-    settings: tyro.conf.OmitArgPrefixes[Settings] = field(default_factory=Settings)
+    settings: tyro.conf.OmitArgPrefixes[DemoConfig] = field(default_factory=DemoConfig)
     out: Path = Path("runs")
     """Folder in which the run gets a folder of its own."""
 
     def run(self, console: "Console") -> int:
-        job = Job.of(self.settings)
-        from polyrhythm.run.launch import Place  # loads torch
+        job = DemoJob.of(self.settings)
+        from polyrhythm.run.comm.launch import DistContext  # loads torch
 
-        place = Place.from_environment(os.environ)
-        run = self._run_here(job, console) if place is None else self._run_at(place, job, console)
+        ctx = DistContext.from_environment(os.environ)
+        run = self._run_here(job, console) if ctx is None else self._run_at(ctx, job, console)
         if run is not None:
             self._finish(run, console)
         return 0
 
-    def _run_here(self, job: Job, console: "Console") -> Path:
+    def _run_here(self, job: DemoJob, console: "Console") -> Path:
         from polyrhythm.events import merge
+        from polyrhythm.run.comm.launch import LocalJob
         from polyrhythm.run.demo.train import load_text, train
-        from polyrhythm.run.launch import LocalJob
 
-        _check_crowd(job.plan.num_workers)
+        _check_num_workers(job.plan.num_workers)
         text = load_text(job.settings)
-        compute = Compute.from_environment(os.environ)
+        compute = EmulatedCompute.from_environment(os.environ)
         run = self._begin(job, console)
-        end_on_sigterm()
+        exit_on_sigterm()
         try:
             with (
                 LocalJob(
-                    lambda place: train(place, job, text, run, compute),
+                    lambda ctx: train(ctx, job, text, run, compute),
                     job.plan.num_workers,
                     output_folder=run / "workers",
                     name=lambda rank: f"worker {job.plan.worker(rank)} (rank {rank})",
@@ -68,16 +68,16 @@ class Demo:
             merge(run)
         return run
 
-    def _run_at(self, place: "Place", job: Job, console: "Console") -> Path | None:
+    def _run_at(self, ctx: "DistContext", job: DemoJob, console: "Console") -> Path | None:
         """As one process of torchrun's; rank 0 also shows the progress. None on the other ranks."""
         from polyrhythm.events import merge
         from polyrhythm.run.demo.train import load_text, train
 
-        job.check_processes(place.world_size)
+        job.check_processes(ctx.world_size)
         text = load_text(job.settings)
-        compute = Compute.from_environment(os.environ)
-        if place.rank > 0:
-            train(place, job, text, None, compute)
+        compute = EmulatedCompute.from_environment(os.environ)
+        if ctx.rank > 0:
+            train(ctx, job, text, None, compute)
             return None
         run = self._begin(job, console)
         done = threading.Event()
@@ -90,14 +90,14 @@ class Demo:
             follower = threading.Thread(target=follow, daemon=True)
             follower.start()
             try:
-                train(place, job, text, run, compute)
+                train(ctx, job, text, run, compute)
             finally:
                 done.set()
                 follower.join()
         merge(run)
         return run
 
-    def _begin(self, job: Job, console: "Console") -> Path:
+    def _begin(self, job: DemoJob, console: "Console") -> Path:
         from polyrhythm.tables import print_line
 
         run = new_run_folder(self.out, "demo")
@@ -111,10 +111,10 @@ class Demo:
         )
         return run
 
-    def _progress(self, run: Path, job: Job, console: "Console") -> "Progress":
-        from polyrhythm.observe.progress import Progress
+    def _progress(self, run: Path, job: DemoJob, console: "Console") -> "RunProgress":
+        from polyrhythm.observe.progress import RunProgress
 
-        return Progress(
+        return RunProgress(
             run,
             num_steps=job.settings.steps,
             num_pipelines=job.settings.pipelines,
@@ -133,7 +133,7 @@ class Demo:
         print_line(console, f"run folder: {run}")
 
 
-def _check_crowd(num_workers: int) -> None:
+def _check_num_workers(num_workers: int) -> None:
     cores = os.cpu_count() or 1
     if num_workers > max(64, 8 * cores):
         raise LaunchError(

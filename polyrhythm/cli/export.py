@@ -27,9 +27,9 @@ class ExportCommand:
 
     def run(self, console: "Console") -> int:
         from polyrhythm.run.checkpoint.export import export
-        from polyrhythm.run.checkpoint.folder import find
+        from polyrhythm.run.checkpoint.folder import find_checkpoint
 
-        checkpoint = find(self.run_folder, self.step)
+        checkpoint = find_checkpoint(self.run_folder, self.step)
         out = self.out or self.run_folder / "export" / checkpoint.name
         export(checkpoint, out)
         for path in sorted(out.iterdir()):

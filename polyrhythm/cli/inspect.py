@@ -20,8 +20,8 @@ class Doctor:
 
         broken = doctor.show(
             console,
-            training=machine.findings(),
-            lab=abilities.findings(),
+            training=machine.check_results(),
+            lab=abilities.check_results(),
             extras=doctor.extras(),
         )
         return 1 if broken else 0

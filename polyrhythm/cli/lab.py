@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from polyrhythm.cli.ending import end_on_sigterm
+from polyrhythm.cli.signals import exit_on_sigterm
 from polyrhythm.errors import LabError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Scaled:
+class _ScaledCluster:
     """Which cluster, with how many hosts, at what scale."""
 
     cluster: tyro.conf.Positional[str]
@@ -51,7 +51,7 @@ class _Scaled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run(_Scaled):
+class LabRun(_ScaledCluster):
     """Run a program on every host, with torchrun's variables set: lab run CLUSTER -- python x.py"""
 
     program: tyro.conf.Positional[tuple[str, ...]] = ()
@@ -70,7 +70,7 @@ class Run(_Scaled):
     def run(self, console: "Console") -> int:
         from polyrhythm.describe.bundled import is_name
         from polyrhythm.describe.scenario import Scenario
-        from polyrhythm.lab.rehearse import Rehearsal
+        from polyrhythm.lab.rehearsal import Rehearsal
         from polyrhythm.tables import print_line
 
         if not self.program:
@@ -100,16 +100,16 @@ class Run(_Scaled):
             program=self.program,
             environment=environment,
             output=self.output,
-            say=lambda line: print_line(console, line),
+            log=lambda line: print_line(console, line),
         )
-        end_on_sigterm()
+        exit_on_sigterm()
         if self.in_process:
             return rehearsal.run_in_process(timeout=self.timeout)
         return rehearsal.run(name=self.name, timeout=self.timeout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check(_Scaled):
+class LabCheck(_ScaledCluster):
     """Measure every pair of hosts against its description and print the table."""
 
     # No options but those of the scale.
@@ -118,7 +118,7 @@ class Check(_Scaled):
         from polyrhythm.lab import check_table, measure
         from polyrhythm.lab.lab import Lab
 
-        end_on_sigterm()
+        exit_on_sigterm()
 
         def progress(done: int, total: int) -> None:
             status.update(f"measuring: round {done + 1} of {total}")
@@ -130,17 +130,17 @@ class Check(_Scaled):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Running:
+class _RunningLab:
     """A running lab."""
 
     lab: str | None = None
     """Its name; not needed while only one is running."""
 
     def connect(self) -> "Control":
-        from polyrhythm.lab.control import running_labs, visit
+        from polyrhythm.lab.control import attach, running_labs
 
         if self.lab is not None:
-            return visit(self.lab)
+            return attach(self.lab)
         running = running_labs()
         if len(running) != 1:
             raise LabError(
@@ -150,11 +150,11 @@ class _Running:
                 if running
                 else "start one with `polyrhythm lab run`",
             )
-        return visit(running[0])
+        return attach(running[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shell(_Running):
+class LabShell(_RunningLab):
     """Open a shell, or run a program, on a host of a running lab."""
 
     host: tyro.conf.Positional[str]
@@ -163,28 +163,28 @@ class Shell(_Running):
     """After --: instead of your shell."""
 
     def run(self, console: "Console") -> int:
-        from polyrhythm.lab.program import execute
-        from polyrhythm.lab.visit import enter_host
+        from polyrhythm.lab.attach import enter_host
+        from polyrhythm.lab.program import exec_program
 
         enter_host(self.connect(), self.host)
         sys.stdout.flush()
-        execute(self.program or (os.environ.get("SHELL", "/bin/sh"),), {})
+        exec_program(self.program or (os.environ.get("SHELL", "/bin/sh"),), {})
         raise AssertionError("this process is another program by now")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status(_Running):
+class LabStatus(_RunningLab):
     """Hosts, traffic per pair and punctuality of a running lab."""
 
     def run(self, console: "Console") -> int:
-        from polyrhythm.lab.visit import show_status
+        from polyrhythm.lab.attach import show_status
 
         show_status(self.connect(), console)
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change(_Running):
+class LabChange(_RunningLab):
     """Change the link between two hosts of a running lab, both ways unless --one-way."""
 
     source: tyro.conf.Positional[str]
@@ -201,7 +201,7 @@ class Change(_Running):
     """Only what the first sends to the second."""
 
     def run(self, console: "Console") -> int:
-        from polyrhythm.lab.visit import change_link
+        from polyrhythm.lab.attach import change_link
 
         change_link(
             self.connect(),
@@ -216,52 +216,52 @@ class Change(_Running):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OfHost(_Running):
+class _HostCommand(_RunningLab):
     host: tyro.conf.Positional[str]
     """Name of the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kill(_OfHost):
+class LabKill(_HostCommand):
     """Kill a host of a running lab as a power cut would: its peers hear nothing."""
 
     def run(self, console: "Console") -> int:
-        from polyrhythm.lab import visit
+        from polyrhythm.lab import attach
 
-        print(visit.kill(self.connect(), self.host))
+        print(attach.kill(self.connect(), self.host))
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Revive(_OfHost):
+class LabRevive(_HostCommand):
     """Join a killed host to the network again; `lab shell` can start something on it."""
 
     def run(self, console: "Console") -> int:
-        from polyrhythm.lab import visit
+        from polyrhythm.lab import attach
 
-        print(visit.revive(self.connect(), self.host))
+        print(attach.revive(self.connect(), self.host))
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pause(_OfHost):
+class LabPause(_HostCommand):
     """Let a host of a running lab stand still."""
 
     def run(self, console: "Console") -> int:
-        from polyrhythm.lab import visit
+        from polyrhythm.lab import attach
 
-        print(visit.pause(self.connect(), self.host))
+        print(attach.pause(self.connect(), self.host))
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume(_OfHost):
+class LabResume(_HostCommand):
     """Let a paused host go on."""
 
     def run(self, console: "Console") -> int:
-        from polyrhythm.lab import visit
+        from polyrhythm.lab import attach
 
-        print(visit.resume(self.connect(), self.host))
+        print(attach.resume(self.connect(), self.host))
         return 0
 
 
@@ -270,15 +270,15 @@ class LabCommand:
     """Rehearse any cluster on this machine: real TCP over chosen latency and bandwidth, faults."""
 
     command: tyro.conf.OmitSubcommandPrefixes[
-        Annotated[Run, tyro.conf.subcommand("run")]
-        | Annotated[Check, tyro.conf.subcommand("check")]
-        | Annotated[Shell, tyro.conf.subcommand("shell")]
-        | Annotated[Status, tyro.conf.subcommand("status")]
-        | Annotated[Change, tyro.conf.subcommand("change")]
-        | Annotated[Kill, tyro.conf.subcommand("kill")]
-        | Annotated[Revive, tyro.conf.subcommand("revive")]
-        | Annotated[Pause, tyro.conf.subcommand("pause")]
-        | Annotated[Resume, tyro.conf.subcommand("resume")]
+        Annotated[LabRun, tyro.conf.subcommand("run")]
+        | Annotated[LabCheck, tyro.conf.subcommand("check")]
+        | Annotated[LabShell, tyro.conf.subcommand("shell")]
+        | Annotated[LabStatus, tyro.conf.subcommand("status")]
+        | Annotated[LabChange, tyro.conf.subcommand("change")]
+        | Annotated[LabKill, tyro.conf.subcommand("kill")]
+        | Annotated[LabRevive, tyro.conf.subcommand("revive")]
+        | Annotated[LabPause, tyro.conf.subcommand("pause")]
+        | Annotated[LabResume, tyro.conf.subcommand("resume")]
     ]
 
     def run(self, console: "Console") -> int:

@@ -11,11 +11,11 @@ from polyrhythm.errors import PlanError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyrhythm.plan.job import Job
+    from polyrhythm.plan.job import TrainingJob
     from polyrhythm.plan.plan import Plan, Sources
     from polyrhythm.plan.predict import Prediction
     from polyrhythm.plan.problem import Problem
-    from polyrhythm.plan.search import Planned
+    from polyrhythm.plan.search import PlanResult
 
 _LARGEST = 64  # samples in a micro-batch of a model that is counted, not measured
 
@@ -84,12 +84,12 @@ class PlanCommand:
         return 0
 
     def _check(self) -> None:
-        from polyrhythm.schedule.recipe import Recipe
+        from polyrhythm.schedule.spec import ScheduleSpec
 
         _check_target(self.out, ".json", "-o")
         _check_target(self.svg, ".svg", "--svg")
         if self.schedule != "auto":
-            Recipe.parse(self.schedule)
+            ScheduleSpec.parse(self.schedule)
         if (self.running is None) != (self.steps is None):
             raise PlanError(
                 "--steps without --running"
@@ -124,9 +124,9 @@ class PlanCommand:
         return Plan.load(path)
 
     def _problem(self, running: "Plan | None") -> "Problem":
-        from polyrhythm.cli.described import load_cluster, load_model
+        from polyrhythm.cli.inputs import load_cluster, load_model
         from polyrhythm.plan.problem import Problem
-        from polyrhythm.schedule.planned import PlannedSchedules
+        from polyrhythm.schedule.plan_schedules import PlannedSchedules
 
         job = self._job(running)
         cluster = load_cluster(self.cluster)
@@ -135,8 +135,8 @@ class PlanCommand:
         )
         return Problem(cluster=cluster, profile=profile, job=job, schedules=PlannedSchedules())
 
-    def _job(self, running: "Plan | None") -> "Job":
-        from polyrhythm.plan.job import Job, Objective
+    def _job(self, running: "Plan | None") -> "TrainingJob":
+        from polyrhythm.plan.job import Objective, TrainingJob
 
         batch: int | None = self.batch
         sync: str | None = self.sync
@@ -149,7 +149,7 @@ class PlanCommand:
                 expected="how many samples a step has, of all pipelines together",
                 fix="add --batch 512, or whatever the model is trained with",
             )
-        return Job(
+        return TrainingJob(
             batch=batch,
             sync=sync or "all_reduce",
             objective=Objective.COST if self.objective == "cost" else Objective.TIME,
@@ -163,12 +163,12 @@ class PlanCommand:
             unequal=self.unequal,
         )
 
-    def _planned(self, problem: "Problem", console: "Console") -> "Planned":
+    def _planned(self, problem: "Problem", console: "Console") -> "PlanResult":
         from polyrhythm.observe.plan_progress import PlanProgress
         from polyrhythm.plan.job import Objective
         from polyrhythm.plan.search import make_plan, pareto_front
 
-        def searched(which: "Problem") -> "Planned":
+        def searched(which: "Problem") -> "PlanResult":
             with PlanProgress(console) as progress:
                 return make_plan(which, seed=self.seed, on_progress=progress.update)
 
@@ -179,7 +179,7 @@ class PlanCommand:
         fast = searched(problem)
         return replace(fast, front=tuple(pareto_front([*fast.front, *cheap.front])))
 
-    def _chosen(self, planned: "Planned", console: "Console") -> "Prediction":
+    def _chosen(self, planned: "PlanResult", console: "Console") -> "Prediction":
         from polyrhythm.observe.plan_table import show_front
 
         if self.objective != "both":
@@ -193,15 +193,15 @@ class PlanCommand:
             raise self._no_such_plan(f"a number from 1 to {len(front)}")
         return front[taken]
 
-    def _replanned(self, running: "Plan", problem: "Problem", console: "Console") -> "Planned":
+    def _replanned(self, running: "Plan", problem: "Problem", console: "Console") -> "PlanResult":
         from polyrhythm.observe.plan_progress import PlanProgress
         from polyrhythm.observe.plan_table import show_change
         from polyrhythm.plan.predict import predict
-        from polyrhythm.plan.replan import reopened, replan
+        from polyrhythm.plan.replan import replan, reset_schedules
 
         assert self.steps is not None, "checked"
         try:
-            now: Prediction | str = predict(reopened(running, problem), problem)
+            now: Prediction | str = predict(reset_schedules(running, problem), problem)
         except PlanError as error:
             now = f"{error.wrong} (expected: {error.expected})"
         with PlanProgress(console) as progress:
@@ -212,7 +212,7 @@ class PlanCommand:
         return change.planned
 
     def _show(
-        self, chosen: "Prediction", planned: "Planned", problem: "Problem", console: "Console"
+        self, chosen: "Prediction", planned: "PlanResult", problem: "Problem", console: "Console"
     ) -> None:
         from polyrhythm.observe.plan_svg import draw_plan
         from polyrhythm.observe.plan_table import show_plan
@@ -227,12 +227,12 @@ class PlanCommand:
             print_line(console, f"drawn in {self.svg}")
 
     def _sources(self, out: Path) -> "Sources":
-        from polyrhythm.cli.described import beside
+        from polyrhythm.cli.inputs import relative_to
         from polyrhythm.plan.plan import Sources
 
         return Sources(
-            cluster=beside(self.cluster, out),
-            profile=beside(self.profile, out),
+            cluster=relative_to(self.cluster, out),
+            profile=relative_to(self.profile, out),
             flops=self.flops,
             dtype=self.dtype,
             gradient_bytes=self.gradient_bytes,
@@ -251,7 +251,7 @@ def _check_target(path: Path | None, ending: str, flag: str) -> None:
         check_target(path, (ending,), flag=flag)
 
 
-def _sizes(job: "Job") -> list[int]:
+def _sizes(job: "TrainingJob") -> list[int]:
     """Micro-batches to count a model for: as asked for, or 1 and the powers of 2 that divide."""
     if job.microbatch_size is not None:
         return [job.microbatch_size]

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from polyrhythm.cli.ending import end_on_sigterm
+from polyrhythm.cli.signals import exit_on_sigterm
 from polyrhythm.errors import LaunchError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyrhythm.run.launch import Place
-    from polyrhythm.run.probe.effort import Effort
+    from polyrhythm.run.comm.launch import DistContext
+    from polyrhythm.run.probe.effort import ProbeEffort
     from polyrhythm.run.probe.probe import ProbeOptions
 
-MOST_LOCAL = 64
+MAX_LOCAL = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,41 +48,41 @@ class Probe:
     """How long a transfer lasts, at the least, that a bandwidth is taken from."""
     repeat: int = 5
     """Measurements of each thing: their median and spread are written."""
-    patience: float = 20.0
+    pair_timeout: float = 20.0
     """Seconds for one pair, after which a bandwidth that still climbs is taken as it is."""
-    deadline: float = 60.0
+    timeout: float = 60.0
     """Seconds to wait for a message of another process before giving it up as lost."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.describe.write import check_target
-        from polyrhythm.run.probe.effort import Effort
+        from polyrhythm.run.probe.effort import ProbeEffort
 
-        effort = Effort(
+        effort = ProbeEffort(
             seconds=self.seconds,
             repeat=self.repeat,
-            patience=self.patience,
-            deadline=self.deadline,
+            pair_timeout=self.pair_timeout,
+            timeout=self.timeout,
         )
-        from polyrhythm.run.launch import Place  # loads torch
+        from polyrhythm.run.comm.launch import DistContext  # loads torch
 
-        place = Place.from_environment(os.environ)
-        if place is None or place.rank == 0:  # who writes it
+        ctx = DistContext.from_environment(os.environ)
+        if ctx is None or ctx.rank == 0:  # who writes it
             check_target(self.out, (".toml",))
-        if place is not None and self.local is not None:
+        if ctx is not None and self.local is not None:
             raise LaunchError(
                 f"--local {self.local} in a process of torchrun's",
                 expected="processes of torchrun, or --local",
                 fix="leave --local out, or start without torchrun",
             )
-        if place is not None:
-            self._run_as(place, self._options(effort), console)
+        if ctx is not None:
+            self._run_as(ctx, self._options(effort), console)
         else:
             self._run_here(self._options(effort), console)
-        if place is None or place.rank == 0:
+        if ctx is None or ctx.rank == 0:
             self._show(console)
         return 0
 
-    def _options(self, effort: "Effort") -> "ProbeOptions":
+    def _options(self, effort: "ProbeEffort") -> "ProbeOptions":
         from datetime import UTC, datetime
 
         from polyrhythm.run.probe.probe import ProbeOptions
@@ -97,24 +97,24 @@ class Probe:
         )
 
     def _run_here(self, options: "ProbeOptions", console: "Console") -> None:
-        from polyrhythm.run.launch import LocalJob
+        from polyrhythm.run.comm.launch import LocalJob
         from polyrhythm.run.probe.local import check_device, watch
 
-        if self.local is None or not 1 <= self.local <= MOST_LOCAL:
+        if self.local is None or not 1 <= self.local <= MAX_LOCAL:
             raise LaunchError(
                 "no processes to measure with" if self.local is None else f"--local {self.local}",
-                expected=f"torchrun's, one for each device, or --local with 1 to {MOST_LOCAL}",
+                expected=f"torchrun's, one for each device, or --local with 1 to {MAX_LOCAL}",
                 fix="polyrhythm probe --local 2, or torchrun --nproc-per-node=2 -m polyrhythm "
                 "probe",
             )
-        end_on_sigterm()
+        exit_on_sigterm()
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             progress = folder / "progress"
             check_device(self.device, folder)
 
-            def work(place: "Place") -> None:
-                self._measure(place, options, progress.write_text)
+            def work(ctx: "DistContext") -> None:
+                self._measure(ctx, options, progress.write_text)
 
             with (
                 LocalJob(work, self.local, output_folder=folder) as job,
@@ -124,28 +124,28 @@ class Probe:
                     job,
                     progress,
                     say=lambda text: status.update(f"measuring {text}"),
-                    silence=options.effort.silence,
+                    stall_timeout=options.effort.stall_timeout,
                 )
 
-    def _run_as(self, place: "Place", options: "ProbeOptions", console: "Console") -> None:
-        with console.status("measuring") if place.rank == 0 else nullcontext() as status:
+    def _run_as(self, ctx: "DistContext", options: "ProbeOptions", console: "Console") -> None:
+        with console.status("measuring") if ctx.rank == 0 else nullcontext() as status:
 
             def say(text: str) -> None:
                 if status is not None:
                     status.update(f"measuring {text}")
 
-            self._measure(place, options, say)
+            self._measure(ctx, options, say)
 
     def _measure(
-        self, place: "Place", options: "ProbeOptions", say: Callable[[str], object]
+        self, ctx: "DistContext", options: "ProbeOptions", say: Callable[[str], object]
     ) -> None:
         """As one process; rank 0 says how far it is, and writes the file."""
         from polyrhythm.describe.write import write_cluster
         from polyrhythm.run.probe.probe import probe
 
         host = socket.gethostname()
-        device = os.environ.get("POLYRHYTHM_DEVICE", f"{host}/{place.local_rank}")
-        cluster = probe(place, device, options, say if place.rank == 0 else lambda text: None)
+        device = os.environ.get("POLYRHYTHM_DEVICE", f"{host}/{ctx.local_rank}")
+        cluster = probe(ctx, device, options, say if ctx.rank == 0 else lambda text: None)
         if cluster is not None:
             write_cluster(cluster, self.out)
 

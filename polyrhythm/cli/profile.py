@@ -75,12 +75,12 @@ class Profile:
     def _measured(self, console: "Console") -> "ModelProfile":
         from datetime import UTC, datetime
 
-        from polyrhythm.run.profile.profile import measured_profile
+        from polyrhythm.run.profile.profile import measure_profile
         from polyrhythm.tables import print_line
 
         notes: list[str] = []
         with console.status("measuring") as status:
-            profile = measured_profile(
+            profile = measure_profile(
                 self.model,
                 sizes=self.sizes,
                 repeat=self.repeat,
@@ -88,14 +88,14 @@ class Profile:
                 dtype=self.dtype,
                 measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
                 say=lambda text: status.update(f"measuring {text}"),
-                note=notes.append,
+                warn=notes.append,
             )
         for text in notes:
             print_line(console, text)
         return profile
 
     def _check(self) -> None:
-        from polyrhythm.describe.model import MOST_SAMPLES
+        from polyrhythm.describe.model import MAX_SAMPLES
 
         if not 1 <= self.repeat <= 1000:
             raise DescriptionError(
@@ -112,10 +112,10 @@ class Profile:
             )
         sizes = self.sizes or (1,)
         repeated = len(set(sizes)) < len(sizes)
-        if min(sizes) < 1 or max(sizes) > MOST_SAMPLES or repeated:
+        if min(sizes) < 1 or max(sizes) > MAX_SAMPLES or repeated:
             raise DescriptionError(
                 f"--sizes {' '.join(map(str, sizes))}",
-                expected=f"numbers of samples, 1 to {MOST_SAMPLES}, each once",
+                expected=f"numbers of samples, 1 to {MAX_SAMPLES}, each once",
                 fix="write them like --sizes 8 4 2 1",
             )
         if self.flops is not None and ":" in self.model:

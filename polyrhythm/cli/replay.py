@@ -45,22 +45,22 @@ class ReplayCommand:
 
 def _logs(source: Path) -> list[Path]:
     """Those that are meant."""
-    from polyrhythm.sync.decision_log import NAME, decision_logs
+    from polyrhythm.sync.decision_log import LOG_NAME, decision_log_paths
 
-    path = source / NAME if source.is_dir() else source
-    expected = f"the folder of a run with groups, or the {NAME} that its scheduler has written"
+    path = source / LOG_NAME if source.is_dir() else source
+    expected = f"the folder of a run with groups, or the {LOG_NAME} that its scheduler has written"
     if path.is_file():
         if other := _other_than_decisions(path):
             what, fix = other
             raise EventError(f"{path} {what}", expected=expected, fix=fix)
-        return decision_logs(source) if source.is_dir() else [path]
+        return decision_log_paths(source) if source.is_dir() else [path]
     if not source.exists():
         raise EventError(f"{source}: there is none", expected=expected, fix="check the path")
     # By name, which has the time in it.
-    runs = sorted(log.parent for log in source.glob(f"*/{NAME}"))
+    runs = sorted(log.parent for log in source.glob(f"*/{LOG_NAME}"))
     why = "train in groups, with --sync age for example: other runs have no scheduler"
     raise EventError(
-        f"{source}: no {NAME}",
+        f"{source}: no {LOG_NAME}",
         expected=expected,
         fix=f"give a run in it: {runs[-1]}" if runs else why,
     )

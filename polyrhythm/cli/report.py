@@ -39,15 +39,15 @@ class ReportCommand:
 def _show(folder: Path, console: "Console") -> None:
     from polyrhythm.events import WORKERS, merged_log
     from polyrhythm.observe.groups import Groups
-    from polyrhythm.observe.report import Report
-    from polyrhythm.sync.decision_log import decision_logs
+    from polyrhythm.observe.report import RunReport
+    from polyrhythm.sync.decision_log import decision_log_paths
     from polyrhythm.tables import print_line
 
-    decided = decision_logs(folder)
+    decided = decision_log_paths(folder)
     is_run = merged_log(folder).exists() or (folder / WORKERS).exists() or not decided
     if is_run:
         events = _read(folder)
-        Report.of(events).show(console)
+        RunReport.of(events).show(console)
         Groups.of(events).show(console)
     for number, path in enumerate(decided):
         if is_run or number:

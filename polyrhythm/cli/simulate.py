@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from polyrhythm.describe.scenario import Scenario
     from polyrhythm.plan.plan import Plan
     from polyrhythm.plan.problem import Problem
-    from polyrhythm.simulate.compare import Way
+    from polyrhythm.simulate.compare import Variant
     from polyrhythm.simulate.job import SimulatedJob
     from polyrhythm.types import Seconds
 
@@ -79,19 +79,19 @@ class SimulateCommand:
     """A folder for the logs of all runs, which `polyrhythm report` reads."""
 
     def run(self, console: "Console") -> int:
-        from polyrhythm.simulate.compare import show_links, show_ways
+        from polyrhythm.simulate.compare import show_links, show_variants
 
         self._check()
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            ways = list(self._ways(console))
-        show_ways(ways, console)
+            variants = list(self._variants(console))
+        show_variants(variants, console)
         if self.spot is not None:
-            self._show_losses(self.spot, ways, console)
-        show_links(ways[0], console)
+            self._show_losses(self.spot, variants, console)
+        show_links(variants[0], console)
         if self.converge is not None:
-            self._show_curves(ways, console)
-        for words in dict.fromkeys(str(each.message) for each in told):
+            self._show_curves(variants, console)
+        for words in dict.fromkeys(str(each.message) for each in caught):
             _warn(words)
         return 0
 
@@ -116,47 +116,47 @@ class SimulateCommand:
                 fix="add --spot bamboo_aws_p3, or leave it out",
             )
 
-    def _show_curves(self, ways: "list[Way]", console: "Console") -> None:
-        from polyrhythm.cli.simulating import SimulationProgress
+    def _show_curves(self, variants: "list[Variant]", console: "Console") -> None:
+        from polyrhythm.cli.simulation_progress import SimulationProgress
         from polyrhythm.simulate.compare import show_curves
-        from polyrhythm.simulate.converge import converge
+        from polyrhythm.simulate.convergence import converge
         from polyrhythm.simulate.problems import perceptron, quadratic
 
         make = quadratic if self.converge == "quadratic" else perceptron
         curves = []
         with SimulationProgress() as progress:
-            for way in ways:
-                progress.working(f"{way.name}, a small problem")
-                problem = make(len(way.job.pipelines), seed=self.seed)
-                curve = converge(way.job, problem, num_steps=self.steps, lr=self.lr)
-                curves.append((way.name, curve))
+            for variant in variants:
+                progress.show_busy(f"{variant.name}, a small problem")
+                problem = make(len(variant.job.pipelines), seed=self.seed)
+                curve = converge(variant.job, problem, num_steps=self.steps, lr=self.lr)
+                curves.append((variant.name, curve))
         show_curves(curves, console)
 
-    def _show_losses(self, spot: str, ways: "list[Way]", console: "Console") -> None:
+    def _show_losses(self, spot: str, variants: "list[Variant]", console: "Console") -> None:
         from polyrhythm.describe.spot import SpotTrace
         from polyrhythm.describe.units import show
         from polyrhythm.simulate.compare import show_losses
         from polyrhythm.types import Seconds
 
         length = self._squeezed or SpotTrace.load(spot).length
-        show_losses(ways, self._taken(spot, ways[0].job.cluster).kill, length, console)
-        longest = max(way.found.duration for way in ways)
+        show_losses(variants, self._taken(spot, variants[0].job.cluster).kill, length, console)
+        longest = max(variant.result.duration for variant in variants)
         if longest > length:
             ends = f"the recording {spot} ends after {show(length, Seconds)} of the"
             _warn(f"{ends} {show(longest, Seconds)} that were simulated, and is held at its end")
 
-    def _ways(self, console: "Console") -> "Iterator[Way]":
-        from polyrhythm.cli.simulating import SimulationProgress
-        from polyrhythm.simulate.compare import Way
+    def _variants(self, console: "Console") -> "Iterator[Variant]":
+        from polyrhythm.cli.simulation_progress import SimulationProgress
+        from polyrhythm.simulate.compare import Variant
         from polyrhythm.simulate.simulator import simulate
 
         jobs = list(self._jobs(console))  # what is wrong with any is said before all
         with SimulationProgress() as progress:
             for name, job in jobs:
                 run = None if self.out is None else self.out / _file_name(name)
-                watching = progress.watching(name, job, self.steps)
-                found = simulate(job, num_steps=self.steps, observers=watching, run=run)
-                yield Way(name=name, job=job, found=found)
+                observers = progress.observers_for(name, job, self.steps)
+                found = simulate(job, num_steps=self.steps, observers=observers, run=run)
+                yield Variant(name=name, job=job, result=found)
 
     def _jobs(self, console: "Console") -> "Iterator[tuple[str, SimulatedJob]]":
         from polyrhythm.plan.plan import Plan
@@ -169,16 +169,16 @@ class SimulateCommand:
             there = f"{plan.cluster!r}, simulated on {problem.cluster.name!r}"
             print_line(console, f"note: planned for {there}")
         changed = [what_if(sentence, problem.cluster, scenario) for sentence in self.what_if]
-        for befalls in (scenario, *(one for _, one in changed)):
-            self._check_converges(befalls)
+        for changed_scenario in (scenario, *(one for _, one in changed)):
+            self._check_converges(changed_scenario)
         yield from self._named(plan, problem, scenario, "")
-        for sentence, (cluster, befalls) in zip(self.what_if, changed, strict=True):
-            yield from self._named(plan, _with(problem, cluster), befalls, sentence)
+        for sentence, (cluster, changed_scenario) in zip(self.what_if, changed, strict=True):
+            yield from self._named(plan, _with(problem, cluster), changed_scenario, sentence)
 
     def _named(
         self, plan: "Plan", problem: "Problem", scenario: "Scenario", sentence: str
     ) -> "Iterator[tuple[str, SimulatedJob]]":
-        from polyrhythm.simulate.planned import planned_job
+        from polyrhythm.simulate.from_plan import planned_job
 
         for schedule in _BETWEEN_SCHEDULES.split(self.schedule):
             for given in self.sync.split(","):
@@ -206,9 +206,9 @@ class SimulateCommand:
             )
 
     def _problem(self, plan: "Plan") -> "tuple[Problem, Scenario]":
-        from polyrhythm.cli.described import load_cluster, load_model
+        from polyrhythm.cli.inputs import load_cluster, load_model
         from polyrhythm.plan.plan import Sources
-        from polyrhythm.simulate.planned import problem_of
+        from polyrhythm.simulate.from_plan import problem_of
 
         made = plan.sources or Sources(cluster="", profile="")
         cluster = load_cluster(self.cluster or self._made_for("cluster", made.cluster))
@@ -224,7 +224,7 @@ class SimulateCommand:
         return problem, self._scenario(cluster)
 
     def _made_for(self, what: str, source: str) -> str:
-        from polyrhythm.cli.described import found_beside
+        from polyrhythm.cli.inputs import resolve_relative
         from polyrhythm.describe.bundled import is_name
 
         if not source:
@@ -233,7 +233,7 @@ class SimulateCommand:
                 expected=f"--{what}, or a plan that `polyrhythm plan -o` wrote",
                 fix=f"add --{what} FILE",
             )
-        found = found_beside(source, self.plan)
+        found = resolve_relative(source, self.plan)
         if not is_name(source) and not Path(found).exists():
             raise PlanError(
                 f"{self.plan} was made from {source}, which is not there beside it",

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from polyrhythm.cli.ending import end_on_sigterm
+from polyrhythm.cli.signals import exit_on_sigterm
 from polyrhythm.errors import LaunchError, WorkerError
-from polyrhythm.processes import BAD_INPUT, FAILED, PEER_LOST, TOLD_TO_END
+from polyrhythm.processes import BAD_INPUT, FAILED, PEER_LOST, TERMINATED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from polyrhythm.plan.plan import Plan
-    from polyrhythm.run.launch import Place
+    from polyrhythm.run.comm.launch import DistContext
     from polyrhythm.types import Seconds
 
 
-_LOOK: "Seconds" = 60.0  # at processes, at least that often
+_POLL_INTERVAL: "Seconds" = 60.0  # at processes, at least that often
 _TRAINER = "polyrhythm.run.trainer.trainer"
 
 
@@ -57,40 +57,40 @@ class TrainCommand:
     """End everything after so many seconds."""
 
     def run(self, console: "Console") -> int:
-        from polyrhythm.plan.plan import VARIABLE, Plan
+        from polyrhythm.plan.plan import PLAN_VARIABLE, Plan
 
         self._check()
         plan = None if self.plan is None else Plan.load(self.plan)
         if self.plan is not None:
-            os.environ[VARIABLE] = str(self.plan.absolute())
+            os.environ[PLAN_VARIABLE] = str(self.plan.absolute())
         try:
             if self.lab is not None:
                 return self._run_in_lab(self.lab, plan, console)
             return self._run_here(plan)
         except WorkerError as error:
-            if error.status == TOLD_TO_END:
-                return TOLD_TO_END
-            raise _told_once(error) from None
+            if error.status == TERMINATED:
+                return TERMINATED
+            raise _without_shown_output(error) from None
 
     def _run_here(self, plan: "Plan | None") -> int:
-        from polyrhythm.lab.program import PRELOADED, become, preload
-        from polyrhythm.lab.rehearse import TIMED_OUT
-        from polyrhythm.run.launch import LocalJob
+        from polyrhythm.lab.program import PRELOADED, preload, run_program
+        from polyrhythm.lab.rehearsal import TIMED_OUT
+        from polyrhythm.run.comm.launch import LocalJob
 
         program = self._program()
         number = self.local or (1 if plan is None else plan.num_workers)
         preload(program, (*PRELOADED, _TRAINER))
 
-        def work(place: "Place") -> None:
-            become(program, {})
+        def work(ctx: "DistContext") -> None:
+            run_program(program, {})
             self._check_fitted()
 
-        with LocalJob(work, number, output_folder=self.output, shown=(0,)) as job:
-            _pass_notice_on(job.give_notice)
+        with LocalJob(work, number, output_folder=self.output, shown_ranks=(0,)) as job:
+            _forward_sigterm(job.request_stop)
             if self.timeout is not None and not job.wait(self.timeout):
                 print(f"timeout after {self.timeout:g} s", file=sys.stderr)
                 return TIMED_OUT
-            while not job.wait(_LOOK):
+            while not job.wait(_POLL_INTERVAL):
                 pass
         return 0
 
@@ -99,9 +99,9 @@ class TrainCommand:
         from polyrhythm.describe.cluster import Cluster
         from polyrhythm.describe.scenario import Scenario
         from polyrhythm.lab.program import PRELOADED
-        from polyrhythm.lab.rehearse import Rehearsal
-        from polyrhythm.plan.hosting import hosts_of
-        from polyrhythm.run.compute import SCENARIO
+        from polyrhythm.lab.rehearsal import Rehearsal
+        from polyrhythm.plan.host_assignment import assign_hosts
+        from polyrhythm.run.emulated_compute import SCENARIO
         from polyrhythm.tables import print_line
 
         described = Cluster.load(cluster)
@@ -116,14 +116,14 @@ class TrainCommand:
             program=self._program(),
             environment=environment,
             output=self.output,
-            say=lambda line: print_line(console, line),
-            seats=hosts_of(plan, described),
-            shown=(0,),
-            after=self._check_fitted,
+            log=lambda line: print_line(console, line),
+            rank_hosts=assign_hosts(plan, described),
+            shown_ranks=(0,),
+            on_success=self._check_fitted,
             is_one_job=True,
             preloaded=(*PRELOADED, _TRAINER),
         )
-        _pass_notice_on(rehearsal.give_notice)
+        _forward_sigterm(rehearsal.request_stop)
         return rehearsal.run(name=None, timeout=self.timeout)
 
     def _check_fitted(self) -> None:
@@ -168,17 +168,17 @@ class TrainCommand:
             )
 
 
-def _pass_notice_on(give_notice: "Callable[[], None]") -> None:
+def _forward_sigterm(request_stop: "Callable[[], None]") -> None:
     """SIGTERM is a notice to the job, which saves and leaves; a second one ends it at once."""
 
     def on_sigterm(*_: object) -> None:
-        end_on_sigterm()
-        give_notice()
+        exit_on_sigterm()
+        request_stop()
 
     signal.signal(signal.SIGTERM, on_sigterm)
 
 
-def _told_once(error: WorkerError) -> WorkerError:
+def _without_shown_output(error: WorkerError) -> WorkerError:
     """Without what a process whose output is shown has said itself."""
     if error.output is not None or error.status not in (BAD_INPUT, FAILED, PEER_LOST):
         return error

@@ -29,7 +29,7 @@ from polyrhythm.types import Seconds
 Matrix = NDArray[np.float64]
 Groups = Sequence[Sequence[int]]  # of devices: one per stage
 
-MOST_STAGES = 16  # Held-Karp takes 2^stages * stages^2 steps
+MAX_STAGES = 16  # Held-Karp takes 2^stages * stages^2 steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,13 +157,13 @@ def best_matching(
 def best_order(hops: Matrix) -> tuple[Seconds, tuple[int, ...]]:
     """Eq. 4: the cheapest path through all groups, ends free (Held-Karp); `hops` is symmetric.
 
-    Raises PlanError for more than `MOST_STAGES` groups.
+    Raises PlanError for more than `MAX_STAGES` groups.
     """
     num_groups = len(hops)
-    if num_groups > MOST_STAGES:
+    if num_groups > MAX_STAGES:
         raise PlanError(
             f"the best order of {num_groups} stages",
-            expected=f"at most {MOST_STAGES}, for an exact answer",
+            expected=f"at most {MAX_STAGES}, for an exact answer",
             fix="use layout_cost with an order, or plan.placement.place to find a good one",
         )
     # best[visited, last]: the cheapest path over the set `visited` that ends in `last`

@@ -71,16 +71,16 @@ class MemoryBudget:
         stages = zip(self.stages[microbatch_size], in_flight, strict=True)
         return tuple(needed(stage, in_flight=n, window=self.window) for stage, n in stages)
 
-    def most_in_flight(self, microbatch_size: int, num_microbatches: int) -> tuple[int, ...]:
+    def max_in_flight(self, microbatch_size: int, num_microbatches: int) -> tuple[int, ...]:
         """Per stage, how many micro-batches fit, out of `num_microbatches`; 0 if not even one.
 
         A size whose memory `stages` does not tell does not fit.
         """
         if microbatch_size not in self.stages:
             return (0,) * len(self.limits)
-        most = []
+        max_in_flight = []
         for stage, limit in zip(self.stages[microbatch_size], self.limits, strict=True):
             room = limit - needed(stage, in_flight=0, window=self.window)
             free = num_microbatches if stage.activation == 0 else room // stage.activation
-            most.append(0 if room < 0 else min(free, num_microbatches))
-        return tuple(most)
+            max_in_flight.append(0 if room < 0 else min(free, num_microbatches))
+        return tuple(max_in_flight)

@@ -16,16 +16,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, Timeline, simulate
-from polyrhythm.cost.sync import Group, Links, Sync, half_times
+from polyrhythm.cost.sync import Links, ReplicaGroup, Sync, reduce_scatter_times
 from polyrhythm.types import Action, Seconds
 
-_MOST_STEPS = 8  # simulated until the time from one to the next is steady
+_MAX_STEPS = 8  # simulated until the time from one to the next is steady
 _STEADY = 1e-3  # relative
 
 Schedule = Sequence[Sequence[Action]]
 
 
-class Run(NamedTuple):
+class StageRun(NamedTuple):
     """Stages in a row on one device; a half-open range of stages."""
 
     device: int
@@ -48,12 +48,12 @@ class StageWork:
 class Replica:
     """One pipeline: who runs what, in which order."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[StageRun, ...]
     schedule: Schedule  # a list of actions for each run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepSpec:
     replicas: tuple[Replica, ...]
     stages: tuple[StageWork, ...]
     speeds: tuple[float, ...]  # of the cluster's devices
@@ -82,11 +82,13 @@ class StepTime:
     sync: Seconds  # of gradients, as far as it is waited for
 
 
-def step_time(step: Step) -> StepTime:
+def step_time(step: StepSpec) -> StepTime:
     """Simulate it, then again without what it waits for, to see what each part is due to."""
     times = [pipeline_times(replica.runs, step) for replica in step.replicas]
-    halves = half_times(groups_of(step), step.links, step.sync, coordinator=step.coordinator)
-    total = _steady(step, times, halves)
+    scatter_times = reduce_scatter_times(
+        groups_of(step), step.links, step.sync, coordinator=step.coordinator
+    )
+    total = _steady(step, times, scatter_times)
     at_once = [0.0] * len(step.stages)
     unsynced = _steady(step, times, at_once)
     near = _steady(step, [_without_links(one) for one in times], at_once)
@@ -105,7 +107,7 @@ def step_time(step: Step) -> StepTime:
     )
 
 
-def pipeline_times(runs: Sequence[Run], step: Step) -> PipelineTimes:
+def pipeline_times(runs: Sequence[StageRun], step: StepSpec) -> PipelineTimes:
     """What the devices of one pipeline and the links between them take."""
     stages = step.stages
     there: list[LinkTimes] = []
@@ -124,10 +126,10 @@ def pipeline_times(runs: Sequence[Run], step: Step) -> PipelineTimes:
     )
 
 
-def groups_of(step: Step) -> list[Group]:
+def groups_of(step: StepSpec) -> list[ReplicaGroup]:
     """The devices of each stage, and its gradients."""
     return [
-        Group(
+        ReplicaGroup(
             members=tuple(
                 next(run.device for run in replica.runs if run.first <= stage < run.end)
                 for replica in step.replicas
@@ -138,7 +140,7 @@ def groups_of(step: Step) -> list[Group]:
     ]
 
 
-def _work(run: Run, step: Step, direction: str) -> Seconds:
+def _work(run: StageRun, step: StepSpec, direction: str) -> Seconds:
     work: Seconds = sum(getattr(stage, direction) for stage in step.stages[run.first : run.end])
     return work / step.speeds[run.device]
 
@@ -148,30 +150,32 @@ def _without_links(times: PipelineTimes) -> PipelineTimes:
     return replace(times, activations=free, gradients=free)
 
 
-def _steady(step: Step, times: Sequence[PipelineTimes], halves: Sequence[Seconds]) -> Seconds:
+def _steady(
+    step: StepSpec, times: Sequence[PipelineTimes], scatter_times: Sequence[Seconds]
+) -> Seconds:
     """From the end of a step to the end of the next; the mean where steps take turns.
 
-    `halves` are of the synchronisation of each stage.
+    `scatter_times` are of the synchronisation of each stage.
     """
     if step.sync is Sync.GROUPS:
-        return _in_groups(step, times, halves)
+        return _in_groups(step, times, scatter_times)
     summed = [0.0] * len(step.stages)
     steps = [0.0]  # when each ends
-    for _ in range(_MOST_STEPS):
-        summed = _next_summed(step, times, halves, summed)
+    for _ in range(_MAX_STEPS):
+        summed = _next_summed(step, times, scatter_times, summed)
         steps.append(max(summed))
         period, last = steps[-1] - steps[-2], steps[-2] - steps[max(0, len(steps) - 3)]
         if abs(period - last) <= _STEADY * period:
             return period
     # A long one and a short one may follow each other for ever: the mean of an even number.
-    half = _MOST_STEPS // 2
+    half = _MAX_STEPS // 2
     return (steps[-1] - steps[half]) / half
 
 
 def _next_summed(
-    step: Step,
+    step: StepSpec,
     times: Sequence[PipelineTimes],
-    halves: Sequence[Seconds],
+    scatter_times: Sequence[Seconds],
     summed: Sequence[Seconds],
 ) -> list[Seconds]:
     """When the first half of each stage is done, from when it was in the step before.
@@ -180,13 +184,16 @@ def _next_summed(
     and the second behind the first forward of the next, layer by layer.
     """
     hides = 1.0 if step.sync is Sync.DECOUPLED else 0.0
-    ends, lasts = [0.0] * len(halves), [0.0] * len(halves)  # of and before the last backward
+    ends, lasts = (
+        [0.0] * len(scatter_times),
+        [0.0] * len(scatter_times),
+    )  # of and before the last backward
     known: dict[tuple[int, PipelineTimes, tuple[Seconds, ...]], Timeline] = {}  # alike, alike
     for replica, one in zip(step.replicas, times, strict=True):
         begins = []
         for device, first, end in replica.runs:
             forwards = [work.forward / step.speeds[device] for work in step.stages[first:end]]
-            late = zip(summed[first:end], halves[first:end], forwards, strict=True)
+            late = zip(summed[first:end], scatter_times[first:end], forwards, strict=True)
             begins.append(max(at + max(0.0, half - hides * hidden) for at, half, hidden in late))
         key = id(replica.schedule), one, tuple(begins)
         if key not in known:
@@ -197,15 +204,19 @@ def _next_summed(
                 backward = step.stages[stage].backward / step.speeds[device]
                 ends[stage] = max(ends[stage], done[-1])
                 lasts[stage] = max(lasts[stage], done[-1] - hides * backward)
-    return [max(end, last + half) for end, last, half in zip(ends, lasts, halves, strict=True)]
+    return [
+        max(end, last + half) for end, last, half in zip(ends, lasts, scatter_times, strict=True)
+    ]
 
 
-def _in_groups(step: Step, times: Sequence[PipelineTimes], halves: Sequence[Seconds]) -> Seconds:
+def _in_groups(
+    step: StepSpec, times: Sequence[PipelineTimes], scatter_times: Sequence[Seconds]
+) -> Seconds:
     """Pipelines do not wait for one another: their rates add up."""
     rate = 0.0
     for replica, one in zip(step.replicas, times, strict=True):
         alone = replace(step, replicas=(replica,), sync=Sync.ALL_REDUCE)
-        takes = _steady(alone, [one], halves)
+        takes = _steady(alone, [one], scatter_times)
         if takes == 0:
             return 0.0
         rate += (len(replica.schedule[0]) // 2) / takes

@@ -35,8 +35,8 @@ SMALL: Bytes = 16 * 2**10
 BUCKET: Bytes = 4 * 2**20  # of what is gathered while a forward runs
 GROUP_SIZE = 4  # what policies that average in groups aim at
 _NUM_DRAWS = 16  # of groups, for a mean
-_MOST_EXACT = 8  # members of a ring whose best order is found for certain
-_NUM_MENDED = 8  # of larger rings, that are worked on
+_MAX_EXACT = 8  # members of a ring whose best order is found for certain
+_NUM_IMPROVED = 8  # of larger rings, that are worked on
 
 
 class Sync(StrEnum):
@@ -92,33 +92,35 @@ def uplinks_of(cluster: Cluster) -> list[BytesPerSecond]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class ReplicaGroup:
     """Devices that hold the same layers, and the bytes of their gradients."""
 
     members: tuple[int, ...]
     size: float
 
 
-def half_times(
-    groups: Sequence[Group], links: Links, sync: Sync, *, coordinator: int | None = None
+def reduce_scatter_times(
+    groups: Sequence[ReplicaGroup], links: Links, sync: Sync, *, coordinator: int | None = None
 ) -> tuple[Seconds, ...]:
     """One half, the reduce-scatter or the all-gather, of each group; all groups at once.
 
     With a coordinator, on that device, one word to it and one back.
     """
-    halves = _half_times(groups, links, sync)
+    scatter_times = _reduce_scatter_times(groups, links, sync)
     if coordinator is None or sync not in _COORDINATED:
-        return halves
+        return scatter_times
     words = (links.latency + links.latency.T)[coordinator]
     return tuple(
         half + max((float(words[m]) for m in group.members if m != coordinator), default=0.0)
         if len(group.members) > 1
         else half
-        for group, half in zip(groups, halves, strict=True)
+        for group, half in zip(groups, scatter_times, strict=True)
     )
 
 
-def _half_times(groups: Sequence[Group], links: Links, sync: Sync) -> tuple[Seconds, ...]:
+def _reduce_scatter_times(
+    groups: Sequence[ReplicaGroup], links: Links, sync: Sync
+) -> tuple[Seconds, ...]:
     if sync is Sync.RING:
         return tuple(_ring(group, links) for group in groups)
     if sync is Sync.SEQUENTIAL:
@@ -148,14 +150,14 @@ def _exchange(members: Sequence[int], sent: Matrix, links: Links) -> Seconds:
     return float(max(each.max(), in_all.max()))
 
 
-def _sequential(group: Group, links: Links) -> Seconds:
+def _sequential(group: ReplicaGroup, links: Links) -> Seconds:
     share = group.size / len(group.members)
     return max(
         sum(links.transfer(a, b, share) for b in group.members if b != a) for a in group.members
     )
 
 
-def _ring(group: Group, links: Links) -> Seconds:
+def _ring(group: ReplicaGroup, links: Links) -> Seconds:
     """The best of all rings; of many members, the best that going to the nearest one next finds."""
     size, share = len(group.members), group.size / len(group.members)
     if size == 1:
@@ -164,14 +166,14 @@ def _ring(group: Group, links: Links) -> Seconds:
         [links.transfer(a, b, share) if a != b else 0.0 for b in group.members]
         for a in group.members
     ]
-    if size <= _MOST_EXACT:
+    if size <= _MAX_EXACT:
         return (size - 1) * _best_slowest(np.array(takes))
     rings = sorted(
         (_nearest_next(start, takes) for start in range(size)),
         key=lambda ring: _slowness(ring, takes),
     )
-    mended = (_mended(ring, takes) for ring in rings[:_NUM_MENDED])
-    return (size - 1) * min(_slowness(ring, takes)[0] for ring in mended)
+    improved = (_improved(ring, takes) for ring in rings[:_NUM_IMPROVED])
+    return (size - 1) * min(_slowness(ring, takes)[0] for ring in improved)
 
 
 def _best_slowest(takes: Matrix) -> Seconds:
@@ -202,7 +204,7 @@ def _slowness(ring: Sequence[int], takes: Sequence[Sequence[Seconds]]) -> tuple[
     return max(links), math.fsum(links)
 
 
-def _mended(ring: list[int], takes: Sequence[Sequence[Seconds]]) -> list[int]:
+def _improved(ring: list[int], takes: Sequence[Sequence[Seconds]]) -> list[int]:
     """Without its slowest link, as long as another way to go round does with faster ones."""
     size = len(ring)
     while True:
@@ -217,13 +219,13 @@ def _mended(ring: list[int], takes: Sequence[Sequence[Seconds]]) -> list[int]:
         ring = better
 
 
-def _in_groups(group: Group, links: Links) -> Seconds:
+def _in_groups(group: ReplicaGroup, links: Links) -> Seconds:
     """The mean over groups as a policy may draw them."""
     size = min(GROUP_SIZE, len(group.members))
     draw = random.Random(len(group.members))
-    halves = []
+    scatter_times = []
     for _ in range(_NUM_DRAWS):
         members = draw.sample(group.members, size)
-        drawn = Group(members=tuple(members), size=group.size)
-        halves.append(_half_times([drawn], links, Sync.ALL_REDUCE)[0])
-    return fmean(halves)
+        drawn = ReplicaGroup(members=tuple(members), size=group.size)
+        scatter_times.append(_reduce_scatter_times([drawn], links, Sync.ALL_REDUCE)[0])
+    return fmean(scatter_times)

@@ -20,7 +20,7 @@ def is_name(source: str | Path) -> bool:
 
 
 @contextmanager
-def located(what: str, source: str | Path, folder: str) -> Iterator[Path]:
+def locate(what: str, source: str | Path, folder: str) -> Iterator[Path]:
     """The file that is meant by `source`, while it is being read."""
     if not is_name(source):
         yield Path(source)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyrhythm.describe.bundled import bundled, located
+from polyrhythm.describe.bundled import bundled, locate
 from polyrhythm.describe.read import unknown
 from polyrhythm.describe.sample import check_measured_at
 from polyrhythm.describe.units import check_amount
@@ -108,7 +108,7 @@ class Cluster:
         # Imported late: the file form builds clusters, so it imports this module.
         from polyrhythm.describe.cluster_file import read_cluster
 
-        with located("network", source, "networks") as path:
+        with locate("network", source, "networks") as path:
             return read_cluster(path)
 
     def _region_index(self, device_name: str) -> int:

@@ -14,7 +14,7 @@ from polyrhythm.describe.read import read, unknown
 from polyrhythm.errors import DescriptionError
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
-MOST_DEVICES = 100_000  # in one entry: beyond, it is a slip of the finger
+MAX_DEVICES = 100_000  # in one entry: beyond, it is a slip of the finger
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -47,10 +47,10 @@ class _DeviceForm:
                 expected="a name, or a region and a count",
                 fix='add name = "gpu0", or region = "Oregon" and count = 8',
             )
-        if not 1 <= self.count <= MOST_DEVICES or (self.name and self.count > 1):
+        if not 1 <= self.count <= MAX_DEVICES or (self.name and self.count > 1):
             raise DescriptionError(
                 f"count is {self.count}" + (f" for the name {self.name!r}" if self.name else ""),
-                expected=f"1 to {MOST_DEVICES}, and 1 for a device with a name",
+                expected=f"1 to {MAX_DEVICES}, and 1 for a device with a name",
                 fix="correct count, or leave the name out to have the devices numbered",
             )
         self.device(number=0)  # refuses an impossible one while its place in the file is known

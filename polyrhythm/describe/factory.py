@@ -30,13 +30,13 @@ def call_factory(source: str) -> object:
         return factory()
     except (Exception, SystemExit) as error:
         raise DescriptionError(
-            f"{source}() raises {told(error)}",
+            f"{source}() raises {error_summary(error)}",
             expected="a function that returns the model and an example of its input",
             fix=f"mend it: python -c 'import {module_name}; {module_name}.{name}()'",
         ) from None
 
 
-def told(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """An error of the user's code in one line, with its place there."""
     said = (str(error).strip() or "without a word").splitlines()[0]
     return f"{type(error).__name__}: {said}{_place(error.__traceback__)}"
@@ -63,7 +63,7 @@ def _module(name: str) -> ModuleType:
 
 def _no_import(name: str, error: BaseException) -> DescriptionError:
     return DescriptionError(
-        f"importing {name!r} raises {told(error)}",
+        f"importing {name!r} raises {error_summary(error)}",
         expected="a module that can be imported",
         fix=f"mend it: python -c 'import {name}'",
     )

@@ -37,7 +37,7 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class InceptionBlock:
     name: str
     inputs: int  # channels
     before: int  # the side of what it takes
@@ -76,7 +76,7 @@ def inceptionv4(*, image: int = 299, num_classes: int = 1000) -> list[LayerWork]
     return [*map(_work, blocks), head]
 
 
-def blocks_of(image: int) -> list[Block]:
+def blocks_of(image: int) -> list[InceptionBlock]:
     """All before the head, in order."""
     if not _SMALLEST_IMAGE <= image <= _LARGEST_IMAGE:
         raise DescriptionError(
@@ -93,7 +93,7 @@ def blocks_of(image: int) -> list[Block]:
     return blocks + [_block_c(f"c{number}", blocks[-1].side) for number in range(3)]
 
 
-def _stem(image: int) -> list[Block]:
+def _stem(image: int) -> list[InceptionBlock]:
     one = _halved(image)
     two = one - 2
     three = _halved(two)
@@ -123,7 +123,7 @@ def _stem(image: int) -> list[Block]:
     ]
 
 
-def _block_a(name: str, side: int) -> Block:
+def _block_a(name: str, side: int) -> InceptionBlock:
     def three(inputs: int) -> Convolution:
         return square(inputs, 96, 3, side, side)
 
@@ -139,7 +139,7 @@ def _block_a(name: str, side: int) -> Block:
     )
 
 
-def _reduction_a(before: int) -> Block:
+def _reduction_a(before: int) -> InceptionBlock:
     side = _halved(before)
     long = (
         _point(384, 192, before),
@@ -150,7 +150,7 @@ def _reduction_a(before: int) -> Block:
     return _block("reduction_a", 384, before, side, short, _chain(*long), _largest(384, side))
 
 
-def _block_b(name: str, side: int) -> Block:
+def _block_b(name: str, side: int) -> InceptionBlock:
     middle = (_point(1024, 192, side), _row(192, 224, side), _column(224, 256, side))
     long = (
         _point(1024, 192, side),
@@ -171,7 +171,7 @@ def _block_b(name: str, side: int) -> Block:
     )
 
 
-def _reduction_b(before: int) -> Block:
+def _reduction_b(before: int) -> InceptionBlock:
     side = _halved(before)
     long = (
         _point(1024, 256, before),
@@ -185,7 +185,7 @@ def _reduction_b(before: int) -> Block:
     )
 
 
-def _block_c(name: str, side: int) -> Block:
+def _block_c(name: str, side: int) -> InceptionBlock:
     """Two of its branches end in a row and a column beside each other."""
     short = (_point(1536, 384, side), _row(384, 256, side, 3), _column(384, 256, side, 3))
     long = (
@@ -208,8 +208,8 @@ def _block_c(name: str, side: int) -> Block:
     )
 
 
-def _block(name: str, inputs: int, before: int, side: int, *branches: Branch) -> Block:
-    return Block(name=name, inputs=inputs, before=before, side=side, branches=branches)
+def _block(name: str, inputs: int, before: int, side: int, *branches: Branch) -> InceptionBlock:
+    return InceptionBlock(name=name, inputs=inputs, before=before, side=side, branches=branches)
 
 
 def _chain(*convolutions: Convolution, pooling: Pooling = Pooling.NONE) -> Branch:
@@ -242,7 +242,7 @@ def _halved(side: int) -> int:
     return (side - 1) // 2
 
 
-def _work(block: Block) -> LayerWork:
+def _work(block: InceptionBlock) -> LayerWork:
     # Its input, and of each convolution what it gives, before and after norm and ReLU.
     stored = block.num_inputs + sum(2 * each.num_outputs for each in block.convolutions)
     if len(block.branches) == 1:

@@ -16,7 +16,7 @@ from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import DescriptionError
 from polyrhythm.types import Bytes, Seconds
 
-MOST_SAMPLES = 1_000_000_000  # in a micro-batch: beyond, it is a slip of the finger
+MAX_SAMPLES = 1_000_000_000  # in a micro-batch: beyond, it is a slip of the finger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,10 +152,10 @@ def _between(low: float, high: float, share: float) -> float:
 
 def check_size(microbatch_size: int) -> None:
     """Refuse a micro-batch that no device could hold."""
-    if not 1 <= microbatch_size <= MOST_SAMPLES:
+    if not 1 <= microbatch_size <= MAX_SAMPLES:
         raise DescriptionError(
             f"microbatch_size is {microbatch_size if abs(microbatch_size) < 10**18 else 'endless'}",
-            expected=f"1 or more samples, at most {MOST_SAMPLES}",
+            expected=f"1 or more samples, at most {MAX_SAMPLES}",
             fix="give the micro-batch size that the layers were measured with",
         )
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def matchings(members: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
+def round_robin_pairs(members: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
     """Rounds of pairs without a common member; every directed pair is in one of them.
 
     The circle method of tournaments: the first stays, the others move on by one place each round.
@@ -23,7 +23,9 @@ def matchings(members: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
         circle[1:] = [circle[-1], *circle[1:-1]]
 
 
-def apart(pairs: Sequence[tuple[T, T]], place: Mapping[T, str]) -> Iterator[list[tuple[T, T]]]:
+def disjoint_rounds(
+    pairs: Sequence[tuple[T, T]], place: Mapping[T, str]
+) -> Iterator[list[tuple[T, T]]]:
     """The pairs in rounds of their own, in none of which two pairs have a place in common.
 
     First fit: a pair joins the first round in which both of its places are free.

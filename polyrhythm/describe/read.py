@@ -53,7 +53,7 @@ _WORDS = {
 def read(path: Path, kind: type[T]) -> T:
     """The `kind` that the file describes."""
     try:
-        return build(parsed(path), kind)
+        return build(parse_file(path), kind)
     except UserError as error:
         raise error.at(str(path)) from None
 
@@ -72,7 +72,7 @@ def unknown(
     )
 
 
-def parsed(path: Path) -> object:
+def parse_file(path: Path) -> object:
     """What the file holds, before anything of it is understood; its errors do not name it."""
     parsers: dict[str, Callable[[str], object]] = {".toml": tomllib.loads, ".json": _parse_json}
     if path.suffix not in parsers and path.is_file():

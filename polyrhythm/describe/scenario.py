@@ -8,7 +8,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from polyrhythm.describe.bundled import bundled, is_name, located
+from polyrhythm.describe.bundled import bundled, is_name, locate
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.read import read, unknown
 from polyrhythm.describe.trace import bundled_traces
@@ -81,7 +81,7 @@ class Slow:
         if self.until is not None:
             _check_order(self.start, self.until)
 
-    def befalls(self, device: str) -> bool:
+    def applies_to(self, device: str) -> bool:
         return self.device in (EVERY_DEVICE, device)
 
     def _check_trace(self) -> None:
@@ -176,9 +176,9 @@ class Scenario:
     join: tuple[Join, ...] = ()
 
     def __post_init__(self) -> None:
-        lives: list[Kill | Join] = [*self.kill, *self.join]
-        lives.sort(key=lambda event: (event.device, event.at))
-        for first, second in itertools.pairwise(lives):
+        kills_and_joins: list[Kill | Join] = [*self.kill, *self.join]
+        kills_and_joins.sort(key=lambda event: (event.device, event.at))
+        for first, second in itertools.pairwise(kills_and_joins):
             alternate = type(first) is not type(second) and first.at < second.at
             if first.device == second.device and not alternate:
                 raise DescriptionError(
@@ -193,7 +193,7 @@ class Scenario:
 
         A trace's path is relative to the scenario's file, and absolute once loaded.
         """
-        with located("scenario", source, "scenarios") as path:
+        with locate("scenario", source, "scenarios") as path:
             scenario = read(path, cls)
             slow = list(scenario.slow)
             for i, entry in enumerate(slow):

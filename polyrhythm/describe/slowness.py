@@ -94,7 +94,7 @@ class Slowness:
         """
         entries = []
         for i, slow in enumerate(scenario.slow):
-            if slow.befalls(device):
+            if slow.applies_to(device):
                 # Random hashes a text by itself, unlike `hash`: the same draws in every process.
                 chance = random.Random(f"{scenario.seed}/{i}/{device}")
                 try:
@@ -117,10 +117,10 @@ class Slowness:
 def _playback(slow: Slow, index: int | None, traces: Mapping[str, Trace]) -> _Playback | None:
     if slow.trace is None:
         return None
-    return _Playback(*played(slow, index, traces))
+    return _Playback(*find_playback(slow, index, traces))
 
 
-def played(
+def find_playback(
     slow: Slow, index: int | None, traces: Mapping[str, Trace]
 ) -> tuple[Trace, int, Seconds, Seconds]:
     """The trace of an entry that has one, whose series, from when on, and for how long."""

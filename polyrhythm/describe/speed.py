@@ -12,7 +12,7 @@ from polyrhythm.describe.model import ModelProfile
 from polyrhythm.errors import DescriptionError
 
 
-def fitted(cluster: Cluster, profile: ModelProfile) -> Cluster:
+def fit_speeds(cluster: Cluster, profile: ModelProfile) -> Cluster:
     """The cluster with speeds relative to the profile's device, where both say their flops.
 
     Without flops speeds stay as they are. Raises DescriptionError for flops of two types of number,

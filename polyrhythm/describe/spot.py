@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from polyrhythm.describe.bundled import bundled, located
+from polyrhythm.describe.bundled import bundled, locate
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.read import read
 from polyrhythm.describe.scenario import Join, Kill, Scenario
@@ -70,7 +70,7 @@ class SpotTrace:
     @classmethod
     def load(cls, source: str | Path) -> "SpotTrace":
         """Read a .toml or .json file, or one of `bundled_spot_traces()` by its name."""
-        with located("spot trace", source, _FOLDER) as path:
+        with locate("spot trace", source, _FOLDER) as path:
             return read(path, cls)
 
     @property
@@ -80,21 +80,25 @@ class SpotTrace:
     @property
     def places(self) -> tuple[tuple[Seconds, ...], ...]:
         """[place] = when it was taken, left, taken again, ..."""
-        lives = [life for times in self.nodes or self._told_apart() for life in _lives(times)]
+        intervals = [
+            interval for times in self.nodes or self._node_times() for interval in _intervals(times)
+        ]
         places: list[list[Seconds]] = []
         empty: deque[int] = deque()  # the longest first
         taken: dict[int, int] = {}  # life -> place
         # At one moment who comes is first: a device cannot be killed and join at the same time.
-        coming = [(start, False, life) for life, (start, _) in enumerate(lives)]
-        going = [(end, True, life) for life, (_, end) in enumerate(lives) if end is not None]
-        for time, is_going, life in sorted([*coming, *going]):
+        coming = [(start, False, interval) for interval, (start, _) in enumerate(intervals)]
+        going = [
+            (end, True, interval) for interval, (_, end) in enumerate(intervals) if end is not None
+        ]
+        for time, is_going, interval in sorted([*coming, *going]):
             if is_going:
-                place = taken.pop(life)
+                place = taken.pop(interval)
                 empty.append(place)
             elif empty:
-                place = taken[life] = empty.popleft()
+                place = taken[interval] = empty.popleft()
             else:
-                place = taken[life] = len(places)
+                place = taken[interval] = len(places)
                 places.append([])
             places[place].append(time)
         return tuple(map(tuple, places))
@@ -103,7 +107,7 @@ class SpotTrace:
     def _last(self) -> Seconds:
         return max((*self.times, *(times[-1] for times in self.nodes)))
 
-    def _told_apart(self) -> list[list[Seconds]]:
+    def _node_times(self) -> list[list[Seconds]]:
         """As many nodes as are counted; those leave that have been there longest."""
         nodes: list[list[Seconds]] = []
         there: deque[list[Seconds]] = deque()
@@ -148,7 +152,9 @@ def bundled_spot_traces() -> tuple[str, ...]:
     return bundled(_FOLDER)
 
 
-def _lives(times: tuple[Seconds, ...] | list[Seconds]) -> Iterator[tuple[Seconds, Seconds | None]]:
+def _intervals(
+    times: tuple[Seconds, ...] | list[Seconds],
+) -> Iterator[tuple[Seconds, Seconds | None]]:
     """From when to when a node was there; None for one that stayed."""
     for turn in range(0, len(times), 2):
         yield times[turn], times[turn + 1] if turn + 1 < len(times) else None

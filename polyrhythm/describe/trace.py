@@ -7,7 +7,7 @@ lowest and a highest speed: a plot, or a counter that is read now and then, show
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyrhythm.describe.bundled import bundled, located
+from polyrhythm.describe.bundled import bundled, locate
 from polyrhythm.describe.read import read
 from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import DescriptionError
@@ -58,7 +58,7 @@ class Trace:
     @classmethod
     def load(cls, source: str | Path) -> "Trace":
         """Read a .toml or .json file, or one of `bundled_traces()` by its name."""
-        with located("trace", source, "traces") as path:
+        with locate("trace", source, "traces") as path:
             return read(path, cls)
 
 

@@ -16,7 +16,7 @@ from polyrhythm.errors import DescriptionError
 
 _INDEX = 8  # bytes
 _HEAD = 64  # numbers of a head, where their count is not given
-_MOST_BLOCKS = 10_000  # beyond, it is a slip of the finger
+_MAX_BLOCKS = 10_000  # beyond, it is a slip of the finger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +35,10 @@ class TransformerShape:
                 expected="blocks, hidden, sequence, heads and vocabulary of at least 1",
                 fix="correct the number that is 0 or less",
             )
-        if self.num_blocks > _MOST_BLOCKS:
+        if self.num_blocks > _MAX_BLOCKS:
             raise DescriptionError(
                 f"{self.num_blocks} blocks",
-                expected=f"at most {_MOST_BLOCKS}",
+                expected=f"at most {_MAX_BLOCKS}",
                 fix="write the number of blocks first, then hidden, then the sequence",
             )
         if self.hidden % self.num_heads:

@@ -18,13 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from polyrhythm.describe.finding import Finding
+from polyrhythm.describe.check_result import CheckResult
 from polyrhythm.lab.namespace import IFF_NO_PI, IFF_TUN, NEWNET, NEWUSER, TUN, TUNSETIFF
 from polyrhythm.lab.switch import REAL_TIME_PRIORITY
 from polyrhythm.processes import signal_name
 from polyrhythm.types import Seconds
 
-DEADLINE: Seconds = 5.0  # for one attempt; each takes milliseconds
+TIMEOUT: Seconds = 5.0  # for one attempt; each takes milliseconds
 
 _ONLY_LAB = "; everything but the lab works without it"
 
@@ -38,7 +38,7 @@ _NAMESPACE_SETTINGS = (
 _IN_CONTAINER = "docker run --privileged"  # less leaves /proc/sys read-only
 
 
-class Outcome(NamedTuple):
+class ProbeOutcome(NamedTuple):
     """How an attempt ended; `error` is 0 after success, None when nothing came back."""
 
     text: str
@@ -49,13 +49,15 @@ class Outcome(NamedTuple):
         return self.error == 0
 
 
-def findings() -> list[Finding]:
+def check_results() -> list[CheckResult]:
     """What the lab needs, tried one by one; nothing is left behind and nothing changes here."""
     if sys.platform != "linux":
-        return [Finding("lab", f"this is {sys.platform}", False, "use Linux" + _ONLY_LAB)]
+        return [CheckResult("lab", f"this is {sys.platform}", False, "use Linux" + _ONLY_LAB)]
     tun, network = attempt(_open_tun), attempt(_enter_network)
-    both = attempt(_make_tun_in_network) if tun.ok and network.ok else Outcome("not tried", None)
-    real_time = attempt(_take_real_time_priority)
+    both = (
+        attempt(_make_tun_in_network) if tun.ok and network.ok else ProbeOutcome("not tried", None)
+    )
+    real_time = attempt(_set_real_time_priority)
     return [
         _finding(TUN, tun, _tun_advice(tun.error)),
         _finding("network namespace", network, _network_advice()),
@@ -77,22 +79,22 @@ def findings() -> list[Finding]:
     ]
 
 
-def attempt(probe: Callable[[], str], deadline: Seconds = DEADLINE) -> Outcome:
+def attempt(probe: Callable[[], str], timeout: Seconds = TIMEOUT) -> ProbeOutcome:
     """What `probe` says or raises in a forked child, which has ended when this returns."""
     fork = multiprocessing.get_context("fork")
     receiving, sending = fork.Pipe(duplex=False)
-    child = fork.Process(target=_tell, args=(probe, sending), daemon=True)
+    child = fork.Process(target=_run_probe, args=(probe, sending), daemon=True)
     child.start()
     sending.close()  # so that the child's end is the only one: its death reads as end of file
     try:
-        if not receiving.poll(deadline):
-            return Outcome(f"no answer within {deadline:g} s", None)
-        return Outcome(*receiving.recv())
+        if not receiving.poll(timeout):
+            return ProbeOutcome(f"no answer within {timeout:g} s", None)
+        return ProbeOutcome(*receiving.recv())
     except EOFError:
         child.join()
         code = child.exitcode or 0
         how = signal_name(-code) if code < 0 else f"exit status {code}"
-        return Outcome(f"the attempt was ended by {how}", None)
+        return ProbeOutcome(f"the attempt was ended by {how}", None)
     finally:
         child.kill()
         child.join()
@@ -128,20 +130,22 @@ def _make_tun_in_network() -> str:
     return "created"
 
 
-def _take_real_time_priority() -> str:
+def _set_real_time_priority() -> str:
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(REAL_TIME_PRIORITY))
     return f"may be set (SCHED_RR {REAL_TIME_PRIORITY})"
 
 
-def _tell(probe: Callable[[], str], sending: "multiprocessing.connection.Connection") -> None:
+def _run_probe(probe: Callable[[], str], sending: "multiprocessing.connection.Connection") -> None:
     try:
         sending.send((probe(), 0))
     except OSError as error:
         sending.send((error.strerror or str(error), error.errno))
 
 
-def _finding(subject: str, outcome: Outcome, advice: str, without: str = _ONLY_LAB) -> Finding:
-    return Finding(subject, outcome.text, outcome.ok, "" if outcome.ok else advice + without)
+def _finding(
+    subject: str, outcome: ProbeOutcome, advice: str, without: str = _ONLY_LAB
+) -> CheckResult:
+    return CheckResult(subject, outcome.text, outcome.ok, "" if outcome.ok else advice + without)
 
 
 def _tun_advice(error: int | None) -> str:
@@ -164,14 +168,14 @@ def _network_advice() -> str:
     forbidding = [
         f"{setting}={allowing}"
         for setting, forbids, allowing in _NAMESPACE_SETTINGS
-        if _may_be(setting, forbids)
+        if _may_equal(setting, forbids)
     ]
     if forbidding:
         return f"{_unless_root()}once as root: sysctl -w {' '.join(forbidding)}"
     return f"{_unless_root()}in a container: {_IN_CONTAINER}"
 
 
-def _may_be(setting: str, value: str) -> bool:
+def _may_equal(setting: str, value: str) -> bool:
     try:
         return Path("/proc/sys", *setting.split(".")).read_text().strip() == value
     except FileNotFoundError:
@@ -180,8 +184,8 @@ def _may_be(setting: str, value: str) -> bool:
         return True
 
 
-def _pyroute2() -> Finding:
+def _pyroute2() -> CheckResult:
     if importlib.util.find_spec("pyroute2") is None:
         advice = "pip install 'polyrhythm[lab]'" + _ONLY_LAB
-        return Finding("pyroute2", "not installed", False, advice)
-    return Finding("pyroute2", importlib.metadata.version("pyroute2"), True)
+        return CheckResult("pyroute2", "not installed", False, advice)
+    return CheckResult("pyroute2", importlib.metadata.version("pyroute2"), True)

@@ -33,10 +33,10 @@ class Agent:
         self._action, self._asked = action, time.monotonic()
         self.connection.send((task, args))
 
-    def answer(self, until: Seconds) -> float:
-        """Of the last task asked for; `until` is a time of time.monotonic(). Raises PeerError."""
+    def answer(self, deadline: Seconds) -> float:
+        """Of the last task asked for; `deadline` is a time of time.monotonic(). Raises PeerError."""
         try:
-            if not self.connection.poll(max(0.0, until - time.monotonic())):
+            if not self.connection.poll(max(0.0, deadline - time.monotonic())):
                 raise self._lost("no answer")
             value, wrong = self.connection.recv()
         except (EOFError, ConnectionError):
@@ -51,7 +51,7 @@ class Agent:
         return PeerError(f"host {self.host}", action=self._action, waited=waited, cause=cause)
 
 
-class Agents:
+class AgentPool:
     """As many agents on each host as are busy at once."""
 
     def __init__(self, lab: Lab) -> None:
@@ -59,7 +59,7 @@ class Agents:
         self._all: list[Agent] = []
         self._idle: dict[str, list[Agent]] = {host: [] for host in lab.hosts}
 
-    def take(self, host: str) -> Agent:
+    def acquire(self, host: str) -> Agent:
         """One that nobody else uses; give it back after its answer."""
         if idle := self._idle.get(host):
             return idle.pop()
@@ -67,7 +67,7 @@ class Agents:
         self._all.append(agent)
         return agent
 
-    def give_back(self, agent: Agent) -> None:
+    def release(self, agent: Agent) -> None:
         self._idle[agent.host].append(agent)
 
     def end(self) -> None:

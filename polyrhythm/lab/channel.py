@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
-LEAST_QUEUE: Bytes = 256 * 1024  # several bursts of 64 KB: a shorter queue starves TCP
+MIN_QUEUE: Bytes = 256 * 1024  # several bursts of 64 KB: a shorter queue starves TCP
 QUEUE_TIME: Seconds = 1.0  # deep enough for any round trip here, so that a full pipe stays full
 
 
@@ -52,7 +52,7 @@ class Channel:
             self.drops += 1
             return
         backlog = self.backlog(now)
-        if backlog > max(LEAST_QUEUE, self.bandwidth * QUEUE_TIME):
+        if backlog > max(MIN_QUEUE, self.bandwidth * QUEUE_TIME):
             self.drops += 1
             return
         self.peak_backlog = max(self.peak_backlog, backlog)

@@ -2,14 +2,14 @@
 
 from rich.console import Console
 
-from polyrhythm.lab.measure import Check, PairCheck
+from polyrhythm.lab.measure import LinkCheck, PairCheck
 from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import BytesPerSecond
 
 MEGABIT: BytesPerSecond = 125e3
 
 
-def show(check: Check, console: Console) -> None:
+def show(check: LinkCheck, console: Console) -> None:
     header = [
         "from",
         "to",
@@ -46,7 +46,7 @@ def _megabits(rate: BytesPerSecond) -> str:
     return f"{rate / MEGABIT:.4g}" if rate < 1e4 * MEGABIT else f"{rate / MEGABIT:.0f}"
 
 
-def _summary(check: Check) -> list[str]:
+def _summary(check: LinkCheck) -> list[str]:
     lines = []
     certain = [row for row in check.rows if row.doubt is None]
     if certain:
@@ -64,6 +64,6 @@ def _summary(check: Check) -> list[str]:
             "use fewer --hosts, or a smaller --byte-scale"
         )
     lines.append(
-        f"switch: {check.punctuality}; {check.num_rejected} rounds were repeated as it was late"
+        f"switch: {check.switch_timing}; {check.num_rejected} rounds were repeated as it was late"
     )
     return lines

@@ -8,8 +8,8 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-MOST_BYTES = 1 << 20  # of an order, and of answers that are not read
-LINES = 16  # of one client in a turn
+MAX_BYTES = 1 << 20  # of an order, and of answers that are not read
+MAX_LINES = 16  # of one client in a turn
 
 
 @dataclass(slots=True)
@@ -48,24 +48,24 @@ class Clients:
         if (client := self._clients.get(file)) is None:
             return
         try:
-            self._converse(client)
+            self._exchange_lines(client)
         except BlockingIOError:
             pass
         except (OSError, EOFError):
             client.socket.close()
             del self._clients[file]
 
-    def _converse(self, client: _Client) -> None:
+    def _exchange_lines(self, client: _Client) -> None:
         self._send(client)
         received = client.socket.recv(1 << 16)
         if not received:
             raise EOFError
         client.unread += received
-        *lines, rest = bytes(client.unread).split(b"\n", LINES)
+        *lines, rest = bytes(client.unread).split(b"\n", MAX_LINES)
         client.unread[:] = rest
         for line in lines:
             client.unsent += self._answer(line) + b"\n"
-        if max(len(client.unread), len(client.unsent)) > MOST_BYTES:
+        if max(len(client.unread), len(client.unsent)) > MAX_BYTES:
             raise EOFError
         self._send(client)
 

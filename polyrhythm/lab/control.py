@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from polyrhythm.errors import LabError
-from polyrhythm.lab.orders import Answer, AnyOrder, decode_answer, encode
+from polyrhythm.lab.commands import AnySwitchCommand, CommandReply, decode_reply, encode
 from polyrhythm.types import Seconds
 
-DEADLINE: Seconds = 20.0  # the switch answers in a millisecond, unless the machine is overloaded
+TIMEOUT: Seconds = 20.0  # the switch answers in a millisecond, unless the machine is overloaded
 # Where this user's labs have their sockets. Found at import: in a user namespace one is user 0.
 FOLDER = Path(tempfile.gettempdir()) / f"polyrhythm-labs-{os.getuid()}"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 
 
 def running_labs() -> list[str]:
-    return sorted(path.stem for path in FOLDER.glob("*.sock") if _answers(path))
+    return sorted(path.stem for path in FOLDER.glob("*.sock") if _is_running(path))
 
 
 def socket_path(name: str) -> Path:
@@ -38,14 +38,14 @@ def claim(name: str) -> socket.socket:
     """Listen under this name; refused while another lab has it."""
     path = socket_path(name)
     with _locked_folder():
-        if _answers(path):
+        if _is_running(path):
             raise LabError(
                 f"a lab named {name!r} is running",
                 expected="a name of its own for each lab",
                 fix="give another --name, or end that lab",
             )
         for old in FOLDER.glob("*.sock"):  # of labs whose every process was killed at once
-            if not _answers(old):
+            if not _is_running(old):
                 old.unlink(missing_ok=True)
         listening = socket.socket(socket.AF_UNIX)
         try:
@@ -79,19 +79,19 @@ def _locked_folder() -> Iterator[None]:
         os.close(folder)
 
 
-def _answers(path: Path) -> bool:
+def _is_running(path: Path) -> bool:
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(DEADLINE)
+        client.settimeout(TIMEOUT)
         client.connect(str(path))
         return True
     return False
 
 
-def visit(name: str) -> "Control":
+def attach(name: str) -> "Control":
     """A connection to a running lab, from any process."""
     client = socket.socket(socket.AF_UNIX)
     try:
-        client.settimeout(DEADLINE)
+        client.settimeout(TIMEOUT)
         client.connect(str(socket_path(name)))
     except OSError:
         client.close()
@@ -110,21 +110,21 @@ class Control:
     def __init__(self, name: str, connected: socket.socket) -> None:
         self.name = name
         self._socket = connected
-        self._socket.settimeout(DEADLINE)
+        self._socket.settimeout(TIMEOUT)
         self._lines = self._socket.makefile("rb")
 
-    def tell(self, order: AnyOrder) -> Answer:
+    def request(self, command: AnySwitchCommand) -> CommandReply:
         try:
-            self._socket.sendall(encode(order) + b"\n")
+            self._socket.sendall(encode(command) + b"\n")
             line = self._lines.readline()
         except OSError as error:
             raise self._lost(str(error)) from None
         if not line:
             raise self._lost("it closed the connection")
-        answer = decode_answer(line)
+        answer = decode_reply(line)
         if answer.refused is not None:
             raise LabError(
-                f"the switch refused {order}: {answer.refused}",
+                f"the switch refused {command}: {answer.refused}",
                 expected="an order that fits this lab",
                 fix="use the version of polyrhythm that started the lab",
             )

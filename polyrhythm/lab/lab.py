@@ -30,26 +30,26 @@ from polyrhythm.describe.units import show
 from polyrhythm.errors import LabError
 from polyrhythm.lab import control, namespace
 from polyrhythm.lab.channel import Channel
-from polyrhythm.lab.orders import (
+from polyrhythm.lab.commands import (
     EndLab,
     GetReport,
     KillHost,
     OwnProcess,
     PauseHost,
-    Report,
     ResetReport,
     ReviveHost,
+    SwitchReport,
 )
-from polyrhythm.lab.program import become
+from polyrhythm.lab.program import run_program
 from polyrhythm.lab.switch import serve
-from polyrhythm.lab.timeline import link_order, orders
+from polyrhythm.lab.timeline import link_command, scenario_commands
 from polyrhythm.processes import Child, end_all, wait_for_any
 from polyrhythm.types import BytesPerSecond, Seconds
 
 # What all pairs together may ask for without a doubt: `polyrhythm bench lab` finds that the switch
 # carries 3.2 Gbit/s between 16 hosts on time, and 10 Gbit/s at the most, on two shared cores.
 SWITCH_LIMIT: BytesPerSecond = 3e9 / 8
-GOODBYE: Seconds = 5.0  # for a switch that was told to end
+SHUTDOWN_TIMEOUT: Seconds = 5.0  # for a switch that was told to end
 
 _count = itertools.count()
 
@@ -60,10 +60,10 @@ class Lab:
     def __init__(
         self, cluster: Cluster, scenario: Scenario | None = None, *, name: str | None = None
     ) -> None:
-        if len(cluster.devices) > namespace.MOST_HOSTS:
+        if len(cluster.devices) > namespace.MAX_HOSTS:
             raise LabError(
                 f"{len(cluster.devices)} hosts",
-                expected=f"at most {namespace.MOST_HOSTS}",
+                expected=f"at most {namespace.MAX_HOSTS}",
                 fix="rehearse with fewer: --hosts 16",
             )
         self.cluster = cluster
@@ -84,7 +84,7 @@ class Lab:
                 expected="the extra [lab]",
                 fix="pip install 'polyrhythm[lab]'",
             )
-        namespace.become_lord()
+        namespace.enter_user_namespace()
         listening = control.claim(self.name)
         ours, theirs = socket.socketpair()
         self._control = control.Control(self.name, ours)
@@ -122,9 +122,9 @@ class Lab:
     def _end_switch(self) -> None:
         # It must be told: of a connection that closes it thinks no more than of any other client's.
         with contextlib.suppress(LabError):  # it is gone already, or was never started
-            self._control.tell(EndLab())
+            self._control.request(EndLab())
         self._control.close()
-        if self._switch is not None and self._switch.wait(GOODBYE) is None:
+        if self._switch is not None and self._switch.wait(SHUTDOWN_TIMEOUT) is None:
             self._switch.end()
         control.socket_path(self.name).unlink(missing_ok=True)
 
@@ -145,7 +145,7 @@ class Lab:
         number = self._index(host)
         child = Child(partial(_on_host, self._network[number], function, args), output=output)
         self.children.append(child)
-        self._control.tell(OwnProcess(pid=child.pid, host=number))
+        self._control.request(OwnProcess(pid=child.pid, host=number))
         return child
 
     def run(
@@ -157,7 +157,7 @@ class Lab:
         output: Path | None = None,
     ) -> Child:
         """Run a program on the host, with this process's environment and `environment`."""
-        return self.spawn(host, become, tuple(command), environment or {}, output=output)
+        return self.spawn(host, run_program, tuple(command), environment or {}, output=output)
 
     def overload(self) -> str | None:
         """A warning if all hosts at full speed would ask for more than the switch carries."""
@@ -177,7 +177,7 @@ class Lab:
             for a, row in enumerate(_channels(self.cluster))
         ]
         for change in self.scenario.link:
-            for a, b in link_order(change, self.cluster).pairs:
+            for a, b in link_command(change, self.cluster).pairs:
                 best[a][b] = max(best[a][b], change.bandwidth or 0.0)
         return best
 
@@ -200,14 +200,14 @@ class Lab:
     def play(self) -> None:
         """Start the scenario's clock."""
         self.started_at = time.monotonic()
-        for order in orders(self.scenario, self.cluster, self.started_at):
-            self._control.tell(order)
+        for command in scenario_commands(self.scenario, self.cluster, self.started_at):
+            self._control.request(command)
 
     def wait(self, children: Sequence[Child], timeout: Seconds) -> bool:
         """Whether all of them have ended within `timeout`. Raises LabError if the switch ends."""
-        ends = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while running := [child for child in children if child.status is None]:
-            if (left := ends - time.monotonic()) <= 0:
+            if (left := deadline - time.monotonic()) <= 0:
                 return False
             self.wait_for_any(running, left)
         return True
@@ -215,26 +215,26 @@ class Lab:
     def change(self, change: LinkChange) -> None:
         """Change links at once, whatever the time in `change`."""
         Scenario(name="change", link=(change,)).check(self.cluster)
-        self._control.tell(link_order(change, self.cluster))
+        self._control.request(link_command(change, self.cluster))
 
     def kill(self, host: str, *, silent: bool = True) -> None:
         """Kill what runs on the host; silent as a power cut, or with the kernel's goodbyes."""
-        self._control.tell(KillHost(host=self._index(host), silent=silent))
+        self._control.request(KillHost(host=self._index(host), silent=silent))
 
     def revive(self, host: str) -> None:
         """Join a killed host to the network again; spawn on it what should run."""
-        self._control.tell(ReviveHost(host=self._index(host)))
+        self._control.request(ReviveHost(host=self._index(host)))
 
     def pause(self, host: str, *, paused: bool = True) -> None:
         """Stop what runs on the host and hold its packets; `paused=False` lets both go on."""
-        self._control.tell(PauseHost(host=self._index(host), paused=paused))
+        self._control.request(PauseHost(host=self._index(host), paused=paused))
 
-    def report(self, *, reset: bool = False) -> Report:
+    def report(self, *, reset: bool = False) -> SwitchReport:
         """Counters per pair, and whether the switch was punctual; then count anew if `reset`."""
-        report = self._control.tell(GetReport()).report
+        report = self._control.request(GetReport()).report
         assert report is not None, "a report was asked for"
         if reset:
-            self._control.tell(ResetReport())
+            self._control.request(ResetReport())
         return report
 
     def _index(self, host: str) -> int:

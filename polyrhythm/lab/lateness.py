@@ -9,7 +9,7 @@ _LEAST: Seconds = 1e-6
 _GROWTH = math.log(1.25)
 
 
-class Lateness:
+class LatenessHistogram:
     def __init__(self) -> None:
         self.longest: Seconds = 0.0
         self._counts: Counter[int] = Counter()

@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from functools import partial
 
 from polyrhythm.describe.cluster import Cluster, Link
-from polyrhythm.describe.pairs import matchings
+from polyrhythm.describe.pairs import round_robin_pairs
+from polyrhythm.lab.commands import SwitchTiming
 from polyrhythm.lab.lab import SWITCH_LIMIT, Lab
 from polyrhythm.lab.meter import (
     NUM_ECHOES,
+    MeasureWindow,
     Meter,
     Pair,
-    Window,
     described_round_trip,
 )
-from polyrhythm.lab.orders import Punctuality
-from polyrhythm.lab.punctual import Rounds, punctual_rounds
+from polyrhythm.lab.timing import TimedRounds, rounds_on_time
 from polyrhythm.types import BytesPerSecond, Seconds
 
-SHORT = 0.92  # of the described bandwidth: less is no longer as described
+MIN_GOODPUT = 0.92  # of the described bandwidth: less is no longer as described
 
 _Figures = tuple[list[Seconds], list[BytesPerSecond]]  # round trips and goodput of a round's pairs
 
@@ -50,9 +50,9 @@ class PairCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class LinkCheck:
     rows: tuple[PairCheck, ...]
-    punctuality: Punctuality  # of the worst round that counts
+    switch_timing: SwitchTiming  # of the worst round that counts
     num_rejected: int  # rounds that were repeated because the switch was late
 
 
@@ -62,7 +62,9 @@ def round_trip(lab: Lab, a: str, b: str, *, num_echoes: int = NUM_ECHOES) -> Sec
         return meter.round_trips([(a, b)], num_echoes)[0]
 
 
-def goodput(lab: Lab, pairs: Sequence[Pair], window: Window | None = None) -> list[BytesPerSecond]:
+def goodput(
+    lab: Lab, pairs: Sequence[Pair], window: MeasureWindow | None = None
+) -> list[BytesPerSecond]:
     """What TCP carries from a to b of each pair, all at once, headers counted. Raises PeerError."""
     with Meter(lab) as meter:
         return meter.goodput(pairs, window)
@@ -70,31 +72,31 @@ def goodput(lab: Lab, pairs: Sequence[Pair], window: Window | None = None) -> li
 
 def check_pairs(
     lab: Lab, *, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> Check:
+) -> LinkCheck:
     """Measure every directed pair; `on_progress` hears how many rounds are done, and of how many.
 
     Raises PeerError if a host cannot be reached.
     """
-    batches = list(batches_of(lab.cluster))
+    batches = list(measurement_batches(lab.cluster))
     rows: list[PairCheck] = []
-    rounds: list[Rounds[_Figures]] = []
+    rounds: list[TimedRounds[_Figures]] = []
     with Meter(lab) as meter:
         for pairs in batches:
             on_progress(len(rounds), len(batches))
-            rounds.append(punctual_rounds(lab, partial(_figures, lab.cluster, meter, pairs)))
+            rounds.append(rounds_on_time(lab, partial(_figures, lab.cluster, meter, pairs)))
             rows += _rows(lab.cluster, pairs, rounds[-1])
     on_progress(len(rounds), len(batches))
     place = {host: number for number, host in enumerate(lab.hosts)}
-    return Check(
+    return LinkCheck(
         rows=tuple(sorted(rows, key=lambda row: (place[row.source], place[row.target]))),
-        punctuality=_worst([found.punctuality for found in rounds]),
+        switch_timing=_worst([found.switch_timing for found in rounds]),
         num_rejected=sum(found.num_rejected for found in rounds),
     )
 
 
-def batches_of(cluster: Cluster) -> Iterator[list[Pair]]:
+def measurement_batches(cluster: Cluster) -> Iterator[list[Pair]]:
     """Every directed pair once, in rounds that neither a host nor the switch has trouble with."""
-    for matching in matchings([device.name for device in cluster.devices]):
+    for matching in round_robin_pairs([device.name for device in cluster.devices]):
         batch: list[Pair] = []
         asked: BytesPerSecond = 0.0
         for pair in matching:
@@ -112,15 +114,15 @@ def _figures(cluster: Cluster, meter: Meter, pairs: list[Pair]) -> _Figures:
     chance, and the better of two counts."""
     round_trips, goodput = meter.round_trips(pairs), meter.goodput(pairs)
     described = [cluster.link(*pair).bandwidth for pair in pairs]
-    if any(rate < SHORT * full for rate, full in zip(goodput, described, strict=True)):
+    if any(rate < MIN_GOODPUT * full for rate, full in zip(goodput, described, strict=True)):
         goodput = list(map(max, goodput, meter.goodput(pairs)))
     return round_trips, goodput
 
 
-def _rows(cluster: Cluster, pairs: list[Pair], found: Rounds[_Figures]) -> Iterator[PairCheck]:
+def _rows(cluster: Cluster, pairs: list[Pair], found: TimedRounds[_Figures]) -> Iterator[PairCheck]:
     for (a, b), measured_round_trip, carried in zip(pairs, *found.values[0], strict=True):
         link = cluster.link(a, b)
-        too_much = link.bandwidth > SWITCH_LIMIT and carried < SHORT * link.bandwidth
+        too_much = link.bandwidth > SWITCH_LIMIT and carried < MIN_GOODPUT * link.bandwidth
         yield PairCheck(
             source=a,
             target=b,
@@ -132,8 +134,8 @@ def _rows(cluster: Cluster, pairs: list[Pair], found: Rounds[_Figures]) -> Itera
         )
 
 
-def _worst(of: Sequence[Punctuality]) -> Punctuality:
-    return Punctuality(
+def _worst(of: Sequence[SwitchTiming]) -> SwitchTiming:
+    return SwitchTiming(
         late_p50=max((each.late_p50 for each in of), default=0.0),
         late_p99=max((each.late_p99 for each in of), default=0.0),
         late_max=max((each.late_max for each in of), default=0.0),

@@ -17,8 +17,8 @@ from typing import Self
 
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.errors import PeerError
-from polyrhythm.lab.agent import Agents, Task
-from polyrhythm.lab.channel import LEAST_QUEUE, QUEUE_TIME
+from polyrhythm.lab.agent import AgentPool, Task
+from polyrhythm.lab.channel import MIN_QUEUE, QUEUE_TIME
 from polyrhythm.lab.lab import Lab
 from polyrhythm.types import BytesPerSecond, Seconds
 
@@ -26,7 +26,9 @@ Pair = tuple[str, str]  # from this host to that one
 
 SEGMENT, PACKET = 1448, 1500  # bytes that TCP carries, of those on the wire
 NUM_ECHOES = 25
-GRACE: Seconds = 10.0  # for the processes of a busy machine, beyond the time that a task takes
+EXTRA_TIMEOUT: Seconds = (
+    10.0  # for the processes of a busy machine, beyond the time that a task takes
+)
 
 _ECHO_GAP: Seconds = 0.02  # apart, so that one pause of the machine does not spoil them all
 _PORT = 7000
@@ -39,17 +41,17 @@ _BYTES_RECEIVED = struct.Struct("128xQ")  # tcpi_bytes_received of struct tcp_in
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class MeasureWindow:
     """TCP gets `settle` to find the bandwidth; what arrives in the `length` after it counts."""
 
     settle: Seconds
     length: Seconds
-    patience: Seconds = 5.0  # how long one lost packet may keep others from being given out
+    loss_timeout: Seconds = 5.0  # how long one lost packet may keep others from being given out
 
 
-def window_for(cluster: Cluster, pairs: Sequence[Pair]) -> Window:
+def window_for(cluster: Cluster, pairs: Sequence[Pair]) -> MeasureWindow:
     """So long that the slowest of the pairs is past slow start, and its figure a steady one."""
-    settle = length = patience = 0.0
+    settle = length = loss_timeout = 0.0
     for a, b in pairs:
         link, round_trip = cluster.link(a, b), described_round_trip(cluster, (a, b))
         segments_on_the_way = link.bandwidth * round_trip / PACKET
@@ -57,8 +59,8 @@ def window_for(cluster: Cluster, pairs: Sequence[Pair]) -> Window:
         settle = max(settle, 0.3 + (3 + doublings) * round_trip)
         length = max(length, 1.0, 4 * round_trip, 50 * _BURST / link.bandwidth)
         # It waits for the whole queue, maybe more than once: bursts are lost together.
-        patience = max(patience, 3 * (round_trip + QUEUE_TIME + LEAST_QUEUE / link.bandwidth))
-    return Window(settle, length, patience)
+        loss_timeout = max(loss_timeout, 3 * (round_trip + QUEUE_TIME + MIN_QUEUE / link.bandwidth))
+    return MeasureWindow(settle, length, loss_timeout)
 
 
 def described_round_trip(cluster: Cluster, pair: Pair) -> Seconds:
@@ -71,7 +73,7 @@ class Meter:
 
     def __init__(self, lab: Lab) -> None:
         self._lab = lab
-        self._agents = Agents(lab)
+        self._agents = AgentPool(lab)
 
     def __enter__(self) -> Self:
         return self
@@ -87,36 +89,47 @@ class Meter:
     def round_trips(self, pairs: Sequence[Pair], num_echoes: int = NUM_ECHOES) -> list[Seconds]:
         """Of every pair, at the same time."""
         longest = max(described_round_trip(self._lab.cluster, pair) for pair in pairs)
-        until = time.monotonic() + num_echoes * _ECHO_GAP + longest + GRACE
-        asking = partial(_ask_echoes, num_echoes, until)
-        times, _ = self._at_both_ends("round trip", pairs, asking, partial(_echo, until), until)
+        deadline = time.monotonic() + num_echoes * _ECHO_GAP + longest + EXTRA_TIMEOUT
+        asking = partial(_ask_echoes, num_echoes, deadline)
+        times, _ = self._at_both_ends(
+            "round trip", pairs, asking, partial(_echo, deadline), deadline
+        )
         return times
 
-    def goodput(self, pairs: Sequence[Pair], window: Window | None = None) -> list[BytesPerSecond]:
+    def goodput(
+        self, pairs: Sequence[Pair], window: MeasureWindow | None = None
+    ) -> list[BytesPerSecond]:
         """Of every pair, at the same time; afterwards the links are empty again."""
         window = window or window_for(self._lab.cluster, pairs)
         begin = time.monotonic() + window.settle
         end = begin + window.length
-        until = end + 2 * window.patience + GRACE
-        receiving = partial(_receive, begin, end, window.patience)
-        _, rates = self._at_both_ends("goodput", pairs, partial(_send, until), receiving, until)
+        deadline = end + 2 * window.loss_timeout + EXTRA_TIMEOUT
+        receiving = partial(_receive, begin, end, window.loss_timeout)
+        _, rates = self._at_both_ends(
+            "goodput", pairs, partial(_send, deadline), receiving, deadline
+        )
         self._drain(pairs)
         return rates
 
     def _at_both_ends(
-        self, action: str, pairs: Sequence[Pair], at_source: Task, at_target: Task, until: Seconds
+        self,
+        action: str,
+        pairs: Sequence[Pair],
+        at_source: Task,
+        at_target: Task,
+        deadline: Seconds,
     ) -> tuple[list[float], list[float]]:
         """What both tasks answer, for every pair; each pair has a port of its own."""
-        targets = [self._agents.take(b) for _, b in pairs]
-        sources = [self._agents.take(a) for a, _ in pairs]
+        targets = [self._agents.acquire(b) for _, b in pairs]
+        sources = [self._agents.acquire(a) for a, _ in pairs]
         for number, agent in enumerate(targets):
             agent.ask(action, at_target, _PORT + number)
         for number, agent in enumerate(sources):
             agent.ask(action, at_source, (self._lab.address(pairs[number][1]), _PORT + number))
         # One second more: a task that gives up by itself knows better what it waited for.
-        answers = [agent.answer(until + 1.0) for agent in [*sources, *targets]]
+        answers = [agent.answer(deadline + 1.0) for agent in [*sources, *targets]]
         for agent in [*sources, *targets]:
-            self._agents.give_back(agent)
+            self._agents.release(agent)
         return answers[: len(pairs)], answers[len(pairs) :]
 
     def _drain(self, pairs: Sequence[Pair]) -> None:
@@ -125,20 +138,20 @@ class Meter:
         slowest = min(cluster.link(*pair).bandwidth for pair in pairs)
         while left := max((pair.backlog for pair in self._lab.report().pairs), default=0):
             waited = time.monotonic() - began
-            if waited > GRACE + 2 * (QUEUE_TIME + LEAST_QUEUE / slowest):
+            if waited > EXTRA_TIMEOUT + 2 * (QUEUE_TIME + MIN_QUEUE / slowest):
                 cause = f"{left} bytes are still queued"
                 raise PeerError("the links", action="emptying them", waited=waited, cause=cause)
             time.sleep(0.05)
         time.sleep(max(cluster.link(*pair).latency for pair in pairs))
 
 
-def _echo(until: Seconds, port: int) -> float:
+def _echo(deadline: Seconds, port: int) -> float:
     """Send everything back, up to an empty datagram."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind(("", port))
         num_echoes = 0
         while True:
-            server.settimeout(_left(until))
+            server.settimeout(_left(deadline))
             data, sender = server.recvfrom(64)
             if not data:
                 return num_echoes
@@ -146,14 +159,14 @@ def _echo(until: Seconds, port: int) -> float:
             num_echoes += 1
 
 
-def _ask_echoes(num_echoes: int, until: Seconds, place: tuple[str, int]) -> float:
+def _ask_echoes(num_echoes: int, deadline: Seconds, address: tuple[str, int]) -> float:
     """The median time until a datagram comes back; it carries the time at which it left."""
     times: list[Seconds] = []
     next_at = time.monotonic()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
-        client.connect(place)
+        client.connect(address)
         while len(times) < num_echoes:
-            _left(until)
+            _left(deadline)
             try:
                 if time.monotonic() >= next_at:
                     client.send(_STAMP.pack(time.monotonic()))
@@ -167,42 +180,42 @@ def _ask_echoes(num_echoes: int, until: Seconds, place: tuple[str, int]) -> floa
     return statistics.median(times)
 
 
-def _send(until: Seconds, place: tuple[str, int]) -> float:
+def _send(deadline: Seconds, address: tuple[str, int]) -> float:
     """Send as much as goes until the receiver has had enough."""
     chunk = bytes(_CHUNK)
-    with _connected(place, until) as connection:
+    with _connected(address, deadline) as connection:
         # What was not sent by the end is thrown away, not delivered.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         sent = 0
         while True:
-            connection.settimeout(_left(until))
+            connection.settimeout(_left(deadline))
             try:
                 sent += connection.send(chunk)
             except (ConnectionResetError, BrokenPipeError):
                 return sent
 
 
-def _connected(place: tuple[str, int], until: Seconds) -> socket.socket:
+def _connected(address: tuple[str, int], deadline: Seconds) -> socket.socket:
     while True:
         try:
-            return socket.create_connection(place, timeout=_left(until))
+            return socket.create_connection(address, timeout=_left(deadline))
         except ConnectionRefusedError:  # the receiver has yet to listen
             time.sleep(0.01)
 
 
-def _receive(begin: Seconds, end: Seconds, patience: Seconds, port: int) -> float:
+def _receive(begin: Seconds, end: Seconds, loss_timeout: Seconds, port: int) -> float:
     """Bytes per second on the wire, from `begin` to `end`, or as long a moment later."""
     with socket.create_server(("", port)) as server:
         server.settimeout(_left(end))
         connection, _ = server.accept()
     with connection:
-        started, before = _arrived_by(connection, begin, patience)
-        ended, after = _arrived_by(connection, started + end - begin, patience)
+        started, before = _arrived_by(connection, begin, loss_timeout)
+        ended, after = _arrived_by(connection, started + end - begin, loss_timeout)
     return (after - before) / (ended - started) * PACKET / SEGMENT
 
 
 def _arrived_by(
-    connection: socket.socket, moment: Seconds, patience: Seconds
+    connection: socket.socket, moment: Seconds, loss_timeout: Seconds
 ) -> tuple[Seconds, int]:
     """Take in what comes; the first time after `moment` at which all that arrived is counted.
 
@@ -211,9 +224,9 @@ def _arrived_by(
     wait, and between two such times no byte is missed and none is counted that came earlier.
     """
     unused = bytearray(_CHUNK)
-    latest = moment + patience
+    latest = moment + loss_timeout
     while True:
-        connection.settimeout(_left(latest + GRACE / 2))
+        connection.settimeout(_left(latest + EXTRA_TIMEOUT / 2))
         if not connection.recv_into(unused, _CHUNK, socket.MSG_TRUNC):  # counts, but copies nothing
             raise ConnectionResetError("the sender closed the connection")
         if (now := time.monotonic()) >= moment and (now > latest or not _held_back(connection)):
@@ -228,8 +241,8 @@ def _held_back(connection: socket.socket) -> int:
     return int(memory)
 
 
-def _left(until: Seconds) -> Seconds:
+def _left(deadline: Seconds) -> Seconds:
     """Seconds from now; raises TimeoutError if there are none."""
-    if (left := until - time.monotonic()) <= 0:
+    if (left := deadline - time.monotonic()) <= 0:
         raise TimeoutError("timed out")
     return left

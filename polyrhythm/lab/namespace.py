@@ -1,7 +1,7 @@
 """A host of the lab: a network namespace without a name, with one TUN device that the switch reads.
 
 Nothing has to be removed: a namespace lasts as long as a process or an open file of it, and its
-devices with it. Whoever is not root first moves into a user namespace of its own (`become_lord`).
+devices with it. Whoever is not root first moves into a user namespace of its own (`enter_user_namespace`).
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from polyrhythm.errors import LabError
 
 DEVICE = "lab0"
 PREFIX = "10.77.0"  # seen inside the namespaces only
-MOST_HOSTS = 253
+MAX_HOSTS = 253
 TUN = "/dev/net/tun"
 VNET_HEADER = 10  # bytes of struct virtio_net_hdr in front of every packet
 
@@ -31,7 +31,7 @@ _KERNEL, _LINK_SCOPE = 2, 253  # of a route: who made it, how far it reaches
 # Per namespace. Buffers for fast, long links; fewer, larger bursts at low rates, since the switch
 # pays per packet; no memory of earlier connections, and no slow start after each pause of a
 # training step, so that two runs are alike.
-_SETTINGS = {
+_SYSCTLS = {
     "net/ipv6/conf/all/disable_ipv6": "1",
     "net/ipv4/tcp_no_metrics_save": "1",
     "net/ipv4/tcp_slow_start_after_idle": "0",
@@ -55,12 +55,12 @@ class Host:
 def make_host(number: int) -> Host:
     """Host 0, 1, ... of a lab, up and with its address; the caller's own network stays as it is."""
     address = f"{PREFIX}.{number + 1}"
-    with ExitStack() as undo, _back_home():
+    with ExitStack() as undo, _restore_namespace():
         if _libc.unshare(NEWNET):
             raise _refused("making a network namespace")
         namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         undo.callback(os.close, namespace)
-        _adjust()
+        _set_sysctls()
         tun = _open_tun()
         undo.callback(os.close, tun)
         _configure(address)
@@ -68,8 +68,8 @@ def make_host(number: int) -> Host:
     return Host(address, namespace, tun)
 
 
-def _adjust() -> None:
-    for name, value in _SETTINGS.items():
+def _set_sysctls() -> None:
+    for name, value in _SYSCTLS.items():
         path = Path("/proc/sys", name)
         try:
             if path.exists():  # older kernels lack some
@@ -100,7 +100,7 @@ def enter_by_path(path: str) -> None:
     os.close(network)
 
 
-def become_lord() -> None:
+def enter_user_namespace() -> None:
     """Unless root: move this process, for good, into a user and network namespace that it rules.
 
     It keeps its files and its user outside, and cannot reach the network any more.
@@ -125,13 +125,13 @@ def become_lord() -> None:
 
 
 @contextmanager
-def _back_home() -> Iterator[None]:
-    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+def _restore_namespace() -> Iterator[None]:
+    original = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         yield
     finally:
-        enter(home)
-        os.close(home)
+        enter(original)
+        os.close(original)
 
 
 def _open_tun() -> int:

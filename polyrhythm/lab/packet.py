@@ -2,7 +2,7 @@
 
 from polyrhythm.lab.namespace import VNET_HEADER
 
-MOST_BYTES = VNET_HEADER + 65535
+MAX_BYTES = VNET_HEADER + 65535
 
 _IP = VNET_HEADER
 _VERSION = _IP

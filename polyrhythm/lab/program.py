@@ -29,11 +29,11 @@ def preload(program: Sequence[str], modules: Sequence[str] = PRELOADED) -> None:
                 importlib.import_module(name)
 
 
-def become(program: Sequence[str], environment: Mapping[str, str]) -> None:
+def run_program(program: Sequence[str], environment: Mapping[str, str]) -> None:
     """Run the program in this process, which it owns from here on."""
     script = _script(program)
     if script is None:
-        execute(program, environment)
+        exec_program(program, environment)
         return
     os.environ.update(environment)
     option, target, arguments = script
@@ -71,11 +71,11 @@ def _is_this_python(command: str) -> bool:
     return Path(found).resolve() == here.resolve()  # not its neighbour of another version
 
 
-def findable(command: str) -> bool:
+def is_on_path(command: str) -> bool:
     return shutil.which(command) is not None
 
 
-def execute(program: Sequence[str], environment: Mapping[str, str]) -> None:
+def exec_program(program: Sequence[str], environment: Mapping[str, str]) -> None:
     """Replace this process by the program."""
     try:
         os.execvpe(program[0], list(program), {**os.environ, **environment})

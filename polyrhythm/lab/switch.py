@@ -21,12 +21,10 @@ import msgspec
 
 from polyrhythm.lab.channel import Channel
 from polyrhythm.lab.clients import Clients
-from polyrhythm.lab.lateness import Lateness
-from polyrhythm.lab.namespace import Host
-from polyrhythm.lab.orders import (
-    Answer,
-    AnyOrder,
+from polyrhythm.lab.commands import (
+    AnySwitchCommand,
     ChangeLinks,
+    CommandReply,
     EndLab,
     GetHosts,
     GetReport,
@@ -35,22 +33,24 @@ from polyrhythm.lab.orders import (
     OwnProcess,
     PairCounters,
     PauseHost,
-    Punctuality,
-    Report,
     ResetReport,
     ReviveHost,
-    decode_order,
+    SwitchReport,
+    SwitchTiming,
+    decode_command,
     encode,
 )
-from polyrhythm.lab.packet import MOST_BYTES, destination, wire_bytes
-from polyrhythm.lab.population import Population
-from polyrhythm.lab.residents import namespace_id
+from polyrhythm.lab.host_processes import namespace_id
+from polyrhythm.lab.host_state import HostStates
+from polyrhythm.lab.lateness import LatenessHistogram
+from polyrhythm.lab.namespace import Host
+from polyrhythm.lab.packet import MAX_BYTES, destination, wire_bytes
 from polyrhythm.types import Seconds
 
-TURN: Seconds = 2e-4  # looks at the devices at most so often: packets are read in batches
-READS = 64  # packets of one host in a turn, so that none is forgotten for another
+POLL_INTERVAL: Seconds = 2e-4  # looks at the devices at most so often: packets are read in batches
+MAX_READS = 64  # packets of one host in a turn, so that none is forgotten for another
 REAL_TIME_PRIORITY = 10
-IDLE: Seconds = 1.0
+MAX_WAIT: Seconds = 1.0
 
 
 def serve(
@@ -58,22 +58,22 @@ def serve(
     channels: list[list[Channel]],
     listening: socket.socket,
     owner: int,
-    owners_socket: socket.socket,
+    owner_socket: socket.socket,
 ) -> None:
     """Carry packets while `owner`, our parent, lives. `channels[i][j]` goes from host i to j."""
     gc.disable()  # nothing here makes cycles, and a collection is a pause
-    _be_punctual()
-    owners_end = os.pidfd_open(owner)
+    _raise_priority()
+    owner_pidfd = os.pidfd_open(owner)
     switch = Switch(hosts, channels)
     clients = Clients(listening, switch.answer)
-    clients.add(owners_socket)
+    clients.add(owner_socket)
     try:
         if os.getppid() == owner:
-            switch.loop(clients, owners_end)
+            switch.loop(clients, owner_pidfd)
     finally:
         with contextlib.suppress(OSError):
             Path(listening.getsockname()).unlink()
-        switch.population.end()
+        switch.host_states.end()
 
 
 class Switch:
@@ -81,24 +81,26 @@ class Switch:
         self._hosts, self._channels = hosts, channels
         self._tuns = [host.tun for _, host in hosts]
         self._number = {tun: number for number, tun in enumerate(self._tuns)}
-        self.population = Population([namespace_id(host.namespace) for _, host in hosts])
+        self.host_states = HostStates([namespace_id(host.namespace) for _, host in hosts])
         # One entry for each channel that carries something: (next arrival, number, channel, TUN)
         self._due: list[tuple[Seconds, int, Channel, int]] = []
-        self._later: list[tuple[Seconds, int, AnyOrder]] = []
-        self._num_orders = 0
+        self._scheduled: list[tuple[Seconds, int, AnySwitchCommand]] = []
+        self._num_commands = 0
         self._ended = False
         self._reset()
 
-    def loop(self, clients: Clients, owners_end: int) -> None:
-        turn = time.monotonic()
+    def loop(self, clients: Clients, owner_pidfd: int) -> None:
+        last_poll = time.monotonic()
         while not self._ended:
-            self._obey_later(time.monotonic())
+            self._execute_due(time.monotonic())
             self._deliver(time.monotonic())
-            time.sleep(max(0.0, turn + TURN - time.monotonic()))
-            watched = [*self._tuns, owners_end, *clients.reading]
-            readable, writable, _ = select.select(watched, clients.writing, [], self._rest())
-            turn = time.monotonic()
-            if owners_end in readable:
+            time.sleep(max(0.0, last_poll + POLL_INTERVAL - time.monotonic()))
+            watched = [*self._tuns, owner_pidfd, *clients.reading]
+            readable, writable, _ = select.select(
+                watched, clients.writing, [], self._time_to_next()
+            )
+            last_poll = time.monotonic()
+            if owner_pidfd in readable:
                 return
             for file in {*readable, *writable}:
                 if file in self._number:
@@ -106,19 +108,19 @@ class Switch:
                 else:
                     clients.serve(file)
 
-    def _rest(self) -> Seconds:
+    def _time_to_next(self) -> Seconds:
         next_time = min(
             self._due[0][0] if self._due else math.inf,
-            self._later[0][0] if self._later else math.inf,
+            self._scheduled[0][0] if self._scheduled else math.inf,
         )
-        return min(IDLE, max(0.0, next_time - time.monotonic()))
+        return min(MAX_WAIT, max(0.0, next_time - time.monotonic()))
 
     def _receive(self, tun: int) -> None:
         source = self._number[tun]
         channels, num_hosts = self._channels[source], len(self._tuns)
-        for _ in range(READS):
+        for _ in range(MAX_READS):
             try:
-                packet = os.read(tun, MOST_BYTES)
+                packet = os.read(tun, MAX_BYTES)
             except OSError:  # nothing more to read
                 return
             target = destination(packet, num_hosts)
@@ -126,15 +128,15 @@ class Switch:
                 self._strays += 1
                 continue
             channel = channels[target]
-            if self.population.is_cut_off(source) or self.population.is_cut_off(target):
+            if self.host_states.is_cut_off(source) or self.host_states.is_cut_off(target):
                 channel.drops += 1
                 continue
             idle = channel.next_arrival() == math.inf
             channel.offer(time.monotonic(), wire_bytes(packet), packet)
             if idle:
-                self._expect(source, target, channel)
+                self._push_arrival(source, target, channel)
 
-    def _expect(self, source: int, target: int, channel: Channel) -> None:
+    def _push_arrival(self, source: int, target: int, channel: Channel) -> None:
         if (due := channel.next_arrival()) < math.inf:
             number = source * len(self._tuns) + target
             heapq.heappush(self._due, (due, number, channel, self._tuns[target]))
@@ -149,80 +151,82 @@ class Switch:
                     OSError
                 ):  # its device is full or gone: lost, as on any host
                     os.write(tun, packet)
-            if (next_due := channel.next_arrival()) < math.inf:
-                heapq.heappush(due, (next_due, number, channel, tun))
+            if (next_deadline := channel.next_arrival()) < math.inf:
+                heapq.heappush(due, (next_deadline, number, channel, tun))
 
     def answer(self, line: bytes) -> bytes:
         """To an order, as JSON, its answer."""
         try:
-            order = decode_order(line)
-            self._check(order)
+            command = decode_command(line)
+            self._check(command)
         except (msgspec.MsgspecError, ValueError) as error:
-            return encode(Answer(refused=str(error)))
-        if order.at is not None and order.at > time.monotonic():
-            self._num_orders += 1
-            heapq.heappush(self._later, (order.at, self._num_orders, order))
-            return encode(Answer())
-        return encode(self._obey(order))
+            return encode(CommandReply(refused=str(error)))
+        if command.at is not None and command.at > time.monotonic():
+            self._num_commands += 1
+            heapq.heappush(self._scheduled, (command.at, self._num_commands, command))
+            return encode(CommandReply())
+        return encode(self._execute(command))
 
-    def _check(self, order: AnyOrder) -> None:
-        named = [host for pair in order.pairs for host in pair] if hasattr(order, "pairs") else []
-        if hasattr(order, "host"):
-            named.append(order.host)
+    def _check(self, command: AnySwitchCommand) -> None:
+        named = (
+            [host for pair in command.pairs for host in pair] if hasattr(command, "pairs") else []
+        )
+        if hasattr(command, "host"):
+            named.append(command.host)
         if any(host >= len(self._hosts) for host in named):
             raise ValueError(
                 f"there are {len(self._hosts)} hosts, not one with number {max(named)}"
             )
 
-    def _obey_later(self, now: Seconds) -> None:
-        while self._later and self._later[0][0] <= now:
-            self._obey(heapq.heappop(self._later)[2])
+    def _execute_due(self, now: Seconds) -> None:
+        while self._scheduled and self._scheduled[0][0] <= now:
+            self._execute(heapq.heappop(self._scheduled)[2])
 
-    def _obey(self, order: AnyOrder) -> Answer:
-        match order:
+    def _execute(self, command: AnySwitchCommand) -> CommandReply:
+        match command:
             case ChangeLinks():
-                self._change_links(order)
+                self._change_links(command)
             case KillHost():
-                self.population.kill(order.host, silent=order.silent)
+                self.host_states.kill(command.host, silent=command.silent)
             case ReviveHost():
-                self.population.revive(order.host)
+                self.host_states.revive(command.host)
             case PauseHost():
-                self._pause(order.host, order.paused)
+                self._pause(command.host, command.paused)
             case OwnProcess():
-                self.population.welcome(order.pid, order.host)
+                self.host_states.add_process(command.pid, command.host)
             case EndLab():
                 self._ended = True
             case ResetReport():
                 self._reset()
             case GetHosts():
-                return Answer(hosts=self._entries())
+                return CommandReply(hosts=self._entries())
             case GetReport():
-                return Answer(report=self._report())
-        return Answer()
+                return CommandReply(report=self._report())
+        return CommandReply()
 
-    def _change_links(self, order: ChangeLinks) -> None:
-        for source, target in order.pairs:
+    def _change_links(self, command: ChangeLinks) -> None:
+        for source, target in command.pairs:
             self._channels[source][target].change(
                 time.monotonic(),
-                latency=order.latency,
-                bandwidth=order.bandwidth,
-                lost=order.lost,
+                latency=command.latency,
+                bandwidth=command.bandwidth,
+                lost=command.lost,
             )
-        self._expect_all()
+        self._push_all_arrivals()
 
     def _pause(self, host: int, paused: bool) -> None:
-        self.population.pause(host, paused=paused)
+        self.host_states.pause(host, paused=paused)
         for other in range(len(self._hosts)):
-            held = self.population.pauses(host) + self.population.pauses(other) > 0
+            held = self.host_states.pauses(host) + self.host_states.pauses(other) > 0
             for a, b in ((host, other), (other, host)):
                 self._channels[a][b].change(time.monotonic(), held=held)
-        self._expect_all()
+        self._push_all_arrivals()
 
-    def _expect_all(self) -> None:
+    def _push_all_arrivals(self) -> None:
         self._due.clear()
         for source, row in enumerate(self._channels):
             for target, channel in enumerate(row):
-                self._expect(source, target, channel)
+                self._push_arrival(source, target, channel)
 
     def _entries(self) -> tuple[HostEntry, ...]:
         return tuple(
@@ -230,22 +234,22 @@ class Switch:
                 name=name,
                 address=host.address,
                 namespace=f"/proc/{os.getpid()}/fd/{host.namespace}",
-                processes=self.population.count(number),
-                killed=self.population.is_dead(number),
-                pauses=self.population.pauses(number),
+                processes=self.host_states.count(number),
+                killed=self.host_states.is_dead(number),
+                pauses=self.host_states.pauses(number),
             )
             for number, (name, host) in enumerate(self._hosts)
         )
 
     def _reset(self) -> None:
-        self._lateness = Lateness()
+        self._lateness = LatenessHistogram()
         self._strays = 0
         self._since, self._cpu = time.monotonic(), time.process_time()
         for row in self._channels:
             for channel in row:
                 channel.reset_counters()
 
-    def _report(self) -> Report:
+    def _report(self) -> SwitchReport:
         now = time.monotonic()
         elapsed = now - self._since
         pairs = [
@@ -262,11 +266,11 @@ class Switch:
             for target, channel in enumerate(row)
             if channel.packets or channel.drops or channel.backlog(now)
         ]
-        return Report(
+        return SwitchReport(
             elapsed=elapsed,
             strays=self._strays,
             pairs=tuple(pairs),
-            punctuality=Punctuality(
+            switch_timing=SwitchTiming(
                 late_p50=self._lateness.quantile(0.5),
                 late_p99=self._lateness.quantile(0.99),
                 late_max=self._lateness.longest,
@@ -275,7 +279,7 @@ class Switch:
         )
 
 
-def _be_punctual() -> None:
+def _raise_priority() -> None:
     """Wake up on time, and before the hosts' own work; without the right to, as well as it goes."""
     pr_set_timerslack = 29
     ctypes.CDLL(None).prctl(pr_set_timerslack, 1)  # 1 ns; the default is 50 us

@@ -4,15 +4,17 @@ from collections.abc import Iterator
 
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.scenario import LinkChange, Scenario
-from polyrhythm.lab.orders import AnyOrder, ChangeLinks, KillHost, PauseHost, ReviveHost
+from polyrhythm.lab.commands import AnySwitchCommand, ChangeLinks, KillHost, PauseHost, ReviveHost
 from polyrhythm.types import Seconds
 
 
-def orders(scenario: Scenario, cluster: Cluster, start: Seconds) -> Iterator[AnyOrder]:
+def scenario_commands(
+    scenario: Scenario, cluster: Cluster, start: Seconds
+) -> Iterator[AnySwitchCommand]:
     """Every order with its time, for a scenario whose clock starts at `start`."""
     number = {device.name: i for i, device in enumerate(cluster.devices)}
     for change in scenario.link:
-        yield link_order(change, cluster, at=start + change.at)
+        yield link_command(change, cluster, at=start + change.at)
     for kill in scenario.kill:
         yield KillHost(host=number[kill.device], at=start + kill.at)
     for join in scenario.join:
@@ -23,7 +25,7 @@ def orders(scenario: Scenario, cluster: Cluster, start: Seconds) -> Iterator[Any
         yield PauseHost(host=host, paused=False, at=start + pause.until)
 
 
-def link_order(change: LinkChange, cluster: Cluster, at: Seconds | None = None) -> ChangeLinks:
+def link_command(change: LinkChange, cluster: Cluster, at: Seconds | None = None) -> ChangeLinks:
     """The change for every directed pair of hosts that it names."""
     sources = _numbers(change.source, cluster)
     targets = _numbers(change.target, cluster)
@@ -39,7 +41,7 @@ def link_order(change: LinkChange, cluster: Cluster, at: Seconds | None = None) 
     )
 
 
-def absent_at_first(scenario: Scenario) -> frozenset[str]:
+def absent_at_start(scenario: Scenario) -> frozenset[str]:
     """Devices that join without having been killed before: they are away from the start."""
     first: dict[str, tuple[Seconds, bool]] = {}
     events = [(kill.device, kill.at, False) for kill in scenario.kill]

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from polyrhythm.observe.groups import most_frequent
-from polyrhythm.sync.messages import Abort, Command, Commit, Dead, Event, Join, Leave, Skip
+from polyrhythm.sync.protocol import Abort, Command, Commit, Dead, Event, Join, Leave, Skip
 from polyrhythm.tables import print_line
 from polyrhythm.types import Seconds, Worker
 
 _HOW_LONG = re.compile(r" within \S+ s$")  # differs from one to the next, and says little
-MOST = 12  # who are named when they have left; those who died are named all
+MAX_NAMED = 12  # who are named when they have left; those who died are named all
 
 _Gone = tuple[Worker, Seconds]
 
@@ -31,7 +31,7 @@ class Decisions:
     left: list[_Gone] = field(default_factory=list)
     _ended: set[int] = field(default_factory=set)  # groups
     _skipped: dict[Worker, Skip] = field(default_factory=dict)
-    _lives: dict[Worker, int] = field(default_factory=dict)  # of those who are here
+    _incarnations: dict[Worker, int] = field(default_factory=dict)  # of those who are here
     _began: Seconds | None = None
 
     @classmethod
@@ -39,7 +39,7 @@ class Decisions:
         decisions = cls()
         for event, commands in log:
             decisions.num_decisions += 1
-            decisions._hear(event)
+            decisions._on_event(event)
             for command in commands:
                 decisions._count(command)
         return decisions
@@ -56,27 +56,29 @@ class Decisions:
         if self.died:
             rows.append(("died", _each(self.died)))
         if self.left:
-            rows.append(("left", _each(self.left) if len(self.left) <= MOST else _all(self.left)))
+            rows.append(
+                ("left", _each(self.left) if len(self.left) <= MAX_NAMED else _all(self.left))
+            )
         for name, shown in rows:
             print_line(console, f"{name:<11}{shown}")
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if self._began is None:
             self._began = event.now
         after = event.now - self._began
         if isinstance(event, Join):
-            life = self._lives.get(event.worker, -1)
-            if 0 <= life < event.incarnation:  # it has died and nobody noticed
+            incarnation = self._incarnations.get(event.worker, -1)
+            if 0 <= incarnation < event.incarnation:  # it has died and nobody noticed
                 self.died.append((event.worker, after))
-            if life < event.incarnation:
-                self._lives[event.worker] = event.incarnation
+            if incarnation < event.incarnation:
+                self._incarnations[event.worker] = event.incarnation
                 self._skipped.pop(event.worker, None)
         elif isinstance(event, Dead | Leave) and self._is_here(event.worker, event.incarnation):
-            del self._lives[event.worker]
+            del self._incarnations[event.worker]
             (self.died if isinstance(event, Dead) else self.left).append((event.worker, after))
 
-    def _is_here(self, worker: Worker, life: int) -> bool:
-        return self._lives.get(worker) == life
+    def _is_here(self, worker: Worker, incarnation: int) -> bool:
+        return self._incarnations.get(worker) == incarnation
 
     def _count(self, command: Command) -> None:
         """Once, though a worker that asks again is told again."""

@@ -20,7 +20,7 @@ _NARROWEST, _WIDEST = 640, 1400  # of the whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class DevicePosition:
     """One device; x and y are its centre, from the corner of its box."""
 
     device: str
@@ -36,30 +36,32 @@ class Box:
     """One region."""
 
     name: str
-    places: tuple[Place, ...]
+    places: tuple[DevicePosition, ...]
     width: float
     height: float
     x: float = 0.0
     y: float = 0.0
 
 
-def placed(plan: Plan, cluster: Cluster) -> list[Box]:
+def place_devices(plan: Plan, cluster: Cluster) -> list[Box]:
     """A box for each region with its devices in it, in the order of their stages."""
     parts = {
         part.device: (number, range(part.first, part.end))
         for number, pipeline in enumerate(plan.pipelines)
         for part in pipeline.parts
     }
-    regions: dict[str, list[Place]] = {}
+    regions: dict[str, list[DevicePosition]] = {}
     for device in cluster.devices:
         pipeline, stages = parts.get(device.name, (None, range(0)))
-        place = Place(device=device.name, region=device.region, pipeline=pipeline, stages=stages)
+        place = DevicePosition(
+            device=device.name, region=device.region, pipeline=pipeline, stages=stages
+        )
         regions.setdefault(device.region, []).append(place)
     boxes = [_filled(name, places) for name, places in regions.items()]
     return sorted(boxes, key=_mean_stage)
 
 
-def arranged(boxes: Sequence[Box], *, left: float, top: float) -> list[Box]:
+def arrange_boxes(boxes: Sequence[Box], *, left: float, top: float) -> list[Box]:
     """The same boxes in rows, every other row from right to left."""
     area = sum((box.width + _GAP) * (box.height + _GAP) for box in boxes)
     limit = min(_WIDEST, max(_NARROWEST, 1.5 * math.sqrt(area), *(box.width for box in boxes)))
@@ -78,12 +80,12 @@ def arranged(boxes: Sequence[Box], *, left: float, top: float) -> list[Box]:
     return found
 
 
-def _filled(name: str, places: Sequence[Place]) -> Box:
+def _filled(name: str, places: Sequence[DevicePosition]) -> Box:
     """Those of one pipeline, or of one stage, beside one another, whichever are more."""
     num_pipelines = len({place.pipeline for place in places})
     num_stages = len({place.stages for place in places})
 
-    def order(place: Place) -> tuple[int, ...]:
+    def order(place: DevicePosition) -> tuple[int, ...]:
         if place.pipeline is None:
             return 1, 0, 0
         ends = place.pipeline, place.stages.start

@@ -6,10 +6,10 @@ from typing import Self
 from rich.console import Console
 from rich.markup import escape
 
-from polyrhythm.plan.search import Progress
+from polyrhythm.plan.search import SearchProgress
 from polyrhythm.tables import print_line
 
-MOST_LINES = 5  # where there is no terminal
+MAX_LINES = 5  # where there is no terminal
 
 
 class PlanProgress:
@@ -34,7 +34,7 @@ class PlanProgress:
         if self._status:
             self._status.stop()
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: SearchProgress) -> None:
         line = f"planning {progress.done}/{progress.total}: {progress.doing}"
         if progress.best:
             line += f"; best so far {progress.best}"
@@ -42,4 +42,4 @@ class PlanProgress:
             self._status.update(escape(line))
         elif progress.done >= self._next_line * progress.total:
             print_line(self._console, line)
-            self._next_line = progress.done / max(1, progress.total) + 1 / MOST_LINES
+            self._next_line = progress.done / max(1, progress.total) + 1 / MAX_LINES

@@ -14,7 +14,14 @@ from itertools import pairwise
 from xml.sax.saxutils import escape, quoteattr
 
 from polyrhythm.describe.cluster import Cluster
-from polyrhythm.observe.plan_map import HEIGHT, WIDTH, Box, Place, arranged, placed
+from polyrhythm.observe.plan_map import (
+    HEIGHT,
+    WIDTH,
+    Box,
+    DevicePosition,
+    arrange_boxes,
+    place_devices,
+)
 from polyrhythm.observe.plan_table import degrees, in_seconds
 from polyrhythm.plan.plan import Plan
 
@@ -23,8 +30,8 @@ _TOP = 94  # title and explanation
 _LETTER = 0.62  # width of a letter, in its size; a little more than it is
 _ROW = 26
 _HEAD = 128  # of a row of the table
-_MOST_LETTERS = 18  # of a name in the table
-_MOST_COLUMNS = 10
+_MAX_LETTERS = 18  # of a name in the table
+_MAX_COLUMNS = 10
 _LONG, _ROUND = 1.6 * WIDTH, 2 * HEIGHT  # lines that are curved, and how far they are drawn aside
 _GREY, _INK, _LINE = "#9aa0a6", "#202124", "#dadce0"
 
@@ -32,7 +39,7 @@ _GREY, _INK, _LINE = "#9aa0a6", "#202124", "#dadce0"
 def draw_plan(plan: Plan, cluster: Cluster) -> str:
     """The picture as the text of an SVG file; every pipeline of the plan names its devices."""
     assert all(pipeline.devices for pipeline in plan.pipelines), "a plan to draw has devices"
-    boxes = arranged(placed(plan, cluster), left=_MARGIN, top=_TOP)
+    boxes = arrange_boxes(place_devices(plan, cluster), left=_MARGIN, top=_TOP)
     bottom = max(box.y + box.height for box in boxes) + 2 * _MARGIN
     table = _Table.of(plan, bottom)
     width = max(*(box.x + box.width for box in boxes), _MARGIN + table.width, 760) + _MARGIN
@@ -77,7 +84,7 @@ def _name(box: Box) -> str:
     return _text(box.x + 10, box.y + 18, name, 12, bold=True, halo=True, title=box.name)
 
 
-def _device(place: Place, box: Box, plan: Plan) -> str:
+def _device(place: DevicePosition, box: Box, plan: Plan) -> str:
     """With its stages in it and its name below, without what it shares with its region."""
     x, y = _centre(place, box)
     if place.pipeline is None:
@@ -133,9 +140,9 @@ class _Table:
     @classmethod
     def of(cls, plan: Plan, top: float) -> "_Table":
         names = [device for pipeline in plan.pipelines for device in pipeline.devices]
-        longest = min(_MOST_LETTERS, max(map(len, names)))
+        longest = min(_MAX_LETTERS, max(map(len, names)))
         shape = plan.num_stages, plan.num_pipelines
-        is_turned = plan.num_pipelines > max(_MOST_COLUMNS, plan.num_stages)
+        is_turned = plan.num_pipelines > max(_MAX_COLUMNS, plan.num_stages)
         num_rows, num_columns = reversed(shape) if is_turned else shape
         return cls(
             top=top,
@@ -180,7 +187,7 @@ class _Table:
             yield _text(x + 32, y + 16, work, 9)
             for stage, device in enumerate(pipeline.devices):
                 x, y = self._corner(stage, number)
-                name = _shortened(device, _MOST_LETTERS)
+                name = _shortened(device, _MAX_LETTERS)
                 yield _text(x + 6, y + 17, name, 11, title=device)
 
     def _corner(self, stage: int, pipeline: int) -> tuple[float, float]:
@@ -190,7 +197,7 @@ class _Table:
         return x, self.top + 12 + (row + 1) * _ROW
 
 
-def _centre(place: Place, box: Box) -> tuple[float, float]:
+def _centre(place: DevicePosition, box: Box) -> tuple[float, float]:
     return box.x + place.x, box.y + place.y
 
 

@@ -12,24 +12,24 @@ from rich.console import Console
 
 from polyrhythm.describe.units import show as text
 from polyrhythm.plan.plan import PipelinePlan, Plan
-from polyrhythm.plan.predict import Prediction, Use
-from polyrhythm.plan.replan import Replanned
-from polyrhythm.plan.search import Planned
+from polyrhythm.plan.predict import DeviceUse, Prediction
+from polyrhythm.plan.replan import ReplanResult
+from polyrhythm.plan.search import PlanResult
 from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Bytes, Seconds
 
-MOST_ROWS = 24  # devices that get a row each
-MOST_NAMES = 12  # devices that a line names
+MAX_ROWS = 24  # devices that get a row each
+MAX_NAMES = 12  # devices that a line names
 _NUM_PARTS = 3  # of a step, that are named
 _MILLION = 1_000_000
 
 
-def show_plan(prediction: Prediction, planned: Planned, console: Console) -> None:
+def show_plan(prediction: Prediction, planned: PlanResult, console: Console) -> None:
     """Who does what, then what to expect of it, and how much better any plan could be."""
     plan = prediction.plan
     print_line(console, f"{degrees(plan)}, {_settings(plan)}")
     print_line(console, "")
-    if len(prediction.uses) <= MOST_ROWS:
+    if len(prediction.uses) <= MAX_ROWS:
         _show_devices(prediction, console)
     else:
         _show_groups(prediction, console)
@@ -65,7 +65,7 @@ def show_front(front: Sequence[Prediction], *, taken: int, console: Console) -> 
 
 
 def show_change(
-    change: Replanned, *, running: Prediction | str, num_steps: int, console: Console
+    change: ReplanResult, *, running: Prediction | str, num_steps: int, console: Console
 ) -> None:
     """What becomes of a running plan, which takes so long now, or cannot go on for a reason."""
     chosen = change.planned.best
@@ -144,15 +144,17 @@ def _show_groups(prediction: Prediction, console: Console) -> None:
     print_table(console, [*header, "memory, at most", "busy, at most"], rows)
 
 
-def _stage_and_region(use: Use) -> tuple[object, ...]:
+def _stage_and_region(use: DeviceUse) -> tuple[object, ...]:
     return use.stages.start, use.stages.stop, use.region
 
 
-def _in_rows(uses: Iterable[Use], key: Callable[[Use], tuple[object, ...]]) -> Iterator[list[Use]]:
+def _in_rows(
+    uses: Iterable[DeviceUse], key: Callable[[DeviceUse], tuple[object, ...]]
+) -> Iterator[list[DeviceUse]]:
     return (list(alike) for _, alike in groupby(uses, key))
 
 
-def _fullness(use: Use) -> tuple[float, Bytes]:
+def _fullness(use: DeviceUse) -> tuple[float, Bytes]:
     return (use.memory / use.limit if use.limit else 0.0), use.memory
 
 
@@ -167,7 +169,7 @@ def _show_pipelines(prediction: Prediction, console: Console) -> None:
     print_table(console, ["pipeline", "micro-batches", "schedule", "through"], rows)
 
 
-def _expected(prediction: Prediction, planned: Planned) -> Iterable[tuple[str, str]]:
+def _expected(prediction: Prediction, planned: PlanResult) -> Iterable[tuple[str, str]]:
     step, batch = prediction.time.total, prediction.plan.batch
     rate = f"{prediction.samples_per_second:.4g} samples/s"
     yield "step", f"{in_seconds(step)} for {batch:,} samples: {rate}"
@@ -197,7 +199,7 @@ def _money(price: float) -> str:
     return f"{price:.4g}" if price < 1000 else f"{price:,.0f}"
 
 
-def _memory(use: Use) -> str:
+def _memory(use: DeviceUse) -> str:
     return f"{_size(use.memory)} / {'-' if use.limit is None else _size(use.limit)}"
 
 
@@ -205,7 +207,7 @@ def _size(size: Bytes) -> str:
     return f"{size / 2**20:.0f}MiB" if size < 2**30 else f"{size / 2**30:.1f}GiB"
 
 
-def _busy(use: Use, step: Seconds) -> str:
+def _busy(use: DeviceUse, step: Seconds) -> str:
     return f"{in_seconds(use.busy)}, {_percent(use.busy / step if step else 0.0)}"
 
 
@@ -218,8 +220,8 @@ def _count(number: int, what: str) -> str:
 
 
 def _devices(names: Sequence[str]) -> str:
-    more = "" if len(names) <= MOST_NAMES else f" ... ({len(names)} in all)"
-    return f"{_count(len(names), 'device')}: {', '.join(names[:MOST_NAMES])}{more}"
+    more = "" if len(names) <= MAX_NAMES else f" ... ({len(names)} in all)"
+    return f"{_count(len(names), 'device')}: {', '.join(names[:MAX_NAMES])}{more}"
 
 
 def _range(numbers: range) -> str:
@@ -237,7 +239,7 @@ def _ranges(numbers: Iterable[str]) -> str:
     return ", ".join(map(_range, runs))
 
 
-def _within(uses: Sequence[Use]) -> str:
+def _within(uses: Sequence[DeviceUse]) -> str:
     """Devices of a region, which are mostly numbered there: Oregon/0 to Oregon/3 are 0-3."""
     names = [use.device for use in uses]
     numbers = [name.removeprefix(f"{uses[0].region}/") for name in names]

@@ -57,7 +57,7 @@ class PipelineProgress:
         return tokens / (end - begin) if end > begin else float("nan")
 
 
-class Progress:
+class RunProgress:
     """Shows a run while it goes on; call `update` often, it draws when there is something new."""
 
     def __init__(self, run: Path, *, num_steps: int, num_pipelines: int, console: Console) -> None:

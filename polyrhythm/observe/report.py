@@ -21,7 +21,7 @@ _Decision = tuple[int | None, str | None, str | None]  # step, name, why
 
 
 @dataclass(slots=True, kw_only=True)
-class Report:
+class RunReport:
     steps: set[int] = field(default_factory=set)  # that a worker has finished
     num_planned: int | None = None
     workers: dict[Worker, WorkerTime] = field(default_factory=lambda: defaultdict(WorkerTime))
@@ -29,10 +29,10 @@ class Report:
     losses: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     switches: dict[_Decision, None] = field(default_factory=dict)  # a set in order
     stays: set[_Decision] = field(default_factory=set)
-    ways: list[_Decision] = field(default_factory=list)
+    sync_modes: list[_Decision] = field(default_factory=list)
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> "Report":
+    def of(cls, events: Iterable[Event]) -> "RunReport":
         report = cls()
         events = list(events)
         finished = {(event.worker, event.step) for event in events if event.kind == "step"}
@@ -41,8 +41,8 @@ class Report:
                 report.num_planned = planned
             elif event.kind == "plan":
                 report._add_plan(event)
-            elif event.kind == "way":
-                report.ways.append((event.step, event.name, event.why))
+            elif event.kind == "sync_mode":
+                report.sync_modes.append((event.step, event.name, event.why))
             elif event.worker is not None:
                 spent = report.workers[event.worker]
                 if event.duration is not None and (event.worker, event.step) in finished:
@@ -92,10 +92,12 @@ class Report:
             print_table(console, ["step", "plan", "why"], rows, title="plan switches")
         if self.stays:
             print_line(console, f"decisions to keep the plan: {len(self.stays)}")
-        if self.ways:
+        if self.sync_modes:
             print_line(console, "")
             title = "how replicas kept together"
-            print_table(console, ["step", "way", "why"], _written(self.ways), title=title)
+            print_table(
+                console, ["step", "sync_mode", "why"], _written(self.sync_modes), title=title
+            )
 
     @property
     def _made(self) -> str:

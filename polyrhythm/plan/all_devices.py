@@ -14,25 +14,25 @@ from polyrhythm.describe.model import AtSize, Layer, ModelProfile
 from polyrhythm.errors import UserError
 from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.problem import Problem
-from polyrhythm.plan.search import Progress, make_plan
+from polyrhythm.plan.search import SearchProgress, make_plan
 from polyrhythm.plan.shapes import sizes_for
 from polyrhythm.plan.step_bound import least_step
 from polyrhythm.types import Seconds
 
 
-def plan_for_all(
+def plan_all_devices(
     problem: Problem,
     *,
-    layers_together: tuple[int, ...] = (),
+    layer_blocks: tuple[int, ...] = (),
     seed: int = 0,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[SearchProgress], None] = lambda _: None,
 ) -> Plan:
     """The best one found; raises PlanError if none is feasible.
 
-    Stages end where one of `layers_together` ends: so many layers each that are not to be cut.
+    Stages end where one of `layer_blocks` ends: so many layers each that are not to be cut.
     """
-    counts = layers_together or (1,) * problem.num_layers
-    grouped = replace(problem, profile=merged(problem.profile, counts))
+    counts = layer_blocks or (1,) * problem.num_layers
+    grouped = replace(problem, profile=merge_layers(problem.profile, counts))
     number = problem.num_devices
     best: Plan | None = None
     refusals: dict[int, UserError] = {}
@@ -55,7 +55,7 @@ def plan_for_all(
     return replace(best, layers_per_stage=tuple(b - a for a, b in pairwise(cuts)))
 
 
-def merged(profile: ModelProfile, counts: tuple[int, ...]) -> ModelProfile:
+def merge_layers(profile: ModelProfile, counts: tuple[int, ...]) -> ModelProfile:
     """So many layers in a row as one, for each of `counts`."""
     ends = pairwise(accumulate(counts, initial=0))
     return replace(profile, layers=tuple(_one(profile.layers[a:b]) for a, b in ends))

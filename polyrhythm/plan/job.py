@@ -12,7 +12,7 @@ class Objective(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TrainingJob:
     batch: int  # samples of a step, of all pipelines together
     sync: str = "all_reduce"  # how replicas of a stage stay together; see cost.sync.Sync
     objective: Objective = Objective.TIME

@@ -2,7 +2,7 @@
 
 From layouts made in one go (`construct.py`), with near devices side by side as pipelines, as stages
 or in between, and with equally fast or equally large ones together, annealing (`layout_anneal.py`)
-goes on. Stages are given: `sketch.py` deals layers and places devices in turn.
+goes on. Stages are given: `draft.py` deals layers and places devices in turn.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,12 +16,12 @@ from polyrhythm.cost.dtfm import PairTimes
 from polyrhythm.cost.memory import needed
 from polyrhythm.cost.step import StageWork
 from polyrhythm.cost.sync import GROUP_SIZE, Sync
-from polyrhythm.plan.construct import constructed, nearest
+from polyrhythm.plan.construction import construct_layouts, nearest
 from polyrhythm.plan.job import Objective
 from polyrhythm.plan.problem import Problem
 
 if TYPE_CHECKING:  # compiled: imported when needed
-    from polyrhythm.plan.layout_kernel import Prices
+    from polyrhythm.plan.layout_kernel import LayoutPrices
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -34,7 +34,7 @@ _SEQUENTIAL = (Sync.SEQUENTIAL, Sync.RING)  # a ring is about as slow as one pee
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Layout:
+class DeviceLayout:
     devices: Ints  # [stage, pipeline]
     idle: Ints
     value: float  # of the job's objective, estimated
@@ -54,7 +54,9 @@ def distances(problem: Problem) -> Floats:
     return both
 
 
-def starts(problem: Problem, num_stages: int, num_pipelines: int) -> Iterator[tuple[Ints, Ints]]:
+def initial_layouts(
+    problem: Problem, num_stages: int, num_pipelines: int
+) -> Iterator[tuple[Ints, Ints]]:
     """Layouts and who is idle; devices that are far, slow or dear are left out first."""
     spread = distances(problem)
     for kept in _kept(problem, num_stages * num_pipelines, spread):
@@ -64,7 +66,7 @@ def starts(problem: Problem, num_stages: int, num_pipelines: int) -> Iterator[tu
             hop=spread[np.ix_(kept, kept)],
             num_stages=num_stages,
         )
-        made = [kept[layout] for layout in constructed(near)]
+        made = [kept[layout] for layout in construct_layouts(near)]
         yield from ((layout, idle) for layout in made)
         speeds = np.array(problem.speeds)[kept]
         if speeds.max() > speeds.min():
@@ -72,9 +74,9 @@ def starts(problem: Problem, num_stages: int, num_pipelines: int) -> Iterator[tu
             row = made[0].T.ravel()
             row = row[np.argsort(-np.array(problem.speeds)[row], kind="stable")]
             yield from _both_ways(row, num_stages, num_pipelines, idle)
-        if problem.rooms[kept].max() > problem.rooms[kept].min():
+        if problem.memory_limits[kept].max() > problem.memory_limits[kept].min():
             row = made[0].T.ravel()
-            row = row[np.argsort(-problem.rooms[row], kind="stable")]
+            row = row[np.argsort(-problem.memory_limits[row], kind="stable")]
             yield from _both_ways(row, num_stages, num_pipelines, idle)
             yield from _both_ways(row[::-1], num_stages, num_pipelines, idle)
 
@@ -87,12 +89,14 @@ def _both_ways(
     yield np.ascontiguousarray(row.reshape(num_pipelines, num_stages).T), idle
 
 
-def valued(problem: Problem, prices: "Prices", devices: Ints, idle: Ints) -> Layout:
+def evaluate_layout(
+    problem: Problem, prices: "LayoutPrices", devices: Ints, idle: Ints
+) -> DeviceLayout:
     """A layout as it stands."""
-    from polyrhythm.plan.layout_kernel import FIRST, PERIOD, started, values
+    from polyrhythm.plan.layout_kernel import FIRST, PERIOD, make_state, values
 
-    state = started(devices.astype(np.int64), idle.astype(np.int64), prices)
-    return Layout(
+    state = make_state(devices.astype(np.int64), idle.astype(np.int64), prices)
+    return DeviceLayout(
         devices=devices,
         idle=idle,
         value=values(state, prices)[0],
@@ -101,18 +105,18 @@ def valued(problem: Problem, prices: "Prices", devices: Ints, idle: Ints) -> Lay
     )
 
 
-def ordered(problem: Problem, prices: "Prices", start: Layout) -> Layout:
+def reorder_stages(problem: Problem, prices: "LayoutPrices", start: DeviceLayout) -> DeviceLayout:
     """The same stages in a better order."""
     from polyrhythm.plan.layout_anneal import order_rows
 
     devices, idle = start.devices.astype(np.int64), start.idle.astype(np.int64)
     order_rows(devices, idle, prices)
-    return valued(problem, prices, devices, idle)
+    return evaluate_layout(problem, prices, devices, idle)
 
 
-def annealed(
-    problem: Problem, prices: "Prices", start: Layout, *, num_moves: int, seed: int
-) -> Layout:
+def anneal_layout(
+    problem: Problem, prices: "LayoutPrices", start: DeviceLayout, *, num_moves: int, seed: int
+) -> DeviceLayout:
     """The best layout found from there."""
     from polyrhythm import compiled
     from polyrhythm.plan.layout_anneal import anneal_step
@@ -124,7 +128,7 @@ def annealed(
     compiled.seed(seed)
     hot, cold = _HOT * start.value, _COLD * start.value
     anneal_step(devices, idle, prices, near, num_moves, hot, cold)
-    return valued(problem, prices, devices, idle)
+    return evaluate_layout(problem, prices, devices, idle)
 
 
 def prices_of(
@@ -135,8 +139,8 @@ def prices_of(
     num_pipelines: int,
     *,
     even: bool,
-) -> "Prices":
-    from polyrhythm.plan.layout_kernel import Prices
+) -> "LayoutPrices":
+    from polyrhythm.plan.layout_kernel import LayoutPrices
 
     links, sync = problem.links, Sync(problem.job.sync)
     apart = ~np.eye(problem.num_devices, dtype=bool)
@@ -146,7 +150,7 @@ def prices_of(
     work = np.array([stage.forward + stage.backward for stage in stages])
     num_microbatches = problem.job.batch / microbatch_size
     egress = _egress(problem)
-    return Prices(
+    return LayoutPrices(
         np.array(
             [
                 work,
@@ -183,14 +187,14 @@ def _over(
 ) -> Floats:
     """[stage, device]: what a device costs that cannot hold the stage with a micro-batch."""
     over = np.zeros((len(layers_per_stage), problem.num_devices))
-    if np.isinf(problem.rooms).all():
+    if np.isinf(problem.memory_limits).all():
         return over
     end = 0
     for stage, count in enumerate(layers_per_stage):
         layers = range(end, end + count)
         end = layers.stop
         bytes_needed = needed(problem.memory(layers, microbatch_size), in_flight=1, window=0)
-        missing = np.maximum(0.0, bytes_needed - problem.rooms)
+        missing = np.maximum(0.0, bytes_needed - problem.memory_limits)
         over[stage] = np.where(missing > 0, _NO_ROOM * work * (1 + missing / bytes_needed), 0.0)
     return over
 
@@ -214,8 +218,8 @@ def _kept(problem: Problem, count: int, distance: Floats) -> list[Ints]:
     middle = np.sort(distance, axis=1)[:, :count].mean(axis=1)
     rent = np.array([device.price_per_hour or 0.0 for device in problem.cluster.devices])
     orders = [np.argsort(middle / speeds, kind="stable"), np.lexsort((middle, -speeds))]
-    if problem.rooms.max() > problem.rooms.min():
-        orders.append(np.lexsort((middle, -problem.rooms)))
+    if problem.memory_limits.max() > problem.memory_limits.min():
+        orders.append(np.lexsort((middle, -problem.memory_limits)))
     if problem.job.objective is Objective.COST:
         orders.append(np.lexsort((middle, rent / speeds)))
     return [np.sort(order[:count]) for order in orders]

@@ -9,15 +9,15 @@ import math
 
 import numpy as np
 
-from polyrhythm.compiled import Ints, below, compiled
+from polyrhythm.compiled import Ints, compiled, random_below
 from polyrhythm.plan.layout_kernel import (
-    Prices,
-    State,
+    LayoutPrices,
+    LayoutState,
     column_times,
     device_at,
+    make_state,
     put,
     row_times,
-    started,
     values,
 )
 
@@ -27,7 +27,7 @@ _GUIDED = 0.5  # of those: to where a near device is
 
 
 @compiled
-def _swap(state: State, prices: Prices, a: int, b: int) -> None:
+def _swap(state: LayoutState, prices: LayoutPrices, a: int, b: int) -> None:
     """Places a and b, counted stage by stage, change devices; places beyond the layout are idle."""
     num_columns = state.layout.shape[1]
     num_places = state.layout.size
@@ -45,7 +45,7 @@ def _swap(state: State, prices: Prices, a: int, b: int) -> None:
 
 
 @compiled
-def _swap_suffix(state: State, prices: Prices, s: int, p: int, q: int) -> None:
+def _swap_suffix(state: LayoutState, prices: LayoutPrices, s: int, p: int, q: int) -> None:
     """Columns change places from stage s on; rows keep their members."""
     num_columns = state.layout.shape[1]
     for t in range(s, len(state.layout)):
@@ -57,7 +57,7 @@ def _swap_suffix(state: State, prices: Prices, s: int, p: int, q: int) -> None:
 
 
 @compiled
-def _turn_rows(state: State, prices: Prices, s: int, t: int) -> None:
+def _reverse_rows(state: LayoutState, prices: LayoutPrices, s: int, t: int) -> None:
     """Stages s to t in reverse order."""
     num_columns = state.layout.shape[1]
     for i in range((t - s + 1) // 2):
@@ -72,9 +72,9 @@ def _turn_rows(state: State, prices: Prices, s: int, t: int) -> None:
 
 
 @compiled
-def order_rows(layout: Ints, idle: Ints, prices: Prices) -> float:
+def order_rows(layout: Ints, idle: Ints, prices: LayoutPrices) -> float:
     """Turn stages round, one after another and moved on, as long as that helps."""
-    state = started(layout, idle, prices)
+    state = make_state(layout, idle, prices)
     best = values(state, prices)[0]
     num_stages, better = len(layout), True
     while better:
@@ -83,20 +83,20 @@ def order_rows(layout: Ints, idle: Ints, prices: Prices) -> float:
             for t in range(s + 1, num_stages):
                 # A run turned round; and a stage moved to the other end of a run: turned twice.
                 for kind in range(3):
-                    _turn_rows(state, prices, s, t)
+                    _reverse_rows(state, prices, s, t)
                     if kind == 1:
-                        _turn_rows(state, prices, s, t - 1)
+                        _reverse_rows(state, prices, s, t - 1)
                     elif kind == 2:
-                        _turn_rows(state, prices, s + 1, t)
+                        _reverse_rows(state, prices, s + 1, t)
                     value = values(state, prices)[0]
                     if value < best - _ROUNDING:
                         best, better = value, True
                         continue
                     if kind == 1:
-                        _turn_rows(state, prices, s, t - 1)
+                        _reverse_rows(state, prices, s, t - 1)
                     elif kind == 2:
-                        _turn_rows(state, prices, s + 1, t)
-                    _turn_rows(state, prices, s, t)
+                        _reverse_rows(state, prices, s + 1, t)
+                    _reverse_rows(state, prices, s, t)
     return float(best)
 
 
@@ -104,7 +104,7 @@ def order_rows(layout: Ints, idle: Ints, prices: Prices) -> float:
 def anneal_step(
     layout: Ints,
     idle: Ints,
-    prices: Prices,
+    prices: LayoutPrices,
     near: Ints,
     num_moves: int,
     hot: float,
@@ -116,7 +116,7 @@ def anneal_step(
     """
     num_stages, num_columns = layout.shape
     num_places = num_stages * num_columns + len(idle)
-    state = started(layout, idle, prices)
+    state = make_state(layout, idle, prices)
     value, mean = values(state, prices)
     best = value
     best_where = np.empty(num_places, np.int64)
@@ -129,25 +129,29 @@ def anneal_step(
         kind = np.random.random()
         a, b, h = 0, 0, 0
         if kind < _SUFFIXES and num_stages > 1 and num_columns > 1:
-            h, a, b = 1 + below(num_stages - 1), below(num_columns), below(num_columns)
+            h, a, b = (
+                1 + random_below(num_stages - 1),
+                random_below(num_columns),
+                random_below(num_columns),
+            )
             _swap_suffix(state, prices, h, a, b)
         elif kind < _SUFFIXES + _ROWS and num_stages > 1:
-            a, b = below(num_stages), below(num_stages)
+            a, b = random_below(num_stages), random_below(num_stages)
             a, b = min(a, b), max(a, b)
-            _turn_rows(state, prices, a, b)
+            _reverse_rows(state, prices, a, b)
         else:
             kind = 1.0
-            a, b = below(num_places), below(num_places)
+            a, b = random_below(num_places), random_below(num_places)
             if np.random.random() < _GUIDED:
                 # Next to the device of place a, in its row or its column, comes one near to it.
                 device = device_at(state, a)
-                b = state.where[near[device, below(near.shape[1])]]
+                b = state.where[near[device, random_below(near.shape[1])]]
                 if a < layout.size:
                     s, p = a // num_columns, a % num_columns
                     if num_stages > 1 and (num_columns == 1 or np.random.random() < 0.5):
-                        s = s + 1 if s == 0 or (s < num_stages - 1 and below(2)) else s - 1
+                        s = s + 1 if s == 0 or (s < num_stages - 1 and random_below(2)) else s - 1
                     else:
-                        p = below(num_columns)
+                        p = random_below(num_columns)
                     a = s * num_columns + p
             _swap(state, prices, a, b)
         new_value, new_mean = values(state, prices)
@@ -159,7 +163,7 @@ def anneal_step(
         elif kind < _SUFFIXES and num_stages > 1 and num_columns > 1:
             _swap_suffix(state, prices, h, a, b)
         elif kind < _SUFFIXES + _ROWS and num_stages > 1:
-            _turn_rows(state, prices, a, b)
+            _reverse_rows(state, prices, a, b)
         else:
             _swap(state, prices, a, b)
     for device in range(num_places):

@@ -16,7 +16,7 @@ from polyrhythm.compiled import Floats, Ints, compiled
 _NEVER = 1e-12  # seconds: a period that is none
 
 
-class Prices(NamedTuple):
+class LayoutPrices(NamedTuple):
     """What a step is made of, in numbers that do not depend on the layout.
 
     Tables with a name for each row: Numba takes seconds more for each array that it passes on.
@@ -40,7 +40,7 @@ ROUND_TRIP, BUSY, BOTH, EGRESS = 0, 1, 2, 3
 # latencies; seconds per byte, of the slower direction; of both; price per byte, of both
 
 
-class State(NamedTuple):
+class LayoutState(NamedTuple):
     layout: Ints  # [stage, column]
     idle: Ints
     where: Ints  # [device]: its place, counted stage by stage, idle ones after all stages
@@ -54,7 +54,7 @@ SENT = 2  # price of what is sent: for a micro-batch, for the gradients of a ste
 
 
 @compiled
-def column_times(state: State, prices: Prices, p: int) -> None:
+def column_times(state: LayoutState, prices: LayoutPrices, p: int) -> None:
     first, period, sent = 0.0, 0.0, 0.0
     layout = state.layout
     for s in range(len(layout)):
@@ -72,7 +72,7 @@ def column_times(state: State, prices: Prices, p: int) -> None:
 
 
 @compiled
-def row_times(state: State, prices: Prices, s: int) -> None:
+def row_times(state: LayoutState, prices: LayoutPrices, s: int) -> None:
     size, share = state.layout.shape[1], prices.stages[SHARE, s]
     worst, total, sent = 0.0, 0.0, 0.0
     trips = 2.0 if prices.concurrent else 1.0  # latencies both ways, of both halves
@@ -97,7 +97,7 @@ def row_times(state: State, prices: Prices, s: int) -> None:
 
 
 @compiled
-def values(state: State, prices: Prices) -> tuple[float, float]:
+def values(state: LayoutState, prices: LayoutPrices) -> tuple[float, float]:
     """What is annealed, the time or the price of a step; and that with means for maxima."""
     step, mean = step_times(state, prices)
     if not prices.by_price:
@@ -113,7 +113,7 @@ def values(state: State, prices: Prices) -> tuple[float, float]:
 
 
 @compiled
-def step_times(state: State, prices: Prices) -> tuple[float, float]:
+def step_times(state: LayoutState, prices: LayoutPrices) -> tuple[float, float]:
     """The step, and the same with means for maxima."""
     num_columns = state.layout.shape[1]
     slowest_first, mean_first, rate, mean_period = 0.0, 0.0, 0.0, 0.0
@@ -136,7 +136,7 @@ def step_times(state: State, prices: Prices) -> tuple[float, float]:
 
 
 @compiled
-def device_at(state: State, place: int) -> int:
+def device_at(state: LayoutState, place: int) -> int:
     num_columns = state.layout.shape[1]
     if place < state.layout.size:
         return int(state.layout[place // num_columns, place % num_columns])
@@ -144,7 +144,7 @@ def device_at(state: State, place: int) -> int:
 
 
 @compiled
-def put(state: State, place: int, device: int) -> None:
+def put(state: LayoutState, place: int, device: int) -> None:
     num_columns = state.layout.shape[1]
     state.where[device] = place
     if place < state.layout.size:
@@ -154,9 +154,9 @@ def put(state: State, place: int, device: int) -> None:
 
 
 @compiled
-def started(layout: Ints, idle: Ints, prices: Prices) -> State:
+def make_state(layout: Ints, idle: Ints, prices: LayoutPrices) -> LayoutState:
     num_stages, num_columns = layout.shape
-    state = State(
+    state = LayoutState(
         layout,
         idle,
         np.zeros(layout.size + len(idle), np.int64),

@@ -16,7 +16,7 @@ from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.problem import Problem
 from polyrhythm.types import Bytes, Seconds
 
-Held = Mapping[str, frozenset[int]]  # the layers on each device
+LayersByDevice = Mapping[str, frozenset[int]]  # the layers on each device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Migration:
         return not self.moved
 
 
-def held_by(plan: Plan) -> dict[str, frozenset[int]]:
+def layers_by_device(plan: Plan) -> dict[str, frozenset[int]]:
     held: dict[str, set[int]] = {}
     for pipeline in plan.pipelines:
         for stage, device in enumerate(pipeline.devices):
@@ -41,10 +41,14 @@ def held_by(plan: Plan) -> dict[str, frozenset[int]]:
 
 def migration(before: Plan, after: Plan, problem: Problem) -> Migration:
     """`problem` has the cluster as it is now: devices that it lacks are gone."""
-    has = {device: layers for device, layers in held_by(before).items() if device in problem.index}
+    has = {
+        device: layers
+        for device, layers in layers_by_device(before).items()
+        if device in problem.index
+    }
     takes, moved, size = 0.0, [], 0
     lost: set[int] = set()
-    for device, wanted in sorted(held_by(after).items()):
+    for device, wanted in sorted(layers_by_device(after).items()):
         missing = wanted - has.get(device, frozenset())
         if not missing:
             continue
@@ -65,9 +69,9 @@ def migration(before: Plan, after: Plan, problem: Problem) -> Migration:
     return Migration(takes=takes, moved=tuple(moved), size=size, lost=tuple(sorted(lost)))
 
 
-def least_moves(before: Plan, after: Plan, problem: Problem) -> Plan:
+def minimize_moves(before: Plan, after: Plan, problem: Problem) -> Plan:
     """The same plan, with devices that are alike exchanged so that the least has to move."""
-    has, wants = held_by(before), held_by(after)
+    has, wants = layers_by_device(before), layers_by_device(after)
     states = np.array([_state(layer, problem) for layer in range(problem.num_layers)])
     alike: dict[tuple[object, ...], list[str]] = {}
     for device in problem.cluster.devices:

@@ -18,7 +18,7 @@ from polyrhythm.errors import PlanError
 Floats = NDArray[np.float64]
 
 
-def deal_layers(
+def partition_layers(
     work: Sequence[float],
     slowness: Sequence[float],
     *,

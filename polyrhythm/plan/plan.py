@@ -19,10 +19,12 @@ from polyrhythm.errors import PlanError
 from polyrhythm.types import Seconds, Worker
 
 AUTO = "auto"  # a schedule that the pipeline finds while it runs
-VARIABLE = "POLYRHYTHM_PLAN"  # of the environment: the file that a Trainer's plan="auto" stands for
+PLAN_VARIABLE = (
+    "POLYRHYTHM_PLAN"  # of the environment: the file that a Trainer's plan="auto" stands for
+)
 
 
-class Part(NamedTuple):
+class DevicePart(NamedTuple):
     """Stages in a row that one device runs; a half-open range of stages."""
 
     device: str
@@ -55,10 +57,10 @@ class PipelinePlan:
                 )
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[DevicePart, ...]:
         ends = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(self.devices)) if a != b)]
         ends.append(len(self.devices))
-        return tuple(Part(self.devices[i], i, j) for i, j in pairwise(ends))
+        return tuple(DevicePart(self.devices[i], i, j) for i, j in pairwise(ends))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class TimePart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
+class PredictedStep:
     """What the planner expects of a step."""
 
     step: Seconds
@@ -106,7 +108,7 @@ class Plan:
     cluster: str = ""  # the names of what it was made for
     model: str = ""
     left_out: tuple[str, ...] = ()  # devices that have no part in it
-    predicted: Predicted | None = None
+    predicted: PredictedStep | None = None
     sources: Sources | None = None
 
     def __post_init__(self) -> None:

@@ -11,11 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from polyrhythm.cost.sync import Sync
-from polyrhythm.describe.read import build, parsed, unknown
+from polyrhythm.describe.read import build, parse_file, unknown
 from polyrhythm.describe.units import check_amount
 from polyrhythm.describe.write import check_target, replace_file
 from polyrhythm.errors import PlanError, UserError
-from polyrhythm.plan.plan import Plan, Predicted
+from polyrhythm.plan.plan import Plan, PredictedStep
 from polyrhythm.types import Seconds
 
 SCHEMA = 2
@@ -25,7 +25,7 @@ _WIDTH = 100  # a table that is not longer stands on one line
 def read_plan(path: Path) -> Plan:
     """The plan in a .json or .toml file; raises UserError."""
     try:
-        table = parsed(path)
+        table = parse_file(path)
         if isinstance(table, dict):
             _check_schema(table)
             table = {key: value for key, value in table.items() if key != "schema"}
@@ -61,7 +61,7 @@ def _check_schema(table: dict[str, object]) -> None:
     )
 
 
-def _check_predicted(predicted: Predicted) -> None:
+def _check_predicted(predicted: PredictedStep) -> None:
     check_amount("predicted.step", predicted.step, Seconds)
     check_amount("predicted.bound", predicted.bound, Seconds)
     check_amount("predicted.price_per_step", predicted.price_per_step or 0.0)

@@ -12,9 +12,9 @@ from polyrhythm.cost.memory import needed, peak_in_flight
 from polyrhythm.cost.pipeline import PipelineTimes
 from polyrhythm.cost.step import (
     Replica,
-    Run,
     Schedule,
-    Step,
+    StageRun,
+    StepSpec,
     StepTime,
     pipeline_times,
     step_time,
@@ -29,7 +29,7 @@ from polyrhythm.types import Bytes, Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
+class DeviceUse:
     """What one device does in a plan."""
 
     device: str
@@ -48,7 +48,7 @@ class Prediction:
     plan: Plan  # with the schedules that were chosen
     time: StepTime
     parts: tuple[TimePart, ...]  # of the time, the largest first
-    uses: tuple[Use, ...]
+    uses: tuple[DeviceUse, ...]
     price: float | None  # of a step; None where a device has no price
 
     @property
@@ -126,10 +126,10 @@ def check(plan: Plan, problem: Problem) -> None:
                 )
 
 
-def _step(plan: Plan, problem: Problem) -> Step:
+def _step(plan: Plan, problem: Problem) -> StepSpec:
     """Without its replicas, whose schedules are not known yet."""
     assert plan.microbatch_size is not None, "checked"
-    return Step(
+    return StepSpec(
         replicas=(),
         stages=problem.stages(plan.layers_per_stage, plan.microbatch_size),
         speeds=problem.speeds,
@@ -138,8 +138,10 @@ def _step(plan: Plan, problem: Problem) -> Step:
     )
 
 
-def _runs(pipeline: PipelinePlan, problem: Problem) -> tuple[Run, ...]:
-    return tuple(Run(problem.index[part.device], part.first, part.end) for part in pipeline.parts)
+def _runs(pipeline: PipelinePlan, problem: Problem) -> tuple[StageRun, ...]:
+    return tuple(
+        StageRun(problem.index[part.device], part.first, part.end) for part in pipeline.parts
+    )
 
 
 def _layers(plan: Plan, first: int, end: int) -> range:
@@ -151,20 +153,22 @@ def _scheduled(number: int, plan: Plan, times: PipelineTimes, problem: Problem) 
     pipeline = plan.pipelines[number]
     assert plan.microbatch_size is not None, "checked"
     assert pipeline.num_microbatches is not None, "checked"
-    most = []
+    max_in_flight = []
     for part in pipeline.parts:
         layers = _layers(plan, part.first, part.end)
         device = problem.index[part.device]
-        fits = problem.most_in_flight(
+        fits = problem.max_in_flight(
             device, layers, plan.microbatch_size, pipeline.num_microbatches
         )
         if fits < 1:
             raise _too_large(part.device, layers, plan.microbatch_size, problem)
-        most.append(fits)
+        max_in_flight.append(fits)
     if pipeline.schedule != AUTO:
         return pipeline
-    recipe = problem.schedules.choose(times, num_microbatches=pipeline.num_microbatches, most=most)
-    return replace(pipeline, schedule=recipe)
+    spec = problem.schedules.choose(
+        times, num_microbatches=pipeline.num_microbatches, max_in_flight=max_in_flight
+    )
+    return replace(pipeline, schedule=spec)
 
 
 def _built(plan: Plan, problem: Problem) -> list[Schedule]:
@@ -175,9 +179,9 @@ def _built(plan: Plan, problem: Problem) -> list[Schedule]:
         assert pipeline.num_microbatches is not None, "checked"
         key = pipeline.schedule, len(pipeline.parts), pipeline.num_microbatches
         if key not in built:
-            recipe, num_stages, num_microbatches = key
+            spec, num_stages, num_microbatches = key
             built[key] = problem.schedules.build(
-                recipe, num_stages=num_stages, num_microbatches=num_microbatches
+                spec, num_stages=num_stages, num_microbatches=num_microbatches
             )
         schedules.append(built[key])
     return schedules
@@ -199,7 +203,7 @@ def _too_large(device: str, layers: range, size: int, problem: Problem) -> PlanE
 
 def _uses(
     plan: Plan, times: Sequence[PipelineTimes], schedules: Sequence[Schedule], problem: Problem
-) -> list[Use]:
+) -> list[DeviceUse]:
     assert plan.microbatch_size is not None, "checked"
     uses = []
     for number, pipeline in enumerate(plan.pipelines):
@@ -209,7 +213,7 @@ def _uses(
             memory = problem.memory(layers, plan.microbatch_size)
             one = times[number].forward[place] + times[number].backward[place]
             index = problem.index[part.device]
-            use = Use(
+            use = DeviceUse(
                 device=part.device,
                 region=problem.cluster.devices[index].region,
                 pipeline=number,

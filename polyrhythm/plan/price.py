@@ -2,7 +2,7 @@
 
 from itertools import pairwise, permutations
 
-from polyrhythm.cost.step import Step, groups_of
+from polyrhythm.cost.step import StepSpec, groups_of
 from polyrhythm.cost.sync import GROUP_SIZE, Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.types import Seconds
@@ -11,7 +11,7 @@ _HOUR: Seconds = 3600.0
 _GIGABYTE = 1e9
 
 
-def price_of(step: Step, takes: Seconds, cluster: Cluster) -> float | None:
+def price_of(step: StepSpec, takes: Seconds, cluster: Cluster) -> float | None:
     """None where a device of the step has no price."""
     used = {run.device for replica in step.replicas for run in replica.runs}
     prices = [cluster.devices[device].price_per_hour for device in sorted(used)]
@@ -21,7 +21,7 @@ def price_of(step: Step, takes: Seconds, cluster: Cluster) -> float | None:
     return by_the_hour * takes / _HOUR + egress_price(step, cluster)
 
 
-def egress_price(step: Step, cluster: Cluster) -> float:
+def egress_price(step: StepSpec, cluster: Cluster) -> float:
     """Of all that a step sends from one region to another."""
     if not cluster.egress_price_per_gb:
         return 0.0

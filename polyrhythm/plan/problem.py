@@ -21,19 +21,21 @@ from polyrhythm.cost.step import Schedule, StageWork
 from polyrhythm.cost.sync import Links, Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import Layer, ModelProfile
-from polyrhythm.describe.speed import fitted
+from polyrhythm.describe.speed import fit_speeds
 from polyrhythm.errors import PlanError
-from polyrhythm.plan.job import Job
+from polyrhythm.plan.job import TrainingJob
 from polyrhythm.types import Bytes
 
-_MOST_LEVELS = 64  # bandwidths looked at for islands
+_MAX_LEVELS = 64  # bandwidths looked at for islands
 
 
 class Schedules(Protocol):
-    def build(self, recipe: str, *, num_stages: int, num_microbatches: int) -> Schedule:
+    def build(self, spec: str, *, num_stages: int, num_microbatches: int) -> Schedule:
         """The actions of every stage under a recipe by name."""
 
-    def choose(self, times: PipelineTimes, *, num_microbatches: int, most: Sequence[int]) -> str:
+    def choose(
+        self, times: PipelineTimes, *, num_microbatches: int, max_in_flight: Sequence[int]
+    ) -> str:
         """The best recipe with at most so many micro-batches in flight on each stage."""
 
 
@@ -41,7 +43,7 @@ class Schedules(Protocol):
 class Problem:
     cluster: Cluster
     profile: ModelProfile
-    job: Job
+    job: TrainingJob
     schedules: Schedules
     _stages: dict[tuple[tuple[int, ...], int], tuple[StageWork, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -54,7 +56,7 @@ class Problem:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cluster", fitted(self.cluster, self.profile))
+        object.__setattr__(self, "cluster", fit_speeds(self.cluster, self.profile))
         if self.job.sync not in set(Sync):
             raise PlanError(
                 f"sync={self.job.sync!r}",
@@ -80,7 +82,7 @@ class Problem:
         """For bandwidths from the lowest: which island each device is on without slower links."""
         both = self.links.both_ways
         levels = np.unique(both[both > 0])
-        kept = np.unique(np.linspace(0, len(levels) - 1, _MOST_LEVELS).round().astype(int))
+        kept = np.unique(np.linspace(0, len(levels) - 1, _MAX_LEVELS).round().astype(int))
         found: list[NDArray[np.int64]] = []
         for level in levels[kept] if len(levels) else []:
             number, island = connected_components(csr_array(both > level), directed=False)
@@ -102,7 +104,7 @@ class Problem:
         return None if memory is None else int(memory * (1 - self.job.memory_reserve))
 
     @cached_property
-    def rooms(self) -> NDArray[np.float64]:
+    def memory_limits(self) -> NDArray[np.float64]:
         """The same for all devices; inf where there is no limit."""
         limits = [self.limit(device) for device in range(self.num_devices)]
         return np.array([np.inf if limit is None else limit for limit in limits], np.float64)
@@ -164,7 +166,7 @@ class Problem:
             self._least[microbatch_size] = np.where(order[:, None] < order, total, np.inf)
         return self._least[microbatch_size]
 
-    def most_in_flight(
+    def max_in_flight(
         self, device: int, layers: range, microbatch_size: int, num_microbatches: int
     ) -> int:
         """How many micro-batches fit; 0 if not even one does, -1 if not even the weights do."""

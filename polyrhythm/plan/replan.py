@@ -14,14 +14,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from polyrhythm.errors import PlanError
+from polyrhythm.plan.draft import (
+    PlanShape,
+    assign_microbatches,
+    draft_to_plan,
+    draft_with_devices,
+    improve_draft,
+)
 from polyrhythm.plan.job import Objective
-from polyrhythm.plan.migration import Migration, least_moves, migration
+from polyrhythm.plan.migration import Migration, migration, minimize_moves
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.predict import Prediction, predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.plan.search import Planned, Progress, completed, predictions
-from polyrhythm.plan.shapes import no_shape, sizes_for
-from polyrhythm.plan.sketch import Shape, deal_microbatches, improved, plan_of, with_devices
+from polyrhythm.plan.search import PlanResult, SearchProgress, predictions, with_predicted_step
+from polyrhythm.plan.shapes import infeasible_error, sizes_for
 from polyrhythm.plan.step_bound import step_bound
 from polyrhythm.types import Seconds
 
@@ -30,8 +36,8 @@ _RESTART: Seconds = 5.0  # to stop, connect anew and go on, beside what is sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replanned:
-    planned: Planned  # what to go on with, perhaps the running plan
+class ReplanResult:
+    planned: PlanResult  # what to go on with, perhaps the running plan
     migration: Seconds  # 0 if nothing changes
     moved: tuple[str, ...]  # devices that get other layers
     from_checkpoint: tuple[int, ...]  # layers that no device has any more
@@ -68,8 +74,8 @@ def replan(
     *,
     steps: int,
     seed: int = 0,
-    on_progress: Callable[[Progress], None] = lambda _: None,
-) -> Replanned:
+    on_progress: Callable[[SearchProgress], None] = lambda _: None,
+) -> ReplanResult:
     """`problem` has the cluster as it is now; `steps` are those left to do."""
     if steps < 0:
         raise PlanError(f"{steps} steps", expected="0 or more", fix="give the steps left to do")
@@ -81,11 +87,11 @@ def replan(
         )
     options = list(_options(running, problem, seed, on_progress))
     if not options:
-        raise no_shape(problem)
+        raise infeasible_error(problem)
     best = min(options, key=lambda option: option.value(problem, steps))
     bound = step_bound(problem, sizes=sizes_for(problem))
-    return Replanned(
-        planned=Planned(best=completed(best.prediction, bound), bound=bound, front=()),
+    return ReplanResult(
+        planned=PlanResult(best=with_predicted_step(best.prediction, bound), bound=bound, front=()),
         migration=best.pause,
         moved=best.migration.moved,
         from_checkpoint=best.migration.lost,
@@ -94,28 +100,28 @@ def replan(
 
 
 def _options(
-    running: Plan, problem: Problem, seed: int, on_progress: Callable[[Progress], None]
+    running: Plan, problem: Problem, seed: int, on_progress: Callable[[SearchProgress], None]
 ) -> Iterator[_Option]:
     near = [
         ("as it runs", [running] if running.batch == problem.job.batch else []),
-        ("mended", _mended(running, problem)),
+        ("mended", _repaired(running, problem)),
         ("improved", _annealed(running, problem, seed)),
     ]
     for what, plans in near:
         for plan in plans:
-            if not _asked_for(plan, problem):
+            if not _meets_constraints(plan, problem):
                 continue
             with contextlib.suppress(PlanError):  # a device is gone, or is too small now
-                yield _option(what, running, reopened(plan, problem), problem)
+                yield _option(what, running, reset_schedules(plan, problem), problem)
     try:
         found = predictions(problem, seed=seed, on_progress=on_progress)
     except PlanError:
         return
     for prediction in found:
-        yield _option("new", running, least_moves(running, prediction.plan, problem), problem)
+        yield _option("new", running, minimize_moves(running, prediction.plan, problem), problem)
 
 
-def _asked_for(plan: Plan, problem: Problem) -> bool:
+def _meets_constraints(plan: Plan, problem: Problem) -> bool:
     job = problem.job
     return (
         job.num_stages in (None, plan.num_stages)
@@ -141,7 +147,7 @@ def _work(plan: Plan) -> object:
     return plan.layers_per_stage, plan.microbatch_size, plan.sync, pipelines
 
 
-def reopened(plan: Plan, problem: Problem) -> Plan:
+def reset_schedules(plan: Plan, problem: Problem) -> Plan:
     """With schedules chosen anew for the cluster as it is."""
     pipelines = tuple(replace(p, schedule=problem.job.schedule) for p in plan.pipelines)
     used = {device for pipeline in pipelines for device in pipeline.devices}
@@ -154,7 +160,7 @@ def reopened(plan: Plan, problem: Problem) -> Plan:
     )
 
 
-def _mended(running: Plan, problem: Problem) -> Iterator[Plan]:
+def _repaired(running: Plan, problem: Problem) -> Iterator[Plan]:
     """Lost devices replaced by idle ones, as far as there are any, the other pipelines dropped;
     or the batch dealt anew, if it is another one.
     """
@@ -182,7 +188,7 @@ def _with_batch(running: Plan, kept: list[PipelinePlan], problem: Problem) -> It
         return
     kept = kept[:count]  # each has a micro-batch at least
     pace = [1 / (pipeline.num_microbatches or 1) for pipeline in kept]
-    numbers = deal_microbatches(count, [0.0] * len(kept), pace, even=False)
+    numbers = assign_microbatches(count, [0.0] * len(kept), pace, even=False)
     yield replace(
         running,
         microbatch_size=size,
@@ -203,14 +209,14 @@ def _annealed(running: Plan, problem: Problem, seed: int) -> Iterator[Plan]:
     flat = [device for column in columns for device in column]
     if not flat or min(flat) < 0 or len(set(flat)) != running.num_workers:
         return
-    shape = Shape(running.num_stages, running.num_pipelines, running.microbatch_size)
+    shape = PlanShape(running.num_stages, running.num_pipelines, running.microbatch_size)
     layout = [list(row) for row in zip(*columns, strict=True)]
     try:
-        start = with_devices(problem, shape, layout)
+        start = draft_with_devices(problem, shape, layout)
     except PlanError:  # no layers fit
         return
-    for sketch in (start, improved(problem, start, num_moves=_MOVES, seed=seed)):
-        yield least_moves(running, plan_of(sketch, problem), problem)
+    for draft in (start, improve_draft(problem, start, num_moves=_MOVES, seed=seed)):
+        yield minimize_moves(running, draft_to_plan(draft, problem), problem)
 
 
 def _why(best: _Option, options: list[_Option], problem: Problem, steps: int) -> str:

@@ -16,15 +16,22 @@ from dataclasses import dataclass, replace
 
 from polyrhythm.cost.dtfm import Traffic, pair_times
 from polyrhythm.errors import PlanError, ScheduleError, UserError
+from polyrhythm.plan.draft import (
+    PlanDraft,
+    PlanShape,
+    draft_to_plan,
+    draft_with_devices,
+    improve_draft,
+    make_draft,
+)
 from polyrhythm.plan.job import Objective
-from polyrhythm.plan.plan import Predicted
-from polyrhythm.plan.polish import polished
+from polyrhythm.plan.local_search import refine_plan
+from polyrhythm.plan.plan import PredictedStep
 from polyrhythm.plan.predict import Prediction, predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.plan.shapes import no_shape, shapes, sizes_for
-from polyrhythm.plan.sketch import Shape, Sketch, improved, plan_of, sketched, with_devices
+from polyrhythm.plan.shapes import infeasible_error, shapes, sizes_for
 from polyrhythm.plan.step_bound import least_price, least_step, step_bound
-from polyrhythm.plan.unequal import unequal_plans
+from polyrhythm.plan.unequal_pipelines import unequal_plans
 from polyrhythm.types import Seconds
 
 _QUICK_MOVES, _MOVES = 8_000, 150_000
@@ -33,7 +40,7 @@ _FEW_SIZES, _NUM_DEGREES = 3, 8  # sizes that are all tried; degrees tried with 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class SearchProgress:
     doing: str  # such as "8 stages x 8 pipelines, micro-batches of 1"
     done: int
     total: int
@@ -41,7 +48,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class PlanResult:
     best: Prediction  # by the job's objective; its plan has `predicted` filled in
     bound: Seconds  # no plan takes less
     front: tuple[Prediction, ...]  # none is slower and dearer; fastest first; () without prices
@@ -52,48 +59,48 @@ def make_plan(
     problem: Problem,
     *,
     seed: int = 0,
-    on_progress: Callable[[Progress], None] = lambda _: None,
-) -> Planned:
+    on_progress: Callable[[SearchProgress], None] = lambda _: None,
+) -> PlanResult:
     """Raises PlanError if there is no feasible plan."""
     found = predictions(problem, seed=seed, on_progress=on_progress)
     bound = step_bound(problem, sizes=sizes_for(problem))
     best = min(found, key=lambda one: _value(one, problem))
-    return Planned(
-        best=completed(best, bound),
+    return PlanResult(
+        best=with_predicted_step(best, bound),
         bound=bound,
-        front=tuple(completed(one, bound) for one in pareto_front(found)),
+        front=tuple(with_predicted_step(one, bound) for one in pareto_front(found)),
         price_bound=least_price(problem, sizes_for(problem)),
     )
 
 
 def predictions(
-    problem: Problem, *, seed: int, on_progress: Callable[[Progress], None]
+    problem: Problem, *, seed: int, on_progress: Callable[[SearchProgress], None]
 ) -> list[Prediction]:
     """Of the plans that seem best; at least one. Raises PlanError like `make_plan`."""
     if not 0 <= seed < 2**31:
         raise PlanError(f"seed={seed}", expected="0 or more, below 2**31", fix="use 0")
     _check_prices(problem)
-    watch = _Watch(on_progress, problem)
-    sketches = _improved(problem, list(_sketches(problem, seed, watch)), seed, watch)
-    plans = [plan_of(sketch, problem) for sketch in _most_promising(sketches)]
+    reporter = _ProgressReporter(on_progress, problem)
+    drafts = _improved(problem, list(_drafts(problem, seed, reporter)), seed, reporter)
+    plans = [draft_to_plan(draft, problem) for draft in _most_promising(drafts)]
     if problem.job.unequal:
-        lowest = min((sketch.value for sketch in sketches), default=float("inf"))
+        lowest = min((draft.value for draft in drafts), default=float("inf"))
         plans += unequal_plans(problem, sizes_for(problem), below=lowest)
     found: list[Prediction] = []
     reasons: list[UserError] = []
-    watch.total = watch.done + len(plans) + 1
+    reporter.total = reporter.done + len(plans) + 1
     for number, plan in enumerate(plans):
-        watch.say(f"simulating plan {number + 1} of {len(plans)}")
+        reporter.report(f"simulating plan {number + 1} of {len(plans)}")
         try:
             found.append(predict(plan, problem))
         except UserError as error:  # too large once all is counted, or not for this schedule
             reasons.append(error)
     if not found:
         asked = [reason for reason in reasons if isinstance(reason, ScheduleError)]
-        raise asked[0] if asked else no_shape(problem)
-    watch.say("polishing the best of them")
+        raise asked[0] if asked else infeasible_error(problem)
+    reporter.report("polishing the best of them")
     best = min(range(len(found)), key=lambda place: _value(found[place], problem))
-    found[best] = polished(found[best], problem, lambda one: _value(one, problem))
+    found[best] = refine_plan(found[best], problem, lambda one: _value(one, problem))
     return found
 
 
@@ -115,9 +122,9 @@ def _value(prediction: Prediction, problem: Problem) -> float:
     return prediction.time.total
 
 
-def completed(prediction: Prediction, bound: Seconds) -> Prediction:
+def with_predicted_step(prediction: Prediction, bound: Seconds) -> Prediction:
     """With what its plan should say about itself."""
-    predicted = Predicted(
+    predicted = PredictedStep(
         step=prediction.time.total,
         bound=bound,
         parts=prediction.parts,
@@ -126,17 +133,19 @@ def completed(prediction: Prediction, bound: Seconds) -> Prediction:
     return replace(prediction, plan=replace(prediction.plan, predicted=predicted))
 
 
-class _Watch:
+class _ProgressReporter:
     """Tells how far the search is, and what the best sketch so far is estimated at."""
 
-    def __init__(self, on_progress: Callable[[Progress], None], problem: Problem) -> None:
-        self._tell, self._unit = on_progress, "s"
+    def __init__(self, on_progress: Callable[[SearchProgress], None], problem: Problem) -> None:
+        self._on_progress, self._unit = on_progress, "s"
         if problem.job.objective is Objective.COST:
             self._unit = "per step"
         self.done, self.total, self._best, self._value = 0, 0, "", float("inf")
 
-    def say(self, doing: str) -> None:
-        self._tell(Progress(doing=doing, done=self.done, total=self.total, best=self._best))
+    def report(self, doing: str) -> None:
+        self._on_progress(
+            SearchProgress(doing=doing, done=self.done, total=self.total, best=self._best)
+        )
         self.done += 1
 
     def found(self, value: float, what: str) -> None:
@@ -144,7 +153,7 @@ class _Watch:
             self._value, self._best = value, f"about {value:.4g} {self._unit}, {what}"
 
 
-def _sketches(problem: Problem, seed: int, watch: _Watch) -> Iterator[Sketch]:
+def _drafts(problem: Problem, seed: int, reporter: _ProgressReporter) -> Iterator[PlanDraft]:
     """One for each shape that may be worth it, in the order of what they could be at best.
 
     Where there are many sizes of micro-batches, two of them tell which degrees are good; only those
@@ -153,26 +162,26 @@ def _sketches(problem: Problem, seed: int, watch: _Watch) -> Iterator[Sketch]:
     every = list(shapes(problem))
     sizes = sorted({shape.microbatch_size for shape in every})
     first = set(sizes) if len(sizes) <= _FEW_SIZES else {sizes[0], sizes[len(sizes) // 2]}
-    search = _Sketching(problem, seed, watch)
+    search = _DraftSearch(problem, seed, reporter)
     later = [shape for shape in every if shape.microbatch_size not in first]
-    watch.total = len(every) - len(later) + _NUM_IMPROVED + _NUM_PREDICTED
+    reporter.total = len(every) - len(later) + _NUM_IMPROVED + _NUM_PREDICTED
     found = list(search.of([shape for shape in every if shape.microbatch_size in first]))
     yield from found
-    best = sorted(found, key=lambda sketch: sketch.value)[:_NUM_DEGREES]
-    good = {(sketch.shape.num_stages, sketch.shape.num_pipelines) for sketch in best}
+    best = sorted(found, key=lambda draft: draft.value)[:_NUM_DEGREES]
+    good = {(draft.shape.num_stages, draft.shape.num_pipelines) for draft in best}
     later = [shape for shape in later if (shape.num_stages, shape.num_pipelines) in good]
-    watch.total += len(later)
+    reporter.total += len(later)
     yield from search.of(later)
 
 
-class _Sketching:
+class _DraftSearch:
     """Sketches of shapes, except where even their bound is above the best so far."""
 
-    def __init__(self, problem: Problem, seed: int, watch: _Watch) -> None:
-        self._problem, self._seed, self._watch = problem, seed, watch
+    def __init__(self, problem: Problem, seed: int, reporter: _ProgressReporter) -> None:
+        self._problem, self._seed, self._reporter = problem, seed, reporter
         self._best = float("inf")
 
-    def of(self, some: list[Shape]) -> Iterator[Sketch]:
+    def of(self, some: list[PlanShape]) -> Iterator[PlanDraft]:
         problem = self._problem
         bounds = [
             (least_step(problem, one.microbatch_size, one.num_pipelines, one.num_places), one)
@@ -180,46 +189,50 @@ class _Sketching:
         ]
         by_time = problem.job.objective is Objective.TIME
         for bound, shape in sorted(bounds):
-            self._watch.say(str(shape))
+            self._reporter.report(str(shape))
             if by_time and bound >= self._best:
                 continue
-            sketch = sketched(problem, shape, num_moves=_QUICK_MOVES, seed=self._seed)
-            self._best = min(self._best, sketch.value)
-            self._watch.found(sketch.value, str(shape))
-            yield sketch
+            draft = make_draft(problem, shape, num_moves=_QUICK_MOVES, seed=self._seed)
+            self._best = min(self._best, draft.value)
+            self._reporter.found(draft.value, str(shape))
+            yield draft
 
 
-def _improved(problem: Problem, sketches: list[Sketch], seed: int, watch: _Watch) -> list[Sketch]:
+def _improved(
+    problem: Problem, drafts: list[PlanDraft], seed: int, reporter: _ProgressReporter
+) -> list[PlanDraft]:
     """The best of them worked on, then all, best first."""
-    sketches = sorted(sketches, key=lambda sketch: sketch.value)
+    drafts = sorted(drafts, key=lambda draft: draft.value)
     better = []
-    for sketch in sketches[:_NUM_IMPROVED]:
-        watch.say(f"improving {sketch.shape}")
-        candidates = [improved(problem, sketch, num_moves=_MOVES, seed=seed + 1)]
-        if sketch.shape.num_places == problem.num_devices and sketch.shape.num_stages > 1:
+    for draft in drafts[:_NUM_IMPROVED]:
+        reporter.report(f"improving {draft.shape}")
+        candidates = [improve_draft(problem, draft, num_moves=_MOVES, seed=seed + 1)]
+        if draft.shape.num_places == problem.num_devices and draft.shape.num_stages > 1:
             with contextlib.suppress(PlanError):  # DT-FM does not look at memory
-                start = dtfm_start(problem, sketch, seed)
-                candidates.append(improved(problem, start, num_moves=_MOVES // 2, seed=seed + 2))
+                start = dtfm_start(problem, draft, seed)
+                candidates.append(
+                    improve_draft(problem, start, num_moves=_MOVES // 2, seed=seed + 2)
+                )
         better.append(min(candidates, key=lambda one: one.value))
-        watch.found(better[-1].value, str(sketch.shape))
-    return sorted([*better, *sketches[_NUM_IMPROVED:]], key=lambda sketch: sketch.value)
+        reporter.found(better[-1].value, str(draft.shape))
+    return sorted([*better, *drafts[_NUM_IMPROVED:]], key=lambda draft: draft.value)
 
 
-def _most_promising(sketches: list[Sketch]) -> list[Sketch]:
+def _most_promising(drafts: list[PlanDraft]) -> list[PlanDraft]:
     """The best, and the best of each size of micro-batches: memory may rule out the others."""
-    of_size: dict[int, Sketch] = {}
-    for sketch in sketches:
-        of_size.setdefault(sketch.shape.microbatch_size, sketch)
-    others = [one for one in of_size.values() if one not in sketches[:_NUM_PREDICTED]]
-    return [*sketches[:_NUM_PREDICTED], *others]
+    of_size: dict[int, PlanDraft] = {}
+    for draft in drafts:
+        of_size.setdefault(draft.shape.microbatch_size, draft)
+    others = [one for one in of_size.values() if one not in drafts[:_NUM_PREDICTED]]
+    return [*drafts[:_NUM_PREDICTED], *others]
 
 
-def dtfm_start(problem: Problem, sketch: Sketch, seed: int) -> Sketch:
+def dtfm_start(problem: Problem, draft: PlanDraft, seed: int) -> PlanDraft:
     """The same shape, placed by DT-FM's cost."""
-    from polyrhythm.plan.dtfm.placement import Effort, place
+    from polyrhythm.plan.dtfm.placement import SearchEffort, place
 
-    shape = sketch.shape
-    stages = problem.stages(sketch.layers_per_stage, shape.microbatch_size)
+    shape = draft.shape
+    stages = problem.stages(draft.layers_per_stage, shape.microbatch_size)
     traffic = Traffic(
         gradient_bytes=max(stage.gradient_bytes for stage in stages),
         activation_bytes=max(stage.activation_bytes for stage in stages)
@@ -230,8 +243,8 @@ def dtfm_start(problem: Problem, sketch: Sketch, seed: int) -> Sketch:
     times = pair_times(
         problem.links.latency, problem.links.bandwidth, traffic, num_stages=shape.num_stages
     )
-    placed = place(times, seed=seed, effort=Effort(num_rounds=2, num_moves=50_000))
-    return with_devices(problem, shape, placed.cost.layout)
+    placed = place(times, seed=seed, effort=SearchEffort(num_rounds=2, num_moves=50_000))
+    return draft_with_devices(problem, shape, placed.cost.layout)
 
 
 def _check_prices(problem: Problem) -> None:

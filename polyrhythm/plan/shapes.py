@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from polyrhythm.errors import PlanError
-from polyrhythm.plan.no_room import no_room
+from polyrhythm.plan.draft import PlanShape
+from polyrhythm.plan.errors import out_of_memory_error
 from polyrhythm.plan.problem import Problem
-from polyrhythm.plan.sketch import Shape
 
 _ALL_STAGES = 16  # every number of stages up to this one, then fewer and fewer
 _USED = (1.0, 0.75, 0.5, 0.25)  # shares of the pipelines that there are devices for
@@ -32,7 +32,7 @@ def sizes_for(problem: Problem) -> tuple[int, ...]:
     return good
 
 
-def shapes(problem: Problem) -> Iterator[Shape]:
+def shapes(problem: Problem) -> Iterator[PlanShape]:
     """Those with a device for every place; some leave devices out."""
     job = problem.job
     for size in sizes_for(problem):
@@ -43,10 +43,10 @@ def shapes(problem: Problem) -> Iterator[Shape]:
             if job.num_pipelines is not None:
                 wanted = {job.num_pipelines} if job.num_pipelines <= there_are else set()
             for pipelines in sorted(wanted, reverse=True):
-                yield Shape(stages, pipelines, size)
+                yield PlanShape(stages, pipelines, size)
 
 
-def no_shape(problem: Problem) -> PlanError:
+def infeasible_error(problem: Problem) -> PlanError:
     job = problem.job
     stages = job.num_stages or 1
     pipelines = job.num_pipelines or 1
@@ -65,7 +65,7 @@ def no_shape(problem: Problem) -> PlanError:
             expected="a micro-batch or more for each pipeline",
             fix=f"use at most {job.batch // size} pipelines, or a batch of {pipelines * size}",
         )
-    return no_room(problem, size)
+    return out_of_memory_error(problem, size)
 
 
 def _numbers_of_stages(problem: Problem) -> list[int]:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from polyrhythm.cost.pipeline import PipelineTimes
-from polyrhythm.cost.step import Step, StepTime, groups_of
+from polyrhythm.cost.step import StepSpec, StepTime, groups_of
 from polyrhythm.plan.plan import TimePart
 from polyrhythm.plan.problem import Problem
 
 
 def time_parts(
-    time: StepTime, step: Step, times: Sequence[PipelineTimes], problem: Problem
+    time: StepTime, step: StepSpec, times: Sequence[PipelineTimes], problem: Problem
 ) -> tuple[TimePart, ...]:
     names = [device.name for device in problem.cluster.devices]
     busiest = max(
@@ -38,7 +38,7 @@ def time_parts(
     return tuple(sorted(parts, key=lambda part: -part.takes))
 
 
-def _slowest_pair(step: Step, names: Sequence[str]) -> str:
+def _slowest_pair(step: StepSpec, names: Sequence[str]) -> str:
     slowest = max(
         (
             step.links.transfer(a, b, group.size / len(group.members)),

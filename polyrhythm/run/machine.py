@@ -22,103 +22,111 @@ from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
 
-from polyrhythm.describe.finding import Finding
+from polyrhythm.describe.check_result import CheckResult
 from polyrhythm.describe.units import show
 from polyrhythm.processes import signal_name
 from polyrhythm.types import Bytes, Seconds
 
 if TYPE_CHECKING:
-    from polyrhythm.run.launch import Place
+    from polyrhythm.run.comm.launch import DistContext
 
-TORCH_DEADLINE: Seconds = 120.0  # a first import from a slow disk takes its time
-GLOO_DEADLINE: Seconds = 20.0
-LITTLE = 2**30  # bytes of memory, shared memory or disk below which we speak up
+TORCH_TIMEOUT: Seconds = 120.0  # a first import from a slow disk takes its time
+GLOO_TIMEOUT: Seconds = 20.0
+LOW_SPACE = 2**30  # bytes of memory, shared memory or disk below which we speak up
 
 _BACKENDS = ("gloo", "nccl", "mpi")
 _REINSTALL = "pip install --force-reinstall 'torch>=2.11'"
 
 
-def findings(runs: Path = Path("runs")) -> list[Finding]:
+def check_results(runs: Path = Path("runs")) -> list[CheckResult]:
     """What training needs; `runs` is the folder that run folders will be made in. Takes seconds."""
     version = sys.version.split()[0]
-    python = _needed("Python", version, sys.version_info >= (3, 11), "use Python 3.11 or newer")
-    return [python, *_ask_torch(), _port(), _cores(), _memory(), _shared_memory(), _disk(runs)]
+    python = _required("Python", version, sys.version_info >= (3, 11), "use Python 3.11 or newer")
+    return [
+        python,
+        *_torch_in_subprocess(),
+        _port(),
+        _cores(),
+        _memory(),
+        _shared_memory(),
+        _disk(runs),
+    ]
 
 
-def _needed(subject: str, found: str, ok: bool, advice: str) -> Finding:
-    return Finding(subject, found, ok, "" if ok else advice)
+def _required(subject: str, found: str, ok: bool, advice: str) -> CheckResult:
+    return CheckResult(subject, found, ok, "" if ok else advice)
 
 
-def _ask_torch() -> list[Finding]:
+def _torch_in_subprocess() -> list[CheckResult]:
     """Findings of a fresh interpreter that searches for modules where this one does."""
     try:
-        asked = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-P", "-m", __name__],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
             capture_output=True,
             text=True,
-            timeout=TORCH_DEADLINE,
+            timeout=TORCH_TIMEOUT,
         )
     except OSError as error:
-        return [Finding("torch", f"{sys.executable}: {error.strerror}", False, _REINSTALL)]
+        return [CheckResult("torch", f"{sys.executable}: {error.strerror}", False, _REINSTALL)]
     except subprocess.TimeoutExpired:
-        return [Finding("torch", f"no answer within {TORCH_DEADLINE:g} s", False, _REINSTALL)]
-    if asked.returncode == 0:
-        return [Finding(**fields) for fields in json.loads(asked.stdout.splitlines()[-1])]
-    if asked.returncode < 0:
-        how = f"crashed with {signal_name(-asked.returncode)}"
+        return [CheckResult("torch", f"no answer within {TORCH_TIMEOUT:g} s", False, _REINSTALL)]
+    if done.returncode == 0:
+        return [CheckResult(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
+    if done.returncode < 0:
+        how = f"crashed with {signal_name(-done.returncode)}"
     else:
-        how = (asked.stderr.strip() or f"exit status {asked.returncode}").splitlines()[-1]
-    return [Finding("torch", how, False, _REINSTALL)]
+        how = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+    return [CheckResult("torch", how, False, _REINSTALL)]
 
 
-def _torch_findings() -> Iterator[Finding]:
+def _torch_check_results() -> Iterator[CheckResult]:
     try:
         import torch
     except Exception as error:  # whatever a broken install raises: OSError for a lost library, ...
-        yield Finding("torch", f"import fails: {_first_line(error)}", False, _REINSTALL)
+        yield CheckResult("torch", f"import fails: {_first_line(error)}", False, _REINSTALL)
         return
     dist = torch.distributed
     release = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    yield _needed("torch", torch.__version__, release >= (2, 11), "pip install 'torch>=2.11'")
+    yield _required("torch", torch.__version__, release >= (2, 11), "pip install 'torch>=2.11'")
     has = {name: dist.is_available() and dist.is_backend_available(name) for name in _BACKENDS}
     backends = ", ".join(f"{'' if there else 'no '}{name}" for name, there in has.items())
-    yield _needed("backends", backends, has["gloo"], f"get a torch with gloo: {_REINSTALL}")
+    yield _required("backends", backends, has["gloo"], f"get a torch with gloo: {_REINSTALL}")
     if has["gloo"]:
         yield _gloo()  # before CUDA starts: a process that has it must not be forked
     yield _gpus()
 
 
-def _gloo() -> Finding:
+def _gloo() -> CheckResult:
     """Two processes sum numbers, started as local jobs are; one alone would open no connection."""
     subject = "all-reduce (gloo)"
     advice = "check that lo is up (ip link set lo up) and GLOO_SOCKET_IFNAME is unset or right"
     try:
-        from polyrhythm.run.launch import LocalJob
+        from polyrhythm.run.comm.launch import LocalJob
 
         start = time.monotonic()
         with (
             tempfile.TemporaryDirectory() as folder,
             LocalJob(_all_reduce, 2, output_folder=Path(folder)) as job,
         ):
-            if not job.wait(GLOO_DEADLINE):
-                return Finding(subject, f"not done within {GLOO_DEADLINE:g} s", False, advice)
+            if not job.wait(GLOO_TIMEOUT):
+                return CheckResult(subject, f"not done within {GLOO_TIMEOUT:g} s", False, advice)
     except Exception as error:
-        return Finding(subject, _first_line(error), False, advice)
-    return Finding(subject, f"2 processes, {time.monotonic() - start:.1f} s in all", True)
+        return CheckResult(subject, _first_line(error), False, advice)
+    return CheckResult(subject, f"2 processes, {time.monotonic() - start:.1f} s in all", True)
 
 
-def _all_reduce(place: "Place") -> None:
+def _all_reduce(ctx: "DistContext") -> None:
     import torch
 
-    numbers = torch.full((1024,), place.rank + 1.0)
-    with place.joined(GLOO_DEADLINE / 2):
+    numbers = torch.full((1024,), ctx.rank + 1.0)
+    with ctx.process_group(GLOO_TIMEOUT / 2):
         torch.distributed.all_reduce(numbers)
     if not bool((numbers == 3.0).all()):
         raise RuntimeError(f"1 + 2 gave {numbers.unique().tolist()}")
 
 
-def _gpus() -> Finding:
+def _gpus() -> CheckResult:
     import torch
 
     try:
@@ -127,34 +135,36 @@ def _gpus() -> Finding:
     except (AssertionError, RuntimeError) as error:
         num_present = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
         advice = f"for the {num_present} of NVIDIA here: check CUDA_VISIBLE_DEVICES, driver, torch"
-        return Finding("GPUs", f"none: {_first_line(error)}", None, advice if num_present else "")
+        return CheckResult(
+            "GPUs", f"none: {_first_line(error)}", None, advice if num_present else ""
+        )
     counts = Counter(f"{gpu.name} {show(gpu.total_memory, Bytes)}" for gpu in gpus)
     listed = ", ".join(f"{count} x {gpu}" for gpu, count in counts.items())
-    return Finding("GPUs", f"{listed} (CUDA {torch.version.cuda})", None)
+    return CheckResult("GPUs", f"{listed} (CUDA {torch.version.cuda})", None)
 
 
-def _port() -> Finding:
+def _port() -> CheckResult:
     try:
         with socket.create_server(("127.0.0.1", 0)):
-            return Finding("loopback port", "can be listened on", True)
+            return CheckResult("loopback port", "can be listened on", True)
     except OSError as error:
-        return Finding("loopback port", str(error), False, "bring lo up: ip link set lo up")
+        return CheckResult("loopback port", str(error), False, "bring lo up: ip link set lo up")
 
 
-def _cores() -> Finding:
+def _cores() -> CheckResult:
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    return Finding("CPU cores", f"{usable} of {os.cpu_count()} usable by this process", None)
+    return CheckResult("CPU cores", f"{usable} of {os.cpu_count()} usable by this process", None)
 
 
-def _memory() -> Finding:
+def _memory() -> CheckResult:
     machine = psutil.virtual_memory()
     limit = _cgroup_limit(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     text = f"{show(machine.total, Bytes)}, {show(machine.available, Bytes)} free"
     if limit < machine.total:
         text += f"; this process's cgroup may use {show(limit, Bytes)}"
-    little = min(machine.available, limit) < LITTLE
+    little = min(machine.available, limit) < LOW_SPACE
     advice = "use few workers: each of the demo's takes about 0.3GiB" if little else ""
-    return Finding("memory", text, None, advice)
+    return CheckResult("memory", text, None, advice)
 
 
 def usable_memory() -> Bytes:
@@ -178,16 +188,16 @@ def _cgroup_limit(own: Path, root: Path) -> float:
     return min(limits)
 
 
-def _shared_memory() -> Finding:
+def _shared_memory() -> CheckResult:
     advice = "raise it (docker run --shm-size=2g), or use DataLoader(num_workers=0)"
     if not Path("/dev/shm").exists():
-        return Finding("/dev/shm", "not there", None, advice)
+        return CheckResult("/dev/shm", "not there", None, advice)
     usage = shutil.disk_usage("/dev/shm")
     text = f"{show(usage.total, Bytes)}, {show(usage.free, Bytes)} free"
-    return Finding("/dev/shm", text, None, advice if usage.free < LITTLE else "")
+    return CheckResult("/dev/shm", text, None, advice if usage.free < LOW_SPACE else "")
 
 
-def _disk(runs: Path) -> Finding:
+def _disk(runs: Path) -> CheckResult:
     folder = runs.absolute()
     try:
         folder = next(path for path in (folder, *folder.parents) if path.exists())
@@ -195,9 +205,9 @@ def _disk(runs: Path) -> Finding:
             free = shutil.disk_usage(folder).free
     except OSError as error:
         advice = f"choose another folder with --out, or make {folder} writable"
-        return Finding("run folder", f"{folder}: {error.strerror}", False, advice)
-    advice = "free some, or choose another folder with --out" if free < LITTLE else ""
-    return Finding("run folder", f"{show(free, Bytes)} free in {folder}", None, advice)
+        return CheckResult("run folder", f"{folder}: {error.strerror}", False, advice)
+    advice = "free some, or choose another folder with --out" if free < LOW_SPACE else ""
+    return CheckResult("run folder", f"{show(free, Bytes)} free in {folder}", None, advice)
 
 
 def _first_line(error: object) -> str:
@@ -205,4 +215,4 @@ def _first_line(error: object) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps([asdict(finding) for finding in _torch_findings()]))
+    print(json.dumps([asdict(result) for result in _torch_check_results()]))

@@ -6,11 +6,11 @@ from typing import Literal
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.errors import PlanError
-from polyrhythm.plan.job import Job, Objective
+from polyrhythm.plan.job import Objective, TrainingJob
 from polyrhythm.plan.plan import AUTO, Plan
 from polyrhythm.plan.problem import Problem
 from polyrhythm.plan.search import make_plan as search
-from polyrhythm.schedule.planned import PlannedSchedules
+from polyrhythm.schedule.plan_schedules import PlannedSchedules
 
 
 def make_plan(
@@ -41,7 +41,7 @@ def make_plan(
             expected=f"one of {', '.join(Objective)}",
             fix="use time, or cost",
         )
-    job = Job(
+    job = TrainingJob(
         batch=batch,
         sync=sync,
         objective=Objective(objective),

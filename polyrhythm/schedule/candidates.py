@@ -18,7 +18,7 @@ from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.cost.pipeline import PipelineTimes, length
 from polyrhythm.schedule.builders import Schedule, build
 from polyrhythm.schedule.limits import limits_for, one_f_one_b_limits
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Seconds
 
 Limits = tuple[int, ...]
@@ -28,53 +28,53 @@ _WORTHWHILE = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class ScheduleCandidate:
     """A way to run a step: how the batch is cut, and in which order the pieces run."""
 
     microbatch_size: int
     num_microbatches: int
-    recipe: Recipe
+    spec: ScheduleSpec
     in_flight: tuple[int, ...]  # per stage, at most
 
     @classmethod
     def of(
-        cls, recipe: Recipe, *, num_stages: int, microbatch_size: int, num_microbatches: int
-    ) -> "Candidate":
-        schedule = recipe.build(num_stages=num_stages, num_microbatches=num_microbatches)
+        cls, spec: ScheduleSpec, *, num_stages: int, microbatch_size: int, num_microbatches: int
+    ) -> "ScheduleCandidate":
+        schedule = spec.build(num_stages=num_stages, num_microbatches=num_microbatches)
         return cls(
             microbatch_size=microbatch_size,
             num_microbatches=num_microbatches,
-            recipe=recipe,
+            spec=spec,
             in_flight=tuple(map(peak_in_flight, schedule)),
         )
 
     def build(self) -> Schedule:
         """The actions of every stage."""
-        return self.recipe.build(
+        return self.spec.build(
             num_stages=len(self.in_flight), num_microbatches=self.num_microbatches
         )
 
     def __str__(self) -> str:
-        return f"{self.recipe} of {self.num_microbatches} x {self.microbatch_size}"
+        return f"{self.spec} of {self.num_microbatches} x {self.microbatch_size}"
 
 
-def limited_recipe(limits: Limits, num_microbatches: int) -> Recipe:
+def spec_for_limits(limits: Limits, num_microbatches: int) -> ScheduleSpec:
     """The recipe for these limits, under its plainest name."""
     limits = tuple(min(limit, num_microbatches) for limit in limits)
     plain = one_f_one_b_limits(len(limits))
     if limits == tuple(min(limit, num_microbatches) for limit in plain):
-        return Recipe("1f1b")
+        return ScheduleSpec("1f1b")
     if min(limits) == num_microbatches:
-        return Recipe("gpipe")
-    return Recipe("bounded", limits=limits)
+        return ScheduleSpec("gpipe")
+    return ScheduleSpec("bounded", limits=limits)
 
 
 def shortlist(
-    times: PipelineTimes, *, num_microbatches: int, most: Sequence[int], tolerance: float
-) -> dict[Recipe, Seconds]:
-    """Recipes worth a look and their predicted lengths; `most` in flight fit on each stage."""
-    search = _Search(times, num_microbatches, most)
-    found = dict(_kfkb(times, num_microbatches, most))
+    times: PipelineTimes, *, num_microbatches: int, max_in_flight: Sequence[int], tolerance: float
+) -> dict[ScheduleSpec, Seconds]:
+    """Recipes worth a look and their predicted lengths; `max_in_flight` in flight fit on each stage."""
+    search = _Search(times, num_microbatches, max_in_flight)
+    found = dict(_kfkb(times, num_microbatches, max_in_flight))
     starts = [search.within(one_f_one_b_limits(times.num_stages))]
     if times.period > 0:
         starts.append(search.within(limits_for(period=times.period, transfers=times.transfers)))
@@ -83,24 +83,24 @@ def shortlist(
     enough = min([*found.values(), *map(search.length, [*tops, everything])]) * (1 + tolerance)
     light = [search.trimmed(top, enough) for top in tops if search.length(top) <= enough]
     for limits in (*tops, *light, everything):
-        found[limited_recipe(limits, num_microbatches)] = search.length(limits)
+        found[spec_for_limits(limits, num_microbatches)] = search.length(limits)
     return found
 
 
 def _kfkb(
-    times: PipelineTimes, num_microbatches: int, most: Sequence[int]
-) -> Iterator[tuple[Recipe, Seconds]]:
+    times: PipelineTimes, num_microbatches: int, max_in_flight: Sequence[int]
+) -> Iterator[tuple[ScheduleSpec, Seconds]]:
     """kFkB from k=2 on, while it fits and the last two brought something."""
     shortest, idle = float("inf"), 0
     for k in range(2, num_microbatches):
         schedule = build(
             "kfkb", num_stages=times.num_stages, num_microbatches=num_microbatches, k=k
         )
-        held = zip(map(peak_in_flight, schedule), most, strict=True)
+        held = zip(map(peak_in_flight, schedule), max_in_flight, strict=True)
         if idle == 2 or any(peak > room for peak, room in held):
             return
         time = length(schedule, times)
-        yield Recipe("kfkb", k=k), time
+        yield ScheduleSpec("kfkb", k=k), time
         idle = 0 if time < shortest * (1 - _WORTHWHILE) else idle + 1
         shortest = min(shortest, time)
 
@@ -108,14 +108,18 @@ def _kfkb(
 class _Search:
     """Limits that fit, and what they take; each is simulated once."""
 
-    def __init__(self, times: PipelineTimes, num_microbatches: int, most: Sequence[int]) -> None:
+    def __init__(
+        self, times: PipelineTimes, num_microbatches: int, max_in_flight: Sequence[int]
+    ) -> None:
         self._times, self._num_microbatches = times, num_microbatches
         # A stage may not hold more than the one before, so the room of one is that of all after.
-        self._most = tuple(accumulate((min(m, num_microbatches) for m in most), min))
+        self._max_in_flight = tuple(
+            accumulate((min(m, num_microbatches) for m in max_in_flight), min)
+        )
         self._lengths: dict[Limits, Seconds] = {}
 
     def within(self, limits: Limits) -> Limits:
-        return tuple(map(min, limits, self._most))
+        return tuple(map(min, limits, self._max_in_flight))
 
     def length(self, limits: Limits) -> Seconds:
         if limits not in self._lengths:

@@ -24,7 +24,7 @@ class Freshness:
     # By size: the mean transfers of every size when this one was measured.
     _then: dict[int, dict[int, tuple[Seconds, ...]]] = field(default_factory=dict, init=False)
 
-    def note(self, times: Mapping[int, PipelineTimes]) -> None:
+    def record(self, times: Mapping[int, PipelineTimes]) -> None:
         """Once per decision; times that differ from the last ones were measured anew."""
         self._decisions += 1
         transfers = {size: measured.transfers for size, measured in times.items()}

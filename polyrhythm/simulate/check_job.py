@@ -26,7 +26,7 @@ def check_job(job: SimulatedJob) -> None:
                 fix="profile the model, or join the stage with the one before",
             )
     _check_schedules(job)
-    _check_ways(job)
+    _check_sync_mode(job)
     job.scenario.check(job.cluster)
 
 
@@ -107,7 +107,7 @@ def _check_in_flight(in_flight: tuple[int, ...], num_runs: int) -> None:
         )
 
 
-def _check_ways(job: SimulatedJob) -> None:
+def _check_sync_mode(job: SimulatedJob) -> None:
     """As the runtime does; decoupled all_reduce is its DistributedOptimizer."""
     setup, policy = job.sync, job.sync.policy
     if job.overlap and (job.decoupled or not setup.can_overlap):

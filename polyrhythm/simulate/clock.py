@@ -11,8 +11,8 @@ from typing import Any
 
 from polyrhythm.types import Seconds
 
-CHANGES, TRIES, AFTERWARDS = -1, 1, 2  # priorities other than 0: see Clock
-AGAIN: Seconds = 1.0  # until one tries again to send over a link that is lost
+PRIORITY_CHANGE, PRIORITY_RETRY, PRIORITY_LAST = -1, 1, 2  # priorities other than 0: see Clock
+RETRY_INTERVAL: Seconds = 1.0  # until one tries again to send over a link that is lost
 _Entry = tuple[Seconds, int, int, Callable[..., None], tuple[Any, ...]]
 
 
@@ -28,11 +28,11 @@ class Clock:
         self._sequence = 0
 
     def at(
-        self, time: Seconds, callback: Callable[..., None], *given: Any, priority: int = 0
+        self, time: Seconds, callback: Callable[..., None], *args: Any, priority: int = 0
     ) -> None:
         """Call it with what is given, at `time`; what is past happens now."""
         self._sequence += 1
-        entry = (max(time, self.now), priority, self._sequence, callback, given)
+        entry = (max(time, self.now), priority, self._sequence, callback, args)
         heapq.heappush(self._heap, entry)
 
     @property
@@ -41,10 +41,10 @@ class Clock:
         return self._heap[0][0] if self._heap else math.inf
 
     @property
-    def only_tries(self) -> bool:
+    def only_retries(self) -> bool:
         """Whether what comes next is that."""
-        return bool(self._heap) and self._heap[0][1] == TRIES
+        return bool(self._heap) and self._heap[0][1] == PRIORITY_RETRY
 
     def run_next(self) -> None:
-        self.now, _, _, callback, given = heapq.heappop(self._heap)
-        callback(*given)
+        self.now, _, _, callback, args = heapq.heappop(self._heap)
+        callback(*args)

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from polyrhythm.describe.scenario import Kill
 from polyrhythm.describe.units import show, unit_of
-from polyrhythm.simulate.converge import Curve
+from polyrhythm.simulate.convergence import ConvergenceCurve
 from polyrhythm.simulate.job import SimulatedJob
-from polyrhythm.simulate.result import Simulated
+from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Bytes, Seconds
 
@@ -24,17 +24,17 @@ _UNITS = {"time": ("s", "ms", "us"), "size": ("GiB", "MiB", "KiB", "B")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Variant:
     """One of them: a policy, a schedule, what if."""
 
     name: str
     job: SimulatedJob
-    found: Simulated
+    result: SimulationResult
 
     @property
     def num_steps(self) -> float:
         """Global ones, that were made."""
-        return sum(map(len, self.found.ends)) / len(self.found.ends)
+        return sum(map(len, self.result.ends)) / len(self.result.ends)
 
     @property
     def price(self) -> float | None:
@@ -46,61 +46,73 @@ class Way:
             price = cluster.devices[device].price_per_hour
             if price is None or not num_steps:
                 return None
-            hours += price * self.found.present[device] / _HOUR
+            hours += price * self.result.present[device] / _HOUR
         egress = 0.0
         for place, price in enumerate(cluster.egress_price_per_gb):
-            sent = self.found.bytes_sent[place].sum() - self.found.bytes_sent[place, place]
+            sent = self.result.bytes_sent[place].sum() - self.result.bytes_sent[place, place]
             egress += price * float(sent) / _GIGABYTE
         return (hours + egress) / num_steps
 
 
-def show_ways(ways: Sequence[Way], console: Console) -> None:
+def show_variants(variants: Sequence[Variant], console: Console) -> None:
     """The first is what the others are compared with."""
     header = [
         *("", "step", "samples/s", "of first", "busy", "bubble", "wait"),
         *("group", "apart", "sent/step", "price/step"),
     ]
-    times = _in_one_unit([way.found.step_time for way in ways], Seconds)
-    sent = _in_one_unit([_each_step(way, way.found.bytes_sent.sum()) for way in ways], Bytes)
-    rows = [_row(way, ways[0], *cells) for way, *cells in zip(ways, times, sent, strict=True)]
+    times = _in_one_unit([variant.result.step_time for variant in variants], Seconds)
+    sent = _in_one_unit(
+        [_each_step(variant, variant.result.bytes_sent.sum()) for variant in variants], Bytes
+    )
+    rows = [
+        _row(variant, variants[0], *cells)
+        for variant, *cells in zip(variants, times, sent, strict=True)
+    ]
     print_table(console, header, rows, numbers=True)
-    for way in ways:
-        if way.found.cut_short:
-            made, planned = sum(map(len, way.found.ends)), len(way.found.ends)
+    for variant in variants:
+        if variant.result.cut_short:
+            made, planned = sum(map(len, variant.result.ends)), len(variant.result.ends)
             steps = f"{made:,} steps of {planned} pipelines"
-            print_line(console, f"* {way.name}: {way.found.cut_short}; {steps} were made")
-    seldom = {way.job.sync.policy: way for way in ways if way.job.sync.steps_between > 1}
-    for policy, way in seldom.items():
-        every = f"note: {policy} averages once in {way.job.sync.steps_between:,} steps"
-        none = f", and so never in these {way.num_steps:.4g}"
-        print_line(console, every if way.found.group_sizes else every + none)
+            print_line(console, f"* {variant.name}: {variant.result.cut_short}; {steps} were made")
+    seldom = {
+        variant.job.sync.policy: variant
+        for variant in variants
+        if variant.job.sync.steps_between > 1
+    }
+    for policy, variant in seldom.items():
+        every = f"note: {policy} averages once in {variant.job.sync.steps_between:,} steps"
+        none = f", and so never in these {variant.num_steps:.4g}"
+        print_line(console, every if variant.result.group_sizes else every + none)
 
 
-def show_links(way: Way, console: Console) -> None:
+def show_links(variant: Variant, console: Console) -> None:
     """Which links are in use most of the time, by their own bandwidth."""
-    sent, regions = way.found.bytes_sent, way.job.cluster.regions
-    places = [regions.index(device.region) for device in way.job.cluster.devices]
-    pairs = Counter((places[a], places[b]) for a, b in _connected(way.job))
+    sent, regions = variant.result.bytes_sent, variant.job.cluster.regions
+    places = [regions.index(device.region) for device in variant.job.cluster.devices]
+    pairs = Counter((places[a], places[b]) for a, b in _connected(variant.job))
     busy = {
-        (a, b): float(sent[a, b]) / way.job.cluster.bandwidth[a][b] / way.found.duration / number
+        (a, b): float(sent[a, b])
+        / variant.job.cluster.bandwidth[a][b]
+        / variant.result.duration
+        / number
         for (a, b), number in pairs.items()
         if sent[a, b] > 0
     }
     links = sorted(busy, key=lambda link: (-busy[link], link))[:_BUSIEST]
     if links:
         names = [f"{regions[a]} -> {regions[b]}" for a, b in links]
-        sizes = _in_one_unit([_each_step(way, sent[link]) for link in links], Bytes)
+        sizes = _in_one_unit([_each_step(variant, sent[link]) for link in links], Bytes)
         rows = zip(names, (f"{busy[link]:.1%}" for link in links), sizes, strict=True)
         print_line(console, "")
-        title = f"busiest links, {way.name}"
+        title = f"busiest links, {variant.name}"
         print_table(console, ["", "busy", "sent/step"], list(rows), title=title, numbers=True)
 
 
 def show_losses(
-    ways: Sequence[Way], kills: Sequence[Kill], length: Seconds, console: Console
+    variants: Sequence[Variant], kills: Sequence[Kill], length: Seconds, console: Console
 ) -> None:
     """How many losses of a recording of spot instances fell into the time that was simulated."""
-    job = ways[0].job
+    job = variants[0].job
     used = {job.cluster.devices[run.device].name for one in job.pipelines for run in one.runs}
     times = [kill.at for kill in kills if kill.device in used]
     first = f", the first after {show(min(times), Seconds)}" if times else ""
@@ -110,16 +122,16 @@ def show_losses(
         f"the recording lasts {show(length, Seconds)}; losses of devices of the plan: "
         f"{len(times):,}{first}",
     )
-    num_lost = [sum(at <= way.found.duration for at in times) for way in ways]
-    for way, lost in zip(ways, num_lost, strict=True):
-        simulated = f"in the {show(way.found.duration, Seconds)} that were simulated"
-        print_line(console, f"{way.name}: {lost or 'none'} of them {simulated}")
+    num_lost = [sum(at <= variant.result.duration for at in times) for variant in variants]
+    for variant, lost in zip(variants, num_lost, strict=True):
+        simulated = f"in the {show(variant.result.duration, Seconds)} that were simulated"
+        print_line(console, f"{variant.name}: {lost or 'none'} of them {simulated}")
     if not any(num_lost):
         more = "more --steps, or a recording that --spot-duration squeezes, may have some"
         print_line(console, f"nothing was lost, so this says nothing of losses: {more}")
 
 
-def show_curves(curves: Sequence[tuple[str, Curve]], console: Console) -> None:
+def show_curves(curves: Sequence[tuple[str, ConvergenceCurve]], console: Console) -> None:
     """When each is as good as the worst one is in the end, and how it ends."""
     finals = [curve.final_loss for _, curve in curves if curve.final_loss < curve.losses[0]]
     target = max(finals, default=curves[0][1].losses[0])
@@ -141,26 +153,26 @@ def show_curves(curves: Sequence[tuple[str, Curve]], console: Console) -> None:
     print_table(console, header, rows, title="a small problem", numbers=True)
 
 
-def _row(way: Way, first: Way, step: str, sent: str) -> list[str]:
-    found = way.found
-    ratio = found.throughput / first.found.throughput if first.found.throughput else float("nan")
+def _row(variant: Variant, first: Variant, step: str, sent: str) -> list[str]:
+    result = variant.result
+    ratio = result.throughput / first.result.throughput if first.result.throughput else float("nan")
     return [
-        f"{way.name} *" if found.cut_short else way.name,
+        f"{variant.name} *" if result.cut_short else variant.name,
         step,
-        f"{found.throughput:,.4g}",
+        f"{result.throughput:,.4g}",
         f"{ratio:.2f}" if ratio == ratio else "-",
-        f"{found.computing:.0%}",
-        f"{found.bubble:.0%}",
-        f"{found.waiting:.0%}",
-        f"{found.group_size:.1f}" if found.group_sizes else "-",
-        f"{found.spread:.1f}" if found.group_sizes else "-",
+        f"{result.computing:.0%}",
+        f"{result.bubble:.0%}",
+        f"{result.waiting:.0%}",
+        f"{result.group_size:.1f}" if result.group_sizes else "-",
+        f"{result.spread:.1f}" if result.group_sizes else "-",
         sent,
-        "-" if way.price is None else f"{way.price:.4g}",
+        "-" if variant.price is None else f"{variant.price:.4g}",
     ]
 
 
-def _each_step(way: Way, amount: float) -> float:
-    return float(amount) / max(way.num_steps, 1)
+def _each_step(variant: Variant, amount: float) -> float:
+    return float(amount) / max(variant.num_steps, 1)
 
 
 def _in_one_unit(values: Sequence[float], kind: object) -> list[str]:

@@ -8,67 +8,69 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.simulate.clock import TRIES, Clock
+from polyrhythm.simulate.clock import PRIORITY_RETRY, Clock
 from polyrhythm.sync.decision_log import DecisionLog
-from polyrhythm.sync.messages import (
+from polyrhythm.sync.protocol import (
     Abort,
+    Acquired,
     Assign,
     Command,
     Commit,
-    Dealt,
+    CopyFrom,
     Event,
-    Heal,
     Refuse,
+    SampleProgress,
     Skip,
-    Tallied,
     Timer,
 )
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
-_Said = TypeVar("_Said", bound=tuple[Any, ...])
-Hear = Callable[[Worker, Assign | Commit | Abort | Skip | Heal], None]
+_MessageT = TypeVar("_MessageT", bound=tuple[Any, ...])
+CommandHandler = Callable[[Worker, Assign | Commit | Abort | Skip | CopyFrom], None]
 
 
-class Coordinator:
+class SimulatedCoordinator:
     def __init__(
         self,
         setup: Setup,
         clock: Clock,
-        hear: Hear,
+        on_command: CommandHandler,
         log: DecisionLog | None = None,
     ) -> None:
         self.scheduler = setup.scheduler()
-        self._clock, self._hear, self._log = clock, hear, log
-        self._there: dict[Worker, Seconds] = {}
-        self._back: dict[Worker, Seconds] = {}
+        self._clock, self._on_command, self._log = clock, on_command, log
+        self._latency_to: dict[Worker, Seconds] = {}
+        self._latency_from: dict[Worker, Seconds] = {}
         self._timer: Seconds = float("inf")  # the earliest that is on the clock
 
     def set_latency(self, latency: Mapping[Worker, tuple[Seconds, Seconds]]) -> None:
         """Of a word of each worker to it, and from it, from now on."""
-        self._there = {worker: there for worker, (there, _) in latency.items()}
-        self._back = {worker: back for worker, (_, back) in latency.items()}
+        self._latency_to = {worker: there for worker, (there, _) in latency.items()}
+        self._latency_from = {worker: back for worker, (_, back) in latency.items()}
 
-    def words(self, workers: Sequence[Worker]) -> Seconds:
+    def max_round_trip(self, workers: Sequence[Worker]) -> Seconds:
         """Until all of them have its answer to what all of them say now."""
-        there = max(self._there[worker] for worker in workers)
-        return there + max(self._back[worker] for worker in workers)
+        there = max(self._latency_to[worker] for worker in workers)
+        return there + max(self._latency_from[worker] for worker in workers)
 
-    def tell(self, worker: Worker, kind: Callable[..., Event], *given: Any) -> None:
+    def send(self, worker: Worker, kind: Callable[..., Event], *args: Any) -> None:
         """A worker says something; it arrives a latency later."""
-        self._clock.at(self._clock.now + self._there[worker], self._told, kind, worker, *given)
+        self._clock.at(
+            self._clock.now + self._latency_to[worker], self._on_message, kind, worker, *args
+        )
 
-    def tell_all(self, kind: Callable[..., Event], said: Sequence[tuple[Any, ...]]) -> None:
+    def send_all(self, kind: Callable[..., Event], messages: Sequence[tuple[Any, ...]]) -> None:
         """Several workers say the same at once; each says who it is first."""
-        for latency, together in _by_latency(said, self._there).items():
-            self._clock.at(self._clock.now + latency, self._told_all, kind, together)
+        for latency, batch in _by_latency(messages, self._latency_to).items():
+            self._clock.at(self._clock.now + latency, self._on_messages, kind, batch)
 
-    def _told_all(self, kind: Callable[..., Event], said: Sequence[tuple[Any, ...]]) -> None:
-        for given in said:
-            self._step(kind(*given, now=self._clock.now))
+    def _on_messages(self, kind: Callable[..., Event], messages: Sequence[tuple[Any, ...]]) -> None:
+        for args in messages:
+            self._step(kind(*args, now=self._clock.now))
 
-    def _told(self, kind: Callable[..., Event], *given: Any) -> None:
-        self._step(kind(*given, now=self._clock.now))
+    def _on_message(self, kind: Callable[..., Event], *args: Any) -> None:
+        self._step(kind(*args, now=self._clock.now))
 
     def _step(self, event: Event) -> None:
         commands = self.scheduler.step(event)
@@ -79,7 +81,7 @@ class Coordinator:
         timer = self.scheduler.next_timer()
         if timer < self._timer:
             self._timer = timer
-            self._clock.at(timer, self._ring, timer, priority=TRIES)
+            self._clock.at(timer, self._on_timer, timer, priority=PRIORITY_RETRY)
 
     def _answer(self, command: Command) -> None:
         if isinstance(command, Refuse):
@@ -88,20 +90,22 @@ class Coordinator:
                 expected="simulated workers that keep to the protocol",
                 fix="report it, with the job that was simulated",
             )
-        assert not isinstance(command, Dealt | Tallied), "simulated workers ask for no positions"
+        assert not isinstance(command, Acquired | SampleProgress), (
+            "simulated workers ask for no positions"
+        )
         if isinstance(command, Assign | Commit | Abort):
             members = [(member,) for member in command.members]
-            for latency, together in _by_latency(members, self._back).items():
-                self._clock.at(self._clock.now + latency, self._heard, together, command)
+            for latency, batch in _by_latency(members, self._latency_from).items():
+                self._clock.at(self._clock.now + latency, self._deliver, batch, command)
         else:
-            latency = self._back[command.worker]
-            self._clock.at(self._clock.now + latency, self._hear, command.worker, command)
+            latency = self._latency_from[command.worker]
+            self._clock.at(self._clock.now + latency, self._on_command, command.worker, command)
 
-    def _heard(self, members: Sequence[tuple[Worker]], command: Assign | Commit | Abort) -> None:
+    def _deliver(self, members: Sequence[tuple[Worker]], command: Assign | Commit | Abort) -> None:
         for (member,) in members:
-            self._hear(member, command)
+            self._on_command(member, command)
 
-    def _ring(self, timer: Seconds) -> None:
+    def _on_timer(self, timer: Seconds) -> None:
         """A timer that was put off since is looked at again when it is due."""
         if timer != self._timer:
             return
@@ -111,14 +115,14 @@ class Coordinator:
             self._step(Timer(now=self._clock.now))
         elif due < float("inf"):
             self._timer = due
-            self._clock.at(due, self._ring, due, priority=TRIES)
+            self._clock.at(due, self._on_timer, due, priority=PRIORITY_RETRY)
 
 
 def _by_latency(
-    said: Sequence[_Said], latency: Mapping[Worker, Seconds]
-) -> dict[Seconds, list[_Said]]:
+    messages: Sequence[_MessageT], latency: Mapping[Worker, Seconds]
+) -> dict[Seconds, list[_MessageT]]:
     """What arrives together, by when."""
-    found: dict[Seconds, list[_Said]] = {}
-    for one in said:
+    found: dict[Seconds, list[_MessageT]] = {}
+    for one in messages:
         found.setdefault(latency[one[0]], []).append(one)
     return found

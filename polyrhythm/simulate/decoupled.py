@@ -9,20 +9,22 @@ forward needs them, and that waits for each only when it comes to it.
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from polyrhythm.simulate.averaging import Member, Observer
-from polyrhythm.simulate.clock import AGAIN, TRIES, Clock
-from polyrhythm.simulate.engine.engine import Arriving, Engine
-from polyrhythm.simulate.network import Network
+from polyrhythm.simulate.averaging import Observer, SimulatedWorker
+from polyrhythm.simulate.clock import PRIORITY_RETRY, RETRY_INTERVAL, Clock
+from polyrhythm.simulate.engine.engine import BucketArrivals, Engine
+from polyrhythm.simulate.network import SimulatedNetwork
 from polyrhythm.types import Seconds
 
 
-def gathered(now: Seconds, busy: Seconds, latency: Seconds, num_buckets: int) -> Arriving:
+def all_gather_arrivals(
+    now: Seconds, busy: Seconds, latency: Seconds, num_buckets: int
+) -> BucketArrivals:
     """When the buckets of a second half that begins now are there, one after the other."""
     first = now + latency + busy / num_buckets
-    return Arriving(first, now + latency + busy, 1 / num_buckets)
+    return BucketArrivals(first, now + latency + busy, 1 / num_buckets)
 
 
-def scattered(
+def reduce_scatter_end(
     backwards: Sequence[tuple[Seconds, Seconds]], busy: Seconds, latency: Seconds, num_buckets: int
 ) -> Seconds:
     """When the last bucket of a first half is summed up everywhere.
@@ -44,57 +46,62 @@ class DecoupledAllReduce:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[SimulatedWorker],
         clock: Clock,
         engine: Engine,
-        network: Network,
-        over: Callable[[Member, Arriving], None],
+        network: SimulatedNetwork,
+        on_step_done: Callable[[SimulatedWorker, BucketArrivals], None],
         num_buckets: int,
         observers: Sequence[Observer] = (),
     ) -> None:
-        self._clock, self._engine, self._network, self._over = clock, engine, network, over
+        self._clock, self._engine, self._network, self._on_step_done = (
+            clock,
+            engine,
+            network,
+            on_step_done,
+        )
         self._num_buckets, self._observers, self._num_averages = num_buckets, observers, 0
-        self._shared = shared_bytes(members)
-        self._here: dict[int, list[Member]] = {}  # by stage
+        self._traffic_factor = traffic_factor(members)
+        self._members: dict[int, list[SimulatedWorker]] = {}  # by stage
         for member in members:
-            self._here.setdefault(member.worker.stage, []).append(member)
-        self._ended: dict[int, list[Member]] = {stage: [] for stage in self._here}
+            self._members.setdefault(member.worker.stage, []).append(member)
+        self._ended: dict[int, list[SimulatedWorker]] = {stage: [] for stage in self._members}
 
-    def step_ended(self, member: Member) -> None:
+    def step_ended(self, member: SimulatedWorker) -> None:
         for observer in self._observers:
             observer.on_step(member.worker, self._clock.now)
         self._ended[member.worker.stage].append(member)
-        self._meet(member.worker.stage)
+        self._exchange_if_all_ended(member.worker.stage)
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: SimulatedWorker) -> None:
         """It has made all its steps."""
-        self._here[member.worker.stage].remove(member)
-        self._meet(member.worker.stage)
+        self._members[member.worker.stage].remove(member)
+        self._exchange_if_all_ended(member.worker.stage)
 
-    def _meet(self, stage: int) -> None:
-        ended, members = self._ended[stage], list(self._here[stage])
+    def _exchange_if_all_ended(self, stage: int) -> None:
+        ended, members = self._ended[stage], list(self._members[stage])
         if members and len(ended) == len(members):
             self._ended[stage] = []
             backwards = [self._engine.last_action(member.run) for member in members]
             self._exchange(members, backwards)
 
     def _exchange(
-        self, members: Sequence[Member], backwards: Sequence[tuple[Seconds, Seconds]]
+        self, members: Sequence[SimulatedWorker], backwards: Sequence[tuple[Seconds, Seconds]]
     ) -> None:
         devices, size = [m.device for m in members], members[0].size
-        busy = self._network.half_time(devices, size) * self._shared(members)
+        busy = self._network.phase_time(devices, size) * self._traffic_factor(members)
         if busy == float("inf"):  # over a link that is lost: nothing hides any more
-            again = self._clock.now + AGAIN
+            again = self._clock.now + RETRY_INTERVAL
             late = [(again, again)] * len(members)
-            self._clock.at(again, self._exchange, members, late, priority=TRIES)
+            self._clock.at(again, self._exchange, members, late, priority=PRIORITY_RETRY)
             return
-        latency = self._network.both_ways(devices) / 2
-        summed = scattered(backwards, busy, latency, self._num_buckets)
+        latency = self._network.max_round_trip(devices) / 2
+        summed = reduce_scatter_end(backwards, busy, latency, self._num_buckets)
         for a, b, sent in self._network.sent(devices, size):
             self._engine.state.sent[a, b] += sent
-        self._clock.at(summed, self._go_on, members, busy, latency)
+        self._clock.at(summed, self._finish, members, busy, latency)
 
-    def _go_on(self, members: Sequence[Member], busy: Seconds, latency: Seconds) -> None:
+    def _finish(self, members: Sequence[SimulatedWorker], busy: Seconds, latency: Seconds) -> None:
         self._num_averages += 1
         workers, weights = [m.worker for m in members], [1 / len(members)] * len(members)
         for observer in self._observers:
@@ -102,10 +109,14 @@ class DecoupledAllReduce:
             for worker in workers:
                 observer.on_applied(worker, self._num_averages, self._clock.now)
         for member in members:
-            self._over(member, gathered(self._clock.now, busy, latency, self._num_buckets))
+            self._on_step_done(
+                member, all_gather_arrivals(self._clock.now, busy, latency, self._num_buckets)
+            )
 
 
-def shared_bytes(members: Sequence[Member]) -> Callable[[Sequence[Member]], float]:
+def traffic_factor(
+    members: Sequence[SimulatedWorker],
+) -> Callable[[Sequence[SimulatedWorker]], float]:
     """How many times as much their devices send at once, of those of some, as of one stage alone.
 
     A device with several stages averages all of them at the same time, over one connection.
@@ -114,7 +125,7 @@ def shared_bytes(members: Sequence[Member]) -> Callable[[Sequence[Member]], floa
     for member in members:
         total[member.device] += member.size  # type: ignore[assignment]
 
-    def times(some: Sequence[Member]) -> float:
+    def times(some: Sequence[SimulatedWorker]) -> float:
         return max(total[member.device] / member.size if member.size else 1.0 for member in some)
 
     return times

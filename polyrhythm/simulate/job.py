@@ -7,14 +7,14 @@ scheduler that a coordinator serves, the scenario is the file that a lab plays.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from polyrhythm.cost.step import Replica, Run, Schedule, StageWork
+from polyrhythm.cost.step import Replica, Schedule, StageRun, StageWork
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import Scenario
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import BytesPerSecond, Seconds
 
-CALM = Scenario(name="calm")
+EMPTY_SCENARIO = Scenario(name="calm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class SimulatedJob:
     decoupled: bool = False  # halves of an average hide behind a backward and a forward
     num_buckets: int = 8  # of a stage's gradients, where they are decoupled
     in_flight: tuple[int, ...] | None = None  # per run: a pipeline that is never flushed
-    scenario: Scenario = CALM
+    scenario: Scenario = EMPTY_SCENARIO
     coordinator: int | None = None  # the device it runs on; None for that of the first worker
     samples: tuple[int, ...] | None = None  # of a step of each pipeline; None for micro-batches
     nodes: tuple[str, ...] | None = None  # the machine of each device; None for its region
@@ -45,7 +45,9 @@ def replicas(schedule: Schedule, num_pipelines: int) -> tuple[Replica, ...]:
     """A device for each worker: s + num_stages * p runs (s, p)."""
     count = len(schedule)
     return tuple(
-        Replica(runs=tuple(Run(p * count + s, s, s + 1) for s in range(count)), schedule=schedule)
+        Replica(
+            runs=tuple(StageRun(p * count + s, s, s + 1) for s in range(count)), schedule=schedule
+        )
         for p in range(num_pipelines)
     )
 
@@ -68,7 +70,7 @@ def equal_job(
     overlap: bool = False,
     decoupled: bool = False,
     in_flight: tuple[int, ...] | None = None,
-    scenario: Scenario = CALM,
+    scenario: Scenario = EMPTY_SCENARIO,
     nodes: tuple[str, ...] | None = None,
     seed: int = 0,
 ) -> SimulatedJob:
@@ -91,7 +93,9 @@ def equal_job(
         activation_bytes=activation_bytes,
         gradient_bytes=gradient_bytes,
     )
-    built = Recipe.parse(schedule).build(num_stages=num_stages, num_microbatches=num_microbatches)
+    built = ScheduleSpec.parse(schedule).build(
+        num_stages=num_stages, num_microbatches=num_microbatches
+    )
     return SimulatedJob(
         cluster=cluster,
         stages=(stage,) * num_stages,

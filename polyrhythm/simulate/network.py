@@ -14,17 +14,17 @@ from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.types import BytesPerSecond, Seconds
 
 
-class Half(NamedTuple):
+class PhaseTransfers(NamedTuple):
     """One half of an average: what each source sends."""
 
     sources: Sequence[int]
     targets: Sequence[int]  # of each; none if every source sends to all others
     size: float  # of each source, in all
-    most: Sequence[BytesPerSecond]  # of each source to all
+    max_rate: Sequence[BytesPerSecond]  # of each source to all
     weight: float  # connections that each source shares a host's with others for
 
 
-class Network:
+class SimulatedNetwork:
     def __init__(self, cluster: Cluster, gateways: Sequence[int] | None = None) -> None:
         places = {region: place for place, region in enumerate(cluster.regions)}
         self.regions = [places[device.region] for device in cluster.devices]
@@ -46,7 +46,7 @@ class Network:
         bandwidth = self._rate(a, b)
         return self.latency(a, b) + (size / bandwidth if bandwidth else float("inf"))
 
-    def both_ways(self, devices: Sequence[int]) -> Seconds:
+    def max_round_trip(self, devices: Sequence[int]) -> Seconds:
         """A message begins when its sender hears that it is awaited: the slowest pair."""
         latency = self._latency
         if len(latency) == 1:
@@ -57,46 +57,52 @@ class Network:
             default=0.0,
         )
 
-    def half(self, devices: Sequence[int], size: float, *, second: bool = False) -> Half:
+    def phase_transfers(
+        self, devices: Sequence[int], size: float, *, is_all_gather: bool = False
+    ) -> PhaseTransfers:
         """What is sent when they exchange a buffer: in the first half parts to their owners.
 
         In the second half, owners send what they made of them. Small buffers have one owner.
         """
         if size <= SMALL:
             first, rest = [devices[0]] * (len(devices) - 1), devices[1:]
-            return Half(first, rest, size, (), 1) if second else Half(rest, first, size, (), 1)
+            return (
+                PhaseTransfers(first, rest, size, (), 1)
+                if is_all_gather
+                else PhaseTransfers(rest, first, size, (), 1)
+            )
         others = len(devices) - 1
         if self._gateways is not None:
             crossed = list(dict.fromkeys(self._gateways[device] for device in devices))
             if len(crossed) > 1:  # a ring goes through each machine once
-                most = [self._uplinks[gateway] for gateway in crossed]
-                return Half(crossed, (), others * size / len(devices), most, 1)
+                max_rate = [self._uplinks[gateway] for gateway in crossed]
+                return PhaseTransfers(crossed, (), others * size / len(devices), max_rate, 1)
         slowest = self._slowest(devices)
         received = min([self._uplinks[device] for device in devices])  # connections are symmetric
-        most = [
+        max_rate = [
             min(others * slowest[self.regions[device]], received, self._uplinks[device])
             for device in devices
         ]
-        return Half(devices, (), others * size / len(devices), most, others)
+        return PhaseTransfers(devices, (), others * size / len(devices), max_rate, others)
 
-    def ends(self, source: int, target: int) -> tuple[int, int]:
+    def endpoints(self, source: int, target: int) -> tuple[int, int]:
         """Whose connections a message between two devices goes through."""
         if self._gateways is None:
             return source, target
         out, into = self._gateways[source], self._gateways[target]
         return (source, target) if out == into else (out, into)
 
-    def half_time(self, devices: Sequence[int], size: float) -> Seconds:
+    def phase_time(self, devices: Sequence[int], size: float) -> Seconds:
         """Of one half if nothing else is under way, without latency."""
         if len(devices) == 1 or size <= 0:
             return 0.0
-        half = self.half(devices, size)
-        if not half.targets:
-            rates = list(half.most)
+        phase = self.phase_transfers(devices, size)
+        if not phase.targets:
+            rates = list(phase.max_rate)
         else:
-            rates = [self._rate(a, b) for a, b in zip(half.sources, half.targets, strict=True)]
+            rates = [self._rate(a, b) for a, b in zip(phase.sources, phase.targets, strict=True)]
         slowest = min(rates)
-        return half.size / slowest if slowest else float("inf")
+        return phase.size / slowest if slowest else float("inf")
 
     def _rate(self, a: int, b: int) -> BytesPerSecond:
         return min(self._bandwidth[self.regions[a]][self.regions[b]], self._uplinks[a])
@@ -125,7 +131,7 @@ class Network:
                 if pairs := here * (others - (a == b)):
                     yield a, b, pairs * share
 
-    def changed(self, change: LinkChange) -> list[tuple[int, int, Seconds, BytesPerSecond]]:
+    def apply_change(self, change: LinkChange) -> list[tuple[int, int, Seconds, BytesPerSecond]]:
         """Make a change; which regions, and what their link is from now on."""
         a, b = self._names.index(change.source), self._names.index(change.target)
         found = []

@@ -7,9 +7,9 @@ from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.plan.plan import Plan
-from polyrhythm.simulate.job import CALM
-from polyrhythm.simulate.planned import planned_job, problem_of
-from polyrhythm.simulate.result import Simulated
+from polyrhythm.simulate.from_plan import planned_job, problem_of
+from polyrhythm.simulate.job import EMPTY_SCENARIO
+from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
 
 
@@ -27,7 +27,7 @@ def predict(
     gradient_bytes: float | None = None,
     seed: int = 0,
     run: Path | str | None = None,
-) -> Simulated:
+) -> SimulationResult:
     """What a plan will do, by simulating so many global steps of it under a scenario.
 
     `sync` is a policy with its `options`, or "decoupled"; without, what the plan says; so with the
@@ -50,7 +50,7 @@ def predict(
         options=options,
         schedule=schedule,
         overlap=overlap,
-        scenario=scenario or CALM,
+        scenario=scenario or EMPTY_SCENARIO,
         seed=seed,
     )
     return simulate(job, num_steps=num_steps, run=None if run is None else Path(run))

@@ -20,7 +20,7 @@ Vector = NDArray[np.float64]
 _PART = 128  # samples
 
 
-class Problem(Protocol):
+class TrainingProblem(Protocol):
     @property
     def num_shards(self) -> int: ...
 

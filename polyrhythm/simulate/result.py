@@ -12,11 +12,11 @@ _START = 0.1  # of all steps, which find pipelines empty and policies without me
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Simulated:
+class SimulationResult:
     ends: tuple[tuple[Seconds, ...], ...]  # [pipeline][step]: over on all its stages
     samples: tuple[int, ...]  # of a step of each pipeline
     duration: Seconds
-    whole: tuple[Seconds, ...]  # for how long each pipeline was at work
+    active_time: tuple[Seconds, ...]  # for how long each pipeline was at work
     present: tuple[Seconds, ...]  # for how long each device of the cluster was there
     busy: dict[Worker, Seconds]  # computing; of a device with several stages, at the first of them
     starved: dict[Worker, Seconds]  # waiting for messages of neighbours
@@ -67,7 +67,7 @@ class Simulated:
         )
 
     def _share(self, seconds: dict[Worker, Seconds]) -> float:
-        there = sum(self.whole[worker.pipeline] for worker in seconds)
+        there = sum(self.active_time[worker.pipeline] for worker in seconds)
         return sum(seconds.values()) / there if there else 0.0
 
     def _rate(self, worth: list[float]) -> float:

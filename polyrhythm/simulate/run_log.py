@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from polyrhythm.cost.step import Run
+from polyrhythm.cost.step import StageRun
 from polyrhythm.errors import EventError
 from polyrhythm.events import Event, Value, merged_log, write_events
-from polyrhythm.simulate.engine.engine import Record
+from polyrhythm.simulate.engine.engine import ActionRecord
 from polyrhythm.simulate.job import SimulatedJob
-from polyrhythm.sync.decision_log import NAME, DecisionLog
-from polyrhythm.sync.messages import Assign
+from polyrhythm.sync.decision_log import LOG_NAME, DecisionLog
+from polyrhythm.sync.protocol import Assign
 from polyrhythm.types import Seconds, Worker
 
 
@@ -22,7 +22,7 @@ class _Step(NamedTuple):
     number: int
     began: Seconds
     ended: Seconds  # its last action
-    over: Seconds  # all that follows
+    sync_end: Seconds  # all that follows
 
 
 class RunLog:
@@ -34,7 +34,7 @@ class RunLog:
                 fix="give another one, or remove it",
             )
         self._folder, self._job = folder, job
-        self.decisions = DecisionLog(folder / NAME, job.sync)
+        self.decisions = DecisionLog(folder / LOG_NAME, job.sync)
         self.averages: list[tuple[Assign, Seconds, Seconds]] = []
         self._steps: list[_Step] = []
         self._workers = [
@@ -42,14 +42,14 @@ class RunLog:
             for number, pipeline in enumerate(job.pipelines)
             for run in pipeline.runs
         ]
-        self._runs: list[Run] = [run for pipeline in job.pipelines for run in pipeline.runs]
+        self._runs: list[StageRun] = [run for pipeline in job.pipelines for run in pipeline.runs]
 
-    def step_over(
-        self, run: int, number: int, began: Seconds, ended: Seconds, over: Seconds
+    def add_step(
+        self, run: int, number: int, began: Seconds, ended: Seconds, sync_end: Seconds
     ) -> None:
-        self._steps.append(_Step(run, number, began, ended, over))
+        self._steps.append(_Step(run, number, began, ended, sync_end))
 
-    def close(self, actions: Sequence[Record], num_steps: int) -> None:
+    def close(self, actions: Sequence[ActionRecord], num_steps: int) -> None:
         self.decisions.close()
         job = self._job
         values: dict[str, Value] = {
@@ -64,12 +64,12 @@ class RunLog:
         events += [event for average in self.averages for event in self._average_events(*average)]
         write_events(merged_log(self._folder), events)
 
-    def _finished(self, actions: Sequence[Record]) -> list[Record]:
+    def _finished(self, actions: Sequence[ActionRecord]) -> list[ActionRecord]:
         """Without those of a try that was broken off, of a step that was made later."""
         began = {(step.run, step.number): step.began for step in self._steps}
         return [one for one in actions if one.start >= began.get((one.run, one.step), 0.0)]
 
-    def _action(self, record: Record) -> Event:
+    def _action(self, record: ActionRecord) -> Event:
         """As a worker logs it: what it waited is at its beginning."""
         return Event(
             kind="action",
@@ -83,7 +83,7 @@ class RunLog:
 
     def _step_events(self) -> list[Event]:
         events = []
-        for run, number, began, ended, over in self._steps:
+        for run, number, began, ended, sync_end in self._steps:
             worker = self._workers[run]
             policy = self._job.sync.policy
             sync = Event(
@@ -92,13 +92,15 @@ class RunLog:
                 worker=worker,
                 step=number,
                 name=policy,
-                duration=over - ended,
+                duration=sync_end - ended,
             )
-            step = Event(kind="step", time=began, worker=worker, step=number, duration=over - began)
+            step = Event(
+                kind="step", time=began, worker=worker, step=number, duration=sync_end - began
+            )
             events += [sync, step]
         return events
 
-    def _average_events(self, assign: Assign, began: Seconds, over: Seconds) -> list[Event]:
+    def _average_events(self, assign: Assign, began: Seconds, sync_end: Seconds) -> list[Event]:
         members = " ".join(map(str, assign.members))
         size = self._job.stages[assign.members[0].stage].gradient_bytes
         return [
@@ -107,7 +109,7 @@ class RunLog:
                 time=began,
                 worker=member,
                 name=str(assign.gid),
-                duration=over - began,
+                duration=sync_end - began,
                 why=assign.why,
                 values={"members": members, "bytes": round(size)},
             )

@@ -15,28 +15,28 @@ from numpy.typing import NDArray
 
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.errors import PlanError, ScheduleError
-from polyrhythm.simulate.averaging import Averaging, Member, Observer
-from polyrhythm.simulate.by_device import by_device
+from polyrhythm.simulate.averaging import Observer, SimulatedAveraging, SimulatedWorker
+from polyrhythm.simulate.balanced import SimulatedBalancer
 from polyrhythm.simulate.clock import Clock
-from polyrhythm.simulate.coordinator import Coordinator
-from polyrhythm.simulate.dealing import Dealing
-from polyrhythm.simulate.decoupled import DecoupledAllReduce, gathered, shared_bytes
-from polyrhythm.simulate.engine.engine import THERE, Arriving, Engine, Happened
+from polyrhythm.simulate.coordinator import SimulatedCoordinator
+from polyrhythm.simulate.decoupled import DecoupledAllReduce, all_gather_arrivals, traffic_factor
+from polyrhythm.simulate.device_regions import split_regions
+from polyrhythm.simulate.engine.engine import NO_WAIT, BucketArrivals, Engine, EngineEvent
 from polyrhythm.simulate.engine.state import STEP_ENDED
+from polyrhythm.simulate.faults import FaultInjector
 from polyrhythm.simulate.job import SimulatedJob
-from polyrhythm.simulate.mishaps import Mishaps
-from polyrhythm.simulate.network import Network
-from polyrhythm.simulate.result import Simulated
+from polyrhythm.simulate.network import SimulatedNetwork
+from polyrhythm.simulate.parameter_server import SimulatedParameterServer
+from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.run_log import RunLog
-from polyrhythm.simulate.server import ParameterServer
-from polyrhythm.simulate.steps import Steps
-from polyrhythm.sync.messages import Abort, Assign, Commit, Heal, Leave, Skip
+from polyrhythm.simulate.step_counter import StepCounter
+from polyrhythm.sync.protocol import Abort, Assign, Commit, CopyFrom, Leave, Skip
 from polyrhythm.types import Seconds, Worker
 
 # Nothing comes any more if this has passed since anybody computed or sent, and since the scenario's
 # last change: it is longer than anything that the scheduler waits for.
-_PATIENCE: Seconds = 3600.0
-_LONGER = 100  # times the longest step, if that is longer
+_STALL_TIMEOUT: Seconds = 3600.0
+_STALL_FACTOR = 100  # times the longest step, if that is longer
 
 
 def simulate(
@@ -46,18 +46,18 @@ def simulate(
     each: bool = False,
     observers: Sequence[Observer] = (),
     run: Path | None = None,
-) -> Simulated:
-    """`num_steps` of each pipeline on average: fast ones may make more; `each`: exactly, and leave.
+) -> SimulationResult:
+    """`num_steps` entity each pipeline on average: fast ones may make more; `each`: exactly, and leave.
 
     `run` is a folder to write the log of a run to, as training would.
     """
     if num_steps < 1:
         raise PlanError(f"num_steps={num_steps}", expected="1 or more", fix="simulate 20")
-    split = by_device(job)
+    split = split_regions(job)
     found = _Simulation(split, num_steps, each, observers, run).result()
     if split is job:
         return found
-    return replace(found, bytes_sent=_by_region(found.bytes_sent, job.cluster))
+    return replace(found, bytes_sent=_sum_by_region(found.bytes_sent, job.cluster))
 
 
 class _Simulation:
@@ -70,51 +70,55 @@ class _Simulation:
         run: Path | None,
     ) -> None:
         self._job, self._num_steps, self._each = job, num_steps, each
-        self._clock, self._network = Clock(), Network(job.cluster, job.gateways)
+        self._clock, self._network = Clock(), SimulatedNetwork(job.cluster, job.gateways)
         self._log = None if run is None else RunLog(run, job)
         self._engine = Engine(job, records=run is not None)
         self._pipelines = _members(job, self._engine)
         members = [member for pipeline in self._pipelines for member in pipeline]
-        self._of_run: list[list[Member]] = [[] for _ in range(self._engine.first_run[-1])]
+        self._workers_of_run: list[list[SimulatedWorker]] = [
+            [] for _ in range(self._engine.first_run[-1])
+        ]
         for member in members:
-            self._of_run[member.run].append(member)
-        self._left = [0] * len(self._of_run)  # workers of a run that are not over yet
-        self._buckets = [THERE] * len(self._of_run)  # that the next forward waits for
-        self._steps = Steps(self._engine.first_run)
+            self._workers_of_run[member.run].append(member)
+        self._num_pending = [0] * len(
+            self._workers_of_run
+        )  # workers of a run that are not over yet
+        self._buckets = [NO_WAIT] * len(self._workers_of_run)  # that the next forward waits for
+        self._steps = StepCounter(self._engine.first_run)
         self._goal = num_steps * len(job.pipelines)
-        self._shared = shared_bytes(members)
+        self._traffic_factor = traffic_factor(members)
         is_optimizer = job.decoupled and job.sync.policy == "all_reduce"
-        self._dealing = Dealing(job) if job.sync.policy == "balanced" else None
-        self._coordinator_at = members[0].device if job.coordinator is None else job.coordinator
+        self._balancer = SimulatedBalancer(job) if job.sync.policy == "balanced" else None
+        self._coordinator_device = members[0].device if job.coordinator is None else job.coordinator
         asks_ahead = job.sync.asks_ahead
-        self._tells_begins = asks_ahead or bool(observers)
+        self._reports_step_begin = asks_ahead or bool(observers)
         parts = self._clock, self._engine, self._network
         decisions = None if self._log is None else self._log.decisions
         self._server = None
         if job.sync.policy == "ssp":
-            self._server = ParameterServer(self._coordinator_at, *parts, observers)
-        self._averaging = Averaging(
+            self._server = SimulatedParameterServer(self._coordinator_device, *parts, observers)
+        self._averaging = SimulatedAveraging(
             members,
             *parts,
-            Coordinator(job.sync, self._clock, self._hear, decisions),
-            self._over,
+            SimulatedCoordinator(job.sync, self._clock, self._on_command, decisions),
+            self._on_step_done,
             every=job.sync.steps_between,
             overlap=job.overlap,
-            answers_meanwhile=job.sync.policy == "pairwise",
+            answers_while_computing=job.sync.policy == "pairwise",
             asks_ahead=asks_ahead,
-            decoupled=self._second_half if job.decoupled and not is_optimizer else None,
+            decoupled=self._all_gather_arrivals if job.decoupled and not is_optimizer else None,
             server=self._server,
             observers=observers,
             finished=None if self._log is None else self._log.averages,
         )
         self._all_reduce = (
-            DecoupledAllReduce(members, *parts, self._over, job.num_buckets, observers)
+            DecoupledAllReduce(members, *parts, self._on_step_done, job.num_buckets, observers)
             if is_optimizer
             else None
         )
         self._set_latency()
         regions = [device.region for device in job.cluster.devices]
-        self._mishaps = Mishaps(
+        self._faults = FaultInjector(
             job.scenario,
             [device.name for device in job.cluster.devices],
             self._pipelines,
@@ -123,33 +127,36 @@ class _Simulation:
             clock=self._clock,
             engine=self._engine,
             network=self._network,
-            wants=self._wants,
+            has_steps_left=self._has_steps_left,
             begin=self._begin,
             end=self._end,
-            changed=self._set_latency,
+            on_link_change=self._set_latency,
         )
 
         # When to take it that nothing comes any more, though the scheduler may try for ever.
-        self._gives_up = self._mishaps.last + _PATIENCE
+        self._deadline = self._faults.last + _STALL_TIMEOUT
 
-    def result(self) -> Simulated:
-        self._mishaps.start()
+    def result(self) -> SimulationResult:
+        self._faults.start()
         cut_short = self._run()
         self._engine.warn_of_traces()
         if self._log is not None:
             done = [one for one in self._engine.take_records() if one.end <= self._clock.now]
             self._log.close(done, self._num_steps)
-        runs, first = self._engine.state.runs, [of_run[0].worker for of_run in self._of_run]
+        runs, first = (
+            self._engine.state.runs,
+            [workers[0].worker for workers in self._workers_of_run],
+        )
         averaging, job = self._averaging, self._job
         held = runs["held_before"].tolist()  # in forwards, by buckets
         waited = [sum(both) for both in zip(self._steps.waited, held, strict=True)]
         samples = [len(pipeline.schedule[0]) // 2 for pipeline in job.pipelines]
-        return Simulated(
+        return SimulationResult(
             ends=tuple(map(tuple, self._steps.ends)),
             samples=job.samples or tuple(samples),
             duration=self._clock.now,
-            whole=tuple(self._steps.whole(self._clock.now)),
-            present=tuple(self._mishaps.present()),
+            active_time=tuple(self._steps.active_time(self._clock.now)),
+            present=tuple(self._faults.present()),
             busy=dict(zip(first, runs["busy_before"].tolist(), strict=True)),
             starved=dict(zip(first, runs["starved_before"].tolist(), strict=True)),
             waited=dict(zip(first, waited, strict=True)),
@@ -165,21 +172,21 @@ class _Simulation:
         clock, engine = self._clock, self._engine
         while self._steps.total < self._goal:
             until = clock.next_time
-            happened = engine.advance(until)
-            if happened is not None:
-                clock.now = happened.time
-                patience = max(_PATIENCE, _LONGER * self._steps.longest)
-                self._gives_up = max(self._gives_up, happened.time + patience)
-                self._happened(happened)
-            elif until < self._gives_up or (until < float("inf") and not clock.only_tries):
+            event = engine.advance(until)
+            if event is not None:
+                clock.now = event.time
+                timeout = max(_STALL_TIMEOUT, _STALL_FACTOR * self._steps.longest)
+                self._deadline = max(self._deadline, event.time + timeout)
+                self._handle(event)
+            elif until < self._deadline or (until < float("inf") and not clock.only_retries):
                 clock.run_next()
             else:
-                return self._why_it_stands_still()
+                return self._stall_reason()
         return ""
 
-    def _why_it_stands_still(self) -> str:
+    def _stall_reason(self) -> str:
         why = "links are lost" if self._job.scenario.link else ""
-        if self._mishaps.nobody_is_whole:
+        if self._faults.no_pipeline_is_complete:
             why = "every pipeline had lost a device"
         if why:
             last = max((end for one in self._steps.ends for end in one), default=0.0)
@@ -190,22 +197,22 @@ class _Simulation:
             fix="check the schedule with schedule.check, which names the defect",
         )
 
-    def _happened(self, happened: Happened) -> None:
-        if happened.kind != STEP_ENDED:
+    def _handle(self, event: EngineEvent) -> None:
+        if event.kind != STEP_ENDED:
             sender = self._averaging if self._server is None else self._server
-            sender.flows_ended(happened.of)
+            sender.flows_ended(event.entity)
             return
-        run = happened.of
+        run = event.entity
         if not self._has_gradients(run):
-            self._release(run, THERE)
+            self._release(run, NO_WAIT)
             return
-        took = self._steps.computed(run, happened.time)
-        if self._dealing is not None:
-            self._dealing.step_ended(run, took)
-        self._left[run], self._buckets[run] = len(self._of_run[run]), THERE
-        way = self._averaging if self._all_reduce is None else self._all_reduce
-        for member in self._of_run[run]:
-            way.step_ended(member)
+        took = self._steps.end_compute(run, event.time)
+        if self._balancer is not None:
+            self._balancer.step_ended(run, took)
+        self._num_pending[run], self._buckets[run] = len(self._workers_of_run[run]), NO_WAIT
+        sync = self._averaging if self._all_reduce is None else self._all_reduce
+        for member in self._workers_of_run[run]:
+            sync.step_ended(member)
 
     def _has_gradients(self, run: int) -> bool:
         """A pipeline that is never flushed fills up first."""
@@ -214,86 +221,88 @@ class _Simulation:
         state = self._engine.state.runs[run]
         return bool(state["step"] >= state["in_flight"] - 1)
 
-    def _over(self, member: Member, buckets: Arriving) -> None:
+    def _on_step_done(self, member: SimulatedWorker, buckets: BucketArrivals) -> None:
         run = member.run
-        self._left[run] -= 1
+        self._num_pending[run] -= 1
         if buckets.last > self._buckets[run].last:
             self._buckets[run] = buckets
-        if self._left[run]:
+        if self._num_pending[run]:
             return
         steps, now = self._steps, self._clock.now
         number = steps.number[run]
-        made = steps.over(run, member.worker.pipeline, now)
+        made = steps.finish_step(run, member.worker.pipeline, now)
         if self._log is not None:
-            self._log.step_over(run, number, *made, now)
+            self._log.add_step(run, number, *made, now)
         if self._each and number + 1 >= self._num_steps:
             self._leave(run)
         else:
             self._release(run, self._buckets[run])
 
     def _leave(self, run: int) -> None:
-        for member in self._of_run[run]:
-            self._averaging.coordinator.tell(member.worker, Leave, member.life)
+        for member in self._workers_of_run[run]:
+            self._averaging.coordinator.send(member.worker, Leave, member.incarnation)
             if self._all_reduce is not None:
                 self._all_reduce.leave(member)
 
-    def _release(self, run: int, buckets: Arriving) -> None:
-        if self._dealing is not None:  # a run is a pipeline
-            self._engine.set_schedule(run, self._dealing.schedule(run), 0)
+    def _release(self, run: int, buckets: BucketArrivals) -> None:
+        if self._balancer is not None:  # a run is a pipeline
+            self._engine.set_schedule(run, self._balancer.schedule(run), 0)
         self._steps.begin(run, self._clock.now)
         self._engine.release(run, self._clock.now, buckets)
-        if self._tells_begins:
-            for member in self._of_run[run]:
+        if self._reports_step_begin:
+            for member in self._workers_of_run[run]:
                 self._averaging.step_began(member)
 
-    def _wants(self, pipeline: int) -> bool:
+    def _has_steps_left(self, pipeline: int) -> bool:
         """Whether it has steps to make."""
         return not self._each or len(self._steps.ends[pipeline]) < self._num_steps
 
     def _begin(self, pipeline: int) -> None:
-        self._steps.begin_anew(pipeline, self._clock.now)
+        self._steps.restart_pipeline(pipeline, self._clock.now)
         first, end = self._engine.first_run[pipeline : pipeline + 2]
         for run in range(first, end):
             self._steps.begin(run, self._clock.now)
             self._engine.restart(run, self._clock.now, self._steps.number[run])
-            if self._dealing is not None:
-                self._dealing.welcome(run)
-            if self._tells_begins:
-                for member in self._of_run[run]:
+            if self._balancer is not None:
+                self._balancer.add(run)
+            if self._reports_step_begin:
+                for member in self._workers_of_run[run]:
                     self._averaging.step_began(member)
 
     def _end(self, pipeline: int) -> None:
-        self._steps.break_off(pipeline, self._clock.now)
+        self._steps.stop_pipeline(pipeline, self._clock.now)
         first, end = self._engine.first_run[pipeline : pipeline + 2]
         for run in range(first, end):
             self._engine.stop(run)
-            if self._dealing is not None:
-                self._dealing.forget(run)
+            if self._balancer is not None:
+                self._balancer.remove(run)
 
-    def _hear(self, worker: Worker, command: Assign | Commit | Abort | Skip | Heal) -> None:
-        if isinstance(command, Heal):
-            self._mishaps.heal(command)
+    def _on_command(
+        self, worker: Worker, command: Assign | Commit | Abort | Skip | CopyFrom
+    ) -> None:
+        if isinstance(command, CopyFrom):
+            self._faults.copy_from(command)
         else:
-            self._averaging.hear(worker, command)
+            self._averaging.on_command(worker, command)
 
-    def _second_half(self, members: Sequence[Member]) -> Arriving:
+    def _all_gather_arrivals(self, members: Sequence[SimulatedWorker]) -> BucketArrivals:
         """Of a group's average, which hides behind the next forward."""
         devices = [member.device for member in members]
-        busy = self._network.half_time(devices, members[0].size) * self._shared(members)
-        latency = self._network.both_ways(devices)
-        return gathered(self._clock.now, busy, latency, self._job.num_buckets)
+        busy = self._network.phase_time(devices, members[0].size) * self._traffic_factor(members)
+        latency = self._network.max_round_trip(devices)
+        return all_gather_arrivals(self._clock.now, busy, latency, self._job.num_buckets)
 
     def _set_latency(self) -> None:
         """To the coordinator and back; nobody asks one under `static`."""
         members = self._averaging.members.values()
-        host, latency = self._coordinator_at, self._network.latency
-        words = {m.worker: (latency(m.device, host), latency(host, m.device)) for m in members}
+        host, latency = self._coordinator_device, self._network.latency
+        latencies = {m.worker: (latency(m.device, host), latency(host, m.device)) for m in members}
         if self._job.sync.policy == "static":
-            words = dict.fromkeys(words, (0.0, 0.0))
-        self._averaging.coordinator.set_latency(words)
+            latencies = dict.fromkeys(latencies, (0.0, 0.0))
+        self._averaging.coordinator.set_latency(latencies)
 
 
-def _by_region(sent: NDArray[np.float64], cluster: Cluster) -> NDArray[np.float64]:
+def _sum_by_region(sent: NDArray[np.float64], cluster: Cluster) -> NDArray[np.float64]:
     """What was sent between devices, each of which was a region."""
     found = np.zeros((len(cluster.regions),) * 2)
     places = [cluster.regions.index(device.region) for device in cluster.devices]
@@ -301,7 +310,7 @@ def _by_region(sent: NDArray[np.float64], cluster: Cluster) -> NDArray[np.float6
     return found
 
 
-def _members(job: SimulatedJob, engine: Engine) -> list[list[Member]]:
+def _members(job: SimulatedJob, engine: Engine) -> list[list[SimulatedWorker]]:
     """Of each pipeline."""
     return [
         [
@@ -315,9 +324,9 @@ def _members(job: SimulatedJob, engine: Engine) -> list[list[Member]]:
     ]
 
 
-def _member(worker: Worker, device: int, run: int, job: SimulatedJob) -> Member:
+def _member(worker: Worker, device: int, run: int, job: SimulatedJob) -> SimulatedWorker:
     work = job.stages[worker.stage]
     gradients, parameters = work.gradient_bytes, work.parameter_bytes
     parameters = gradients if parameters is None else parameters
     size = gradients if job.sync.averages_gradients else parameters
-    return Member(worker, device, run, size, parameters)
+    return SimulatedWorker(worker, device, run, size, parameters)

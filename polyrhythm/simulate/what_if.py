@@ -26,7 +26,7 @@ _EXAMPLES = '"link Tokyo-Seoul x0.5", "link Tokyo-Seoul down", "device 3 slow x4
 
 def what_if(sentence: str, cluster: Cluster, scenario: Scenario) -> tuple[Cluster, Scenario]:
     """Both as they would be; raises DescriptionError for what is not understood."""
-    for pattern, change in _WAYS:
+    for pattern, change in _PATTERNS:
         if found := pattern.fullmatch(sentence.strip()):
             try:
                 return change(*found.groups(), cluster, scenario)
@@ -38,15 +38,15 @@ def what_if(sentence: str, cluster: Cluster, scenario: Scenario) -> tuple[Cluste
 
 
 def _changed_link(
-    ends: str, what: str | None, times: str, cluster: Cluster, scenario: Scenario
+    ends: str, quantity: str | None, times: str, cluster: Cluster, scenario: Scenario
 ) -> tuple[Cluster, Scenario]:
     a, b = _ends(ends, cluster)
     factor = _factor(times)
-    what = (what or "bandwidth").lower()
+    quantity = (quantity or "bandwidth").lower()
     if a in cluster.regions and b in cluster.regions:
         places = {cluster.regions.index(a), cluster.regions.index(b)}
         same = a == b
-        matrix = cluster.bandwidth if what == "bandwidth" else cluster.latency
+        matrix = cluster.bandwidth if quantity == "bandwidth" else cluster.latency
         changed = tuple(
             tuple(
                 value * factor if {row, column} == places and (row != column or same) else value
@@ -54,11 +54,11 @@ def _changed_link(
             )
             for row, values in enumerate(matrix)
         )
-        if what == "bandwidth":
+        if quantity == "bandwidth":
             return replace(cluster, bandwidth=changed), scenario
         return replace(cluster, latency=changed), scenario
     link = cluster.link(_device_in(a, cluster), _device_in(b, cluster))
-    if what == "bandwidth":
+    if quantity == "bandwidth":
         change = LinkChange(at=0.0, source=a, target=b, bandwidth=link.bandwidth * factor)
     else:
         change = LinkChange(at=0.0, source=a, target=b, latency=link.latency * factor)
@@ -142,7 +142,7 @@ def _factor(text: str) -> float:
     return factor
 
 
-_WAYS: tuple[tuple[re.Pattern[str], Callable[..., tuple[Cluster, Scenario]]], ...] = (
+_PATTERNS: tuple[tuple[re.Pattern[str], Callable[..., tuple[Cluster, Scenario]]], ...] = (
     (_LINK, _changed_link),
     (_DOWN, _lost_link),
     (_DEVICE, _changed_device),

@@ -18,21 +18,21 @@ import msgspec
 
 from polyrhythm import __version__
 from polyrhythm.errors import EventError
-from polyrhythm.sync.messages import Command, Event
+from polyrhythm.sync.protocol import Command, Event
 from polyrhythm.sync.setup import Setup
 
 SCHEMA = 1
-NAME, _LATER = "scheduler.jsonl", "scheduler-{}.jsonl"
+LOG_NAME, _LATER = "scheduler.jsonl", "scheduler-{}.jsonl"
 _UNWRITABLE = {str(value): value for value in (math.inf, -math.inf)}  # JSON has no name for them
 
 
-class _First(msgspec.Struct, frozen=True):
+class _LogHeader(msgspec.Struct, frozen=True):
     schema: int
     polyrhythm: str
     setup: Any = None
 
 
-class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class LoggedDecision(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What happened, and what was to be done."""
 
     event: Event
@@ -54,15 +54,15 @@ class Difference:
         )
 
 
-def decision_log(run: Path, number: int) -> Path:
+def decision_log_path(run: Path, number: int) -> Path:
     """Of the scheduler of that number in a run, from 1: it has another one after each move."""
-    return run / (NAME if number == 1 else _LATER.format(number))
+    return run / (LOG_NAME if number == 1 else _LATER.format(number))
 
 
-def decision_logs(run: Path) -> list[Path]:
+def decision_log_paths(run: Path) -> list[Path]:
     """All of a run, in order."""
     found: list[Path] = []
-    while (path := decision_log(run, len(found) + 1)).exists():
+    while (path := decision_log_path(run, len(found) + 1)).exists():
         found.append(path)
     return found
 
@@ -74,15 +74,15 @@ class DecisionLog:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._encoder = msgspec.json.Encoder()
-        self._new: list[Decision] = []
+        self._new: list[LoggedDecision] = []
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         self._file: int | None = os.open(path, flags, 0o666)
-        first = _First(SCHEMA, __version__, _named(msgspec.to_builtins(setup)))
+        first = _LogHeader(SCHEMA, __version__, _encode_infinity(msgspec.to_builtins(setup)))
         self._write(self._encoder.encode(first) + b"\n")
 
     def add(self, event: Event, commands: Sequence[Command]) -> None:
         if self._file is not None:
-            self._new.append(Decision(event, commands))
+            self._new.append(LoggedDecision(event, commands))
 
     def flush(self) -> None:
         """Write what was added since the last time."""
@@ -118,9 +118,9 @@ class DecisionReader:
         self.path = path
         self.setup = self._setup()
 
-    def decisions(self) -> Iterator[tuple[int, Decision]]:
+    def decisions(self) -> Iterator[tuple[int, LoggedDecision]]:
         """In order, with the number of the line."""
-        decode = msgspec.json.Decoder(Decision).decode
+        decode = msgspec.json.Decoder(LoggedDecision).decode
         for number, line in self._lines():
             if number > 1:
                 try:
@@ -142,15 +142,15 @@ class DecisionReader:
             raise EventError(
                 f"{self.path}: {error.strerror}",
                 expected="a decision log",
-                fix=f"give the file {NAME} that a coordinator has written",
+                fix=f"give the file {LOG_NAME} that a coordinator has written",
             ) from None
 
     def _setup(self) -> Setup:
         _, line = next(self._lines(), (1, b""))
         try:
-            first = msgspec.json.decode(line, type=_First)
+            first = msgspec.json.decode(line, type=_LogHeader)
             if first.schema == SCHEMA:
-                return msgspec.convert(_valued(first.setup), Setup)
+                return msgspec.convert(_decode_infinity(first.setup), Setup)
             problem = f"schema {first.schema}, by polyrhythm {first.polyrhythm}"
         except msgspec.MsgspecError as error:
             problem = str(error)
@@ -172,19 +172,19 @@ def replay(path: Path) -> Difference | None:
     return None
 
 
-def _named(value: Any) -> Any:
+def _encode_infinity(value: Any) -> Any:
     """With words for the numbers that JSON cannot write."""
     if isinstance(value, dict):
-        return {key: _named(inner) for key, inner in value.items()}
+        return {key: _encode_infinity(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_named(inner) for inner in value]
+        return [_encode_infinity(inner) for inner in value]
     return str(value) if isinstance(value, float) and math.isinf(value) else value
 
 
-def _valued(value: Any) -> Any:
+def _decode_infinity(value: Any) -> Any:
     """The numbers again; no option of a policy is such a word."""
     if isinstance(value, dict):
-        return {key: _valued(inner) for key, inner in value.items()}
+        return {key: _decode_infinity(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_valued(inner) for inner in value]
+        return [_decode_infinity(inner) for inner in value]
     return _UNWRITABLE.get(value, value) if isinstance(value, str) else value

@@ -12,7 +12,7 @@ leaves it to future work).
 
 from collections.abc import Sequence
 
-from polyrhythm.sync.member import Life, Member
+from polyrhythm.sync.members import MemberState, MemberStatus
 from polyrhythm.types import Worker
 
 
@@ -21,31 +21,33 @@ class Membership:
         self.epoch = 0
         self.pipelines_die_whole = pipelines_die_whole
         self.stages = [
-            [Member(Worker(stage, pipeline)) for pipeline in range(num_pipelines)]
+            [MemberState(Worker(stage, pipeline)) for pipeline in range(num_pipelines)]
             for stage in range(num_stages)
         ]
         self.members = {member.worker: member for stage in self.stages for member in stage}
 
-    def change(self, member: Member, life: Life) -> list[Member]:
+    def change(self, member: MemberState, status: MemberStatus) -> list[MemberState]:
         """Set the life of a worker; those who become active or inactive by it, by stage."""
-        member.life = life
+        member.status = status
         affected = self.pipeline(member) if self.pipelines_die_whole else [member]
-        whole = all(other.life in (Life.ALIVE, Life.LEFT) for other in affected)
+        whole = all(other.status in (MemberStatus.ALIVE, MemberStatus.LEFT) for other in affected)
         changed = []
         for other in affected:
-            active = whole and other.life is Life.ALIVE
-            if active != other.active:
-                other.active = active
+            active = whole and other.status is MemberStatus.ALIVE
+            if active != other.is_active:
+                other.is_active = active
                 changed.append(other)
         self.epoch += bool(changed)
         return changed
 
-    def missing(self, member: Member) -> str:
+    def missing(self, member: MemberState) -> str:
         """Why a worker that is here is not active."""
-        lost = [o for o in self.pipeline(member) if o.life in (Life.ABSENT, Life.DEAD)]
-        return ", ".join(f"{other.worker} {other.life.value}" for other in lost)
+        lost = [
+            o for o in self.pipeline(member) if o.status in (MemberStatus.ABSENT, MemberStatus.DEAD)
+        ]
+        return ", ".join(f"{other.worker} {other.status.value}" for other in lost)
 
-    def sources(self, behind: Sequence[Member]) -> list[tuple[Member, Member]]:
+    def sources(self, behind: Sequence[MemberState]) -> list[tuple[MemberState, MemberState]]:
         """Of workers of one pipeline, each with whom to copy from: one pipeline, if there is one.
 
         The one that has come furthest, with its stage that has come least; none that has not begun.
@@ -53,13 +55,13 @@ class Membership:
         pipeline = behind[0].worker.pipeline
         columns = zip(*(self.stages[member.worker.stage] for member in behind), strict=True)
         others = [column for column in columns if column[0].worker.pipeline != pipeline]
-        whole = [column for column in others if all(source.active for source in column)]
+        whole = [column for column in others if all(source.is_active for source in column)]
         if not whole and len(behind) > 1:  # no pipeline has all these stages: each finds its own
             return [pair for member in behind for pair in self.sources([member])]
         best = max(whole, key=lambda column: min(source.clock for source in column), default=())
         has_begun = any(source.clock > 0 for source in best)
         return list(zip(behind, best, strict=True)) if has_begun else []
 
-    def pipeline(self, member: Member) -> list[Member]:
+    def pipeline(self, member: MemberState) -> list[MemberState]:
         """Its workers, by stage."""
         return [stage[member.worker.pipeline] for stage in self.stages]

@@ -18,30 +18,30 @@ from typing import Any
 import msgspec
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.deadlines import Limits
 from polyrhythm.sync.policy import Policy
+from polyrhythm.sync.timeouts import Limits
 from polyrhythm.sync.token import LEASE, EnforcementToken
 from polyrhythm.types import Seconds
 
 POLICIES = {
-    "all_reduce": "polyrhythm.sync.all_reduce:AllReduce",
-    "static": "polyrhythm.sync.static:StaticGroups",
-    "random": "polyrhythm.sync.random_groups:RandomGroups",
-    "smart": "polyrhythm.sync.smart:SmartGroups",
-    "partial_reduce": "polyrhythm.sync.partial_reduce:PartialReduce",
-    "adaptive": "polyrhythm.sync.adaptive:Adaptive",
-    "age": "polyrhythm.sync.age:Age",
-    "pairwise": "polyrhythm.sync.pairwise:Pairwise",
-    "ssp": "polyrhythm.sync.ssp:BoundedStaleness",
-    "balanced": "polyrhythm.sync.all_reduce:AllReduce",  # the shares differ, not the groups
-    "local": "polyrhythm.sync.all_reduce:AllReduce",  # seldom, with an outer step (`local.py`)
+    "all_reduce": "polyrhythm.sync.policies.all_reduce:AllReduce",
+    "static": "polyrhythm.sync.policies.static:StaticGroups",
+    "random": "polyrhythm.sync.policies.random_groups:RandomGroups",
+    "smart": "polyrhythm.sync.policies.smart:SmartGroups",
+    "partial_reduce": "polyrhythm.sync.policies.partial_reduce:PartialReduce",
+    "adaptive": "polyrhythm.sync.policies.adaptive:Adaptive",
+    "age": "polyrhythm.sync.policies.age:Age",
+    "pairwise": "polyrhythm.sync.policies.pairwise:Pairwise",
+    "ssp": "polyrhythm.sync.policies.ssp:BoundedStaleness",
+    "balanced": "polyrhythm.sync.policies.all_reduce:AllReduce",  # the shares differ, not the groups
+    "local": "polyrhythm.sync.policies.all_reduce:AllReduce",  # seldom, with an outer step (`local.py`)
 }
 ACROSS_STAGES = ("ssp",)  # one policy for the workers of all stages
 EVERY = {"local": 500}  # steps from one average to the next, where it is not 1: as in DiLoCo
 # These wait for certain workers, for as long as it takes. In a pipeline such a worker may be held
 # up by another stage, where somebody waits in the same way for one that this stage holds up.
-WAITS_WITHOUT_END = ("random", "smart", "partial_reduce", "static")
-LONGEST_WAIT: Seconds = 30.0  # or that of ten steps, if it is longer
+UNBOUNDED_WAIT = ("random", "smart", "partial_reduce", "static")
+MAX_GROUP_WAIT: Seconds = 30.0  # or that of ten steps, if it is longer
 # These promise that all have the same model: nobody goes on alone because averages fail.
 EXACT = ("all_reduce", "balanced", "local")
 
@@ -117,9 +117,9 @@ def limits_for(name: str, num_stages: int, limits: Limits | None = None) -> Limi
     _check_name(name)
     limits = limits or Limits()
     if name in EXACT:
-        return dataclasses.replace(limits, retries=math.inf)
-    if name in WAITS_WITHOUT_END and num_stages > 1 and limits.waiting == math.inf:
-        return dataclasses.replace(limits, waiting=LONGEST_WAIT)
+        return dataclasses.replace(limits, max_retries=math.inf)
+    if name in UNBOUNDED_WAIT and num_stages > 1 and limits.group_timeout == math.inf:
+        return dataclasses.replace(limits, group_timeout=MAX_GROUP_WAIT)
     return limits
 
 

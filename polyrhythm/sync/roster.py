@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 from polyrhythm.errors import PolicyError
 from polyrhythm.types import Seconds, Worker
 
-NAMED = 4  # how many of the workers that are missing a reason names
+MAX_NAMED = 4  # how many of the workers that are missing a reason names
 
 
-def names(workers: Sequence[Worker]) -> str:
-    return listed([str(worker) for worker in workers])
+def format_workers(workers: Sequence[Worker]) -> str:
+    return format_items([str(worker) for worker in workers])
 
 
-def listed(texts: Sequence[str]) -> str:
+def format_items(texts: Sequence[str]) -> str:
     """The first few, and how many more."""
-    named = " ".join(texts[:NAMED])
-    return named + (f" and {len(texts) - NAMED} more" if len(texts) > NAMED else "")
+    named = " ".join(texts[:MAX_NAMED])
+    return named + (f" and {len(texts) - MAX_NAMED} more" if len(texts) > MAX_NAMED else "")
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Roster:
     startup: Seconds = 60.0  # how long the first one waits for the last
     present: dict[Worker, None] = field(default_factory=dict, init=False)
     ready: dict[Worker, Seconds] = field(default_factory=dict, init=False)  # since when; in order
-    assembles_until: Seconds = field(default=math.inf, init=False)  # -inf once assembled
+    assembly_deadline: Seconds = field(default=math.inf, init=False)  # -inf once assembled
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
@@ -58,15 +58,15 @@ class Roster:
                 expected="one join per worker, until it leaves",
                 fix="report that it left before it joins again",
             )
-        if not self.present and self.assembles_until == math.inf:
-            self.assembles_until = now + self.startup
+        if not self.present and self.assembly_deadline == math.inf:
+            self.assembly_deadline = now + self.startup
         self.present[worker] = None
         if len(self.present) >= self.num_workers:
-            self.assembles_until = -math.inf
+            self.assembly_deadline = -math.inf
 
     def add_ready(self, worker: Worker, now: Seconds) -> None:
         if worker not in self.present:
-            raise self._stranger(worker)
+            raise self._not_joined_error(worker)
         if worker in self.ready:
             raise PolicyError(
                 f"worker {worker} is already ready, since t={self.ready[worker]:g}s",
@@ -77,14 +77,14 @@ class Roster:
 
     def leave(self, worker: Worker) -> None:
         if worker not in self.present:
-            raise self._stranger(worker)
+            raise self._not_joined_error(worker)
         del self.present[worker]
         self.ready.pop(worker, None)
 
     def is_assembling(self, now: Seconds) -> bool:
-        if now >= self.assembles_until:
-            self.assembles_until = -math.inf
-        return self.assembles_until > -math.inf
+        if now >= self.assembly_deadline:
+            self.assembly_deadline = -math.inf
+        return self.assembly_deadline > -math.inf
 
     def all_ready(self, now: Seconds) -> bool:
         """Whether everybody is ready, and somebody is."""
@@ -95,15 +95,15 @@ class Roster:
 
     def next_timer(self) -> Seconds:
         """When those who are ready can become everybody by waiting; inf for never."""
-        waits = self.assembles_until > -math.inf and 0 < len(self.ready) == len(self.present)
-        return self.assembles_until if waits else math.inf
+        waits = self.assembly_deadline > -math.inf and 0 < len(self.ready) == len(self.present)
+        return self.assembly_deadline if waits else math.inf
 
-    def assembled_by(self) -> Seconds:
+    def next_assembly_deadline(self) -> Seconds:
         """When those who are ready need not wait any more for who is yet to come; inf for never."""
-        waits = self.ready and self.assembles_until > -math.inf
-        return self.assembles_until if waits else math.inf
+        waits = self.ready and self.assembly_deadline > -math.inf
+        return self.assembly_deadline if waits else math.inf
 
-    def take_ready(self) -> tuple[Worker, ...]:
+    def pop_ready(self) -> tuple[Worker, ...]:
         """All that are ready, sorted, so that every member names the group alike."""
         members = tuple(sorted(self.ready))
         self.ready.clear()
@@ -113,7 +113,7 @@ class Roster:
         """When the first one became ready; inf if nobody is."""
         return next(iter(self.ready.values()), math.inf)
 
-    def _stranger(self, worker: Worker) -> PolicyError:
+    def _not_joined_error(self, worker: Worker) -> PolicyError:
         return PolicyError(
             f"worker {worker} is not here",
             expected="that a worker joins before anything else",

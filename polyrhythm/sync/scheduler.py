@@ -3,8 +3,8 @@
 `step` takes one event and returns commands; `next_timer` says when to send a Timer if nothing else
 happens. There is no clock, no thread and no randomness here: a log of events gives the same
 commands again. For any policy:
-- Group ids are one total order; a worker has its groups in that order, one at a time (`lines.py`).
-- A group commits for all of its members or for none, within a deadline (`progress.py`).
+- Group ids are one total order; a worker has its groups in that order, one at a time (`queue.py`).
+- A group commits for all of its members or for none, within a deadline (`lifecycle.py`).
 - A worker that is lost takes its pipeline with it, and one that joins late, without a model, copies
   it from another one (`membership.py`), and counts from its first step on (`entering.py`).
 - Positions of samples are dealt to whoever asks, if it has a dispenser (`dispensing.py`).
@@ -22,34 +22,36 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.deadlines import Limits
-from polyrhythm.sync.dispenser import Dispenser
-from polyrhythm.sync.dispensing import Dispensing
-from polyrhythm.sync.member import Life, Member
+from polyrhythm.sync.dispatch import SampleDispatcher
+from polyrhythm.sync.dispatch_handler import DispatchHandler
+from polyrhythm.sync.group_lifecycle import GroupLifecycle
+from polyrhythm.sync.members import MemberState, MemberStatus
 from polyrhythm.sync.membership import Membership
-from polyrhythm.sync.messages import (
+from polyrhythm.sync.policy import Policy
+from polyrhythm.sync.protocol import (
+    Acknowledge,
+    Acquire,
+    AverageAll,
     Command,
+    CopyFrom,
     Dead,
     Done,
     Event,
-    Gather,
-    Heal,
     Join,
     Leave,
+    QueryProgress,
     Ready,
     Refuse,
     Request,
-    Take,
-    Tally,
     Timer,
-    Used,
 )
-from polyrhythm.sync.policy import Policy
-from polyrhythm.sync.progress import Progress
+from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Seconds, Worker
 
-_Asks = Request | Ready | Gather | Take | Tally  # which have an answer, and be it a refusal
-_Said = _Asks | Done | Used | Dead | Leave
+_AnsweredEvent = (
+    Request | Ready | AverageAll | Acquire | QueryProgress
+)  # which have an answer, and be it a refusal
+_WorkerEvent = _AnsweredEvent | Done | Acknowledge | Dead | Leave
 
 
 class Scheduler:
@@ -61,7 +63,7 @@ class Scheduler:
         limits: Limits | None = None,
         pipelines_die_whole: bool = True,
         first_gid: int = 1,  # above all that an earlier scheduler of the job has used
-        dispenser: Dispenser | None = None,
+        dispatcher: SampleDispatcher | None = None,
     ) -> None:
         if not policies or num_pipelines < 1:
             raise PolicyError(
@@ -73,22 +75,24 @@ class Scheduler:
         self.membership = Membership(
             len(policies), num_pipelines, pipelines_die_whole=pipelines_die_whole
         )
-        self._progress = Progress(self.policies, self.membership, limits or Limits(), first_gid)
-        self._dispensing: Dispensing | None = None
-        if dispenser is not None:
-            self._dispensing = Dispensing(dispenser, self.membership, self.counters)
+        self._lifecycle = GroupLifecycle(
+            self.policies, self.membership, limits or Limits(), first_gid
+        )
+        self._dispatch: DispatchHandler | None = None
+        if dispatcher is not None:
+            self._dispatch = DispatchHandler(dispatcher, self.membership, self.counters)
         self._has_begun = False  # somebody has a model that was trained
-        self._healing: dict[Worker, Heal] = {}  # what those were told who copy
-        self._now, self._timer = -math.inf, self._progress.next_timer()
-        self._hear: dict[type[Event], Callable[[Any], None]] = {
+        self._copying: dict[Worker, CopyFrom] = {}  # what those were told who copy
+        self._now, self._timer = -math.inf, self._lifecycle.next_timer()
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {
             Join: self._join,
             Request: self._request,
             Ready: self._ready,
-            Gather: self._gather,
+            AverageAll: self._average_all,
             Done: self._done,
-            Take: self._deal,
-            Used: self._deal,
-            Tally: self._deal,
+            Acquire: self._dispatch_samples,
+            Acknowledge: self._dispatch_samples,
+            QueryProgress: self._dispatch_samples,
             Timer: lambda event: None,
             Dead: self._dead,
             Leave: self._leave,
@@ -102,25 +106,25 @@ class Scheduler:
     @property
     def counters(self) -> Counter[str]:
         """Groups by how they ended; messages that were refused, ignored or early, by kind."""
-        return self._progress.counters
+        return self._lifecycle.counters
 
     def step(self, event: Event) -> list[Command]:
         """What to do now that `event` has happened; what is due by then comes before it."""
-        progress = self._progress
+        lifecycle = self._lifecycle
         out: list[Command] = []
-        progress.out = out
+        lifecycle.out = out
         if event.now >= self._now:
-            progress.now = self._now = event.now
+            lifecycle.now = self._now = event.now
         else:
             self.counters["time_backwards"] += 1
         if self._now >= self._timer:
-            progress.fire()
-        self._hear[type(event)](event)
-        if self._dispensing is not None:
-            for idle in self._dispensing.idle():
-                progress.rest(idle)
-        progress.catch_up()
-        self._timer = progress.next_timer()
+            lifecycle.fire_timers()
+        self._handlers[type(event)](event)
+        if self._dispatch is not None:
+            for idle in self._dispatch.idle():
+                lifecycle.set_idle(idle)
+        lifecycle.handle_early()
+        self._timer = lifecycle.next_timer()
         return out
 
     def next_timer(self) -> Seconds:
@@ -130,57 +134,57 @@ class Scheduler:
     def _join(self, event: Join) -> None:
         member = self.membership.members.get(event.worker)
         if member is None:
-            self._refuse(event.worker, event.clock, "stranger", "is not in the plan")
+            self._refuse(event.worker, event.clock, "unknown_worker", "is not in the plan")
         elif event.incarnation <= member.incarnation:
             self.counters["duplicate"] += 1
-            if event.incarnation == member.incarnation and event.worker in self._healing:
-                self._progress.out.append(self._healing[event.worker])
+            if event.incarnation == member.incarnation and event.worker in self._copying:
+                self._lifecycle.out.append(self._copying[event.worker])
         else:
-            if member.life is Life.ALIVE:  # it has died and nobody noticed
-                self._lose(member, Life.DEAD, f"{event.worker} has started anew")
-            self._restart(event.worker, f"{event.worker} has started anew")
+            if member.status is MemberStatus.ALIVE:  # it has died and nobody noticed
+                self._remove(member, MemberStatus.DEAD, f"{event.worker} has started anew")
+            self._reset_pipeline(event.worker, f"{event.worker} has started anew")
             member.node, member.incarnation = event.node, event.incarnation
             member.start_over(event.clock)
-            joined = self.membership.change(member, Life.ALIVE)
-            copying: list[Member] = []
+            joined = self.membership.change(member, MemberStatus.ALIVE)
+            copying: list[MemberState] = []
             if self._has_begun and any(other.clock == 0 for other in joined):
-                copying = self._heal(joined, "its pipeline joins a job that has begun")
+                copying = self._order_copies(joined, "its pipeline joins a job that has begun")
             for other in joined:
                 if other not in copying:
-                    self._progress.enter(other)
+                    self._lifecycle.join_policy(other)
             self._has_begun |= event.clock > 0
 
     def _request(self, event: Request) -> None:
         member = self._sender(event, event.clock)
         if member is None:
             return
-        if event.clock <= member.asked or event.clock <= member.heard:
-            self.counters["duplicate" if event.clock == member.asked else "late"] += 1
+        if event.clock <= member.requested_clock or event.clock <= member.reported_clock:
+            self.counters["duplicate" if event.clock == member.requested_clock else "late"] += 1
             return
-        member.asked, member.began = event.clock, self._now
-        if member.is_ready or member.has_asked:
-            member.wants = True
-        elif member.active:
-            self._progress.ask(member)
+        member.requested_clock, member.began = event.clock, self._now
+        if member.is_ready or member.has_requested:
+            member.has_early_request = True
+        elif member.is_active:
+            self._lifecycle.request_group(member)
 
     def _ready(self, event: Ready) -> None:
         member = self._sender(event, event.clock)
         if member is None:
             return
-        if event.clock <= member.heard:
-            self._hear_again(member, event.clock)
+        if event.clock <= member.reported_clock:
+            self._answer_duplicate(member, event.clock)
             return
-        member.heard, self._has_begun = event.clock, True
-        self._is_healed(member)
+        member.reported_clock, self._has_begun = event.clock, True
+        self._end_copying(member)
         if member.is_ready:
-            member.ahead = True
+            member.has_early_ready = True
             self.counters["early"] += 1
         else:
             if member.began < math.inf:
-                member.decider.stepped(self._now - member.began)
-            self._progress.begin(member)
+                member.stage_policy.record_step(self._now - member.began)
+            self._lifecycle.mark_ready(member)
 
-    def _gather(self, event: Gather) -> None:
+    def _average_all(self, event: AverageAll) -> None:
         """Clocks go as with Ready, but a gather may be at the clock of the last Ready, or Join.
 
         No step is made for it. So there is one step and after it one gather at each clock: a Ready
@@ -189,124 +193,124 @@ class Scheduler:
         member = self._sender(event, event.clock)
         if member is None:
             return
-        if event.clock < member.heard or event.clock == member.gathered:
-            self._hear_again(member, event.clock)
+        if event.clock < member.reported_clock or event.clock == member.average_all_clock:
+            self._answer_duplicate(member, event.clock)
             return
-        member.heard = member.gathered = event.clock
-        self._is_healed(member)
-        self._progress.gather(member)
+        member.reported_clock = member.average_all_clock = event.clock
+        self._end_copying(member)
+        self._lifecycle.average_all(member)
 
     def _done(self, event: Done) -> None:
         member = self._sender(event, -1)
         if member is None:
             return
-        assigned = self._progress.lines.groups.get(event.gid)
-        if assigned is None:
+        group_round = self._lifecycle.queue.groups.get(event.gid)
+        if group_round is None:
             self.counters["late"] += 1
-            self._tell_the_end_again(member, event.gid)
-        elif event.worker not in assigned.pending or not assigned.is_open:
-            is_member = assigned.is_open and event.worker in assigned.group.members
-            self.counters["duplicate" if is_member else "out_of_turn"] += 1
+            self._resend_end(member, event.gid)
+        elif event.worker not in group_round.pending or not group_round.is_open:
+            is_member = group_round.is_open and event.worker in group_round.group.members
+            self.counters["duplicate" if is_member else "out_of_order"] += 1
         elif event.ok:
-            self._progress.done(member, assigned)
+            self._lifecycle.done(member, group_round)
         else:
-            assigned.pending.remove(event.worker)
-            self._progress.fail(assigned, f"{event.worker} failed")
+            group_round.pending.remove(event.worker)
+            self._lifecycle.fail(group_round, f"{event.worker} failed")
 
-    def _deal(self, event: Take | Used | Tally) -> None:
+    def _dispatch_samples(self, event: Acquire | Acknowledge | QueryProgress) -> None:
         if self._sender(event, -1) is None:
             return
-        if self._dispensing is not None:
-            self._progress.out.extend(self._dispensing.hear(event))
+        if self._dispatch is not None:
+            self._lifecycle.out.extend(self._dispatch.handle(event))
         else:
             why = "asks for positions, and this job deals none"
-            self._refuse(event.worker, -1, "no_dispenser", why)
+            self._refuse(event.worker, -1, "no_dispatcher", why)
 
     def _dead(self, event: Dead) -> None:
         member = self._sender(event, -1)
         if member is not None:
-            self._lose(member, Life.DEAD, f"{event.worker} died")
+            self._remove(member, MemberStatus.DEAD, f"{event.worker} died")
 
     def _leave(self, event: Leave) -> None:
         member = self._sender(event, -1)
         if member is not None:
-            self._lose(member, Life.LEFT, f"{event.worker} left")
+            self._remove(member, MemberStatus.LEFT, f"{event.worker} left")
 
-    def _sender(self, event: _Said, clock: int) -> Member | None:
+    def _sender(self, event: _WorkerEvent, clock: int) -> MemberState | None:
         """Who says so, if it takes part in the life it speaks of."""
         member = self.membership.members.get(event.worker)
         if member is None:
-            self._refuse(event.worker, clock, "stranger", "is not in the plan")
-        elif event.incarnation == member.incarnation and member.life is Life.ALIVE:
+            self._refuse(event.worker, clock, "unknown_worker", "is not in the plan")
+        elif event.incarnation == member.incarnation and member.status is MemberStatus.ALIVE:
             return member
-        elif event.incarnation < member.incarnation or not isinstance(event, _Asks):
+        elif event.incarnation < member.incarnation or not isinstance(event, _AnsweredEvent):
             self.counters["late"] += 1
         else:
             is_known = event.incarnation == member.incarnation
-            why = f"{member.life.value}, and has to join anew" if is_known else "has not joined"
-            self._refuse(event.worker, clock, "stranger", why)
+            why = f"{member.status.value}, and has to join anew" if is_known else "has not joined"
+            self._refuse(event.worker, clock, "unknown_worker", why)
         return None
 
-    def _hear_again(self, member: Member, clock: int) -> None:
-        if clock < member.heard:
-            why = f"goes back from clock {member.heard} to {clock}: it has to join anew"
+    def _answer_duplicate(self, member: MemberState, clock: int) -> None:
+        if clock < member.reported_clock:
+            why = f"goes back from clock {member.reported_clock} to {clock}: it has to join anew"
             self._refuse(member.worker, clock, "clock_backwards", why)
             return
         self.counters["duplicate"] += 1
         answer: Command | None = member.step_end
-        if member.is_ready and member.line:
-            answer = member.line[0].assign
+        if member.is_ready and member.queue:
+            answer = member.queue[0].assign
         if answer is not None:
-            self._progress.out.append(answer)
+            self._lifecycle.out.append(answer)
 
-    def _tell_the_end_again(self, member: Member, gid: int) -> None:
+    def _resend_end(self, member: MemberState, gid: int) -> None:
         end = member.group_end
-        if member.crosses == gid:  # it had not heard of the end when it said so
-            member.crosses = -1
+        if member.aborted_gid == gid:  # it had not heard of the end when it said so
+            member.aborted_gid = -1
         elif end is not None and end.gid == gid:
-            self._progress.out.append(end)
+            self._lifecycle.out.append(end)
 
     def _refuse(self, worker: Worker, clock: int, kind: str, why: str) -> None:
         self.counters[kind] += 1
-        self._progress.out.append(Refuse(worker, clock, f"{worker} {why}"))
+        self._lifecycle.out.append(Refuse(worker, clock, f"{worker} {why}"))
 
-    def _lose(self, member: Member, life: Life, reason: str) -> None:
+    def _remove(self, member: MemberState, status: MemberStatus, reason: str) -> None:
         """A worker dies or leaves, perhaps with its whole pipeline."""
-        for lost in self.membership.change(member, life):
-            self._progress.drop(lost, reason)
-        if life is Life.DEAD:
-            self._restart(member.worker, reason)
-        elif self._dispensing is not None:
-            self._progress.out.extend(self._dispensing.leave(member, reason))
-        self._healing.pop(member.worker, None)
-        members, stranded = self.membership.members, dict[int, list[Member]]()
-        for worker, heal in list(self._healing.items()):
-            if not members[heal.source].active:
-                del self._healing[worker]
+        for lost in self.membership.change(member, status):
+            self._lifecycle.drop(lost, reason)
+        if status is MemberStatus.DEAD:
+            self._reset_pipeline(member.worker, reason)
+        elif self._dispatch is not None:
+            self._lifecycle.out.extend(self._dispatch.leave(member, reason))
+        self._copying.pop(member.worker, None)
+        members, stranded = self.membership.members, dict[int, list[MemberState]]()
+        for worker, copy_from in list(self._copying.items()):
+            if not members[copy_from.source].is_active:
+                del self._copying[worker]
                 stranded.setdefault(worker.pipeline, []).append(members[worker])
         for behind in stranded.values():
-            self._heal(behind, "the one it copied from is gone")
+            self._order_copies(behind, "the one it copied from is gone")
 
-    def _restart(self, worker: Worker, reason: str) -> None:
+    def _reset_pipeline(self, worker: Worker, reason: str) -> None:
         """The life of a pipeline is over, as far as positions are concerned."""
-        if self._dispensing is not None:
-            self._progress.out.extend(self._dispensing.restart(worker.pipeline, reason))
+        if self._dispatch is not None:
+            self._lifecycle.out.extend(self._dispatch.reset_pipeline(worker.pipeline, reason))
 
-    def _is_healed(self, member: Member) -> None:
+    def _end_copying(self, member: MemberState) -> None:
         """A step of a pipeline needs all its stages: none of them copies any more."""
-        if self._healing:
+        if self._copying:
             for fellow in self.membership.pipeline(member):
-                self._healing.pop(fellow.worker, None)
+                self._copying.pop(fellow.worker, None)
 
-    def _heal(self, behind: list[Member], why: str) -> list[Member]:
+    def _order_copies(self, behind: list[MemberState], why: str) -> list[MemberState]:
         """Tell workers of a pipeline whom to copy from, and when; those who have somebody."""
         pairs = self.membership.sources(behind)
         for member, source in pairs:
             clock = -1
             if self.policies[member.worker.stage].lockstep:
-                clock = max(other.heard for other in self.membership.pipeline(source))
-                self._progress.enter_after(member, source, clock)
-            heal = Heal(member.worker, source.worker, why, clock)
-            self._healing[member.worker] = heal
-            self._progress.out.append(heal)
+                clock = max(other.reported_clock for other in self.membership.pipeline(source))
+                self._lifecycle.join_policy_after(member, source, clock)
+            copy_from = CopyFrom(member.worker, source.worker, why, clock)
+            self._copying[member.worker] = copy_from
+            self._lifecycle.out.append(copy_from)
         return [member for member, _ in pairs]

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.deadlines import Limits
-from polyrhythm.sync.dispenser import Dispenser, Supply
+from polyrhythm.sync.dispatch import SampleDispatcher, SamplerState
 from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.registry import default_every, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
+from polyrhythm.sync.timeouts import Limits
 from polyrhythm.sync.token import LEASE
 from polyrhythm.types import Seconds, Worker
 
@@ -36,7 +36,9 @@ class Setup:
     limits: Limits = field(default_factory=Limits)
     pipelines_die_whole: bool = True
     first_gid: int = 1
-    supply: Supply | None = None  # of positions that are dealt to pipelines; None if none are
+    sampler_state: SamplerState | None = (
+        None  # of positions that are dealt to pipelines; None if none are
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_pipelines"):
@@ -54,7 +56,7 @@ class Setup:
                 "that worker's group can still be on its way",
                 fix="lower the ceiling, or make the lease longer",
             )
-        if self.supply is not None and self.policy == "static":
+        if self.sampler_state is not None and self.policy == "static":
             raise PolicyError(
                 "positions to be dealt under static",
                 expected="another policy: static has no scheduler that would deal them",
@@ -98,8 +100,8 @@ class Setup:
     def text(self) -> str:
         """The same for two processes if they mean the same policy."""
         options = [f"{name}={self.options[name]}" for name in sorted(self.options)]
-        if self.supply is not None:
-            options.append(f"deals={self.supply.num_used}:{self.supply.limit}")
+        if self.sampler_state is not None:
+            options.append(f"deals={self.sampler_state.num_used}:{self.sampler_state.limit}")
         return " ".join([self.policy, f"every={self.steps_between}", f"seed={self.seed}", *options])
 
     def scheduler(self) -> Scheduler:
@@ -118,5 +120,5 @@ class Setup:
             limits=limits_for(self.policy, self.num_stages, self.limits),
             pipelines_die_whole=self.pipelines_die_whole,
             first_gid=self.first_gid,
-            dispenser=None if self.supply is None else Dispenser(self.supply),
+            dispatcher=None if self.sampler_state is None else SampleDispatcher(self.sampler_state),
         )

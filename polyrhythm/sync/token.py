@@ -42,7 +42,7 @@ class EnforcementToken:
                 fix="make it several steps of the slowest worker",
             )
 
-    def take(self, stage: int, now: Seconds) -> bool:
+    def acquire(self, stage: int, now: Seconds) -> bool:
         """Whether `stage` may wait, until `expires` at most; it may not ask while it holds it."""
         assert self.holder != stage or now >= self.expires, f"stage {stage} takes the token twice"
         if self._is_held(now) or self._goes_after_others(stage, now):
@@ -53,12 +53,12 @@ class EnforcementToken:
         self._refused.pop(stage, None)
         return True
 
-    def give_back(self, stage: int) -> None:
+    def release(self, stage: int) -> None:
         """`stage` waits no more; nothing happens if its lease has ended and another one has it."""
         if self.holder == stage:
             self.holder, self.expires = NOBODY, -math.inf
 
-    def forgo(self, stage: int) -> None:
+    def withdraw(self, stage: int) -> None:
         """`stage` needs no token after all: its last candidate was valid."""
         self._refused.pop(stage, None)
 

@@ -30,27 +30,27 @@ BURST = 0.5  # of the mean gap: who comes sooner after another comes with it
 MEMORY = 2  # means go back about so many arrivals per worker
 
 
-class Window(Protocol):
-    def arrived(self, worker: Worker, now: Seconds, num_workers: int) -> None:
+class CollectionWindow(Protocol):
+    def record_arrival(self, worker: Worker, now: Seconds, num_workers: int) -> None:
         """A worker of the `num_workers` present is ready."""
 
     def open(self, num_workers: int) -> Seconds:
         """How long the window that opens now is to be."""
 
-    def stay(self) -> Seconds:
+    def hold_open(self) -> Seconds:
         """How long it stays open after an arrival, at least."""
 
     def is_full(self, size: int) -> bool:
         """Whether to close it with `size` ready workers, whatever the time."""
 
-    def formed(self, size: int, num_workers: int) -> None:
+    def record_group(self, size: int, num_workers: int) -> None:
         """A window has closed with `size` ready workers."""
 
-    def left(self, worker: Worker) -> None: ...
+    def record_leave(self, worker: Worker) -> None: ...
 
 
 @dataclass(slots=True)
-class Mean:
+class RunningMean:
     """Exponentially weighted, and the plain mean until it has seen enough for that."""
 
     value: float = math.nan
@@ -80,22 +80,22 @@ class FixedWindow:
                 fix="use 'rate' to have it measured",
             )
 
-    def arrived(self, worker: Worker, now: Seconds, num_workers: int) -> None:
+    def record_arrival(self, worker: Worker, now: Seconds, num_workers: int) -> None:
         pass
 
     def open(self, num_workers: int) -> Seconds:
         return self.seconds
 
-    def stay(self) -> Seconds:
+    def hold_open(self) -> Seconds:
         return 0.0
 
     def is_full(self, size: int) -> bool:
         return False
 
-    def formed(self, size: int, num_workers: int) -> None:
+    def record_group(self, size: int, num_workers: int) -> None:
         pass
 
-    def left(self, worker: Worker) -> None:
+    def record_leave(self, worker: Worker) -> None:
         pass
 
 
@@ -103,11 +103,11 @@ class FixedWindow:
 class RateWindow:
     target: int  # g
     longest: Seconds
-    _gap: Mean = field(default_factory=Mean, init=False)  # 1 / rate
+    _gap: RunningMean = field(default_factory=RunningMean, init=False)  # 1 / rate
     _last: Seconds = field(default=math.nan, init=False)
     _is_measured: bool = field(default=False, init=False)
 
-    def arrived(self, worker: Worker, now: Seconds, num_workers: int) -> None:
+    def record_arrival(self, worker: Worker, now: Seconds, num_workers: int) -> None:
         if not math.isnan(self._last):
             self._gap.add(now - self._last, MEMORY * num_workers)
         self._last = now
@@ -118,28 +118,28 @@ class RateWindow:
             return self.longest
         return min((min(self.target, num_workers) - 1) * self._gap.value, self.longest)
 
-    def stay(self) -> Seconds:
+    def hold_open(self) -> Seconds:
         return BURST * self._gap.value if self._is_measured else 0.0
 
     def is_full(self, size: int) -> bool:
         return size >= self.target and not self._is_measured
 
-    def formed(self, size: int, num_workers: int) -> None:
+    def record_group(self, size: int, num_workers: int) -> None:
         pass
 
-    def left(self, worker: Worker) -> None:
+    def record_leave(self, worker: Worker) -> None:
         self._last = math.nan  # if all leave for a while, that is a pause, and no gap
 
 
 @dataclass(slots=True)
 class PaperWindow:
     longest: Seconds
-    _iteration: Mean = field(default_factory=Mean, init=False)  # tau
+    _iteration: RunningMean = field(default_factory=RunningMean, init=False)  # tau
     _last: dict[Worker, Seconds] = field(default_factory=dict, init=False)
     _enlarged: float = field(default=1.0, init=False)
     _is_measured: bool = field(default=False, init=False)
 
-    def arrived(self, worker: Worker, now: Seconds, num_workers: int) -> None:
+    def record_arrival(self, worker: Worker, now: Seconds, num_workers: int) -> None:
         last = self._last.get(worker)
         if last is not None:
             self._iteration.add(now - last, MEMORY * num_workers)
@@ -151,17 +151,17 @@ class PaperWindow:
             return self.longest
         return min(self._iteration.value * self._enlarged / num_workers, self.longest)
 
-    def stay(self) -> Seconds:
+    def hold_open(self) -> Seconds:
         return 0.0
 
     def is_full(self, size: int) -> bool:
         return size >= TOO_FEW and not self._is_measured
 
-    def formed(self, size: int, num_workers: int) -> None:
+    def record_group(self, size: int, num_workers: int) -> None:
         if size < TOO_FEW:
             self._enlarged = min(self._enlarged * LONGER, max(num_workers, 1))
         else:
             self._enlarged = max(self._enlarged * SHORTER, 1.0)
 
-    def left(self, worker: Worker) -> None:
+    def record_leave(self, worker: Worker) -> None:
         self._last.pop(worker, None)

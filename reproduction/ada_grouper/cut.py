@@ -16,7 +16,7 @@ import numpy as np
 from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes
 from polyrhythm.describe.layer_work import BYTES_OF, LayerWork
 from polyrhythm.describe.profiles import layers_of
-from polyrhythm.plan.partition import deal_layers
+from polyrhythm.plan.partition import partition_layers
 from polyrhythm.types import Bytes, Seconds
 from reproduction.ada_grouper.platforms import Platform
 from reproduction.ada_grouper.unet import Skip, unet
@@ -101,7 +101,7 @@ def _stages(model: Model, num_stages: int, operation: Seconds, number: Seconds) 
     """Layers of each stage, by the planner's rule: the slowest stage or message is the fastest."""
     work = [layer.operations * (1 + layer.backward_ratio) * operation for layer in model.layers]
     sent = [0.0, *(layer.outputs * number for layer in model.layers)]
-    counts = deal_layers(work, [1.0] * num_stages, transfers=np.tile(sent, (num_stages, 1)))
+    counts = partition_layers(work, [1.0] * num_stages, transfers=np.tile(sent, (num_stages, 1)))
     return [range(begin, end) for begin, end in pairwise(accumulate(counts, initial=0))]
 
 

@@ -12,7 +12,7 @@ from statistics import fmean
 
 from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, simulate
 from polyrhythm.schedule.builders import Schedule
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Action, Op, Seconds
 from reproduction.ada_grouper.cut import Model, alone
 from reproduction.ada_grouper.load import OtherFlows
@@ -38,8 +38,8 @@ class Traffic:
         )
 
 
-def kfkb(k: int) -> Recipe:
-    return Recipe("1f1b") if k == 1 else Recipe("kfkb", k=k)
+def kfkb(k: int) -> ScheduleSpec:
+    return ScheduleSpec("1f1b") if k == 1 else ScheduleSpec("kfkb", k=k)
 
 
 def run_step(
@@ -96,7 +96,7 @@ def _sent(
 
 
 def run_steps(
-    recipe: Recipe,
+    spec: ScheduleSpec,
     times: PipelineTimes,
     traffic: Traffic,
     *,
@@ -104,7 +104,7 @@ def run_steps(
     num_steps: int = NUM_STEPS,
 ) -> Iterator[tuple[Seconds, PipelineTimes]]:
     """One step after the other."""
-    schedule = recipe.build(num_stages=times.num_stages, num_microbatches=num_microbatches)
+    schedule = spec.build(num_stages=times.num_stages, num_microbatches=num_microbatches)
     now = 0.0
     for _ in range(num_steps):
         takes, recorded = run_step(schedule, times, traffic, now)

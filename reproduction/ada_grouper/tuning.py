@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, length
-from polyrhythm.schedule.tune import Decision, Tuner
+from polyrhythm.schedule.tuner import ScheduleDecision, ScheduleTuner
 from polyrhythm.types import Seconds
 from reproduction.ada_grouper.compared import VISIBLE
 from reproduction.ada_grouper.cut import GPT, alone
@@ -28,7 +28,7 @@ _RECORDED = 64  # messages per direction that a decision looks back on
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hour:
     predicted: Mapping[int, Seconds]  # a step, by k
-    decision: Decision  # of our tuner
+    decision: ScheduleDecision  # of our tuner
 
     @property
     def k(self) -> int:
@@ -43,7 +43,7 @@ class Hour:
 
 def measure() -> list[Hour]:
     sizes = tuple(dict.fromkeys(SIZES.values()))
-    tuner = Tuner(num_stages=NUM_WORKERS, batch_size=BATCH, microbatch_sizes=sizes)
+    tuner = ScheduleTuner(num_stages=NUM_WORKERS, batch_size=BATCH, microbatch_sizes=sizes)
     hours = []
     for number, flows in enumerate(_LOADS):
         times = {size: _recorded(size, flows, f"hour {number}") for size in sizes}

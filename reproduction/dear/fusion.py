@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from statistics import geometric_mean
 
-from polyrhythm.sync.fusion.timeline import Step
+from polyrhythm.sync.fusion.timeline import StepEstimate
 from reproduction.claim import Plot, Row, ordered
 from reproduction.dear import methods
 from reproduction.dear.setting import (
@@ -18,7 +18,7 @@ from reproduction.dear.setting import (
 )
 from reproduction.stated import always, explained, stated
 
-_Method = Callable[[Work, Network], Step]
+_Method = Callable[[Work, Network], StepEstimate]
 _UNFUSED: Mapping[str, _Method] = {
     "DeAR": methods.dear_unfused,
     "WFBP": methods.wait_free,

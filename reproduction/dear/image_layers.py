@@ -10,7 +10,7 @@ from dataclasses import replace
 from polyrhythm.describe import densenet_work, inception_work
 from polyrhythm.describe.convolution import Convolution, square
 from polyrhythm.describe.densenet_work import DenseLayer
-from polyrhythm.describe.inception_work import Block, Pooling
+from polyrhythm.describe.inception_work import InceptionBlock, Pooling
 from reproduction.dear.gpu_time import LearnableLayer
 
 _CLASSES = 1000
@@ -87,7 +87,7 @@ def inceptionv4(image: int) -> list[LearnableLayer]:
     return [*found, _classes(blocks[-1].channels, blocks[-1].side)]
 
 
-def _around(block: Block) -> tuple[int, int]:
+def _around(block: InceptionBlock) -> tuple[int, int]:
     """Poolings, outputs side by side, and gradients of the input that all branches give."""
     uses = len(block.branches)
     if uses == 1:

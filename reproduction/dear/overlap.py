@@ -5,7 +5,7 @@ from statistics import fmean
 
 from polyrhythm.cost.decoupled import Ring, StepTimes
 from polyrhythm.sync.fusion.layers import by_bytes
-from polyrhythm.sync.fusion.timeline import Step, dear
+from polyrhythm.sync.fusion.timeline import StepEstimate, dear
 from polyrhythm.types import Bytes, Seconds
 from reproduction.claim import Plot, Row
 from reproduction.dear import methods
@@ -23,7 +23,7 @@ from reproduction.stated import always, stated
 _SIZES: tuple[Bytes, ...] = tuple(1000 * 4**i for i in range(9))  # 1 kB to 66 MB
 _BATCHES = {"ResNet-50": (16, 32, 64), "BERT-Base": (16, 32, 64)}  # the text gives none
 _SAME: Seconds = 1e-9  # apart by rounding only
-_SYSTEMS: Mapping[str, Callable[[Work, Network], Step]] = {
+_SYSTEMS: Mapping[str, Callable[[Work, Network], StepEstimate]] = {
     "Horovod": methods.horovod,
     "PyTorch-DDP": methods.ddp,
     "MG-WFBP": methods.mg_wfbp,

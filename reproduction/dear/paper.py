@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
 from polyrhythm.cost.decoupled import Ring
-from polyrhythm.sync.fusion.timeline import Step
+from polyrhythm.sync.fusion.timeline import StepEstimate
 from polyrhythm.types import BytesPerSecond
 from reproduction.claim import Plot, Reproduction, Row
 from reproduction.dear import fusion, methods, overlap, search, speedups
@@ -129,8 +129,8 @@ def setup() -> str:
 
 
 def _gains(
-    rival: Callable[[Work, Network], Step],
-    dear: Callable[[Work, Network], Step],
+    rival: Callable[[Work, Network], StepEstimate],
+    dear: Callable[[Work, Network], StepEstimate],
     networks: Iterable[Network],
     models: Sequence[Model] = MODELS,
 ) -> list[float]:

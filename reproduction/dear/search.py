@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cache
 from statistics import fmean
 
-from polyrhythm.sync.fusion.timeline import Step
+from polyrhythm.sync.fusion.timeline import StepEstimate
 from polyrhythm.sync.fusion.tuner import SIZES, GridSearch, RandomSearch
 from polyrhythm.types import Bytes, Seconds
 from reproduction.claim import Plot, Row
@@ -73,7 +73,7 @@ def trials(model: Model) -> dict[str, float]:
     }
 
 
-def _needed(steps: Sequence[Step], model: Model) -> int:
+def _needed(steps: Sequence[StepEstimate], model: Model) -> int:
     good = _NEAR * _best(model)
     return next((i + 1 for i, step in enumerate(steps) if step.seconds <= good), len(steps) + 1)
 

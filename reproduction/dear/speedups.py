@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from statistics import fmean
 
-from polyrhythm.sync.fusion.timeline import Step
+from polyrhythm.sync.fusion.timeline import StepEstimate
 from reproduction.claim import Plot, Row
 from reproduction.dear import methods
 from reproduction.dear.gpu_time import Gpu
@@ -40,14 +40,14 @@ _FAST = (
     "explains a small part; what else costs the paper's system a quarter of the bound, it does not "
     "say"
 )
-_RIVALS: Mapping[str, Callable[[Work, Network], Step]] = {
+_RIVALS: Mapping[str, Callable[[Work, Network], StepEstimate]] = {
     "Horovod": methods.horovod,
     "PyTorch-DDP": methods.ddp,
     "MG-WFBP": methods.mg_wfbp,
 }
 
 
-def speedup(step: Step) -> float:
+def speedup(step: StepEstimate) -> float:
     """Of all GPUs over one, which only computes."""
     return WORKERS * step.compute / step.seconds
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from polyrhythm.cost.pipeline import PipelineTimes
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Action, Op, Seconds
 
 # Micro-batches; from the first on, what they take repeats itself every few: as many as a critical
@@ -59,5 +59,7 @@ def blocking_1f1b(times: PipelineTimes, num_microbatches: int) -> Seconds:
     if num_microbatches > _MORE:
         few, more = blocking_1f1b(times, _FEW), blocking_1f1b(times, _MORE)
         return more + (num_microbatches - _MORE) * (more - few) / (_MORE - _FEW)
-    schedule = Recipe("1f1b").build(num_stages=times.num_stages, num_microbatches=num_microbatches)
+    schedule = ScheduleSpec("1f1b").build(
+        num_stages=times.num_stages, num_microbatches=num_microbatches
+    )
     return max(blocking_ends(schedule, times))

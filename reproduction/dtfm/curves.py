@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from polyrhythm.cost.dtfm import PUBLISHED, PairTimes, device_links, layout_cost
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.types import Seconds
-from reproduction.dtfm.genetic import LocalSearch, Settings, crossed, replace_worst, search
+from reproduction.dtfm.genetic import GeneticSettings, LocalSearch, crossover, replace_worst, search
 from reproduction.dtfm.networks import planning_times
 
 OURS, BASELINE, PRINTED, RANDOM = (
@@ -57,7 +57,7 @@ def baseline_weights(name: str) -> NDArray[np.float64]:
 def _searched(
     times: PairTimes, local_search: LocalSearch, seed: int, num_evaluations: int
 ) -> Curve:
-    settings = Settings(
+    settings = GeneticSettings(
         num_evaluations=num_evaluations,
         population=_POPULATION,
         num_genes=_NUM_GENES,
@@ -73,8 +73,8 @@ def _by_baseline(
     times: PairTimes, weights: NDArray[np.float64], seed: int, num_evaluations: int
 ) -> Curve:
     """`genetic.search` with a local search by other weights than the cost's own."""
+    from polyrhythm.plan.dtfm.group_layout import partition_cost
     from polyrhythm.plan.dtfm.local_search import kernighan_lin  # compiled: imported when needed
-    from polyrhythm.plan.dtfm.settle import partition_cost
 
     rng = np.random.default_rng(seed)
     population: list[NDArray[np.int64]] = []
@@ -85,7 +85,7 @@ def _by_baseline(
             labels = rng.permutation(np.arange(times.num_devices) % times.num_stages)
         else:
             first, second = rng.choice(_POPULATION, size=2, replace=False)
-            labels = crossed(population[first], population[second], _NUM_GENES, times, rng)
+            labels = crossover(population[first], population[second], _NUM_GENES, times, rng)
             kernighan_lin(labels, weights, times.num_stages)
         groups = np.argsort(labels, kind="stable").reshape(times.num_stages, -1)
         cost = partition_cost(groups, times)

@@ -36,7 +36,7 @@ class LocalSearch(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class GeneticSettings:
     num_evaluations: int = 5000  # of partitions, those of the first population included
     population: int = 100
     num_genes: int = 5  # that an offspring has from its first parent
@@ -61,19 +61,19 @@ def search(
     times: PairTimes,
     *,
     seed: int,
-    settings: Settings | None = None,
+    settings: GeneticSettings | None = None,
     enough: Callable[[], bool] = lambda: False,
 ) -> Found:
     """Run the genetic algorithm, which ends early if `enough`, asked before each offspring.
 
     Equal seeds give equal results.
     """
-    from polyrhythm.plan.dtfm.settle import (  # compiled: imported when needed
+    from polyrhythm.plan.dtfm.group_layout import (  # compiled: imported when needed
         partition_cost,
         settled,
     )
 
-    settings = settings or Settings()
+    settings = settings or GeneticSettings()
     rng = np.random.default_rng(seed)
     population: list[_Labels] = []
     costs: list[Seconds] = []
@@ -107,12 +107,12 @@ def replace_worst(
 
 
 def _offspring(
-    population: list[_Labels], times: PairTimes, settings: Settings, rng: np.random.Generator
+    population: list[_Labels], times: PairTimes, settings: GeneticSettings, rng: np.random.Generator
 ) -> _Labels:
     from polyrhythm.plan.dtfm import local_search  # compiled: imported when needed
 
     first, second = rng.choice(len(population), size=2, replace=False)
-    labels = crossed(population[first], population[second], settings.num_genes, times, rng)
+    labels = crossover(population[first], population[second], settings.num_genes, times, rng)
     improve = {
         LocalSearch.PAIRWISE: local_search.pairwise,
         LocalSearch.CIRCULAR: local_search.circular,
@@ -122,7 +122,7 @@ def _offspring(
     return labels
 
 
-def crossed(
+def crossover(
     first: _Labels, second: _Labels, num_genes: int, times: PairTimes, rng: np.random.Generator
 ) -> _Labels:
     """The second parent with some genes of the first; groups of one size."""

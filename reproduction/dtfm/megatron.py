@@ -16,7 +16,7 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes
-from polyrhythm.cost.sync import Group
+from polyrhythm.cost.sync import ReplicaGroup
 from polyrhythm.types import Seconds
 from reproduction.dtfm.blocking import blocking_1f1b
 from reproduction.dtfm.networks import Flow, Network
@@ -61,19 +61,19 @@ class Job:
     def tensor_group(self, stage: int, replica: int) -> list[int]:
         return [self.device(tensor, stage, replica) for tensor in range(self.degrees.tensor)]
 
-    def tensor_groups(self) -> list[Group]:
+    def tensor_groups(self) -> list[ReplicaGroup]:
         """Who all-reduces activations; replicas of the first stage come first."""
         return [
-            Group(members=tuple(self.tensor_group(stage, replica)), size=ACTIVATION_BYTES)
+            ReplicaGroup(members=tuple(self.tensor_group(stage, replica)), size=ACTIVATION_BYTES)
             for stage, replica in product(range(self.degrees.pipeline), range(self.degrees.data))
         ]
 
-    def data_groups(self, num_layers: int) -> list[Group]:
+    def data_groups(self, num_layers: int) -> list[ReplicaGroup]:
         """Who all-reduces gradients."""
         replicas = range(self.degrees.data)
         sizes = gradient_bytes(num_layers, self.degrees.pipeline)
         return [
-            Group(
+            ReplicaGroup(
                 members=tuple(self.device(tensor, stage, replica) for replica in replicas),
                 size=sizes[stage] / self.degrees.tensor,
             )
@@ -108,7 +108,7 @@ def megatron_iterations(
     return iterations
 
 
-def ring_times(groups: Sequence[Group], network: Network) -> list[Seconds]:
+def ring_times(groups: Sequence[ReplicaGroup], network: Network) -> list[Seconds]:
     """All-reduce of each group, all at once: 2 (n - 1) steps, each as long as its slowest link."""
     rings = [_ring(group.members) for group in groups]
     rates = network.rates(flow for ring in rings for flow in ring)

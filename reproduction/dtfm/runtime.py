@@ -14,9 +14,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from polyrhythm.cost.pipeline import PipelineTimes, simulate
-from polyrhythm.cost.step import Replica, Run, StageWork, Step, groups_of, pipeline_times
-from polyrhythm.cost.sync import Links, Sync, half_times
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.cost.step import Replica, StageRun, StageWork, StepSpec, groups_of, pipeline_times
+from polyrhythm.cost.sync import Links, Sync, reduce_scatter_times
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Action, Seconds
 from reproduction.dtfm.blocking import blocking_ends
 from reproduction.dtfm.networks import Layout, Network
@@ -49,7 +49,7 @@ def dtfm_iterations(
     pipelines = list(zip(*layout, strict=True))
     hops = [hop for devices in pipelines for hop in pairwise(devices)]
     step = _step(layout, num_layers, network.links(hops))
-    halves = half_times(groups_of(step), network.busy_links, Sync.SEQUENTIAL)
+    halves = reduce_scatter_times(groups_of(step), network.busy_links, Sync.SEQUENTIAL)
     times = [pipeline_times(replica.runs, step) for replica in step.replicas]
     schedule = step.replicas[0].schedule
     known = {one: _ends(schedule, one, overlap) for one in set(times)}  # alike, alike
@@ -73,14 +73,16 @@ def _ends(
     return blocking_ends(schedule, times)
 
 
-def _step(layout: Layout, num_layers: int, links: Links) -> Step:
+def _step(layout: Layout, num_layers: int, links: Links) -> StepSpec:
     num_stages = len(layout)
     forward = forward_time(num_layers / num_stages)
-    schedule = Recipe("gpipe").build(num_stages=num_stages, num_microbatches=SEQUENCES_AT_A_TIME)
-    return Step(
+    schedule = ScheduleSpec("gpipe").build(
+        num_stages=num_stages, num_microbatches=SEQUENCES_AT_A_TIME
+    )
+    return StepSpec(
         replicas=tuple(
             Replica(
-                runs=tuple(Run(device, s, s + 1) for s, device in enumerate(devices)),
+                runs=tuple(StageRun(device, s, s + 1) for s, device in enumerate(devices)),
                 schedule=schedule,
             )
             for devices in zip(*layout, strict=True)

@@ -5,7 +5,7 @@ given way to divisions of all. So only the second half of a run counts.
 """
 
 from polyrhythm.simulate.job import SimulatedJob
-from polyrhythm.simulate.result import Simulated
+from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.types import Seconds
 
@@ -17,7 +17,7 @@ def pace(job: SimulatedJob, num_steps: int = _NUM_STEPS) -> Seconds:
     return settled(simulate(job, num_steps=num_steps))
 
 
-def settled(simulated: Simulated) -> Seconds:
+def settled(simulated: SimulationResult) -> Seconds:
     """The same, of a run's second half: from a worker's first end of a step in it to its last."""
     half, rate = simulated.duration / 2, 0.0
     for ends in simulated.ends:

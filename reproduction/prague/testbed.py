@@ -8,11 +8,11 @@ that is gRPC (section 7.1.3), where what a process can send and receive is the l
 
 from dataclasses import dataclass
 
-from polyrhythm.cost.step import Replica, Run, StageWork
+from polyrhythm.cost.step import Replica, StageRun, StageWork
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import Scenario
-from polyrhythm.schedule.recipe import Recipe
-from polyrhythm.simulate.job import CALM, SimulatedJob
+from polyrhythm.schedule.spec import ScheduleSpec
+from polyrhythm.simulate.job import EMPTY_SCENARIO, SimulatedJob
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import BytesPerSecond, Seconds
 from reproduction.prague.models import Model
@@ -64,12 +64,12 @@ def job(
     workers: Workers = SIXTEEN,
     *,
     every: int = 1,  # steps from one average to the next
-    scenario: Scenario = CALM,
+    scenario: Scenario = EMPTY_SCENARIO,
 ) -> SimulatedJob:
     is_remote = method in _REMOTE
     # A remote variable is read, then the average is written to it: one after the other.
     size = model.size * (2 if method == AD_PSGD else 1)
-    built = Recipe.parse("1f1b").build(num_stages=1, num_microbatches=1)
+    built = ScheduleSpec.parse("1f1b").build(num_stages=1, num_microbatches=1)
     return SimulatedJob(
         cluster=_cluster(workers, GRPC if is_remote else PCIE),
         stages=(
@@ -81,7 +81,8 @@ def job(
             ),
         ),
         pipelines=tuple(
-            Replica(runs=(Run(number, 0, 1),), schedule=built) for number in range(workers.number)
+            Replica(runs=(StageRun(number, 0, 1),), schedule=built)
+            for number in range(workers.number)
         ),
         sync=Setup(
             policy=_POLICIES[method],

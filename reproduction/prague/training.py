@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from random import Random
 
 from polyrhythm.describe.scenario import EVERY_DEVICE, Scenario, Slow
-from polyrhythm.simulate.converge import Curve, converge
-from polyrhythm.simulate.job import CALM, SimulatedJob
+from polyrhythm.simulate.convergence import ConvergenceCurve, converge
+from polyrhythm.simulate.job import EMPTY_SCENARIO, SimulatedJob
 from polyrhythm.simulate.problems import Perceptron, perceptron
 from polyrhythm.types import Seconds
 from reproduction.prague.models import VGG_16
@@ -48,7 +48,7 @@ class Trained:
 def slowed(times: int) -> Scenario:
     """One worker sleeps for so many times what a step computes, before each step."""
     if not times:
-        return CALM
+        return EMPTY_SCENARIO
     slow = Slow(device=f"w{SLOW_WORKER}", factor=1.0 + times)
     return Scenario(name=f"{times}x", slow=(slow,))
 
@@ -92,11 +92,13 @@ def sections() -> dict[int, float]:
     return {length: curve.steps_to(target) for length, curve in curves.items()}
 
 
-def _loss_at(curve: Curve, step: float) -> float:
+def _loss_at(curve: ConvergenceCurve, step: float) -> float:
     return next(loss for at, loss in zip(curve.steps, curve.losses, strict=True) if at >= step)
 
 
-def _curve(problem: Perceptron, training: SimulatedJob, num_steps: int = _NUM_STEPS) -> Curve:
+def _curve(
+    problem: Perceptron, training: SimulatedJob, num_steps: int = _NUM_STEPS
+) -> ConvergenceCurve:
     return converge(
         training,
         problem,

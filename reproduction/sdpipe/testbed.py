@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from polyrhythm.cost.step import Replica, StageWork
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import Scenario, Slow
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.simulate.job import SimulatedJob, replicas
-from polyrhythm.sync.deadlines import Limits
 from polyrhythm.sync.setup import Setup
+from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import BytesPerSecond, Seconds
 from reproduction.sdpipe.matching import MatchingSetup
 from reproduction.sdpipe.models import Workload, stages_of
@@ -127,7 +127,7 @@ def _work(stage: StageWork) -> Seconds:
 
 
 def _pipelines(grid: Grid) -> tuple[Replica, ...]:
-    schedule = Recipe.parse("1f1b").build(num_stages=grid.num_stages, num_microbatches=1)
+    schedule = ScheduleSpec.parse("1f1b").build(num_stages=grid.num_stages, num_microbatches=1)
     return replicas(schedule, grid.num_pipelines)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from statistics import geometric_mean
 
 from polyrhythm.describe.scenario import EVERY_DEVICE, Scenario, Slow
-from polyrhythm.simulate.converge import Curve, converge
+from polyrhythm.simulate.convergence import ConvergenceCurve, converge
 from polyrhythm.simulate.problems import perceptron
 from polyrhythm.simulate.simulator import simulate
 from reproduction.claim import Plot, Row, ordered
@@ -44,10 +44,10 @@ _EASY = (
     "steps here, so that throughput decides"
 )
 
-Curves = Mapping[str, Curve]  # by method
+Curves = Mapping[str, ConvergenceCurve]  # by method
 
 
-def trained(workload: Workload, scenario: Scenario, seed: int) -> dict[str, Curve]:
+def trained(workload: Workload, scenario: Scenario, seed: int) -> dict[str, ConvergenceCurve]:
     num_shards = _GRID.num_pipelines
     problem = perceptron(num_shards, hidden=(32,) * 3, num_samples=1024, skew=0.0, seed=seed)
     return {

@@ -49,7 +49,7 @@ def gpt(blocks: int, hidden: int, sequence: int, heads: int, vocabulary: int) ->
     )
 
 
-class First(nn.Module):
+class FirstOutput(nn.Module):
     """Only the first of what a layer returns."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -74,7 +74,7 @@ def bert(blocks: int, hidden: int, heads: int, vocabulary: int) -> nn.Sequential
         attention_probs_dropout_prob=0.0,
     )
     model = BertForMaskedLM(config)
-    layers = [model.bert.embeddings, *map(First, model.bert.encoder.layer), model.cls]
+    layers = [model.bert.embeddings, *map(FirstOutput, model.bert.encoder.layer), model.cls]
     return nn.Sequential(*layers)
 
 
@@ -92,11 +92,13 @@ class Bottleneck(nn.Module):
         self.middle = _convolution(width, width, 3, stride)
         self.wide = _convolution(width, 4 * width, 1, 1)
         changes = stride > 1 or channels != 4 * width
-        self.beside = _convolution(channels, 4 * width, 1, stride) if changes else None
+        self.shortcut = _convolution(channels, 4 * width, 1, stride) if changes else None
 
     def forward(self, x: Tensor) -> Tensor:
         inner = functional.relu(self.middle(functional.relu(self.narrow(x))))
-        return functional.relu(self.wide(inner) + (x if self.beside is None else self.beside(x)))
+        return functional.relu(
+            self.wide(inner) + (x if self.shortcut is None else self.shortcut(x))
+        )
 
 
 def resnet50() -> nn.Sequential:

@@ -15,13 +15,13 @@ from polyrhythm.run.coordinator.client import CoordinatorClient
 from polyrhythm.run.coordinator.coordinator import Coordinator
 from polyrhythm.run.coordinator.keys import JobKeys
 from polyrhythm.run.coordinator.wire import PROTOCOL, FromWorker, Hello, ToWorker
-from polyrhythm.sync.messages import Abort, Assign, Commit, Done, Heal, Ready, Skip
+from polyrhythm.sync.protocol import Abort, Assign, Commit, CopyFrom, Done, Ready, Skip
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
 KEYS = JobKeys.new()
 SHAPE = (("layers.0.weight", (4, 8)), ("layers.0.bias", (4,)))
-PATIENCE: Seconds = 20.0  # for what should take a moment, on a busy machine
+TIMEOUT: Seconds = 20.0  # for what should take a moment, on a busy machine
 
 
 def setup_of(policy: str = "all_reduce", stages: int = 1, pipelines: int = 2, **more) -> Setup:
@@ -32,9 +32,9 @@ def coordinator_of(setup: Setup, log: Path | None = None, **more) -> Coordinator
     return Coordinator.of(setup, bind="tcp://127.0.0.1:0", keys=KEYS, log=log, **more)
 
 
-def hello_of(setup: Setup, worker: Worker, life: int = 1, **more) -> Hello:
+def hello_of(setup: Setup, worker: Worker, incarnation: int = 1, **more) -> Hello:
     fields = {"node": "here", "clock": 0, "policy": setup.text, "shape": SHAPE, **more}
-    return Hello(protocol=PROTOCOL, worker=worker, incarnation=life, **fields)
+    return Hello(protocol=PROTOCOL, worker=worker, incarnation=incarnation, **fields)
 
 
 def workers_of(setup: Setup) -> list[Worker]:
@@ -42,14 +42,14 @@ def workers_of(setup: Setup) -> list[Worker]:
     return [Worker(stage, pipeline) for stage in stages for pipeline in pipelines]
 
 
-def eventually(holds: Callable[[], object], timeout: Seconds = PATIENCE) -> None:
-    gives_up = time.monotonic() + timeout
+def eventually(holds: Callable[[], object], timeout: Seconds = TIMEOUT) -> None:
+    deadline = time.monotonic() + timeout
     while not holds():
-        assert time.monotonic() < gives_up, "it does not come true"
+        assert time.monotonic() < deadline, "it does not come true"
         time.sleep(0.005)
 
 
-class Trainee:
+class FakeWorker:
     """A worker: says Ready, says Done when it is assigned, and goes on when it is told to."""
 
     def __init__(
@@ -57,14 +57,14 @@ class Trainee:
         address: str,
         setup: Setup,
         worker: Worker,
-        life: int = 1,
+        incarnation: int = 1,
         *,
-        silence: Seconds = 15.0,
+        heartbeat_timeout: Seconds = 15.0,
         pause: Seconds = 0.0,  # in each step
         **hello: object,
     ) -> None:
-        self.worker, self.life, self.clock = worker, life, 0
-        self.heard: list[ToWorker] = []
+        self.worker, self.incarnation, self.clock = worker, incarnation, 0
+        self.commands: list[ToWorker] = []
         self.failures: list[Exception] = []
         self.averages = True  # says Done
         self.pause = pause
@@ -72,24 +72,24 @@ class Trainee:
         self.client = CoordinatorClient(
             address,
             KEYS,
-            hello_of(setup, worker, life, **hello),
-            hear=self._hear,
-            fail=self._fail,
-            silence=silence,
+            hello_of(setup, worker, incarnation, **hello),
+            on_command=self._on_command,
+            on_failure=self._on_failure,
+            heartbeat_timeout=heartbeat_timeout,
         )
 
-    def join(self) -> "Trainee":
-        self.client.join(PATIENCE)
+    def join(self) -> "FakeWorker":
+        self.client.join(TIMEOUT)
         return self
 
     def ready(self) -> None:
         time.sleep(self.pause)
         self.clock += 1
-        self.client.send(Ready(self.worker, self.clock, self.life))
+        self.client.send(Ready(self.worker, self.clock, self.incarnation))
 
     def wait(self) -> ToWorker:
         """What ends the step."""
-        end = self._steps.get(timeout=PATIENCE)
+        end = self._steps.get(timeout=TIMEOUT)
         if isinstance(end, Exception):
             raise end
         return end
@@ -104,15 +104,15 @@ class Trainee:
             self.step()
         self.client.close()
 
-    def told(self, kind: type) -> list[ToWorker]:
-        return [command for command in self.heard if isinstance(command, kind)]
+    def commands_of(self, kind: type) -> list[ToWorker]:
+        return [command for command in self.commands if isinstance(command, kind)]
 
-    def _hear(self, command: ToWorker) -> None:
-        self.heard.append(command)
+    def _on_command(self, command: ToWorker) -> None:
+        self.commands.append(command)
         if isinstance(command, Assign) and self.averages:
-            self.client.send(Done(self.worker, command.gid, True, self.life))
+            self.client.send(Done(self.worker, command.gid, True, self.incarnation))
         elif isinstance(command, Commit):
-            ends = command.ends[command.members.index(self.worker)]
+            ends = command.end_clocks[command.members.index(self.worker)]
             if ends >= 0:
                 assert ends == self.clock
                 self._steps.put(command)
@@ -120,35 +120,38 @@ class Trainee:
             assert command.clock == self.clock
             self._steps.put(command)
         else:
-            assert isinstance(command, Assign | Abort | Heal), command
+            assert isinstance(command, Assign | Abort | CopyFrom), command
 
-    def _fail(self, error: Exception) -> None:
+    def _on_failure(self, error: Exception) -> None:
         self.failures.append(error)
         self._steps.put(error)
 
 
 @contextlib.contextmanager
-def trainees(address: str, setup: Setup, **more: object) -> Iterator[list[Trainee]]:
+def joined_workers(address: str, setup: Setup, **more: object) -> Iterator[list[FakeWorker]]:
     """One for each worker of the plan, joined; they leave in the end."""
-    made = [Trainee(address, setup, worker, **more) for worker in workers_of(setup)]
+    fake_workers = [FakeWorker(address, setup, worker, **more) for worker in workers_of(setup)]
     try:
-        yield [trainee.join() for trainee in made]
+        yield [fake_worker.join() for fake_worker in fake_workers]
     finally:
-        for trainee in made:
-            trainee.client.close()
+        for fake_worker in fake_workers:
+            fake_worker.client.close()
 
 
-def train_all(made: list[Trainee], num_steps: int) -> None:
+def train_all(fake_workers: list[FakeWorker], num_steps: int) -> None:
     """All at once, and to the end; raises what one of them met."""
     errors: list[Exception] = []
 
-    def train(trainee: Trainee) -> None:
+    def train(fake_worker: FakeWorker) -> None:
         try:
-            trainee.train(num_steps)
+            fake_worker.train(num_steps)
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=train, args=[trainee], daemon=True) for trainee in made]
+    threads = [
+        threading.Thread(target=train, args=[fake_worker], daemon=True)
+        for fake_worker in fake_workers
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -158,7 +161,7 @@ def train_all(made: list[Trainee], num_steps: int) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-class Raw:
+class RawClient:
     """A connection that can say anything."""
 
     def __init__(self, address: str, keys: JobKeys | None = KEYS) -> None:
@@ -170,21 +173,21 @@ class Raw:
             self.socket.curve_secretkey = keys.client_secret.encode()
         self.socket.connect(address)
 
-    def say(self, message: FromWorker | bytes) -> None:
+    def send(self, message: FromWorker | bytes) -> None:
         is_bytes = isinstance(message, bytes)
         self.socket.send(message if is_bytes else msgspec.msgpack.encode(message))
 
-    def hear(self, kind: type, timeout: Seconds = PATIENCE) -> ToWorker:
+    def receive(self, kind: type, timeout: Seconds = TIMEOUT) -> ToWorker:
         """The next message of that kind."""
-        gives_up = time.monotonic() + timeout
-        while (left := gives_up - time.monotonic()) > 0:
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
             if self.socket.poll(max(1, int(1e3 * left))):
                 message = msgspec.msgpack.decode(self.socket.recv(), type=ToWorker)
                 if isinstance(message, kind):
                     return message
         raise AssertionError(f"no {kind.__name__} within {timeout} s")
 
-    def __enter__(self) -> "Raw":
+    def __enter__(self) -> "RawClient":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -196,16 +199,16 @@ class Proxy:
     """Between workers and a coordinator; cuts their connections when it is told to."""
 
     def __init__(self, address: str, at: str = "tcp://127.0.0.1:0") -> None:
-        self._target = _place(address)
-        self._server = socket.create_server(_place(at))
+        self._target = _host_port(address)
+        self._server = socket.create_server(_host_port(at))
         self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self.is_open = True
-        self.loses = False  # what workers say
-        self.num_lost = 0
+        self.drops_messages = False  # what workers say
+        self.num_dropped = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def cut(self) -> int:
+    def disconnect_all(self) -> int:
         """All of them, at once; how many there were."""
         pairs, self._pairs = self._pairs, []
         for pair in pairs:
@@ -218,7 +221,7 @@ class Proxy:
         self.is_open = False
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
-        self.cut()
+        self.disconnect_all()
 
     def _accept(self) -> None:
         with self._server, contextlib.suppress(OSError):
@@ -232,13 +235,13 @@ class Proxy:
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError), source:
             while data := source.recv(65536):
-                if self.loses and sink.getpeername() == self._target:
-                    self.num_lost += len(data)
+                if self.drops_messages and sink.getpeername() == self._target:
+                    self.num_dropped += len(data)
                 else:
                     sink.sendall(data)
             sink.shutdown(socket.SHUT_RDWR)
 
 
-def _place(address: str) -> tuple[str, int]:
+def _host_port(address: str) -> tuple[str, int]:
     host, port = address.removeprefix("tcp://").split(":")
     return host, int(port)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
-from polyrhythm.run.launch import Place
 
 WIDTH, TIMEOUT = 6, 20.0
 
@@ -23,7 +23,9 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def ours(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **more: Any) -> Any:
+def wrap_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **more: Any
+) -> Any:
     return DistributedOptimizer(
         optimizer or adam(model), model, **{"bucket_bytes": 200, "timeout": TIMEOUT, **more}
     )
@@ -37,7 +39,7 @@ def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
     return model(inputs).square().mean()
 
 
-def mean_steps(
+def reference_steps(
     model: nn.Module, optimizer: torch.optim.Optimizer, ranks: range, steps: range
 ) -> None:
     """What all workers together do, in one process."""
@@ -48,9 +50,9 @@ def mean_steps(
         optimizer.step()
 
 
-def own_steps(place: Place, model: nn.Module, optimizer: Any, steps: range) -> None:
+def train_steps(ctx: DistContext, model: nn.Module, optimizer: Any, steps: range) -> None:
     for step in steps:
-        loss_of(model, inputs_of(place.rank, step)).backward()
+        loss_of(model, inputs_of(ctx.rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -59,7 +61,7 @@ def close_to(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return all(torch.allclose(found[k], v, atol=1e-6, rtol=0) for k, v in expected.items())
 
 
-def refused(call: Callable[[], object], *, kind: type[Exception] = PolicyError) -> str:
+def error_of(call: Callable[[], object], *, kind: type[Exception] = PolicyError) -> str:
     with pytest.raises(kind) as caught:
         call()
     return str(caught.value)

@@ -64,7 +64,7 @@ def _column(inputs: int, outputs: int, height: int = 7) -> nn.Module:
     return _unit(inputs, outputs, (height, 1), padding=(height // 2, 0))
 
 
-class Beside(nn.Module):
+class Branches(nn.Module):
     """Branches of the same input, side by side."""
 
     def __init__(self, *branches: nn.Module) -> None:
@@ -77,11 +77,11 @@ class Beside(nn.Module):
     def parts(self, x: Tensor) -> list[Tensor]:
         found: list[Tensor] = []
         for branch in self.branches:
-            found += branch.parts(x) if isinstance(branch, Forked) else [branch(x)]
+            found += branch.parts(x) if isinstance(branch, ForkedBranch) else [branch(x)]
         return found
 
 
-class Forked(nn.Module):
+class ForkedBranch(nn.Module):
     """A branch that ends in two."""
 
     def __init__(self, stem: nn.Module, *ends: nn.Module) -> None:
@@ -105,15 +105,15 @@ def inceptionv4() -> nn.Sequential:
         _unit(3, 32, 3, 2),
         _unit(32, 32, 3),
         _unit(32, 64, 3, padding=1),
-        Beside(largest, _unit(64, 96, 3, 2)),
-        Beside(
+        Branches(largest, _unit(64, 96, 3, 2)),
+        Branches(
             chain(_unit(160, 64, 1), _unit(64, 96, 3)),
             chain(_unit(160, 64, 1), _row(64, 64), _column(64, 64), _unit(64, 96, 3)),
         ),
-        Beside(_unit(192, 192, 3, 2), largest),
+        Branches(_unit(192, 192, 3, 2), largest),
     ]
     a = [
-        Beside(
+        Branches(
             _unit(384, 96, 1),
             chain(_unit(384, 64, 1), _unit(64, 96, 3, padding=1)),
             chain(_unit(384, 64, 1), _unit(64, 96, 3, padding=1), _unit(96, 96, 3, padding=1)),
@@ -121,13 +121,13 @@ def inceptionv4() -> nn.Sequential:
         )
         for _ in range(4)
     ]
-    reduction_a = Beside(
+    reduction_a = Branches(
         _unit(384, 384, 3, 2),
         chain(_unit(384, 192, 1), _unit(192, 224, 3, padding=1), _unit(224, 256, 3, 2)),
         largest,
     )
     b = [
-        Beside(
+        Branches(
             _unit(1024, 384, 1),
             chain(_unit(1024, 192, 1), _row(192, 224), _column(224, 256)),
             chain(
@@ -141,16 +141,16 @@ def inceptionv4() -> nn.Sequential:
         )
         for _ in range(7)
     ]
-    reduction_b = Beside(
+    reduction_b = Branches(
         chain(_unit(1024, 192, 1), _unit(192, 192, 3, 2)),
         chain(_unit(1024, 256, 1), _row(256, 256), _column(256, 320), _unit(320, 320, 3, 2)),
         largest,
     )
     c = [
-        Beside(
+        Branches(
             _unit(1536, 256, 1),
-            Forked(_unit(1536, 384, 1), _row(384, 256, 3), _column(384, 256, 3)),
-            Forked(
+            ForkedBranch(_unit(1536, 384, 1), _row(384, 256, 3), _column(384, 256, 3)),
+            ForkedBranch(
                 chain(_unit(1536, 384, 1), _column(384, 448, 3), _row(448, 512, 3)),
                 _row(512, 256, 3),
                 _column(512, 256, 3),

@@ -11,33 +11,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyrhythm.run.launch import LocalJob, Place
+from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.types import Seconds
 
-DEADLINE: Seconds = 30.0
+STAGE_TIMEOUT: Seconds = 30.0
 
 
 def run_stages(
-    num_stages: int, work: Callable[[Place], Any], folder: Path, *, timeout: Seconds = 80
+    num_stages: int, work: Callable[[DistContext], Any], folder: Path, *, timeout: Seconds = 80
 ) -> list[Any]:
     """What `work` returns in each of so many processes, which have joined one job."""
 
-    def joined(place: Place) -> None:
-        with place.joined(DEADLINE):
-            found = work(place)
-        torch.save(found, folder / f"found{place.rank}.pt")
+    def joined(ctx: DistContext) -> None:
+        with ctx.process_group(STAGE_TIMEOUT):
+            found = work(ctx)
+        torch.save(found, folder / f"found{ctx.rank}.pt")
 
     with LocalJob(joined, num_stages, output_folder=folder) as job:
         assert job.wait(timeout), "not done in time"
     return [torch.load(folder / f"found{rank}.pt") for rank in range(num_stages)]
 
 
-def run_alone(work: Callable[[], Any], folder: Path, *, timeout: Seconds = 80) -> Any:
+def run_single_process(work: Callable[[], Any], folder: Path, *, timeout: Seconds = 80) -> Any:
     """What `work` returns in one process that belongs to no job."""
     path = folder / "alone.pt"
 
-    with LocalJob(lambda place: torch.save(work(), path), 1, output_folder=folder) as job:
+    with LocalJob(lambda ctx: torch.save(work(), path), 1, output_folder=folder) as job:
         assert job.wait(timeout), "not done in time"
     return torch.load(path)
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from polyrhythm.processes import Child, end_all
-from polyrhythm.run.average.group_sync import GroupSync
-from polyrhythm.run.launch import Place, _run
+from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.comm.launch import DistContext, _run
 from tests.gloo.pipelines import run_stages
 
 TIMEOUT = 30.0
@@ -34,7 +34,9 @@ def target_of(rank: int, size: int = 6) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(rank))
 
 
-def train(place: Place, num_steps: int, policy: str, *, lr: float = 0.2, **more: Any) -> GroupSync:
+def train(
+    ctx: DistContext, num_steps: int, policy: str, *, lr: float = 0.2, **more: Any
+) -> GroupSync:
     """So many steps; the GroupSync is still open."""
     model = Point()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -42,32 +44,39 @@ def train(place: Place, num_steps: int, policy: str, *, lr: float = 0.2, **more:
     for _ in range(num_steps):
         time.sleep(0.005)  # so that all train at the same time
         optimizer.zero_grad()
-        model(target_of(place.rank)).backward()
+        model(target_of(ctx.rank)).backward()
         optimizer.step()
         sync.step()
     return sync
 
 
-def run_replicas(num: int, work: Callable[[Place], Any], folder: Path) -> list[Any]:
+def run_replicas(num: int, work: Callable[[DistContext], Any], folder: Path) -> list[Any]:
     return run_stages(num, work, folder, timeout=60)
 
 
-def run_with_losses(
-    num: int, work: Callable[[Place], Any], folder: Path, *, lost: set[int], timeout: float = 60.0
+def run_with_failures(
+    num: int,
+    work: Callable[[DistContext], Any],
+    folder: Path,
+    *,
+    lost: set[int],
+    timeout: float = 60.0,
 ) -> dict[int, Any]:
     """What `work` returns in each process but those that are killed on their way."""
 
-    def joined(place: Place) -> None:
-        with place.joined(TIMEOUT):
-            found = work(place)
-        torch.save(found, folder / f"found{place.rank}.pt")
+    def joined(ctx: DistContext) -> None:
+        with ctx.process_group(TIMEOUT):
+            found = work(ctx)
+        torch.save(found, folder / f"found{ctx.rank}.pt")
 
     workers = []
-    with socket.create_server(("127.0.0.1", 0), backlog=num) as listening:
+    with socket.create_server(("127.0.0.1", 0), backlog=num) as listen_socket:
         for rank in range(num):
-            place = Place(rank=rank, world_size=num, local_rank=rank, listening=listening)
+            ctx = DistContext(
+                rank=rank, world_size=num, local_rank=rank, listen_socket=listen_socket
+            )
             output = folder / f"rank{rank}.log"
-            workers.append(Child(partial(_run, joined, place), output=output))
+            workers.append(Child(partial(_run, joined, ctx), output=output))
     try:
         ends = time.monotonic() + timeout
         for rank, worker in enumerate(workers):

@@ -11,42 +11,40 @@ from torch.optim import SGD, AdamW
 
 from polyrhythm.errors import LaunchError, UserError
 from polyrhythm.events import EventLog, LogReader
-from polyrhythm.run.checkpoint.checkpoints import Checkpoints
+from polyrhythm.run.checkpoint.checkpointer import Checkpointer
 from polyrhythm.run.checkpoint.files import read_index
 from polyrhythm.run.checkpoint.folder import latest
 from polyrhythm.run.checkpoint.manifest import CheckpointError, read_manifest
 from polyrhythm.run.checkpoint.restore import restore
-from polyrhythm.run.launch import Place
-from tests.gloo.checkpointing import (
+from polyrhythm.run.comm.launch import DistContext
+from tests.gloo.checkpoint_models import (
     OPTIMIZERS,
-    Talker,
-    chain,
-    groups_of,
-    part_of_chain,
-    part_of_talker,
+    TiedLanguageModel,
+    param_groups,
+    sequential_model,
+    sequential_stage,
     state,
+    tied_model_stage,
     train,
 )
-from tests.gloo.pipelines import assert_equal, merged, run_alone, run_stages
+from tests.gloo.pipelines import assert_equal, merged, run_single_process, run_stages
 
-PARTS = {"chain": part_of_chain, "talker": part_of_talker}
-WHOLE = {"chain": chain, "talker": Talker}
+PARTS = {"sequential": sequential_stage, "tied": tied_model_stage}
+WHOLE = {"sequential": sequential_model, "tied": TiedLanguageModel}
 
 
 @pytest.mark.parametrize(
-    ("model", "kind"), [("chain", "adamw"), ("chain", "momentum"), ("talker", "adamw")]
+    ("model", "kind"), [("sequential", "adamw"), ("sequential", "momentum"), ("tied", "adamw")]
 )
-def test_a_run_goes_on_to_the_bit_after_every_change_of_cut(
-    tmp_path: Path, model: str, kind: str
-) -> None:
+def test_resume_with_another_split_is_bit_identical(tmp_path: Path, model: str, kind: str) -> None:
     """Saved by 2 stages at step 3; by 3 at step 5; by one process at 7; by 2 again."""
     folder = tmp_path / "checkpoints"
 
     def leg(first: int, last: int) -> Any:
-        def work(place: Place) -> list[dict[str, Tensor]]:
-            part = PARTS[model](place.rank, place.world_size)
-            optimizer = OPTIMIZERS[kind](groups_of(part.module))
-            with Checkpoints(folder, tied=part.tied) as checkpoints:
+        def work(ctx: DistContext) -> list[dict[str, Tensor]]:
+            part = PARTS[model](ctx.rank, ctx.world_size)
+            optimizer = OPTIMIZERS[kind](param_groups(part.module))
+            with Checkpointer(folder, tied=part.tied) as checkpoints:
                 if first:
                     path = checkpoints.latest()
                     assert path is not None
@@ -63,20 +61,20 @@ def test_a_run_goes_on_to_the_bit_after_every_change_of_cut(
 
     def never_stopped() -> list[dict[str, Tensor]]:
         whole = WHOLE[model]()
-        optimizer = OPTIMIZERS[kind](groups_of(whole))
+        optimizer = OPTIMIZERS[kind](param_groups(whole))
         states = []
         for step in range(9):
             states.append(state(whole, optimizer))
             train(whole, optimizer, step, step + 1)
         return states
 
-    expected = run_alone(never_stopped, tmp_path)
+    expected = run_single_process(never_stopped, tmp_path)
     for first, last, num_stages in ((0, 3, 2), (3, 5, 3), (5, 7, 1), (7, 8, 2)):
         found = run_stages(num_stages, leg(first, last), tmp_path)
         for at, states in zip((first, last), zip(*found, strict=True), strict=True):
             assert_equal(_first_names(merged(states)), _first_names(expected[at]))
     # The whole model in a process that belongs to no job.
-    again = run_alone(lambda: _restored_whole(folder, model, kind), tmp_path)
+    again = run_single_process(lambda: _restored_whole(folder, model, kind), tmp_path)
     assert_equal(_first_names(again), _first_names(expected[8]))
 
 
@@ -87,7 +85,7 @@ def _first_names(states: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _restored_whole(folder: Path, model: str, kind: str) -> dict[str, Tensor]:
     whole = WHOLE[model]()
-    optimizer = OPTIMIZERS[kind](groups_of(whole))
+    optimizer = OPTIMIZERS[kind](param_groups(whole))
     path = latest(folder)
     assert path is not None
     restore(path, whole, optimizer)
@@ -95,7 +93,7 @@ def _restored_whole(folder: Path, model: str, kind: str) -> dict[str, Tensor]:
 
 
 def save_alone(folder: Path, module: nn.Module, step: int = 1, **more: Any) -> Path:
-    with Checkpoints(folder) as checkpoints:
+    with Checkpointer(folder) as checkpoints:
         checkpoints.save(step, module, **more)
         outcome = checkpoints.wait()
     assert outcome is not None
@@ -106,11 +104,11 @@ def save_alone(folder: Path, module: nn.Module, step: int = 1, **more: Any) -> P
 def test_tied_weights_are_saved_once_and_restored_on_both_stages(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
 
-    def work(place: Place) -> dict[str, Tensor]:
-        part = part_of_talker(place.rank, place.world_size)
+    def work(ctx: DistContext) -> dict[str, Tensor]:
+        part = tied_model_stage(ctx.rank, ctx.world_size)
         optimizer = AdamW(part.module.parameters())
         train(part.module, optimizer, 0, 2)
-        with Checkpoints(folder, tied=part.tied) as checkpoints:
+        with Checkpointer(folder, tied=part.tied) as checkpoints:
             checkpoints.save(2, part.module, optimizer)
             checkpoints.wait()
             train(part.module, optimizer, 2, 3)
@@ -130,28 +128,28 @@ def test_tied_weights_are_saved_once_and_restored_on_both_stages(tmp_path: Path)
     assert written["model.norm.weight"] == "__1_0.distcp"
 
 
-def test_saves_leave_the_newest_and_an_event_each(tmp_path: Path) -> None:
+def test_save_keeps_newest_and_logs_an_event(tmp_path: Path) -> None:
     def work() -> list[str]:
-        with EventLog(tmp_path / "log.jsonl") as log, Checkpoints(tmp_path, keep=2, log=log) as it:
+        with EventLog(tmp_path / "log.jsonl") as log, Checkpointer(tmp_path, keep=2, log=log) as it:
             for step in (10, 20, 30):
-                assert it.save(step, chain(), patient=True)
+                assert it.save(step, sequential_model(), blocking=True)
         return sorted(path.name for path in tmp_path.glob("step-*"))
 
-    assert run_alone(work, tmp_path) == ["step-00000020", "step-00000030"]
+    assert run_single_process(work, tmp_path) == ["step-00000020", "step-00000030"]
     events = list(LogReader(tmp_path / "log.jsonl").new())
     assert [(event.kind, event.name, event.step) for event in events] == [
         ("checkpoint", "saved", step) for step in (10, 20, 30)
     ]
 
 
-def test_another_model_is_refused_on_all_stages_and_changes_nothing(tmp_path: Path) -> None:
-    save_alone(tmp_path, Talker(width=4))
+def test_checkpoint_of_another_model_is_rejected_on_all_stages(tmp_path: Path) -> None:
+    save_alone(tmp_path, TiedLanguageModel(width=4))
 
-    def work(place: Place) -> str:
-        part = part_of_talker(place.rank, place.world_size)
+    def work(ctx: DistContext) -> str:
+        part = tied_model_stage(ctx.rank, ctx.world_size)
         before = {k: v.clone() for k, v in part.module.state_dict().items()}
         try:
-            with Checkpoints(tmp_path, tied=part.tied) as checkpoints:
+            with Checkpointer(tmp_path, tied=part.tied) as checkpoints:
                 checkpoints.restore(tmp_path / "step-00000001", part.module)
         except CheckpointError as error:
             assert_equal(dict(part.module.state_dict()), before)
@@ -171,18 +169,20 @@ def test_another_model_is_refused_on_all_stages_and_changes_nothing(tmp_path: Pa
         (lambda model: model.__delitem__(5), "it has 5.weight"),
     ],
 )
-def test_the_first_difference_is_named(tmp_path: Path, change: Any, says: str) -> None:
-    path = save_alone(tmp_path, chain())
-    model = chain()
+def test_model_mismatch_error_names_first_difference(
+    tmp_path: Path, change: Any, says: str
+) -> None:
+    path = save_alone(tmp_path, sequential_model())
+    model = sequential_model()
     change(model)
     with pytest.raises(CheckpointError, match=says):
         restore(path, model)
 
 
-def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_optimizer_is_rejected(tmp_path: Path) -> None:
     def said() -> list[str]:
-        model = chain()
-        path = save_alone(tmp_path, model, optimizer=AdamW(groups_of(model)))
+        model = sequential_model()
+        path = save_alone(tmp_path, model, optimizer=AdamW(param_groups(model)))
         bare = save_alone(tmp_path, model, step=2)
         wide = [p for p in model.parameters() if p.dim() > 1]
         found = []
@@ -200,7 +200,7 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
         restore(path, model, AdamW(wide))  # the others are frozen by now
         return found
 
-    texts = run_alone(said, tmp_path)
+    texts = run_single_process(said, tmp_path)
     for text, says in zip(
         texts,
         ("option amsgrad", "different options", "without an optimizer", "the module has not"),
@@ -209,10 +209,10 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
         assert says in text
 
 
-def test_stages_that_do_not_see_one_folder_say_so(tmp_path: Path) -> None:
-    def work(place: Place) -> str:
+def test_folder_not_shared_by_all_stages_is_rejected(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> str:
         try:
-            Checkpoints(tmp_path / f"of-rank-{place.rank}", deadline=20)
+            Checkpointer(tmp_path / f"of-rank-{ctx.rank}", timeout=20)
         except LaunchError as error:
             return str(error)
         return "accepted"
@@ -221,14 +221,14 @@ def test_stages_that_do_not_see_one_folder_say_so(tmp_path: Path) -> None:
         assert "stage 1 does not see" in said
 
 
-def test_a_folder_that_cannot_be_made_is_refused_by_all_stages(tmp_path: Path) -> None:
+def test_unwritable_folder_is_rejected_by_all_stages(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
-    def work(place: Place) -> list[str]:
+    def work(ctx: DistContext) -> list[str]:
         found = []
-        for folder, ranks in ((tmp_path / "file", [0, 1]), (tmp_path, [1 - place.rank])):
+        for folder, ranks in ((tmp_path / "file", [0, 1]), (tmp_path, [1 - ctx.rank])):
             try:
-                Checkpoints(folder, group=ranks)
+                Checkpointer(folder, group=ranks)
             except LaunchError as error:
                 found.append(error.wrong)
         return found
@@ -238,19 +238,19 @@ def test_a_folder_that_cannot_be_made_is_refused_by_all_stages(tmp_path: Path) -
         assert f"in the process of rank {rank}" in no_member
 
 
-def test_a_file_that_is_damaged_is_seen_by_whichever_stage_reads_it(tmp_path: Path) -> None:
+def test_damaged_file_is_found_by_any_stage_and_reported_to_all(tmp_path: Path) -> None:
     """And all go back to the one before."""
     folder = tmp_path / "checkpoints"
 
-    def work(place: Place) -> list[str]:
-        part = part_of_chain(place.rank, place.world_size)
-        with Checkpoints(folder) as checkpoints, warnings.catch_warnings(record=True) as caught:
+    def work(ctx: DistContext) -> list[str]:
+        part = sequential_stage(ctx.rank, ctx.world_size)
+        with Checkpointer(folder) as checkpoints, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for step in (1, 2):
-                assert checkpoints.save(step, part.module, patient=True)
+                assert checkpoints.save(step, part.module, blocking=True)
             checkpoints.wait()
             torch.distributed.barrier()
-            if place.rank == 0:
+            if ctx.rank == 0:
                 file = folder / "step-00000002" / "__1_0.distcp"
                 content = bytearray(file.read_bytes())
                 content[len(content) // 2] ^= 1

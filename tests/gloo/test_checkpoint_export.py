@@ -11,37 +11,42 @@ from safetensors.torch import load_file
 from torch import nn
 
 from polyrhythm import cli
-from polyrhythm.run.checkpoint.checkpoints import Checkpoints
-from polyrhythm.run.checkpoint.export import export, hugging_face_facts
+from polyrhythm.run.checkpoint.checkpointer import Checkpointer
+from polyrhythm.run.checkpoint.export import export, hugging_face_configs
 from polyrhythm.run.checkpoint.manifest import CheckpointError
-from polyrhythm.run.launch import Place
-from tests.gloo.checkpointing import Talker, chain, part_of_chain, part_of_talker
+from polyrhythm.run.comm.launch import DistContext
+from tests.gloo.checkpoint_models import (
+    TiedLanguageModel,
+    sequential_model,
+    sequential_stage,
+    tied_model_stage,
+)
 from tests.gloo.pipelines import assert_equal, run_stages
 
 
-def saved_by_two(folder: Path, output: Path, *, tied: bool = False) -> None:
+def save_with_two_stages(folder: Path, output: Path, *, tied: bool = False) -> None:
     """Steps 1 and 2, of which the second has other weights."""
 
-    def work(place: Place) -> None:
-        part = (part_of_talker if tied else part_of_chain)(place.rank, place.world_size)
-        with Checkpoints(folder, tied=part.tied) as checkpoints:
+    def work(ctx: DistContext) -> None:
+        part = (tied_model_stage if tied else sequential_stage)(ctx.rank, ctx.world_size)
+        with Checkpointer(folder, tied=part.tied) as checkpoints:
             checkpoints.save(1, part.module, torch.optim.SGD(part.module.parameters()))
             with torch.no_grad():
                 for parameter in part.module.parameters():
                     parameter.mul_(2)
-            checkpoints.save(2, part.module, patient=True)
+            checkpoints.save(2, part.module, blocking=True)
 
     run_stages(2, work, output)
 
 
-def exported(*arguments: str | Path) -> int:
+def run_export(*arguments: str | Path) -> int:
     with pytest.raises(SystemExit) as caught:
         cli.main(["export", *map(str, arguments)])
     assert isinstance(caught.value.code, int)
     return caught.value.code
 
 
-def without_polyrhythm(code: str, folder: Path) -> str:
+def run_without_polyrhythm(code: str, folder: Path) -> str:
     """What a fresh process prints that can import torch, but not this."""
     blocked = f"import sys; sys.modules['polyrhythm'] = None\n{code}"
     done = subprocess.run(
@@ -58,8 +63,8 @@ def without_polyrhythm(code: str, folder: Path) -> str:
 def test_an_exported_model_loads_without_polyrhythm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saved_by_two(tmp_path / "run" / "checkpoints", tmp_path)
-    assert exported(tmp_path / "run") == 0
+    save_with_two_stages(tmp_path / "run" / "checkpoints", tmp_path)
+    assert run_export(tmp_path / "run") == 0
     assert "model.safetensors" in capsys.readouterr().out
     code = """
 import torch
@@ -70,44 +75,46 @@ model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(),
 model.load_state_dict(load_file("export/step-00000002/model.safetensors"))
 print(model[3].weight.dtype, [p.double().sum().item() for p in model.parameters()])
 """
-    expected = [(2 * p.detach()).double().sum().item() for p in chain().parameters()]
-    assert without_polyrhythm(code, tmp_path / "run") == f"torch.bfloat16 {expected}"
+    expected = [(2 * p.detach()).double().sum().item() for p in sequential_model().parameters()]
+    assert run_without_polyrhythm(code, tmp_path / "run") == f"torch.bfloat16 {expected}"
 
 
-def test_a_step_is_chosen_and_a_missing_one_refused(
+def test_export_of_chosen_step_and_error_for_missing_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saved_by_two(tmp_path / "checkpoints", tmp_path)
-    assert exported(tmp_path, "--step", "1", "--out", tmp_path / "one") == 0
-    assert_equal(load_file(tmp_path / "one" / "model.safetensors"), dict(chain().state_dict()))
-    assert exported(tmp_path, "--step", "1", "--out", tmp_path / "one") == 2
+    save_with_two_stages(tmp_path / "checkpoints", tmp_path)
+    assert run_export(tmp_path, "--step", "1", "--out", tmp_path / "one") == 0
+    assert_equal(
+        load_file(tmp_path / "one" / "model.safetensors"), dict(sequential_model().state_dict())
+    )
+    assert run_export(tmp_path, "--step", "1", "--out", tmp_path / "one") == 2
     assert "one is there already" in capsys.readouterr().err
-    assert exported(tmp_path, "--step", "3") == 2
+    assert run_export(tmp_path, "--step", "3") == 2
     assert "--step with one of 1, 2" in capsys.readouterr().err
-    assert exported(tmp_path / "nowhere") == 2
+    assert run_export(tmp_path / "nowhere") == 2
     (tmp_path / "checkpoints" / "step-00000001" / "__0_0.distcp").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"__0_0.distcp has 0 bytes"):
         export(tmp_path / "checkpoints" / "step-00000001", tmp_path / "two")
     assert not list(tmp_path.glob("*two*"))
 
 
-def test_a_large_model_becomes_several_files_and_an_index(tmp_path: Path) -> None:
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, chain())
+def test_large_model_is_exported_as_shards_with_index(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, sequential_model())
     out = export(tmp_path / "step-00000001", tmp_path / "out", largest_file=100)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in out.glob("*.safetensors"))
     assert len(files) > 3
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
-    expected = dict(chain().state_dict())
+    expected = dict(sequential_model().state_dict())
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
     assert list(index["weight_map"]) == list(expected)
     loaded = {name: load_file(out / file)[name] for name, file in index["weight_map"].items()}
     assert_equal(loaded, expected)
 
 
-def test_tied_weights_are_exported_once_and_load_as_safetensors_does_it(tmp_path: Path) -> None:
-    saved_by_two(tmp_path / "checkpoints", tmp_path, tied=True)
+def test_tied_weights_are_exported_once_and_load_with_safetensors(tmp_path: Path) -> None:
+    save_with_two_stages(tmp_path / "checkpoints", tmp_path, tied=True)
     out = export(tmp_path / "checkpoints" / "step-00000001", tmp_path / "out")
     assert "head.weight" not in load_file(out / "model.safetensors")
     code = """
@@ -120,18 +127,18 @@ model.norm = nn.LayerNorm(8)
 model.head.weight = model.embed.weight
 print(load_model(model, "out/model.safetensors"), model.head.weight.double().sum().item())
 """
-    expected = Talker().embed.weight.detach().double().sum().item()
-    assert without_polyrhythm(code, tmp_path) == f"(set(), []) {expected}"
+    expected = TiedLanguageModel().embed.weight.detach().double().sum().item()
+    assert run_without_polyrhythm(code, tmp_path) == f"(set(), []) {expected}"
 
 
 @pytest.mark.long
-def test_a_model_of_transformers_is_loaded_by_from_pretrained(tmp_path: Path) -> None:
+def test_exported_transformers_model_loads_with_from_pretrained(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=11)
     torch.manual_seed(3)
     model = transformers.GPT2LMHeadModel(config)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, model, facts=hugging_face_facts(model))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, model, run_info=hugging_face_configs(model))
     export(tmp_path / "step-00000001", tmp_path / "out")
     code = """
 from transformers import AutoModelForCausalLM
@@ -139,8 +146,8 @@ model = AutoModelForCausalLM.from_pretrained("out")
 print(type(model).__name__, [p.double().sum().item() for p in model.parameters()])
 """
     expected = [p.detach().double().sum().item() for p in model.parameters()]
-    assert without_polyrhythm(code, tmp_path) == f"GPT2LMHeadModel {expected}"
+    assert run_without_polyrhythm(code, tmp_path) == f"GPT2LMHeadModel {expected}"
 
 
-def test_a_plain_model_has_no_facts_for_transformers() -> None:
-    assert hugging_face_facts(nn.Linear(2, 2)) == {}
+def test_plain_model_has_no_hugging_face_configs() -> None:
+    assert hugging_face_configs(nn.Linear(2, 2)) == {}

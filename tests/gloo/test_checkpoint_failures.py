@@ -20,16 +20,16 @@ from torch.optim import SGD
 
 from polyrhythm.errors import WorkerError
 from polyrhythm.events import EventLog, LogReader
-from polyrhythm.run.checkpoint import saving
-from polyrhythm.run.checkpoint.checkpoints import Checkpoints, Outcome
-from polyrhythm.run.checkpoint.folder import latest, steps
-from polyrhythm.run.launch import LocalJob, Place
-from tests.gloo.checkpointing import part_of_chain, train
-from tests.gloo.pipelines import DEADLINE, run_alone, run_stages
+from polyrhythm.run.checkpoint import save
+from polyrhythm.run.checkpoint.checkpointer import Checkpointer, SaveOutcome
+from polyrhythm.run.checkpoint.folder import latest, list_steps
+from polyrhythm.run.comm.launch import DistContext, LocalJob
+from tests.gloo.checkpoint_models import sequential_stage, train
+from tests.gloo.pipelines import STAGE_TIMEOUT, run_single_process, run_stages
 
 
 @contextmanager
-def warned() -> Iterator[list[str]]:
+def record_warnings() -> Iterator[list[str]]:
     """The texts of warnings, also of those from other threads."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -38,7 +38,7 @@ def warned() -> Iterator[list[str]]:
         texts += [str(each.message) for each in caught]
 
 
-def ended(checkpoints: Checkpoints) -> Outcome:
+def wait_for_save(checkpoints: Checkpointer) -> SaveOutcome:
     outcome = checkpoints.wait(60)
     assert outcome is not None, "not done in time"
     return outcome
@@ -60,7 +60,7 @@ def mount_small_disk(folder: Path, size: str) -> str | None:
     return None
 
 
-def test_a_full_disk_costs_one_checkpoint_and_no_more(tmp_path: Path) -> None:
+def test_full_disk_fails_only_one_save(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     log_path = tmp_path / "log.jsonl"
@@ -70,23 +70,27 @@ def test_a_full_disk_costs_one_checkpoint_and_no_more(tmp_path: Path) -> None:
             return {"problem": problem}
         module = nn.Linear(128, 128)  # 64 KiB
         found: dict[str, Any] = {}
-        with EventLog(log_path) as log, Checkpoints(disk, log=log) as it, warned() as texts:
+        with (
+            EventLog(log_path) as log,
+            Checkpointer(disk, log=log) as it,
+            record_warnings() as texts,
+        ):
             it.save(1, module)
-            assert ended(it).is_saved
+            assert wait_for_save(it).is_saved
             with (disk / "other").open("wb", buffering=0) as other:
                 left = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
                 other.write(bytes(left - 32 * 1024))
             it.save(2, module)
-            found["why"] = ended(it).why
+            found["why"] = wait_for_save(it).why
             found["there"] = sorted(entry.name for entry in disk.iterdir())
             found["latest"] = str(latest(disk))
             (disk / "other").unlink()
             it.save(3, module)
-            assert ended(it).is_saved
-            assert list(steps(disk)) == [1, 3]
+            assert wait_for_save(it).is_saved
+            assert list(list_steps(disk)) == [1, 3]
         return found | {"warned": texts}
 
-    found = run_alone(work, tmp_path)
+    found = run_single_process(work, tmp_path)
     if "problem" in found:
         pytest.skip(f"no disk of our own: {found['problem']}")
     assert found["why"] == "stage 0: No space left on device"
@@ -98,23 +102,23 @@ def test_a_full_disk_costs_one_checkpoint_and_no_more(tmp_path: Path) -> None:
     assert [event.name for event in LogReader(log_path).new()] == ["saved", "failed", "saved"]
 
 
-def test_a_stage_that_cannot_write_fails_the_save_of_all(tmp_path: Path) -> None:
+def test_write_error_on_one_stage_fails_the_save_on_all_stages(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
 
-    def work(place: Place) -> dict[str, Any]:
-        part = part_of_chain(place.rank, place.world_size)
+    def work(ctx: DistContext) -> dict[str, Any]:
+        part = sequential_stage(ctx.rank, ctx.world_size)
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        with Checkpoints(folder) as it, warned() as texts:
-            if place.rank == 1:
+        with Checkpointer(folder) as it, record_warnings() as texts:
+            if ctx.rank == 1:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
             it.save(1, part.module)
-            failed = ended(it)
+            failed = wait_for_save(it)
             dist.barrier()
             left = list(folder.iterdir())
             dist.barrier()
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
             it.save(2, part.module)
-            saved = ended(it).is_saved
+            saved = wait_for_save(it).is_saved
         return {"why": failed.why, "left": len(left), "saved": saved, "warned": len(texts)}
 
     first, second = run_stages(2, work, tmp_path)
@@ -128,33 +132,33 @@ class SlowDisk:
     def __init__(self) -> None:
         self.released = threading.Event()
         self.began = threading.Event()
-        self._write, saving.write_part = saving.write_part, self
+        self._write, save.write_stage = save.write_stage, self
 
     def __call__(self, *args: Any) -> Any:
         self.began.set()
-        assert self.released.wait(DEADLINE)
+        assert self.released.wait(STAGE_TIMEOUT)
         return self._write(*args)
 
 
-def test_training_goes_on_while_a_slow_disk_writes(tmp_path: Path) -> None:
+def test_training_continues_while_a_slow_disk_writes(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
 
-    def work(place: Place) -> dict[str, Any]:
-        part = part_of_chain(place.rank, place.world_size)
+    def work(ctx: DistContext) -> dict[str, Any]:
+        part = sequential_stage(ctx.rank, ctx.world_size)
         optimizer = SGD(part.module.parameters(), lr=0.1)
         disk = SlowDisk()
-        with Checkpoints(folder) as it, warned() as texts:
+        with Checkpointer(folder) as it, record_warnings() as texts:
             started = [it.save(1, part.module, optimizer)]
-            assert disk.began.wait(DEADLINE)
+            assert disk.began.wait(STAGE_TIMEOUT)
             train(part.module, optimizer, 0, 50)  # all of it while nothing can be written
             started.append(it.save(2, part.module, optimizer))
             assert it.wait(0) is None
             disk.released.set()
-            outcomes = [ended(it)]
+            outcomes = [wait_for_save(it)]
             dist.barrier()
             started.append(it.save(3, part.module, optimizer))
-            started.append(it.save(4, part.module, optimizer, patient=True))
-            outcomes.append(ended(it))
+            started.append(it.save(4, part.module, optimizer, blocking=True))
+            outcomes.append(wait_for_save(it))
         return {
             "started": started,
             "saved": [outcome.step for outcome in outcomes if outcome.is_saved],
@@ -164,36 +168,36 @@ def test_training_goes_on_while_a_slow_disk_writes(tmp_path: Path) -> None:
     first, second = run_stages(2, work, tmp_path)
     assert first["started"] == second["started"] == [True, False, True, True]
     assert first["saved"] == second["saved"] == [1, 4]
-    assert list(steps(folder)) == [1, 3, 4]
+    assert list(list_steps(folder)) == [1, 3, 4]
     assert len(first["warned"]) == 1
     assert "step 2 left out: stage 0 was still writing" in first["warned"][0]
 
 
-def test_a_save_that_one_stage_leaves_out_is_left_out_by_all(tmp_path: Path) -> None:
+def test_save_skipped_by_one_stage_is_skipped_by_all(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
 
-    def work(place: Place) -> list[Any]:
-        part = part_of_chain(place.rank, place.world_size)
-        with Checkpoints(folder) as it, warned():
+    def work(ctx: DistContext) -> list[Any]:
+        part = sequential_stage(ctx.rank, ctx.world_size)
+        with Checkpointer(folder) as it, record_warnings():
             released = threading.Event()
-            if place.rank == 1:  # it hears of the end of a save when the other has begun another
-                told = saving._told
+            if ctx.rank == 1:  # it hears of the end of a save when the other has begun another
+                told = save._wait_for_decision
 
                 def lingering(*args: Any) -> Any:
-                    assert released.wait(DEADLINE)
+                    assert released.wait(STAGE_TIMEOUT)
                     return told(*args)
 
-                saving._told = lingering
+                save._wait_for_decision = lingering
             it.save(1, part.module)
-            if place.rank == 0:
-                assert ended(it).is_saved
+            if ctx.rank == 0:
+                assert wait_for_save(it).is_saved
             dist.barrier()
             started = it.save(2, part.module)
-            if place.rank == 0:
-                ended(it)
+            if ctx.rank == 0:
+                wait_for_save(it)
             dist.barrier()
             released.set()
-            outcome = ended(it)
+            outcome = wait_for_save(it)
         return [started, outcome.step, outcome.is_saved, outcome.why]
 
     first, second = run_stages(2, work, tmp_path)
@@ -202,18 +206,18 @@ def test_a_save_that_one_stage_leaves_out_is_left_out_by_all(tmp_path: Path) -> 
     assert [entry.name for entry in folder.iterdir()] == ["step-00000001"]
 
 
-def test_after_a_kill_in_the_middle_of_a_save_the_one_before_is_used(tmp_path: Path) -> None:
+def test_previous_checkpoint_is_used_after_kill_during_save(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
 
-    def killed(place: Place) -> None:
-        part = part_of_chain(place.rank, place.world_size)
-        with Checkpoints(folder) as it:
+    def killed(ctx: DistContext) -> None:
+        part = sequential_stage(ctx.rank, ctx.world_size)
+        with Checkpointer(folder) as it:
             it.save(1, part.module, extra={"position": 8})
-            assert ended(it).is_saved
+            assert wait_for_save(it).is_saved
             dist.barrier()
-            if place.rank == 1:
-                write = saving.write_part
-                saving.write_part = lambda *args: (write(*args), os.kill(os.getpid(), 9))  # type: ignore[assignment, return-value]
+            if ctx.rank == 1:
+                write = save.write_stage
+                save.write_stage = lambda *args: (write(*args), os.kill(os.getpid(), 9))  # type: ignore[assignment, return-value]
             it.save(2, part.module)
             it.wait()
 
@@ -222,9 +226,9 @@ def test_after_a_kill_in_the_middle_of_a_save_the_one_before_is_used(tmp_path: P
     assert caught.value.status == -signal.SIGKILL
     assert (folder / ".step-00000002.partial" / "__1_0.distcp").exists()
 
-    def next_run(place: Place) -> list[Any]:
-        part = part_of_chain(place.rank, place.world_size)
-        with Checkpoints(folder) as it:
+    def next_run(ctx: DistContext) -> list[Any]:
+        part = sequential_stage(ctx.rank, ctx.world_size)
+        with Checkpointer(folder) as it:
             path = it.latest()
             assert path is not None
             found = it.restore(path, part.module)
@@ -237,28 +241,28 @@ def test_after_a_kill_in_the_middle_of_a_save_the_one_before_is_used(tmp_path: P
 @pytest.mark.parametrize(
     ("lost", "says"), [(0, "lost the process that serves the job's store"), (1, "lost stage 1")]
 )
-def test_a_peer_that_dies_in_a_save_does_not_hang_the_other(
+def test_peer_death_during_save_does_not_hang_the_other_stage(
     tmp_path: Path, lost: int, says: str
 ) -> None:
     folder = tmp_path / "checkpoints"
 
-    def work(place: Place) -> None:
-        part = part_of_chain(place.rank, place.world_size)
-        with place.joined(DEADLINE), warned():
-            it = Checkpoints(folder, deadline=1.0)
-            write = saving.write_part
+    def work(ctx: DistContext) -> None:
+        part = sequential_stage(ctx.rank, ctx.world_size)
+        with ctx.process_group(STAGE_TIMEOUT), record_warnings():
+            it = Checkpointer(folder, timeout=1.0)
+            write = save.write_stage
 
             def dying(*args: Any) -> Any:
-                if place.rank == lost:
+                if ctx.rank == lost:
                     while not (tmp_path / "in-the-save").exists():
                         time.sleep(0.01)
                     os._exit(0)
                 (tmp_path / "in-the-save").touch()
                 return write(*args)
 
-            saving.write_part = dying
+            save.write_stage = dying
             it.save(1, part.module)
-            outcome = ended(it)
+            outcome = wait_for_save(it)
             torch.save([outcome.is_saved, outcome.why], tmp_path / "found.pt")
         os._exit(7)  # not reached: the job cannot be left together
 

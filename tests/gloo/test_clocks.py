@@ -7,45 +7,45 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from polyrhythm.run.launch import LocalJob, Place
+from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.pipeline import clocks
-from polyrhythm.run.pipeline.clocks import Distance, measure
+from polyrhythm.run.pipeline.clocks import ClockOffset, measure_offsets
 from polyrhythm.run.pipeline.connections import Connections
-from polyrhythm.run.pipeline.split import linear_wiring
+from polyrhythm.run.pipeline.partition import linear_wiring
 
 NUM_STAGES = 4
 ROUNDS = 5
 
 
-def connected(place: Place) -> Connections:
+def connected(ctx: DistContext) -> Connections:
     return Connections(
-        range(place.world_size),
-        place.rank,
-        linear_wiring(place.rank, place.world_size),
+        range(ctx.world_size),
+        ctx.rank,
+        linear_wiring(ctx.rank, ctx.world_size),
         device=torch.device("cpu"),
         pipeline=0,
-        deadline=30,
+        timeout=30,
     )
 
 
-def measured(folder: Path, shifts: list[float]) -> list[list[tuple[Distance | None, ...]]]:
+def measured(folder: Path, shifts: list[float]) -> list[list[tuple[ClockOffset | None, ...]]]:
     """By stage and round, the distances before and after; clocks are ahead by `shifts`."""
 
-    def work(place: Place) -> None:
-        shift = shifts[place.rank]
+    def work(ctx: DistContext) -> None:
+        shift = shifts[ctx.rank]
         clocks.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + shift)
-        with place.joined(30):
-            connections = connected(place)
-            found = [measure(connections) for _ in range(ROUNDS)]
+        with ctx.process_group(30):
+            connections = connected(ctx)
+            found = [measure_offsets(connections) for _ in range(ROUNDS)]
             connections.close()
         plain = [[None if one is None else tuple(one) for one in pair] for pair in found]
-        torch.save(plain, folder / f"{place.rank}.pt")
+        torch.save(plain, folder / f"{ctx.rank}.pt")
 
     with LocalJob(work, NUM_STAGES, output_folder=folder) as job:
         assert job.wait(40), "not done in time"
     saved = [torch.load(folder / f"{stage}.pt") for stage in range(NUM_STAGES)]
     return [
-        [tuple(None if one is None else Distance(*one) for one in pair) for pair in rounds]
+        [tuple(None if one is None else ClockOffset(*one) for one in pair) for pair in rounds]
         for rounds in saved
     ]
 
@@ -54,7 +54,7 @@ def measured(folder: Path, shifts: list[float]) -> list[list[tuple[Distance | No
 @pytest.mark.parametrize(
     "shifts", [[0.0] * NUM_STAGES, [0.0, 5000.0, -3.25, 0.125]], ids=["one clock", "four clocks"]
 )
-def test_clocks_are_found_to_within_half_the_round_trip(
+def test_clock_offset_error_is_at_most_half_the_round_trip(
     tmp_path: Path, shifts: list[float]
 ) -> None:
     """The processes share a clock, apart from the shift: then this is certain, however busy."""
@@ -65,20 +65,20 @@ def test_clocks_are_found_to_within_half_the_round_trip(
             assert after == before, "both ends of a link hold the same numbers"
             assert after.latency > 0
             true = shifts[stage + 1] - shifts[stage]
-            assert abs(after.ahead - true) <= after.latency + 1e-9
+            assert abs(after.offset - true) <= after.latency + 1e-9
     assert all(before is None for before, _ in found[0])
     assert all(after is None for _, after in found[-1])
 
 
 @pytest.mark.timeout(60)
-def test_the_quickest_of_several_round_trips_counts(tmp_path: Path) -> None:
+def test_fastest_round_trip_is_used(tmp_path: Path) -> None:
     """Two of three answers are held up: the latency is that of the third."""
     hold_up = 0.3
 
-    def work(place: Place) -> None:
-        with place.joined(30):
-            connections = connected(place)
-            if place.rank == 1:
+    def work(ctx: DistContext) -> None:
+        with ctx.process_group(30):
+            connections = connected(ctx)
+            if ctx.rank == 1:
                 real, delays = clocks._send, iter([hold_up, 0.0, hold_up])
 
                 def slow_send(*args: object) -> None:
@@ -86,7 +86,7 @@ def test_the_quickest_of_several_round_trips_counts(tmp_path: Path) -> None:
                     real(*args)
 
                 clocks._send = slow_send
-            _, after = measure(connections)
+            _, after = measure_offsets(connections)
             assert after is None or after.latency < hold_up / 2
             connections.close()
 

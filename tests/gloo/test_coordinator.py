@@ -8,22 +8,22 @@ import pytest
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError
 from polyrhythm.run.coordinator.coordinator import Coordinator
-from polyrhythm.run.coordinator.wire import Accepted, Beat, Welcome
-from polyrhythm.sync.deadlines import Limits
+from polyrhythm.run.coordinator.wire import Accepted, Heartbeat, Welcome
 from polyrhythm.sync.decision_log import DecisionReader, replay
-from polyrhythm.sync.messages import Assign, Commit, Done, Join, Leave, Ready, Refuse, Skip
+from polyrhythm.sync.protocol import Assign, Commit, Done, Join, Leave, Ready, Refuse, Skip
+from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
 from tests.gloo.coordinators import (
     KEYS,
-    PATIENCE,
-    Raw,
-    Trainee,
+    TIMEOUT,
+    FakeWorker,
+    RawClient,
     coordinator_of,
     eventually,
     hello_of,
+    joined_workers,
     setup_of,
     train_all,
-    trainees,
     workers_of,
 )
 
@@ -39,96 +39,104 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_step_ends_once_and_the_log_replays(policy: str, tmp_path: Path) -> None:
+def test_every_step_ends_once_and_log_replays(policy: str, tmp_path: Path) -> None:
     setup = setup_of(policy, stages=2, pipelines=3, options=POLICIES[policy], seed=5)
     log = tmp_path / "scheduler.jsonl"
     with coordinator_of(setup, log) as coordinator:
-        made = [Trainee(coordinator.address, setup, worker) for worker in workers_of(setup)]
-        train_all(made, 20)
+        fake_workers = [
+            FakeWorker(coordinator.address, setup, worker) for worker in workers_of(setup)
+        ]
+        train_all(fake_workers, 20)
         eventually(lambda: not coordinator.present)
         counters = coordinator.counters
-    for trainee in made:
-        gids = [command.gid for command in trainee.told(Assign)]
+    for fake_worker in fake_workers:
+        gids = [command.gid for command in fake_worker.commands_of(Assign)]
         assert gids == sorted(set(gids))
-        assert not trainee.failures
+        assert not fake_worker.failures
     assert counters["committed"] > 0
-    assert counters["malformed"] == counters["stranger"] == 0
+    assert counters["malformed"] == counters["unknown_worker"] == 0
     assert counters["late"] == 0 or policy == "pairwise"  # a passive partner may leave
     assert replay(log) is None
     events = [decision.event for _, decision in DecisionReader(log).decisions()]
     num_ready = sum(isinstance(event, Ready) for event in events)
-    assert num_ready == len(made) * 20
+    assert num_ready == len(fake_workers) * 20
     assert [event.now for event in events] == sorted(event.now for event in events)
 
 
-def test_a_worker_alone_goes_on_alone(tmp_path: Path) -> None:
+def test_single_worker_skips_averaging(tmp_path: Path) -> None:
     setup = setup_of("age", pipelines=1)
     with (
         coordinator_of(setup, tmp_path / "log") as coordinator,
-        trainees(coordinator.address, setup) as (alone,),
+        joined_workers(coordinator.address, setup) as (alone,),
     ):
         assert [type(alone.step()) for _ in range(5)] == [Skip] * 5
     assert replay(tmp_path / "log") is None
 
 
-def test_one_connection_may_speak_for_several_workers() -> None:
+def test_one_connection_serves_several_workers() -> None:
     setup = setup_of(pipelines=3)
-    with coordinator_of(setup) as coordinator, Raw(coordinator.address) as raw:
+    with coordinator_of(setup) as coordinator, RawClient(coordinator.address) as raw:
         for worker in workers_of(setup):
-            raw.say(hello_of(setup, worker))
-        assert raw.hear(Welcome) == Welcome(3)
+            raw.send(hello_of(setup, worker))
+        assert raw.receive(Welcome) == Welcome(3)
         for worker in workers_of(setup):
-            raw.say(Ready(worker, 1, 1))
-        assign = raw.hear(Assign)
+            raw.send(Ready(worker, 1, 1))
+        assign = raw.receive(Assign)
         for worker in assign.members:
-            raw.say(Done(worker, assign.gid, True, 1))
-        assert raw.hear(Commit) == Commit(assign.gid, tuple(workers_of(setup)), (1, 1, 1))
-        raw.say(Beat(Worker(0, 1), 1))
-        assert raw.hear(object) == Beat(Worker(0, 1), 1)  # no command came twice
+            raw.send(Done(worker, assign.gid, True, 1))
+        assert raw.receive(Commit) == Commit(assign.gid, tuple(workers_of(setup)), (1, 1, 1))
+        raw.send(Heartbeat(Worker(0, 1), 1))
+        assert raw.receive(object) == Heartbeat(Worker(0, 1), 1)  # no command came twice
 
 
-def test_the_coordinator_sets_the_time_of_events(tmp_path: Path) -> None:
+def test_coordinator_sets_event_time(tmp_path: Path) -> None:
     setup = setup_of(pipelines=1)
-    with coordinator_of(setup, tmp_path / "log") as coordinator, Raw(coordinator.address) as raw:
+    with (
+        coordinator_of(setup, tmp_path / "log") as coordinator,
+        RawClient(coordinator.address) as raw,
+    ):
         before = time.monotonic()
-        raw.say(hello_of(setup, Worker(0, 0)))
-        raw.hear(Welcome)
-        raw.say(Ready(Worker(0, 0), 1, 1, now=1e9))
-        raw.hear(Skip)
+        raw.send(hello_of(setup, Worker(0, 0)))
+        raw.receive(Welcome)
+        raw.send(Ready(Worker(0, 0), 1, 1, now=1e9))
+        raw.receive(Skip)
         after = time.monotonic()
     times = [decision.event.now for _, decision in DecisionReader(tmp_path / "log").decisions()]
     assert before <= times[0] <= times[1] <= after
 
 
-def test_workers_are_welcomed_together() -> None:
+def test_welcome_waits_for_all_workers() -> None:
     setup = setup_of(pipelines=2)
-    with coordinator_of(setup) as coordinator, Raw(coordinator.address) as first:
-        first.say(hello_of(setup, Worker(0, 0)))
-        assert isinstance(first.hear(object), Accepted)
+    with coordinator_of(setup) as coordinator, RawClient(coordinator.address) as first:
+        first.send(hello_of(setup, Worker(0, 0)))
+        assert isinstance(first.receive(object), Accepted)
         with pytest.raises(AssertionError, match="no Welcome"):
-            first.hear(Welcome, timeout=0.3)
-        with Raw(coordinator.address) as second:
-            second.say(hello_of(setup, Worker(0, 1)))
-            assert first.hear(Welcome) == second.hear(Welcome) == Welcome(2)
+            first.receive(Welcome, timeout=0.3)
+        with RawClient(coordinator.address) as second:
+            second.send(hello_of(setup, Worker(0, 1)))
+            assert first.receive(Welcome) == second.receive(Welcome) == Welcome(2)
 
 
-def test_who_is_there_begins_after_a_time_and_who_is_late_begins_at_once() -> None:
+def test_startup_timeout_starts_present_workers_and_late_join_starts_at_once() -> None:
     setup = setup_of(pipelines=3)
-    with coordinator_of(setup, startup=0.3) as coordinator, Raw(coordinator.address) as first:
+    with (
+        coordinator_of(setup, startup_timeout=0.3) as coordinator,
+        RawClient(coordinator.address) as first,
+    ):
         began = time.monotonic()
-        first.say(hello_of(setup, Worker(0, 0)))
-        assert first.hear(Welcome) == Welcome(1)
+        first.send(hello_of(setup, Worker(0, 0)))
+        assert first.receive(Welcome) == Welcome(1)
         assert time.monotonic() - began >= 0.3
-        with Raw(coordinator.address) as late:
-            late.say(hello_of(setup, Worker(0, 1)))
-            assert late.hear(Welcome) == Welcome(2)
+        with RawClient(coordinator.address) as late:
+            late.send(hello_of(setup, Worker(0, 1)))
+            assert late.receive(Welcome) == Welcome(2)
 
 
-def test_a_defect_ends_the_service_and_everybody_hears_of_it() -> None:
+def test_internal_error_stops_server_and_reaches_all_workers() -> None:
     setup = setup_of(pipelines=2)
-    coordinator = coordinator_of(setup).in_thread()
-    with trainees(coordinator.address, setup) as (one, other):
-        coordinator.scheduler._hear[Ready] = lambda event: 1 / 0
+    coordinator = coordinator_of(setup).start()
+    with joined_workers(coordinator.address, setup) as (one, other):
+        coordinator.scheduler._handlers[Ready] = lambda event: 1 / 0
         with pytest.raises(PeerError, match="the coordinator has failed: ZeroDivisionError"):
             one.step()
         with pytest.raises(PeerError, match="the coordinator has failed"):
@@ -138,46 +146,46 @@ def test_a_defect_ends_the_service_and_everybody_hears_of_it() -> None:
     coordinator.close()  # it has said so
 
 
-def test_closing_waits_for_those_who_have_not_left() -> None:
+def test_close_waits_for_workers_to_leave() -> None:
     setup = setup_of(pipelines=1)
-    coordinator = coordinator_of(setup).in_thread()
-    trainee = Trainee(coordinator.address, setup, Worker(0, 0)).join()
-    leaves = threading.Timer(0.5, trainee.client.close)
+    coordinator = coordinator_of(setup).start()
+    fake_worker = FakeWorker(coordinator.address, setup, Worker(0, 0)).join()
+    leaves = threading.Timer(0.5, fake_worker.client.close)
     leaves.start()
     began = time.monotonic()
-    coordinator.close(patience=PATIENCE)
-    assert 0.4 < time.monotonic() - began < PATIENCE
+    coordinator.close(timeout=TIMEOUT)
+    assert 0.4 < time.monotonic() - began < TIMEOUT
     leaves.join()
-    assert not trainee.failures
+    assert not fake_worker.failures
 
 
-def test_those_who_are_still_there_hear_of_the_end() -> None:
+def test_close_notifies_remaining_workers() -> None:
     setup = setup_of(pipelines=1)
-    coordinator = coordinator_of(setup).in_thread()
-    with trainees(coordinator.address, setup) as (left,):
+    coordinator = coordinator_of(setup).start()
+    with joined_workers(coordinator.address, setup) as (left,):
         coordinator.close()
         with pytest.raises(PeerError, match="the coordinator has ended"):
             left.step()
 
 
-def test_a_worker_that_left_may_come_again_in_a_new_life() -> None:
+def test_worker_rejoins_with_new_incarnation() -> None:
     setup = setup_of(pipelines=1)
     with coordinator_of(setup) as coordinator:
-        Trainee(coordinator.address, setup, Worker(0, 0), life=1).train(2)
+        FakeWorker(coordinator.address, setup, Worker(0, 0), incarnation=1).train(2)
         eventually(lambda: not coordinator.present)
         with pytest.raises(LaunchError, match="life 1 is over, as it has left"):
-            Trainee(coordinator.address, setup, Worker(0, 0), life=1).train(1)
-        Trainee(coordinator.address, setup, Worker(0, 0), life=2).train(2)
+            FakeWorker(coordinator.address, setup, Worker(0, 0), incarnation=1).train(1)
+        FakeWorker(coordinator.address, setup, Worker(0, 0), incarnation=2).train(2)
 
 
-def test_a_coordinator_that_never_served_can_be_closed(tmp_path: Path) -> None:
+def test_close_without_serving(tmp_path: Path) -> None:
     coordinator = coordinator_of(setup_of(), tmp_path / "log")
     coordinator.close()
     coordinator.close()
     assert replay(tmp_path / "log") is None
 
 
-def test_serving_in_the_foreground_ends_when_it_is_told_to() -> None:
+def test_foreground_serve_stops_on_event() -> None:
     coordinator, until = coordinator_of(setup_of()), threading.Event()
     threading.Timer(0.1, until.set).start()
     began = time.monotonic()
@@ -195,7 +203,7 @@ def test_serving_in_the_foreground_ends_when_it_is_told_to() -> None:
         ("tcp://127.0.0.1:99999", "port up to 65535"),
     ],
 )
-def test_an_address_that_cannot_be_bound_is_refused(bind: str, problem: str) -> None:
+def test_unbindable_address_is_refused(bind: str, problem: str) -> None:
     with pytest.raises(LaunchError, match=problem):
         Coordinator.of(setup_of(), bind=bind, keys=KEYS)
 
@@ -205,11 +213,11 @@ def test_a_port_in_use_is_refused() -> None:
         Coordinator.of(setup_of(), bind=coordinator.address, keys=KEYS)
 
 
-def test_times_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+def test_invalid_timeouts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=r"silence=0\.5"):
-        coordinator_of(setup_of(), silence=0.5)
+        coordinator_of(setup_of(), heartbeat_timeout=0.5)
     with pytest.raises(PolicyError, match="startup=inf"):
-        coordinator_of(setup_of(), startup=float("inf"))
+        coordinator_of(setup_of(), startup_timeout=float("inf"))
     with pytest.raises(PolicyError, match=r"up to 300 s, and a lease .* of 300 s"):
         setup_of(limits=Limits(ceiling=300.0))
     setup = setup_of(pipelines=2)
@@ -234,23 +242,25 @@ def test_times_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_a_full_disk_stops_the_log_and_not_the_service() -> None:
+def test_full_disk_stops_log_but_not_server() -> None:
     setup = setup_of(pipelines=2)
     with pytest.warns(UserWarning, match="decision log /dev/full ends here"):
         coordinator = coordinator_of(setup, Path("/dev/full"))
     with coordinator:
-        made = [Trainee(coordinator.address, setup, worker) for worker in workers_of(setup)]
-        train_all(made, 3)
+        fake_workers = [
+            FakeWorker(coordinator.address, setup, worker) for worker in workers_of(setup)
+        ]
+        train_all(fake_workers, 3)
         counters = coordinator.counters
-    assert [trainee.clock for trainee in made] == [3, 3]
-    assert not any(trainee.failures for trainee in made)
+    assert [fake_worker.clock for fake_worker in fake_workers] == [3, 3]
+    assert not any(fake_worker.failures for fake_worker in fake_workers)
     assert counters["committed"] > 0
 
 
-def test_join_comes_first_and_leave_last_in_a_log(tmp_path: Path) -> None:
+def test_log_starts_with_join_and_ends_with_leave(tmp_path: Path) -> None:
     setup = setup_of(pipelines=1)
     with coordinator_of(setup, tmp_path / "log") as coordinator:
-        Trainee(coordinator.address, setup, Worker(0, 0)).train(1)
+        FakeWorker(coordinator.address, setup, Worker(0, 0)).train(1)
         eventually(lambda: not coordinator.present)
     kinds = [type(decision.event) for _, decision in DecisionReader(tmp_path / "log").decisions()]
     assert kinds == [Join, Ready, Leave]

@@ -13,12 +13,12 @@ import pytest
 from polyrhythm.errors import PeerError
 from polyrhythm.run.coordinator.keys import JobKeys
 from polyrhythm.sync.decision_log import replay
-from polyrhythm.sync.messages import Commit, Leave
+from polyrhythm.sync.protocol import Commit, Leave
 from polyrhythm.types import Worker
 from tests.gloo import coordinators
 from tests.gloo.coordinators import (
-    Raw,
-    Trainee,
+    FakeWorker,
+    RawClient,
     coordinator_of,
     eventually,
     hello_of,
@@ -27,10 +27,10 @@ from tests.gloo.coordinators import (
     workers_of,
 )
 
-POLYRHYTHM = [sys.executable, "-m", "polyrhythm", "scheduler"]
+POLYRHYTHM = [sys.executable, "-m", "polyrhythm", "coordinator"]
 
 
-class Running:
+class CommandProcess:
     """The command; its output is read as it comes."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
@@ -44,7 +44,7 @@ class Running:
         )
         self.lines: list[str] = []
 
-    def until(self, pattern: str) -> str:
+    def read_until(self, pattern: str) -> str:
         """Read on until a line says that."""
         for line in self._process.stdout:
             self.lines.append(line.rstrip("\n"))
@@ -52,8 +52,8 @@ class Running:
                 return found[found.lastindex or 0]
         raise AssertionError(f"no {pattern!r} in {self.lines}")
 
-    def end(self, what: signal.Signals) -> int:
-        self._process.send_signal(what)
+    def signal_and_wait(self, signal_number: signal.Signals) -> int:
+        self._process.send_signal(signal_number)
         return self.status()
 
     def status(self) -> int:
@@ -62,7 +62,7 @@ class Running:
         self.lines += rest.splitlines()
         return self._process.returncode
 
-    def __enter__(self) -> "Running":
+    def __enter__(self) -> "CommandProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,49 +70,47 @@ class Running:
         self._process.communicate()
 
 
-def test_workers_are_served_until_it_is_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_serves_until_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = setup_of("age", stages=2, pipelines=2, options={"max_age": 4, "window": "paper"})
     shape = ["--policy", "age", "--stages", "2", "--pipelines", "2"]
     options = ["--options", "max_age=4", "window=paper", "--log", "out"]
-    with Running(tmp_path, "--bind", "tcp://127.0.0.1:0", *shape, *options) as running:
-        address = running.until(
+    with CommandProcess(tmp_path, "--bind", "tcp://127.0.0.1:0", *shape, *options) as running:
+        address = running.read_until(
             r"scheduler at (tcp://[\d.:]+): age every=1 seed=0 max_age=4 window="
         )
-        running.until(f"options={setup.options}, coordinator='{address}', keys='job.keys'")
+        running.read_until(f"options={setup.options}, coordinator='{address}', keys='job.keys'")
         keys = JobKeys.load(tmp_path / "job.keys")
         monkeypatch.setattr(coordinators, "KEYS", keys)
-        *most, last = [Trainee(address, setup, worker) for worker in workers_of(setup)]
-        for trainee in (*most, last):
-            trainee.join()
-        running.until("s0p0 has joined from here")
-        running.until("4 of 4 workers have joined")
+        *most, last = [FakeWorker(address, setup, worker) for worker in workers_of(setup)]
+        for fake_worker in (*most, last):
+            fake_worker.join()
+        running.read_until("s0p0 has joined from here")
+        running.read_until("4 of 4 workers have joined")
         for _ in range(3):
-            for trainee in (*most, last):
-                trainee.ready()
-            for trainee in (*most, last):
-                trainee.wait()
+            for fake_worker in (*most, last):
+                fake_worker.ready()
+            for fake_worker in (*most, last):
+                fake_worker.wait()
         train_all(most, 0)
-        running.until("has left, 1 are here")
-        assert running.end(signal.SIGINT) == 130
+        running.read_until("has left, 1 are here")
+        assert running.signal_and_wait(signal.SIGINT) == 130
         with pytest.raises(PeerError, match="the coordinator has ended"):
             last.step()
         last.client.close()
     assert re.match(r"in all: [\d,]+ groups? averaged", running.lines[-1])
     assert running.lines[-2] == "stopped"
     assert not any("error" in line for line in running.lines)
-    assert any(trainee.told(Commit) for trainee in (*most, last))
+    assert any(fake_worker.commands_of(Commit) for fake_worker in (*most, last))
     assert replay(tmp_path / "out" / "scheduler.jsonl") is None
 
 
-def test_being_terminated_is_an_ending_like_any_other(tmp_path: Path) -> None:
+def test_sigterm_ends_command_cleanly(tmp_path: Path) -> None:
     JobKeys.new().save(tmp_path / "mine")
-    with Running(
+    with CommandProcess(
         tmp_path, "--bind", "tcp://127.0.0.1:0", "--pipelines", "1", "--keys", "mine"
     ) as running:
-        running.until("it ends when all workers have left; Ctrl-C ends it before")
-        assert running.end(signal.SIGTERM) == 143
+        running.read_until("it ends when all workers have left; Ctrl-C ends it before")
+        assert running.signal_and_wait(signal.SIGTERM) == 143
         assert running.lines[-1] == "in all: nothing happened"
         assert not any("new keys" in line for line in running.lines)
         assert not (tmp_path / "job.keys").exists()
@@ -127,60 +125,65 @@ def test_being_terminated_is_an_ending_like_any_other(tmp_path: Path) -> None:
         ([True, False], 1, "the last worker is lost (lost in all: s0p1)"),
     ],
 )
-def test_it_ends_with_the_job_and_the_last_to_go_decides_how(
+def test_command_exits_with_job_and_last_worker_sets_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave: list[bool], status: int, why: str
 ) -> None:
     setup = setup_of("all_reduce", pipelines=2)
     shape = ["--policy", "all_reduce", "--pipelines", "2"]
-    with Running(tmp_path, "--bind", "tcp://127.0.0.1:0", *shape) as running:
-        address = running.until(r"scheduler at (tcp://[\d.]+:\d+)")
-        running.until("Ctrl-C")
+    with CommandProcess(tmp_path, "--bind", "tcp://127.0.0.1:0", *shape) as running:
+        address = running.read_until(r"scheduler at (tcp://[\d.]+:\d+)")
+        running.read_until("Ctrl-C")
         monkeypatch.setattr(coordinators, "KEYS", JobKeys.load(tmp_path / "job.keys"))
-        trainees = [Trainee(address, setup, worker) for worker in workers_of(setup)]
-        for trainee in trainees:
-            trainee.join()
-        for trainee, leaves in zip(trainees, leave, strict=True):
-            trainee.client.close(leave=leaves)
-            running.until(f"{trainee.worker} has left" if leaves else f"{trainee.worker} is dead")
+        fake_workers = [FakeWorker(address, setup, worker) for worker in workers_of(setup)]
+        for fake_worker in fake_workers:
+            fake_worker.join()
+        for fake_worker, leaves in zip(fake_workers, leave, strict=True):
+            fake_worker.client.close(leave=leaves)
+            running.read_until(
+                f"{fake_worker.worker} has left" if leaves else f"{fake_worker.worker} is dead"
+            )
         assert running.status() == status
     assert why in running.lines
     assert running.lines[-1].startswith("in all: ")
 
 
-def test_it_is_not_over_before_they_have_begun() -> None:
+def test_coordinator_is_not_over_before_start() -> None:
     setup = setup_of(pipelines=2)
     worker = Worker(0, 0)
     with coordinator_of(setup) as coordinator:
         assert not coordinator.is_over
-        with Raw(coordinator.address) as raw:
-            raw.say(hello_of(setup, worker))
+        with RawClient(coordinator.address) as raw:
+            raw.send(hello_of(setup, worker))
             eventually(lambda: coordinator.present)
-            raw.say(Leave(worker, 1))
+            raw.send(Leave(worker, 1))
             eventually(lambda: not coordinator.present)
             assert not coordinator.is_over
-        made = [Trainee(coordinator.address, setup, worker, life=2) for worker in workers_of(setup)]
-        train_all(made, 1)
+        fake_workers = [
+            FakeWorker(coordinator.address, setup, worker, incarnation=2)
+            for worker in workers_of(setup)
+        ]
+        train_all(fake_workers, 1)
         eventually(lambda: coordinator.is_over)
 
 
-def test_a_knock_without_the_keys_is_told_once(tmp_path: Path) -> None:
-    with Running(tmp_path, "--bind", "tcp://127.0.0.1:0", "--pipelines", "1") as running:
-        address = running.until(r"scheduler at (tcp://[\d.]+:\d+)")
-        running.until("Ctrl-C")
+def test_connection_without_keys_is_logged_once(tmp_path: Path) -> None:
+    with CommandProcess(tmp_path, "--bind", "tcp://127.0.0.1:0", "--pipelines", "1") as running:
+        address = running.read_until(r"scheduler at (tcp://[\d.]+:\d+)")
+        running.read_until("Ctrl-C")
         keys, others = JobKeys.load(tmp_path / "job.keys"), JobKeys.new()
         half = dataclasses.replace(
             others, server_public=keys.server_public, server_secret=keys.server_secret
         )
-        with Raw(address, half) as raw:
-            raw.say(b"hello")
-            running.until("refused: a connection without this job's keys")
-            with Raw(address, others) as another:
-                another.say(b"hello")
-                with Raw(address, keys) as good:
-                    good.say(b"no message")
-                    good.say(hello_of(setup_of("adaptive", pipelines=1), Worker(0, 0)))
-                    running.until("1 of 1 workers have joined")
-        running.until("s0p0 is dead")
+        with RawClient(address, half) as raw:
+            raw.send(b"hello")
+            running.read_until("refused: a connection without this job's keys")
+            with RawClient(address, others) as another:
+                another.send(b"hello")
+                with RawClient(address, keys) as good:
+                    good.send(b"no message")
+                    good.send(hello_of(setup_of("adaptive", pipelines=1), Worker(0, 0)))
+                    running.read_until("1 of 1 workers have joined")
+        running.read_until("s0p0 is dead")
         assert running.status() == 1
     assert sum("without this job's keys" in line for line in running.lines) == 1
     assert re.search(r"messages refused \(unauthenticated \d+, malformed 1\)", running.lines[-1]), (
@@ -200,10 +203,10 @@ def test_a_knock_without_the_keys_is_told_once(tmp_path: Path) -> None:
         (["--options", '{"group_size": 9}'], "group_size=9"),
         (["--bind", "nonsense"], "bind 'nonsense'"),
         (["--pipelines", "0"], "num_pipelines=0"),
-        (["--silence", "0"], "silence=0"),
+        (["--heartbeat-timeout", "0"], "silence=0"),
     ],
 )
-def test_what_cannot_work_is_refused(
+def test_invalid_arguments_are_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -214,14 +217,14 @@ def test_what_cannot_work_is_refused(
 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        main(["scheduler", "--pipelines", "2", "--bind", "tcp://127.0.0.1:0", *arguments])
+        main(["coordinator", "--pipelines", "2", "--bind", "tcp://127.0.0.1:0", *arguments])
     assert ended.value.code == 2
     assert problem in capsys.readouterr().err
 
 
 def test_no_torch_is_loaded() -> None:
     code = (
-        "import sys, polyrhythm.cli.scheduler;"
+        "import sys, polyrhythm.cli.coordinator;"
         "import polyrhythm.run.coordinator.coordinator, polyrhythm.run.coordinator.client;"
         "sys.exit('torch' in sys.modules)"
     )

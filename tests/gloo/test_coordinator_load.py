@@ -7,7 +7,7 @@ from rich.console import Console
 from benchmarks.sync.scheduler import measure
 
 
-def test_a_quick_measurement_is_quick_and_whole() -> None:
+def test_quick_load_measurement_is_complete() -> None:
     shown = io.StringIO()
     figures = measure(quick=True, console=Console(file=shown, width=100))
     assert list(figures.per_s_by_connections) == [128, 8]

@@ -13,21 +13,21 @@ from polyrhythm.errors import LaunchError
 from polyrhythm.run.coordinator.coordinator import Coordinator
 from polyrhythm.run.coordinator.keys import JobKeys
 from polyrhythm.run.coordinator.wire import (
-    MOST_BYTES,
-    OUT,
+    FATAL,
+    MAX_HELLO_BYTES,
     PROTOCOL,
     Accepted,
-    Beat,
+    Heartbeat,
     Hello,
     Welcome,
 )
-from polyrhythm.sync.messages import Assign, Commit, Done, Leave, Ready, Refuse, Request
+from polyrhythm.sync.protocol import Assign, Commit, Done, Leave, Ready, Refuse, Request
 from polyrhythm.types import Worker
 from tests.gloo.coordinators import (
     KEYS,
     SHAPE,
-    Raw,
-    Trainee,
+    FakeWorker,
+    RawClient,
     coordinator_of,
     eventually,
     hello_of,
@@ -40,19 +40,19 @@ encode = msgspec.msgpack.encode
 
 
 @contextlib.contextmanager
-def busy() -> Iterator[Coordinator]:
+def busy_coordinator() -> Iterator[Coordinator]:
     """A coordinator with two good workers that average all the while, and must get on with it."""
     done, rounds, errors = threading.Event(), [0], []
-    with coordinator_of(SETUP, startup=0.0) as coordinator:
+    with coordinator_of(SETUP, startup_timeout=0.0) as coordinator:
         pairs = ((0, 0), (0, 1), (1, 0), (1, 1))
-        good = [Trainee(coordinator.address, SETUP, Worker(*pair)).join() for pair in pairs]
+        good = [FakeWorker(coordinator.address, SETUP, Worker(*pair)).join() for pair in pairs]
 
         def average() -> None:
             try:
                 while not done.is_set():
-                    for trainee in good[:2]:
-                        trainee.ready()
-                    assert all(isinstance(trainee.wait(), Commit) for trainee in good[:2])
+                    for fake_worker in good[:2]:
+                        fake_worker.ready()
+                    assert all(isinstance(fake_worker.wait(), Commit) for fake_worker in good[:2])
                     rounds[0] += 1
             except BaseException as error:
                 errors.append(error)
@@ -66,8 +66,8 @@ def busy() -> Iterator[Coordinator]:
         finally:
             done.set()
             thread.join()
-            for trainee in good:
-                trainee.client.close()
+            for fake_worker in good:
+                fake_worker.client.close()
         assert not errors
 
 
@@ -88,8 +88,8 @@ MALFORMED = {
     "worker of one number": encode(["Ready", [0], 1, 0]),
     "too few fields": encode(["Ready", [0, 2]]),
     "negative clock": encode(["Ready", [0, 2], -1, 0]),
-    "no positions": encode(["Take", [0, 2], 0, 0, None, 1]),
-    "positions before the first": encode(["Take", [0, 2], 0, 4, -1, 1]),
+    "no positions": encode(["Acquire", [0, 2], 0, 0, None, 1]),
+    "positions before the first": encode(["Acquire", [0, 2], 0, 4, -1, 1]),
     "a map": encode({"type": "Ready"}),
     "too many dimensions": encode(hello_of(SETUP, THIRD, shape=(("a", (1,) * 33),))),
     "a long name": encode(hello_of(SETUP, THIRD, node="n" * 256)),
@@ -100,65 +100,70 @@ MALFORMED = {
 }
 
 
-def test_what_cannot_be_read_is_counted_and_disturbs_nobody() -> None:
+def test_malformed_messages_are_counted_and_ignored() -> None:
     chance = random.Random(0)
     noise = [chance.randbytes(chance.randrange(1, 60)) for _ in range(200)]
-    with busy() as coordinator, Raw(coordinator.address) as raw:
-        raw.say(hello_of(SETUP, THIRD))
-        raw.hear(Welcome)
+    with busy_coordinator() as coordinator, RawClient(coordinator.address) as raw:
+        raw.send(hello_of(SETUP, THIRD))
+        raw.receive(Welcome)
         for number, data in enumerate([*MALFORMED.values(), *noise], 1):
-            raw.say(data)
+            raw.send(data)
             if number <= len(MALFORMED):
                 kind = list(MALFORMED)[number - 1]
                 eventually(lambda n=number: coordinator.counters["malformed"] == n), kind
-        raw.say(Beat(THIRD, 1))
-        assert raw.hear(object) == Beat(THIRD, 1)  # and to none of it was an answer
+        raw.send(Heartbeat(THIRD, 1))
+        assert raw.receive(object) == Heartbeat(THIRD, 1)  # and to none of it was an answer
         assert coordinator.counters["malformed"] == len(MALFORMED) + len(noise)
 
 
-def test_messages_of_several_parts_are_dropped_whole() -> None:
-    with busy() as coordinator, Raw(coordinator.address) as raw:
-        raw.say(hello_of(SETUP, THIRD))
-        raw.hear(Welcome)
+def test_multipart_messages_are_dropped() -> None:
+    with busy_coordinator() as coordinator, RawClient(coordinator.address) as raw:
+        raw.send(hello_of(SETUP, THIRD))
+        raw.receive(Welcome)
         raw.socket.send_multipart([encode(Ready(THIRD, 1, 1)), b"", b"more"])
         raw.socket.send_multipart([b"", encode(Ready(THIRD, 1, 1))])
-        raw.say(Beat(THIRD, 1))
-        assert raw.hear(object) == Beat(THIRD, 1)
+        raw.send(Heartbeat(THIRD, 1))
+        assert raw.receive(object) == Heartbeat(THIRD, 1)
         assert coordinator.counters["frames"] == 2
 
 
-def test_only_a_hello_may_be_long_and_none_too_long() -> None:
-    with busy() as coordinator, Raw(coordinator.address) as raw:
+def test_message_size_limits() -> None:
+    with busy_coordinator() as coordinator, RawClient(coordinator.address) as raw:
         long = tuple((f"layers.{number}.weight", (4, 8)) for number in range(30_000))
-        assert 500_000 < len(encode(hello_of(SETUP, THIRD, shape=long))) < MOST_BYTES
-        raw.say(hello_of(SETUP, THIRD, shape=long))
-        assert "in all, 30,000 tensors with 960,000 numbers" in raw.hear(Refuse).why
-        raw.say(hello_of(SETUP, THIRD))
-        raw.hear(Welcome)
-        raw.say(encode(["Ready", [0, 2], 1, 1, 0.0, "x" * 1024]))
+        assert 500_000 < len(encode(hello_of(SETUP, THIRD, shape=long))) < MAX_HELLO_BYTES
+        raw.send(hello_of(SETUP, THIRD, shape=long))
+        assert "in all, 30,000 tensors with 960,000 numbers" in raw.receive(Refuse).why
+        raw.send(hello_of(SETUP, THIRD))
+        raw.receive(Welcome)
+        raw.send(encode(["Ready", [0, 2], 1, 1, 0.0, "x" * 1024]))
         eventually(lambda: coordinator.counters["oversized"] == 1)
-        raw.say(b"x" * (MOST_BYTES + 2048))  # libzmq ends the connection, and connects again
+        raw.send(b"x" * (MAX_HELLO_BYTES + 2048))  # libzmq ends the connection, and connects again
         eventually(lambda: THIRD not in coordinator.present)
         assert coordinator.counters["malformed"] == 0
 
 
-def test_nobody_speaks_for_somebody_else() -> None:
-    with busy() as coordinator, Raw(coordinator.address) as raw:
-        raw.say(Ready(FIRST, 99, 1))  # without a Hello: no answer
-        eventually(lambda: coordinator.counters["stranger"] == 1)
-        raw.say(hello_of(SETUP, THIRD))
-        raw.hear(Welcome)
-        others = [Ready(FIRST, 99, 1), Done(FIRST, 1, False, 1), Leave(FIRST, 1), Beat(FIRST, 1)]
+def test_worker_cannot_impersonate_another() -> None:
+    with busy_coordinator() as coordinator, RawClient(coordinator.address) as raw:
+        raw.send(Ready(FIRST, 99, 1))  # without a Hello: no answer
+        eventually(lambda: coordinator.counters["unknown_worker"] == 1)
+        raw.send(hello_of(SETUP, THIRD))
+        raw.receive(Welcome)
+        others = [
+            Ready(FIRST, 99, 1),
+            Done(FIRST, 1, False, 1),
+            Leave(FIRST, 1),
+            Heartbeat(FIRST, 1),
+        ]
         for message in [*others, Request(Worker(7, 7), 1, 1)]:
-            raw.say(message)
-            refused = raw.hear(object)
-            assert refused == Refuse(message.worker, OUT, refused.why)
+            raw.send(message)
+            refused = raw.receive(object)
+            assert refused == Refuse(message.worker, FATAL, refused.why)
             assert f"has not said Hello for {message.worker}" in refused.why
-        assert coordinator.counters["stranger"] == 1 + len(others) + 1
+        assert coordinator.counters["unknown_worker"] == 1 + len(others) + 1
         assert FIRST in coordinator.present
 
 
-def test_who_does_not_have_the_keys_is_not_heard() -> None:
+def test_connections_without_keys_are_rejected() -> None:
     other = JobKeys.new()
     wrong_client = JobKeys(
         server_public=KEYS.server_public,
@@ -166,10 +171,10 @@ def test_who_does_not_have_the_keys_is_not_heard() -> None:
         client_public=other.client_public,
         client_secret=other.client_secret,
     )
-    with busy() as coordinator:
+    with busy_coordinator() as coordinator:
         for num_tried, keys in enumerate((None, wrong_client, other), 1):
-            with Raw(coordinator.address, keys) as raw:
-                raw.say(hello_of(SETUP, THIRD))
+            with RawClient(coordinator.address, keys) as raw:
+                raw.send(hello_of(SETUP, THIRD))
                 eventually(lambda n=num_tried: coordinator.counters["unauthenticated"] >= n)
                 assert not raw.socket.poll(50)
         assert THIRD not in coordinator.present
@@ -210,56 +215,56 @@ def test_who_does_not_have_the_keys_is_not_heard() -> None:
         ),
     ],
 )
-def test_a_hello_that_does_not_fit_is_refused(kind: str, change: dict, reason: str) -> None:
-    with busy() as coordinator, Raw(coordinator.address) as raw:
+def test_mismatched_hello_is_refused(kind: str, change: dict, reason: str) -> None:
+    with busy_coordinator() as coordinator, RawClient(coordinator.address) as raw:
         hello = msgspec.structs.replace(hello_of(SETUP, THIRD, clock=3), **change)
-        raw.say(hello)
-        refused = raw.hear(object)
+        raw.send(hello)
+        refused = raw.receive(object)
         assert reason in refused.why
         assert refused.worker == hello.worker
         assert coordinator.counters[kind] == 1
-        raw.say(hello_of(SETUP, THIRD))  # and may be put right
-        assert isinstance(raw.hear(object), Accepted)
+        raw.send(hello_of(SETUP, THIRD))  # and may be put right
+        assert isinstance(raw.receive(object), Accepted)
 
 
-def test_a_hello_of_a_protocol_with_other_fields_is_refused_as_such() -> None:
-    with busy() as coordinator, Raw(coordinator.address) as raw:
-        raw.say(encode(["Hello", 7, [0, 2], {"everything": "else"}]))
-        assert "s0p2 speaks protocol 7" in raw.hear(Refuse).why
+def test_hello_of_other_protocol_version_is_refused() -> None:
+    with busy_coordinator() as coordinator, RawClient(coordinator.address) as raw:
+        raw.send(encode(["Hello", 7, [0, 2], {"everything": "else"}]))
+        assert "s0p2 speaks protocol 7" in raw.receive(Refuse).why
         assert coordinator.counters["hello_protocol"] == 1
 
 
-def test_a_second_process_for_a_worker_is_refused() -> None:
-    with busy() as coordinator:
+def test_second_process_for_worker_is_refused() -> None:
+    with busy_coordinator() as coordinator:
         with pytest.raises(LaunchError, match="two processes for one worker") as refused:
-            Trainee(coordinator.address, SETUP, SECOND, node="elsewhere").join()
+            FakeWorker(coordinator.address, SETUP, SECOND, node="elsewhere").join()
         assert "comes from 'elsewhere' in its life 1, but is here from 'here' in its life 1" in (
             str(refused.value)
         )
         assert coordinator.counters["hello_incarnation"] == 1
 
 
-def test_a_newer_life_takes_over_and_the_older_one_hears_why() -> None:
+def test_newer_incarnation_replaces_older() -> None:
     setup = setup_of(pipelines=2)
     with (
-        coordinator_of(setup, startup=0.0) as coordinator,
-        Raw(coordinator.address) as old,
-        Raw(coordinator.address) as new,
+        coordinator_of(setup, startup_timeout=0.0) as coordinator,
+        RawClient(coordinator.address) as old,
+        RawClient(coordinator.address) as new,
     ):
-        old.say(hello_of(setup, FIRST, life=1))
-        old.hear(Welcome)
-        new.say(hello_of(setup, FIRST, life=2))
-        new.hear(Welcome)
-        old.say(Ready(FIRST, 1, 1))
-        assert "s0p0 has started anew, in its life 2" in old.hear(Refuse).why
-        new.say(Ready(FIRST, 1, 2))
-        new.say(hello_of(setup, SECOND, life=1))
-        new.say(Ready(SECOND, 1, 1))
-        assert new.hear(Assign).lives == (2, 1)
+        old.send(hello_of(setup, FIRST, incarnation=1))
+        old.receive(Welcome)
+        new.send(hello_of(setup, FIRST, incarnation=2))
+        new.receive(Welcome)
+        old.send(Ready(FIRST, 1, 1))
+        assert "s0p0 has started anew, in its life 2" in old.receive(Refuse).why
+        new.send(Ready(FIRST, 1, 2))
+        new.send(hello_of(setup, SECOND, incarnation=1))
+        new.send(Ready(SECOND, 1, 1))
+        assert new.receive(Assign).incarnations == (2, 1)
 
 
-def test_floods_of_connections_disturb_nobody() -> None:
-    with busy() as coordinator:
+def test_many_unauthenticated_connections_are_harmless() -> None:
+    with busy_coordinator() as coordinator:
         context = zmq.Context()
         sockets = [context.socket(zmq.DEALER) for _ in range(50)]
         for each in sockets:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
-from polyrhythm.run.launch import Place
 from tests.gloo.pipelines import run_stages
 
 STEPS, WIDTH, TIMEOUT = 10, 12, 20.0
@@ -87,10 +87,10 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(
-    place: Place, name: str, optimizer: str, *, ours: bool, clip: bool, parts: int, **more: Any
+    ctx: DistContext, name: str, optimizer: str, *, ours: bool, clip: bool, parts: int, **more: Any
 ) -> dict[str, Tensor]:
-    torch.manual_seed(place.rank)  # they begin with rank 0's
-    model = MODELS[name](place.rank)
+    torch.manual_seed(ctx.rank)  # they begin with rank 0's
+    model = MODELS[name](ctx.rank)
     module = model
     if ours:
         opt = DistributedOptimizer(
@@ -103,7 +103,7 @@ def train(
     quiet = opt if ours else module
     for step in range(STEPS):
         for part in range(parts):
-            inputs, target = batch(place.rank, parts * step + part)
+            inputs, target = batch(ctx.rank, parts * step + part)
 
             def backward(inputs: Tensor = inputs, target: Tensor = target) -> None:
                 (nn.functional.mse_loss(module(inputs), target) / parts).backward()
@@ -139,16 +139,16 @@ def train(
         ("norms", False, 1, 2),
     ],
 )
-def test_after_ten_steps_weights_are_those_of_ddp(
+def test_ten_steps_give_the_weights_of_ddp(
     name: str, clip: bool, parts: int, num_workers: int, optimizer: str, tmp_path: Path
 ) -> None:
-    def work(place: Place) -> list[dict[str, Tensor]]:
+    def work(ctx: DistContext) -> list[dict[str, Tensor]]:
         same = {"clip": clip, "parts": parts}
         return [
-            train(place, name, optimizer, ours=False, **same),
-            train(place, name, optimizer, ours=True, bucket_bytes=1000, **same),
-            train(place, name, optimizer, ours=True, **same),
-            train(place, name, optimizer, ours=True, bucket_bytes=700, mode="all_reduce", **same),
+            train(ctx, name, optimizer, ours=False, **same),
+            train(ctx, name, optimizer, ours=True, bucket_bytes=1000, **same),
+            train(ctx, name, optimizer, ours=True, **same),
+            train(ctx, name, optimizer, ours=True, bucket_bytes=700, mode="all_reduce", **same),
         ]
 
     found = run_stages(num_workers, work, tmp_path)
@@ -159,18 +159,16 @@ def test_after_ten_steps_weights_are_those_of_ddp(
                 assert (weights[key] - value).abs().max() <= 1e-6, key
 
 
-@pytest.mark.parametrize("mode", ["nested decoupled", "nested all_reduce"])
-def test_averages_inside_of_nodes_and_then_across_are_those_of_ddp(
-    mode: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("mode", ["hierarchical decoupled", "hierarchical all_reduce"])
+def test_hierarchical_averages_give_the_weights_of_ddp(mode: str, tmp_path: Path) -> None:
     """Of workers 0 and 2 on one node, 1 and 3 on the other."""
 
-    def work(place: Place) -> list[dict[str, Tensor]]:
-        nested = {"mode": mode, "node": f"node{place.rank % 2}", "bucket_bytes": 1000}
+    def work(ctx: DistContext) -> list[dict[str, Tensor]]:
+        nested = {"mode": mode, "node": f"node{ctx.rank % 2}", "bucket_bytes": 1000}
         same = {"clip": True, "parts": 2}
         return [
-            train(place, "tied", "adamw", ours=False, **same),
-            train(place, "tied", "adamw", ours=True, **same, **nested),
+            train(ctx, "tied", "adamw", ours=False, **same),
+            train(ctx, "tied", "adamw", ours=True, **same, **nested),
         ]
 
     found = run_stages(4, work, tmp_path)
@@ -181,12 +179,12 @@ def test_averages_inside_of_nodes_and_then_across_are_those_of_ddp(
 
 @pytest.mark.long
 @pytest.mark.timeout(100)
-def test_while_buckets_are_tuned_training_goes_on_as_with_ddp(tmp_path: Path) -> None:
+def test_bucket_autotuning_gives_the_weights_of_ddp(tmp_path: Path) -> None:
     """All workers change at the same steps to the same buckets, and settle; state is moved."""
 
-    def trained(place: Place, module: nn.Module, optimizer: Any) -> Iterator[int]:
+    def trained(ctx: DistContext, module: nn.Module, optimizer: Any) -> Iterator[int]:
         for step in range(130):
-            inputs = torch.full((1, 640), 0.01 * (step % 7 + place.rank))
+            inputs = torch.full((1, 640), 0.01 * (step % 7 + ctx.rank))
             module(inputs).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -196,14 +194,14 @@ def test_while_buckets_are_tuned_training_goes_on_as_with_ddp(tmp_path: Path) ->
         torch.manual_seed(0)
         return nn.Sequential(*(nn.Linear(640, 640) for _ in range(3)))
 
-    def work(place: Place) -> tuple[Any, ...]:
+    def work(ctx: DistContext) -> tuple[Any, ...]:
         model = layers()
         optimizer = DistributedOptimizer(
             OPTIMIZERS["adamw"](model.parameters()), model, timeout=TIMEOUT
         )
         seen = set()
         num_steps = 0
-        for number in trained(place, model, optimizer):
+        for number in trained(ctx, model, optimizer):
             num_steps = number
             seen.add(str(optimizer.candidate))
             if optimizer.is_tuned:
@@ -211,7 +209,7 @@ def test_while_buckets_are_tuned_training_goes_on_as_with_ddp(tmp_path: Path) ->
         optimizer.close()
         expected = layers()
         ddp = DistributedDataParallel(expected)
-        for number in trained(place, ddp, OPTIMIZERS["adamw"](expected.parameters())):
+        for number in trained(ctx, ddp, OPTIMIZERS["adamw"](expected.parameters())):
             if number == num_steps:
                 break
         pairs = zip(model.parameters(), expected.parameters(), strict=True)

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from polyrhythm.errors import PeerError, PolicyError, UserError
-from polyrhythm.run.average import exchange, halves
-from polyrhythm.run.average.arriving import Arriving
-from polyrhythm.run.average.group_sync import GroupSync
-from polyrhythm.run.launch import Place
+from polyrhythm.run.averaging import exchange, split_all_reduce
+from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.averaging.streaming import StreamingBuffer
+from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from tests.gloo.pipelines import random_batch, run_stages, stack_of, step
 from tests.gloo.replicas import TIMEOUT, Point, run_replicas
 
 WIDTH = 8
-EVERYBODY = {  # options with which three workers are one group
+FULL_GROUP = {  # options with which three workers are one group
     "age": {"window": float("inf"), "group_size": 3},
     "adaptive": {"window": float("inf"), "group_size": 3},
     "random": {"group_size": 3},
@@ -82,20 +82,20 @@ class Checkpointed(nn.Module):
         return x
 
 
-def in_small_parts() -> None:
+def use_small_buckets() -> None:
     """From now on in this process: many buckets, of which each member owns a part."""
-    exchange.SMALL, halves.BUCKET = 0, 100
+    exchange.SMALL, split_all_reduce.BUCKET = 0, 100
 
 
-def gathers_late(seconds: float = 0.1) -> None:
+def delay_all_gather(seconds: float = 0.1) -> None:
     """From now on in this process: whoever does not wait for an average is ahead of it."""
-    gather = halves.Halves.gather
+    gather = split_all_reduce.SplitAllReduce.all_gather
 
     def late(*args: Any) -> str | None:
         time.sleep(seconds)
         return gather(*args)
 
-    halves.Halves.gather = late
+    split_all_reduce.SplitAllReduce.all_gather = late
 
 
 def inputs_of(rank: int, number: int) -> Tensor:
@@ -111,7 +111,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def made(
+def make_replica(
     kind: Callable[[], nn.Module],
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     policy: str = "age",
@@ -120,13 +120,15 @@ def made(
     torch.manual_seed(3)
     model = kind()
     updates = optimizer(model)
-    options = {"options": EVERYBODY[policy], "timeout": TIMEOUT, **more}
+    options = {"options": FULL_GROUP[policy], "timeout": TIMEOUT, **more}
     return model, updates, GroupSync(model, updates, policy, **options)
 
 
-def train_step(place: Place, number: int, model: nn.Module, optimizer: Any, sync: Any) -> Tensor:
+def train_step(
+    ctx: DistContext, number: int, model: nn.Module, optimizer: Any, sync: Any
+) -> Tensor:
     optimizer.zero_grad()
-    loss = model(inputs_of(place.rank, number)).square().mean()
+    loss = model(inputs_of(ctx.rank, number)).square().mean()
     loss.backward()
     optimizer.step()
     sync.step()
@@ -158,24 +160,24 @@ def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
         ("all_reduce", sgd, "local", Tied),  # of models, at every second step
     ],
 )
-def test_training_is_the_same_bit_for_bit(
+def test_decoupled_training_is_bitwise_equal(
     policy: str,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     state: str,
     kind: Callable[[], nn.Module],
     tmp_path: Path,
 ) -> None:
-    def work(place: Place) -> tuple[bool, bool, list[Tensor]]:
-        in_small_parts()
-        gathers_late(0.02)
+    def work(ctx: DistContext) -> tuple[bool, bool, list[Tensor]]:
+        use_small_buckets()
+        delay_all_gather(0.02)
         found = []
         every = 2 if policy == "all_reduce" else 1
         for decoupled in (False, True):
-            model, updates, sync = made(
+            model, updates, sync = make_replica(
                 kind, optimizer, policy, state=state, every=every, decoupled=decoupled
             )
             with sync:
-                losses = [train_step(place, number, model, updates, sync) for number in range(6)]
+                losses = [train_step(ctx, number, model, updates, sync) for number in range(6)]
             found.append((losses, content(model.state_dict()), content(updates.state_dict())))
         plain, ours = found
         return equal(ours[0], plain[0]), equal(ours[1] + ours[2], plain[1] + plain[2]), ours[1]
@@ -185,46 +187,46 @@ def test_training_is_the_same_bit_for_bit(
     assert equal(found[1][2], found[0][2])
 
 
-def test_a_forward_begins_before_the_last_of_an_average_has_come(tmp_path: Path) -> None:
+def test_forward_starts_before_all_gather_ends(tmp_path: Path) -> None:
     """The last bucket is held back until the first layer has been computed."""
 
-    def work(place: Place) -> list[bool]:
-        in_small_parts()
-        computed, reach, held = threading.Event(), Arriving.reach, []
+    def work(ctx: DistContext) -> list[bool]:
+        use_small_buckets()
+        computed, reach, held = threading.Event(), StreamingBuffer.mark_filled, []
 
-        def hold(arriving: Arriving, num: int) -> None:
-            if num == arriving.value.numel():
+        def hold(streaming_buffer: StreamingBuffer, num: int) -> None:
+            if num == streaming_buffer.value.numel():
                 held.append(computed.wait(10.0))
-            reach(arriving, num)
+            reach(streaming_buffer, num)
 
-        model, optimizer, sync = made(lambda: stack_of(4), decoupled=True)
+        model, optimizer, sync = make_replica(lambda: stack_of(4), decoupled=True)
         with sync:
-            train_step(place, 0, model, optimizer, sync)
+            train_step(ctx, 0, model, optimizer, sync)
             sync.refresh()
-            Arriving.reach = hold
-            train_step(place, 1, model, optimizer, sync)
+            StreamingBuffer.mark_filled = hold
+            train_step(ctx, 1, model, optimizer, sync)
             model[0].register_forward_hook(lambda *_: computed.set())
-            train_step(place, 2, model, optimizer, sync)
+            train_step(ctx, 2, model, optimizer, sync)
         return held
 
     assert run_replicas(3, work, tmp_path) == [[True, True]] * 3
 
 
 @pytest.mark.long
-def test_a_compiled_model_waits_where_it_would_without(tmp_path: Path) -> None:
-    def work(place: Place) -> tuple[bool, int]:
-        in_small_parts()
-        gathers_late(0.05)
+def test_compiled_model_waits_in_forward_hooks(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[bool, int]:
+        use_small_buckets()
+        delay_all_gather(0.05)
         warnings.simplefilter("ignore")  # of torch, where its graphs break
         found = []
         for decoupled in (True, False):
-            model, optimizer, sync = made(Normalised, decoupled=decoupled)
+            model, optimizer, sync = make_replica(Normalised, decoupled=decoupled)
             compiled = torch.compile(model, backend="aot_eager")
             with sync:
                 for number in range(4):
-                    train_step(place, number, compiled, optimizer, sync)
+                    train_step(ctx, number, compiled, optimizer, sync)
                 if decoupled:
-                    num_seen = len(sync._rounds._arrivals._seen)
+                    num_seen = len(sync._strategy._forward_hooks._seen)
             found.append(content(model.state_dict()))
             torch._dynamo.reset()
         return equal(*found), num_seen
@@ -232,7 +234,7 @@ def test_a_compiled_model_waits_where_it_would_without(tmp_path: Path) -> None:
     assert run_replicas(3, work, tmp_path) == [(True, 8)] * 3
 
 
-LOOKS: dict[str, Callable[[nn.Module, Any, GroupSync], Any]] = {
+READS: dict[str, Callable[[nn.Module, Any, GroupSync], Any]] = {
     "the model's state": lambda model, _, __: model.state_dict(),
     "the state of a part of it": lambda model, _, __: model[3].state_dict(),
     "the optimizer's state": lambda _, optimizer, __: optimizer.state_dict(),
@@ -243,35 +245,35 @@ LOOKS: dict[str, Callable[[nn.Module, Any, GroupSync], Any]] = {
 }
 
 
-def test_between_a_step_and_the_next_whoever_looks_sees_the_average(tmp_path: Path) -> None:
-    def work(place: Place) -> dict[str, bool]:
-        in_small_parts()
-        gathers_late()
+def test_reads_between_steps_see_the_average(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> dict[str, bool]:
+        use_small_buckets()
+        delay_all_gather()
         found: dict[bool, dict[str, list[Tensor]]] = {False: {}, True: {}}
         for decoupled, seen in found.items():
-            model, optimizer, sync = made(Normalised, decoupled=decoupled, state="average")
+            model, optimizer, sync = make_replica(Normalised, decoupled=decoupled, state="average")
             with sync:
-                train_step(place, 0, model, optimizer, sync)
-                for number, (what, look) in enumerate(LOOKS.items()):
-                    train_step(place, number, model, optimizer, sync)
+                train_step(ctx, 0, model, optimizer, sync)
+                for number, (what, read) in enumerate(READS.items()):
+                    train_step(ctx, number, model, optimizer, sync)
                     with torch.no_grad():
-                        seen[what] = content(look(model, optimizer, sync))
+                        seen[what] = content(read(model, optimizer, sync))
                     model.train()
-        return {what: equal(found[True][what], found[False][what]) for what in LOOKS}
+        return {what: equal(found[True][what], found[False][what]) for what in READS}
 
-    assert run_replicas(3, work, tmp_path) == [dict.fromkeys(LOOKS, True)] * 3
+    assert run_replicas(3, work, tmp_path) == [dict.fromkeys(READS, True)] * 3
 
 
-def test_weights_that_are_loaded_stay(tmp_path: Path) -> None:
+def test_pending_average_does_not_overwrite_loaded_weights(tmp_path: Path) -> None:
     """An average that is still on its way does not come over them."""
 
-    def work(place: Place) -> bool:
-        in_small_parts()
-        gathers_late()
-        model, optimizer, sync = made(Normalised, decoupled=True)
+    def work(ctx: DistContext) -> bool:
+        use_small_buckets()
+        delay_all_gather()
+        model, optimizer, sync = make_replica(Normalised, decoupled=True)
         saved = copy.deepcopy(model.state_dict())
         with sync:
-            train_step(place, 0, model, optimizer, sync)
+            train_step(ctx, 0, model, optimizer, sync)
             model.load_state_dict(saved)
             time.sleep(0.3)
             return equal(content(model.state_dict()), content(saved))
@@ -279,50 +281,50 @@ def test_weights_that_are_loaded_stay(tmp_path: Path) -> None:
     assert run_replicas(3, work, tmp_path) == [True] * 3
 
 
-def test_averages_are_consolidated_and_a_worker_may_leave(tmp_path: Path) -> None:
+def test_worker_may_leave_before_average_all(tmp_path: Path) -> None:
     """Whoever leaves in order is missed by nobody: all have what they need of it."""
 
-    def work(place: Place) -> list[Tensor]:
-        in_small_parts()
-        gathers_late(0.02)
-        model, optimizer, sync = made(Normalised, adamw, decoupled=True, log=tmp_path)
+    def work(ctx: DistContext) -> list[Tensor]:
+        use_small_buckets()
+        delay_all_gather(0.02)
+        model, optimizer, sync = make_replica(Normalised, adamw, decoupled=True, log=tmp_path)
         with sync:
             for number in range(4):
-                train_step(place, number, model, optimizer, sync)
-            if place.rank == 1:
+                train_step(ctx, number, model, optimizer, sync)
+            if ctx.rank == 1:
                 return []
             for number in range(4, 8):
-                train_step(place, number, model, optimizer, sync)
-            sync.consolidate()
+                train_step(ctx, number, model, optimizer, sync)
+            sync.average_all()
             return [p.detach().clone() for p in model.parameters()]
 
     found = run_replicas(3, work, tmp_path)
     assert equal(found[0], found[2])
-    assert "average_mended" not in "".join(
+    assert "average_repaired" not in "".join(
         path.read_text() for path in tmp_path.glob("workers/*.jsonl")
     )
 
 
-def test_stages_of_a_pipeline_gather_during_its_forward(tmp_path: Path) -> None:
+def test_pipeline_stages_all_gather_during_forward(tmp_path: Path) -> None:
     num_stages, num_pipelines = 2, 2
 
-    def work(place: Place) -> tuple[bool, list[Tensor]]:
-        in_small_parts()
-        gathers_late(0.02)
+    def work(ctx: DistContext) -> tuple[bool, list[Tensor]]:
+        use_small_buckets()
+        delay_all_gather(0.02)
         found = []
         for decoupled in (False, True):
             groups = [
                 torch.distributed.new_group([num_stages * p + s for s in range(num_stages)])
                 for p in range(num_pipelines)
             ]
-            number = place.rank // num_stages
+            number = ctx.rank // num_stages
             with Pipeline.from_sequential(
                 stack_of(num_stages),
                 loss_fn=lambda output, target: (output - target).square().mean(),
                 group=groups[number],
                 pipeline=number,
                 num_microbatches=4,
-                deadline=TIMEOUT,
+                timeout=TIMEOUT,
             ) as pipeline:
                 optimizer = sgd(pipeline.module)
                 options = {"window": float("inf"), "group_size": 2}
@@ -353,8 +355,8 @@ BAD = [
 ]
 
 
-def test_what_cannot_be_decoupled_is_refused(tmp_path: Path) -> None:
-    def work(place: Place) -> list[tuple[str, str]]:
+def test_policies_that_cannot_decouple_are_refused(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[tuple[str, str]]:
         model, reasons = Point(), []
         for options, _, _ in BAD:
             with pytest.raises(PolicyError) as caught:
@@ -379,11 +381,11 @@ def test_what_cannot_be_decoupled_is_refused(tmp_path: Path) -> None:
         assert expected_fix in fix
 
 
-def test_a_worker_that_is_not_decoupled_like_the_others_is_refused(tmp_path: Path) -> None:
-    def work(place: Place) -> str:
+def test_mixed_decoupled_settings_are_refused(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> str:
         model = Point()
         with pytest.raises((UserError, PeerError)) as caught:
-            GroupSync(model, sgd(model), "age", decoupled=place.rank == 1, timeout=2.0)
+            GroupSync(model, sgd(model), "age", decoupled=ctx.rank == 1, timeout=2.0)
         return str(caught.value)
 
     assert "decoupled=True" in run_replicas(2, work, tmp_path)[1]

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from polyrhythm.errors import ScheduleError
+from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
-from polyrhythm.run.launch import Place
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from tests.gloo.pipelines import DEADLINE, merged, random_batch, run_stages, step
+from tests.gloo.pipelines import STAGE_TIMEOUT, merged, random_batch, run_stages, step
 
 STAGES, PIPELINES, STEPS, WIDTH, CLIP = 2, 2, 6, 8, 0.05
 
@@ -32,19 +32,19 @@ def batch_of(pipeline: int, number: int) -> tuple[Tensor, Tensor]:
     return random_batch(6, WIDTH, seed=100 * pipeline + number)
 
 
-def pipeline_of(place: Place, *, tied: bool, **options: object) -> Pipeline:
+def pipeline_of(ctx: DistContext, *, tied: bool, **options: object) -> Pipeline:
     groups = [dist.new_group([STAGES * p + s for s in range(STAGES)]) for p in range(PIPELINES)]
     return Pipeline.from_sequential(
         model_of(tied=tied),
         loss_fn=loss_of,
-        group=groups[place.rank // STAGES],
-        pipeline=place.rank // STAGES,
-        deadline=DEADLINE,
+        group=groups[ctx.rank // STAGES],
+        pipeline=ctx.rank // STAGES,
+        timeout=STAGE_TIMEOUT,
         **options,
     )
 
 
-def alone(*, tied: bool, clip: bool) -> dict[str, Tensor]:
+def single_process(*, tied: bool, clip: bool) -> dict[str, Tensor]:
     """What all pipelines together are to do."""
     model = model_of(tied=tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -68,20 +68,20 @@ def alone(*, tied: bool, clip: bool) -> dict[str, Tensor]:
         ("auto", False, True, "decoupled"),
     ],
 )
-def test_stages_and_their_replicas_train_as_one_process(
+def test_replicated_stages_match_single_process(
     schedule: str, tied: bool, clip: bool, mode: str, tmp_path: Path
 ) -> None:
-    def work(place: Place) -> dict[str, Tensor]:
-        with pipeline_of(place, tied=tied, schedule=schedule, num_microbatches=3) as pipeline:
+    def work(ctx: DistContext) -> dict[str, Tensor]:
+        with pipeline_of(ctx, tied=tied, schedule=schedule, num_microbatches=3) as pipeline:
             optimizer = DistributedOptimizer(
                 torch.optim.AdamW(pipeline.module.parameters(), lr=0.01),
                 pipeline,
                 200,
                 mode=mode,
-                timeout=DEADLINE,
+                timeout=STAGE_TIMEOUT,
             )
             for number in range(STEPS):
-                step(pipeline, *batch_of(place.rank // STAGES, number))
+                step(pipeline, *batch_of(ctx.rank // STAGES, number))
                 if clip:
                     optimizer.clip_grad_norm_(CLIP)
                 optimizer.step()
@@ -90,7 +90,7 @@ def test_stages_and_their_replicas_train_as_one_process(
             return {n: p.detach().clone() for n, p in pipeline.module.named_parameters()}
 
     found = run_stages(STAGES * PIPELINES, work, tmp_path)
-    expected = alone(tied=tied, clip=clip)
+    expected = single_process(tied=tied, clip=clip)
     for pipeline in range(PIPELINES):
         weights = merged(found[STAGES * pipeline : STAGES * (pipeline + 1)])
         assert weights.keys() >= expected.keys()
@@ -98,13 +98,13 @@ def test_stages_and_their_replicas_train_as_one_process(
             assert (weights[name] - value).abs().max() <= 1e-6, name
 
 
-def test_a_pipeline_that_is_never_flushed_is_refused(tmp_path: Path) -> None:
-    def work(place: Place) -> str:
+def test_pipeline_without_flush_is_refused(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> str:
         options = {"schedule": "1f1b", "flush": False, "num_microbatches": 1}
-        with pipeline_of(place, tied=False, **options) as pipeline:
+        with pipeline_of(ctx, tied=False, **options) as pipeline:
             optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.05)
             with pytest.raises(ScheduleError) as caught:
-                DistributedOptimizer(optimizer, pipeline, timeout=DEADLINE)
+                DistributedOptimizer(optimizer, pipeline, timeout=STAGE_TIMEOUT)
             return str(caught.value)
 
     for said in run_stages(STAGES * PIPELINES, work, tmp_path):

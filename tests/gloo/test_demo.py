@@ -29,7 +29,7 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=90, check=False)
 
 
-def forked(
+def run_forked(
     *arguments: str, cwd: Path, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """The command in a process that has torch loaded: an interpreter of its own takes seconds."""
@@ -74,7 +74,7 @@ def losses(events: list[Event]) -> list[float]:
 
 
 @pytest.mark.timeout(150)
-def test_the_demo_learns_and_leaves_a_run_folder(tmp_path: Path) -> None:
+def test_demo_learns_and_writes_run_folder(tmp_path: Path) -> None:
     done = run(*POLYRHYTHM, "demo", *SMALL, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = only_run(tmp_path)
@@ -106,15 +106,15 @@ def test_the_demo_learns_and_leaves_a_run_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(150)
-def test_options_of_the_policy_reach_the_scheduler_and_the_run_folder(tmp_path: Path) -> None:
+def test_policy_options_reach_scheduler_and_run_folder(tmp_path: Path) -> None:
     shape = [*SMALL, "--steps", "6", "--stages", "1", "--pipelines", "3"]
-    options = ["--sync", "partial_reduce", "--sync-options", "group_size=2", "patience=1"]
-    done = forked("demo", *shape, *options, cwd=tmp_path)
+    options = ["--sync", "partial_reduce", "--sync-options", "group_size=2", "timeout=1"]
+    done = run_forked("demo", *shape, *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "schedule 1f1b, sync partial_reduce, 6 steps" in done.stdout
     folder = only_run(tmp_path)
     saved = tomllib.loads((folder / "config.toml").read_text())
-    assert saved["sync_options"] == ["group_size=2", "patience=1"]
+    assert saved["sync_options"] == ["group_size=2", "timeout=1"]
     assert DecisionReader(folder / "scheduler.jsonl").setup.options["group_size"] == 2
     sizes = {
         len(str(event.values["members"]).split())
@@ -122,11 +122,11 @@ def test_options_of_the_policy_reach_the_scheduler_and_the_run_folder(tmp_path: 
         if event.kind == "average"
     }
     assert sizes == {2}
-    reported = forked("report", str(folder), cwd=tmp_path)
+    reported = run_forked("report", str(folder), cwd=tmp_path)
     assert reported.returncode == 0, reported.stderr
     assert re.search(r"\d+ groups of 2\.00 workers on average", reported.stdout)
     assert re.search(r"groups +\d+ averaged, 0 given up", reported.stdout)
-    replayed = forked("replay", str(folder), cwd=tmp_path)
+    replayed = run_forked("replay", str(folder), cwd=tmp_path)
     assert re.fullmatch(r"[\d,]+ decisions, replayed alike\n", replayed.stdout), replayed.stderr
 
 
@@ -152,7 +152,7 @@ def test_torchrun_gives_the_same_losses_as_the_local_launcher(tmp_path: Path) ->
 
 @pytest.mark.long
 @pytest.mark.timeout(150)
-def test_torchrun_with_too_few_processes_is_refused(tmp_path: Path) -> None:
+def test_torchrun_with_too_few_processes_is_rejected(tmp_path: Path) -> None:
     done = run(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
         *("-m", "polyrhythm", "demo", *SMALL),
@@ -181,9 +181,9 @@ def long_demo(cwd: Path) -> Iterator["subprocess.Popen[str]"]:
         process_group=0,
     )
     try:
-        ends = time.monotonic() + 80
+        deadline = time.monotonic() + 80
         while not any(has_events(log) for log in cwd.glob("runs/*/workers/s1p1.jsonl")):
-            assert time.monotonic() < ends, "the demo did not start"
+            assert time.monotonic() < deadline, "the demo did not start"
             assert demo.poll() is None, demo.communicate()
             time.sleep(0.1)
         yield demo
@@ -197,7 +197,7 @@ def long_demo(cwd: Path) -> Iterator["subprocess.Popen[str]"]:
     ("how", "status"),
     [pytest.param(signal.SIGINT, 130, marks=pytest.mark.long), (signal.SIGTERM, 143)],
 )
-def test_an_interrupted_demo_ends_its_workers_and_keeps_its_log(
+def test_interrupted_demo_stops_workers_and_keeps_log(
     tmp_path: Path, how: signal.Signals, status: int
 ) -> None:
     with long_demo(tmp_path) as demo:
@@ -215,7 +215,7 @@ def test_an_interrupted_demo_ends_its_workers_and_keeps_its_log(
 
 
 @pytest.mark.timeout(150)
-def test_a_killed_worker_ends_the_demo_with_its_name(tmp_path: Path) -> None:
+def test_killed_worker_is_named_by_the_demo(tmp_path: Path) -> None:
     with long_demo(tmp_path) as demo:
         workers = psutil.Process(demo.pid).children(recursive=True)
         max(workers, key=lambda process: process.pid).kill()
@@ -228,16 +228,16 @@ def test_a_killed_worker_ends_the_demo_with_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(150)
-def test_brackets_in_a_folder_are_not_markup(tmp_path: Path) -> None:
+def test_brackets_in_folder_name_are_not_markup(tmp_path: Path) -> None:
     few = [*SMALL, "--steps", "2", "--stages", "1", "--pipelines", "1"]
-    done = forked("demo", *few, "--out", "r[/x]", cwd=tmp_path)
+    done = run_forked("demo", *few, "--out", "r[/x]", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "run folder: r[/x]/demo-" in done.stdout
 
 
 @pytest.mark.timeout(150)
-def test_half_of_torchruns_variables_are_refused(tmp_path: Path) -> None:
-    done = forked("demo", cwd=tmp_path, env={"RANK": "0", "WORLD_SIZE": "4"})
+def test_incomplete_torchrun_variables_are_rejected(tmp_path: Path) -> None:
+    done = run_forked("demo", cwd=tmp_path, env={"RANK": "0", "WORLD_SIZE": "4"})
     assert done.returncode == 2
     assert "'MASTER_PORT' is missing" in done.stderr
     assert "unset RANK WORLD_SIZE" in done.stderr
@@ -245,10 +245,10 @@ def test_half_of_torchruns_variables_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(150)
-def test_a_text_of_ones_own_is_learned(tmp_path: Path) -> None:
+def test_demo_learns_a_user_text(tmp_path: Path) -> None:
     text = tmp_path / "tide.txt"
     text.write_text("in and out goes the tide, " * 200)
-    done = forked("demo", *SMALL, "--text", "tide.txt", cwd=tmp_path)
+    done = run_forked("demo", *SMALL, "--text", "tide.txt", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     course = losses(list(read_run(only_run(tmp_path))))
     assert course[-1] < course[0] / 2
@@ -265,7 +265,7 @@ def test_a_text_of_ones_own_is_learned(tmp_path: Path) -> None:
         (["--text", "missing.txt"], "missing.txt: No such file"),
         (["--text", "short.txt"], "a text of 5 bytes"),
         (["--out", "short.txt"], "short.txt"),
-        (["--deadline", "1e300"], "--deadline 1e+300"),
+        (["--timeout", "1e300"], "--timeout 1e+300"),
         (["--stepps", "3"], "--stepps"),
         (["--stages", "two"], "two"),
         (["--sync", "agee"], "did you mean 'age'?"),
@@ -276,11 +276,11 @@ def test_a_text_of_ones_own_is_learned(tmp_path: Path) -> None:
         (["--sync", "age", "--sync-options", "max_aeg=3"], "did you mean 'max_age'?"),
     ],
 )
-def test_bad_input_is_refused_before_anything_starts(
+def test_bad_input_is_rejected_before_any_process_starts(
     tmp_path: Path, arguments: list[str], says: str
 ) -> None:
     (tmp_path / "short.txt").write_text("short")
-    done = forked("demo", *arguments, cwd=tmp_path)
+    done = run_forked("demo", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
@@ -291,8 +291,8 @@ def test_bad_input_is_refused_before_anything_starts(
 @pytest.mark.skipif(
     Path("/dev/nvidia0").exists(), reason="tells of a machine without a GPU, and this one has one"
 )
-def test_a_missing_gpu_is_refused_by_the_workers(tmp_path: Path) -> None:
-    done = forked("demo", "--device", "cuda", cwd=tmp_path)
+def test_missing_gpu_is_rejected_by_workers(tmp_path: Path) -> None:
+    done = run_forked("demo", "--device", "cuda", cwd=tmp_path)
     assert done.returncode == 2
     assert "without a usable GPU" in done.stderr
     assert "fix: use --device cpu" in done.stderr

@@ -13,13 +13,13 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from polyrhythm.errors import PeerError
-from polyrhythm.run.average.exchange import Messages, mean, scatter
-from polyrhythm.run.average.pairs import Pairs, Peer
-from polyrhythm.run.launch import Place
+from polyrhythm.run.averaging.exchange import PostedMessages, all_reduce_mean, reduce_scatter
+from polyrhythm.run.averaging.peer_connections import Peer, PeerConnections
+from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.types import Worker
-from tests.gloo.pairs import wait_until
 from tests.gloo.pipelines import run_stages
-from tests.gloo.replicas import run_with_losses
+from tests.gloo.replicas import run_with_failures
+from tests.gloo.transport_peers import wait_until
 
 GROUPS = [(0, 1, 2), (1, 3), (0, 2, 3, 4), (2, 4), (0, 1, 2, 3, 4), (0, 3, 4)]
 
@@ -28,22 +28,24 @@ def peer(rank: int) -> Peer:
     return Peer(Worker(0, rank), 1)
 
 
-def pairs_of(place: Place) -> Pairs:
-    return Pairs(_get_default_store(), peer(place.rank))
+def connections_of(ctx: DistContext) -> PeerConnections:
+    return PeerConnections(_get_default_store(), peer(ctx.rank))
 
 
-def exchanged(pairs: Pairs, group: tuple[int, ...], flat, number, weights=None, timeout=20.0):
+def exchange_mean(
+    connections: PeerConnections, group: tuple[int, ...], flat, number, weights=None, timeout=20.0
+):
     members = [peer(rank) for rank in group]
-    others = [member for member in members if member != pairs.me]
-    pairs.connect(others, str(number), deadline=20.0)
+    others = [member for member in members if member != connections.me]
+    connections.connect(others, str(number), timeout=20.0)
     weights = weights or [1 / len(group)] * len(group)
-    found = mean(pairs, members, weights, flat, number=number, timeout=timeout)
-    pairs.settle(timeout)
+    found = all_reduce_mean(connections, members, weights, flat, number=number, timeout=timeout)
+    connections.flush(timeout)
     return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_members_of_any_groups_get_the_same_mean_and_keep_what_they_gave(
+def test_all_members_get_identical_mean_and_inputs_are_unchanged(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     sizes = (1, 3, 1000, 50_000)
@@ -52,16 +54,18 @@ def test_members_of_any_groups_get_the_same_mean_and_keep_what_they_gave(
         generator = torch.Generator().manual_seed(100 * rank + size)
         return torch.randn(size, generator=generator).to(dtype)
 
-    def work(place: Place) -> list[torch.Tensor | None]:
-        pairs, found = pairs_of(place), []
+    def work(ctx: DistContext) -> list[torch.Tensor | None]:
+        connections, found = connections_of(ctx), []
         for number, group in enumerate(GROUPS):
             for size in sizes:
-                if place.rank not in group:
+                if ctx.rank not in group:
                     found.append(None)
                     continue
-                given = values(place.rank, size)
-                found.append(exchanged(pairs, group, given, 10 * number + sizes.index(size)))
-                assert torch.equal(given, values(place.rank, size)), "out of place"
+                given = values(ctx.rank, size)
+                found.append(
+                    exchange_mean(connections, group, given, 10 * number + sizes.index(size))
+                )
+                assert torch.equal(given, values(ctx.rank, size)), "out of place"
         return found
 
     found = run_stages(5, work, tmp_path)
@@ -74,38 +78,44 @@ def test_members_of_any_groups_get_the_same_mean_and_keep_what_they_gave(
         torch.testing.assert_close(results[0].double(), wide, atol=tolerance, rtol=tolerance)
 
 
-def test_half_precision_is_added_up_in_single_precision(tmp_path: Path) -> None:
+def test_half_precision_accumulates_in_float32(tmp_path: Path) -> None:
     """256 + 1 + 1 + 1 is 256 again if it is added up in bfloat16, which has eight bits."""
 
-    def work(place: Place) -> float:
-        value = 256.0 if place.rank == 0 else 1.0
+    def work(ctx: DistContext) -> float:
+        value = 256.0 if ctx.rank == 0 else 1.0
         given = torch.full((4,), value, dtype=torch.bfloat16)
-        return exchanged(pairs_of(place), (0, 1, 2, 3), given, 1, weights=[1.0] * 4)[0].item()
+        return exchange_mean(connections_of(ctx), (0, 1, 2, 3), given, 1, weights=[1.0] * 4)[
+            0
+        ].item()
 
     assert run_stages(4, work, tmp_path) == [260.0] * 4  # 259, rounded once
 
 
-def test_weights_are_those_of_the_members_in_their_order(tmp_path: Path) -> None:
-    def work(place: Place) -> list[float]:
-        given = torch.full((3,), float(place.rank + 1))
-        return exchanged(pairs_of(place), (0, 1, 2), given, 1, weights=[0.5, 0.25, 0.25]).tolist()
+def test_weights_follow_member_order(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[float]:
+        given = torch.full((3,), float(ctx.rank + 1))
+        return exchange_mean(
+            connections_of(ctx), (0, 1, 2), given, 1, weights=[0.5, 0.25, 0.25]
+        ).tolist()
 
     assert run_stages(3, work, tmp_path) == [[1.75] * 3] * 3
 
 
-def test_a_lost_member_breaks_its_own_pairs_only(tmp_path: Path) -> None:
-    def work(place: Place) -> str:
-        pairs, flat = pairs_of(place), torch.ones(50_000)
-        exchanged(pairs, (0, 1, 2), flat, 1)
-        if place.rank == 2:
+def test_lost_member_breaks_only_its_connections(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> str:
+        connections, flat = connections_of(ctx), torch.ones(50_000)
+        exchange_mean(connections, (0, 1, 2), flat, 1)
+        if ctx.rank == 2:
             return "gone"
         lost = ""
         try:  # not in one group: whoever noticed first would leave the other one waiting
-            exchanged(pairs, (place.rank, 2), flat, 2)
+            exchange_mean(connections, (ctx.rank, 2), flat, 2)
         except PeerError as error:
             lost = error.peer
-        pairs.drop([Worker(0, 2)])
-        exchanged(pairs, (0, 1), flat, 3)  # the pair of those who are left works as before
+        connections.drop([Worker(0, 2)])
+        exchange_mean(
+            connections, (0, 1), flat, 3
+        )  # the pair of those who are left works as before
         return lost
 
     assert run_stages(3, work, tmp_path)[:2] == ["s0p2", "s0p2"]
@@ -114,52 +124,56 @@ def test_a_lost_member_breaks_its_own_pairs_only(tmp_path: Path) -> None:
 LARGE = 1 << 24  # numbers: more than the sockets of a connection hold
 
 
-def send_otherwise(how: Callable[[Callable[[], None]], None]) -> None:
+def patch_send(how: Callable[[Callable[[], None]], None]) -> None:
     """In this process, from now on: `how` is given what sends a message."""
-    send = Messages.send
-    Messages.send = lambda *args, **more: how(lambda: send(*args, **more))
+    send = PostedMessages.send
+    PostedMessages.send = lambda *args, **more: how(lambda: send(*args, **more))
 
 
-def scattered(pairs: Pairs, place: Place, num_owned: int) -> torch.Tensor:
+def reduce_scatter_two(
+    connections: PeerConnections, ctx: DistContext, num_owned: int
+) -> torch.Tensor:
     """Of two; the first one owns so many numbers."""
-    pairs.connect([peer(1 - place.rank)], "1", deadline=20.0)
-    flat = torch.full((LARGE + 4,), place.rank + 1.0)
+    connections.connect([peer(1 - ctx.rank)], "1", timeout=20.0)
+    flat = torch.full((LARGE + 4,), ctx.rank + 1.0)
     parts = [[slice(0, num_owned), slice(num_owned, LARGE + 4)]]
-    return scatter(pairs, [peer(0), peer(1)], [0.5] * 2, flat, parts, number=1, timeout=60.0)
+    return reduce_scatter(
+        connections, [peer(0), peer(1)], [0.5] * 2, flat, parts, number=1, timeout=60.0
+    )
 
 
-def test_one_that_dies_with_a_message_to_it_half_way_is_not_waited_for(tmp_path: Path) -> None:
+def test_peer_killed_while_receiving_does_not_block_sender(tmp_path: Path) -> None:
     """Gloo tells nobody. The other one has its part; that one is lost, the scheduler finds out."""
     said = tmp_path / "pid"
 
-    def send_and_say_so(pairs: Pairs, send: Callable[[], None]) -> None:
+    def send_and_write_pid(connections: PeerConnections, send: Callable[[], None]) -> None:
         send()
-        pairs.settle(20.0)
+        connections.flush(20.0)
         said.write_text(f"{os.getpid()}\n")
 
-    def send_to_one_that_stands_still(send: Callable[[], None]) -> None:
+    def send_to_stopped_peer(send: Callable[[], None]) -> None:
         wait_until(lambda: said.exists() and said.read_text().endswith("\n"), "it has sent its own")
         victim = int(said.read_text())
         os.kill(victim, signal.SIGSTOP)
         send()
         threading.Timer(0.2, os.kill, [victim, signal.SIGKILL]).start()
 
-    def work(place: Place) -> list[float]:
-        pairs = pairs_of(place)
-        if place.rank == 1:
-            send_otherwise(partial(send_and_say_so, pairs))
+    def work(ctx: DistContext) -> list[float]:
+        connections = connections_of(ctx)
+        if ctx.rank == 1:
+            patch_send(partial(send_and_write_pid, connections))
         else:
-            send_otherwise(send_to_one_that_stands_still)
-        found = scattered(pairs, place, 4)
-        pairs.drop([Worker(0, 1)])
+            patch_send(send_to_stopped_peer)
+        found = reduce_scatter_two(connections, ctx, 4)
+        connections.drop([Worker(0, 1)])
         return found[:4].tolist()
 
-    found = run_with_losses(2, work, tmp_path, lost={1}, timeout=30.0)
+    found = run_with_failures(2, work, tmp_path, lost={1}, timeout=30.0)
     assert found == {0: [1.5] * 4}
 
 
 @pytest.mark.parametrize("what", ["dies", "stands still"])
-def test_a_message_that_stays_half_way_is_not_waited_for(what: str, tmp_path: Path) -> None:
+def test_partially_received_message_does_not_block_receiver(what: str, tmp_path: Path) -> None:
     """Gloo tells nobody that its sender is gone, or that the connection was broken off."""
     said = tmp_path / "pid"
 
@@ -168,54 +182,54 @@ def test_a_message_that_stays_half_way_is_not_waited_for(what: str, tmp_path: Pa
         send()
         os.kill(os.getpid(), signal.SIGKILL if what == "dies" else signal.SIGSTOP)
 
-    def send_and_break_off(pairs: Pairs, send: Callable[[], None]) -> None:
+    def send_and_abort(connections: PeerConnections, send: Callable[[], None]) -> None:
         send()
-        threading.Timer(1.0, pairs.break_off, [[peer(1)]]).start()
+        threading.Timer(1.0, connections.abort, [[peer(1)]]).start()
 
-    def work(place: Place) -> str:
-        pairs = pairs_of(place)
-        if place.rank == 1:
+    def work(ctx: DistContext) -> str:
+        connections = connections_of(ctx)
+        if ctx.rank == 1:
             said.write_text(str(os.getpid()))
-            send_otherwise(send_half)
+            patch_send(send_half)
         elif what == "stands still":
-            send_otherwise(partial(send_and_break_off, pairs))
+            patch_send(partial(send_and_abort, connections))
         with pytest.raises(PeerError) as caught:
-            scattered(pairs, place, LARGE)
+            reduce_scatter_two(connections, ctx, LARGE)
         if what == "stands still":
             os.kill(int(said.read_text()), signal.SIGKILL)
         return caught.value.peer
 
-    assert run_with_losses(2, work, tmp_path, lost={1}, timeout=30.0) == {0: "s0p1"}
+    assert run_with_failures(2, work, tmp_path, lost={1}, timeout=30.0) == {0: "s0p1"}
 
 
-def test_whoever_waits_for_a_peer_that_does_not_come_is_let_go(tmp_path: Path) -> None:
-    def work(place: Place) -> tuple[str, bool]:
-        if place.rank == 1:
+def test_connect_is_cancelled_by_should_stop(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[str, bool]:
+        if ctx.rank == 1:
             return "", False
-        pairs, began = pairs_of(place), time.monotonic()
+        connections, began = connections_of(ctx), time.monotonic()
         with pytest.raises(PeerError) as caught:
-            pairs.connect(
-                [peer(1)], "1", deadline=60.0, stopped=lambda: time.monotonic() - began > 0.2
+            connections.connect(
+                [peer(1)], "1", timeout=60.0, should_stop=lambda: time.monotonic() - began > 0.2
             )
         return caught.value.cause, time.monotonic() - began < 30.0
 
     assert run_stages(2, work, tmp_path)[0] == ("the group was given up", True)
 
 
-def test_breaking_off_wakes_both_sides_of_a_silent_exchange(tmp_path: Path) -> None:
+def test_abort_wakes_both_sides_of_exchange(tmp_path: Path) -> None:
     """One member stands still; the others wait until one of them breaks off."""
 
-    def work(place: Place) -> tuple[str, float]:
-        pairs, flat = pairs_of(place), torch.ones(10)
-        exchanged(pairs, (0, 1, 2), flat, 1)
-        if place.rank == 2:
+    def work(ctx: DistContext) -> tuple[str, float]:
+        connections, flat = connections_of(ctx), torch.ones(10)
+        exchange_mean(connections, (0, 1, 2), flat, 1)
+        if ctx.rank == 2:
             time.sleep(4.0)  # alive, and says nothing
             return "", 0.0
-        others = [peer(rank) for rank in (0, 1, 2) if rank != place.rank]
-        threading.Timer(0.5, pairs.break_off, [others]).start()
+        others = [peer(rank) for rank in (0, 1, 2) if rank != ctx.rank]
+        threading.Timer(0.5, connections.abort, [others]).start()
         began = time.monotonic()
         with pytest.raises(PeerError):
-            exchanged(pairs, (0, 1, 2), flat, 2, timeout=60.0)
+            exchange_mean(connections, (0, 1, 2), flat, 2, timeout=60.0)
         return "woken", time.monotonic() - began
 
     found = run_stages(3, work, tmp_path)
@@ -223,18 +237,18 @@ def test_breaking_off_wakes_both_sides_of_a_silent_exchange(tmp_path: Path) -> N
     assert max(waited for _, waited in found[:2]) < 3.5, "before the silent one ended"
 
 
-def test_one_that_has_given_up_is_not_waited_for_when_it_is_met_too_late(tmp_path: Path) -> None:
+def test_late_peer_sees_that_the_other_gave_up(tmp_path: Path) -> None:
     """The first says that it is here, gives up, and only then the second one comes."""
 
-    def work(place: Place) -> tuple[str, bool]:
-        pairs, other = pairs_of(place), peer(1 - place.rank)
+    def work(ctx: DistContext) -> tuple[str, bool]:
+        connections, other = connections_of(ctx), peer(1 - ctx.rank)
         began = time.monotonic()
         with pytest.raises(PeerError) as caught:
-            if place.rank == 0:
-                pairs.connect([other], "1", deadline=0.1)
+            if ctx.rank == 0:
+                connections.connect([other], "1", timeout=0.1)
             else:
                 time.sleep(0.5)
-                pairs.connect([other], "1", deadline=60.0)
+                connections.connect([other], "1", timeout=60.0)
         return caught.value.cause, time.monotonic() - began < 15.0
 
     found = run_stages(2, work, tmp_path)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from polyrhythm.events import EventLog
 from polyrhythm.plan.plan import Plan, even_plan
-from polyrhythm.run.average.group_sync import GroupSync
+from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.demo.gpt import GPTShape, build_layers, next_byte_loss
 from polyrhythm.run.demo.text import ByteText
-from polyrhythm.run.launch import LocalJob, Place
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.types import Worker
 
@@ -37,7 +37,7 @@ def single_process_gradients(
     """
     path = folder / "single.pt"
 
-    def work(place: Place) -> None:
+    def work(ctx: DistContext) -> None:
         torch.save(whole_batch_gradients(num_pipelines, num_microbatches), path)
 
     with LocalJob(work, 1, output_folder=folder) as job:
@@ -59,23 +59,23 @@ def gradients(module: nn.Module) -> list[Tensor]:
 
 
 def one_step(
-    place: Place,
+    ctx: DistContext,
     plan: Plan,
     schedule: str,
     num_microbatches: int,
     folder: Path,
     device: torch.device,
 ) -> None:
-    worker = plan.worker(place.rank)
+    worker = plan.worker(ctx.rank)
     ranks = [plan.rank(Worker(stage, worker.pipeline)) for stage in range(plan.num_stages)]
-    with place.joined(deadline=30), EventLog(folder / f"{worker}.jsonl", worker) as log:
+    with ctx.process_group(timeout=30), EventLog(folder / f"{worker}.jsonl", worker) as log:
         pipeline = Pipeline(
             build_layers(SHAPE, plan.layers(worker.stage), seed=SEED).to(device),
             loss_fn=next_byte_loss,
             num_microbatches=num_microbatches,
             schedule=schedule,
             group=dist.new_group(ranks, use_local_synchronization=True),
-            deadline=30,
+            timeout=30,
             log=log,
         )
         inputs, targets = microbatches(worker.pipeline, num_microbatches)
@@ -106,9 +106,7 @@ def distributed_gradients(
         num_layers=SHAPE.num_layers, num_stages=num_stages, num_pipelines=num_pipelines
     )
     with LocalJob(
-        lambda place: one_step(
-            place, plan, schedule, num_microbatches, folder, torch.device(device)
-        ),
+        lambda ctx: one_step(ctx, plan, schedule, num_microbatches, folder, torch.device(device)),
         plan.num_workers,
         output_folder=folder,
     ) as job:
@@ -143,7 +141,7 @@ def test_gradients_equal_those_of_one_process(
 
 
 @pytest.mark.timeout(90)
-def test_every_schedule_gives_the_same_gradients_to_the_bit(tmp_path: Path) -> None:
+def test_every_schedule_gives_bitwise_equal_gradients(tmp_path: Path) -> None:
     def under(schedule: str) -> list[Tensor]:
         (gradients,) = distributed_gradients(
             tmp_path / schedule, num_stages=3, num_pipelines=1, schedule=schedule

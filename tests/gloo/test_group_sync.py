@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyrhythm.run.average.group_sync import GroupSync
-from polyrhythm.run.launch import Place
+from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.comm.launch import DistContext
 from tests.gloo.replicas import TIMEOUT, Point, run_replicas, target_of, train
 
 MODEL_POLICIES = ["static", "random", "smart", "partial_reduce", "adaptive", "age", "pairwise"]
-OPTIONS = {"partial_reduce": {"group_size": 2, "patience": 0.5}}
+OPTIONS = {"partial_reduce": {"group_size": 2, "timeout": 0.5}}
 
 
 def options_of(policy: str) -> dict[str, object]:
@@ -19,21 +19,19 @@ def options_of(policy: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("policy", MODEL_POLICIES)
-def test_workers_that_do_not_train_keep_their_mean_and_come_together(
-    policy: str, tmp_path: Path
-) -> None:
-    def work(place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+def test_averaging_preserves_mean_and_reduces_divergence(policy: str, tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[torch.Tensor, torch.Tensor]:
         model = Point()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         with GroupSync(
             model, optimizer, policy, options=options_of(policy), timeout=TIMEOUT
         ) as sync:
-            model.place.data = target_of(place.rank)
+            model.place.data = target_of(ctx.rank)
             for _ in range(12):
                 time.sleep(0.02)  # a step, so that nobody is left out as slow for having begun late
                 sync.step()
             before = model.place.detach().clone()
-            sync.consolidate()
+            sync.average_all()
             return before, model.place.detach().clone()
 
     found = run_replicas(4, work, tmp_path)
@@ -45,16 +43,14 @@ def test_workers_that_do_not_train_keep_their_mean_and_come_together(
 
 
 @pytest.mark.parametrize("policy", ["all_reduce", *MODEL_POLICIES])
-def test_workers_with_targets_of_their_own_end_near_the_mean_of_them(
-    policy: str, tmp_path: Path
-) -> None:
-    def work(place: Place) -> torch.Tensor:
-        with train(place, 40, policy, options=options_of(policy), lr=0.1) as sync:
-            sync.consolidate()
+def test_workers_converge_to_mean_of_targets(policy: str, tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> torch.Tensor:
+        with train(ctx, 40, policy, options=options_of(policy), lr=0.1) as sync:
+            sync.average_all()
             return sync._model.module.place.detach().clone()
 
     found = run_replicas(4, work, tmp_path)
-    assert all(torch.equal(place, found[0]) for place in found)
+    assert all(torch.equal(ctx, found[0]) for ctx in found)
     targets = torch.stack([target_of(rank) for rank in range(4)])
     alone = (targets - targets.mean(0)).norm(dim=1).mean()  # where each would end by itself
     assert (found[0] - targets.mean(0)).norm() < 0.25 * alone

@@ -7,25 +7,25 @@ import pytest
 import torch
 from torch import nn
 
-from polyrhythm.run.average.group_sync import GroupSync
-from polyrhythm.run.average.reduced_variance import ReducedVarianceAdamW
-from polyrhythm.run.launch import Place
-from polyrhythm.sync.local import OuterNesterov
+from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.averaging.reduced_variance import ReducedVarianceAdamW
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.sync.policies.local import OuterNesterov
 from tests.gloo.replicas import TIMEOUT, Point, run_replicas, target_of, train
 
 
-def everybody(num: int) -> dict[str, object]:
+def full_group(num: int) -> dict[str, object]:
     """Options of `age` with which all workers are one group."""
     return {"window": float("inf"), "group_size": num}
 
 
-def test_running_statistics_are_averaged_and_their_counts_are_not(tmp_path: Path) -> None:
-    def work(place: Place) -> tuple[list[float], list[float], int]:
+def test_running_statistics_are_averaged_but_not_counts(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[list[float], list[float], int]:
         model = nn.BatchNorm1d(1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with GroupSync(model, optimizer, "age", options=everybody(2), timeout=TIMEOUT) as sync:
-            for _ in range(1 + place.rank):
-                model(torch.tensor([[0.0], [10.0 * (place.rank + 1)]])).sum().backward()
+        with GroupSync(model, optimizer, "age", options=full_group(2), timeout=TIMEOUT) as sync:
+            for _ in range(1 + ctx.rank):
+                model(torch.tensor([[0.0], [10.0 * (ctx.rank + 1)]])).sum().backward()
             before = model.running_mean.tolist()
             optimizer.step()
             sync.step()
@@ -38,15 +38,15 @@ def test_running_statistics_are_averaged_and_their_counts_are_not(tmp_path: Path
 
 
 @pytest.mark.parametrize("state", ["local", "average"])
-def test_momentum_is_averaged_only_if_it_is_asked_for(state: str, tmp_path: Path) -> None:
-    def work(place: Place) -> torch.Tensor:
+def test_momentum_is_averaged_only_with_state_average(state: str, tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> torch.Tensor:
         model = Point()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        options = everybody(2)
+        options = full_group(2)
         with GroupSync(
             model, optimizer, "age", options=options, state=state, timeout=TIMEOUT
         ) as sync:
-            model(target_of(place.rank)).backward()
+            model(target_of(ctx.rank)).backward()
             optimizer.step()
             sync.step()
         return optimizer.state[model.place]["momentum_buffer"].clone()
@@ -56,21 +56,21 @@ def test_momentum_is_averaged_only_if_it_is_asked_for(state: str, tmp_path: Path
     torch.testing.assert_close((first + second) / 2, -(target_of(0) + target_of(1)) / 2)
 
 
-def test_with_overlap_an_average_counts_one_step_later_and_keeps_the_mean(tmp_path: Path) -> None:
+def test_overlap_applies_average_one_step_later(tmp_path: Path) -> None:
     """Steps are +1 for the first worker and +3 for the second, whatever the weights."""
 
-    def work(place: Place) -> list[float]:
+    def work(ctx: DistContext) -> list[float]:
         model, seen = Point(size=1), []
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with GroupSync(
-            model, optimizer, "age", options=everybody(2), overlap=True, timeout=TIMEOUT
+            model, optimizer, "age", options=full_group(2), overlap=True, timeout=TIMEOUT
         ) as sync:
             for _ in range(3):
-                model.place.grad = torch.tensor([-1.0 - 2 * place.rank])
+                model.place.grad = torch.tensor([-1.0 - 2 * ctx.rank])
                 optimizer.step()
                 sync.step()
                 seen.append(model.place.item())
-            sync.consolidate()
+            sync.average_all()
             seen.append(model.place.item())
         return seen
 
@@ -79,14 +79,14 @@ def test_with_overlap_an_average_counts_one_step_later_and_keeps_the_mean(tmp_pa
     assert run_replicas(2, work, tmp_path) == [[1.0, 3.0, 5.0, 6.0], [3.0, 5.0, 7.0, 6.0]]
 
 
-def test_with_overlap_a_refresh_takes_in_the_average_before_the_step_ends(tmp_path: Path) -> None:
-    def work(place: Place) -> list[float]:
+def test_refresh_applies_overlapped_average_early(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[float]:
         model, seen = Point(size=1), []
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with GroupSync(
-            model, optimizer, "age", options=everybody(2), overlap=True, timeout=TIMEOUT
+            model, optimizer, "age", options=full_group(2), overlap=True, timeout=TIMEOUT
         ) as sync:
-            model.place.grad = torch.tensor([-1.0 - 2 * place.rank])
+            model.place.grad = torch.tensor([-1.0 - 2 * ctx.rank])
             optimizer.step()
             sync.step()
             until = time.monotonic() + TIMEOUT
@@ -96,7 +96,7 @@ def test_with_overlap_a_refresh_takes_in_the_average_before_the_step_ends(tmp_pa
             optimizer.step()
             sync.step()
             seen.append(model.place.item())
-            sync.consolidate()
+            sync.average_all()
             seen.append(model.place.item())
         return seen
 
@@ -104,15 +104,15 @@ def test_with_overlap_a_refresh_takes_in_the_average_before_the_step_ends(tmp_pa
     assert run_replicas(2, work, tmp_path) == [[2.0, 3.0, 4.0], [2.0, 5.0, 4.0]]
 
 
-def test_overlap_may_begin_and_end_on_the_way(tmp_path: Path) -> None:
-    def work(place: Place) -> list[float]:
+def test_overlap_can_be_toggled(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[float]:
         model, seen = Point(size=1), []
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with GroupSync(model, optimizer, "age", options=everybody(2), timeout=TIMEOUT) as sync:
+        with GroupSync(model, optimizer, "age", options=full_group(2), timeout=TIMEOUT) as sync:
             for overlap in (False, True, False):
                 sync.overlap = overlap
                 assert sync.overlap == overlap
-                model.place.grad = torch.tensor([-1.0 - 2 * place.rank])
+                model.place.grad = torch.tensor([-1.0 - 2 * ctx.rank])
                 optimizer.step()
                 sync.step()
                 seen.append(model.place.item())
@@ -122,34 +122,34 @@ def test_overlap_may_begin_and_end_on_the_way(tmp_path: Path) -> None:
     assert run_replicas(2, work, tmp_path) == [[2.0, 3.0, 6.0], [2.0, 5.0, 6.0]]
 
 
-def test_a_refresh_after_the_optimizer_keeps_its_step(tmp_path: Path) -> None:
-    def work(place: Place) -> float:
+def test_refresh_after_optimizer_step_keeps_update(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> float:
         model = Point(size=1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with GroupSync(
-            model, optimizer, "age", options=everybody(2), overlap=True, timeout=TIMEOUT
+            model, optimizer, "age", options=full_group(2), overlap=True, timeout=TIMEOUT
         ) as sync:
-            model.place.grad = torch.tensor([-1.0 - 2 * place.rank])
+            model.place.grad = torch.tensor([-1.0 - 2 * ctx.rank])
             for _ in range(2):
                 optimizer.step()
                 sync.refresh()
                 sync.step()
-            sync.consolidate()
+            sync.average_all()
         return model.place.item()
 
     assert run_replicas(2, work, tmp_path) == [4.0, 4.0]
 
 
-def test_local_steps_end_in_one_outer_step_with_momentum(tmp_path: Path) -> None:
+def test_local_policy_applies_outer_nesterov_step(tmp_path: Path) -> None:
     """Two local steps move the workers by 2 and 6: the outer optimizer sees a gradient of -4."""
 
-    def work(place: Place) -> list[float]:
+    def work(ctx: DistContext) -> list[float]:
         model, seen = Point(size=1), []
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         outer = OuterNesterov(lr=0.5, momentum=0.5)
         with GroupSync(model, optimizer, "local", every=2, outer=outer, timeout=TIMEOUT) as sync:
             for _ in range(4):
-                model.place.grad = torch.tensor([-1.0 - 2 * place.rank])
+                model.place.grad = torch.tensor([-1.0 - 2 * ctx.rank])
                 optimizer.step()
                 sync.step()
                 seen.append(model.place.item())
@@ -159,13 +159,13 @@ def test_local_steps_end_in_one_outer_step_with_momentum(tmp_path: Path) -> None
     assert run_replicas(2, work, tmp_path) == [[1.0, 3.0, 4.0, 6.5], [3.0, 3.0, 6.0, 6.5]]
 
 
-def test_every_nth_step_is_averaged_and_the_others_ask_nobody(tmp_path: Path) -> None:
-    def work(place: Place) -> list[float]:
+def test_every_n_averages_only_each_nth_step(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[float]:
         model, seen = Point(size=1), []
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with GroupSync(model, optimizer, "all_reduce", every=2, timeout=TIMEOUT) as sync:
             for _ in range(4):
-                model.place.grad = torch.tensor([-1.0 - 2 * place.rank])
+                model.place.grad = torch.tensor([-1.0 - 2 * ctx.rank])
                 optimizer.step()
                 sync.step()
                 seen.append(model.place.item())
@@ -177,10 +177,10 @@ def test_every_nth_step_is_averaged_and_the_others_ask_nobody(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("policy", "every", "number"), [("age", 1, 3.0), ("age", 2, 1.0), ("all_reduce", 1, 1.0)]
 )
-def test_an_optimizer_of_reduced_variance_hears_how_many_share_its_updates(
+def test_reduced_variance_optimizer_gets_num_averaged(
     policy: str, every: int, number: float, tmp_path: Path
 ) -> None:
-    def work(place: Place) -> float:
+    def work(ctx: DistContext) -> float:
         model = Point()
         optimizer = ReducedVarianceAdamW(model.parameters(), lr=0.1)
         with GroupSync(model, optimizer, policy, every=every, timeout=TIMEOUT):
@@ -190,11 +190,11 @@ def test_an_optimizer_of_reduced_variance_hears_how_many_share_its_updates(
 
 
 def test_half_precision_models_are_averaged(tmp_path: Path) -> None:
-    def work(place: Place) -> list[float]:
+    def work(ctx: DistContext) -> list[float]:
         model = Point(size=2).bfloat16()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with GroupSync(model, optimizer, "age", options=everybody(2), timeout=TIMEOUT) as sync:
-            model.place.grad = torch.full((2,), -1.0 - 2 * place.rank, dtype=torch.bfloat16)
+        with GroupSync(model, optimizer, "age", options=full_group(2), timeout=TIMEOUT) as sync:
+            model.place.grad = torch.full((2,), -1.0 - 2 * ctx.rank, dtype=torch.bfloat16)
             optimizer.step()
             sync.step()
         return model.place.tolist()
@@ -202,34 +202,32 @@ def test_half_precision_models_are_averaged(tmp_path: Path) -> None:
     assert run_replicas(2, work, tmp_path) == [[2.0, 2.0]] * 2
 
 
-def test_a_worker_alone_trains_with_every_policy(tmp_path: Path) -> None:
+def test_single_worker_trains_with_every_policy(tmp_path: Path) -> None:
     policies = ("all_reduce", "static", "random", "smart", "adaptive", "age", "pairwise", "local")
 
-    def work(place: Place) -> list[torch.Tensor]:
+    def work(ctx: DistContext) -> list[torch.Tensor]:
         found = []
         for policy in policies:
-            with train(place, 5, policy) as sync:
-                sync.consolidate()
+            with train(ctx, 5, policy) as sync:
+                sync.average_all()
                 found.append(sync._model.module.place.detach().clone())
         return found
 
     (found,) = run_replicas(1, work, tmp_path)
     expected = target_of(0) * (1 - 0.8**5)
-    for place in found:
-        torch.testing.assert_close(place, expected)
+    for ctx in found:
+        torch.testing.assert_close(ctx, expected)
 
 
 @pytest.mark.parametrize("policy", ["static", "age"])
-def test_what_was_sent_has_left_and_is_not_kept_when_an_average_is_over(
-    policy: str, tmp_path: Path
-) -> None:
+def test_sent_buffers_are_released_after_average(policy: str, tmp_path: Path) -> None:
     """Or who closes next takes it along, and memory grows with every average."""
 
-    def work(place: Place) -> list[int]:
-        with train(place, 3, policy) as sync:
-            pairs = sync._meeting.pairs._made.values()
-            kept = [sum(len(pair.posted) for pair in pairs)]
-            sync.consolidate()
-            return [*kept, sum(len(pair.posted) for pair in pairs), len(pairs)]
+    def work(ctx: DistContext) -> list[int]:
+        with train(ctx, 3, policy) as sync:
+            connections = sync._rendezvous.connections._by_peer.values()
+            kept = [sum(len(pair.posted) for pair in connections)]
+            sync.average_all()
+            return [*kept, sum(len(pair.posted) for pair in connections), len(connections)]
 
     assert run_replicas(2, work, tmp_path) == [[0, 0, 1], [0, 0, 1]]

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError, UserError
-from polyrhythm.run.average import meeting
-from polyrhythm.run.average.group_sync import GroupSync
-from polyrhythm.run.launch import Place
-from polyrhythm.sync.local import OuterNesterov
-from tests.gloo.replicas import TIMEOUT, Point, run_replicas, run_with_losses, train
+from polyrhythm.run.averaging import rendezvous
+from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.sync.policies.local import OuterNesterov
+from tests.gloo.replicas import TIMEOUT, Point, run_replicas, run_with_failures, train
 
 BAD = [
     ({"policy": "adaptve"}, "unknown policy: 'adaptve'", "did you mean 'adaptive'?"),
@@ -36,9 +36,9 @@ BAD = [
 ]
 
 
-def test_nonsense_is_refused_before_anybody_is_waited_for(tmp_path: Path) -> None:
-    def work(place: Place) -> list[tuple[str, str]]:
-        if place.rank == 1:
+def test_invalid_arguments_are_refused_before_rendezvous(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[tuple[str, str]]:
+        if ctx.rank == 1:
             return []  # it does not come: the other one would wait
         model, reasons = Point(), []
         for options, _, _ in BAD:
@@ -56,16 +56,16 @@ def test_nonsense_is_refused_before_anybody_is_waited_for(tmp_path: Path) -> Non
         assert expected_fix in fix
 
 
-def test_outside_of_a_job_it_says_how_to_start_one() -> None:
+def test_missing_process_group_says_how_to_start() -> None:
     model = Point()
     with pytest.raises(LaunchError, match="init_process_group"):
         GroupSync(model, torch.optim.SGD(model.parameters()), "age")
 
 
-def test_a_worker_with_another_policy_is_refused_with_both(tmp_path: Path) -> None:
-    def work(place: Place) -> str:
+def test_policy_mismatch_names_both_policies(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> str:
         model = Point()
-        policy = "age" if place.rank == 1 else "adaptive"
+        policy = "age" if ctx.rank == 1 else "adaptive"
         with pytest.raises((UserError, PeerError)) as caught:
             GroupSync(model, torch.optim.SGD(model.parameters()), policy, timeout=3.0)
         return str(caught.value)
@@ -79,11 +79,9 @@ def test_a_worker_with_another_policy_is_refused_with_both(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("policy", ["adaptive", "static"])
 @pytest.mark.parametrize("size", [1, 4])
-def test_a_model_of_another_shape_is_refused_with_both(
-    policy: str, size: int, tmp_path: Path
-) -> None:
-    def work(place: Place) -> str:
-        model = nn.Linear(3, size if place.rank == 1 else 2)
+def test_shape_mismatch_names_both_shapes(policy: str, size: int, tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> str:
+        model = nn.Linear(3, size if ctx.rank == 1 else 2)
         with pytest.raises((UserError, PeerError)) as caught:
             GroupSync(model, torch.optim.SGD(model.parameters()), policy, timeout=2.0)
         return str(caught.value)
@@ -93,41 +91,41 @@ def test_a_model_of_another_shape_is_refused_with_both(
     assert "'weight: float32' of shape (2, 3) in s0p0" in refused
 
 
-def test_static_groups_ask_nobody(tmp_path: Path) -> None:
+def test_static_policy_uses_no_coordinator(tmp_path: Path) -> None:
     """There is no coordinator at all, so that no message can have been sent to one."""
 
-    def work(place: Place) -> tuple[bool, bool]:
+    def work(ctx: DistContext) -> tuple[bool, bool]:
         def refuse(*_: object) -> None:
             raise AssertionError("static began to coordinate")
 
-        meeting.Meeting.coordinate = refuse
-        with train(place, 4, "static") as sync:
-            store = sync._meeting.store
-            return store.check(["address"]), hasattr(sync._rounds, "_line")
+        rendezvous.Rendezvous.start_coordinator = refuse
+        with train(ctx, 4, "static") as sync:
+            store = sync._rendezvous.store
+            return store.check(["address"]), hasattr(sync._strategy, "_client")
 
     assert run_replicas(4, work, tmp_path) == [(False, False)] * 4
 
 
-def test_the_loss_of_the_process_that_serves_is_told_to_all(tmp_path: Path) -> None:
-    def work(place: Place) -> str:
+def test_closed_coordinator_is_reported_to_all_workers(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> str:
         model = Point()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         try:
             sync = GroupSync(model, optimizer, "age", timeout=TIMEOUT)
-            if place.rank == 0:
-                sync._rounds._line._coordinator.close()
+            if ctx.rank == 0:
+                sync._strategy._client._coordinator.close()
             for _ in range(1000):
                 sync.step()
         except PeerError as error:
             return error.peer
         return "nothing happened"
 
-    found = run_with_losses(3, work, tmp_path, lost=set())
+    found = run_with_failures(3, work, tmp_path, lost=set())
     assert all("coordinator at tcp://127.0.0.1" in peer for peer in found.values())
 
 
 @pytest.mark.long
-def test_an_interpreter_that_ends_without_closing_ends_well(tmp_path: Path) -> None:
+def test_interpreter_exits_cleanly_without_close(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import torch, torch.distributed as dist, polyrhythm as pr\n"
@@ -145,8 +143,8 @@ def test_an_interpreter_that_ends_without_closing_ends_well(tmp_path: Path) -> N
     assert (ended.returncode, ended.stdout) == (0, "done 1\n"), ended.stderr
 
 
-def test_two_at_a_time_do_not_disturb_each_other(tmp_path: Path) -> None:
-    def work(place: Place) -> tuple[float, float]:
+def test_two_group_syncs_are_independent(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[float, float]:
         models = [Point(size=1), Point(size=1)]
         syncs = [
             GroupSync(m, torch.optim.SGD(m.parameters(), lr=1.0), "all_reduce", every=2)
@@ -154,7 +152,7 @@ def test_two_at_a_time_do_not_disturb_each_other(tmp_path: Path) -> None:
         ]
         for _ in range(2):
             for number, (model, sync) in enumerate(zip(models, syncs, strict=True)):
-                model.place.data += 1.0 + number + 4 * place.rank
+                model.place.data += 1.0 + number + 4 * ctx.rank
                 sync.step()
         for sync in syncs:
             sync.close()
@@ -165,21 +163,21 @@ def test_two_at_a_time_do_not_disturb_each_other(tmp_path: Path) -> None:
     assert run_replicas(2, work, tmp_path) == [(6.0, 8.0)] * 2
 
 
-def test_an_error_in_the_process_that_serves_ends_the_others_at_once(tmp_path: Path) -> None:
-    def work(place: Place) -> tuple[str, bool]:
+def test_error_on_rank_0_ends_other_workers_at_once(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[str, bool]:
         model = Point()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         began = time.monotonic()
         try:
             with GroupSync(model, optimizer, "age", timeout=200.0) as sync:
                 for number in range(100_000):
-                    if place.rank == 0 and number == 3:
+                    if ctx.rank == 0 and number == 3:
                         raise ValueError("a bug in the training loop")
                     sync.step()
         except (ValueError, PeerError) as error:
             return str(error), time.monotonic() - began < 100
         return "nothing happened", False
 
-    found = run_with_losses(3, work, tmp_path, lost=set())
+    found = run_with_failures(3, work, tmp_path, lost=set())
     assert found[0] == ("a bug in the training loop", True)
     assert all("the coordinator has ended" in found[rank][0] for rank in (1, 2))

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.run.average.group_sync import GroupSync
-from polyrhythm.run.launch import Place
-from tests.gloo.pipelines import random_batch, run_alone, stack_of
+from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.comm.launch import DistContext
+from tests.gloo.pipelines import random_batch, run_single_process, stack_of
 from tests.gloo.replicas import TIMEOUT, run_replicas
 
 NUM, BATCH, STEPS = 3, 12, 4
@@ -32,14 +32,14 @@ def alone() -> torch.Tensor:
     return weights(model)
 
 
-def test_all_reduce_trains_as_one_process_with_the_whole_batch(tmp_path: Path) -> None:
-    def work(place: Place) -> torch.Tensor:
-        model = stack_of(2, seed=3 + place.rank)  # all begin with the weights of the first
+def test_all_reduce_equals_single_process_training(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> torch.Tensor:
+        model = stack_of(2, seed=3 + ctx.rank)  # all begin with the weights of the first
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         with GroupSync(model, optimizer, "all_reduce", timeout=TIMEOUT) as sync:
             for step in range(STEPS):
                 batch = random_batch(BATCH, 8, seed=step)
-                inputs, target = (t.chunk(NUM)[place.rank] for t in batch)
+                inputs, target = (t.chunk(NUM)[ctx.rank] for t in batch)
                 optimizer.zero_grad()
                 (model(inputs) - target).square().mean().backward()
                 optimizer.step()
@@ -49,13 +49,13 @@ def test_all_reduce_trains_as_one_process_with_the_whole_batch(tmp_path: Path) -
 
     found = run_replicas(NUM, work, tmp_path)
     assert all(torch.equal(w, found[0]) for w in found)
-    torch.testing.assert_close(found[0], run_alone(alone, tmp_path), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found[0], run_single_process(alone, tmp_path), atol=1e-6, rtol=1e-5)
 
 
-def test_balanced_deals_by_speed_and_gives_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
+def test_balanced_shares_follow_speed_and_give_full_batch_gradient(tmp_path: Path) -> None:
     """One worker is six times slower; each sample is a micro-batch."""
 
-    def work(place: Place) -> tuple[torch.Tensor, list[list[int]]]:
+    def work(ctx: DistContext) -> tuple[torch.Tensor, list[list[int]]]:
         model = stack_of(2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         shares = []
@@ -66,7 +66,7 @@ def test_balanced_deals_by_speed_and_gives_the_gradient_of_the_whole_batch(tmp_p
                 shares.append(sync.share(BATCH))
                 for m in shares[-1]:
                     (model(inputs[m]) - target[m]).square().mean().backward()
-                    time.sleep(0.12 if place.rank == 0 else 0.02)
+                    time.sleep(0.12 if ctx.rank == 0 else 0.02)
                 optimizer.step()
                 sync.step()
         return weights(model), [list(share) for share in shares]
@@ -77,7 +77,9 @@ def test_balanced_deals_by_speed_and_gives_the_gradient_of_the_whole_batch(tmp_p
         assert sorted(dealt) == list(range(BATCH)), "each micro-batch once"
     assert [len(shares[0]) for _, shares in found] == [4, 4, 4]
     assert len(found[0][1][-1]) == 1, "the slow one has the least that there is"
-    torch.testing.assert_close(found[0][0], run_alone(alone, tmp_path), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        found[0][0], run_single_process(alone, tmp_path), atol=1e-6, rtol=1e-5
+    )
 
 
 class Branches(nn.Module):
@@ -89,15 +91,13 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_gradient_that_somebody_has_reaches_all_and_one_that_nobody_has_nobody(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
-    def work(place: Place) -> list[object]:
+def test_missing_gradients_are_averaged_or_stay_none(dtype: torch.dtype, tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[object]:
         model = Branches().to(dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         with GroupSync(model, optimizer, "all_reduce", timeout=TIMEOUT):
-            loss = (place.rank + 1) * model.all.sum()
-            if place.rank == 0:
+            loss = (ctx.rank + 1) * model.all.sum()
+            if ctx.rank == 0:
                 loss = loss + 4 * model.first.sum()
             loss.backward()
             optimizer.step()
@@ -107,8 +107,8 @@ def test_a_gradient_that_somebody_has_reaches_all_and_one_that_nobody_has_nobody
     assert run_replicas(2, work, tmp_path) == [[[1.5, 1.5], [2.0, 2.0], None]] * 2
 
 
-def test_a_share_is_for_balanced_and_balanced_needs_a_share(tmp_path: Path) -> None:
-    def work(place: Place) -> list[str]:
+def test_share_is_required_by_balanced_only(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[str]:
         model, reasons = nn.Linear(2, 2), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with GroupSync(model, optimizer, "age", timeout=TIMEOUT) as sync:
@@ -127,12 +127,10 @@ def test_a_share_is_for_balanced_and_balanced_needs_a_share(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("policy", ["all_reduce", "balanced"])
-def test_gradients_may_be_averaged_before_they_are_clipped_or_left_out(
-    policy: str, tmp_path: Path
-) -> None:
+def test_average_gradients_before_clipping_or_skipped_step(policy: str, tmp_path: Path) -> None:
     """As with a GradScaler: one step is left out, by all, since all see the same mean."""
 
-    def work(place: Place) -> tuple[float, list[float]]:
+    def work(ctx: DistContext) -> tuple[float, list[float]]:
         model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -141,8 +139,8 @@ def test_gradients_may_be_averaged_before_they_are_clipped_or_left_out(
             for step in range(3):
                 if policy == "balanced":
                     sync.share(2)
-                model.weight.grad = torch.full((1, 1), -1.0 - 2 * place.rank)
-                if step == 1 and place.rank == 1:
+                model.weight.grad = torch.full((1, 1), -1.0 - 2 * ctx.rank)
+                if step == 1 and ctx.rank == 1:
                     model.weight.grad[:] = torch.inf
                 sync.average_gradients()
                 norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.5).item())
@@ -156,8 +154,8 @@ def test_gradients_may_be_averaged_before_they_are_clipped_or_left_out(
         assert found == expected
 
 
-def test_the_last_one_under_balanced_computes_the_whole_batch(tmp_path: Path) -> None:
-    def work(place: Place) -> list[int]:
+def test_last_balanced_worker_computes_whole_batch(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[int]:
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sync = GroupSync(model, optimizer, "balanced", timeout=TIMEOUT)
@@ -166,7 +164,7 @@ def test_the_last_one_under_balanced_computes_the_whole_batch(tmp_path: Path) ->
             counts.append(len(sync.share(8)))
             model(torch.ones(1, 1)).backward()
             optimizer.step()
-            if step == 1 and place.rank == 1:
+            if step == 1 and ctx.rank == 1:
                 break
         sync.close()
         return counts

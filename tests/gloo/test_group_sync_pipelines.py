@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from polyrhythm.run.average.group_sync import GroupSync
-from polyrhythm.run.average.parameter_server import ParameterServer
-from polyrhythm.run.launch import Place
+from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.averaging.parameter_server import ParameterServer
+from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from tests.gloo.pipelines import DEADLINE, random_batch, run_stages, stack_of, step
+from tests.gloo.pipelines import STAGE_TIMEOUT, random_batch, run_stages, stack_of, step
 from tests.gloo.replicas import TIMEOUT, Point, run_replicas, target_of
 
 STAGES, PIPELINES, STEPS = 2, 2, 10
@@ -20,29 +20,27 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
 
-def pipeline_of(place: Place, **options: object) -> Pipeline:
+def pipeline_of(ctx: DistContext, **options: object) -> Pipeline:
     groups = [dist.new_group([STAGES * p + s for s in range(STAGES)]) for p in range(PIPELINES)]
     return Pipeline.from_sequential(
-        stack_of(STAGES, seed=3 + place.rank // STAGES),
+        stack_of(STAGES, seed=3 + ctx.rank // STAGES),
         loss_fn=loss,
-        group=groups[place.rank // STAGES],
-        pipeline=place.rank // STAGES,
-        deadline=DEADLINE,
+        group=groups[ctx.rank // STAGES],
+        pipeline=ctx.rank // STAGES,
+        timeout=STAGE_TIMEOUT,
         **options,
     )
 
 
 @pytest.mark.parametrize("policy", ["all_reduce", "adaptive", "age", "smart"])
-def test_stages_of_a_pipeline_that_is_never_flushed_average_on_their_own(
-    policy: str, tmp_path: Path
-) -> None:
-    def work(place: Place) -> tuple[str, int, torch.Tensor]:
+def test_pipedream_stages_average_independently(policy: str, tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[str, int, torch.Tensor]:
         options = {"schedule": "1f1b", "flush": False, "num_microbatches": 1}
-        with pipeline_of(place, **options) as pipeline:
+        with pipeline_of(ctx, **options) as pipeline:
             optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.05)
             with GroupSync(pipeline, optimizer, policy, timeout=TIMEOUT) as sync:
                 for number in range(STEPS):
-                    inputs, target = random_batch(4, 8, seed=100 * place.rank // STAGES + number)
+                    inputs, target = random_batch(4, 8, seed=100 * ctx.rank // STAGES + number)
                     step(pipeline, inputs, target)
                     if pipeline.has_gradients:
                         optimizer.step()
@@ -52,7 +50,7 @@ def test_stages_of_a_pipeline_that_is_never_flushed_average_on_their_own(
                     optimizer.step()
                     sync.step()
                     optimizer.zero_grad()
-                sync.consolidate()
+                sync.average_all()
                 weights = torch.cat([p.detach().flatten() for p in pipeline.module.parameters()])
                 return str(sync.worker), sync.num_steps, weights
 
@@ -64,17 +62,17 @@ def test_stages_of_a_pipeline_that_is_never_flushed_average_on_their_own(
     assert not torch.equal(found[0][2], found[1][2])
 
 
-def test_flushed_pipelines_under_a_parameter_server_are_hetpipe(tmp_path: Path) -> None:
+def test_pipelines_with_parameter_server_match_hetpipe(tmp_path: Path) -> None:
     """The server is a process beside the four workers; staleness is the number of stages."""
 
-    def work(place: Place) -> torch.Tensor:
+    def work(ctx: DistContext) -> torch.Tensor:
         groups = [dist.new_group([STAGES * p + s for s in range(STAGES)]) for p in range(PIPELINES)]
-        if place.rank == STAGES * PIPELINES:
+        if ctx.rank == STAGES * PIPELINES:
             server = ParameterServer(num_stages=STAGES, num_pipelines=PIPELINES, timeout=TIMEOUT)
             server.serve()
             assert server.lost == []
             return torch.empty(0)
-        number = place.rank // STAGES
+        number = ctx.rank // STAGES
         pipeline = Pipeline.from_sequential(
             stack_of(STAGES, seed=3),
             loss_fn=loss,
@@ -82,7 +80,7 @@ def test_flushed_pipelines_under_a_parameter_server_are_hetpipe(tmp_path: Path) 
             schedule="1f1b",
             group=groups[number],
             pipeline=number,
-            deadline=DEADLINE,
+            timeout=STAGE_TIMEOUT,
         )
         optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.05)
         with (
@@ -95,7 +93,7 @@ def test_flushed_pipelines_under_a_parameter_server_are_hetpipe(tmp_path: Path) 
                 optimizer.step()
                 sync.step()
                 optimizer.zero_grad()
-            sync.consolidate()
+            sync.average_all()
             return torch.cat([p.detach().flatten() for p in pipeline.module.parameters()])
 
     found = run_stages(STAGES * PIPELINES + 1, work, tmp_path)
@@ -103,12 +101,12 @@ def test_flushed_pipelines_under_a_parameter_server_are_hetpipe(tmp_path: Path) 
         assert torch.equal(found[stage], found[STAGES + stage])
 
 
-def test_a_synchronous_server_averages_what_all_have_done(tmp_path: Path) -> None:
+def test_synchronous_parameter_server_averages_updates(tmp_path: Path) -> None:
     """With staleness 0 a step moves the server's weights by the mean of the workers' moves."""
 
-    def work(place: Place) -> list[torch.Tensor]:
+    def work(ctx: DistContext) -> list[torch.Tensor]:
         workers = dist.new_group([0, 1, 2])
-        if place.rank == 3:
+        if ctx.rank == 3:
             ParameterServer(num_pipelines=3, timeout=TIMEOUT).serve()
             return []
         model, seen = Point(), []
@@ -123,7 +121,7 @@ def test_a_synchronous_server_averages_what_all_have_done(tmp_path: Path) -> Non
         ) as sync:
             for _ in range(4):
                 optimizer.zero_grad()
-                model(target_of(place.rank)).backward()
+                model(target_of(ctx.rank)).backward()
                 optimizer.step()
                 sync.step()
                 seen.append(model.place.detach().clone())

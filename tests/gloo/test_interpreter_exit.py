@@ -72,7 +72,7 @@ STATUSES = (1, 7)  # by job
 
 @pytest.mark.long
 @pytest.mark.timeout(90)
-def test_survivors_of_a_silent_peer_end_with_their_error_and_do_not_abort(tmp_path: Path) -> None:
+def test_survivors_of_stopped_peer_exit_with_peer_error(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     probes = [socket.create_server(("127.0.0.1", 0)) for _ in STATUSES]
     ports = [str(probe.getsockname()[1]) for probe in probes]

@@ -14,16 +14,16 @@ from torch.nn import functional
 
 from polyrhythm.errors import PeerError
 from polyrhythm.processes import PEER_LOST, wait_for_all
-from polyrhythm.run.launch import LocalJob, Place
-from polyrhythm.run.pipeline import tuning
-from polyrhythm.run.pipeline.message import Layout
+from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.pipeline import autotune
+from polyrhythm.run.pipeline.message import MessageLayout
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.pipeline.transport import Inbox, Outbox
 from polyrhythm.types import Action, Op
-from tests.gloo.pairs import hear, route, send, take_and_check, tell
+from tests.gloo.transport_peers import receive_and_check, route, send, signal_peer, wait_for_peer
 
 FOREVER = 1000.0
-DEADLINE = 4.0
+TIMEOUT = 4.0
 NUM_STAGES = 4
 
 
@@ -31,11 +31,11 @@ def die() -> None:
     os._exit(0)
 
 
-def fall_silent() -> None:
+def stop_process() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def lost(doing: Callable[[], object]) -> PeerError:
+def peer_error_of(doing: Callable[[], object]) -> PeerError:
     with pytest.raises(PeerError) as caught:
         doing()
     error = caught.value
@@ -43,12 +43,14 @@ def lost(doing: Callable[[], object]) -> PeerError:
     return error
 
 
-def watch(watcher: Callable[[Place], None], victim: Callable[[Place], None], folder: Path) -> None:
+def watch(
+    watcher: Callable[[DistContext], None], victim: Callable[[DistContext], None], folder: Path
+) -> None:
     """`watcher`, on rank 0, must see the end of `victim`, on rank 1, and go through to its own."""
 
-    def work(place: Place) -> None:
-        with place.joined(30):
-            (watcher, victim)[place.rank](place)
+    def work(ctx: DistContext) -> None:
+        with ctx.process_group(30):
+            (watcher, victim)[ctx.rank](ctx)
             os._exit(0)
 
     with LocalJob(work, 2, output_folder=folder) as job:
@@ -56,10 +58,10 @@ def watch(watcher: Callable[[Place], None], victim: Callable[[Place], None], fol
         assert status == 0, job._workers[0].reason
 
 
-def ends_by(ending: Callable[[], None]) -> Callable[[Place], None]:
-    def victim(place: Place) -> None:
-        route(place)
-        hear(0)
+def victim_ending_with(ending: Callable[[], None]) -> Callable[[DistContext], None]:
+    def victim(ctx: DistContext) -> None:
+        route(ctx)
+        wait_for_peer(0)
         time.sleep(0.3)  # so that the other one waits by then
         ending()
 
@@ -67,78 +69,78 @@ def ends_by(ending: Callable[[], None]) -> Callable[[Place], None]:
 
 
 @pytest.mark.timeout(60)
-def test_a_peer_that_dies_while_we_receive_is_lost_at_once(tmp_path: Path) -> None:
-    def watcher(place: Place) -> None:
-        inbox = Inbox(route(place, deadline=FOREVER), window=2, announced=True)
+def test_peer_death_fails_receive_at_once(tmp_path: Path) -> None:
+    def watcher(ctx: DistContext) -> None:
+        inbox = Inbox(route(ctx, timeout=FOREVER), window=2, announced=True)
         inbox.expect([(Action(Op.F, 3), 10)])
-        tell(1)
-        error = lost(lambda: inbox.take(Action(Op.F, 3)))
+        signal_peer(1)
+        error = peer_error_of(lambda: inbox.get(Action(Op.F, 3)))
         assert error.action == "receiving F3"
         assert error.waited < FOREVER / 10
-        again = lost(lambda: inbox.take(Action(Op.F, 3)))
+        again = peer_error_of(lambda: inbox.get(Action(Op.F, 3)))
         assert again.cause == error.cause
 
-    watch(watcher, ends_by(die), tmp_path)
+    watch(watcher, victim_ending_with(die), tmp_path)
 
 
 @pytest.mark.timeout(60)
-def test_a_peer_that_dies_while_we_send_is_lost_at_once(tmp_path: Path) -> None:
-    def watcher(place: Place) -> None:
-        outbox = Outbox(route(place, deadline=FOREVER), announces=False)
+def test_peer_death_fails_send_at_once(tmp_path: Path) -> None:
+    def watcher(ctx: DistContext) -> None:
+        outbox = Outbox(route(ctx, timeout=FOREVER), announces=False)
         tensors = [torch.ones(1000)]
         for number in (2, 3):
-            outbox.send(Action(Op.B, number), 10, tensors, Layout.of(tensors))
-        tell(1)
-        error = lost(outbox.drain)
+            outbox.send(Action(Op.B, number), 10, tensors, MessageLayout.of(tensors))
+        signal_peer(1)
+        error = peer_error_of(outbox.drain)
         assert error.action == "sending B2"
         assert error.waited < FOREVER / 10
-        lost(lambda: outbox.send(Action(Op.B, 4), 10, tensors, Layout.of(tensors)))
+        peer_error_of(lambda: outbox.send(Action(Op.B, 4), 10, tensors, MessageLayout.of(tensors)))
 
-    watch(watcher, ends_by(die), tmp_path)
+    watch(watcher, victim_ending_with(die), tmp_path)
 
 
 @pytest.mark.timeout(60)
-def test_what_came_before_a_peer_died_can_still_be_used(tmp_path: Path) -> None:
-    def watcher(place: Place) -> None:
-        inbox = Inbox(route(place, deadline=FOREVER), window=2, announced=True)
+def test_messages_received_before_peer_death_are_usable(tmp_path: Path) -> None:
+    def watcher(ctx: DistContext) -> None:
+        inbox = Inbox(route(ctx, timeout=FOREVER), window=2, announced=True)
         inbox.expect([(Action(Op.F, number), 10) for number in range(3)])
-        tell(1)
-        hear(1)
+        signal_peer(1)
+        wait_for_peer(1)
         time.sleep(0.3)  # it is dead by now
         for number in range(2):
-            take_and_check(inbox, number, 10)
-        assert lost(lambda: inbox.take(Action(Op.F, 2))).action == "receiving F2"
+            receive_and_check(inbox, number, 10)
+        assert peer_error_of(lambda: inbox.get(Action(Op.F, 2))).action == "receiving F2"
 
-    def victim(place: Place) -> None:
-        outbox = Outbox(route(place), announces=True)
-        hear(0)
+    def victim(ctx: DistContext) -> None:
+        outbox = Outbox(route(ctx), announces=True)
+        wait_for_peer(0)
         for number in range(2):
             send(outbox, number, 10)
         outbox.drain()
-        tell(0)
+        signal_peer(0)
         die()
 
     watch(watcher, victim, tmp_path)
 
 
 @pytest.mark.timeout(60)
-def test_a_silent_peer_is_lost_at_the_deadline(tmp_path: Path) -> None:
-    def watcher(place: Place) -> None:
-        here = route(place, deadline=DEADLINE)
+def test_stopped_peer_is_lost_after_timeout(tmp_path: Path) -> None:
+    def watcher(ctx: DistContext) -> None:
+        here = route(ctx, timeout=TIMEOUT)
         inbox = Inbox(here, window=2, announced=True)
         outbox = Outbox(here, announces=False)
         inbox.expect([(Action(Op.F, 0), 10)])
         send(outbox, 7, 10)
-        tell(1)
+        signal_peer(1)
         with ThreadPoolExecutor() as both:  # each waits for the whole deadline
-            waits = (lambda: inbox.take(Action(Op.F, 0)), outbox.drain)
-            receiving, sending = both.map(lost, waits)
+            waits = (lambda: inbox.get(Action(Op.F, 0)), outbox.drain)
+            receiving, sending = both.map(peer_error_of, waits)
         assert (receiving.action, sending.action) == ("receiving F0", "sending F7")
         for error in (receiving, sending):
-            assert DEADLINE <= error.waited < 3 * DEADLINE
-            assert f"for {DEADLINE:g} s" in error.cause
+            assert TIMEOUT <= error.waited < 3 * TIMEOUT
+            assert f"for {TIMEOUT:g} s" in error.cause
 
-    watch(watcher, ends_by(fall_silent), tmp_path)
+    watch(watcher, victim_ending_with(stop_process), tmp_path)
 
 
 class Trap(nn.Module):
@@ -156,16 +158,16 @@ class Trap(nn.Module):
 
 
 def train(
-    place: Place,
+    ctx: DistContext,
     ending: Callable[[], None] | None,
     *,
-    deadline: float,
+    timeout: float,
     schedule: str = "1f1b",
     flush: bool = True,
 ) -> None:
     """Until something goes wrong; the ninth micro-batch is in the middle of a step."""
     batch = torch.ones(6, 8)
-    with place.joined(30):
+    with ctx.process_group(30):
         pipeline = Pipeline(
             nn.Sequential(nn.Linear(8, 8), Trap(ending)),
             loss_fn=functional.mse_loss,
@@ -173,7 +175,7 @@ def train(
             schedule=schedule,
             flush=flush,
             tune_every=2,
-            deadline=deadline,
+            timeout=timeout,
         )
         while True:
             arguments = [batch] if pipeline.is_first else []
@@ -181,7 +183,7 @@ def train(
 
 
 def endings_of_survivors(
-    work: Callable[[Place], None], victim: int, timeout: float, folder: Path
+    work: Callable[[DistContext], None], victim: int, timeout: float, folder: Path
 ) -> dict[int, str]:
     """The last line of each; they must end by themselves, while the victim is left as it is."""
     with LocalJob(work, NUM_STAGES, output_folder=folder) as job:
@@ -194,15 +196,15 @@ def endings_of_survivors(
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(("victim", "flush"), [(0, True), (2, True), (3, True), (1, False)])
-def test_a_stage_killed_in_the_middle_of_a_step_ends_all_others_at_once(
+def test_killed_stage_ends_all_other_stages_at_once(
     tmp_path: Path, victim: int, flush: bool
 ) -> None:
     def be_killed() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def work(place: Place) -> None:
-        ending = be_killed if place.rank == victim else None
-        train(place, ending, deadline=FOREVER, flush=flush)
+    def work(ctx: DistContext) -> None:
+        ending = be_killed if ctx.rank == victim else None
+        train(ctx, ending, timeout=FOREVER, flush=flush)
 
     reasons = endings_of_survivors(work, victim, 45, tmp_path)
     for neighbour in {victim - 1, victim + 1} & reasons.keys():
@@ -213,40 +215,40 @@ def test_a_stage_killed_in_the_middle_of_a_step_ends_all_others_at_once(
 @pytest.mark.parametrize(
     ("victim", "schedule", "flush"), [(1, "1f1b", True), (3, "gpipe", True), (2, "1f1b", False)]
 )
-def test_a_stage_that_falls_silent_in_a_step_ends_all_others_at_the_deadline(
+def test_stopped_stage_ends_all_other_stages_after_timeout(
     tmp_path: Path, victim: int, schedule: str, flush: bool
 ) -> None:
-    def work(place: Place) -> None:
-        ending = fall_silent if place.rank == victim else None
-        train(place, ending, deadline=DEADLINE, schedule=schedule, flush=flush)
+    def work(ctx: DistContext) -> None:
+        ending = stop_process if ctx.rank == victim else None
+        train(ctx, ending, timeout=TIMEOUT, schedule=schedule, flush=flush)
 
-    reasons = endings_of_survivors(work, victim, 10 * DEADLINE, tmp_path)
+    reasons = endings_of_survivors(work, victim, 10 * TIMEOUT, tmp_path)
     assert all("PeerError: lost s" in reason for reason in reasons.values())
     assert any(f"PeerError: lost s{victim}p0 during " in reason for reason in reasons.values())
 
 
 @pytest.mark.timeout(90)
-def test_a_stage_that_falls_silent_while_clocks_are_compared_ends_all_others(
+def test_stage_stopped_in_clock_exchange_ends_all_other_stages(
     tmp_path: Path,
 ) -> None:
-    def work(place: Place) -> None:
-        if place.rank == 2:
-            tuning.measure = lambda connections: fall_silent()
-        train(place, None, deadline=DEADLINE, schedule="auto")
+    def work(ctx: DistContext) -> None:
+        if ctx.rank == 2:
+            autotune.measure_offsets = lambda connections: stop_process()
+        train(ctx, None, timeout=TIMEOUT, schedule="auto")
 
-    reasons = endings_of_survivors(work, 2, 10 * DEADLINE, tmp_path)
+    reasons = endings_of_survivors(work, 2, 10 * TIMEOUT, tmp_path)
     assert any("comparing clocks" in reason for reason in reasons.values())
 
 
 @pytest.mark.timeout(60)
-def test_a_stage_that_leaves_between_steps_is_lost_while_waiting_for_the_next(
+def test_stage_exit_between_steps_raises_peer_error(
     tmp_path: Path,
 ) -> None:
-    def work(place: Place) -> None:
+    def work(ctx: DistContext) -> None:
         batch = torch.ones(2, 8)
-        with place.joined(30):
+        with ctx.process_group(30):
             pipeline = Pipeline(
-                nn.Linear(8, 8), loss_fn=functional.mse_loss, num_microbatches=2, deadline=FOREVER
+                nn.Linear(8, 8), loss_fn=functional.mse_loss, num_microbatches=2, timeout=FOREVER
             )
             arguments = [batch] if pipeline.is_first else []
             pipeline.step(*arguments, target=batch)

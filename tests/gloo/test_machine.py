@@ -16,8 +16,8 @@ ROOT = Path(machine.__file__).parents[2]
 REPORT = "from polyrhythm.run import machine\nfor f in machine.findings(): print(f)"
 
 
-def by_subject(findings):
-    return {finding.subject: finding for finding in findings}
+def by_subject(check_results):
+    return {result.subject: result for result in check_results}
 
 
 def findings_with_torch(folder, source):
@@ -34,10 +34,10 @@ def findings_with_torch(folder, source):
     return done.stdout.splitlines()
 
 
-def test_training_works_on_a_machine_that_runs_this_test(tmp_path):
+def test_no_finding_fails_on_this_machine(tmp_path):
     before = psutil.Process().children(recursive=True)
-    found = by_subject(machine.findings(tmp_path / "not" / "yet" / "runs"))
-    assert not [finding for finding in found.values() if finding.ok is False]
+    found = by_subject(machine.check_results(tmp_path / "not" / "yet" / "runs"))
+    assert not [result for result in found.values() if result.ok is False]
     assert found["all-reduce (gloo)"].ok
     assert found["backends"].found.startswith("gloo, ")
     assert {"Python", "torch", "GPUs", "loopback port", "CPU cores", "memory"} <= found.keys()
@@ -46,16 +46,16 @@ def test_training_works_on_a_machine_that_runs_this_test(tmp_path):
     assert psutil.Process().children(recursive=True) == before
 
 
-def test_all_reduce_that_cannot_happen_is_reported_with_its_reason(monkeypatch):
+def test_failing_all_reduce_is_reported_with_reason(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    finding = by_subject(machine.findings())["all-reduce (gloo)"]
-    assert finding.ok is False
-    assert "nowhere0" in finding.found
-    assert "GLOO_SOCKET_IFNAME" in finding.advice
+    result = by_subject(machine.check_results())["all-reduce (gloo)"]
+    assert result.ok is False
+    assert "nowhere0" in result.found
+    assert "GLOO_SOCKET_IFNAME" in result.advice
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "message"),
     [
         (r"raise ImportError('libtorch.so is lost\nSee our pages.')", "fails: libtorch.so is lost"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "crashed with SIGILL"),
@@ -63,29 +63,29 @@ def test_all_reduce_that_cannot_happen_is_reported_with_its_reason(monkeypatch):
     ],
     ids=["import-error", "crash", "empty"],
 )
-def test_broken_torch_is_a_finding_beside_the_others(tmp_path, source, told):
+def test_broken_torch_is_reported_as_finding(tmp_path, source, message):
     lines = findings_with_torch(tmp_path, source)
     (torch,) = [line for line in lines if "subject='torch'" in line]
-    assert told in torch
+    assert message in torch
     assert "ok=False" in torch
     assert "pip install" in torch
     assert [line for line in lines if "subject='memory'" in line]
 
 
-def test_torch_that_hangs_is_given_up_at_the_deadline(monkeypatch, tmp_path):
+def test_hanging_torch_import_times_out(monkeypatch, tmp_path):
     package = tmp_path / "torch"
     package.mkdir()
     (package / "__init__.py").write_text("import time; time.sleep(100)")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(machine, "TORCH_DEADLINE", 1.0)
+    monkeypatch.setattr(machine, "TORCH_TIMEOUT", 1.0)
     before = psutil.Process().children(recursive=True)
-    found = by_subject(machine.findings())
+    found = by_subject(machine.check_results())
     assert found["torch"].found == "no answer within 1 s"
     assert found["torch"].ok is False
     assert psutil.Process().children(recursive=True) == before
 
 
-def test_old_torch_is_refused_with_the_version_that_is_needed(tmp_path):
+def test_old_torch_is_refused_with_required_version(tmp_path):
     source = (
         "import types; __version__ = '2.9.1+cu126'\n"
         "distributed = types.SimpleNamespace(is_available=lambda: False)\n"
@@ -101,7 +101,7 @@ def test_old_torch_is_refused_with_the_version_that_is_needed(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop to another user")
-def test_folder_that_cannot_be_written_is_reported(tmp_path):
+def test_unwritable_folder_is_reported(tmp_path):
     source = (
         "import os, sys, pathlib\n"
         "from polyrhythm.run import machine\n"
@@ -119,7 +119,7 @@ def test_folder_that_cannot_be_written_is_reported(tmp_path):
         assert "--out" in line
 
 
-def test_limits_of_cgroups_above_count(monkeypatch, tmp_path):
+def test_memory_limits_of_parent_cgroups_count(monkeypatch, tmp_path):
     root = tmp_path / "cgroup"
     (root / "job" / "step").mkdir(parents=True)
     (root / "job" / "memory.max").write_text("1073741824\n")

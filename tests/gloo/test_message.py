@@ -11,13 +11,13 @@ from torch import Tensor
 
 from polyrhythm.errors import PlanError
 from polyrhythm.run.pipeline.message import (
-    ANNOUNCEMENT,
-    HEADER,
-    Layout,
-    padded,
-    stamp,
-    stamped,
-    unpadded,
+    ANNOUNCEMENT_BYTES,
+    HEADER_BYTES,
+    MessageLayout,
+    pad_bytes,
+    read_timestamp,
+    unpad_bytes,
+    write_timestamp,
 )
 
 DTYPES = [
@@ -55,46 +55,46 @@ def bits_of(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def crossed(tensors: list[Tensor]) -> list[Tensor]:
+def transferred(tensors: list[Tensor]) -> list[Tensor]:
     """What a receiver finds, who knows the announcement and the buffer."""
-    layout = Layout.of(tensors)
+    layout = MessageLayout.of(tensors)
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
     layout.pack([one.detach() for one in tensors], buffer)
-    stamp(buffer, 0.0)
+    write_timestamp(buffer, 0.0)
     announcement = layout.announcement()
-    assert announcement.shape == (ANNOUNCEMENT,), "a receiver can wait for it knowing nothing"
-    return Layout.announced(announcement).views(buffer.clone())
+    assert announcement.shape == (ANNOUNCEMENT_BYTES,), "a receiver can wait for it knowing nothing"
+    return MessageLayout.from_announcement(announcement).views(buffer.clone())
 
 
 @given(descriptions)
-def test_tensors_of_every_type_and_shape_cross_to_the_bit(
+def test_tensors_of_every_dtype_and_shape_are_bit_exact(
     drawn: list[tuple[torch.dtype, tuple[int, ...], bool, int]],
 ) -> None:
     sent = [tensor(*one) for one in drawn]
-    received = crossed(sent)
+    received = transferred(sent)
     assert [(r.dtype, r.shape) for r in received] == [(s.dtype, s.shape) for s in sent]
     assert [bits_of(r) for r in received] == [bits_of(s) for s in sent]
 
 
 @given(descriptions)
-def test_an_announced_layout_is_the_layout(
+def test_layout_survives_its_announcement(
     drawn: list[tuple[torch.dtype, tuple[int, ...], bool, int]],
 ) -> None:
     tensors = [tensor(*one) for one in drawn]
-    layout = Layout.of(tensors)
-    assert Layout.announced(layout.announcement()) == layout
+    layout = MessageLayout.of(tensors)
+    assert MessageLayout.from_announcement(layout.announcement()) == layout
     assert [spec.needs_grad for spec in layout.specs] == [t.requires_grad for t in tensors]
     needing = [one for one in tensors if one.requires_grad]
     assert [spec.shape for spec in layout.gradient.specs] == [tuple(t.shape) for t in needing]
 
 
 @given(descriptions)
-def test_tensors_in_a_buffer_are_aligned_and_apart(
+def test_tensors_in_buffer_are_aligned_and_disjoint(
     drawn: list[tuple[torch.dtype, tuple[int, ...], bool, int]],
 ) -> None:
-    layout = Layout.of([tensor(*one) for one in drawn])
+    layout = MessageLayout.of([tensor(*one) for one in drawn])
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
-    ends = HEADER
+    ends = HEADER_BYTES
     for view in layout.views(buffer):
         begins = view.storage_offset() * view.element_size()
         assert begins % 64 == 0 or not view.numel()
@@ -104,30 +104,33 @@ def test_tensors_in_a_buffer_are_aligned_and_apart(
     assert ends <= layout.nbytes
 
 
-def test_tensors_that_do_not_lie_in_one_piece_are_packed() -> None:
+def test_non_contiguous_tensors_are_packed() -> None:
     square = torch.arange(12.0).view(3, 4)
     sent = [square.T, square[:, ::2], torch.tensor(7.0).expand(5)]
-    assert all(torch.equal(a, b) for a, b in zip(crossed(sent), sent, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(transferred(sent), sent, strict=True))
 
 
-def test_the_time_of_sending_crosses_beside_the_tensors() -> None:
-    layout = Layout.of([torch.zeros(3, dtype=torch.int64)])
+def test_timestamp_is_sent_with_tensors() -> None:
+    layout = MessageLayout.of([torch.zeros(3, dtype=torch.int64)])
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
     layout.pack([torch.tensor([1, 2, 3])], buffer)
-    stamp(buffer, 123456.789012345)
-    assert stamped(buffer) == 123456.789012345
+    write_timestamp(buffer, 123456.789012345)
+    assert read_timestamp(buffer) == 123456.789012345
     assert layout.views(buffer)[0].tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("told", [b"", b"x", bytes(range(256)), b"\0" * 1020])
-def test_bytes_cross_in_a_message_of_fixed_size(told: bytes) -> None:
-    message = padded(told, 1024)
+@pytest.mark.parametrize("payload", [b"", b"x", bytes(range(256)), b"\0" * 1020])
+def test_bytes_are_padded_to_fixed_size(payload: bytes) -> None:
+    message = pad_bytes(payload, 1024)
     assert message.shape == (1024,)
-    assert unpadded(message) == told
+    assert unpad_bytes(message) == payload
 
 
-def test_more_tensors_than_can_be_announced_are_refused() -> None:
+def test_too_many_tensors_for_announcement_are_refused() -> None:
     fifty = [torch.zeros(2, 3, 4) for _ in range(50)]
-    assert Layout.announced(Layout.of(fifty).announcement()).nbytes == Layout.of(fifty).nbytes
+    assert (
+        MessageLayout.from_announcement(MessageLayout.of(fifty).announcement()).nbytes
+        == MessageLayout.of(fifty).nbytes
+    )
     with pytest.raises(PlanError, match=r"passes 2000 tensors(?s:.*)stack or concatenate"):
-        Layout.of([torch.zeros(2)] * 2000).announcement()
+        MessageLayout.of([torch.zeros(2)] * 2000).announcement()

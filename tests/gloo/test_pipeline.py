@@ -17,17 +17,17 @@ from torch.nn.functional import mse_loss
 from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.errors import WorkerError
 from polyrhythm.events import EventLog, read_run, worker_log
-from polyrhythm.run.launch import Place
+from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.run.pipeline.stage import MOST_TIMES
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.run.pipeline.stage import MAX_TIMINGS
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Worker
 from tests.gloo.pipelines import (
     assert_close,
     assert_equal,
     gradients,
     random_batch,
-    run_alone,
+    run_single_process,
     run_stages,
     stack_of,
     step,
@@ -37,8 +37,8 @@ BATCHES = [random_batch(8, 8, seed=seed) for seed in range(6)]
 
 
 def pipeline_of(module: nn.Module, **options: Any) -> Pipeline:
-    cut = {} if "microbatch_sizes" in options else {"num_microbatches": 4}
-    return Pipeline(module, **{"loss_fn": mse_loss, "deadline": 20, **cut, **options})
+    microbatches = {} if "microbatch_sizes" in options else {"num_microbatches": 4}
+    return Pipeline(module, **{"loss_fn": mse_loss, "timeout": 20, **microbatches, **options})
 
 
 def train(
@@ -66,13 +66,13 @@ def train(
 
 
 @pytest.mark.timeout(60)
-def test_a_trainer_written_for_torch_runs_unchanged(tmp_path: Path) -> None:
-    def work(place: Place) -> list[dict[str, Any]]:
-        ends = {"has_first_stage": place.rank == 0, "has_last_stage": place.rank == 2}
+def test_training_loop_for_torch_schedules_runs_unchanged(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[dict[str, Any]]:
+        ends = {"has_first_stage": ctx.rank == 0, "has_last_stage": ctx.rank == 2}
         found = []
         for whose in ("torch", "ours", "ours, from a torch stage"):
-            module = stack_of(3)[place.rank]
-            stage = PipelineStage(module, place.rank, 3, torch.device("cpu"))
+            module = stack_of(3)[ctx.rank]
+            stage = PipelineStage(module, ctx.rank, 3, torch.device("cpu"))
             if whose == "torch":
                 schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=mse_loss)
             elif whose == "ours":
@@ -97,7 +97,7 @@ def test_a_trainer_written_for_torch_runs_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_eval_leaves_gradients_and_schedule_alone(tmp_path: Path) -> None:
+def test_eval_changes_neither_gradients_nor_schedule(tmp_path: Path) -> None:
     """It runs the whole model, with a loss where it has a target, for batches of any size."""
     odd = random_batch(7, 8, seed=20)
 
@@ -111,17 +111,17 @@ def test_eval_leaves_gradients_and_schedule_alone(tmp_path: Path) -> None:
         assert not any(tensor.requires_grad for tensor in losses)
         return [with_loss, without, losses]
 
-    def work(place: Place) -> dict[str, Any]:
+    def work(ctx: DistContext) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for evaluates in (False, True):
-            module = stack_of(3)[place.rank]
+            module = stack_of(3)[ctx.rank]
             with pipeline_of(module, schedule="bounded:3,2,1") as pipeline:
                 for batch in BATCHES[:3]:
                     if evaluates:
                         found["eval"] = evaluate(pipeline)
                     step(pipeline, *batch)
                 assert pipeline.num_steps == 3
-                found[f"recipe {evaluates}"] = str(pipeline.recipe)
+                found[f"recipe {evaluates}"] = str(pipeline.spec)
                 found[f"peak {evaluates}"] = pipeline.peak_in_flight
                 found[f"gradients {evaluates}"] = gradients(module)
                 if evaluates:
@@ -129,7 +129,7 @@ def test_eval_leaves_gradients_and_schedule_alone(tmp_path: Path) -> None:
                     assert_equal(gradients(module), found["gradients True"])
         return found
 
-    def alone() -> list[Any]:
+    def single_process() -> list[Any]:
         model = stack_of(3)
         inputs, target = odd
         output = model(inputs).detach()
@@ -137,7 +137,7 @@ def test_eval_leaves_gradients_and_schedule_alone(tmp_path: Path) -> None:
         parts = zip(output.split(sizes), target.split(sizes), strict=True)
         return [output, output, [mse_loss(part, wanted) for part, wanted in parts]]
 
-    expected = run_alone(alone, tmp_path)
+    expected = run_single_process(single_process, tmp_path)
     stages = run_stages(3, work, tmp_path)
     for stage in stages:
         assert stage["recipe True"] == stage["recipe False"]
@@ -148,39 +148,39 @@ def test_eval_leaves_gradients_and_schedule_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_times_that_nobody_asks_for_do_not_pile_up(tmp_path: Path) -> None:
+def test_unread_timings_are_bounded(tmp_path: Path) -> None:
     """As in a process that only evaluates."""
 
-    def alone() -> int:
+    def single_process() -> int:
         inputs, _ = random_batch(500, 8)
         pipeline = pipeline_of(stack_of(1), num_microbatches=500)
         for _ in range(10):
             pipeline.eval(inputs)
         return len(pipeline._compute.durations())
 
-    assert run_alone(alone, tmp_path) == MOST_TIMES < 5000
+    assert run_single_process(single_process, tmp_path) == MAX_TIMINGS < 5000
 
 
 SCHEDULES = ("1f1b", "gpipe", "kfkb:2", "kfkb:3", "bounded:4,3,1", "bounded:1,1,1")
 
 
 @pytest.mark.timeout(60)
-def test_a_change_of_schedule_between_steps_changes_no_bit(tmp_path: Path) -> None:
+def test_schedule_change_between_steps_is_bit_exact(tmp_path: Path) -> None:
     """And under each of them a stage holds no more than the schedule says."""
 
-    def work(place: Place) -> list[dict[str, Any]]:
+    def work(ctx: DistContext) -> list[dict[str, Any]]:
         found = []
         for changes in (False, True):
-            module = stack_of(3)[place.rank]
+            module = stack_of(3)[ctx.rank]
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
             with pipeline_of(module, schedule="1f1b") as pipeline:
                 for number, batch in enumerate(BATCHES):
                     if changes:
-                        pipeline.recipe = Recipe.parse(SCHEDULES[number])
+                        pipeline.spec = ScheduleSpec.parse(SCHEDULES[number])
                     step(pipeline, *batch)
-                    assert pipeline.last_recipe == pipeline.recipe
-                    built = pipeline.recipe.build(num_stages=3, num_microbatches=4)
-                    assert pipeline.peak_in_flight == peak_in_flight(built[place.rank])
+                    assert pipeline.last_spec == pipeline.spec
+                    built = pipeline.spec.build(num_stages=3, num_microbatches=4)
+                    assert pipeline.peak_in_flight == peak_in_flight(built[ctx.rank])
                     optimizer.step()
                     optimizer.zero_grad()
             found.append(dict(module.state_dict()))
@@ -191,13 +191,13 @@ def test_a_change_of_schedule_between_steps_changes_no_bit(tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(60)
-def test_other_sizes_of_micro_batches_train_the_same(tmp_path: Path) -> None:
+def test_microbatch_sizes_give_the_same_training(tmp_path: Path) -> None:
     """The tuner tries each size for a step, then goes on with the best, whichever that is."""
 
-    def work(place: Place) -> list[dict[str, Any]]:
+    def work(ctx: DistContext) -> list[dict[str, Any]]:
         found = []
         for sizes in ([2], [2, 4, 1, 8]):
-            module = stack_of(3)[place.rank]
+            module = stack_of(3)[ctx.rank]
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
             used = []
             with pipeline_of(module, microbatch_sizes=sizes, tune_every=1) as pipeline:
@@ -219,33 +219,33 @@ def test_other_sizes_of_micro_batches_train_the_same(tmp_path: Path) -> None:
     assert set(changed["used"]) == {4, 2, 8, 1}
 
 
-def autotuned(place: Place, folder: Path, **options: Any) -> dict[str, Any]:
+def autotuned(ctx: DistContext, folder: Path, **options: Any) -> dict[str, Any]:
     """Some steps of schedule="auto", recorded; the peaks are those of what it chose."""
-    worker = Worker(place.rank, 0)
-    module = stack_of(3)[place.rank]
+    worker = Worker(ctx.rank, 0)
+    module = stack_of(3)[ctx.rank]
     with (
         EventLog(worker_log(folder, worker), worker) as log,
         pipeline_of(module, tune_every=2, log=log, **options) as pipeline,
     ):
-        recipes = []
+        specs = []
         for batch in BATCHES:
             step(pipeline, *batch)
-            recipes.append(str(pipeline.last_recipe))
-            built = pipeline.last_recipe.build(num_stages=3, num_microbatches=4)
-            assert pipeline.peak_in_flight == peak_in_flight(built[place.rank])
-    return {"recipes": recipes, "gradients": gradients(module)}
+            specs.append(str(pipeline.last_spec))
+            built = pipeline.last_spec.build(num_stages=3, num_microbatches=4)
+            assert pipeline.peak_in_flight == peak_in_flight(built[ctx.rank])
+    return {"recipes": specs, "gradients": gradients(module)}
 
 
 @pytest.mark.timeout(60)
-def test_auto_decides_on_all_stages_alike_and_records_why(tmp_path: Path) -> None:
+def test_auto_schedule_is_equal_on_all_stages_and_logged(tmp_path: Path) -> None:
     folders = {limit: tmp_path / (limit or "no limit") for limit in (None, "1GiB")}
 
-    def work(place: Place) -> dict[str, Any]:
+    def work(ctx: DistContext) -> dict[str, Any]:
         found = {
-            limit or "none": autotuned(place, folder, memory_limit=limit)
+            limit or "none": autotuned(ctx, folder, memory_limit=limit)
             for limit, folder in folders.items()
         }
-        with pipeline_of(module := stack_of(3)[place.rank], schedule="1f1b") as pipeline:
+        with pipeline_of(module := stack_of(3)[ctx.rank], schedule="1f1b") as pipeline:
             for batch in BATCHES:
                 step(pipeline, *batch)
         return {**found, "1f1b": gradients(module)}
@@ -271,13 +271,13 @@ def test_auto_decides_on_all_stages_alike_and_records_why(tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(60)
-def test_a_memory_limit_that_nothing_fits_says_what_the_least_needs(tmp_path: Path) -> None:
+def test_memory_limit_error_names_least_requirement(tmp_path: Path) -> None:
     """Stage 1 is short of memory; its weights alone take 288 of 4 * 288 bytes."""
 
-    def work(place: Place) -> None:
-        limit = 2000 if place.rank == 1 else "1MiB"
+    def work(ctx: DistContext) -> None:
+        limit = 2000 if ctx.rank == 1 else "1MiB"
         with pipeline_of(
-            stack_of(3)[place.rank], microbatch_sizes=[4, 2], memory_limit=limit
+            stack_of(3)[ctx.rank], microbatch_sizes=[4, 2], memory_limit=limit
         ) as pipeline:
             for batch in BATCHES:
                 step(pipeline, *batch)
@@ -292,13 +292,13 @@ def test_a_memory_limit_that_nothing_fits_says_what_the_least_needs(tmp_path: Pa
 
 
 @pytest.mark.timeout(60)
-def test_stages_that_have_made_other_groups_before_find_each_other(tmp_path: Path) -> None:
-    def work(place: Place) -> list[int]:
-        if place.rank < 2:  # tensor parallelism on some stages, say
+def test_pipeline_works_after_unequal_new_group_calls(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[int]:
+        if ctx.rank < 2:  # tensor parallelism on some stages, say
             dist.new_group([0, 1], use_local_synchronization=True)
         num_steps = []
         for _ in range(2):
-            with pipeline_of(stack_of(3)[place.rank], num_microbatches=4) as pipeline:
+            with pipeline_of(stack_of(3)[ctx.rank], num_microbatches=4) as pipeline:
                 step(pipeline, *BATCHES[0])
                 num_steps.append(pipeline.num_steps)
         return num_steps
@@ -308,10 +308,8 @@ def test_stages_that_have_made_other_groups_before_find_each_other(tmp_path: Pat
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("flush", [True, False])
-def test_a_note_of_the_first_stage_comes_to_all_and_chooses_the_target(
-    tmp_path: Path, flush: bool
-) -> None:
-    def work(place: Place) -> list[tuple[int, ...]]:
+def test_metadata_of_first_stage_reaches_all_stages(tmp_path: Path, flush: bool) -> None:
+    def work(ctx: DistContext) -> list[tuple[int, ...]]:
         schedule, num_microbatches = ("1f1b", 2) if flush else ("bounded:4,2", 1)
         pipeline = Pipeline(
             nn.Linear(8, 8),
@@ -319,25 +317,25 @@ def test_a_note_of_the_first_stage_comes_to_all_and_chooses_the_target(
             num_microbatches=num_microbatches,
             schedule=schedule,
             flush=flush,
-            deadline=20,
+            timeout=20,
         )
-        heard: list[tuple[int, ...]] = []
+        received: list[tuple[int, ...]] = []
 
-        def target(note: tuple[int, ...]) -> Tensor:
-            heard.append(note)
-            return torch.full((4, 8), float(sum(note)))
+        def target(metadata: tuple[int, ...]) -> Tensor:
+            received.append(metadata)
+            return torch.full((4, 8), float(sum(metadata)))
 
         with pipeline:
             for number in range(3):
                 if pipeline.is_first:
-                    pipeline.step(torch.ones(4, 8), note=(number, 7))
-                    heard.append(pipeline.note)
+                    pipeline.step(torch.ones(4, 8), metadata=(number, 7))
+                    received.append(pipeline.metadata)
                 else:
                     losses: list[Tensor] = []
                     pipeline.step(target=target, losses=losses)
             for _ in pipeline.drain():
                 pass
-        return heard
+        return received
 
     expected = [(number, 7) for number in range(3)]
     assert run_stages(2, work, tmp_path) == [expected, expected]

@@ -15,38 +15,43 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import mse_loss
 
 from polyrhythm.errors import PeerError, ScheduleError
-from polyrhythm.run.launch import Place
+from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from tests.gloo.pairs import num_alive, wait_until, watch_buffers
-from tests.gloo.pipelines import random_batch, run_alone, run_stages, step
+from tests.gloo.pipelines import random_batch, run_single_process, run_stages, step
+from tests.gloo.transport_peers import num_alive, track_buffers, wait_until
 
 INPUTS, TARGET = random_batch(4, 8)
 
 
-class OwnError(Exception):
+class UserCodeError(Exception):
     """Something that goes wrong in the user's code."""
 
 
-class Noting(nn.Module):
+class RecordingModule(nn.Module):
     """A stage that notes the memory its backward will need; it may fail at one of its calls."""
 
-    def __init__(self, noted: list[StorageWeakRef], fails_at: int | None = None) -> None:
+    def __init__(self, recorded: list[StorageWeakRef], fails_at: int | None = None) -> None:
         super().__init__()
-        self.linear, self.noted, self.fails_at, self.num_calls = nn.Linear(8, 8), noted, fails_at, 0
+        self.linear, self.recorded, self.fails_at, self.num_calls = (
+            nn.Linear(8, 8),
+            recorded,
+            fails_at,
+            0,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
         y = torch.tanh(self.linear(x))
-        note(self.noted, x, y)
+        record(self.recorded, x, y)
         if not isinstance(self.linear.weight, nn.Parameter):  # but a copy
-            note(self.noted, self.linear.weight)
+            record(self.recorded, self.linear.weight)
         if self.num_calls == self.fails_at:
-            raise OwnError
+            raise UserCodeError
         return y
 
 
-def note(noted: list[StorageWeakRef], *tensors: Tensor) -> None:
-    noted += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+def record(recorded: list[StorageWeakRef], *tensors: Tensor) -> None:
+    recorded += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
 
 
 def pipeline_of(module: nn.Module, *, flush: bool, window: int | None = None) -> Pipeline:
@@ -57,49 +62,49 @@ def pipeline_of(module: nn.Module, *, flush: bool, window: int | None = None) ->
         schedule="gpipe" if flush else "bounded:6,3",
         flush=flush,
         window=window,
-        deadline=20,
+        timeout=20,
     )
 
 
-def run_ahead(pipeline: Pipeline, noted: list[StorageWeakRef], num_steps: int) -> None:
+def run_ahead(pipeline: Pipeline, recorded: list[StorageWeakRef], num_steps: int) -> None:
     """Batches that nobody else keeps, and so few that no backward is due."""
     for seed in range(num_steps):
         inputs, target = random_batch(4, 8, seed=seed)
         if pipeline.is_last:
-            note(noted, target)
+            record(recorded, target)
         step(pipeline, inputs, target)
 
 
-def stop_in_the_middle(pipeline: Pipeline, noted: list[StorageWeakRef]) -> None:
+def stop_in_the_middle(pipeline: Pipeline, recorded: list[StorageWeakRef]) -> None:
     """The last stage has messages that it did not take, the first waits for some.
 
     With a window of one, the first also has some that have not left.
     """
-    run_ahead(pipeline, noted, 5 if pipeline.is_first else 2)
+    run_ahead(pipeline, recorded, 5 if pipeline.is_first else 2)
     if pipeline.is_last:
         inbox = pipeline._connections.activations_in[0]
         wait_until(lambda: len(inbox._arrived) == min(3, inbox.window), "the next messages")
 
 
-def fail_between_steps(pipeline: Pipeline, noted: list[StorageWeakRef]) -> None:
-    stop_in_the_middle(pipeline, noted)
-    raise OwnError
+def fail_between_steps(pipeline: Pipeline, recorded: list[StorageWeakRef]) -> None:
+    stop_in_the_middle(pipeline, recorded)
+    raise UserCodeError
 
 
-def fail_in_the_last_stage(pipeline: Pipeline, noted: list[StorageWeakRef]) -> None:
-    run_ahead(pipeline, noted, 3)
-    raise OwnError  # in the first one, which may not have noticed
+def fail_in_the_last_stage(pipeline: Pipeline, recorded: list[StorageWeakRef]) -> None:
+    run_ahead(pipeline, recorded, 3)
+    raise UserCodeError  # in the first one, which may not have noticed
 
 
-def fail_to_receive(pipeline: Pipeline, noted: list[StorageWeakRef]) -> None:
+def fail_to_receive(pipeline: Pipeline, recorded: list[StorageWeakRef]) -> None:
     def fail(*args: object) -> None:
-        raise OwnError
+        raise UserCodeError
 
     if pipeline.is_last:
         pipeline._connections.activations_in[0]._receive = fail
     dist.barrier()  # so that the first message comes afterwards
-    run_ahead(pipeline, noted, 3)
-    raise OwnError
+    run_ahead(pipeline, recorded, 3)
+    raise UserCodeError
 
 
 @pytest.mark.timeout(60)
@@ -114,33 +119,33 @@ def fail_to_receive(pipeline: Pipeline, noted: list[StorageWeakRef]) -> None:
         (fail_to_receive, False, None),
     ],
 )
-def test_a_closed_pipeline_keeps_nothing_that_was_in_flight(
+def test_close_frees_everything_in_flight(
     tmp_path: Path,
     run: Callable[[Pipeline, list[StorageWeakRef]], None],
     flush: bool,
     window: int | None,
 ) -> None:
-    def work(place: Place) -> dict[str, int]:
-        buffers, noted = watch_buffers(), []
-        fails = run is fail_in_the_last_stage and place.rank == 1
-        module = Noting(noted, fails_at=3 if fails else None)
+    def work(ctx: DistContext) -> dict[str, int]:
+        buffers, recorded = track_buffers(), []
+        fails = run is fail_in_the_last_stage and ctx.rank == 1
+        module = RecordingModule(recorded, fails_at=3 if fails else None)
         pipeline = pipeline_of(module, flush=flush, window=window)
         try:
             with pipeline:
                 try:
-                    run(pipeline, noted)
+                    run(pipeline, recorded)
                 finally:
-                    before = num_alive(noted), num_alive(buffers)
+                    before = num_alive(recorded), num_alive(buffers)
                     if not flush:  # or else the first stage waits for the last one to close
                         dist.barrier()  # whoever ends first would take away what is counted
-        except (OwnError, PeerError):
+        except (UserCodeError, PeerError):
             pass
         num_threads = threading.active_count()
         gc.collect()
         return {
             "in flight": before[0],
             "messages": before[1],
-            "in flight after": num_alive(noted),
+            "in flight after": num_alive(recorded),
             "messages after": num_alive(buffers),
             "threads": num_threads,
             "steps": pipeline.num_steps,  # asked last: it is still there
@@ -172,49 +177,47 @@ def check_refusals(pipeline: Pipeline) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("flush", "drains"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("fails", [False, True])
-def test_every_call_of_a_closed_pipeline_is_refused(
+def test_calls_after_close_are_refused(
     tmp_path: Path, flush: bool, drains: bool, fails: bool
 ) -> None:
-    def work(place: Place) -> None:
+    def work(ctx: DistContext) -> None:
         pipeline = pipeline_of(nn.Linear(8, 8), flush=flush)
-        with contextlib.suppress(OwnError), pipeline:
+        with contextlib.suppress(UserCodeError), pipeline:
             step(pipeline, INPUTS, TARGET)
             if drains:
                 assert len(list(pipeline.drain())) == 1
             dist.barrier()
             if fails:
-                raise OwnError
+                raise UserCodeError
         check_refusals(pipeline)
 
     run_stages(2, work, tmp_path)
 
 
 @pytest.mark.timeout(60)
-def test_a_pipeline_of_one_stage_is_closed_like_others(tmp_path: Path) -> None:
-    def alone() -> int:
-        noted: list[StorageWeakRef] = []
+def test_close_of_single_stage_pipeline(tmp_path: Path) -> None:
+    def single_process() -> int:
+        recorded: list[StorageWeakRef] = []
         pipeline = Pipeline(
-            Noting(noted),
+            RecordingModule(recorded),
             loss_fn=mse_loss,
             num_microbatches=1,
             schedule="bounded:3",
             flush=False,
         )
-        run_ahead(pipeline, noted, 2)
+        run_ahead(pipeline, recorded, 2)
         pipeline.close()
         check_refusals(pipeline)
         gc.collect()
-        return num_alive(noted)
+        return num_alive(recorded)
 
-    assert run_alone(alone, tmp_path) == 0
+    assert run_single_process(single_process, tmp_path) == 0
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("num_left", [0, 1])
-def test_a_pipeline_that_is_closed_while_it_is_drained_hides_no_batch(
-    tmp_path: Path, num_left: int
-) -> None:
-    def work(place: Place) -> None:
+def test_close_during_drain_reports_remaining_batches(tmp_path: Path, num_left: int) -> None:
+    def work(ctx: DistContext) -> None:
         pipeline = pipeline_of(nn.Linear(8, 8), flush=False)
         for _ in range(1 + num_left):
             step(pipeline, INPUTS, TARGET)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from polyrhythm.run.launch import Place
+from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.microbatches import sizes_by_number
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from tests.gloo.pipelines import (
@@ -22,7 +22,7 @@ from tests.gloo.pipelines import (
     gradients,
     merged,
     random_batch,
-    run_alone,
+    run_single_process,
     run_stages,
     stack_of,
     step,
@@ -203,7 +203,7 @@ def in_stages(case: Case, stage: int | None) -> dict[str, Any]:
         num_microbatches=case.num_microbatches,
         scale_grads=case.scale_grads,
         schedule="1f1b",
-        deadline=20,
+        timeout=20,
     ) as pipeline:
         for number, (inputs, target) in enumerate(case.batches()):
             with case.around(number):
@@ -234,21 +234,24 @@ def joined(outputs: list[Any]) -> list[list[Tensor]]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("cases")
 
-    def alone() -> dict[str, Any]:
+    def single_process() -> dict[str, Any]:
         return {
             "one process": {name: in_one_process(case) for name, case in CASES.items()},
             "one stage": {name: in_stages(case, None) for name, case in CASES.items()},
         }
 
-    def work(place: Place) -> dict[str, Any]:
-        return {name: in_stages(case, place.rank) for name, case in CASES.items()}
+    def work(ctx: DistContext) -> dict[str, Any]:
+        return {name: in_stages(case, ctx.rank) for name, case in CASES.items()}
 
-    return {**run_alone(alone, folder), "stages": run_stages(NUM_STAGES, work, folder)}
+    return {
+        **run_single_process(single_process, folder),
+        "stages": run_stages(NUM_STAGES, work, folder),
+    }
 
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_losses_and_outputs_are_those_of_one_process(
+def test_gradients_losses_and_outputs_match_single_process(
     found: dict[str, Any], name: str
 ) -> None:
     theirs = found["one process"][name]
@@ -286,7 +289,7 @@ def with_dropout(stage: int, schedule: str, *, recompute: bool) -> dict[str, Ten
         loss_fn=mse_loss,
         num_microbatches=4,
         schedule=schedule,
-        deadline=20,
+        timeout=20,
     ) as pipeline:
         for seed in range(2):
             step(pipeline, *random_batch(10, 8, seed=seed))
@@ -310,15 +313,15 @@ def with_dropout_in_one_process() -> dict[str, Tensor]:
 
 
 @pytest.mark.timeout(90)
-def test_dropout_is_the_same_under_every_schedule_and_when_recomputed(tmp_path: Path) -> None:
-    def work(place: Place) -> list[dict[str, Tensor]]:
+def test_dropout_is_equal_under_schedules_and_recomputation(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[dict[str, Tensor]]:
         return [
-            with_dropout(place.rank, schedule, recompute=recompute)
+            with_dropout(ctx.rank, schedule, recompute=recompute)
             for recompute in (False, True)
             for schedule in SCHEDULES
         ]
 
-    expected = run_alone(with_dropout_in_one_process, tmp_path)
+    expected = run_single_process(with_dropout_in_one_process, tmp_path)
     reference, *others = map(merged, zip(*run_stages(NUM_STAGES, work, tmp_path), strict=True))
     assert_close(reference, expected)
     for other in others:
@@ -326,30 +329,30 @@ def test_dropout_is_the_same_under_every_schedule_and_when_recomputed(tmp_path: 
 
 
 @pytest.mark.timeout(60)
-def test_inputs_may_be_trained_as_well(tmp_path: Path) -> None:
+def test_inputs_may_require_grad(tmp_path: Path) -> None:
     inputs, target = random_batch(8, 8)
 
     def given(number: int) -> Tensor:
         """The second of three batches needs gradients, its shape is that of the others."""
         return nn.Parameter(inputs.clone()) if number == 1 else inputs
 
-    def work(place: Place) -> dict[str, Tensor]:
+    def work(ctx: DistContext) -> dict[str, Tensor]:
         model = plain()
         model.stages[0].requires_grad_(False)
         batches = [given(number) for number in range(3)]
         with Pipeline(
-            model.stages[place.rank],
+            model.stages[ctx.rank],
             loss_fn=mse_loss,
             num_microbatches=4,
             schedule="1f1b",
-            deadline=20,
+            timeout=20,
         ) as pipeline:
             for batch in batches:
                 step(pipeline, batch, target)
         found = gradients(model)
         return {**found, "inputs": batches[1].grad} if pipeline.is_first else found
 
-    def alone() -> dict[str, Tensor]:
+    def single_process() -> dict[str, Tensor]:
         model = plain()
         model.stages[0].requires_grad_(False)
         batches = [given(number) for number in range(3)]
@@ -357,5 +360,5 @@ def test_inputs_may_be_trained_as_well(tmp_path: Path) -> None:
             mse_loss(model(batch, named={}), target).backward()
         return {**gradients(model), "inputs": batches[1].grad}
 
-    expected = run_alone(alone, tmp_path)
+    expected = run_single_process(single_process, tmp_path)
     assert_close(merged(run_stages(NUM_STAGES, work, tmp_path)), expected)

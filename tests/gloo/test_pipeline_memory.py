@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyrhythm.cost.memory import peak_in_flight
-from polyrhythm.run.launch import LocalJob, Place
+from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.schedule.spec import ScheduleSpec
 
 NUM_STAGES, NUM_MICROBATCHES, WIDTH = 3, 8, 32
 
@@ -45,18 +45,18 @@ class Saved:
         self.owner.release(self.tensor.data_ptr())
 
 
-def measure(place: Place, schedule: str, folder: Path) -> None:
-    with place.joined(30):
-        torch.manual_seed(place.rank)
+def measure(ctx: DistContext, schedule: str, folder: Path) -> None:
+    with ctx.process_group(30):
+        torch.manual_seed(ctx.rank)
         layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh()] * 3
         module = nn.Sequential(*layers)
-        recipe = Recipe.parse(schedule)
+        spec = ScheduleSpec.parse(schedule)
         with Pipeline(
             module,
             loss_fn=functional.mse_loss,
             num_microbatches=NUM_MICROBATCHES,
-            schedule=recipe,
-            deadline=20,
+            schedule=spec,
+            timeout=20,
         ) as pipeline:
             inputs = torch.randn(NUM_MICROBATCHES * 4, WIDTH)
             arguments = (inputs,) if pipeline.is_first else ()
@@ -65,17 +65,19 @@ def measure(place: Place, schedule: str, folder: Path) -> None:
             with torch.autograd.graph.saved_tensors_hooks(live.save, lambda saved: saved.tensor):
                 pipeline.step(*arguments, target=inputs, return_outputs=False)
             (predicted,) = pipeline.activation_bytes.values()
-            torch.save((live.peak, predicted, pipeline.peak_in_flight), folder / f"{place.rank}.pt")
+            torch.save((live.peak, predicted, pipeline.peak_in_flight), folder / f"{ctx.rank}.pt")
 
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("schedule", ["1f1b", "kfkb:2", "bounded:5,3,1", "gpipe"])
-def test_live_activations_are_what_the_model_says(tmp_path: Path, schedule: str) -> None:
+def test_peak_activations_match_memory_model(tmp_path: Path, schedule: str) -> None:
     with LocalJob(
-        lambda place: measure(place, schedule, tmp_path), NUM_STAGES, output_folder=tmp_path
+        lambda ctx: measure(ctx, schedule, tmp_path), NUM_STAGES, output_folder=tmp_path
     ) as job:
         assert job.wait(60)
-    built = Recipe.parse(schedule).build(num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES)
+    built = ScheduleSpec.parse(schedule).build(
+        num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES
+    )
     for stage, actions in enumerate(built):
         peak, per_microbatch, in_flight = torch.load(tmp_path / f"{stage}.pt")
         assert in_flight == peak_in_flight(actions), "as many as the schedule lets in, no more"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from polyrhythm.run.launch import Place
+from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from tests.gloo.pipelines import (
     assert_close,
@@ -22,7 +22,7 @@ from tests.gloo.pipelines import (
     gradients,
     merged,
     random_batch,
-    run_alone,
+    run_single_process,
     run_stages,
     stack_of,
     step,
@@ -160,7 +160,7 @@ def staged(language: Language, group: Any) -> dict[str, Any]:
         loss_fn=next_token_loss,
         num_microbatches=4,
         schedule="kfkb:2",
-        deadline=20,
+        timeout=20,
     ) as pipeline:
 
         def backward(inputs: Tensor, target: Tensor) -> float:
@@ -180,14 +180,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     folder = tmp_path_factory.mktemp("models")
 
-    def alone() -> dict[str, Any]:
+    def single_process() -> dict[str, Any]:
         return {name: whole(language) for name, language in LANGUAGES.items()}
 
-    def work(place: Place) -> dict[str, Any]:
+    def work(ctx: DistContext) -> dict[str, Any]:
         return {name: staged(language, None) for name, language in LANGUAGES.items()}
 
     return {
-        "whole": run_alone(alone, folder),
+        "whole": run_single_process(single_process, folder),
         2: run_stages(2, work, folder),
         3: run_stages(3, work, folder),
     }
@@ -196,7 +196,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("name", LANGUAGES)
-def test_a_language_model_trains_in_stages_as_in_one_piece(
+def test_language_model_stages_match_single_process(
     trained: dict[Any, Any], name: str, num_stages: int
 ) -> None:
     language = LANGUAGES[name]
@@ -303,7 +303,7 @@ def sequential_staged(name: str, schedule: str) -> dict[str, dict[str, Tensor]]:
         loss_fn=mse_loss,
         num_microbatches=4,
         schedule=schedule,
-        deadline=20,
+        timeout=20,
     ) as pipeline:
         for seed in range(2):
             step(pipeline, *random_batch(*shape, seed=seed))
@@ -316,19 +316,19 @@ def sequential_staged(name: str, schedule: str) -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.timeout(60)
-def test_a_sequential_with_skips_or_shared_layers_trains_as_in_one_piece(tmp_path: Path) -> None:
+def test_skips_and_shared_layers_match_single_process(tmp_path: Path) -> None:
     schedules = ("1f1b", "gpipe", "kfkb:2", "bounded:3,2,2")
 
-    def alone() -> dict[str, Any]:
+    def single_process() -> dict[str, Any]:
         return {name: sequential_whole(name) for name in SEQUENTIAL}
 
-    def work(place: Place) -> dict[str, Any]:
+    def work(ctx: DistContext) -> dict[str, Any]:
         return {
             name: [sequential_staged(name, schedule) for schedule in schedules]
             for name in SEQUENTIAL
         }
 
-    theirs = run_alone(alone, tmp_path)
+    theirs = run_single_process(single_process, tmp_path)
     stages = run_stages(3, work, tmp_path)
     for name in SEQUENTIAL:
         by_stage = [stage[name] for stage in stages]

@@ -23,15 +23,15 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from polyrhythm.errors import ScheduleError
-from polyrhythm.run.launch import Place
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.pipeline.partition import ModelPartition, split_layers, split_sequential
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.run.pipeline.split import Part, split_layers, split_sequential
 from tests.gloo.pipelines import (
     assert_close,
     gradients,
     merged,
     random_batch,
-    run_alone,
+    run_single_process,
     run_stages,
     stack_of,
     step,
@@ -57,7 +57,7 @@ def blocks() -> nn.Sequential:
     return nn.Sequential(first, *others, first.up, nn.Linear(12, 8), nn.Tanh())
 
 
-def part_of(stage: int) -> Part:
+def partition_of(stage: int) -> ModelPartition:
     return split_sequential(blocks(), stage=stage, num_stages=2, layers_per_stage=[2, 5])
 
 
@@ -81,7 +81,7 @@ def train(
     module: nn.Module, group: dist.ProcessGroup, share: Callable[[Tensor], Tensor], **options: Any
 ) -> dict[str, Any]:
     pipeline = Pipeline(
-        module, loss_fn=mse_loss, num_microbatches=4, group=group, deadline=20, **options
+        module, loss_fn=mse_loss, num_microbatches=4, group=group, timeout=20, **options
     )
     with pipeline:
         for inputs, target in BATCHES:
@@ -103,7 +103,7 @@ def in_mesh(
 ) -> list[list[dict[str, Any]]]:
     """What each of four processes found; `work` gets the mesh, and its stage."""
 
-    def meshed(place: Place) -> list[dict[str, Any]]:
+    def meshed(ctx: DistContext) -> list[dict[str, Any]]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "share"))
         return work(mesh, mesh.get_local_rank("stage"))
 
@@ -117,7 +117,7 @@ REDUCE = (
 
 
 @pytest.mark.timeout(60)
-def test_a_module_sharded_by_fsdp2_reduces_its_gradients_once_per_step(tmp_path: Path) -> None:
+def test_fsdp2_reduces_gradients_once_per_step(tmp_path: Path) -> None:
     num_reduced, reduce = 0, getattr(dist, REDUCE)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -130,37 +130,37 @@ def test_a_module_sharded_by_fsdp2_reduces_its_gradients_once_per_step(tmp_path:
         mine, group = mesh.get_local_rank("share"), mesh.get_group("stage")
         found = []
         for schedule in SCHEDULES:
-            part = part_of(stage)
-            for inner in [*part.module.children(), part.module]:
+            partition = partition_of(stage)
+            for inner in [*partition.module.children(), partition.module]:
                 if not isinstance(inner, nn.Linear):  # these go with the module around them
                     fully_shard(inner, mesh=mesh["share"])
             before = num_reduced
             half = lambda batch: batch.chunk(2)[mine]  # noqa: E731
-            found.append(train(part, group, half, schedule=schedule))
+            found.append(train(partition, group, half, schedule=schedule))
             num_groups = 2 + (stage == 1)  # two blocks, and on the last stage what is left
             assert num_reduced - before == num_groups * len(BATCHES)
         return found
 
-    theirs = run_alone(whole, tmp_path)
+    theirs = run_single_process(whole, tmp_path)
     for stages in zip(*in_mesh(tmp_path, work), strict=True):
         assert_as_one_process(list(stages), theirs)
 
 
 @pytest.mark.timeout(60)
-def test_tensor_parallel_modules_train_as_whole_ones(tmp_path: Path) -> None:
+def test_tensor_parallel_matches_single_process(tmp_path: Path) -> None:
     def work(mesh: DeviceMesh, stage: int) -> list[dict[str, Any]]:
         block = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         found = []
         for schedule in SCHEDULES:
-            part = part_of(stage)
+            partition = partition_of(stage)
             plan = {f"{n}.{which}": how for n in range(4) for which, how in block.items()}
             plan["4"] = ColwiseParallel(output_layouts=Replicate())
-            held = {name: how for name, how in plan.items() if name[0] in part.module._modules}
-            parallelize_module(part.module, mesh["share"], held)
-            found.append(train(part, mesh.get_group("stage"), lambda x: x, schedule=schedule))
+            held = {name: how for name, how in plan.items() if name[0] in partition.module._modules}
+            parallelize_module(partition.module, mesh["share"], held)
+            found.append(train(partition, mesh.get_group("stage"), lambda x: x, schedule=schedule))
         return found
 
-    theirs = run_alone(whole, tmp_path)
+    theirs = run_single_process(whole, tmp_path)
     for stages in zip(*in_mesh(tmp_path, work), strict=True):
         assert_as_one_process(list(stages), theirs)
 
@@ -188,13 +188,13 @@ NAMED = {"layers": "layers", "prologue": ["embed"], "epilogue": ["head"]}
 
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # whose output nobody changes in place
-def test_a_model_split_by_its_layers_may_be_sharded_afterwards(tmp_path: Path) -> None:
+def test_split_layers_may_be_sharded_with_fsdp2(tmp_path: Path) -> None:
     """Each layer for itself; around them it is refused, as the forward never comes back there."""
 
     def work(mesh: DeviceMesh, stage: int) -> list[dict[str, Any]]:
         mine, share = mesh.get_local_rank("share"), mesh["share"]
         options = {"group": mesh.get_group("stage"), "loss_fn": mse_loss, "num_microbatches": 4}
-        pipeline = Pipeline.from_layers(Named(), **NAMED, **options, schedule="1f1b", deadline=20)
+        pipeline = Pipeline.from_layers(Named(), **NAMED, **options, schedule="1f1b", timeout=20)
         for name in ("embed", "layers.0", "layers.1", "layers.2", "layers.3", "head"):
             inner = pipeline.module.get_submodule(name)
             if any(True for _ in inner.parameters()):
@@ -205,28 +205,28 @@ def test_a_model_split_by_its_layers_may_be_sharded_afterwards(tmp_path: Path) -
         found = full_gradients(pipeline.module)
         if stage == 1:
             found["embed.weight"] = found.pop("head.weight")
-        part = split_layers(Named(), **NAMED, stage=stage, num_stages=2)
-        fully_shard(part.module, mesh=share)
+        partition = split_layers(Named(), **NAMED, stage=stage, num_stages=2)
+        fully_shard(partition.module, mesh=share)
         if stage == 0:
             with pytest.raises(ScheduleError, match="stage 0 is sharded around layers of which"):
-                Pipeline(part, **options, schedule="1f1b")
+                Pipeline(partition, **options, schedule="1f1b")
         return [found]
 
-    def alone() -> dict[str, Tensor]:
+    def single_process() -> dict[str, Tensor]:
         model = Named()
         for inputs, target in BATCHES:
             mse_loss(model(inputs), target).backward()
         return gradients(model)
 
-    theirs = run_alone(alone, tmp_path)
+    theirs = run_single_process(single_process, tmp_path)
     assert_close(merged(found for (found,) in in_mesh(tmp_path, work)), theirs)
 
 
 @pytest.mark.timeout(60)
-def test_what_cannot_share_its_work_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_unsupported_wrappers_are_refused_with_reason(tmp_path: Path) -> None:
     def work(mesh: DeviceMesh, stage: int) -> list[dict[str, Any]]:
         group, share = mesh.get_group("stage"), mesh["share"]
-        options = {"group": group, "loss_fn": mse_loss, "deadline": 20, "num_microbatches": 4}
+        options = {"group": group, "loss_fn": mse_loss, "timeout": 20, "num_microbatches": 4}
         ddp = DistributedDataParallel(stack_of(1), process_group=mesh.get_group("share"))
         for module in (ddp, nn.Sequential(stack_of(1), ddp)):
             with pytest.raises(ScheduleError) as caught:
@@ -260,13 +260,13 @@ def test_what_cannot_share_its_work_is_refused_with_the_reason(tmp_path: Path) -
 
 @pytest.mark.long
 @pytest.mark.timeout(90)
-def test_compiled_modules_train_as_they_are(tmp_path: Path) -> None:
+def test_compiled_modules_match_eager(tmp_path: Path) -> None:
     """Also for micro-batches of two sizes; by wrapping a module, and in place.
 
     What the pipeline does on the side is not compiled along: dynamo would warn, which is an error.
     """
 
-    def work(place: Place) -> dict[str, dict[str, Tensor]]:
+    def work(ctx: DistContext) -> dict[str, dict[str, Tensor]]:
         num_compiled = 0
         aot_eager = torch._dynamo.lookup_backend("aot_eager")
 
@@ -278,13 +278,13 @@ def test_compiled_modules_train_as_they_are(tmp_path: Path) -> None:
         found = {}
         for how in ("plain", "wrapped", "in place"):
             torch._dynamo.reset()
-            module = nn.Sequential(blocks()[place.rank], nn.Tanh())
+            module = nn.Sequential(blocks()[ctx.rank], nn.Tanh())
             called = torch.compile(module, backend=backend) if how == "wrapped" else module
             if how == "in place":
                 module.compile(backend=backend)
             before = num_compiled
             with Pipeline(
-                called, loss_fn=mse_loss, num_microbatches=4, schedule="kfkb:2", deadline=60
+                called, loss_fn=mse_loss, num_microbatches=4, schedule="kfkb:2", timeout=60
             ) as pipeline:
                 for seed in range(2):
                     step(pipeline, *random_batch(10, 8, seed=seed))

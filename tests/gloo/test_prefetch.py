@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from polyrhythm.errors import PeerError
-from polyrhythm.run.coordinator.deals import Answer, Deals
+from polyrhythm.run.coordinator.sample_requests import SampleFuture, SampleRequests
 from polyrhythm.run.data.errors import DataError
-from polyrhythm.run.data.loading import Batch
-from polyrhythm.run.data.prefetch import Prefetch, known
-from polyrhythm.sync.dispenser import Ranges
-from polyrhythm.sync.messages import Dealt, Take
+from polyrhythm.run.data.loader import LoadedBatch
+from polyrhythm.run.data.prefetch import Prefetcher, resolved_ranges
+from polyrhythm.sync.dispatch import Ranges
+from polyrhythm.sync.protocol import Acquire, Acquired
 from polyrhythm.types import Worker
 
 ME = Worker(0, 0)
@@ -29,13 +29,13 @@ class Loader:
         self.fails: set[Ranges] = set()
         self.began = threading.Event()
 
-    def __call__(self, ranges: Ranges) -> Batch:
+    def __call__(self, ranges: Ranges) -> LoadedBatch:
         self.began.set()
         assert self.may_load.wait(20)
         self.loaded.append((ranges, threading.current_thread().name))
         if ranges in self.fails:
             raise DataError(f"{ranges} is torn", expected="samples", fix="mend them")
-        return Batch(ranges, ranges, None)
+        return LoadedBatch(ranges, ranges, None)
 
 
 @pytest.fixture
@@ -44,30 +44,32 @@ def loader() -> Loader:
 
 
 @pytest.fixture
-def prefetch(loader: Loader) -> Iterator[Prefetch]:
-    made = Prefetch(loader)
+def prefetch(loader: Loader) -> Iterator[Prefetcher]:
+    made = Prefetcher(loader)
     yield made
     loader.may_load.set()
     made.close()
 
 
-def asked(deals: Deals, number: int, timeout: float = 20.0) -> Answer[Ranges]:
-    return deals.ask(Take(ME, number, 2), timeout)
+def pending_request(
+    requests: SampleRequests, number: int, timeout: float = 20.0
+) -> SampleFuture[Ranges]:
+    return requests.submit(Acquire(ME, number, 2), timeout)
 
 
-def test_what_comes_next_is_loaded_meanwhile_and_once(loader: Loader, prefetch: Prefetch) -> None:
+def test_predicted_batch_is_prefetched_once(loader: Loader, prefetch: Prefetcher) -> None:
     assert prefetch.load(FIRST, SECOND).inputs == FIRST
-    for ranges, then in ((SECOND, THIRD), (THIRD, ())):
-        assert prefetch.load(ranges, then).inputs == ranges
+    for ranges, next_ranges in ((SECOND, THIRD), (THIRD, ())):
+        assert prefetch.load(ranges, next_ranges).inputs == ranges
     assert loader.loaded == [(FIRST, "MainThread"), (SECOND, "prefetch"), (THIRD, "prefetch")]
 
 
-def test_training_does_not_wait_for_what_comes_next(loader: Loader, prefetch: Prefetch) -> None:
-    deals = Deals()
-    prefetch.load(FIRST, asked(deals, 0))
+def test_load_does_not_wait_for_the_prefetch(loader: Loader, prefetch: Prefetcher) -> None:
+    requests = SampleRequests()
+    prefetch.load(FIRST, pending_request(requests, 0))
     loader.began.clear()
     loader.may_load.clear()
-    deals.hear(Dealt(ME, 0, None, SECOND))  # from now on it can be loaded, and is not
+    requests.on_receive(Acquired(ME, 0, None, SECOND))  # from now on it can be loaded, and is not
     assert loader.began.wait(20)  # though nobody has asked for it
     assert loader.loaded == [(FIRST, "MainThread")]
     loader.may_load.set()
@@ -75,7 +77,7 @@ def test_training_does_not_wait_for_what_comes_next(loader: Loader, prefetch: Pr
     assert len(loader.loaded) == 2
 
 
-def test_a_wrong_guess_is_dropped_with_its_errors(loader: Loader, prefetch: Prefetch) -> None:
+def test_wrong_prediction_is_discarded_with_its_error(loader: Loader, prefetch: Prefetcher) -> None:
     loader.fails = {SECOND}
     prefetch.load(FIRST, SECOND)
     assert prefetch.load(THIRD, FIRST).inputs == THIRD
@@ -85,8 +87,8 @@ def test_a_wrong_guess_is_dropped_with_its_errors(loader: Loader, prefetch: Pref
         prefetch.load(SECOND, THIRD)
 
 
-def test_what_goes_wrong_is_raised_where_its_batch_is_asked_for(
-    loader: Loader, prefetch: Prefetch
+def test_prefetch_error_is_raised_when_its_batch_is_loaded(
+    loader: Loader, prefetch: Prefetcher
 ) -> None:
     loader.fails = {SECOND}
     assert prefetch.load(FIRST, SECOND).inputs == FIRST
@@ -95,22 +97,27 @@ def test_what_goes_wrong_is_raised_where_its_batch_is_asked_for(
     assert prefetch.load(THIRD).inputs == THIRD  # and it goes on
 
 
-def test_positions_that_never_come_are_no_guess(loader: Loader, prefetch: Prefetch) -> None:
-    deals = Deals()
-    empty, lost = asked(deals, 0), asked(deals, 1)
+def test_unresolved_positions_are_not_prefetched(loader: Loader, prefetch: Prefetcher) -> None:
+    requests = SampleRequests()
+    empty, lost = pending_request(requests, 0), pending_request(requests, 1)
     prefetch.load(FIRST, empty)
-    deals.hear(Dealt(ME, 0, None, ()))
+    requests.on_receive(Acquired(ME, 0, None, ()))
     assert prefetch.load(SECOND, lost).inputs == SECOND
-    deals.fail(PeerError("the coordinator", action="training", waited=1.0, cause="gone"))
+    requests.fail(PeerError("the coordinator", action="training", waited=1.0, cause="gone"))
     assert prefetch.load(THIRD).inputs == THIRD
     assert {thread for _, thread in loader.loaded} == {"MainThread"}
-    assert known(empty) == known(lost) == known(Deals().ask(Take(ME, 0, 2), 1.0)) == ()
+    assert (
+        resolved_ranges(empty)
+        == resolved_ranges(lost)
+        == resolved_ranges(SampleRequests().submit(Acquire(ME, 0, 2), 1.0))
+        == ()
+    )
 
 
-def test_closing_ends_the_thread_though_positions_are_still_to_come(prefetch: Prefetch) -> None:
+def test_close_stops_the_thread_while_positions_are_pending(prefetch: Prefetcher) -> None:
     before = threading.active_count()
     prefetch.load(FIRST, SECOND)
-    prefetch.load(SECOND, asked(Deals(), 0, 600.0))
+    prefetch.load(SECOND, pending_request(SampleRequests(), 0, 600.0))
     began = time.monotonic()
     prefetch.close()
     prefetch.close()

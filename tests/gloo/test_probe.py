@@ -15,20 +15,20 @@ import torch
 
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.sample import Sample
-from polyrhythm.run.launch import LocalJob, Place
+from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.machine import usable_memory
 from polyrhythm.run.probe import probe as probing
-from polyrhythm.run.probe.effort import Effort
+from polyrhythm.run.probe.channel import PeerChannel
+from polyrhythm.run.probe.effort import ProbeEffort
 from polyrhythm.run.probe.link import as_source, as_target
 from polyrhythm.run.probe.probe import ProbeOptions, probe
-from polyrhythm.run.probe.talk import Talk
-from tests.gloo.test_demo import forked
+from tests.gloo.test_demo import run_forked
 
 pytestmark = pytest.mark.timeout(100)
 
 QUICK = ["--seconds", "0.01", "--repeat", "3"]
 WHEN = "2026-05-12T14:30:00+00:00"
-EFFORT = Effort(seconds=0.005, repeat=2, patience=1, deadline=3)
+EFFORT = ProbeEffort(seconds=0.005, repeat=2, pair_timeout=1, timeout=3)
 
 
 def check(cluster: Cluster, num_devices: int) -> None:
@@ -54,8 +54,8 @@ def check(cluster: Cluster, num_devices: int) -> None:
         assert 2**20 < device.memory < 2**50
 
 
-def test_local_processes_are_measured_into_a_file_that_loads(tmp_path: Path) -> None:
-    done = forked("probe", "--local", "3", "-o", "here.toml", *QUICK, cwd=tmp_path)
+def test_probe_of_local_processes_writes_a_loadable_cluster(tmp_path: Path) -> None:
+    done = run_forked("probe", "--local", "3", "-o", "here.toml", *QUICK, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     cluster = Cluster.load(tmp_path / "here.toml")
     check(cluster, 3)
@@ -70,12 +70,12 @@ def test_local_processes_are_measured_into_a_file_that_loads(tmp_path: Path) -> 
     assert f"measured at {cluster.measured_at}" in done.stdout
     assert done.stdout.endswith("written to here.toml\n")
     assert [path.name for path in tmp_path.iterdir()] == ["here.toml"]
-    shown = forked("show", "cluster", "here.toml", cwd=tmp_path)
+    shown = run_forked("show", "cluster", "here.toml", cwd=tmp_path)
     assert shown.stdout in done.stdout
 
 
 @pytest.mark.long
-def test_torchruns_processes_are_measured_and_rank_0_speaks(tmp_path: Path) -> None:
+def test_probe_under_torchrun_prints_on_rank_0_only(tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = subprocess.run(
         [*torchrun, "-m", "polyrhythm", "probe", "--name", "two", *QUICK],
@@ -92,22 +92,28 @@ def test_torchruns_processes_are_measured_and_rank_0_speaks(tmp_path: Path) -> N
     assert done.stdout.count("written to cluster.toml") == 1
 
 
-def test_one_process_alone_is_a_cluster_without_links(tmp_path: Path) -> None:
-    done = forked("probe", "--local", "1", *QUICK, cwd=tmp_path)
+def test_probe_of_one_process_has_no_links(tmp_path: Path) -> None:
+    done = run_forked("probe", "--local", "1", *QUICK, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     check(Cluster.load(tmp_path / "cluster.toml"), 1)
 
 
-def noting(folder: Path, *, all_at_once: bool) -> Callable[[Place], None]:
+def recording_probe(folder: Path, *, all_at_once: bool) -> Callable[[DistContext], None]:
     """A probe that writes down when it was in which pair."""
 
-    def work(place: Place) -> None:
+    def work(ctx: DistContext) -> None:
         def note(measure: Callable[..., object]) -> Callable[..., object]:
-            def measured(talk: Talk, other: int, effort: Effort) -> object:
+            def measured(channel: PeerChannel, other: int, effort: ProbeEffort) -> object:
                 began = time.monotonic()
-                found = measure(talk, other, effort)
-                with (folder / f"{talk.rank}.txt").open("a") as file:
-                    print(min(talk.rank, other), max(talk.rank, other), began, file=file, end=" ")
+                found = measure(channel, other, effort)
+                with (folder / f"{channel.rank}.txt").open("a") as file:
+                    print(
+                        min(channel.rank, other),
+                        max(channel.rank, other),
+                        began,
+                        file=file,
+                        end=" ",
+                    )
                     print(time.monotonic(), int(measure is as_source), file=file)
                 return found
 
@@ -117,16 +123,16 @@ def noting(folder: Path, *, all_at_once: bool) -> Callable[[Place], None]:
         asked = ProbeOptions(
             cluster_name="test", measured_at=WHEN, effort=EFFORT, all_at_once=all_at_once
         )
-        probe(place, f"d{place.rank}", asked)
+        probe(ctx, f"d{ctx.rank}", asked)
 
     return work
 
 
 @pytest.mark.parametrize("all_at_once", [False, True])
-def test_every_pair_has_its_turn_and_no_process_two_at_a_time(
+def test_every_pair_is_measured_and_no_process_is_in_two_pairs_at_once(
     tmp_path: Path, all_at_once: bool
 ) -> None:
-    work = noting(tmp_path, all_at_once=all_at_once)
+    work = recording_probe(tmp_path, all_at_once=all_at_once)
     with LocalJob(work, 4, output_folder=tmp_path / "out") as job:
         assert job.wait(80)
     turns: dict[int, list[list[float]]] = {
@@ -146,7 +152,7 @@ def test_every_pair_has_its_turn_and_no_process_two_at_a_time(
 
 
 @pytest.mark.parametrize("num_processes", [1, 3])
-def test_pairs_that_touch_a_machine_are_apart_unless_all_are_wanted_at_once(
+def test_pairs_sharing_a_machine_run_in_separate_rounds_unless_all_at_once(
     num_processes: int,
 ) -> None:
     machines = [machine for machine in "abcd" for _ in range(num_processes)]
@@ -162,15 +168,15 @@ def test_pairs_that_touch_a_machine_are_apart_unless_all_are_wanted_at_once(
     assert (len(apart) == len(together)) == (num_processes == 1)
 
 
-def test_a_memory_is_divided_among_those_who_share_it() -> None:
+def test_shared_memory_is_divided_among_processes() -> None:
     flops = Sample(1.0, 0.0)
     members = [
-        probing._Member(
+        probing._ProcessInfo(
             name="", machine=owner[0], text="", memory=memory, memory_of=owner, flops=flops
         )
         for owner, memory in [("a", 90), ("a", 90), ("a GPU-1", 24), ("a GPU-1", 24), ("b", 50)]
     ]
-    assert probing._memories(members) == [45, 45, 12, 12, 50]
+    assert probing._memory_shares(members) == [45, 45, 12, 12, 50]
 
 
 @pytest.mark.parametrize(
@@ -180,17 +186,17 @@ def test_a_memory_is_divided_among_those_who_share_it() -> None:
         (["--local", "0"], "--local 0"),
         (["--local", "65"], "1 to 64"),
         (["--local", "2", "--seconds", "0"], "--seconds 0"),
-        (["--local", "2", "--deadline", "nan"], "--deadline nan"),
+        (["--local", "2", "--timeout", "nan"], "--timeout nan"),
         (["--local", "2", "--repeat", "0"], "--repeat 0"),
-        (["--local", "2", "--deadline", "0.02", "--seconds", "0.05"], "fix: --deadline 0.2, or"),
+        (["--local", "2", "--timeout", "0.02", "--seconds", "0.05"], "fix: --timeout 0.2, or"),
         (["--local", "2", "-o", "cluster.yaml"], "ends in .toml"),
         (["--local", "2", "-o", "nowhere/cluster.toml"], "cannot be made in"),
     ],
 )
-def test_bad_input_is_refused_before_anything_starts(
+def test_bad_input_is_rejected_before_any_process_starts(
     tmp_path: Path, arguments: list[str], says: str
 ) -> None:
-    done = forked("probe", *arguments, cwd=tmp_path)
+    done = run_forked("probe", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert says in done.stderr
     assert "fix:" in done.stderr
@@ -199,25 +205,25 @@ def test_bad_input_is_refused_before_anything_starts(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    done = forked("probe", "--local", "2", "--device", "cuda", cwd=tmp_path)
+def test_missing_gpu_is_rejected_before_any_process_starts(tmp_path: Path) -> None:
+    done = run_forked("probe", "--local", "2", "--device", "cuda", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: --device cuda on a machine without a usable GPU")
     assert ".log" not in done.stderr
 
 
-def test_ranks_that_do_not_write_do_not_ask_for_the_folder(tmp_path: Path) -> None:
+def test_only_rank_0_needs_the_output_folder(tmp_path: Path) -> None:
     """The folder is there on the machine of rank 0 alone."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ctx = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     homes = [tmp_path / "0", tmp_path / "1"]
     (homes[0] / "found").mkdir(parents=True)
     homes[1].mkdir()
 
     def command(rank: int) -> subprocess.CompletedProcess[str]:
-        env = {**place, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
-        return forked("probe", "-o", "found/cluster.toml", *QUICK, cwd=homes[rank], env=env)
+        env = {**ctx, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+        return run_forked("probe", "-o", "found/cluster.toml", *QUICK, cwd=homes[rank], env=env)
 
     with ThreadPoolExecutor(2) as pool:
         done = list(pool.map(command, range(2)))
@@ -226,18 +232,18 @@ def test_ranks_that_do_not_write_do_not_ask_for_the_folder(tmp_path: Path) -> No
 
 
 @pytest.mark.long  # its deadline is short of what a busy machine takes
-def test_many_echoes_that_pass_a_deadline_together_lose_nobody(tmp_path: Path) -> None:
-    def work(place: Place) -> None:
+def test_timeout_applies_to_one_echo_and_not_to_all_together(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> None:
         probing.device_flops = lambda *_, **__: Sample(1.0, 0.0)  # a thousand take a minute
-        effort = Effort(seconds=0.001, repeat=1000, patience=2, deadline=0.3)
-        probe(place, "d", ProbeOptions(cluster_name="test", measured_at=WHEN, effort=effort))
+        effort = ProbeEffort(seconds=0.001, repeat=1000, pair_timeout=2, timeout=0.3)
+        probe(ctx, "d", ProbeOptions(cluster_name="test", measured_at=WHEN, effort=effort))
 
     with LocalJob(work, 2, output_folder=tmp_path) as job:
         assert job.wait(60)
 
 
-def test_local_processes_inside_of_torchruns_are_refused(tmp_path: Path) -> None:
+def test_local_option_under_torchrun_is_rejected(tmp_path: Path) -> None:
     torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    done = forked("probe", "--local", "2", cwd=tmp_path, env=torchrun)
+    done = run_forked("probe", "--local", "2", cwd=tmp_path, env=torchrun)
     assert done.returncode == 2
     assert "--local 2 in a process of torchrun's" in done.stderr

@@ -7,8 +7,8 @@ import pytest
 from torch import Tensor
 
 from polyrhythm.run.probe import link
-from polyrhythm.run.probe.effort import Effort
-from polyrhythm.run.probe.talk import PONG, SIZE
+from polyrhythm.run.probe.channel import PONG, SIZE
+from polyrhythm.run.probe.effort import ProbeEffort
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 
@@ -30,11 +30,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @dataclass
-class Scripted:
+class FakeChannel:
     """A Talk whose other end answers as one of this latency and bandwidth would."""
 
     clock: Clock
-    deadline: Seconds = 60.0
+    timeout: Seconds = 60.0
     first: Seconds = 0.0  # the first round trip takes so much longer
     latency: Seconds = 0.01
     bandwidth: BytesPerSecond = 1e6
@@ -48,17 +48,17 @@ class Scripted:
     def start_receive(self, tensor: Tensor, sender: int, *, tag: int, action: str) -> int:
         return tag
 
-    def finish(self, work: int, peer: int, *, action: str, within: Seconds | None = None) -> None:
+    def finish(self, work: int, peer: int, *, action: str, timeout: Seconds | None = None) -> None:
         if work >= PONG:
             took = 2 * self.latency + (self.first if work == PONG else 0)
-            assert took <= (self.deadline if within is None else within), "given up"
+            assert took <= (self.timeout if timeout is None else timeout), "given up"
             self.clock.now += took
             self.num_echoes += 1
 
     def finish_all(
-        self, works: list[Any], peer: int, *, action: str, within: Seconds
+        self, works: list[Any], peer: int, *, action: str, timeout: Seconds
     ) -> list[Seconds]:
-        assert len(works) * self.sizes[-1] / self.bandwidth + self.latency <= within, "given up"
+        assert len(works) * self.sizes[-1] / self.bandwidth + self.latency <= timeout, "given up"
         self.clock.now += 2 * self.latency
         times = []
         for _ in works:
@@ -66,50 +66,52 @@ class Scripted:
             times.append(self.clock.now)
         return times
 
-    def send(self, tensor: Tensor, to: int, *, tag: int, action: str, within: Seconds) -> None:
+    def send(self, tensor: Tensor, to: int, *, tag: int, action: str, timeout: Seconds) -> None:
         assert tag == SIZE
         self.sizes.append(int(tensor))
 
-    def receive(self, tensor: Tensor, sender: int, *, tag: int, action: str, within: float) -> None:
+    def receive(
+        self, tensor: Tensor, sender: int, *, tag: int, action: str, timeout: float
+    ) -> None:
         tensor.zero_()  # no streams are wanted
 
 
-def test_the_first_echo_does_not_count(clock: Clock) -> None:
-    talk = Scripted(clock, first=5.0)
-    impatient = Effort(patience=1, repeat=1)
-    found = link.as_source(talk, 1, impatient)  # type: ignore[arg-type]
-    assert talk.num_echoes == 3
+def test_first_echo_is_a_warmup(clock: Clock) -> None:
+    channel = FakeChannel(clock, first=5.0)
+    impatient = ProbeEffort(pair_timeout=1, repeat=1)
+    found = link.as_source(channel, 1, impatient)  # type: ignore[arg-type]
+    assert channel.num_echoes == 3
     assert found.median == pytest.approx(0.01)
     assert found.spread < 1e-6, "of three, the median would hide the first"
 
 
-@pytest.mark.parametrize(("repeat", "patience", "num_echoes"), [(1, 20, 11), (100, 20, 201)])
-def test_echoes_are_as_many_as_asked_for_while_there_is_patience(
-    clock: Clock, repeat: int, patience: Seconds, num_echoes: int
+@pytest.mark.parametrize(("repeat", "pair_timeout", "num_echoes"), [(1, 20, 11), (100, 20, 201)])
+def test_number_of_echoes_follows_repeat_within_pair_timeout(
+    clock: Clock, repeat: int, pair_timeout: Seconds, num_echoes: int
 ) -> None:
-    talk = Scripted(clock)
-    link.as_source(talk, 1, Effort(patience=patience, repeat=repeat))  # type: ignore[arg-type]
-    assert talk.num_echoes == num_echoes
+    channel = FakeChannel(clock)
+    link.as_source(channel, 1, ProbeEffort(pair_timeout=pair_timeout, repeat=repeat))  # type: ignore[arg-type]
+    assert channel.num_echoes == num_echoes
 
 
-def test_each_echo_has_a_deadline_and_all_together_have_patience(clock: Clock) -> None:
-    talk = Scripted(clock, latency=0.045, deadline=0.1)
-    effort = Effort(seconds=0.001, repeat=1000, deadline=0.1, patience=4)
-    assert link.as_source(talk, 1, effort).median == pytest.approx(0.045)  # type: ignore[arg-type]
+def test_echoes_stop_at_pair_timeout(clock: Clock) -> None:
+    channel = FakeChannel(clock, latency=0.045, timeout=0.1)
+    effort = ProbeEffort(seconds=0.001, repeat=1000, timeout=0.1, pair_timeout=4)
+    assert link.as_source(channel, 1, effort).median == pytest.approx(0.045)  # type: ignore[arg-type]
     assert 1 < clock.now < 3
 
 
 @pytest.mark.parametrize("latency", [1e-5, 0.01, 0.5, 20.0])
 @pytest.mark.parametrize("bandwidth", [1e4, 1e6, 1e8, 1e10])
-def test_a_bandwidth_is_free_of_latency_and_no_stream_passes_its_deadline(
+def test_bandwidth_excludes_latency_and_streams_stay_within_timeout(
     clock: Clock, latency: Seconds, bandwidth: BytesPerSecond
 ) -> None:
-    effort = Effort(seconds=0.2, patience=200.0)
-    talk = Scripted(clock, latency=latency, bandwidth=bandwidth)
-    found = link.as_target(talk, 1, effort)  # type: ignore[arg-type]
+    effort = ProbeEffort(seconds=0.2, pair_timeout=200.0)
+    channel = FakeChannel(clock, latency=latency, bandwidth=bandwidth)
+    found = link.as_target(channel, 1, effort)  # type: ignore[arg-type]
     assert found.median == pytest.approx(bandwidth, rel=1e-3)
     assert found.spread < 1e-3
-    *sizes, end = talk.sizes
+    *sizes, end = channel.sizes
     assert end == 0
     lasted = 4 * sizes[-1] / bandwidth
     assert lasted >= min(max(0.2, latency), effort.longest_stream) or sizes[-1] == link._LARGEST

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from polyrhythm.describe.model import Layer, ModelProfile
-from polyrhythm.run.profile.layers import measured_layers
-from polyrhythm.run.profile.subject import Subject
-from tests.gloo.test_demo import forked
+from polyrhythm.run.profile.layers import measure_layers
+from polyrhythm.run.profile.profiled_model import ProfiledModel
+from tests.gloo.test_demo import run_forked
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -129,11 +129,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("factory", "ending"), [("build", "json"), ("listed", "toml")])
-def test_a_model_is_measured_into_a_file_that_loads(
-    folder: Path, factory: str, ending: str
-) -> None:
+def test_profile_of_a_model_is_written_and_loads(folder: Path, factory: str, ending: str) -> None:
     out = f"p.{ending}"
-    done = forked("profile", f"toy:{factory}", "-o", out, "--repeat", "2", cwd=folder)
+    done = run_forked("profile", f"toy:{factory}", "-o", out, "--repeat", "2", cwd=folder)
     assert done.returncode == 0, done.stderr
     profile = ModelProfile.load(folder / out)
     assert profile.name == f"toy:{factory}"
@@ -159,17 +157,17 @@ def test_a_model_is_measured_into_a_file_that_loads(
     assert "all layers, by micro-batch size" in done.stdout
 
 
-def test_sizes_are_as_asked_for_also_beyond_the_example(folder: Path) -> None:
-    done = forked("profile", "toy:build", "--sizes", "3", "16", "--repeat", "1", cwd=folder)
+def test_sizes_may_exceed_the_example(folder: Path) -> None:
+    done = run_forked("profile", "toy:build", "--sizes", "3", "16", "--repeat", "1", cwd=folder)
     assert done.returncode == 0, done.stderr
     profile = ModelProfile.load(folder / "profile.json")
     assert (profile.microbatch_size, profile.microbatch_sizes) == (3, (3, 16))
     assert profile.at(16).layers[0].activation_bytes == 16 * 512
 
 
-def test_a_model_that_comes_along_is_counted(folder: Path) -> None:
+def test_builtin_model_is_profiled_by_formulas(folder: Path) -> None:
     sizes = ["--sizes", "4", "2", "1"]
-    done = forked("profile", "gpt-2x64x32", "--flops", "1e12", *sizes, cwd=folder)
+    done = run_forked("profile", "gpt-2x64x32", "--flops", "1e12", *sizes, cwd=folder)
     assert done.returncode == 0, done.stderr
     profile = ModelProfile.load(folder / "profile.json")
     assert profile.microbatch_size == 4
@@ -179,15 +177,15 @@ def test_a_model_that_comes_along_is_counted(folder: Path) -> None:
     assert json.loads((folder / "profile.json").read_text())["flops"] == 1e12
 
 
-def test_one_sample_is_left_out_where_a_batch_norm_needs_more(folder: Path) -> None:
-    done = forked("profile", "toy:norm", "--repeat", "1", cwd=folder)
+def test_size_1_is_skipped_for_batch_norm(folder: Path) -> None:
+    done = run_forked("profile", "toy:norm", "--repeat", "1", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "left out micro-batches of 1: layer '1.BatchNorm1d' fails" in done.stdout
     assert ModelProfile.load(folder / "profile.json").microbatch_sizes == (2, 4)
 
 
-def test_a_module_that_turns_gradients_off_is_measured_with_them(folder: Path) -> None:
-    done = forked("profile", "toy:ungraded", "--sizes", "4", "--repeat", "1", cwd=folder)
+def test_profile_enables_gradients_that_a_module_disabled(folder: Path) -> None:
+    done = run_forked("profile", "toy:ungraded", "--sizes", "4", "--repeat", "1", cwd=folder)
     assert done.returncode == 0, done.stderr
     profile = ModelProfile.load(folder / "profile.json")
     assert profile.layers[0].stored_bytes == 4 * 64 * 4
@@ -232,11 +230,11 @@ def test_a_module_that_turns_gradients_off_is_measured_with_them(folder: Path) -
         (["bert-base", "--flops", "0"], "flops is 0"),
     ],
 )
-def test_bad_input_is_refused_without_a_traceback(
+def test_bad_input_is_rejected_without_traceback(
     folder: Path, arguments: list[str], says: str
 ) -> None:
     before = {path.name for path in folder.iterdir()}
-    done = forked("profile", *arguments, cwd=folder)
+    done = run_forked("profile", *arguments, cwd=folder)
     assert done.returncode == 2, done.stderr
     assert says in done.stderr
     assert "expected:" in done.stderr
@@ -245,7 +243,7 @@ def test_bad_input_is_refused_without_a_traceback(
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == before
 
 
-def kept_by(model: nn.Sequential, example: Tensor) -> int:
+def saved_bytes(model: nn.Sequential, example: Tensor) -> int:
     """Bytes that autograd keeps of a whole forward, each storage once."""
     storages: dict[int, int] = {}
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -263,14 +261,14 @@ def kept_by(model: nn.Sequential, example: Tensor) -> int:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_what_layers_keep_adds_up_to_what_the_model_keeps(inplace: bool) -> None:
+def test_stored_bytes_of_layers_sum_to_those_of_the_model(inplace: bool) -> None:
     layers: list[nn.Module] = [nn.Embedding(50, 32)]
     for _ in range(3):
         layers += [nn.Linear(32, 32), nn.ReLU(inplace=inplace), nn.LayerNorm(32), nn.Tanh()]
     model, example = nn.Sequential(*layers), torch.randint(50, (4, 8))
-    subject = Subject.of((model, example), source="test")
-    found = measured_layers(subject, size=4, other_sizes=[], repeat=1, device=CPU)
-    assert sum(layer.stored_bytes for layer in found) == kept_by(model, example)
+    subject = ProfiledModel.of((model, example), source="test")
+    found = measure_layers(subject, size=4, other_sizes=[], repeat=1, device=CPU)
+    assert sum(layer.stored_bytes for layer in found) == saved_bytes(model, example)
 
 
 class Pair(nn.Module):
@@ -287,10 +285,10 @@ class Join(nn.Module):
         return both[0] * self.weight + both[1]["y"]
 
 
-def test_layers_may_take_several_arguments_and_pass_on_more_than_a_tensor() -> None:
+def test_layers_may_take_several_arguments_and_return_containers() -> None:
     example = (torch.ones(4, 6), torch.ones(4, 6), 2.0)
-    subject = Subject.of(([Pair(), Join()], example), source="test")
-    pair, join = measured_layers(subject, size=2, other_sizes=[4], repeat=1, device=CPU)
+    subject = ProfiledModel.of(([Pair(), Join()], example), source="test")
+    pair, join = measure_layers(subject, size=2, other_sizes=[4], repeat=1, device=CPU)
     assert pair.activation_bytes == 2 * 2 * 6 * 4
     assert join.sizes[0].activation_bytes == 4 * 6 * 4
     assert pair.stored_bytes == 0, "nothing in it learns"
@@ -300,8 +298,8 @@ def test_layers_may_take_several_arguments_and_pass_on_more_than_a_tensor() -> N
 def test_measuring_leaves_no_gradients() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     weights = [p.detach().clone() for p in model.parameters()]
-    subject = Subject.of((model, torch.ones(2, 3)), source="test")
-    measured_layers(subject, size=2, other_sizes=[], repeat=2, device=CPU)
+    subject = ProfiledModel.of((model, torch.ones(2, 3)), source="test")
+    measure_layers(subject, size=2, other_sizes=[], repeat=2, device=CPU)
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
 
@@ -322,16 +320,16 @@ class Unnaming(nn.Module):
 
 
 def measured(*layers: nn.Module, example: Tensor, repeat: int = 1) -> tuple[Layer, ...]:
-    subject = Subject.of((list(layers), example), source="test")
-    return measured_layers(subject, size=4, other_sizes=[], repeat=repeat, device=CPU)
+    subject = ProfiledModel.of((list(layers), example), source="test")
+    return measure_layers(subject, size=4, other_sizes=[], repeat=repeat, device=CPU)
 
 
-def test_a_layer_may_return_a_named_tuple() -> None:
+def test_layer_may_return_a_named_tuple() -> None:
     naming, _ = measured(Naming(), Unnaming(), example=torch.ones(4, 6))
     assert naming.activation_bytes == 2 * 4 * 6 * 4
 
 
-def test_a_lazy_layer_gets_its_weights_in_the_first_forward() -> None:
+def test_lazy_layer_is_materialized_in_first_forward() -> None:
     (layer,) = measured(nn.LazyLinear(3), example=torch.ones(4, 6))
     assert (layer.parameter_bytes, layer.stored_bytes) == (4 * 3 * 7, 4 * 4 * 6)
 
@@ -348,7 +346,7 @@ class Wasteful(nn.Module):
         return x * self.weight
 
 
-def test_what_is_freed_during_the_forward_is_not_stored() -> None:
+def test_tensors_freed_during_forward_are_not_stored() -> None:
     (layer,) = measured(Wasteful(), example=torch.ones(4, 6))
     assert layer.stored_bytes == 4 * 6 * 4, "the input alone"
 
@@ -367,7 +365,7 @@ class Adding(nn.Module):
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_every_run_gets_the_example_as_it_was_made(requires_grad: bool) -> None:
+def test_every_run_gets_an_unmodified_example(requires_grad: bool) -> None:
     layer = Adding()
     example = torch.ones(4, 6, requires_grad=requires_grad)
     measured(layer, example=example, repeat=3)
@@ -375,14 +373,14 @@ def test_every_run_gets_the_example_as_it_was_made(requires_grad: bool) -> None:
     assert example.grad is None
 
 
-def test_a_model_in_eval_mode_is_measured_as_it_trains_and_left_as_it_was() -> None:
+def test_eval_mode_model_is_profiled_in_train_mode_and_restored() -> None:
     model = [nn.Linear(6, 6), nn.Sequential(nn.Dropout(0.5)).eval(), nn.Linear(6, 6)]
     _, dropout, _ = measured(*model, example=torch.ones(4, 6))
     assert dropout.stored_bytes > 0, "the mask"
     assert [module.training for module in model] == [True, False, True]
 
 
-def test_a_layer_that_turns_gradients_off_does_so_for_itself_alone() -> None:
+def test_layer_that_disables_gradients_does_not_affect_others() -> None:
     class Frozen(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             torch.set_grad_enabled(False)

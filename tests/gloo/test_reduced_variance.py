@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
 from polyrhythm.errors import UserError
-from polyrhythm.run.average.reduced_variance import ReducedVarianceAdamW
+from polyrhythm.run.averaging.reduced_variance import ReducedVarianceAdamW
 
 # Gradients are set by hand throughout: backward() would start threads that no fork survives.
 SHAPES = ((3, 4), (5,), (), (2, 2, 2))
@@ -50,7 +50,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_one_worker_is_adamw_to_the_bit(schedule: Schedule, dtype: torch.dtype) -> None:
+def test_one_worker_is_bitwise_equal_to_adamw(schedule: Schedule, dtype: torch.dtype) -> None:
     ours, theirs = parameters(dtype), parameters(dtype)
     half = dtype in (torch.float16, torch.bfloat16)
 
@@ -80,9 +80,7 @@ def test_defaults_are_those_of_adamw() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_averaged", [1.0, 3.5])
 @pytest.mark.parametrize("through", ["state_dict", "deepcopy"])
-def test_a_saved_state_goes_on_to_the_bit(
-    dtype: torch.dtype, num_averaged: float, through: str
-) -> None:
+def test_saved_state_resumes_bitwise(dtype: torch.dtype, num_averaged: float, through: str) -> None:
     params = parameters(dtype)
     optimizer = ReducedVarianceAdamW(params, lr=0.05, num_averaged=num_averaged)
     for step in range(7):
@@ -105,7 +103,7 @@ def test_a_saved_state_goes_on_to_the_bit(
         assert_same(params, others)
 
 
-def test_it_refuses_the_state_of_adamw_and_keeps_its_own() -> None:
+def test_adamw_state_is_refused() -> None:
     optimizer = ReducedVarianceAdamW(parameters(), num_averaged=2)
     with pytest.raises(UserError, match="without num_averaged"):
         optimizer.load_state_dict(AdamW(parameters()).state_dict())
@@ -147,7 +145,7 @@ def noisy(
 
 
 @pytest.mark.parametrize("weights", [(0.5, 0.5), (0.125,) * 8, (0.6, 0.3, 0.1)], ids=str)
-def test_one_worker_estimates_the_moment_of_the_average(weights: tuple[float, ...]) -> None:
+def test_second_moment_estimates_that_of_the_average(weights: tuple[float, ...]) -> None:
     means = torch.tensor([0.0, 0.3, 2.0], dtype=torch.float64)
     number = 1 / sum(w * w for w in weights)
 
@@ -171,7 +169,7 @@ def test_one_worker_estimates_the_moment_of_the_average(weights: tuple[float, ..
 
 
 @pytest.mark.parametrize("num_averaged", [2.0, 4.0, 16.0])
-def test_the_first_estimates_have_the_expectation_that_the_module_states(
+def test_early_estimates_have_documented_expectation(
     num_averaged: float,
 ) -> None:
     """The published formula, v_s = (m2^2 + (v - m2^2) / N) / (1 - b2^t), loses the mean here."""
@@ -192,7 +190,7 @@ def test_the_first_estimates_have_the_expectation_that_the_module_states(
     num_steps=st.integers(1, 30),
 )
 @settings(max_examples=60, deadline=None)
-def test_constant_gradients_step_the_same_for_any_number(
+def test_constant_gradients_give_same_step_for_any_num_averaged(
     gradient: float, negative: bool, num_averaged: float, num_steps: int
 ) -> None:
     numbers = (1.0, num_averaged)
@@ -210,9 +208,7 @@ def test_constant_gradients_step_the_same_for_any_number(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_averaged", [1.5, 8.0])
-def test_half_precision_tells_constant_gradients_from_noise(
-    dtype: torch.dtype, num_averaged: float
-) -> None:
+def test_half_precision_separates_mean_from_noise(dtype: torch.dtype, num_averaged: float) -> None:
     """In bfloat16 itself the mean would stop at a fifth of this gradient.
 
     The second moment, AdamW's, does stop at a third of its square: no variance may be negative.
@@ -228,7 +224,7 @@ def test_half_precision_tells_constant_gradients_from_noise(
 
 @given(numbers=st.lists(st.sampled_from([1.0, 1.5, 2.0, 7.0]), min_size=2, max_size=12))
 @settings(max_examples=30, deadline=None)
-def test_the_number_may_change_at_every_step(numbers: list[float]) -> None:
+def test_num_averaged_may_change_at_every_step(numbers: list[float]) -> None:
     """A step depends on the number of that step alone: the moments know nothing of it."""
     changing, fixed = parameters(torch.float64), parameters(torch.float64)
     one = ReducedVarianceAdamW([{"params": [p]} for p in changing], lr=0.1)
@@ -244,7 +240,7 @@ def test_the_number_may_change_at_every_step(numbers: list[float]) -> None:
     assert_same(changing, fixed)
 
 
-def test_noise_makes_longer_steps_for_more_workers_but_never_sqrt_n_times_longer() -> None:
+def test_noisy_steps_grow_with_num_averaged_below_sqrt_n() -> None:
     lengths, mean = {}, torch.tensor([0.1], dtype=torch.float64)
     for number in (1.0, 2.0, 8.0):
         p = Parameter(torch.zeros(500, dtype=torch.float64))
@@ -261,7 +257,7 @@ def test_noise_makes_longer_steps_for_more_workers_but_never_sqrt_n_times_longer
         assert ratio.mean() > 0.8 * math.sqrt(number)
 
 
-def test_a_closure_gives_the_gradients_and_its_loss_comes_back() -> None:
+def test_closure_sets_gradients_and_returns_loss() -> None:
     params = parameters()
 
     def closure() -> float:
@@ -274,7 +270,7 @@ def test_a_closure_gives_the_gradients_and_its_loss_comes_back() -> None:
     assert all(not torch.equal(p, old) for p, old in zip(params, before, strict=True))
 
 
-def test_a_sparse_gradient_is_refused_before_anything_changes() -> None:
+def test_sparse_gradient_is_refused_before_any_update() -> None:
     params = parameters()
     set_gradients(params, 0)
     params[1].grad = torch.ones(5).to_sparse()
@@ -294,7 +290,7 @@ def test_a_complex_gradient_is_refused() -> None:
 
 
 @pytest.mark.parametrize("number", [0.0, 0.99, -2.0, math.inf, math.nan])
-def test_an_impossible_number_is_refused_wherever_it_comes_from(number: float) -> None:
+def test_invalid_num_averaged_is_refused(number: float) -> None:
     with pytest.raises(UserError, match="num_averaged="):
         ReducedVarianceAdamW(parameters(), num_averaged=number)
     optimizer = ReducedVarianceAdamW(parameters(), num_averaged=3)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from polyrhythm.errors import PlanError
-from polyrhythm.run.pipeline.split import split_layers
-from tests.gloo.test_split import Chained, compare, in_a_process
+from polyrhythm.run.pipeline.partition import split_layers
+from tests.gloo.test_split_sequential import Chained, compare, run_in_process
 
 GPT2 = {
     "layers": "transformer.h",
@@ -74,7 +74,7 @@ def small(family: str, **more: Any) -> nn.Module:
 
 
 @pytest.mark.timeout(100)
-def test_gpt2_split_equals_the_whole(tmp_path: Path) -> None:
+def test_gpt2_split_matches_whole_model(tmp_path: Path) -> None:
     def work() -> None:
         model = gpt2()
         chained = compare_language_model(model, GPT2, [1, 2, 3, 4])
@@ -90,13 +90,13 @@ def test_gpt2_split_equals_the_whole(tmp_path: Path) -> None:
         )
         model.gradient_checkpointing_enable()
         compare_language_model(model, GPT2, [3])
-        tokens_by_name_reach_every_stage(gpt2())
-        a_part_keeps_nothing_of_others()
+        check_tokens_by_keyword_reach_every_stage(gpt2())
+        check_partition_holds_only_own_weights()
 
-    in_a_process(work, tmp_path)
+    run_in_process(work, tmp_path)
 
 
-def tokens_by_name_reach_every_stage(model: nn.Module) -> None:
+def check_tokens_by_keyword_reach_every_stage(model: nn.Module) -> None:
     tokens = torch.randint(0, 50, (2, 10))
     split = partial(split_layers, **GPT2, layers_per_stage=[1, 4])
     chained = compare(model, split, num_stages=2, input_ids=tokens, labels=tokens)
@@ -104,7 +104,7 @@ def tokens_by_name_reach_every_stage(model: nn.Module) -> None:
         chained.forward(tokens, use_cache=True)
 
 
-def a_part_keeps_nothing_of_others() -> None:
+def check_partition_holds_only_own_weights() -> None:
     model = gpt2()
     part = split_layers(model, stage=1, num_stages=3, **GPT2)
     tokens, hidden = torch.randint(0, 50, (2, 10)), torch.randn(2, 10, 16)
@@ -126,7 +126,7 @@ def a_part_keeps_nothing_of_others() -> None:
 
 
 @pytest.mark.timeout(100)
-def test_llama_and_its_relatives_split_equal_the_whole(tmp_path: Path) -> None:
+def test_llama_family_split_matches_whole_model(tmp_path: Path) -> None:
     def work() -> None:
         chained = compare_language_model(
             small("Llama", tie_word_embeddings=True), LLAMA, [1, 2, 3, 4]
@@ -159,7 +159,7 @@ def test_llama_and_its_relatives_split_equal_the_whole(tmp_path: Path) -> None:
         )
         compare_language_model(GPTNeoForCausalLM(neo), GPT2, [3])
 
-    in_a_process(work, tmp_path)
+    run_in_process(work, tmp_path)
 
 
 class Plain(nn.Module):
@@ -217,7 +217,7 @@ PLAIN = {
 
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch, of reentrant
-def test_a_plain_model_splits_or_says_why_not(tmp_path: Path) -> None:
+def test_plain_model_splits_or_is_refused(tmp_path: Path) -> None:
     def work() -> None:
         tokens = torch.randint(0, 20, (3, 6))
         split = partial(split_layers, **PLAIN)
@@ -250,7 +250,7 @@ def test_a_plain_model_splits_or_says_why_not(tmp_path: Path) -> None:
         with pytest.raises(PlanError, match=r"body\.embed is used before the layers"):
             compare(Plain(), partial(split_layers, **wrong), tokens, num_stages=2)
 
-    in_a_process(work, tmp_path)
+    run_in_process(work, tmp_path)
 
 
 LAYER_ERRORS = [
@@ -271,9 +271,7 @@ LAYER_ERRORS = [
 
 
 @pytest.mark.parametrize(("given", "wrong", "fix"), LAYER_ERRORS)
-def test_a_model_that_cannot_be_split_so_is_refused(
-    given: dict[str, Any], wrong: str, fix: str
-) -> None:
+def test_invalid_layer_splits_are_refused(given: dict[str, Any], wrong: str, fix: str) -> None:
     with torch.device("meta"):
         model = Plain()
     with pytest.raises(PlanError) as caught:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.schedule.torch_csv import from_csv, to_csv
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
@@ -43,24 +43,24 @@ def dry_run(pipeline) -> None:
 SHAPES = [(1, 3), (2, 2), (4, 12), (4, 7), (4, 2), (8, 16)]
 
 
-def recipes(num_stages: int) -> list[Recipe]:
+def specs(num_stages: int) -> list[ScheduleSpec]:
     eager = tuple(2 * (num_stages - stage) - 1 for stage in range(num_stages))
     return [
-        Recipe("1f1b"),
-        Recipe("gpipe"),
-        Recipe("kfkb", k=2),
-        Recipe("kfkb", k=3),
-        Recipe("bounded", limits=eager),
+        ScheduleSpec("1f1b"),
+        ScheduleSpec("gpipe"),
+        ScheduleSpec("kfkb", k=2),
+        ScheduleSpec("kfkb", k=3),
+        ScheduleSpec("bounded", limits=eager),
     ]
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), SHAPES)
-def test_torch_loads_completes_and_writes_back_our_schedules(
+def test_torch_runtime_round_trips_our_schedules(
     tmp_path: Path, num_stages: int, num_microbatches: int
 ) -> None:
     ours, theirs = tmp_path / "ours.csv", tmp_path / "theirs.csv"
-    for recipe in recipes(num_stages):
-        schedule = recipe.build(num_stages=num_stages, num_microbatches=num_microbatches)
+    for spec in specs(num_stages):
+        schedule = spec.build(num_stages=num_stages, num_microbatches=num_microbatches)
         ours.write_text(to_csv(schedule))
         pipeline = runtime(num_stages, num_microbatches)
         pipeline._load_csv(str(ours))
@@ -73,7 +73,7 @@ def test_torch_loads_completes_and_writes_back_our_schedules(
         assert from_csv(theirs.read_text()) == schedule
 
 
-def test_torch_refuses_what_deadlocks(tmp_path: Path) -> None:
+def test_torch_runtime_refuses_deadlocking_schedule(tmp_path: Path) -> None:
     """Or the test above would prove nothing."""
     bad = tmp_path / "bad.csv"
     bad.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
@@ -83,10 +83,10 @@ def test_torch_refuses_what_deadlocks(tmp_path: Path) -> None:
         dry_run(pipeline)
 
 
-def test_we_read_the_1f1b_table_that_torch_lays_out_in_slots() -> None:
+def test_torch_1f1b_table_is_read() -> None:
     """A table with idle slots, as torch's artifacts have them."""
     text = "0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n"
     for row in text.splitlines():
         for cell in row.split(","):
             schedules._Action.from_str(cell)
-    assert from_csv(text) == Recipe("1f1b").build(num_stages=2, num_microbatches=2)
+    assert from_csv(text) == ScheduleSpec("1f1b").build(num_stages=2, num_microbatches=2)

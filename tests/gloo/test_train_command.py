@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from polyrhythm.cli import main
-from polyrhythm.lab.program import become
+from polyrhythm.lab.program import run_program
 from polyrhythm.processes import Child
 
 SCRIPT = """
@@ -45,7 +45,7 @@ def run(*arguments: object, folder: Path, python: bool = False) -> Ran:
         os.chdir(folder)
         warnings.simplefilter("ignore")  # as it is told, and no error
         if python:
-            become([sys.executable, *map(str, arguments)], {})
+            run_program([sys.executable, *map(str, arguments)], {})
         else:
             main(["train", *map(str, arguments)])
 
@@ -65,7 +65,7 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "script.py"
 
 
-def test_a_script_trains_in_one_process_in_several_and_on_a_plan(script: Path) -> None:
+def test_script_trains_in_one_process_several_and_with_a_plan(script: Path) -> None:
     """Each goes on where the one before ended, and the losses are those of one alone."""
     folder = script.parent
     alone = run(script, "alone", 12, folder=folder, python=True)
@@ -87,7 +87,7 @@ def test_a_script_trains_in_one_process_in_several_and_on_a_plan(script: Path) -
         pytest.param("import nonsense", ["--local", "1"], "nonsense", marks=pytest.mark.long),
     ],
 )
-def test_a_script_that_does_not_train_is_an_error(
+def test_script_that_does_not_train_is_an_error(
     tmp_path: Path, text: str, arguments: list[str], words: str
 ) -> None:
     script = tmp_path / "script.py"
@@ -107,7 +107,7 @@ def test_a_script_that_does_not_train_is_an_error(
         (["script.py", "--plan", "missing.json"], "missing.json"),
     ],
 )
-def test_what_cannot_be_is_refused_at_once(script: Path, arguments: list[str], words: str) -> None:
+def test_invalid_arguments_are_rejected(script: Path, arguments: list[str], words: str) -> None:
     found = run(*arguments, folder=script.parent)
     assert found.status == 2
     assert words in found.said

@@ -9,9 +9,9 @@ from torch.nn.functional import mse_loss
 
 from polyrhythm.errors import LaunchError, PlanError, WorkerError
 from polyrhythm.plan.plan import PipelinePlan, Plan
-from polyrhythm.run.launch import LocalJob, Place
+from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.trainer.trainer import Trainer
-from tests.gloo.trainers import BATCH, LAYERS, fit, model, plan_of, run_job, samples, trainer
+from tests.gloo.trainer_jobs import BATCH, LAYERS, fit, model, plan_of, run_job, samples, trainer
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from tests.gloo.trainers import BATCH, LAYERS, fit, model, plan_of, run_job, sam
         (3, 2, "balanced"),
     ],
 )
-def test_synchronous_ways_give_the_losses_and_weights_of_one_process(
+def test_synchronous_modes_match_one_process(
     tmp_path: Path, num_stages: int, num_pipelines: int, sync: str
 ) -> None:
     alone, weights = fit(tmp_path, 1, 1)
@@ -38,9 +38,7 @@ def test_synchronous_ways_give_the_losses_and_weights_of_one_process(
 
 
 @pytest.mark.parametrize("sync", ["all_reduce", "decoupled"])
-def test_pipelines_with_unequal_shares_give_the_gradient_of_the_whole_batch(
-    tmp_path: Path, sync: str
-) -> None:
+def test_unequal_shares_match_the_gradient_of_the_global_batch(tmp_path: Path, sync: str) -> None:
     alone, weights = fit(tmp_path, 1, 1)
     pipelines = tuple(PipelinePlan(num_microbatches=n, schedule="1f1b") for n in (9, 3))
     plan = Plan(layers_per_stage=LAYERS[2], pipelines=pipelines, microbatch_size=2)
@@ -51,13 +49,13 @@ def test_pipelines_with_unequal_shares_give_the_gradient_of_the_whole_batch(
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "kfkb:2", "bounded:4,2", "auto"])
-def test_every_schedule_gives_the_same_losses(tmp_path: Path, schedule: str) -> None:
+def test_all_schedules_give_the_same_losses(tmp_path: Path, schedule: str) -> None:
     alone, _ = fit(tmp_path, 1, 1)
     losses, _ = fit(tmp_path, 2, 1, plan=plan_of(2, 1, schedule))
     assert losses == pytest.approx(alone, abs=1e-5)
 
 
-def test_a_job_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_second_fit_continues_the_first(tmp_path: Path) -> None:
     whole, weights = fit(tmp_path, 1, 1)
     with trainer(plan_of(1, 1)) as made:
         first = made.fit(steps=4).losses
@@ -68,7 +66,7 @@ def test_a_job_goes_on_where_it_was(tmp_path: Path) -> None:
             torch.testing.assert_close(value, weights[name])
 
 
-def test_a_last_micro_batch_that_is_smaller_counts_by_its_samples(tmp_path: Path) -> None:
+def test_smaller_last_micro_batch_is_weighted_by_its_samples(tmp_path: Path) -> None:
     alone, _ = fit(tmp_path, 1, 1, microbatch_size=BATCH)
     losses, _ = fit(tmp_path, 2, 1, microbatch_size=5)
     assert losses == pytest.approx(alone, abs=1e-5)
@@ -76,7 +74,7 @@ def test_a_last_micro_batch_that_is_smaller_counts_by_its_samples(tmp_path: Path
     assert losses == pytest.approx(alone, abs=1e-5)
 
 
-def test_with_autocast_it_learns_in_lower_precision(tmp_path: Path) -> None:
+def test_autocast_trains_in_lower_precision(tmp_path: Path) -> None:
     alone, _ = fit(tmp_path, 1, 1)
     losses, _ = fit(tmp_path, 2, 1, autocast=torch.bfloat16)
     assert losses == pytest.approx(alone, rel=0.02)
@@ -93,9 +91,9 @@ def test_with_autocast_it_learns_in_lower_precision(tmp_path: Path) -> None:
         ({"sync": "adaptve"}, "sync='adaptve'", "adaptive"),
         ({"autocast": torch.float16}, "autocast=torch.float16", "bfloat16"),
         ({"clip_grad_norm": 0.0}, "clip_grad_norm=0.0", "clip_grad_norm"),
-        ({"deadline": -1.0}, "deadline=-1.0", "deadline"),
-        ({"deadline": "60"}, "deadline='60'", "deadline"),
-        ({"grace": 0}, "grace=0", "grace"),
+        ({"timeout": -1.0}, "timeout=-1.0", "timeout"),
+        ({"timeout": "60"}, "timeout='60'", "timeout"),
+        ({"grace_period": 0}, "grace_period=0", "grace_period"),
         ({"device": "nonsense"}, "device='nonsense'", "device"),
         ({"checkpoint_every": 2}, "checkpoint_every=2 of a job without a run folder", "run="),
         ({"batch_size": "24"}, "batch_size='24'", "batch_size"),
@@ -107,14 +105,16 @@ def test_with_autocast_it_learns_in_lower_precision(tmp_path: Path) -> None:
         ({"sync_options": {"max_age": 3}}, "sync_options=", "sync='adaptive'"),
     ],
 )
-def test_what_cannot_be_is_refused(given: dict[str, object], wrong: str, fix: str) -> None:
+def test_invalid_trainer_arguments_are_rejected(
+    given: dict[str, object], wrong: str, fix: str
+) -> None:
     with pytest.raises((LaunchError, PlanError)) as error:
         trainer(given.pop("plan", plan_of(1, 1)), **given)
     assert wrong in error.value.wrong
     assert fix in error.value.fix
 
 
-def test_a_model_that_cannot_be_cut_is_refused_with_how_to_name_its_layers() -> None:
+def test_unsplittable_model_error_tells_how_to_name_its_layers() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -124,13 +124,13 @@ def test_a_model_that_cannot_be_cut_is_refused_with_how_to_name_its_layers() -> 
         Trainer(Odd, mse_loss, torch.optim.SGD, samples(), batch_size=8, plan=plan_of(2, 1))
 
 
-def test_a_stage_with_nothing_to_train_is_refused() -> None:
+def test_stage_without_parameters_is_rejected() -> None:
     plan = Plan(layers_per_stage=(1, 1, 3), pipelines=(PipelinePlan(),))
     with pytest.raises(PlanError, match="stage 1 has no parameters: Tanh"):
         trainer(plan)
 
 
-def test_two_jobs_cannot_have_one_run_folder(tmp_path: Path) -> None:
+def test_run_folder_in_use_is_rejected(tmp_path: Path) -> None:
     with (
         trainer(plan_of(1, 1), run=tmp_path / "run"),
         pytest.raises(LaunchError, match="another job is using it"),
@@ -140,10 +140,10 @@ def test_two_jobs_cannot_have_one_run_folder(tmp_path: Path) -> None:
         assert (tmp_path / "run" / "workers.1").is_dir()  # the logs of the first job
 
 
-def test_a_folder_that_cannot_be_written_is_refused_by_all(tmp_path: Path) -> None:
+def test_unwritable_run_folder_is_rejected_by_all_processes(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
-    def work(place: Place | None) -> str:
+    def work(ctx: DistContext | None) -> str:
         with pytest.raises(LaunchError) as error:
             trainer(plan_of(1, 2), run=tmp_path / "file" / "run")
         return error.value.wrong
@@ -153,11 +153,11 @@ def test_a_folder_that_cannot_be_written_is_refused_by_all(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("given", [{"seed": 1}, {"batch_size": 12}])
-def test_processes_that_were_given_different_things_are_told(
+def test_inconsistent_arguments_between_processes_are_rejected(
     tmp_path: Path, given: dict[str, int]
 ) -> None:
-    def work(place: Place) -> None:
-        trainer(plan_of(1, 2), **(given if place.rank else {})).fit(steps=1)
+    def work(ctx: DistContext) -> None:
+        trainer(plan_of(1, 2), **(given if ctx.rank else {})).fit(steps=1)
 
     with (
         LocalJob(work, 2, output_folder=tmp_path) as job,
@@ -168,7 +168,7 @@ def test_processes_that_were_given_different_things_are_told(
     assert f"s0p1 was given {name}={value}, and s0p0 {name}=" in str(raised.value)
 
 
-def test_an_optimizer_of_something_else_is_refused() -> None:
+def test_optimizer_of_other_parameters_is_rejected() -> None:
     def given(optimizer_fn: object) -> None:
         Trainer(model, mse_loss, optimizer_fn, samples(), batch_size=BATCH)
 

@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.run.launch import Place
-from tests.gloo.trainers import NUM_STEPS, fit, plan_of, run_job, samples, trainer
+from polyrhythm.run.comm.launch import DistContext
+from tests.gloo.trainer_jobs import NUM_STEPS, fit, plan_of, run_job, samples, trainer
 
 STOPPED = 6
 
@@ -18,7 +18,7 @@ def resume(folder: Path, shape: tuple[int, int], steps: int, **more: Any) -> lis
     """By rank: where it went on, the losses and numbers of samples from there, and the weights."""
     plan = plan_of(*shape)
 
-    def work(place: Place | None) -> Any:
+    def work(ctx: DistContext | None) -> Any:
         with trainer(plan, run=folder / "run", checkpoint_every=3, **more) as made:
             began = made.restore()
             ends = made.fit(steps=steps).steps
@@ -39,7 +39,7 @@ def losses_of(found: list[Any], first: int, steps: int) -> list[float]:
 @pytest.mark.parametrize(
     ("before", "after"), [((2, 2), (1, 1)), ((1, 1), (3, 2)), ((2, 1), (1, 3)), ((2, 2), (2, 2))]
 )
-def test_another_plan_continues_the_same_losses(
+def test_resume_with_another_plan_continues_the_losses(
     tmp_path: Path, before: tuple[int, int], after: tuple[int, int], sync: str
 ) -> None:
     whole, weights = fit(tmp_path, 1, 1)
@@ -53,7 +53,7 @@ def test_another_plan_continues_the_same_losses(
         torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=0)
 
 
-def test_a_checkpoint_is_made_when_it_is_asked_for(tmp_path: Path) -> None:
+def test_save_writes_a_checkpoint_to_restore(tmp_path: Path) -> None:
     with trainer(plan_of(1, 1), run=tmp_path / "run") as made:
         made.fit(steps=2)
         made.save()
@@ -67,7 +67,7 @@ def test_a_checkpoint_is_made_when_it_is_asked_for(tmp_path: Path) -> None:
         ]
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+def test_restore_skips_a_damaged_checkpoint(tmp_path: Path) -> None:
     resume(tmp_path, (1, 1), STOPPED)
     newest = tmp_path / "run" / "checkpoints" / f"step-{STOPPED:08}"
     file = max(newest.iterdir(), key=lambda path: path.stat().st_size)
@@ -79,18 +79,16 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
         assert made.restore() == 3
 
 
-def test_without_a_run_folder_nothing_can_be_kept() -> None:
+def test_save_without_run_folder_is_rejected() -> None:
     with trainer(plan_of(1, 1)) as made, pytest.raises(LaunchError, match="without a run folder"):
         made.save()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 2)])
-def test_an_evaluation_is_the_mean_over_all_samples_wherever_they_are(
-    tmp_path: Path, shape: tuple[int, int]
-) -> None:
+def test_evaluate_is_the_mean_over_all_samples(tmp_path: Path, shape: tuple[int, int]) -> None:
     data = TensorDataset(*(tensor[:50] for tensor in samples().tensors))  # no multiple of anything
 
-    def work(place: Place | None) -> tuple[float, bool]:
+    def work(ctx: DistContext | None) -> tuple[float, bool]:
         with trainer(plan_of(*shape)) as made:
             made.fit(steps=2)
             return made.evaluate(data), made.model.training

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from polyrhythm.run.launch import Place
-from tests.gloo.trainers import BATCH, NUM_SAMPLES, plan_of, run_job, samples, trainer
+from polyrhythm.run.comm.launch import DistContext
+from tests.gloo.trainer_jobs import BATCH, NUM_SAMPLES, plan_of, run_job, samples, trainer
 
 NUM_STEPS = 2 * NUM_SAMPLES // BATCH  # not quite two epochs
 
 
-class Noting:
+class RecordingDataset:
     """A dataset that notes which samples were asked for; slow in one pipeline."""
 
     def __init__(self, slow: float) -> None:
@@ -34,10 +34,10 @@ def train(
     """By rank: samples it loaded, its steps, what an evaluation gave, its weights."""
     plan = plan_of(*shape)
 
-    def work(place: Place | None) -> Any:
-        assert place is not None
-        is_slow = place.rank // shape[0] == 1
-        data = Noting(0.02 if is_slow else 0.0)
+    def work(ctx: DistContext | None) -> Any:
+        assert ctx is not None
+        is_slow = ctx.rank // shape[0] == 1
+        data = RecordingDataset(0.02 if is_slow else 0.0)
         with trainer(plan, sync=sync, dataset=data, lr_scheduler_fn=None, **more) as made:
             fitted = made.fit(steps=NUM_STEPS)
             ids = list(data.ids)
@@ -51,7 +51,7 @@ def train(
 @pytest.mark.parametrize(
     "sync", ["adaptive", "age", "smart", "partial_reduce", "pairwise", "local"]
 )
-def test_every_sample_is_used_once_per_epoch_and_the_fast_use_more(
+def test_each_sample_is_used_once_per_epoch_and_fast_pipelines_use_more(
     tmp_path: Path, sync: str
 ) -> None:
     options = {"group_size": 2} if sync == "partial_reduce" else {}
@@ -71,7 +71,7 @@ def test_every_sample_is_used_once_per_epoch_and_the_fast_use_more(
 
 
 @pytest.mark.parametrize("sync", ["adaptive", "static"])
-def test_stages_of_a_pipeline_work_on_the_same_samples(tmp_path: Path, sync: str) -> None:
+def test_stages_of_a_pipeline_use_the_same_samples(tmp_path: Path, sync: str) -> None:
     found = train(tmp_path, (2, 2), sync)
     for pipeline in range(2):
         first, last = found[2 * pipeline : 2 * pipeline + 2]

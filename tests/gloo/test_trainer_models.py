@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from polyrhythm.plan.plan import PipelinePlan, Plan
-from polyrhythm.run.launch import Place
+from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.trainer.trainer import Trainer
-from tests.gloo.checkpointing import Talker
-from tests.gloo.test_checkpoint_export import exported, without_polyrhythm
+from tests.gloo.checkpoint_models import TiedLanguageModel
+from tests.gloo.test_checkpoint_export import run_export, run_without_polyrhythm
 from tests.gloo.test_pipeline_models import LANGUAGES, next_token_loss
-from tests.gloo.trainers import run_job
+from tests.gloo.trainer_jobs import run_job
 
 STEPS = 4
 
 
-class Wordy(Talker):
+class TupleOutputModel(TiedLanguageModel):
     """Returns more than the loss is of, as models of transformers do."""
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ def train(
         pipelines=(PipelinePlan(schedule="1f1b"),) * num_pipelines,
     )
 
-    def work(place: Place | None) -> Any:
+    def work(ctx: DistContext | None) -> Any:
         with Trainer(
             build,
             next_token_loss,
@@ -66,7 +66,7 @@ def train(
             batch_size=8,
             microbatch_size=2,
             clip_grad_norm=1.0,
-            deadline=30.0,
+            timeout=30.0,
             run=folder / "run",
         ) as made:
             ends = made.fit(steps=STEPS).steps
@@ -79,10 +79,10 @@ def train(
     return losses, {k: v for _, state in found[: plan.num_stages] for k, v in state.items()}
 
 
-def test_a_list_of_layers_gives_the_same_losses_in_one_stage_as_in_several(tmp_path: Path) -> None:
+def test_layer_list_gives_same_losses_in_one_and_several_stages(tmp_path: Path) -> None:
     names = {"layers": "layers", "prologue": ["embed"], "epilogue": ["norm", "head"]}
-    alone, weights = train(tmp_path, Wordy, names, (3,), 1)
-    losses, found = train(tmp_path / "job", Wordy, names, (1, 2), 2)
+    alone, weights = train(tmp_path, TupleOutputModel, names, (3,), 1)
+    losses, found = train(tmp_path / "job", TupleOutputModel, names, (1, 2), 2)
     assert losses == pytest.approx(alone, abs=1e-5)
     assert alone[-1] < alone[0]
     for name, expected in weights.items():
@@ -91,7 +91,7 @@ def test_a_list_of_layers_gives_the_same_losses_in_one_stage_as_in_several(tmp_p
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2 tied", "llama untied"])
-def test_a_model_of_transformers_is_trained_and_given_back_as_theirs(
+def test_transformers_model_is_trained_and_exported(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import transformers.models.gpt2.modeling_gpt2
@@ -103,7 +103,7 @@ def test_a_model_of_transformers_is_trained_and_given_back_as_theirs(
     assert losses == pytest.approx(alone, abs=1e-5)
     assert alone[-1] < alone[0]
 
-    assert exported(tmp_path / "job" / "run", "--out", tmp_path / "out") == 0
+    assert run_export(tmp_path / "job" / "run", "--out", tmp_path / "out") == 0
     assert "config.json" in capsys.readouterr().out
     stored = load_file(tmp_path / "out" / "model.safetensors")
     tied = json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
@@ -113,7 +113,7 @@ import torch
 from transformers import AutoModelForCausalLM
 torch.save(dict(AutoModelForCausalLM.from_pretrained("out").state_dict()), "found.pt")
 """
-    without_polyrhythm(code, tmp_path)
+    run_without_polyrhythm(code, tmp_path)
     found = torch.load(tmp_path / "found.pt")
     assert set(found) == set(weights)
     for key, expected in weights.items():

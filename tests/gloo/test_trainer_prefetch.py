@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from polyrhythm.errors import WorkerError
-from polyrhythm.run.launch import LocalJob, Place
-from polyrhythm.run.trainer.loop import StepEnd
+from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.trainer.step_loop import StepEnd
 from polyrhythm.run.trainer.trainer import Trainer
-from tests.gloo.trainers import BATCH, NUM_SAMPLES, plan_of, run_job, samples
+from tests.gloo.trainer_jobs import BATCH, NUM_SAMPLES, plan_of, run_job, samples
 
 STEPS = 6
 
 
-class Counted:
+class CountingDataset:
     """A dataset that knows how many samples it has given, and to which threads."""
 
     def __init__(self, torn: int | None = None) -> None:
@@ -44,10 +44,10 @@ class Counted:
             return self._changed.wait_for(lambda: len(self.threads) >= number, 20)
 
 
-class Patient(nn.Module):
+class WaitForPrefetch(nn.Module):
     """Does not compute until the samples of the step after this one are being loaded."""
 
-    def __init__(self, data: Counted, share: int, steps: int) -> None:
+    def __init__(self, data: CountingDataset, share: int, steps: int) -> None:
         super().__init__()
         self._data, self._share, self._steps = data, share, steps
         self._num_calls = 0
@@ -60,7 +60,7 @@ class Patient(nn.Module):
 
 
 def trainer(
-    shape: tuple[int, int], data: Counted, tanh: Callable[[], nn.Module], **more: Any
+    shape: tuple[int, int], data: CountingDataset, tanh: Callable[[], nn.Module], **more: Any
 ) -> Trainer:
     return Trainer(
         lambda: nn.Sequential(
@@ -73,7 +73,7 @@ def trainer(
         batch_size=BATCH,
         microbatch_size=4,
         shuffle=False,
-        deadline=30.0,
+        timeout=30.0,
         **more,
     )
 
@@ -81,15 +81,15 @@ def trainer(
 @pytest.mark.parametrize(
     ("shape", "sync"), [((1, 1), "decoupled"), ((2, 1), "decoupled"), ((1, 2), "balanced")]
 )
-def test_the_next_samples_are_loaded_while_these_are_computed_on(
+def test_next_batch_is_prefetched_during_compute(
     tmp_path: Path, shape: tuple[int, int], sync: str
 ) -> None:
     share = BATCH // shape[1]
     sure = STEPS - 1 if shape[1] == 1 else 1  # later, shares may change
 
-    def work(place: Place | None) -> list[str]:
-        data = Counted()
-        with trainer(shape, data, lambda: Patient(data, share, sure), sync=sync) as made:
+    def work(ctx: DistContext | None) -> list[str]:
+        data = CountingDataset()
+        with trainer(shape, data, lambda: WaitForPrefetch(data, share, sure), sync=sync) as made:
             made.fit(steps=STEPS)
         return data.threads
 
@@ -99,9 +99,9 @@ def test_the_next_samples_are_loaded_while_these_are_computed_on(
             assert threads.count("prefetch") == (STEPS - 1) * BATCH  # and no more than is needed
 
 
-def test_samples_that_are_dealt_on_demand_are_loaded_ahead_as_well(tmp_path: Path) -> None:
-    def work(place: Place | None) -> list[str]:
-        data = Counted()
+def test_dispatched_samples_are_prefetched(tmp_path: Path) -> None:
+    def work(ctx: DistContext | None) -> list[str]:
+        data = CountingDataset()
         with trainer((2, 2), data, nn.Tanh, sync="adaptive") as made:
             made.fit(steps=STEPS)
         return data.threads
@@ -114,16 +114,16 @@ def test_samples_that_are_dealt_on_demand_are_loaded_ahead_as_well(tmp_path: Pat
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("shape", "sync"), [((2, 1), "decoupled"), ((1, 2), "adaptive")])
-def test_a_sample_that_fails_ends_the_job_at_its_step(
+def test_failing_sample_stops_the_job_at_its_step(
     tmp_path: Path, shape: tuple[int, int], sync: str, rank: int
 ) -> None:
     torn = 3 * BATCH + 5  # a position: nothing is shuffled
 
-    def work(place: Place) -> None:
-        data = Counted(torn if shape[0] == 1 or place.rank == rank else None)
+    def work(ctx: DistContext) -> None:
+        data = CountingDataset(torn if shape[0] == 1 or ctx.rank == rank else None)
 
         def note(end: StepEnd) -> None:
-            (tmp_path / f"made{place.rank}").write_text(str(end.step))
+            (tmp_path / f"made{ctx.rank}").write_text(str(end.step))
 
         made = trainer(shape, data, nn.Tanh, sync=sync, callbacks=[note])
         made.fit(steps=STEPS)

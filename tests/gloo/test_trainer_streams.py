@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from polyrhythm.run.checkpoint.manifest import read_manifest
+from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.data.errors import DataError
-from polyrhythm.run.launch import Place
-from polyrhythm.run.trainer.loop import StepEnd
-from polyrhythm.sync.dispenser import Supply
-from tests.gloo.trainers import BATCH, NUM_STEPS, fit, plan_of, run_job, trainer
+from polyrhythm.run.trainer.step_loop import StepEnd
+from polyrhythm.sync.dispatch import SamplerState
+from tests.gloo.trainer_jobs import BATCH, NUM_STEPS, fit, plan_of, run_job, trainer
 
 STOPPED = 6
 
@@ -44,7 +44,7 @@ class Stream(IterableDataset):
         self.chance.set_state(state["chance"])
 
 
-class Nap:
+class SleepCallback:
     """A callback that makes a worker slow."""
 
     def __init__(self, seconds: float) -> None:
@@ -60,7 +60,7 @@ def resume(
     """By rank: where it went on, its steps, and the numbers of the samples that it has read."""
     plan = plan_of(*shape)
 
-    def work(place: Place | None) -> Any:
+    def work(ctx: DistContext | None) -> Any:
         stream = Stream()
         with trainer(plan, dataset=stream, run=folder / "run", **more) as made:
             began = made.restore(saved)
@@ -88,7 +88,7 @@ def losses_of(found: list[Any], first: int, steps: int) -> list[float]:
         pytest.param((2, 2), (1, 3), "decoupled", marks=pytest.mark.long),
     ],
 )
-def test_another_plan_goes_on_in_the_stream_where_it_was(
+def test_resume_with_another_plan_continues_the_stream(
     tmp_path: Path, before: tuple[int, int], after: tuple[int, int], sync: str
 ) -> None:
     whole, _ = fit(tmp_path, 1, 1, dataset=Stream())
@@ -104,12 +104,12 @@ def test_another_plan_goes_on_in_the_stream_where_it_was(
         assert len(set(given)) == len(given)
 
 
-def test_what_was_taken_and_not_used_when_it_was_saved_is_read_again(tmp_path: Path) -> None:
+def test_outstanding_samples_are_read_again_after_restore(tmp_path: Path) -> None:
     """Pipelines take samples as they need them: at the checkpoint a slow one has some."""
 
-    def stopped(place: Place | None) -> None:
-        assert place is not None
-        nap = Nap(0.03 if place.rank == 1 else 0.0)
+    def stopped(ctx: DistContext | None) -> None:
+        assert ctx is not None
+        nap = SleepCallback(0.03 if ctx.rank == 1 else 0.0)
         every = {"checkpoint_every": STOPPED, "callbacks": [nap]}
         with trainer(
             plan_of(1, 2), dataset=Stream(), run=tmp_path / "run", sync="adaptive", **every
@@ -118,17 +118,17 @@ def test_what_was_taken_and_not_used_when_it_was_saved_is_read_again(tmp_path: P
 
     run_job(2, stopped, tmp_path)
     saved = tmp_path / "run" / "checkpoints" / f"step-{STOPPED:08}"
-    supply = msgspec.convert(read_manifest(saved).extra["supply"], Supply)
-    assert supply.outstanding
+    sampler_state = msgspec.convert(read_manifest(saved).extra["supply"], SamplerState)
+    assert sampler_state.outstanding
     for shape, sync in (((1, 1), "decoupled"), ((2, 2), "adaptive")):
         found = resume(tmp_path, shape, NUM_STEPS, saved, sync=sync)
         for _, _, given in found:
-            assert supply.unused - 2 * BATCH <= given[0] <= supply.unused
+            assert sampler_state.first_unused - 2 * BATCH <= given[0] <= sampler_state.first_unused
     used = [number for _, ends, _ in found for _, loss, number in ends if loss is not None]
-    assert sum(used) == NUM_STEPS * BATCH - supply.num_used
+    assert sum(used) == NUM_STEPS * BATCH - sampler_state.num_used
 
 
-def test_a_stream_whose_state_cannot_be_kept_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_stream_with_unpicklable_state_is_rejected_at_start(tmp_path: Path) -> None:
     class Holding(Stream):
         def state_dict(self) -> dict[str, Any]:
             return {**super().state_dict(), "lines": (line for line in "text")}

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from polyrhythm.run.decoupled.chosen_halves import halves_for
-from polyrhythm.run.decoupled.halves import Halves, PeerHalves
-from polyrhythm.run.decoupled.nccl_halves import NcclHalves
+from polyrhythm.run.comm.collective_backend import select_backend
+from polyrhythm.run.comm.comm_thread import CommThread
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.comm.nccl_collectives import NcclCollectives
+from polyrhythm.run.comm.pinned_staging import PinnedCollectives
+from polyrhythm.run.comm.process_groups import new_gloo_group
+from polyrhythm.run.comm.reduce_scatter import Collectives, GlooCollectives
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
-from polyrhythm.run.decoupled.reducing import Reducing
-from polyrhythm.run.decoupled.staged_halves import StagedHalves
-from polyrhythm.run.groups import new_group
-from polyrhythm.run.launch import Place
 from tests.gloo.pipelines import run_stages
 
 pytestmark = pytest.mark.skipif(
@@ -36,21 +36,21 @@ WIDTH = 64
 class Staged:
     """Over gloo, with the thread that waits; both workers are on the first GPU."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, ctx: DistContext) -> None:
         self.device = torch.device("cuda", 0)
-        group = new_group(range(place.world_size), "a test", deadline=TIMEOUT)
-        self.reducing = Reducing([group], timeout=TIMEOUT)
-        host = PeerHalves(group, timeout=TIMEOUT)
+        group = new_gloo_group(range(ctx.world_size), "a test", timeout=TIMEOUT)
+        self.comm_thread = CommThread([group], timeout=TIMEOUT)
+        host = GlooCollectives(group, timeout=TIMEOUT)
         assert dist.group.WORLD is not None
-        found = halves_for(self.device, dist.group.WORLD, host, start=self.reducing.start)
-        assert isinstance(found, StagedHalves)
-        self.halves = found
+        found = select_backend(self.device, dist.group.WORLD, host, start=self.comm_thread.start)
+        assert isinstance(found, PinnedCollectives)
+        self.collectives = found
 
     def __enter__(self) -> "Staged":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.reducing.close()
+        self.comm_thread.close()
 
 
 def numbers(device: torch.device) -> Tensor:
@@ -71,24 +71,24 @@ def is_busy() -> bool:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("own_stream", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_staged_halves_follow_compute_and_do_not_hold_it_up(
+def test_pinned_collectives_overlap_compute(
     dtype: torch.dtype, own_stream: bool, tmp_path: Path
 ) -> None:
-    def work(place: Place) -> dict[str, Any]:
+    def work(ctx: DistContext) -> dict[str, Any]:
         same: list[bool] = []
         overlapped: list[bool] = []
-        with Staged(place) as staged:
+        with Staged(ctx) as staged:
             if own_stream:
                 torch.cuda.set_stream(torch.cuda.Stream(staged.device))
-            halves, start = staged.halves, staged.reducing.start
+            collectives, start = staged.collectives, staged.comm_thread.start
             base, half = numbers(staged.device), SIZE // 2
-            own = slice(place.rank * half, (place.rank + 1) * half)
+            own = slice(ctx.rank * half, (ctx.rank + 1) * half)
             buckets = [torch.zeros(SIZE, dtype=dtype, device="cuda") for _ in range(NUM_BUCKETS)]
             for step in range(NUM_STEPS):
                 tasks = []
                 for number, flat in enumerate(buckets):
-                    write_late(flat, base + 4 * place.rank + 2 * step + number)
-                    tasks.append(start(halves.scatter(flat, number).wait))
+                    write_late(flat, base + 4 * ctx.rank + 2 * step + number)
+                    tasks.append(start(collectives.reduce_scatter(flat, number).wait))
                     overlapped.append(is_busy())
                 for number, (flat, task) in enumerate(zip(buckets, tasks, strict=True)):
                     task.wait()
@@ -98,7 +98,7 @@ def test_staged_halves_follow_compute_and_do_not_hold_it_up(
                 tasks = []
                 for number, flat in enumerate(buckets):
                     write_late(flat[own], (base + step + number)[own])
-                    tasks.append(start(halves.gather(flat, number).wait))
+                    tasks.append(start(collectives.all_gather(flat, number).wait))
                     overlapped.append(is_busy())
                 for number, (flat, task) in enumerate(zip(buckets, tasks, strict=True)):
                     task.wait()
@@ -110,23 +110,23 @@ def test_staged_halves_follow_compute_and_do_not_hold_it_up(
 
 
 @pytest.mark.timeout(120)
-def test_a_gather_that_the_waiting_thread_sends_itself_has_the_means(tmp_path: Path) -> None:
+def test_all_gather_from_comm_thread_has_the_means(tmp_path: Path) -> None:
     """A plain all-reduce, while the stream of all threads is busy with what comes next."""
 
-    def work(place: Place) -> tuple[bool, bool]:
-        with Staged(place) as staged:
-            halves, base = staged.halves, numbers(staged.device)
+    def work(ctx: DistContext) -> tuple[bool, bool]:
+        with Staged(ctx) as staged:
+            collectives, base = staged.collectives, numbers(staged.device)
             flat = torch.zeros(SIZE, device="cuda")
             for step in range(NUM_STEPS):
-                write_late(flat, base + 2 * place.rank + step)
-                scatter = halves.scatter(flat, 0)
+                write_late(flat, base + 2 * ctx.rank + step)
+                scatter = collectives.reduce_scatter(flat, 0)
                 torch.cuda._sleep(20 * BUSY)
 
                 def both(scatter: Any = scatter) -> None:
                     scatter.wait()
-                    halves.gather(flat, 0).wait()
+                    collectives.all_gather(flat, 0).wait()
 
-                staged.reducing.start(both).wait()
+                staged.comm_thread.start(both).wait()
                 overlapped = is_busy()
                 same = torch.equal(flat, (base + 1 + step).float())
         return same, overlapped
@@ -135,21 +135,25 @@ def test_a_gather_that_the_waiting_thread_sends_itself_has_the_means(tmp_path: P
 
 
 @pytest.mark.timeout(120)
-def test_pinned_memory_is_used_again_but_not_before_its_time(tmp_path: Path) -> None:
-    def work(place: Place) -> dict[str, bool]:
-        with Staged(place) as staged:
-            halves, start, base = staged.halves, staged.reducing.start, numbers(staged.device)
+def test_pinned_buffers_are_reused_only_when_free(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> dict[str, bool]:
+        with Staged(ctx) as staged:
+            collectives, start, base = (
+                staged.collectives,
+                staged.comm_thread.start,
+                numbers(staged.device),
+            )
             half = SIZE // 2
-            own = slice(place.rank * half, (place.rank + 1) * half)
+            own = slice(ctx.rank * half, (ctx.rank + 1) * half)
             addresses = []
             for _ in range(3):
-                start(halves.scatter(base.float(), 0).wait).wait()
-                addresses.append({t.data_ptr() for t in halves._kept.values()})
+                start(collectives.reduce_scatter(base.float(), 0).wait).wait()
+                addresses.append({t.data_ptr() for t in collectives._pinned_buffers.values()})
             flats = [torch.zeros(SIZE, device="cuda") for _ in range(3)]
             tasks = []
             for step, flat in enumerate(flats):  # of one number, all on their way
-                write_late(flat, base + 2 * place.rank + step)
-                tasks.append(start(halves.scatter(flat, 0).wait))
+                write_late(flat, base + 2 * ctx.rank + step)
+                tasks.append(start(collectives.reduce_scatter(flat, 0).wait))
             for task in tasks:
                 task.wait()
             right = [
@@ -164,16 +168,16 @@ def test_pinned_memory_is_used_again_but_not_before_its_time(tmp_path: Path) -> 
     assert run_stages(2, work, tmp_path) == [{"again": True, "not before": True}] * 2
 
 
-def nccl(place: Place) -> Halves:
-    torch.cuda.set_device(place.rank)
-    group = dist.new_group(list(range(place.world_size)), backend="nccl")
+def nccl(ctx: DistContext) -> Collectives:
+    torch.cuda.set_device(ctx.rank)
+    group = dist.new_group(list(range(ctx.world_size)), backend="nccl")
     assert isinstance(group, dist.ProcessGroup)
-    device = torch.device("cuda", place.rank)
-    host = PeerHalves(
-        new_group(range(place.world_size), "a test", deadline=TIMEOUT), timeout=TIMEOUT
+    device = torch.device("cuda", ctx.rank)
+    host = GlooCollectives(
+        new_gloo_group(range(ctx.world_size), "a test", timeout=TIMEOUT), timeout=TIMEOUT
     )
-    found = halves_for(device, group, host, start=lambda work: None)
-    assert isinstance(found, NcclHalves)
+    found = select_backend(device, group, host, start=lambda work: None)
+    assert isinstance(found, NcclCollectives)
     assert not found.waits_on_host
     return found
 
@@ -184,31 +188,34 @@ def nccl(place: Place) -> Halves:
     "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.complex64], ids=str
 )
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_nccl_halves_follow_compute_and_do_not_hold_it_up(
+def test_nccl_collectives_overlap_compute(
     num_workers: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     if torch.cuda.device_count() < num_workers:
         pytest.skip("NCCL takes one worker per GPU, and this machine has one")
 
-    def work(place: Place) -> dict[str, Any]:
-        halves = nccl(place)
-        device = torch.device("cuda", place.rank)
+    def work(ctx: DistContext) -> dict[str, Any]:
+        collectives = nccl(ctx)
+        device = torch.device("cuda", ctx.rank)
         base, part = numbers(device), SIZE // num_workers
-        own = slice(place.rank * part, (place.rank + 1) * part)
+        own = slice(ctx.rank * part, (ctx.rank + 1) * part)
         flat = torch.zeros(SIZE, dtype=dtype, device=device)
         same, overlapped = [], []
         for step in range(NUM_STEPS):
-            write_late(flat, base + 2 * place.rank + step)
-            halves.scatter(flat, 0).wait()
+            write_late(flat, base + 2 * ctx.rank + step)
+            collectives.reduce_scatter(flat, 0).wait()
             overlapped.append(is_busy())
             mean = (base + (num_workers - 1) + step).to(dtype)
             same.append(torch.equal(flat[own], mean[own]))
             write_late(flat[own], (base + step)[own])
-            halves.gather(flat, 0).wait()
+            collectives.all_gather(flat, 0).wait()
             overlapped.append(is_busy())
             same.append(torch.equal(flat, (base + step).to(dtype)))
-            write_late(flat, base + 2 * place.rank + step)
-            pending = [halves.scatter(flat, 0), halves.gather(flat, 0)]  # nobody waits in between
+            write_late(flat, base + 2 * ctx.rank + step)
+            pending = [
+                collectives.reduce_scatter(flat, 0),
+                collectives.all_gather(flat, 0),
+            ]  # nobody waits in between
             for half in pending:
                 half.wait()
             same.append(torch.equal(flat, mean))
@@ -232,10 +239,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def train(
-    place: Place, name: str, bucket_bytes: int | None, mode: str = "decoupled"
+    ctx: DistContext, name: str, bucket_bytes: int | None, mode: str = "decoupled"
 ) -> dict[str, Tensor]:
     """Ten steps, of DDP if there is no size of buckets."""
-    torch.manual_seed(place.rank)  # they begin with rank 0's
+    torch.manual_seed(ctx.rank)  # they begin with rank 0's
     model = stack()
     module: nn.Module = model
     optimizer = OPTIMIZERS[name](model.parameters())
@@ -243,7 +250,7 @@ def train(
         module = DistributedDataParallel(model)
     else:
         optimizer = DistributedOptimizer(optimizer, model, bucket_bytes, mode=mode)
-    generator = torch.Generator().manual_seed(place.rank)
+    generator = torch.Generator().manual_seed(ctx.rank)
     for _ in range(10):
         inputs = torch.randn(8, WIDTH, generator=generator).to("cuda:0")
         torch.cuda._sleep(BUSY // 10)
@@ -258,13 +265,13 @@ def train(
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_after_ten_steps_on_a_gpu_weights_are_those_of_ddp(name: str, tmp_path: Path) -> None:
-    def work(place: Place) -> list[dict[str, Tensor]]:
+def test_ten_steps_on_gpu_give_the_weights_of_ddp(name: str, tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[dict[str, Tensor]]:
         return [
-            train(place, name, None),
-            train(place, name, 20_000),
-            train(place, name, 10_000_000),
-            train(place, name, 20_000, "all_reduce"),
+            train(ctx, name, None),
+            train(ctx, name, 20_000),
+            train(ctx, name, 10_000_000),
+            train(ctx, name, 20_000, "all_reduce"),
         ]
 
     found = run_stages(2, work, tmp_path)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from polyrhythm.run.average.group_sync import GroupSync
-from polyrhythm.run.launch import Place
+from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.comm.launch import DistContext
 from tests.gloo.replicas import TIMEOUT, run_replicas
 
 pytestmark = pytest.mark.skipif(
@@ -18,9 +18,11 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_models_on_a_gpu_come_together(dtype: torch.dtype, overlap: bool, tmp_path: Path) -> None:
-    def work(place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-        torch.manual_seed(place.rank)
+def test_gpu_models_are_equal_after_average_all(
+    dtype: torch.dtype, overlap: bool, tmp_path: Path
+) -> None:
+    def work(ctx: DistContext) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(ctx.rank)
         model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).to("cuda", dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         with GroupSync(
@@ -31,7 +33,7 @@ def test_models_on_a_gpu_come_together(dtype: torch.dtype, overlap: bool, tmp_pa
                 model(torch.randn(8, 64, device="cuda", dtype=dtype)).square().mean().backward()
                 optimizer.step()
                 sync.step()
-            sync.consolidate()
+            sync.average_all()
         assert all(p.is_cuda for p in model.parameters())
         assert all(m["exp_avg"].is_cuda for m in optimizer.state.values())
         weights = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -45,12 +47,12 @@ def test_models_on_a_gpu_come_together(dtype: torch.dtype, overlap: bool, tmp_pa
 
 
 @pytest.mark.timeout(120)
-def test_gradients_on_a_gpu_are_averaged_before_the_step(tmp_path: Path) -> None:
-    def work(place: Place) -> list[float]:
+def test_gradients_on_gpu_are_averaged_before_step(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[float]:
         model = nn.Linear(1, 1, bias=False).to("cuda")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         with GroupSync(model, optimizer, "all_reduce", timeout=TIMEOUT):
-            model(torch.tensor([1.0 + 2 * place.rank], device="cuda")).sum().backward()
+            model(torch.tensor([1.0 + 2 * ctx.rank], device="cuda")).sum().backward()
             optimizer.step()
         return model.weight.grad.flatten().tolist()
 

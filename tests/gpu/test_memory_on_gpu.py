@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from polyrhythm.cost.memory import StageMemory, needed
-from polyrhythm.run.launch import LocalJob, Place
+from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.pipeline.pipeline import Pipeline
 
 pytestmark = pytest.mark.skipif(
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(
 NUM_MICROBATCHES, ROWS, WIDTH = 8, 512, 2048
 
 
-def measure(place: Place, schedule: str, folder: Path) -> None:
-    with place.joined(60):
+def measure(ctx: DistContext, schedule: str, folder: Path) -> None:
+    with ctx.process_group(60):
         device = torch.device("cuda", 0)
         layers: list[nn.Module] = []
         for _ in range(6):
@@ -31,7 +31,7 @@ def measure(place: Place, schedule: str, folder: Path) -> None:
             loss_fn=functional.mse_loss,
             num_microbatches=NUM_MICROBATCHES,
             schedule=schedule,
-            deadline=60,
+            timeout=60,
         ) as pipeline:
             batch = torch.randn(NUM_MICROBATCHES * ROWS, WIDTH, device=device)
             arguments = (batch,) if pipeline.is_first else ()
@@ -59,15 +59,13 @@ def measure(place: Place, schedule: str, folder: Path) -> None:
                 # The model counts the piece of the batch that a micro-batch saves; here all pieces
                 # lie in one tensor, which was there before and is part of `alone`.
                 measured += (pipeline.peak_in_flight - 1) * memory.message
-        torch.save((measured - alone, predicted), folder / f"{place.rank}.pt")
+        torch.save((measured - alone, predicted), folder / f"{ctx.rank}.pt")
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("schedule", ["1f1b", "kfkb:3", "gpipe"])
-def test_measured_peak_is_near_what_the_model_says(tmp_path: Path, schedule: str) -> None:
-    with LocalJob(
-        lambda place: measure(place, schedule, tmp_path), 2, output_folder=tmp_path
-    ) as job:
+def test_peak_gpu_memory_matches_memory_model(tmp_path: Path, schedule: str) -> None:
+    with LocalJob(lambda ctx: measure(ctx, schedule, tmp_path), 2, output_folder=tmp_path) as job:
         assert job.wait(120)
     for stage in range(2):
         measured, predicted = torch.load(tmp_path / f"{stage}.pt")

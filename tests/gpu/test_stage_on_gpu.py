@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("num_stages", "num_pipelines"), [(1, 1), (2, 2)])
-def test_gradients_on_a_gpu_equal_those_of_one_cpu_process(
+def test_gpu_gradients_match_single_cpu_process(
     tmp_path: Path, num_stages: int, num_pipelines: int
 ) -> None:
     expected = single_process_gradients(tmp_path, num_pipelines=num_pipelines)

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from polyrhythm.plan.plan import PipelinePlan, Plan
-from polyrhythm.run.launch import LocalJob, Place
+from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(
@@ -33,7 +33,7 @@ def losses(folder: Path, num_stages: int, num_pipelines: int, sync: str) -> list
     plan = Plan(layers_per_stage=LAYERS[num_stages], pipelines=(PipelinePlan(),) * num_pipelines)
     inputs = torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(0))
 
-    def work(place: Place) -> None:
+    def work(ctx: DistContext) -> None:
         with Trainer(
             model,
             mse_loss,
@@ -50,7 +50,7 @@ def losses(folder: Path, num_stages: int, num_pipelines: int, sync: str) -> list
             ends = trainer.fit(steps=NUM_STEPS).steps
             assert next(trainer.model.parameters()).is_cuda
         found = [(end.loss, end.num_samples) for end in ends if end.loss is not None]
-        (folder / f"{place.rank}.pkl").write_bytes(pickle.dumps(found))
+        (folder / f"{ctx.rank}.pkl").write_bytes(pickle.dumps(found))
 
     folder.mkdir()
     with LocalJob(work, plan.num_workers, output_folder=folder / "logs") as job:
@@ -68,7 +68,7 @@ def losses(folder: Path, num_stages: int, num_pipelines: int, sync: str) -> list
     ("num_stages", "num_pipelines", "sync"),
     [(2, 1, "auto"), (1, 2, "decoupled"), (2, 2, "all_reduce"), (1, 2, "balanced")],
 )
-def test_stages_and_replicas_on_one_gpu_train_as_one_process_does(
+def test_stages_and_replicas_on_one_gpu_match_single_process(
     tmp_path: Path, num_stages: int, num_pipelines: int, sync: str
 ) -> None:
     alone = losses(tmp_path / "alone", 1, 1, "auto")

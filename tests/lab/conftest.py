@@ -4,10 +4,12 @@ import pytest
 from pytest_timeout import Settings
 
 from polyrhythm.lab import abilities
-from tests.lab.stolen import CALM, HOPELESS, Stolen, wait_for_calm
+from tests.lab.cpu_steal import HIGH_STEAL, LOW_STEAL, CpuSteal, wait_for_low_steal
 
 MISSING = [
-    f.found for f in abilities.findings() if f.ok is False and f.subject != "real-time priority"
+    f.found
+    for f in abilities.check_results()
+    if f.ok is False and f.subject != "real-time priority"
 ]
 ATTEMPTS = 3
 TIMER = pytest.StashKey[Settings]()
@@ -35,17 +37,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     names = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     for attempt in range(1, ATTEMPTS + 1):
-        stolen = Stolen()
+        stolen = CpuSteal()
         try:
             pyfuncitem.obj(**arguments)
         except AssertionError:
             share = stolen.share()
-            if share < CALM or (attempt == ATTEMPTS and share < HOPELESS):
+            if share < LOW_STEAL or (attempt == ATTEMPTS and share < HIGH_STEAL):
                 raise
             print(f"attempt {attempt} failed while {share:.0%} of the machine's time was stolen")
         else:
             return True
         hooks.pytest_timeout_cancel_timer(item=pyfuncitem)
-        wait_for_calm()
+        wait_for_low_steal()
         hooks.pytest_timeout_set_timer(item=pyfuncitem, settings=pyfuncitem.stash[TIMER])
     pytest.skip(f"the host took {share:.0%} of this machine's time: no lab can keep time here")

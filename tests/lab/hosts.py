@@ -32,10 +32,10 @@ def echo() -> None:
             server.sendto(data, sender)
 
 
-def round_trips(address: str, count: int, patience: float = 1.0) -> None:
+def round_trips(address: str, count: int, timeout: float = 1.0) -> None:
     """Print one line per datagram: the seconds until it came back, or 'lost'."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
-        client.settimeout(patience)
+        client.settimeout(timeout)
         client.connect((address, PORT))
         for number in range(count):
             print(_round_trip(client, str(number).encode()) or "lost")

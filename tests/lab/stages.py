@@ -15,14 +15,14 @@ from polyrhythm.processes import Child
 PORT = 29500
 
 
-def join(rank: int, num_stages: int, master: str, deadline: float) -> None:
+def join(rank: int, num_stages: int, master: str, timeout: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://{master}:{PORT}",
         rank=rank,
         world_size=num_stages,
-        timeout=timedelta(seconds=deadline),
+        timeout=timedelta(seconds=timeout),
     )
 
 
@@ -31,11 +31,11 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-def start(lab: Lab, folder: Path, work: Callable[[int], None], *, deadline: float) -> list[Child]:
+def start(lab: Lab, folder: Path, work: Callable[[int], None], *, timeout: float) -> list[Child]:
     """`work(stage)` on every host, once all have met."""
 
     def joined(stage: int, num_stages: int, master: str) -> None:
-        join(stage, num_stages, master, deadline)
+        join(stage, num_stages, master, timeout)
         work(stage)
         leave()
 
@@ -54,8 +54,8 @@ def lines(child: Child, beginning: str) -> list[list[str]]:
 
 
 def wait_for_lines(children: list[Child], beginning: str, number: int) -> None:
-    ends = time.monotonic() + 40
+    deadline = time.monotonic() + 40
     while any(len(lines(child, beginning)) < number for child in children):
-        assert time.monotonic() < ends, [child.reason for child in children]
+        assert time.monotonic() < deadline, [child.reason for child in children]
         assert not any(child.status for child in children), [child.reason for child in children]
         time.sleep(0.02)

@@ -68,25 +68,25 @@ def in_child(work):
         receiving.close()
 
 
-def become_nobody():
+def drop_privileges():
     resource.setrlimit(resource.RLIMIT_RTPRIO, (0, 0))
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
-def by_subject(findings):
-    return {finding.subject: finding for finding in findings}
+def by_subject(check_results):
+    return {result.subject: result for result in check_results}
 
 
-def test_looking_changes_nothing_here():
+def test_findings_change_nothing():
     before = state()
-    first = abilities.findings()
-    assert abilities.findings() == first
+    first = abilities.check_results()
+    assert abilities.check_results() == first
     assert state() == before
 
 
-def test_probe_leaves_its_namespace_and_takes_it_along():
+def test_probe_namespace_ends_with_the_probe():
     def enter():
         abilities._enter_network()
         return namespace("net")
@@ -99,9 +99,9 @@ def test_probe_leaves_its_namespace_and_takes_it_along():
 
 
 @needs_root
-def test_unprivileged_user_is_told_what_is_missing_and_what_to_do():
-    abilities.findings()  # import what it needs while this user may still read the files
-    found = by_subject(in_child(lambda: become_nobody() or abilities.findings()))
+def test_unprivileged_user_gets_findings_with_advice():
+    abilities.check_results()  # import what it needs while this user may still read the files
+    found = by_subject(in_child(lambda: drop_privileges() or abilities.check_results()))
     may_open = Path(abilities.TUN).exists() and Path(abilities.TUN).stat().st_mode & 6 == 6
     assert found[abilities.TUN].ok == may_open
     if not may_open:
@@ -135,12 +135,12 @@ def test_forbidden_namespaces_are_reported_with_the_settings_that_forbid_them():
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
         Path("/proc/sys/user/max_user_namespaces").write_text("0")
         Path("/proc/sys/user/max_net_namespaces").write_text("0")
-        return abilities.findings()
+        return abilities.check_results()
 
-    findings = in_child(findings_where_forbidden)
-    if findings is None:
+    check_results = in_child(findings_where_forbidden)
+    if check_results is None:
         pytest.skip("user namespaces are forbidden here, so none can be made to forbid them in")
-    found = by_subject(findings)
+    found = by_subject(check_results)
     assert found["network namespace"].ok is False
     for setting in ("user.max_user_namespaces", "user.max_net_namespaces"):
         assert f"{setting}=10000" in found["network namespace"].advice
@@ -150,7 +150,7 @@ def test_forbidden_namespaces_are_reported_with_the_settings_that_forbid_them():
 def test_probe_that_hangs_or_dies_is_an_outcome_and_leaves_no_process():
     before = psutil.Process().children(recursive=True)
     # Far longer than this test may take: it returns because of the deadline, or not in time.
-    hung = abilities.attempt(lambda: time.sleep(10_000) or "", deadline=0.2)
+    hung = abilities.attempt(lambda: time.sleep(10_000) or "", timeout=0.2)
     died = abilities.attempt(lambda: os.kill(os.getpid(), signal.SIGSYS) or "")
     assert (hung.ok, hung.text) == (False, "no answer within 0.2 s")
     assert (died.ok, died.text) == (False, "the attempt was ended by SIGSYS")
@@ -165,15 +165,15 @@ def test_advice_for_the_tun_device_fits_its_error(error, advice):
     assert advice in abilities._tun_advice(getattr(abilities.errno, error))
 
 
-def test_other_systems_get_one_finding(monkeypatch):
+def test_other_operating_systems_get_one_finding(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    (finding,) = abilities.findings()
-    assert finding.ok is False
-    assert "Linux" in finding.advice
+    (result,) = abilities.check_results()
+    assert result.ok is False
+    assert "Linux" in result.advice
 
 
 def test_missing_pyroute2_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(abilities.importlib.util, "find_spec", lambda name: None)
-    finding = by_subject(abilities.findings())["pyroute2"]
-    assert finding.ok is False
-    assert "pip install 'polyrhythm[lab]'" in finding.advice
+    result = by_subject(abilities.check_results())["pyroute2"]
+    assert result.ok is False
+    assert "pip install 'polyrhythm[lab]'" in result.advice

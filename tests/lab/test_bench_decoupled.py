@@ -15,7 +15,7 @@ from benchmarks.decoupled.ratios import BARS, first_guess, of_smax, ratios_of, t
 from benchmarks.decoupled.rounds import better, contenders, to_repeat
 from benchmarks.decoupled.settings import FULL_PLAN, MIB, QUICK_PLAN, Plan, Setting, Side
 from benchmarks.decoupled.steps import Measured, Row, Tuned, goodput
-from polyrhythm.sync.fusion.tuner import FIRST, Candidate, Kind
+from polyrhythm.sync.fusion.tuner import FIRST, BucketCandidate, BucketMode
 from polyrhythm.types import Seconds
 
 PLANS = pytest.mark.parametrize("plan", [FULL_PLAN, QUICK_PLAN])
@@ -136,7 +136,11 @@ def test_the_network_is_never_faster_than_it_was_made() -> None:
 
 
 def test_trials_are_counted_though_some_measure_again_what_is_there() -> None:
-    first, second, third = Candidate(FIRST), Candidate(FIRST, Kind.ALL_REDUCE), Candidate(5_000_000)
+    first, second, third = (
+        BucketCandidate(FIRST),
+        BucketCandidate(FIRST, BucketMode.ALL_REDUCE),
+        BucketCandidate(5_000_000),
+    )
     steps = [first] * 11 + [second] * 12 + [third] * 24 + [second]
     assert Tuned.of(steps, first) == Tuned(found=second, num_trials=4)
     assert Tuned.of([first] * 12, first) == Tuned(found=first, num_trials=1)

@@ -78,7 +78,7 @@ def test_a_worker_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> Non
         forward=0.001,
         backward=0.003,
         num_held_out=1,
-        deadline=30.0,
+        timeout=30.0,
     )
     with Lab(quick(problem.cluster)) as lab:
         crew = Crew(lab, _fails, told, output=tmp_path, port=29500)

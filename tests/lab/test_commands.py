@@ -35,13 +35,13 @@ bandwidth = "20Mbit/s"
 # Labs of other tests are not to be seen here; and a socket's path must stay short.
 ENVIRONMENT = {**os.environ, "TMPDIR": tempfile.mkdtemp(prefix="labs")}
 WAIT = [sys.executable, "wait.py"]
-TELL = "import os, json; print(json.dumps(dict(os.environ)))"
+PRINT_ENVIRONMENT = "import os, json; print(json.dumps(dict(os.environ)))"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "pair.toml").write_text(CLUSTER)
-    (tmp_path / "tell.py").write_text(TELL)
+    (tmp_path / "print_environment.py").write_text(PRINT_ENVIRONMENT)
     (tmp_path / "wait.py").write_text("import time; print('waiting', flush=True); time.sleep(1000)")
     return tmp_path
 
@@ -63,14 +63,24 @@ def lab(folder: Path, *arguments: str, timeout: float = 60) -> subprocess.Comple
 @pytest.mark.parametrize("options", [[], ["--in-process"]])
 def test_every_host_gets_torchruns_variables(folder: Path, options: list[str]) -> None:
     done = lab(
-        folder, "run", *options, "pair.toml", "--output", "out", "--", sys.executable, "tell.py"
+        folder,
+        "run",
+        *options,
+        "pair.toml",
+        "--output",
+        "out",
+        "--",
+        sys.executable,
+        "print_environment.py",
     )
     assert done.returncode == 0, done.stderr + done.stdout
-    told = [json.loads((folder / "out" / f"{h}.log").read_text()) for h in ("left", "right")]
-    assert [each["RANK"] for each in told] == ["0", "1"]
-    assert all(each["WORLD_SIZE"] == "2" and each["LOCAL_RANK"] == "0" for each in told)
-    assert len({(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in told}) == 1
-    assert [each["POLYRHYTHM_DEVICE"] for each in told] == ["left", "right"]
+    environments = [
+        json.loads((folder / "out" / f"{h}.log").read_text()) for h in ("left", "right")
+    ]
+    assert [each["RANK"] for each in environments] == ["0", "1"]
+    assert all(each["WORLD_SIZE"] == "2" and each["LOCAL_RANK"] == "0" for each in environments)
+    assert len({(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in environments}) == 1
+    assert [each["POLYRHYTHM_DEVICE"] for each in environments] == ["left", "right"]
 
 
 @pytest.mark.timeout(90)
@@ -83,7 +93,7 @@ def test_a_program_that_fails_is_named_and_gives_status_1(folder: Path) -> None:
 
 
 @pytest.mark.timeout(90)
-def test_a_scenario_kills_and_brings_back_and_slows_on_its_clock(folder: Path) -> None:
+def test_scenario_kills_revives_and_slows_hosts(folder: Path) -> None:
     (folder / "s.toml").write_text(
         'name = "s"\n[[kill]]\ndevice = "right"\nat = "3s"\n'
         '[[join]]\ndevice = "right"\nat = "4s"\n'
@@ -109,7 +119,7 @@ def test_a_scenario_kills_and_brings_back_and_slows_on_its_clock(folder: Path) -
 
 
 @pytest.mark.long
-def test_polyrhythms_own_workers_are_held_back(folder: Path) -> None:
+def test_demo_workers_are_slowed_by_the_scenario(folder: Path) -> None:
     """Twentyfold: far beyond what a busy machine does to one worker and not to the other.
 
     It is asked action by action, since a pause of the machine is longer than many of them together.
@@ -131,7 +141,7 @@ def test_polyrhythms_own_workers_are_held_back(folder: Path) -> None:
 
 
 @pytest.mark.timeout(90)
-def test_a_killed_switch_is_noticed(folder: Path) -> None:
+def test_killed_switch_ends_the_lab(folder: Path) -> None:
     with running_lab(folder) as process:
         switch = next(
             child
@@ -189,7 +199,9 @@ def running(folder: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 @pytest.mark.timeout(90)
-def test_a_running_lab_can_be_visited(folder: Path, running: "subprocess.Popen[str]") -> None:
+def test_running_lab_is_reachable_from_other_processes(
+    folder: Path, running: "subprocess.Popen[str]"
+) -> None:
     status = lab(folder, "status")
     assert status.returncode == 0, status.stderr
     assert re.search(r"left +10\.77\.0\.1 +1", status.stdout)
@@ -217,7 +229,7 @@ except OSError:
 
 @pytest.mark.long
 @pytest.mark.timeout(90)
-def test_a_running_lab_can_be_disturbed(folder: Path, running: "subprocess.Popen[str]") -> None:
+def test_running_lab_can_be_changed(folder: Path, running: "subprocess.Popen[str]") -> None:
     def ping() -> str:  # a refused connection is one round trip
         return lab(folder, "shell", "left", "--", sys.executable, "-c", PING).stdout.strip()
 
@@ -242,9 +254,9 @@ def test_a_running_lab_can_be_disturbed(folder: Path, running: "subprocess.Popen
     assert "stopped" not in states()
     before = len(psutil.Process(running.pid).children())
     assert lab(folder, "kill", "right").returncode == 0
-    ends = time.monotonic() + 20
+    deadline = time.monotonic() + 20
     while len(psutil.Process(running.pid).children()) == before:
-        assert time.monotonic() < ends
+        assert time.monotonic() < deadline
         time.sleep(0.1)
     assert ping() == "lost"
     assert re.search(r"right .*killed", lab(folder, "status").stdout)

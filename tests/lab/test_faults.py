@@ -14,9 +14,9 @@ from tests.lab.hosts import PORT, cluster, echo, measure, round_trips, sleep_wit
 
 
 @pytest.mark.timeout(60)
-def test_a_scenario_plays_on_its_clock(tmp_path: Path) -> None:
+def test_scenario_events_happen_on_time(tmp_path: Path) -> None:
     scenario = Scenario(
-        name="storm",
+        name="link flap",
         link=(
             LinkChange(at=1.0, source="a", target="b", up=False),
             LinkChange(at=2.5, source="a", target="b", up=True),
@@ -28,10 +28,10 @@ def test_a_scenario_plays_on_its_clock(tmp_path: Path) -> None:
         pinging = lab.spawn("a", round_trips, lab.address("b"), 30, 0.2, output=output)
         lab.play()
         assert pinging.wait(30) == 0
-    heard = ["-" if line == "lost" else "+" for line in output.read_text().split()]
-    assert "".join(heard).strip("+").strip("-") == "", "one gap, in the middle"
-    assert heard[0] == heard[-1] == "+"
-    assert heard.count("-") >= 3
+    received = ["-" if line == "lost" else "+" for line in output.read_text().split()]
+    assert "".join(received).strip("+").strip("-") == "", "one gap, in the middle"
+    assert received[0] == received[-1] == "+"
+    assert received.count("-") >= 3
 
 
 @pytest.mark.timeout(60)
@@ -54,7 +54,7 @@ def test_killing_a_host_ends_everything_on_it_and_nothing_elsewhere() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("silent", [True, False])
-def test_peers_hear_of_a_crash_but_not_of_a_power_cut(tmp_path: Path, silent: bool) -> None:
+def test_crash_closes_connections_and_power_cut_does_not(tmp_path: Path, silent: bool) -> None:
     def wait_for_the_end() -> None:
         with socket.create_connection((address, PORT), timeout=20) as connection:
             connection.settimeout(3)
@@ -87,7 +87,7 @@ def test_peers_hear_of_a_crash_but_not_of_a_power_cut(tmp_path: Path, silent: bo
 
 
 @pytest.mark.timeout(60)
-def test_a_paused_host_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_paused_host_resumes_without_loss(tmp_path: Path) -> None:
     scenario = Scenario(name="pause", pause=(Pause(device="b", at=0.5, until=2.0),))
     with Lab(cluster(2), scenario) as lab:
         lab.spawn("b", echo)
@@ -113,7 +113,7 @@ def test_a_revived_host_can_be_reached_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_host_killed_at_the_start_or_paused_before_shares_its_fate(tmp_path: Path) -> None:
+def test_process_on_killed_or_paused_host_is_killed_or_paused(tmp_path: Path) -> None:
     scenario = Scenario(name="at once", kill=(Kill(device="b", at=0),))
     with Lab(cluster(3), scenario) as lab:
         lab.play()

@@ -29,7 +29,7 @@ def test_a_round_trip_takes_both_latencies(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_lost_link_loses_and_another_one_does_not(tmp_path: Path) -> None:
+def test_lost_link_drops_packets_and_others_do_not(tmp_path: Path) -> None:
     with Lab(cluster()) as lab:
         lab.spawn("b", echo)
         lab.spawn("c", echo)
@@ -62,7 +62,7 @@ def receive_all() -> None:
 
 
 @pytest.mark.timeout(90)
-def test_bytes_take_the_time_of_the_bandwidth(tmp_path: Path) -> None:
+def test_transfer_time_follows_bandwidth(tmp_path: Path) -> None:
     def transfer(bandwidth: float) -> float:
         with Lab(cluster(2, latency=0.001, bandwidth=bandwidth)) as lab:
             output = tmp_path / f"{bandwidth}.txt"

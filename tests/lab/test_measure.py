@@ -15,12 +15,12 @@ from polyrhythm.errors import PeerError
 from polyrhythm.lab import check_table, meter
 from polyrhythm.lab.lab import Lab
 from polyrhythm.lab.measure import check_pairs, goodput, round_trip
-from polyrhythm.lab.meter import Meter, Pair, Window, window_for
+from polyrhythm.lab.meter import MeasureWindow, Meter, Pair, window_for
 
 pytestmark = pytest.mark.timeout(90)
 
 MEGABIT = 125e3
-SHORT = Window(0.5, 1.0)
+SHORT = MeasureWindow(0.5, 1.0)
 
 
 def triangle() -> Cluster:
@@ -54,7 +54,7 @@ def test_goodput_is_the_bandwidth_of_each_direction_headers_counted() -> None:
     assert other / (8 * MEGABIT) == pytest.approx(1, abs=0.2)
 
 
-def test_a_link_that_is_not_as_described_is_found_out() -> None:
+def test_link_that_differs_from_its_description_is_detected() -> None:
     with Lab(triangle()) as lab, Meter(lab) as measuring:
         before = measuring.goodput([("a", "b")], SHORT)[0]
         change = LinkChange(
@@ -84,27 +84,27 @@ def test_measuring_again_starts_no_new_processes_and_opens_no_new_files() -> Non
 
 
 def test_a_lost_link_is_an_error_that_names_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter, "GRACE", 1.0)
+    monkeypatch.setattr(meter, "EXTRA_TIMEOUT", 1.0)
     with Lab(triangle()) as lab:
         lab.change(LinkChange(at=0, source="a", target="b", up=False))
         with pytest.raises(PeerError, match="host a during round trip"):
             round_trip(lab, "a", "b", num_echoes=3)
         with pytest.raises(PeerError, match="during goodput"):
-            goodput(lab, [("a", "b")], Window(0.2, 0.2, 0.2))
+            goodput(lab, [("a", "b")], MeasureWindow(0.2, 0.2, 0.2))
 
 
 def end_at_once(*args: object) -> float:
     os._exit(3)
 
 
-def test_a_measuring_process_that_died_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_measuring_process_is_detected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter, "_ask_echoes", end_at_once)
     with Lab(triangle()) as lab, pytest.raises(PeerError, match="exit status 3") as lost:
         round_trip(lab, "a", "b")
-    assert lost.value.waited < meter.GRACE
+    assert lost.value.waited < meter.EXTRA_TIMEOUT
 
 
-def short_window_for(cluster: Cluster, pairs: Sequence[Pair]) -> Window:
+def short_window_for(cluster: Cluster, pairs: Sequence[Pair]) -> MeasureWindow:
     return replace(window_for(cluster, pairs), length=0.5)
 
 

@@ -20,8 +20,8 @@ import pytest
 from polyrhythm.describe.scenario import Join, Kill, LinkChange, Scenario
 from polyrhythm.errors import DescriptionError, LabError
 from polyrhythm.lab import control, namespace
-from polyrhythm.lab.lab import GOODBYE, Lab
-from polyrhythm.lab.residents import namespace_id, residents
+from polyrhythm.lab.host_processes import namespace_id, namespace_pids
+from polyrhythm.lab.lab import SHUTDOWN_TIMEOUT, Lab
 from polyrhythm.processes import BAD_INPUT, Child, end_all
 from tests.lab.hosts import cluster, echo, measure, round_trips
 
@@ -30,7 +30,7 @@ import sys
 import time
 from tests.lab.hosts import cluster, sleep_with_a_child
 from polyrhythm.lab.lab import Lab
-from polyrhythm.lab.residents import namespace_id, residents
+from polyrhythm.lab.host_processes import namespace_id, namespace_pids
 from polyrhythm.processes import BAD_INPUT, Child, end_all
 with Lab(cluster(3), name=sys.argv[1]) as lab:
     for host in lab.hosts:
@@ -63,7 +63,7 @@ def test_nothing_is_left_when_the_owner_is_ended(ending: signal.Signals) -> None
         owner.send_signal(ending)
         owner.wait(20)
     assert psutil.wait_procs(family, timeout=20)[1] == []
-    assert not any(residents(host) for host in hosts)
+    assert not any(namespace_pids(host) for host in hosts)
     assert not control.socket_path(name).exists()
 
 
@@ -125,7 +125,7 @@ def test_without_privileges_the_lab_works_rootless_or_says_what_is_missing(
 ) -> None:
     importlib.import_module("pyroute2.iproute")  # the other user may not be able to read it
 
-    def have_a_lab_as_nobody() -> None:
+    def run_lab_as_nobody() -> None:
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
@@ -144,7 +144,7 @@ def test_without_privileges_the_lab_works_rootless_or_says_what_is_missing(
         device.chmod(0o666 if may_open else 0o600)
         monkeypatch.setattr(namespace, "TUN", str(device))
         monkeypatch.setattr(control, "FOLDER", Path(labs))
-        child = Child(have_a_lab_as_nobody, output=tmp_path / "out.txt")
+        child = Child(run_lab_as_nobody, output=tmp_path / "out.txt")
         assert child.wait(30) is not None
     text = (tmp_path / "out.txt").read_text()
     if may_open:
@@ -162,9 +162,13 @@ def test_a_client_that_does_not_read_cannot_stop_the_switch() -> None:
     with Lab(cluster(4)) as lab, socket.socket(socket.AF_UNIX) as rude:
         rude.connect(str(control.socket_path(lab.name)))
         rude.setblocking(False)
-        for order in (b'{"type":"GetHosts"}\n' * 5000, b"x" * (3 << 20), b'{"type":"nonsense"}\n'):
+        for command in (
+            b'{"type":"GetHosts"}\n' * 5000,
+            b"x" * (3 << 20),
+            b'{"type":"nonsense"}\n',
+        ):
             with contextlib.suppress(OSError):
-                rude.send(order)
+                rude.send(command)
             assert lab.report().elapsed > 0
 
 
@@ -179,23 +183,23 @@ def test_a_client_that_does_not_read_cannot_stop_the_switch() -> None:
         b"nonsense",
     ],
 )
-def test_an_order_that_makes_no_sense_is_refused(order: bytes) -> None:
+def test_invalid_command_is_refused(command: bytes) -> None:
     with Lab(cluster(2)) as lab, socket.socket(socket.AF_UNIX) as client:
         client.settimeout(10)
         client.connect(str(control.socket_path(lab.name)))
-        client.sendall(order + b"\n")
+        client.sendall(command + b"\n")
         assert b"refused" in client.recv(10_000)
         assert lab.report().elapsed > 0, "it goes on"
 
 
 @pytest.mark.timeout(60)
-def test_everything_on_a_host_ends_with_the_lab_whatever_it_leads() -> None:
+def test_all_processes_on_a_host_end_with_the_lab() -> None:
     with Lab(cluster(2)) as lab:
         stray = "import subprocess, time; subprocess.Popen(['sleep', '1000'], process_group=0)"
         lab.run("a", [sys.executable, "-c", f"{stray}; time.sleep(1000)"])
-        ends = time.monotonic() + 20
-        while len(inside := residents(namespace_id(lab._network[0].namespace))) < 2:
-            assert time.monotonic() < ends
+        deadline = time.monotonic() + 20
+        while len(inside := namespace_pids(namespace_id(lab._network[0].namespace))) < 2:
+            assert time.monotonic() < deadline
             time.sleep(0.05)
         processes = [psutil.Process(pid) for pid in inside]
     assert psutil.wait_procs(processes, timeout=10)[1] == []
@@ -227,7 +231,7 @@ def test_an_interrupted_start_ends_at_once_and_leaves_nothing(
     lab = Lab(cluster(2))
     with pytest.raises(KeyboardInterrupt), lab:
         pass
-    assert time.monotonic() - interrupted_at < GOODBYE / 2
+    assert time.monotonic() - interrupted_at < SHUTDOWN_TIMEOUT / 2
     assert lab._switch is not None
     assert lab._switch.status == 0, "it did not have to be killed"
     assert psutil.Process().children() == []

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyrhythm.lab.lab import Lab
-from polyrhythm.run.pipeline import tuning
-from polyrhythm.run.pipeline.clocks import measure
+from polyrhythm.run.pipeline import autotune
+from polyrhythm.run.pipeline.clocks import measure_offsets
 from polyrhythm.run.pipeline.connections import Connections
 from polyrhythm.run.pipeline.executor import Executor
+from polyrhythm.run.pipeline.partition import linear_wiring
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.run.pipeline.split import linear_wiring
 from polyrhythm.run.pipeline.transport import Transfer
 from polyrhythm.types import Op
 from tests.lab.hosts import cluster
@@ -45,26 +45,26 @@ def connections(stage: int, num_stages: int) -> Connections:
         linear_wiring(stage, num_stages),
         device=torch.device("cpu"),
         pipeline=0,
-        deadline=30,
+        timeout=30,
     )
 
 
 @pytest.mark.timeout(60)
-def test_latency_and_clocks_are_found_over_a_slow_link(tmp_path: Path) -> None:
+def test_latency_and_clock_offset_are_measured_over_a_slow_link(tmp_path: Path) -> None:
     """Three stages, and the clock of the middle one is ahead."""
 
     def work(stage: int) -> None:
         if stage == 1:
             shift_clock()
         connected = connections(stage, 3)
-        found = [measure(connected) for _ in range(3)]
+        found = [measure_offsets(connected) for _ in range(3)]
         for side, distances in zip(("before", "after"), zip(*found, strict=True), strict=True):
             if None not in distances:
                 print(side, *min(distances), flush=True)
         connected.close()
 
     with Lab(cluster(3, latency=LATENCY)) as lab:
-        stages = start(lab, tmp_path, work, deadline=30)
+        stages = start(lab, tmp_path, work, timeout=30)
         assert lab.wait(stages, timeout=40), [stage.reason for stage in stages]
     assert [stage.status for stage in stages] == [0, 0, 0], [stage.reason for stage in stages]
     for sender, receiver, shift in ((0, 1, SHIFT), (1, 2, -SHIFT)):
@@ -75,7 +75,7 @@ def test_latency_and_clocks_are_found_over_a_slow_link(tmp_path: Path) -> None:
         assert ahead == pytest.approx(shift, abs=0.3 * LATENCY)
 
 
-class Rest(torch.autograd.Function):
+class SleepFunction(torch.autograd.Function):
     """Compute that uses no core."""
 
     @staticmethod
@@ -90,25 +90,25 @@ class Rest(torch.autograd.Function):
         return gradients[0], None
 
 
-class Resting(nn.Module):
+class SleepModule(nn.Module):
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.weight, self._seconds = nn.Parameter(torch.ones(1)), seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return Rest.apply(x * self.weight, self._seconds)
+        return SleepFunction.apply(x * self.weight, self._seconds)
 
 
-def keep_transfers() -> list[tuple[Executor, list[Transfer]]]:
+def record_transfers() -> list[tuple[Executor, list[Transfer]]]:
     """What the tuning takes note of after every step, from now on in this process."""
-    real, kept = Executor.taken_transfers, []
+    real, kept = Executor.pop_transfers, []
 
     def taken(executor: Executor) -> list[tuple[str, Transfer]]:
         transfers = real(executor)
         kept.append((executor, [transfer for _, transfer in transfers]))
         return transfers
 
-    Executor.taken_transfers = taken
+    Executor.pop_transfers = taken
     return kept
 
 
@@ -116,29 +116,29 @@ def train(stage: int, *, schedule: str, compute: float, window: int, shifted: bo
     """Print how long each message of the later steps occupied the link, and should have."""
     if shifted and stage == 1:
         shift_clock()
-    kept = keep_transfers()
+    kept = record_transfers()
     batch = torch.ones(NUM_MICROBATCHES, NUM_FLOATS)
     with Pipeline(
-        Resting(compute),
+        SleepModule(compute),
         loss_fn=functional.mse_loss,
         num_microbatches=NUM_MICROBATCHES,
         schedule=schedule,
         window=window,
-        deadline=30,
+        timeout=30,
     ) as pipeline:
         for _ in range(NUM_STEPS):
             pipeline.step(*([batch] if stage == 0 else []), target=batch)
         connected = kept[0][0].connections
         assert connected is not None
-        before, after = measure(connected)
+        before, after = measure_offsets(connected)
         # The first step is TCP's: it finds out how fast the link is.
         transfers = [transfer for _, step in kept[1:] for transfer in step]
         if stage == 0:
             assert {transfer.action.op for transfer in transfers} == {Op.B}
-            found = tuning._busy(transfers, after, is_ahead=False)
+            found = autotune._busy(transfers, after, is_sender_clock=False)
         else:
             assert {transfer.action.op for transfer in transfers} == {Op.F}
-            found = tuning._busy(transfers, before, is_ahead=True)
+            found = autotune._busy(transfers, before, is_sender_clock=True)
         for transfer, seconds in zip(transfers, found, strict=True):
             print("busy", seconds, transfer.nbytes / BANDWIDTH)
         dist.barrier()
@@ -155,12 +155,12 @@ def train(stage: int, *, schedule: str, compute: float, window: int, shifted: bo
         pytest.param("gpipe", 0.0, 1, True, id="receives posted late, shifted clock"),
     ],
 )
-def test_the_time_of_messages_on_a_link_is_found_in_training(
+def test_link_busy_time_is_measured_during_training(
     tmp_path: Path, schedule: str, compute: float, window: int, shifted: bool
 ) -> None:
     work = partial(train, schedule=schedule, compute=compute, window=window, shifted=shifted)
     with Lab(cluster(2, latency=LATENCY, bandwidth=BANDWIDTH)) as lab:
-        stages = start(lab, tmp_path, work, deadline=30)
+        stages = start(lab, tmp_path, work, timeout=30)
         assert lab.wait(stages, timeout=60), [stage.reason for stage in stages]
     for stage in stages:
         assert stage.status == 0, stage.reason

@@ -24,7 +24,7 @@ NUM_STAGES = 3
 NUM_MICROBATCHES = 6
 WIDTH = 128
 ROWS = 64 * NUM_MICROBATCHES  # a message of 32 KB takes 13 ms
-DEADLINE = 5.0
+TIMEOUT = 5.0
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
     return [p.grad for p in module.parameters() if p.grad is not None]
 
 
-def train(stage: int, *, deadline: float, num_steps: int) -> None:
+def train(stage: int, *, timeout: float, num_steps: int) -> None:
     """Print `step` and its seconds for every step; gradients are checked against one process."""
     whole, (inputs, target) = model(), batch()
     alone = deepcopy(whole)
@@ -51,7 +51,7 @@ def train(stage: int, *, deadline: float, num_steps: int) -> None:
         loss_fn=functional.mse_loss,
         num_microbatches=NUM_MICROBATCHES,
         schedule="1f1b",
-        deadline=deadline,
+        timeout=timeout,
     ) as pipeline:
         for _ in range(num_steps):
             began = time.perf_counter()
@@ -71,29 +71,29 @@ def step_times(child: Child) -> list[float]:
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(("victim", "silent"), [(0, True), (1, True), (2, False)])
-def test_a_host_lost_in_training_ends_all_others_within_the_deadline(
+def test_host_lost_in_training_ends_all_others_within_the_timeout(
     tmp_path: Path, victim: int, silent: bool
 ) -> None:
     with Lab(cluster(NUM_STAGES, latency=0.005)) as lab:
-        work = partial(train, deadline=DEADLINE, num_steps=10**6)
-        stages = start(lab, tmp_path, work, deadline=30)
+        work = partial(train, timeout=TIMEOUT, num_steps=10**6)
+        stages = start(lab, tmp_path, work, timeout=30)
         wait_for_lines(stages, "step", 2)
         lab.kill(lab.hosts[victim], silent=silent)
-        assert lab.wait(stages, timeout=6 * DEADLINE), "somebody hangs"
+        assert lab.wait(stages, timeout=6 * TIMEOUT), "somebody hangs"
     assert stages[victim].status == -signal.SIGKILL
     for survivor in stages[:victim] + stages[victim + 1 :]:
         assert survivor.status == PEER_LOST, survivor.reason
         said = re.search(r"lost s[0-2]p0 during (.+) after ([\d.]+) s: ", survivor.reason)
         assert said, survivor.reason
         assert re.fullmatch(r"receiving [FB]\d|sending [FB]\d|waiting for the next step", said[1])
-        assert float(said[2]) < 2 * DEADLINE
+        assert float(said[2]) < 2 * TIMEOUT
 
 
 @pytest.mark.timeout(100)
-def test_a_pause_shorter_than_the_deadline_only_delays(tmp_path: Path) -> None:
+def test_pause_shorter_than_the_timeout_only_delays(tmp_path: Path) -> None:
     with Lab(cluster(NUM_STAGES, latency=0.005)) as lab:
-        work = partial(train, deadline=30, num_steps=10)
-        stages = start(lab, tmp_path, work, deadline=30)
+        work = partial(train, timeout=30, num_steps=10)
+        stages = start(lab, tmp_path, work, timeout=30)
         wait_for_lines(stages, "step", 2)
         lab.pause(lab.hosts[1])
         time.sleep(2.0)
@@ -108,8 +108,8 @@ def test_a_pause_shorter_than_the_deadline_only_delays(tmp_path: Path) -> None:
 def test_a_link_that_becomes_slow_in_training_only_makes_it_slower(tmp_path: Path) -> None:
     full = 2.5e6
     with Lab(cluster(NUM_STAGES, latency=0.005, bandwidth=full)) as lab:
-        work = partial(train, deadline=30, num_steps=8)
-        stages = start(lab, tmp_path, work, deadline=30)
+        work = partial(train, timeout=30, num_steps=8)
+        stages = start(lab, tmp_path, work, timeout=30)
         wait_for_lines(stages, "step", 3)
         lab.change(LinkChange(at=0, source="b", target="c", bandwidth=full / 8))
         assert lab.wait(stages, timeout=80), [stage.reason for stage in stages]

@@ -31,11 +31,11 @@ def described() -> Cluster:
 
 @pytest.mark.long
 @pytest.mark.timeout(110)
-def test_a_probe_measures_what_the_lab_was_told(tmp_path: Path) -> None:
-    write_cluster(described(), tmp_path / "told.toml")
+def test_probe_measures_the_described_links(tmp_path: Path) -> None:
+    write_cluster(described(), tmp_path / "described.toml")
     probe = [sys.executable, "-m", "polyrhythm", "probe", "-o", "found.toml", "--repeat", "3"]
     done = subprocess.run(
-        [sys.executable, "-m", "polyrhythm", "lab", "run", "told.toml", "--", *probe],
+        [sys.executable, "-m", "polyrhythm", "lab", "run", "described.toml", "--", *probe],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -46,6 +46,6 @@ def test_a_probe_measures_what_the_lab_was_told(tmp_path: Path) -> None:
     found = Cluster.load(tmp_path / "found.toml")
     assert [device.name for device in found.devices] == ["a", "b", "c"]
     for pair in permutations("abc", 2):
-        told, link = described().link(*pair), found.link(*pair)
-        assert link.latency == pytest.approx(told.latency, rel=OF_LATENCY), pair
-        assert link.bandwidth == pytest.approx(told.bandwidth, rel=OF_BANDWIDTH), pair
+        expected, link = described().link(*pair), found.link(*pair)
+        assert link.latency == pytest.approx(expected.latency, rel=OF_LATENCY), pair
+        assert link.bandwidth == pytest.approx(expected.bandwidth, rel=OF_BANDWIDTH), pair

@@ -13,12 +13,12 @@ from polyrhythm.cli import main
 from polyrhythm.describe.write import write_cluster
 from polyrhythm.events import read_run
 from polyrhythm.lab.lab import Lab
-from polyrhythm.lab.program import become
+from polyrhythm.lab.program import run_program
 from polyrhythm.plan.plan import PipelinePlan, Plan
-from polyrhythm.processes import TOLD_TO_END, Child
+from polyrhythm.processes import TERMINATED, Child
 from polyrhythm.types import Worker
 from tests.lab.hosts import cluster
-from tests.lab.training import NUM_STEPS, SCRIPT, losses
+from tests.lab.training_script import NUM_STEPS, SCRIPT, losses
 
 SAY_SO = "print('trains', flush=True)"
 
@@ -55,7 +55,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of one process."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "script.py").write_text(SCRIPT)
-    child = Child(lambda: become([sys.executable, str(folder / "script.py"), str(folder)], {}))
+    child = Child(lambda: run_program([sys.executable, str(folder / "script.py"), str(folder)], {}))
     assert child.wait(80) == 0, child.reason
     return losses(folder)
 
@@ -68,7 +68,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         ("eight.toml", (1, 2, 2, 1), ("", "")),  # any device will do
     ],
 )
-def test_pipelines_in_a_lab_train_as_one_process_does(
+def test_pipelines_in_lab_match_one_process(
     folder: Path,
     lab: str,
     layers_per_stage: tuple[int, ...],
@@ -90,7 +90,7 @@ def test_pipelines_in_a_lab_train_as_one_process_does(
 
 
 @pytest.mark.timeout(110)
-def test_a_scenario_slows_the_trainer(folder: Path) -> None:
+def test_scenario_slows_the_trainer(folder: Path) -> None:
     """Asked action by action, since a pause of the machine is longer than many of them together."""
     write_plan(folder, (6,), "a", "b")
     Path("slow.toml").write_text('name = "s"\n[[slow]]\ndevice = "b"\nfactor = 20\n')
@@ -107,7 +107,7 @@ def test_a_scenario_slows_the_trainer(folder: Path) -> None:
 
 
 @pytest.mark.timeout(110)
-def test_a_failure_on_one_host_ends_the_job_and_is_told_once(folder: Path) -> None:
+def test_failure_on_one_host_ends_the_job_and_is_reported_once(folder: Path) -> None:
     write_plan(folder, (2, 4), "", "")
     options = ["--lab", "four.toml", "--plan", "plan.json", "--output", "logs"]
     status, shown = train("script.py", *options, "--", "found", "run", "c")
@@ -118,7 +118,7 @@ def test_a_failure_on_one_host_ends_the_job_and_is_told_once(folder: Path) -> No
 
 
 @pytest.mark.timeout(110)
-def test_a_job_that_is_told_to_end_saves_first(folder: Path) -> None:
+def test_sigterm_saves_a_checkpoint_in_lab(folder: Path) -> None:
     write_plan(folder, (2, 4), "", "")
     forever = SCRIPT.replace(f"steps={NUM_STEPS}", "steps=10**6")
     Path("script.py").write_text(forever.replace("fail(end):", f"fail(end):\n    {SAY_SO}"))
@@ -128,13 +128,13 @@ def test_a_job_that_is_told_to_end_saves_first(folder: Path) -> None:
         output=Path("shown.txt"),
     )
     try:
-        ends = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while "trains" not in Path("shown.txt").read_text():
             assert child.status is None, Path("shown.txt").read_text()
-            assert time.monotonic() < ends, "it does not begin"
+            assert time.monotonic() < deadline, "it does not begin"
             time.sleep(0.05)
         os.kill(child.pid, signal.SIGTERM)
-        assert child.wait(40) == TOLD_TO_END, Path("shown.txt").read_text()
+        assert child.wait(40) == TERMINATED, Path("shown.txt").read_text()
     finally:
         child.end()
     assert list(Path("run/checkpoints").glob("step-*"))
@@ -151,7 +151,7 @@ def test_a_job_that_is_told_to_end_saves_first(folder: Path) -> None:
         ((2, 4), "1 / 0", 1, "ZeroDivisionError"),
     ],
 )
-def test_what_all_hosts_refuse_is_told_once(
+def test_error_on_all_hosts_is_reported_once(
     folder: Path, layers: tuple[int, ...], text: str, status: int, says: str
 ) -> None:
     write_plan(folder, layers, "", "")
@@ -173,7 +173,7 @@ def test_what_all_hosts_refuse_is_told_once(
         (("", ""), ["--output", "script.py"], "output folder script.py"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(
+def test_invalid_lab_arguments_are_rejected_before_start(
     folder: Path, devices: tuple[str, ...], arguments: list[str], says: str
 ) -> None:
     write_plan(folder, (2, 4), *devices)
@@ -186,10 +186,10 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 
 
 @pytest.mark.timeout(110)
-def test_groups_form_where_the_first_worker_is_not_on_the_host_of_the_store(folder: Path) -> None:
+def test_groups_form_when_first_worker_is_not_on_the_store_host(folder: Path) -> None:
     """A launcher gives ranks, and so the store to a host; a plan seats workers by their devices."""
     write_plan(folder, (6,), "b", "a")
-    script = SCRIPT.replace("deadline=30", "deadline=30, sync='adaptive', plan='plan.json'")
+    script = SCRIPT.replace("timeout=30", "timeout=30, sync='adaptive', plan='plan.json'")
     Path("script.py").write_text(script)
     with Lab(cluster(2, latency=0.002)) as lab:
         common = {"MASTER_ADDR": lab.address("a"), "MASTER_PORT": "29500", "WORLD_SIZE": "2"}

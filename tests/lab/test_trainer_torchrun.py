@@ -8,10 +8,10 @@ import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend
 import torch.distributed.run
 
 from polyrhythm.lab.lab import Lab
-from polyrhythm.plan.plan import VARIABLE, PipelinePlan, Plan
+from polyrhythm.plan.plan import PLAN_VARIABLE, PipelinePlan, Plan
 from polyrhythm.processes import Child
 from tests.lab.hosts import cluster
-from tests.lab.training import NUM_STEPS, SCRIPT, losses
+from tests.lab.training_script import NUM_STEPS, SCRIPT, losses
 
 NUM_HOSTS = 4
 FORKED = ["--run-path", "--start-method=fork"]  # workers are forks of torchrun's agents
@@ -47,7 +47,7 @@ def said(children: list[Child]) -> str:
         pytest.param(2, [], marks=pytest.mark.long),  # interpreters, each of which loads torch
     ],
 )
-def test_four_nodes_of_torchrun_train_as_one_process_does(
+def test_torchrun_on_four_hosts_matches_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_stages: int, options: list[str]
 ) -> None:
     script, alone, together = (tmp_path / name for name in ("script.py", "alone", "together"))
@@ -62,7 +62,7 @@ def test_four_nodes_of_torchrun_train_as_one_process_does(
         if num_stages > 1:
             plan = Plan(layers_per_stage=(2, 4), pipelines=(PipelinePlan(schedule="1f1b"),) * 2)
             plan.save(tmp_path / "plan.json")
-            monkeypatch.setenv(VARIABLE, str(tmp_path / "plan.json"))
+            monkeypatch.setenv(PLAN_VARIABLE, str(tmp_path / "plan.json"))
         arguments = [*options, str(script), str(together)]
         nodes = [torchrun(lab, h, arguments, tmp_path / f"{h}.log") for h in lab.hosts]
         assert lab.wait(nodes, timeout=80), said(nodes)

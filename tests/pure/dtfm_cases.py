@@ -11,9 +11,9 @@ from polyrhythm.cost.dtfm import PairTimes
 
 
 @st.composite
-def small_times(draw: st.DrawFn, *, most_devices: int = 8) -> PairTimes:
+def small_times(draw: st.DrawFn, *, max_devices: int = 8) -> PairTimes:
     """Up to 8 devices with drawn links: all different, or few values, so that many are alike."""
-    shapes = [(s, p) for s in range(1, 9) for p in range(1, 9) if 2 <= s * p <= most_devices]
+    shapes = [(s, p) for s in range(1, 9) for p in range(1, 9) if 2 <= s * p <= max_devices]
     num_stages, num_pipelines = draw(st.sampled_from(shapes))
     num_devices = num_stages * num_pipelines
     value = draw(st.sampled_from([st.floats(0.01, 10), st.sampled_from([0.5, 1.0, 4.0])]))

@@ -5,11 +5,11 @@ from itertools import islice
 
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.model import Layer, ModelProfile
-from polyrhythm.plan.job import Job
-from polyrhythm.plan.plan import PipelinePlan, Plan, Predicted
+from polyrhythm.plan.job import TrainingJob
+from polyrhythm.plan.plan import PipelinePlan, Plan, PredictedStep
 from polyrhythm.plan.predict import Prediction, predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.schedule.planned import PlannedSchedules
+from polyrhythm.schedule.plan_schedules import PlannedSchedules
 
 GIB = 2**30
 
@@ -48,11 +48,13 @@ def profile(num_layers: int = 8, *, microbatch_size: int = 2) -> ModelProfile:
     )
 
 
-def problem(where: Cluster, what: ModelProfile | None = None, job: Job | None = None) -> Problem:
+def problem(
+    where: Cluster, what: ModelProfile | None = None, job: TrainingJob | None = None
+) -> Problem:
     return Problem(
         cluster=where,
         profile=what or profile(),
-        job=job or Job(batch=32),
+        job=job or TrainingJob(batch=32),
         schedules=PlannedSchedules(),
     )
 
@@ -83,5 +85,5 @@ def predicted(
         sync=of.job.sync,
     )
     found = predict(plan, of)
-    expected = Predicted(step=found.time.total, bound=0.8 * found.time.total, parts=found.parts)
+    expected = PredictedStep(step=found.time.total, bound=0.8 * found.time.total, parts=found.parts)
     return replace(found, plan=replace(found.plan, predicted=expected))

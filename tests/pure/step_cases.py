@@ -6,14 +6,14 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import strategies as st
 
-from polyrhythm.cost.step import Replica, Run, StageWork, Step
+from polyrhythm.cost.step import Replica, StageRun, StageWork, StepSpec
 from polyrhythm.cost.sync import Links, Sync
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.model import AtSize, Layer, ModelProfile
-from polyrhythm.plan.job import Job
+from polyrhythm.plan.job import TrainingJob
 from polyrhythm.plan.problem import Problem
-from polyrhythm.schedule.planned import PlannedSchedules
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.schedule.plan_schedules import PlannedSchedules
+from polyrhythm.schedule.spec import ScheduleSpec
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -40,8 +40,10 @@ def random_links(
     return links_of(delay, bandwidth)
 
 
-def replica(runs: tuple[Run, ...], num_microbatches: int, recipe: str = "1f1b") -> Replica:
-    schedule = Recipe.parse(recipe).build(num_stages=len(runs), num_microbatches=num_microbatches)
+def replica(runs: tuple[StageRun, ...], num_microbatches: int, spec: str = "1f1b") -> Replica:
+    schedule = ScheduleSpec.parse(spec).build(
+        num_stages=len(runs), num_microbatches=num_microbatches
+    )
     return Replica(runs=runs, schedule=schedule)
 
 
@@ -50,22 +52,23 @@ def even_step(
     num_pipelines: int,
     num_microbatches: int,
     *,
-    recipe: str = "1f1b",
+    spec: str = "1f1b",
     sync: Sync = Sync.ALL_REDUCE,
     gradients: float = 0.0,
     links: Links | None = None,
-) -> Step:
+) -> StepSpec:
     """Stages of 1 s forward and 2 s backward on equal devices; no transfers but gradients."""
     work = StageWork(forward=1.0, backward=2.0, activation_bytes=0.0, gradient_bytes=gradients)
     num_devices = num_stages * num_pipelines
-    return Step(
+    return StepSpec(
         replicas=tuple(
             replica(
                 tuple(
-                    Run(stage * num_pipelines + p, stage, stage + 1) for stage in range(num_stages)
+                    StageRun(stage * num_pipelines + p, stage, stage + 1)
+                    for stage in range(num_stages)
                 ),
                 num_microbatches,
-                recipe,
+                spec,
             )
             for p in range(num_pipelines)
         ),
@@ -76,18 +79,18 @@ def even_step(
     )
 
 
-def random_step(rng: np.random.Generator, sync: Sync | None = None) -> Step:
+def random_step(rng: np.random.Generator, sync: Sync | None = None) -> StepSpec:
     """Up to 4 unequal pipelines of up to 5 stages, some of them on one device in a row."""
     num_stages, num_pipelines = int(rng.integers(1, 6)), int(rng.integers(1, 5))
     devices = rng.permutation(num_stages * num_pipelines).reshape(num_stages, num_pipelines)
     replicas = []
     for p in range(num_pipelines):
         cuts = [0, *(s for s in range(1, num_stages) if rng.random() < 0.8), num_stages]
-        runs = tuple(Run(int(devices[a, p]), a, b) for a, b in pairwise(cuts))
-        recipe = ("1f1b", "gpipe", "kfkb:2")[rng.integers(3)]
-        replicas.append(replica(runs, int(rng.integers(1, 9)), recipe))
+        runs = tuple(StageRun(int(devices[a, p]), a, b) for a, b in pairwise(cuts))
+        spec = ("1f1b", "gpipe", "kfkb:2")[rng.integers(3)]
+        replicas.append(replica(runs, int(rng.integers(1, 9)), spec))
     sizes = rng.choice([0.0, 1.0, 10.0], 2)
-    return Step(
+    return StepSpec(
         replicas=tuple(replicas),
         stages=tuple(
             StageWork(
@@ -165,7 +168,7 @@ def random_model(
 
 
 def random_problem(
-    rng: np.random.Generator, num_devices: int, num_layers: int, job: Job, **options: int
+    rng: np.random.Generator, num_devices: int, num_layers: int, job: TrainingJob, **options: int
 ) -> Problem:
     return Problem(
         cluster=random_cluster(rng, num_devices, **options),

@@ -25,7 +25,7 @@ def run(takes: float, prepared: Callable[[], Any]) -> Found:
     return takes, os.getpid(), mine, went_on
 
 
-def test_none_goes_on_before_all_are_prepared() -> None:
+def test_no_run_starts_before_all_are_prepared() -> None:
     given = [0.3, 0.0, 0.1]
     found = at_once([partial(run, takes) for takes in given], patience=30)
     assert [takes for takes, _, _, _ in found] == given
@@ -56,7 +56,7 @@ def die(_: Callable[[], Any]) -> Found:
     ],
     ids=["refuses", "breaks down", "dies"],
 )
-def test_one_that_fails_ends_all_with_its_reason(
+def test_failed_run_ends_all_with_its_reason(
     fail: Callable[[Callable[[], Any]], Found], reason: str
 ) -> None:
     began = time.monotonic()
@@ -65,7 +65,7 @@ def test_one_that_fails_ends_all_with_its_reason(
     assert time.monotonic() - began < 30, "nobody waits for a run that has failed"
 
 
-def test_runs_that_are_not_over_in_time_are_ended() -> None:
+def test_runs_are_killed_after_the_timeout() -> None:
     def never(_: Callable[[], Any]) -> Found:
         time.sleep(60)
         raise AssertionError

@@ -133,7 +133,7 @@ events_s = st.builds(
 
 
 @given(st.lists(events_s, max_size=40))
-def test_whatever_the_log_says_can_be_drawn_and_nothing_is_left_out(
+def test_every_event_of_any_log_is_drawn(
     tmp_path_factory: pytest.TempPathFactory, events: list[Event]
 ) -> None:
     trace = Trace(write_run(tmp_path_factory.mktemp("run"), events))
@@ -197,7 +197,7 @@ def test_an_arrow_leads_to_every_transfer_from_the_action_that_made_it(tmp_path:
 
 
 @pytest.mark.parametrize(("ahead", "num_arrows"), [(0, 1), (4, 1), (8, 1), (10, 0), (-500, 1)])
-def test_clocks_that_differ_never_turn_an_arrow_back(
+def test_arrows_never_go_back_in_time_with_skewed_clocks(
     tmp_path: Path, ahead: int, num_arrows: int
 ) -> None:
     made = event("action", ahead - 2, 6, W00, "F0", wait=0.002)
@@ -230,7 +230,7 @@ def test_workers_are_sorted_by_pipeline_and_stage_and_rows_are_unique(tmp_path: 
 
 
 @pytest.mark.long
-def test_a_long_run_is_no_trouble(tmp_path: Path) -> None:
+def test_long_run_is_traced_quickly(tmp_path: Path) -> None:
     events = pipelines(stages=4, count=2, steps=64, microbatches=28)
     assert len(events) > 50_000
     trace = chrome_trace(events)

@@ -28,26 +28,26 @@ def test_as_many_fit_as_the_sum_allows_and_not_one_more(
     stage: StageMemory, limit: int, window: int, num_microbatches: int
 ) -> None:
     budget = MemoryBudget(stages={4: [stage]}, limits=[limit], window=window)
-    (most,) = budget.most_in_flight(4, num_microbatches)
-    assert 0 <= most <= num_microbatches
-    if most > 0:
-        assert needed(stage, in_flight=most, window=window) <= limit
-    if most < num_microbatches:
-        assert needed(stage, in_flight=most + 1, window=window) > limit
+    (max_in_flight,) = budget.max_in_flight(4, num_microbatches)
+    assert 0 <= max_in_flight <= num_microbatches
+    if max_in_flight > 0:
+        assert needed(stage, in_flight=max_in_flight, window=window) <= limit
+    if max_in_flight < num_microbatches:
+        assert needed(stage, in_flight=max_in_flight + 1, window=window) > limit
 
 
-def test_each_stage_is_held_against_its_own_limit() -> None:
+def test_each_stage_has_its_own_memory_limit() -> None:
     stage = StageMemory(weights=10, gradients=0, optimizer=0, activation=5, message=1)
     budget = MemoryBudget(stages={1: [stage] * 3}, limits=(100, 22, 9), window=2)
     assert budget.needed(1, (2, 1, 0)) == (22, 17, 12)
-    assert budget.most_in_flight(1, 8) == (8, 2, 0)
+    assert budget.max_in_flight(1, 8) == (8, 2, 0)
 
 
-def test_a_size_that_nobody_described_does_not_fit() -> None:
-    assert MemoryBudget(stages={}, limits=(100, 100), window=2).most_in_flight(1, 8) == (0, 0)
+def test_microbatch_size_without_memory_figures_does_not_fit() -> None:
+    assert MemoryBudget(stages={}, limits=(100, 100), window=2).max_in_flight(1, 8) == (0, 0)
 
 
-def test_a_limit_per_stage_is_asked_for() -> None:
+def test_missing_stage_limit_is_refused() -> None:
     stage = StageMemory(weights=0, gradients=0, optimizer=0, activation=0, message=0)
     with pytest.raises(DescriptionError, match="memory of 2 stages for micro-batches of 4"):
         MemoryBudget(stages={4: [stage] * 2}, limits=(100,), window=2)

@@ -11,10 +11,10 @@ from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, length, simulate
 from polyrhythm.errors import DescriptionError, ScheduleError
 from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.check import check
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Action, Op
-from tests.pure.test_recipe import recipes
 from tests.pure.test_schedule import ordered_schedules, parse
+from tests.pure.test_schedule_spec import specs
 
 
 def even_times(
@@ -29,8 +29,10 @@ def even_times(
     )
 
 
-def ideal(recipe: str, num_stages: int, num_microbatches: int, transfer: float) -> float:
-    schedule = Recipe.parse(recipe).build(num_stages=num_stages, num_microbatches=num_microbatches)
+def ideal(spec: str, num_stages: int, num_microbatches: int, transfer: float) -> float:
+    schedule = ScheduleSpec.parse(spec).build(
+        num_stages=num_stages, num_microbatches=num_microbatches
+    )
     return length(schedule, even_times(num_stages, transfer))
 
 
@@ -57,9 +59,9 @@ def times_s(draw: st.DrawFn, num_stages: int) -> PipelineTimes:
 
 @st.composite
 def timed_schedules(draw: st.DrawFn) -> tuple[Schedule, PipelineTimes]:
-    recipe = draw(recipes)
-    num_stages = draw(st.integers(1, 5)) if recipe.limits is None else len(recipe.limits)
-    schedule = recipe.build(num_stages=num_stages, num_microbatches=draw(st.integers(1, 10)))
+    spec = draw(specs)
+    num_stages = draw(st.integers(1, 5)) if spec.limits is None else len(spec.limits)
+    schedule = spec.build(num_stages=num_stages, num_microbatches=draw(st.integers(1, 10)))
     return schedule, draw(times_s(num_stages))
 
 
@@ -70,7 +72,9 @@ def test_without_transfers_1f1b_and_gpipe_take_the_fill_and_the_work(
     times = even_times(num_stages, 0.0, forward=forward, backward=backward)
     expected = (num_microbatches + num_stages - 1) * (forward + backward)
     for name in ("1f1b", "gpipe"):
-        schedule = Recipe(name).build(num_stages=num_stages, num_microbatches=num_microbatches)
+        schedule = ScheduleSpec(name).build(
+            num_stages=num_stages, num_microbatches=num_microbatches
+        )
         assert length(schedule, times) == expected
 
 
@@ -83,7 +87,7 @@ def test_gpipe_pays_a_transfer_once_each_way(
 
 
 @given(st.integers(1, 8), st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0]))
-def test_1f1b_pays_its_round_trips_for_ever(num_stages: int, transfer: float) -> None:
+def test_1f1b_pays_transfer_round_trips_in_every_period(num_stages: int, transfer: float) -> None:
     # The first stage holds num_stages micro-batches, and each comes back after the work of all
     # stages and two transfers per link: what lasts that long yields num_stages micro-batches.
     long, short = (ideal("1f1b", num_stages, m * num_stages, transfer) for m in (9, 5))
@@ -91,8 +95,8 @@ def test_1f1b_pays_its_round_trips_for_ever(num_stages: int, transfer: float) ->
     assert (long - short) / 4 == pytest.approx(round_trip)
 
 
-def test_between_two_stages_far_from_the_ends_1f1b_advances_every_work_and_two_transfers() -> None:
-    schedule = Recipe("1f1b").build(num_stages=8, num_microbatches=64)
+def test_1f1b_steady_period_is_work_plus_two_transfers() -> None:
+    schedule = ScheduleSpec("1f1b").build(num_stages=8, num_microbatches=64)
     timeline = simulate(schedule, even_times(8, 0.5))
     middle = [timeline.starts[4][schedule[4].index(Action(Op.B, m))] for m in range(30, 33)]
     assert [later - earlier for earlier, later in pairwise(middle)] == [4.0, 4.0]
@@ -123,15 +127,13 @@ TABLE = [  # F=1, B=2, 4 stages: transfer, micro-batches, recipe, length
 ]
 
 
-@pytest.mark.parametrize(("transfer", "num_microbatches", "recipe", "expected"), TABLE)
-def test_known_lengths(
-    transfer: float, num_microbatches: int, recipe: str, expected: float
-) -> None:
-    assert ideal(recipe, 4, num_microbatches, transfer) == pytest.approx(expected)
+@pytest.mark.parametrize(("transfer", "num_microbatches", "spec", "expected"), TABLE)
+def test_known_lengths(transfer: float, num_microbatches: int, spec: str, expected: float) -> None:
+    assert ideal(spec, 4, num_microbatches, transfer) == pytest.approx(expected)
 
 
 @given(timed_schedules(), st.integers(0, 7))
-def test_every_action_starts_as_soon_as_it_can(
+def test_actions_start_as_early_as_possible(
     case: tuple[Schedule, PipelineTimes], first_message: int
 ) -> None:
     schedule, times = case
@@ -175,7 +177,7 @@ def test_the_length_is_the_last_end_and_idle_is_what_is_left(
 
 
 @given(st.data())
-def test_no_time_can_grow_and_make_the_step_shorter(data: st.DataObject) -> None:
+def test_longer_times_never_shorten_the_step(data: st.DataObject) -> None:
     schedule, times = data.draw(timed_schedules())
     more = data.draw(st.floats(0.1, 5))
 
@@ -200,19 +202,19 @@ def test_no_time_can_grow_and_make_the_step_shorter(data: st.DataObject) -> None
     assert length(schedule, slower) >= length(schedule, times) - 1e-9
 
 
-def test_recorded_transfers_are_replayed_in_order_from_where_they_are_told() -> None:
+def test_recorded_transfers_are_replayed_in_order_from_first_message() -> None:
     link, free = LinkTimes(busy=(0.0, 10.0)), LinkTimes(busy=(0.0,))
     times = PipelineTimes(
         forward=(1.0, 1.0), backward=(1.0, 1.0), activations=(link,), gradients=(free,)
     )
-    schedule = Recipe("1f1b").build(num_stages=2, num_microbatches=1)
+    schedule = ScheduleSpec("1f1b").build(num_stages=2, num_microbatches=1)
     assert [simulate(schedule, times, first_message=i).length for i in range(3)] == [4, 14, 4]
     assert length(schedule, times) == 9.0
     assert length(schedule, times, num_replays=1) == 4.0
 
 
 def test_a_link_carries_one_message_at_a_time_but_latencies_overlap() -> None:
-    gpipe = Recipe("gpipe").build(num_stages=2, num_microbatches=4)
+    gpipe = ScheduleSpec("gpipe").build(num_stages=2, num_microbatches=4)
     free = LinkTimes(busy=(0.0,))
 
     def last_forward(link: LinkTimes) -> float:
@@ -226,7 +228,7 @@ def test_a_link_carries_one_message_at_a_time_but_latencies_overlap() -> None:
 
 
 @given(ordered_schedules())
-def test_lists_that_deadlock_are_refused_and_all_others_run(
+def test_deadlocking_schedules_are_refused_and_all_others_run(
     case: tuple[Schedule, int],
 ) -> None:
     schedule, num_microbatches = case
@@ -248,13 +250,13 @@ def test_lists_that_deadlock_are_refused_and_all_others_run(
         (["F0 B0", "F0 B0 F1 B1"], "stage 1 before F1"),
     ],
 )
-def test_a_deadlock_names_what_waits(rows: list[str], says: str) -> None:
+def test_deadlock_error_names_the_waiting_actions(rows: list[str], says: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         simulate(parse(*rows), even_times(len(rows), 0.5))
     assert says in str(caught.value)
 
 
-def test_nothing_to_do_takes_no_time() -> None:
+def test_empty_schedule_takes_no_time() -> None:
     assert length([[], []], even_times(2, 0.5)) == 0.0
     assert simulate([[], []], even_times(2, 0.5)).idle == (0.0, 0.0)
 
@@ -272,7 +274,7 @@ def test_times_of_other_stages_are_refused() -> None:
         LinkTimes(busy=(1.0, float("nan")))
 
 
-def test_the_summaries_that_limits_are_made_of() -> None:
+def test_period_first_pace_and_transfers() -> None:
     times = PipelineTimes(
         forward=(1.0, 2.0),
         backward=(3.0, 1.0),

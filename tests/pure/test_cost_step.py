@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.cost.pipeline import PipelineTimes, length, simulate
-from polyrhythm.cost.step import Run, StageWork, Step, groups_of, pipeline_times, step_time
-from polyrhythm.cost.sync import Sync, half_times
+from polyrhythm.cost.step import StageRun, StageWork, StepSpec, groups_of, pipeline_times, step_time
+from polyrhythm.cost.sync import Sync, reduce_scatter_times
 from polyrhythm.schedule.builders import Schedule
 from tests.pure.step_cases import (
     even_links,
@@ -30,7 +30,7 @@ _STEADY = 1 + 2e-3  # as near as a step is simulated
 
 
 @given(timed_schedules())
-def test_a_stage_that_may_begin_at_0_begins_as_without_being_told(
+def test_ready_at_0_equals_no_ready_times(
     timed: tuple[Schedule, PipelineTimes],
 ) -> None:
     schedule, times = timed
@@ -38,7 +38,7 @@ def test_a_stage_that_may_begin_at_0_begins_as_without_being_told(
 
 
 @given(timed_schedules(), st.data())
-def test_who_may_begin_later_makes_nothing_earlier(
+def test_later_ready_times_make_nothing_earlier(
     timed: tuple[Schedule, PipelineTimes], data: st.DataObject
 ) -> None:
     schedule, times = timed
@@ -53,7 +53,7 @@ def test_who_may_begin_later_makes_nothing_earlier(
 
 
 @given(timed_schedules(), st.floats(0, 100))
-def test_when_all_begin_later_all_ends_later(
+def test_delaying_all_stages_delays_every_end(
     timed: tuple[Schedule, PipelineTimes], shift: float
 ) -> None:
     schedule, times = timed
@@ -76,10 +76,10 @@ def test_one_pipeline_alone_takes_the_length_of_its_schedule(seed: int) -> None:
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 12), st.sampled_from(["1f1b", "gpipe"]))
 def test_equal_stages_take_their_fill_their_work_and_what_they_average(
-    num_stages: int, num_pipelines: int, num_microbatches: int, recipe: str
+    num_stages: int, num_pipelines: int, num_microbatches: int, spec: str
 ) -> None:
     """With one stage that is plain data parallelism."""
-    step = even_step(num_stages, num_pipelines, num_microbatches, recipe=recipe, gradients=6.0)
+    step = even_step(num_stages, num_pipelines, num_microbatches, spec=spec, gradients=6.0)
     time = step_time(step)
     work = 3.0 * num_microbatches
     averaging = 2 * 6 * (num_pipelines - 1) / num_pipelines
@@ -98,7 +98,7 @@ def test_parts_are_never_negative_and_sum_up_to_the_step(seed: int) -> None:
     assert sum(parts) == pytest.approx(time.total, rel=2e-3)
 
 
-def faster(step: Step, rng: np.random.Generator) -> Step:
+def faster(step: StepSpec, rng: np.random.Generator) -> StepSpec:
     """One device, and links at random, up to three times as fast; the same orders."""
     devices = len(step.speeds)
     chosen = rng.random((devices, devices)) < 0.4
@@ -121,7 +121,7 @@ def test_a_faster_device_or_link_never_makes_a_step_longer(seed: int) -> None:
     assert step_time(faster(step, rng)).total <= step_time(step).total * _STEADY
 
 
-def test_steps_that_take_turns_in_being_long_and_short_take_their_mean() -> None:
+def test_alternating_step_times_give_their_mean() -> None:
     found, turns = [], 0
     for seed in (*range(30), 158):
         step = random_step(np.random.default_rng(seed))
@@ -133,11 +133,13 @@ def test_steps_that_take_turns_in_being_long_and_short_take_their_mean() -> None
     assert turns, "one of these takes turns"
 
 
-def step_ends(step: Step) -> list[float]:
+def step_ends(step: StepSpec) -> list[float]:
     """When each of many steps ends, by the plainest loop."""
     times = [pipeline_times(one.runs, step) for one in step.replicas]
-    halves = half_times(groups_of(step), step.links, step.sync, coordinator=step.coordinator)
-    takes = [2 * half for half in halves]
+    scatter_times = reduce_scatter_times(
+        groups_of(step), step.links, step.sync, coordinator=step.coordinator
+    )
+    takes = [2 * half for half in scatter_times]
     ready, ends_at = [0.0] * len(step.stages), []
     for _ in range(36):
         ends = [0.0] * len(step.stages)
@@ -153,7 +155,7 @@ def step_ends(step: Step) -> list[float]:
     return ends_at
 
 
-def two_stages(gradients: tuple[float, float], sync: Sync = Sync.ALL_REDUCE) -> Step:
+def two_stages(gradients: tuple[float, float], sync: Sync = Sync.ALL_REDUCE) -> StepSpec:
     """Two pipelines, 4 micro-batches, 1 byte/s, one latency-free link for all."""
     step = even_step(2, 2, 4, sync=sync)
     works = tuple(
@@ -163,7 +165,7 @@ def two_stages(gradients: tuple[float, float], sync: Sync = Sync.ALL_REDUCE) -> 
     return replace(step, stages=works)
 
 
-def test_what_late_stages_average_hides_behind_the_drain_of_earlier_ones() -> None:
+def test_sync_of_late_stages_overlaps_the_drain_of_earlier_ones() -> None:
     """The last stage is done 2 s, a backward, before the first, and begins 1 s after it."""
     pipeline = step_time(two_stages((0.0, 0.0))).total
     assert pipeline == pytest.approx(15)
@@ -174,7 +176,7 @@ def test_what_late_stages_average_hides_behind_the_drain_of_earlier_ones() -> No
     assert step_time(two_stages((5.0, 5.0))).total == pytest.approx(pipeline + 5)
 
 
-def test_decoupled_halves_hide_behind_a_backward_and_a_forward() -> None:
+def test_decoupled_sync_overlaps_backward_and_forward() -> None:
     for size, waited in ((2.0, 0.0), (4.0, 1.0), (8.0, 2.0 + 3.0)):  # a half is size / 2 seconds
         step = even_step(1, 2, 4, gradients=size, sync=Sync.DECOUPLED)
         assert step_time(step).total == pytest.approx(12 + waited)
@@ -209,12 +211,14 @@ def test_a_device_that_runs_several_stages_is_one_with_a_large_stage(seed: int) 
         gradient_bytes=small[1].gradient_bytes + small[2].gradient_bytes,
     )
     four = tuple(
-        replica((Run(p, 0, 1), Run(2 + p, 1, 3), Run(4 + p, 3, 4)), 5, "gpipe") for p in range(2)
+        replica((StageRun(p, 0, 1), StageRun(2 + p, 1, 3), StageRun(4 + p, 3, 4)), 5, "gpipe")
+        for p in range(2)
     )
     three = tuple(
-        replica((Run(p, 0, 1), Run(2 + p, 1, 2), Run(4 + p, 2, 3)), 5, "gpipe") for p in range(2)
+        replica((StageRun(p, 0, 1), StageRun(2 + p, 1, 2), StageRun(4 + p, 2, 3)), 5, "gpipe")
+        for p in range(2)
     )
-    step = Step(
+    step = StepSpec(
         replicas=four,
         stages=tuple(small),
         speeds=tuple(map(float, rng.uniform(0.5, 2, 6))),
@@ -242,17 +246,17 @@ def test_in_groups_every_step_still_pays_for_its_own_averaging() -> None:
 
 def test_a_transfer_is_waited_for_once_each_way_when_the_pipeline_fills() -> None:
     """3 bytes at 10 bytes/s and 0.2 s: half a second there, half a second back."""
-    step = even_step(2, 1, 4, recipe="gpipe", links=even_links(2, latency=0.2, bandwidth=10.0))
+    step = even_step(2, 1, 4, spec="gpipe", links=even_links(2, latency=0.2, bandwidth=10.0))
     work = replace(step.stages[0], activation_bytes=3.0)
     time = step_time(replace(step, stages=(work, work)))
     assert time.transfers == pytest.approx(1.0)
     assert time.total == pytest.approx(15 + 1.0)
 
 
-def test_a_half_hides_only_behind_who_is_last() -> None:
+def test_reduce_scatter_overlaps_only_the_last_replica() -> None:
     """A replica with one micro-batch on a slow device is done long before: it hides nothing."""
     step = even_step(1, 2, 8, gradients=8.0, sync=Sync.DECOUPLED)
-    step = replace(step, replicas=(step.replicas[0], replica((Run(1, 0, 1),), 1)))
+    step = replace(step, replicas=(step.replicas[0], replica((StageRun(1, 0, 1),), 1)))
     for speed in (0.25, 0.5, 1.0):
         time = step_time(replace(step, speeds=(1.0, speed)))
         assert time.total == pytest.approx(8 * 3 + (4 - 2) + (4 - 1))

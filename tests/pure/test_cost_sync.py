@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.cost.dtfm import Traffic, group_sync, pair_times
-from polyrhythm.cost.sync import GROUP_SIZE, Group, Links, Sync, half_times
+from polyrhythm.cost.sync import GROUP_SIZE, Links, ReplicaGroup, Sync, reduce_scatter_times
 from polyrhythm.describe.cluster import Cluster
 from tests.pure.step_cases import even_links, links_of, random_links, seeds
 
 
 def half(members: tuple[int, ...], size: float, links: Links, sync: Sync) -> float:
-    return half_times([Group(members=members, size=size)], links, sync)[0]
+    return reduce_scatter_times([ReplicaGroup(members=members, size=size)], links, sync)[0]
 
 
 def best_ring(num_members: int, share: float, links: Links) -> float:
@@ -61,22 +61,22 @@ def test_over_equal_links_an_exchange_is_the_classical_one(
     assert found == pytest.approx((num_members - 1) / num_members * size / bandwidth)
 
 
-def test_what_two_devices_send_for_several_stages_adds_up() -> None:
+def test_traffic_of_several_stages_adds_up() -> None:
     links = even_links(4, latency=0.25, bandwidth=2.0)
-    groups = [Group(members=(0, 1), size=8.0), Group(members=(1, 0), size=4.0)]
-    apart = Group(members=(2, 3), size=8.0)
-    found = half_times([*groups, apart], links, Sync.ALL_REDUCE)
+    groups = [ReplicaGroup(members=(0, 1), size=8.0), ReplicaGroup(members=(1, 0), size=4.0)]
+    apart = ReplicaGroup(members=(2, 3), size=8.0)
+    found = reduce_scatter_times([*groups, apart], links, Sync.ALL_REDUCE)
     assert found == pytest.approx([0.5 + 6 / 2, 0.5 + 6 / 2, 0.5 + 4 / 2])
 
 
 def test_a_device_with_other_peers_for_each_stage_sends_to_all_through_one_uplink() -> None:
     links = even_links(3, bandwidth=2.0)
-    groups = [Group(members=(0, 1), size=8.0), Group(members=(0, 2), size=8.0)]
-    assert half_times(groups, links, Sync.ALL_REDUCE) == pytest.approx([8 / 2, 8 / 2])
+    groups = [ReplicaGroup(members=(0, 1), size=8.0), ReplicaGroup(members=(0, 2), size=8.0)]
+    assert reduce_scatter_times(groups, links, Sync.ALL_REDUCE) == pytest.approx([8 / 2, 8 / 2])
 
 
 @given(seeds, st.integers(1, 6), st.floats(0, 20))
-def test_one_peer_after_another_is_what_dtfm_says_over_symmetric_links(
+def test_sequential_sync_equals_dtfm_over_symmetric_links(
     seed: int, num_members: int, size: float
 ) -> None:
     links = random_links(np.random.default_rng(seed), num_members, symmetric=True)
@@ -124,12 +124,12 @@ def test_groups_lie_between_the_fastest_and_the_slowest(
 ) -> None:
     links = random_links(np.random.default_rng(seed), num_members)
     together = min(GROUP_SIZE, num_members)
-    halves = [
+    scatter_times = [
         half(members, size, links, Sync.ALL_REDUCE)
         for members in combinations(range(num_members), together)
     ]
     found = half(tuple(range(num_members)), size, links, Sync.GROUPS)
-    assert min(halves) * (1 - 1e-9) <= found <= max(halves) * (1 + 1e-9)
+    assert min(scatter_times) * (1 - 1e-9) <= found <= max(scatter_times) * (1 + 1e-9)
     assert found == half(tuple(range(num_members)), size, links, Sync.GROUPS)
 
 
@@ -156,21 +156,21 @@ def test_more_bytes_and_slower_links_never_take_less(
 
 
 @pytest.mark.parametrize("sync", Sync)
-def test_a_coordinator_is_heard_by_who_is_farthest_from_it(sync: Sync) -> None:
+def test_coordinator_latency_is_that_of_the_farthest_member(sync: Sync) -> None:
     """A word there and one back, from devices 0 and 1 to 2; nobody needs one without replicas."""
     links = even_links(3, latency=0.5)
     links.latency[1, 2] = 2.0
-    groups = [Group(members=(0, 1), size=4.0), Group(members=(2,), size=4.0)]
-    plain = half_times(groups, links, sync)
-    asked = half_times(groups, links, sync, coordinator=2)
+    groups = [ReplicaGroup(members=(0, 1), size=4.0), ReplicaGroup(members=(2,), size=4.0)]
+    plain = reduce_scatter_times(groups, links, sync)
+    asked = reduce_scatter_times(groups, links, sync, coordinator=2)
     words = 2.0 + 0.5 if sync in (Sync.ALL_REDUCE, Sync.GROUPS) else 0.0
     assert asked == pytest.approx([plain[0] + words, plain[1]])
-    own = half_times(groups[:1], links, sync, coordinator=0)
+    own = reduce_scatter_times(groups[:1], links, sync, coordinator=0)
     assert own == pytest.approx([plain[0] + (1.0 if words else 0.0)])
 
 
 @pytest.mark.parametrize("sync", Sync)
-def test_who_has_no_replica_has_nothing_to_agree_on(sync: Sync) -> None:
+def test_single_replica_needs_no_sync(sync: Sync) -> None:
     assert half((1,), 100.0, even_links(2, latency=1.0), sync) == 0
 
 

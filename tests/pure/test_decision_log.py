@@ -9,19 +9,19 @@ import msgspec
 import pytest
 
 from polyrhythm.errors import EventError, PolicyError
-from polyrhythm.sync.deadlines import Limits
 from polyrhythm.sync.decision_log import DecisionLog, DecisionReader, replay
-from polyrhythm.sync.messages import Commit, Dead, Done, Event, Join, Leave, Ready, Timer
+from polyrhythm.sync.protocol import Commit, Dead, Done, Event, Join, Leave, Ready, Timer
 from polyrhythm.sync.setup import Setup
+from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
 
 SETUP = Setup(
     policy="partial_reduce",
     num_stages=2,
     num_pipelines=3,
-    options={"group_size": 2, "patience": math.inf},
+    options={"group_size": 2, "timeout": math.inf},
     seed=3,
-    limits=Limits(ceiling=20.0, waiting=math.inf),
+    limits=Limits(ceiling=20.0, group_timeout=math.inf),
     first_gid=7,
 )
 
@@ -61,7 +61,7 @@ def test_every_line_is_json(tmp_path: Path) -> None:
     write(tmp_path / "log")
     lines = (tmp_path / "log").read_bytes().splitlines()
     first, *others = [msgspec.json.decode(line) for line in lines]
-    assert first["setup"]["options"] == {"group_size": 2, "patience": "inf"}
+    assert first["setup"]["options"] == {"group_size": 2, "timeout": "inf"}
     assert others[0] == [["Join", [0, 0], "node", 0, 1, 0.1], []]
     assert len(others) == len(events())
 
@@ -74,9 +74,7 @@ def test_every_line_is_json(tmp_path: Path) -> None:
         (b'["Done",[0,1],7,true', b'["Done",[0,1],7,false'),
     ],
 )
-def test_a_log_that_was_changed_replays_otherwise(
-    tmp_path: Path, before: bytes, after: bytes
-) -> None:
+def test_changed_log_replays_with_a_difference(tmp_path: Path, before: bytes, after: bytes) -> None:
     write(tmp_path / "log")
     text = (tmp_path / "log").read_bytes()
     assert text.count(before) == 1
@@ -106,13 +104,15 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
         (b"nonsense\n", "malformed"),
     ],
 )
-def test_what_is_no_decision_log_is_refused(tmp_path: Path, content: bytes, problem: str) -> None:
+def test_files_that_are_no_decision_log_are_refused(
+    tmp_path: Path, content: bytes, problem: str
+) -> None:
     (tmp_path / "log").write_bytes(content)
     with pytest.raises(EventError, match=problem):
         replay(tmp_path / "log")
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
+def test_malformed_decision_log_line_is_named(tmp_path: Path) -> None:
     write(tmp_path / "log")
     with (tmp_path / "log").open("ab") as file:
         file.write(b'[["Ready",[0,0],"x"],[]]\n')
@@ -122,7 +122,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         replay(tmp_path / "nothing")
 
 
-def test_a_disk_that_is_full_ends_the_log_with_one_warning(tmp_path: Path) -> None:
+def test_full_disk_ends_the_decision_log_with_one_warning(tmp_path: Path) -> None:
     log = DecisionLog(tmp_path / "log", SETUP)
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, log._file)
@@ -139,7 +139,7 @@ def test_a_disk_that_is_full_ends_the_log_with_one_warning(tmp_path: Path) -> No
     assert list(reader.decisions()) == []
 
 
-def test_a_warning_that_is_an_error_elsewhere_does_not_stop_the_service(tmp_path: Path) -> None:
+def test_warnings_as_errors_do_not_stop_the_log(tmp_path: Path) -> None:
     log = DecisionLog(tmp_path / "log", SETUP)
     os.close(log._file)
     log._file = os.open("/dev/full", os.O_WRONLY)
@@ -160,7 +160,7 @@ def test_a_warning_that_is_an_error_elsewhere_does_not_stop_the_service(tmp_path
         ({"lease": math.inf}, "ceiling < lease"),
     ],
 )
-def test_a_setup_that_cannot_work_is_refused(change: dict, problem: str) -> None:
+def test_invalid_setups_are_refused(change: dict, problem: str) -> None:
     with pytest.raises(PolicyError, match=problem):
         dataclasses.replace(SETUP, **change)
 

@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from polyrhythm.describe.finding import Finding
+from polyrhythm.describe.check_result import CheckResult
 from polyrhythm.observe import doctor
 
 pytestmark = pytest.mark.timeout(30)
 
 ADVICE = "pip install 'polyrhythm[lab]'; everything but the lab works without it"
-OK = Finding("torch", "2.13.0+cpu", True)
-FACT = Finding("memory", "23.5GiB", None)
-NOTE = Finding("/dev/shm", "64MiB", None, "docker run --shm-size=2g")
-MISSING = Finding("pyroute2", "not installed", False, ADVICE)
+OK = CheckResult("torch", "2.13.0+cpu", True)
+FACT = CheckResult("memory", "23.5GiB", None)
+NOTE = CheckResult("/dev/shm", "64MiB", None, "docker run --shm-size=2g")
+MISSING = CheckResult("pyroute2", "not installed", False, ADVICE)
 
 
 def report(*, terminal=False, width=200, training=(), lab=(), extras=()):
@@ -28,10 +28,10 @@ def report(*, terminal=False, width=200, training=(), lab=(), extras=()):
 @pytest.mark.parametrize("terminal", [False, True])
 def test_report_shows_every_group_finding_and_advice_as_written(terminal):
     text, _ = report(terminal=terminal, training=[OK, FACT, NOTE], lab=[MISSING], extras=[OK])
-    for finding in (OK, FACT, NOTE, MISSING):
-        assert finding.subject in text
-        assert finding.found in text
-        assert finding.advice in text  # with its brackets, which rich would take for markup
+    for result in (OK, FACT, NOTE, MISSING):
+        assert result.subject in text
+        assert result.found in text
+        assert result.advice in text  # with its brackets, which rich would take for markup
     assert text.index("Training") < text.index("Lab") < text.index("Extras")
 
 
@@ -68,12 +68,12 @@ def test_missing_extra_says_which_package_and_how_to_get_it(monkeypatch):
     monkeypatch.setattr(
         doctor.importlib.util, "find_spec", lambda name: None if name == "uvicorn" else object()
     )
-    (finding,) = doctor.extras()
-    assert finding.ok is False
-    assert finding.found == "no uvicorn"
-    assert "polyrhythm[watch]" in finding.advice
+    (result,) = doctor.extras()
+    assert result.ok is False
+    assert result.found == "no uvicorn"
+    assert "polyrhythm[watch]" in result.advice
 
 
 def test_missing_without_advice_is_refused():
     with pytest.raises(AssertionError, match="say what to do"):
-        Finding("torch", "not installed", False)
+        CheckResult("torch", "not installed", False)

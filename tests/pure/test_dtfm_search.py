@@ -9,7 +9,7 @@ from benchmarks.plan.cases import BEST, published
 from polyrhythm.cost.dtfm import PairTimes, layout_cost
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.dtfm import local_search
-from reproduction.dtfm.genetic import LocalSearch, Settings, crossed, replace_worst, search
+from reproduction.dtfm.genetic import GeneticSettings, LocalSearch, crossover, replace_worst, search
 from tests.pure.dtfm_cases import brute_force, small_times
 
 
@@ -75,7 +75,7 @@ def test_where_nothing_can_be_gained_nothing_moves(kind: LocalSearch) -> None:
 def test_an_offspring_has_groups_of_one_size(times: PairTimes, number: int, num_genes: int) -> None:
     first, second = labels_for(times, number), labels_for(times, number + 1)
     rng = np.random.default_rng(number)
-    child = crossed(first, second, num_genes, times, rng)
+    child = crossover(first, second, num_genes, times, rng)
     counts = np.bincount(child, minlength=times.num_stages)
     assert (counts == times.num_pipelines).all()
 
@@ -83,9 +83,9 @@ def test_an_offspring_has_groups_of_one_size(times: PairTimes, number: int, num_
 def test_an_offspring_is_its_second_parent_with_few_genes_of_the_first() -> None:
     times = published("case5_worldwide")
     first, second = labels_for(times, 0), labels_for(times, 1)
-    child = crossed(first, second, 5, times, np.random.default_rng(0))
+    child = crossover(first, second, 5, times, np.random.default_rng(0))
     assert 1 <= (child != second).sum() <= 10  # five genes, and as many to mend the sizes
-    assert (crossed(first, second, 0, times, np.random.default_rng(0)) == second).all()
+    assert (crossover(first, second, 0, times, np.random.default_rng(0)) == second).all()
 
 
 def test_an_offspring_takes_the_place_of_the_worst_of_all() -> None:
@@ -102,14 +102,14 @@ def test_an_offspring_takes_the_place_of_the_worst_of_all() -> None:
 def test_a_search_ends_when_that_is_enough() -> None:
     times = published("case5_worldwide", noise=0)
     asked = iter([False] * 50 + [True])
-    short = search(times, seed=0, settings=Settings(), enough=lambda: next(asked))
-    assert short == search(times, seed=0, settings=Settings(num_evaluations=150))
+    short = search(times, seed=0, settings=GeneticSettings(), enough=lambda: next(asked))
+    assert short == search(times, seed=0, settings=GeneticSettings(num_evaluations=150))
 
 
 def test_a_search_with_the_seed_of_the_shuffle_does_not_undo_it() -> None:
     """With one generator for both, the first random partition would be the unshuffled one."""
     times = published("case5_worldwide", shuffle=1)
-    first = search(times, seed=1, settings=Settings(num_evaluations=100)).improvements[0]
+    first = search(times, seed=1, settings=GeneticSettings(num_evaluations=100)).improvements[0]
     assert first[1] > 1.2 * BEST["case5_worldwide"]
 
 
@@ -117,7 +117,7 @@ def test_a_search_with_the_seed_of_the_shuffle_does_not_undo_it() -> None:
 def test_a_seed_fixes_the_search(kind: LocalSearch) -> None:
     """The published code assigns to `random.seed`, so that nothing is seeded."""
     times = published("case5_worldwide", noise=0)
-    settings = Settings(num_evaluations=150, local_search=kind)
+    settings = GeneticSettings(num_evaluations=150, local_search=kind)
     first, again, other = (search(times, seed=s, settings=settings) for s in (0, 0, 1))
     assert first == again
     assert first != other
@@ -126,12 +126,12 @@ def test_a_seed_fixes_the_search(kind: LocalSearch) -> None:
 def test_the_layout_costs_what_is_reported() -> None:
     """The published matching may be worse than its cost says."""
     times = published("case5_worldwide", noise=0)
-    found = search(times, seed=0, settings=Settings(num_evaluations=300))
+    found = search(times, seed=0, settings=GeneticSettings(num_evaluations=300))
     assert layout_cost(found.best.layout, times).total == pytest.approx(found.improvements[-1][1])
 
 
 def test_it_finds_what_the_published_search_finds_and_misses_what_that_misses() -> None:
-    settings = Settings(num_evaluations=400)
+    settings = GeneticSettings(num_evaluations=400)
     found = {
         name: search(published(name, shuffle=0), seed=0, settings=settings).best.total
         for name in ("case1_datacenter_ondemand", "case2_datacenter_spot", "case4_regional")
@@ -141,13 +141,13 @@ def test_it_finds_what_the_published_search_finds_and_misses_what_that_misses() 
     assert found["case4_regional"] == pytest.approx(BEST["case4_regional"], abs=5e-5)
 
 
-@given(small_times(most_devices=6))
+@given(small_times(max_devices=6))
 def test_small_clusters_are_searched_well(times: PairTimes) -> None:
-    settings = Settings(num_evaluations=60, population=20)
+    settings = GeneticSettings(num_evaluations=60, population=20)
     assert search(times, seed=0, settings=settings).best.total >= brute_force(times) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("population", "num_evaluations"), [(1, 10), (20, 10)])
 def test_impossible_settings_are_refused(population: int, num_evaluations: int) -> None:
     with pytest.raises(PlanError, match="population of 100"):
-        Settings(population=population, num_evaluations=num_evaluations)
+        GeneticSettings(population=population, num_evaluations=num_evaluations)

@@ -30,7 +30,7 @@ values_s = st.dictionaries(
 
 
 @given(st.lists(st.tuples(st.text(max_size=8), st.text(max_size=20), values_s), max_size=5))
-def test_what_is_written_comes_back(
+def test_written_events_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, records: list[tuple[str, str, dict[str, float]]]
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "a.jsonl"
@@ -115,7 +115,7 @@ def test_merging_keeps_every_event_in_order_of_time_and_leaves_one_file(tmp_path
     assert list(tmp_path.iterdir()) == [merged_log(tmp_path)]
 
 
-def test_merging_twice_or_over_the_rests_of_a_merge_loses_nothing(tmp_path: Path) -> None:
+def test_repeated_or_interrupted_merge_loses_nothing(tmp_path: Path) -> None:
     write_run(tmp_path)
     rest = worker_log(tmp_path, Worker(0, 1))
     saved = rest.read_bytes()

@@ -16,7 +16,7 @@ from polyrhythm.sync.fusion.layers import (
     check_buckets,
     unfused,
 )
-from polyrhythm.sync.fusion.merging import merged
+from polyrhythm.sync.fusion.mg_wfbp import mg_wfbp_buckets
 from polyrhythm.sync.fusion.timeline import bytescheduler, dear, wfbp
 
 times = st.floats(0, 10)
@@ -95,7 +95,7 @@ def test_the_gain_is_that_of_equation_9_if_a_backward_takes_two_forwards(
     assert times.gain == pytest.approx(expected, abs=1e-9)
 
 
-def test_with_long_backwards_decoupling_may_lose() -> None:
+def test_decoupling_can_lose_with_long_backwards() -> None:
     times = StepTimes(forward=1.0, backward=3.0, reduce_scatter=1.5, all_gather=1.5)
     assert times.coupled / times.decoupled == pytest.approx(4 / 4.5)
 
@@ -123,13 +123,13 @@ def test_buckets_by_count_are_full_but_for_the_first(num_layers: int, most: int)
 def test_merging_never_takes_longer_than_no_fusion(
     model: list[LayerTimes], ring: Ring, num_workers: int
 ) -> None:
-    buckets = merged(model, ring, num_workers)
+    buckets = mg_wfbp_buckets(model, ring, num_workers)
     check_buckets(buckets, len(model))
     plain = wfbp(model, unfused(len(model)), ring, num_workers).seconds
     assert wfbp(model, buckets, ring, num_workers).seconds <= plain * (1 + 1e-9) + 1e-9
 
 
-def test_what_the_paper_says_of_its_rivals() -> None:
+def test_ranking_of_methods_matches_the_dear_paper() -> None:
     """Many small layers: fusion counts, and pieces cost more than they hide (Figures 6, 7)."""
     model = [LayerTimes(size=4 * 64e3, forward=0.15 / 161, backward=0.3 / 161)] * 161
     ring, num_workers = Ring(latency=50e-6, bandwidth=1.25e9), 64
@@ -186,6 +186,6 @@ def test_buckets_that_leave_out_or_repeat_are_refused(buckets: Buckets) -> None:
         lambda: bytescheduler([], Ring(latency=0, bandwidth=1), 2, piece=0),
     ],
 )
-def test_senseless_sizes_are_refused(make: object) -> None:
+def test_invalid_fusion_sizes_are_refused(make: object) -> None:
     with pytest.raises(DescriptionError, match="fix:"):
         make()

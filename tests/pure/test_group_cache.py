@@ -37,9 +37,7 @@ def test_a_group_that_one_member_has_dropped_is_no_hit() -> None:
 
 
 @given(groups, st.integers(1, 8))
-def test_who_keeps_everything_misses_each_group_once_and_nobody_does_better(
-    used: list[tuple[Worker, ...]], bound: int
-) -> None:
+def test_unbounded_cache_misses_each_group_once(used: list[tuple[Worker, ...]], bound: int) -> None:
     assert hit_rate(used, math.inf) == (len(used) - len(set(used))) / len(used)
     assert hit_rate(used, bound) <= hit_rate(used, bound + 1) <= hit_rate(used, math.inf)
 

@@ -80,7 +80,7 @@ def test_imports_point_down_only(path: Path) -> None:
         ("simulate/x.py", "reproduction.claim"),
     ],
 )
-def test_the_law_is_seen_to_be_broken(file: str, imported: str) -> None:
+def test_violations_are_detected(file: str, imported: str) -> None:
     assert violations(PACKAGE / file, iter([imported]))
 
 
@@ -94,7 +94,7 @@ def test_no_file_is_longer_than_400_lines() -> None:
         assert len(path.read_text().splitlines()) <= 400, path
 
 
-def test_every_test_file_has_a_name_of_its_own() -> None:
+def test_test_file_names_are_unique() -> None:
     """Or pytest refuses to collect all of them at once."""
     names = [path.name for path in TESTS.rglob("test_*.py")]
     assert sorted(set(names)) == sorted(names)

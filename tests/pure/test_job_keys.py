@@ -9,7 +9,7 @@ from polyrhythm.errors import LaunchError
 from polyrhythm.run.coordinator.keys import JobKeys
 
 
-def test_keys_travel_as_text_and_in_a_file(tmp_path: Path) -> None:
+def test_keys_round_trip_as_text_and_file(tmp_path: Path) -> None:
     keys = JobKeys.new()
     assert JobKeys.parse(keys.text) == keys != JobKeys.new()
     keys.save(tmp_path / "job.keys")
@@ -37,7 +37,7 @@ def test_keys_in_use_are_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644])
-def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+def test_key_file_readable_by_others_is_refused(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "job.keys"
     JobKeys.new().save(path)
     path.chmod(mode)
@@ -48,7 +48,7 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> No
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b'{"server_public": 1}', b"[1, 2]"])
-def test_what_are_no_keys_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_invalid_key_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "job.keys"
     path.touch(mode=0o600)
     path.write_bytes(content)
@@ -56,7 +56,7 @@ def test_what_are_no_keys_is_refused(tmp_path: Path, content: bytes) -> None:
         JobKeys.load(path)
 
 
-def test_a_public_key_must_belong_to_its_secret() -> None:
+def test_public_key_must_match_secret() -> None:
     keys, other = JobKeys.new(), JobKeys.new()
     with pytest.raises(LaunchError, match="the server's keys"):
         JobKeys.parse(keys.text.replace(keys.server_secret, other.server_secret))

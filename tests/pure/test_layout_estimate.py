@@ -11,21 +11,34 @@ from hypothesis import strategies as st
 from polyrhythm.compiled import seed as seed_compiled
 from polyrhythm.cost.sync import GROUP_SIZE
 from polyrhythm.describe.cluster import Cluster, Device
-from polyrhythm.plan.construct import nearest
-from polyrhythm.plan.job import Job, Objective
-from polyrhythm.plan.layout import annealed, distances, prices_of, starts, valued
+from polyrhythm.plan.construction import nearest
+from polyrhythm.plan.draft import (
+    PlanDraft,
+    PlanShape,
+    assign_microbatches,
+    draft_to_plan,
+    draft_with_devices,
+    make_draft,
+)
+from polyrhythm.plan.job import Objective, TrainingJob
+from polyrhythm.plan.layout import (
+    anneal_layout,
+    distances,
+    evaluate_layout,
+    initial_layouts,
+    prices_of,
+)
 from polyrhythm.plan.layout_anneal import (
+    _reverse_rows,
     _swap,
     _swap_suffix,
-    _turn_rows,
     anneal_step,
     order_rows,
 )
-from polyrhythm.plan.layout_kernel import Prices, State, started, values
+from polyrhythm.plan.layout_kernel import LayoutPrices, LayoutState, make_state, values
 from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.plan.sketch import Shape, Sketch, deal_microbatches, plan_of, sketched, with_devices
-from polyrhythm.schedule.planned import PlannedSchedules
+from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from tests.pure.plan_examples import profile
 from tests.pure.step_cases import random_problem, seeds
 
@@ -41,7 +54,7 @@ class Case:
         self.rng = np.random.default_rng(seed)
         self.shape = SHAPES[self.rng.integers(len(SHAPES))]
         num_places = self.shape[0] * self.shape[1]
-        job = Job(
+        job = TrainingJob(
             batch=int(self.rng.integers(self.shape[1], 30)),
             sync=SYNCS[self.rng.integers(len(SYNCS))],
             objective=list(Objective)[self.rng.integers(2)],
@@ -59,7 +72,7 @@ class Case:
         self.layers = LAYERS[self.shape[0]]
 
     @property
-    def prices(self) -> Prices:
+    def prices(self) -> LayoutPrices:
         return prices_of(
             self.problem,
             self.problem.stages(self.layers, 1),
@@ -69,8 +82,8 @@ class Case:
             even=not self.problem.job.unequal,
         )
 
-    def state(self) -> State:
-        return started(self.devices, self.idle, self.prices)
+    def state(self) -> LayoutState:
+        return make_state(self.devices, self.idle, self.prices)
 
 
 def plain_value(case: Case) -> float:
@@ -133,21 +146,21 @@ def plain_value(case: Case) -> float:
 
 
 @given(seeds)
-def test_the_estimate_is_what_the_descriptions_add_up_to(seed: int) -> None:
+def test_estimate_equals_plain_computation(seed: int) -> None:
     case = Case(seed)
     assert values(case.state(), case.prices)[0] == pytest.approx(plain_value(case))
 
 
-def check_books(state: State, prices: Prices, num_devices: int) -> None:
+def check_state(state: LayoutState, prices: LayoutPrices, num_devices: int) -> None:
     """Every device is in one place, and what is kept of columns and rows is what they take."""
     assert sorted([*state.layout.ravel(), *state.idle]) == list(range(num_devices))
-    anew = started(state.layout, state.idle, prices)
+    anew = make_state(state.layout, state.idle, prices)
     for kept, made in zip(state, anew, strict=True):
         assert np.allclose(kept, made, rtol=1e-12, atol=0)  # a row adds up in another order
 
 
 @given(seeds, st.integers(1, 20))
-def test_moves_keep_the_books(seed: int, num_moves: int) -> None:
+def test_moves_keep_state_consistent(seed: int, num_moves: int) -> None:
     case = Case(seed)
     state, prices, rng = case.state(), case.prices, case.rng
     num_stages, num_columns = case.shape
@@ -161,13 +174,13 @@ def test_moves_keep_the_books(seed: int, num_moves: int) -> None:
             _swap_suffix(state, prices, rng.integers(num_stages), p, q)
         else:
             s, t = np.sort(rng.integers(num_stages, size=2))
-            _turn_rows(state, prices, s, t)
-        check_books(state, prices, num_devices)
+            _reverse_rows(state, prices, s, t)
+        check_state(state, prices, num_devices)
 
 
 @settings(max_examples=60)
 @given(seeds)
-def test_annealing_gives_a_layout_that_is_no_worse_and_worth_what_it_says(seed: int) -> None:
+def test_annealed_layout_is_no_worse_and_has_the_reported_value(seed: int) -> None:
     case = Case(seed)
     if case.problem.num_devices == 1:
         return
@@ -185,7 +198,7 @@ def test_annealing_gives_a_layout_that_is_no_worse_and_worth_what_it_says(seed: 
 
 @settings(max_examples=60)
 @given(seeds)
-def test_stages_in_a_better_order_are_the_same_stages(seed: int) -> None:
+def test_reordering_stages_keeps_the_stages(seed: int) -> None:
     case = Case(seed)
     before, rows = values(case.state(), case.prices)[0], sorted(map(list, case.devices))
     idle = case.idle.copy()
@@ -198,9 +211,9 @@ def test_stages_in_a_better_order_are_the_same_stages(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_annealing_gives_the_same_layout_for_the_same_seed(seed: int) -> None:
     case = Case(seed + 20)
-    start = valued(case.problem, case.prices, case.devices, case.idle)
+    start = evaluate_layout(case.problem, case.prices, case.devices, case.idle)
     first, again = (
-        annealed(case.problem, case.prices, start, num_moves=2000, seed=seed) for _ in range(2)
+        anneal_layout(case.problem, case.prices, start, num_moves=2000, seed=seed) for _ in range(2)
     )
     assert np.array_equal(first.devices, again.devices)
     assert first.value == again.value <= start.value
@@ -222,24 +235,24 @@ def two_regions(parameter_bytes: int, activation_bytes: int) -> Problem:
             bandwidth=((1e9, 1e7), (1e7, 1e9)),
         ),
         profile=replace(profile(), layers=layers),
-        job=Job(batch=64),
+        job=TrainingJob(batch=64),
         schedules=PlannedSchedules(),
     )
 
 
-def regions_of(sketch: Sketch, problem: Problem) -> np.ndarray:
-    return np.array([device.region for device in problem.cluster.devices])[sketch.layout.devices]
+def regions_of(draft: PlanDraft, problem: Problem) -> np.ndarray:
+    return np.array([device.region for device in problem.cluster.devices])[draft.layout.devices]
 
 
 def test_pipelines_stay_in_a_region_where_activations_are_what_is_sent() -> None:
     of = two_regions(parameter_bytes=1000, activation_bytes=10**6)
-    found = regions_of(sketched(of, Shape(4, 2, 2), num_moves=3000, seed=0), of)
+    found = regions_of(make_draft(of, PlanShape(4, 2, 2), num_moves=3000, seed=0), of)
     assert (found == found[:1]).all()
 
 
 def test_replicas_stay_in_a_region_where_gradients_are_what_is_sent() -> None:
     of = two_regions(parameter_bytes=10**8, activation_bytes=1000)
-    found = regions_of(sketched(of, Shape(4, 2, 2), num_moves=3000, seed=0), of)
+    found = regions_of(make_draft(of, PlanShape(4, 2, 2), num_moves=3000, seed=0), of)
     assert (found == found[:, :1]).all()
     assert (found[1:, 0] != found[:-1, 0]).sum() == 1, "regions are left once"
 
@@ -248,7 +261,7 @@ def test_replicas_stay_in_a_region_where_gradients_are_what_is_sent() -> None:
 @given(seeds)
 def test_starts_have_every_device_once(seed: int) -> None:
     case = Case(seed)
-    found = list(starts(case.problem, *case.shape))
+    found = list(initial_layouts(case.problem, *case.shape))
     assert found
     for devices, idle in found:
         assert devices.shape == case.shape
@@ -275,7 +288,7 @@ def test_a_device_without_room_for_its_stage_costs_more_than_any_other_layout() 
     st.lists(st.tuples(st.floats(0.1, 5), st.floats(0.1, 2)), min_size=1, max_size=3),
     st.integers(0, 6),
 )
-def test_microbatches_are_dealt_so_that_the_last_pipeline_is_done_first(
+def test_microbatches_are_assigned_so_that_the_slowest_pipeline_is_fastest(
     pipelines: list[tuple[float, float]], more: int
 ) -> None:
     first, period = zip(*pipelines, strict=True)
@@ -286,12 +299,12 @@ def test_microbatches_are_dealt_so_that_the_last_pipeline_is_done_first(
 
     every = product(range(1, count + 1), repeat=len(first))
     best = min(takes(numbers) for numbers in every if sum(numbers) == count)
-    dealt = deal_microbatches(count, first, period, even=False)
+    dealt = assign_microbatches(count, first, period, even=False)
     assert sum(dealt) == count
     assert min(dealt) >= 1
     assert best <= takes(dealt) * (1 + 1e-9)
     assert takes(dealt) <= best * 1.0101
-    even = deal_microbatches(count, first, period, even=True)
+    even = assign_microbatches(count, first, period, even=True)
     assert sum(even) == count
     assert max(even) - min(even) <= 1
 
@@ -300,7 +313,7 @@ def test_microbatches_are_dealt_so_that_the_last_pipeline_is_done_first(
     st.lists(st.tuples(st.floats(0.1, 50), st.floats(0.1, 2)), min_size=1, max_size=6),
     st.integers(0, 2000),
 )
-def test_many_microbatches_are_dealt_as_well_as_few(
+def test_many_microbatches_are_assigned_as_well_as_few(
     pipelines: list[tuple[float, float]], more: int
 ) -> None:
     """The best: as many as each gets done by some time, for the least time that does for all."""
@@ -314,7 +327,7 @@ def test_many_microbatches_are_dealt_as_well_as_few(
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if done_by(middle) >= count else (middle, high)
-    dealt = deal_microbatches(count, first, period, even=False)
+    dealt = assign_microbatches(count, first, period, even=False)
     assert sum(dealt) == count
     assert min(dealt) >= 1
     takes = max(f + (n - 1) * p for f, p, n in zip(first, period, dealt, strict=True))
@@ -323,9 +336,9 @@ def test_many_microbatches_are_dealt_as_well_as_few(
 
 def simulated(case: Case) -> tuple[float, float]:
     """Estimate and simulation of the same layout with layers dealt to it."""
-    shape = Shape(*case.shape, 1)
-    sketch = with_devices(case.problem, shape, case.devices.tolist())
-    return sketch.value, predict(plan_of(sketch, case.problem), case.problem).time.total
+    shape = PlanShape(*case.shape, 1)
+    draft = draft_with_devices(case.problem, shape, case.devices.tolist())
+    return draft.value, predict(draft_to_plan(draft, case.problem), case.problem).time.total
 
 
 def test_estimates_are_near_what_is_simulated() -> None:
@@ -344,27 +357,27 @@ def test_estimates_are_near_what_is_simulated() -> None:
 
 @settings(max_examples=30)
 @given(seeds)
-def test_a_sketch_becomes_a_plan_with_all_microbatches_and_all_devices(seed: int) -> None:
+def test_draft_becomes_a_plan_with_all_microbatches_and_devices(seed: int) -> None:
     case = Case(seed)
-    sketch = with_devices(case.problem, Shape(*case.shape, 1), case.devices.tolist())
-    plan = plan_of(sketch, case.problem)
+    draft = draft_with_devices(case.problem, PlanShape(*case.shape, 1), case.devices.tolist())
+    plan = draft_to_plan(draft, case.problem)
     names = [device.name for device in case.problem.cluster.devices]
     used = [device for pipeline in plan.pipelines for device in pipeline.devices]
     assert sorted([*used, *plan.left_out]) == sorted(names)
     assert plan.batch == case.problem.job.batch
     numbers = [pipeline.num_microbatches or 0 for pipeline in plan.pipelines]
     assert case.problem.job.unequal or max(numbers) - min(numbers) <= 1
-    column = [names[device] for device in sketch.layout.devices[:, 0]]
+    column = [names[device] for device in draft.layout.devices[:, 0]]
     assert list(plan.pipelines[0].devices) == column
-    assert plan.layers_per_stage == sketch.layers_per_stage
+    assert plan.layers_per_stage == draft.layers_per_stage
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_layers_go_where_there_is_memory_for_them(seed: int) -> None:
+def test_layers_go_where_memory_allows(seed: int) -> None:
     """Devices get what half of the layers need, but one: it must not get more than it holds."""
     case = Case(seed)
     case.shape, case.devices = (3, 1), np.array([[0], [1], [2]])
-    case.problem = random_problem(case.rng, 3, 7, Job(batch=8, memory_reserve=0.0))
+    case.problem = random_problem(case.rng, 3, 7, TrainingJob(batch=8, memory_reserve=0.0))
     least = case.problem.least_memory(1)
     sizes = (int(least[0, 5]), int(max(least[i, i + 1] for i in range(7))), int(least[2, 7]))
     devices = tuple(
@@ -372,6 +385,6 @@ def test_layers_go_where_there_is_memory_for_them(seed: int) -> None:
         for device, size in zip(case.problem.cluster.devices, sizes, strict=True)
     )
     case.problem = replace(case.problem, cluster=replace(case.problem.cluster, devices=devices))
-    sketch = sketched(case.problem, Shape(3, 1, 1), num_moves=500, seed=seed)
-    uses = predict(plan_of(sketch, case.problem), case.problem).uses
+    draft = make_draft(case.problem, PlanShape(3, 1, 1), num_moves=500, seed=seed)
+    uses = predict(draft_to_plan(draft, case.problem), case.problem).uses
     assert all(use.limit is not None and use.memory <= use.limit for use in uses)

@@ -57,7 +57,7 @@ def test_smoothing_keeps_what_is_level_and_stays_within_the_values(values: list[
     assert smoothed([values[0]] * 5) == pytest.approx([values[0]] * 5)
 
 
-def test_a_side_that_never_arrives_is_not_sooner() -> None:
+def test_curve_that_never_reaches_the_target_has_no_speedup() -> None:
     assert speedup(30.0, 20.0, slow_ended=40.0) == 1.5
     assert speedup(30.0, math.inf, slow_ended=40.0) == 0
     assert speedup(math.inf, 20.0, slow_ended=40.0) == 2  # no sooner than its end, for all we know

@@ -14,7 +14,7 @@ from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.predict import Prediction, predict
 from polyrhythm.plan.problem import Problem
 from polyrhythm.plan.search import make_plan, pareto_front
-from tests.pure.planning import GIGABYTE, cluster, layers, problem, small_problems
+from tests.pure.plan_problems import GIGABYTE, cluster, layers, problem, small_problems
 
 pytestmark = pytest.mark.long
 
@@ -24,7 +24,7 @@ def devices_of(plan: Plan) -> list[str]:
 
 
 @settings(max_examples=6, deadline=None)
-@given(small_problems(most_devices=6, most_layers=6), st.integers(0, 3))
+@given(small_problems(max_devices=6, max_layers=6), st.integers(0, 3))
 def test_a_plan_uses_or_leaves_out_every_device_and_does_the_whole_batch(
     over: Problem, seed: int
 ) -> None:
@@ -131,7 +131,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_is_missing() -> None:
         ({"batch": 0}, "batch=0"),
     ],
 )
-def test_what_cannot_be_is_refused(asked: dict[str, object], says: str) -> None:
+def test_infeasible_job_is_refused(asked: dict[str, object], says: str) -> None:
     with pytest.raises((PlanError, ValueError), match=says):
         make_plan(problem(cluster([4]), **asked))
 
@@ -198,7 +198,7 @@ def test_sizes_of_micro_batches_are_chosen() -> None:
     assert make_plan(replace(over, profile=profile)).best.plan.microbatch_size == 4
 
 
-def test_a_script_gets_the_same_plan_in_one_call() -> None:
+def test_public_make_plan_gives_the_same_plan() -> None:
     over = problem(cluster([2, 2]), batch=8)
     plan = polyrhythm.make_plan(over.cluster, over.profile, batch=8)
     assert plan == make_plan(over).best.plan
@@ -228,7 +228,7 @@ def test_devices_of_unequal_memory_get_what_they_can_hold() -> None:
     assert best.time.total <= 36
 
 
-def test_in_a_row_of_large_and_small_pairs_every_stage_has_its_kind() -> None:
+def test_stages_group_devices_of_equal_memory() -> None:
     over = problem(cluster([4]), (1.0,) * 8, batch=16, num_stages=2, num_pipelines=2)
     devices = [
         replace(device, memory=int(size * GIGABYTE))
@@ -247,7 +247,7 @@ def test_the_number_of_pipelines_that_was_asked_for_is_made() -> None:
     assert make_plan(over).best.plan.num_pipelines == 3
 
 
-def test_layers_with_large_gradients_are_dealt_apart() -> None:
+def test_layers_with_large_gradients_are_on_different_stages() -> None:
     """Links decide, and the first layer has most of the gradients."""
     over = problem(cluster([2, 2], outer=(0.001, 5e7)), (0.01,) * 8, batch=64)
     heavy = replace(over.profile.layers[0], parameter_bytes=2 * GIGABYTE)

@@ -11,34 +11,34 @@ import pytest
 from polyrhythm.run.checkpoint.folder import (
     complete,
     latest,
+    list_steps,
     next_serial,
     partial_folder,
     remove_leftovers,
     remove_old,
     step_folder,
-    steps,
     write_synced,
 )
 from polyrhythm.run.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     CheckpointError,
-    Group,
     Manifest,
     ModelTable,
     OptimizerTable,
-    Shape,
+    ParamGroup,
+    TensorSpec,
     as_json,
     check_model,
     file_of,
-    merged_optimizers,
-    merged_tables,
+    merge_optimizers,
+    merge_tables,
     read_manifest,
     to_text,
 )
 
 MODEL = ModelTable(
-    {"embed.weight": Shape((4, 2), "float32"), "norm.weight": Shape((2,), "float32")},
+    {"embed.weight": TensorSpec((4, 2), "float32"), "norm.weight": TensorSpec((2,), "float32")},
     {"head.weight": "embed.weight"},
 )
 
@@ -58,7 +58,7 @@ def save(folder: Path, step: int, **more: Any) -> Path:
         "model": MODEL,
         "optimizer": None,
         "extra": {},
-        "facts": {},
+        "run_info": {},
         "fingerprint": MODEL.fingerprint,
         "files": {path.name: file_of(path) for path in partial.iterdir()},
     }
@@ -67,16 +67,16 @@ def save(folder: Path, step: int, **more: Any) -> Path:
     return step_folder(folder, step)
 
 
-def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_manifest_round_trip(tmp_path: Path) -> None:
     extra = {"best": float("inf"), "seed": 2**63, "by_epoch": [[1, 2.5], None]}
-    path = save(tmp_path, 7, extra=as_json(extra, "extra"), facts={"plan": {"schema": 2}})
+    path = save(tmp_path, 7, extra=as_json(extra, "extra"), run_info={"plan": {"schema": 2}})
     found = read_manifest(path)
-    assert (found.step, found.extra, found.facts) == (7, extra, {"plan": {"schema": 2}})
+    assert (found.step, found.extra, found.run_info) == (7, extra, {"plan": {"schema": 2}})
     assert (found.model, found.fingerprint) == (MODEL, MODEL.fingerprint)
     assert latest(tmp_path) == path
 
 
-def test_what_json_cannot_say_is_refused_by_name() -> None:
+def test_value_that_is_not_json_is_rejected_by_name() -> None:
     with pytest.raises(CheckpointError, match=r"extra: .*complex"):
         as_json({"phase": 1j}, "extra")
 
@@ -126,7 +126,7 @@ def put_a_stranger(path: Path) -> None:
         (put_a_stranger, "not one of a checkpoint"),
     ],
 )
-def test_the_one_before_a_damaged_one_is_used_with_a_warning(
+def test_latest_falls_back_to_previous_checkpoint_with_a_warning(
     tmp_path: Path, spoil: Any, says: str
 ) -> None:
     before = save(tmp_path, 10)
@@ -135,7 +135,7 @@ def test_the_one_before_a_damaged_one_is_used_with_a_warning(
         assert latest(tmp_path) == before
 
 
-def test_without_a_whole_one_there_is_none(tmp_path: Path) -> None:
+def test_latest_is_none_without_a_complete_checkpoint(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
     assert latest(tmp_path / "nowhere") is None
     save(tmp_path, 10).rename(partial_folder(tmp_path, 10))  # killed before it was complete
@@ -145,7 +145,7 @@ def test_without_a_whole_one_there_is_none(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["notes"]
 
 
-def test_a_later_format_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+def test_newer_format_is_an_error_and_not_skipped(tmp_path: Path) -> None:
     save(tmp_path, 10)
     path = save(tmp_path, 20)
     table = json.loads((path / MANIFEST).read_text()) | {"format": FORMAT + 1, "polyrhythm": "9.9"}
@@ -154,54 +154,61 @@ def test_a_later_format_is_refused_and_not_passed_over(tmp_path: Path) -> None:
         latest(tmp_path)
 
 
-def test_a_run_that_went_back_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+def test_latest_follows_save_order_and_not_step(tmp_path: Path) -> None:
     save(tmp_path, 10)
     save(tmp_path, 20)
     again = save(tmp_path, 15)  # restored at 10
     assert latest(tmp_path) == again
 
 
-def test_a_step_that_is_saved_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 10, extra={"try": 1})
     path = save(tmp_path, 10, extra={"try": 2})
     assert read_manifest(path).extra == {"try": 2}
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-def test_the_newest_are_kept_and_what_is_not_understood(tmp_path: Path) -> None:
+def test_remove_old_keeps_newest_and_unreadable(tmp_path: Path) -> None:
     for step in (10, 20, 15, 30):
         save(tmp_path, step)
     lose_the_manifest(save(tmp_path, 40))
     remove_old(tmp_path, keep=2)
-    assert list(steps(tmp_path)) == [15, 30, 40]
+    assert list(list_steps(tmp_path)) == [15, 30, 40]
 
 
-def changed(**more: Shape) -> ModelTable:
+def changed(**more: TensorSpec) -> ModelTable:
     return ModelTable(MODEL.tensors | {k.replace("_", "."): v for k, v in more.items()}, MODEL.tied)
 
 
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (changed(norm_weight=Shape((3,), "float32")), r"its norm.weight is float32\[2\]"),
-        (changed(norm_weight=Shape((2,), "bfloat16")), r"(?s)norm.weight.*expected: bfloat16\[2\]"),
-        (changed(new_weight=Shape((2,), "float32")), "it has no new.weight"),
-        (ModelTable({"embed.weight": Shape((4, 2), "float32")}, MODEL.tied), "has norm.weight"),
+        (changed(norm_weight=TensorSpec((3,), "float32")), r"its norm.weight is float32\[2\]"),
+        (
+            changed(norm_weight=TensorSpec((2,), "bfloat16")),
+            r"(?s)norm.weight.*expected: bfloat16\[2\]",
+        ),
+        (changed(new_weight=TensorSpec((2,), "float32")), "it has no new.weight"),
+        (
+            ModelTable({"embed.weight": TensorSpec((4, 2), "float32")}, MODEL.tied),
+            "has norm.weight",
+        ),
         (ModelTable(MODEL.tensors), "it has head.weight"),
-        (changed(head_weight=Shape((4, 2), "float32")), "head.weight is one with embed.weight"),
+        (
+            changed(head_weight=TensorSpec((4, 2), "float32")),
+            "head.weight is one with embed.weight",
+        ),
         (ModelTable(MODEL.tensors, {"norm.scale": "norm.weight"}), "norm.scale is a tensor of its"),
     ],
 )
-def test_another_model_is_refused_by_its_first_difference(
-    tmp_path: Path, model: ModelTable, says: str
-) -> None:
+def test_check_model_names_first_difference(tmp_path: Path, model: ModelTable, says: str) -> None:
     manifest = read_manifest(save(tmp_path, 1))
     with pytest.raises(CheckpointError, match=says):
         check_model(manifest, model, whole=True)
     assert model.fingerprint != MODEL.fingerprint
 
 
-def test_a_part_of_the_model_is_accepted_as_such(tmp_path: Path) -> None:
+def test_check_model_accepts_a_stage(tmp_path: Path) -> None:
     manifest = read_manifest(save(tmp_path, 1))
     part = ModelTable({"norm.weight": MODEL.tensors["norm.weight"]})
     check_model(manifest, part, whole=False)
@@ -209,22 +216,24 @@ def test_a_part_of_the_model_is_accepted_as_such(tmp_path: Path) -> None:
         check_model(manifest, part, whole=True)
 
 
-def test_stages_add_up_to_the_model_however_it_is_cut() -> None:
+def test_merged_stage_tables_equal_the_model() -> None:
     first = ModelTable({"embed.weight": MODEL.tensors["embed.weight"]})
     last = ModelTable(MODEL.tensors, MODEL.tied)
-    assert merged_tables([first, last]).fingerprint == MODEL.fingerprint
+    assert merge_tables([first, last]).fingerprint == MODEL.fingerprint
     decay, plain = {"lr": 0.1, "decay": 0.1}, {"lr": 0.1, "decay": 0.0}
     stages = [
-        OptimizerTable(("lr",), (Group(decay, ("a",)), Group(plain, ("b",))), {}),
+        OptimizerTable(("lr",), (ParamGroup(decay, ("a",)), ParamGroup(plain, ("b",))), {}),
         None,
-        OptimizerTable(("lr",), (Group(plain, ()), Group(decay, ("c", "a"))), {"c": {"n": 1}}),
+        OptimizerTable(
+            ("lr",), (ParamGroup(plain, ()), ParamGroup(decay, ("c", "a"))), {"c": {"n": 1}}
+        ),
     ]
-    assert merged_optimizers(stages) == OptimizerTable(
-        ("lr",), (Group(decay, ("a", "c")), Group(plain, ("b",))), {"c": {"n": 1}}
+    assert merge_optimizers(stages) == OptimizerTable(
+        ("lr",), (ParamGroup(decay, ("a", "c")), ParamGroup(plain, ("b",))), {"c": {"n": 1}}
     )
 
 
-def test_latest_is_silent_when_all_is_well(tmp_path: Path) -> None:
+def test_latest_does_not_warn_without_damage(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     with warnings.catch_warnings():

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from polyrhythm.events import Event, EventLog, worker_log
-from polyrhythm.observe.progress import Progress
+from polyrhythm.observe.progress import RunProgress
 from polyrhythm.observe.summary import Summary
 from polyrhythm.types import Worker
 
@@ -42,7 +42,7 @@ def append(logs: list[EventLog], step: int) -> None:
 def test_progress_follows_the_logs_of_all_pipelines(tmp_path: Path, terminal: bool) -> None:
     logs = [EventLog(worker_log(tmp_path, Worker(1, p))) for p in range(2)]
     screen = console(terminal=terminal)
-    with Progress(tmp_path, num_steps=10, num_pipelines=2, console=screen) as progress:
+    with RunProgress(tmp_path, num_steps=10, num_pipelines=2, console=screen) as progress:
         for step in range(10):
             append(logs, step)
             progress.update()
@@ -58,10 +58,10 @@ def test_progress_follows_the_logs_of_all_pipelines(tmp_path: Path, terminal: bo
         assert text.splitlines()[-1] == "step   10/10  loss 2.000  tokens/s p0 100  p1 100"
 
 
-def test_a_line_tells_the_loss_of_the_step_that_it_names(tmp_path: Path) -> None:
+def test_progress_line_shows_the_loss_of_its_step(tmp_path: Path) -> None:
     screen = console(terminal=False)
     logs = [EventLog(worker_log(tmp_path, Worker(1, p))) for p in range(2)]
-    with Progress(tmp_path, num_steps=3, num_pipelines=2, console=screen) as progress:
+    with RunProgress(tmp_path, num_steps=3, num_pipelines=2, console=screen) as progress:
         for step in range(3):  # one pipeline is ahead of the other
             logs[0]._append(step_event(0, step, loss=10.0 - step))
         progress.update()
@@ -80,7 +80,7 @@ def test_plain_progress_of_a_long_run_stays_short_and_ends_with_the_last_step(
     screen = console(terminal=False)
     with (
         EventLog(worker_log(tmp_path, Worker(1, 0))) as log,
-        Progress(tmp_path, num_steps=1003, num_pipelines=1, console=screen) as progress,
+        RunProgress(tmp_path, num_steps=1003, num_pipelines=1, console=screen) as progress,
     ):
         for step in range(1003):
             append([log], step)
@@ -92,7 +92,7 @@ def test_plain_progress_of_a_long_run_stays_short_and_ends_with_the_last_step(
 
 def test_progress_of_a_run_that_never_starts_prints_nothing(tmp_path: Path) -> None:
     screen = console(terminal=False)
-    with Progress(tmp_path, num_steps=3, num_pipelines=1, console=screen) as progress:
+    with RunProgress(tmp_path, num_steps=3, num_pipelines=1, console=screen) as progress:
         progress.update()
     assert printed(screen) == ""
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import PlanError
-from polyrhythm.plan.partition import Floats, deal_layers
+from polyrhythm.plan.partition import Floats, partition_layers
 from tests.pure.step_cases import seeds
 
 
@@ -62,9 +62,9 @@ def test_the_slowest_stage_is_as_fast_as_in_the_best_of_all_cuts(
     )
     if best == float("inf"):
         with pytest.raises(PlanError, match="no way to deal"):
-            deal_layers(work, slowness, transfers=transfers, fits=fits)
+            partition_layers(work, slowness, transfers=transfers, fits=fits)
         return
-    layers = deal_layers(work, slowness, transfers=transfers, fits=fits)
+    layers = partition_layers(work, slowness, transfers=transfers, fits=fits)
     assert sum(layers) == len(work)
     assert len(layers) == len(slowness)
     assert min(layers) >= 1
@@ -84,26 +84,26 @@ def test_the_slowest_stage_is_as_fast_as_in_the_best_of_all_cuts(
 def test_layers_are_dealt_by_speed(
     num_layers: int, slowness: list[float], expected: tuple[int, ...]
 ) -> None:
-    assert deal_layers([1.0] * num_layers, slowness) == expected
+    assert partition_layers([1.0] * num_layers, slowness) == expected
 
 
 def test_stages_before_the_slowest_one_are_as_even_as_can_be() -> None:
     """The last layer takes 10 whatever is done with the others."""
-    assert deal_layers([1, 1, 1, 1, 1, 1, 10], [1, 1, 1, 1]) == (2, 2, 2, 1)
+    assert partition_layers([1, 1, 1, 1, 1, 1, 10], [1, 1, 1, 1]) == (2, 2, 2, 1)
 
 
 def test_a_cut_with_a_slow_transfer_is_avoided() -> None:
     transfers = np.array([[0.0, 0.0, 9.0, 0.0, 0.0]])
-    assert deal_layers([1.0] * 4, [1, 1], transfers=transfers) in [(1, 3), (3, 1)]
+    assert partition_layers([1.0] * 4, [1, 1], transfers=transfers) in [(1, 3), (3, 1)]
 
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(PlanError, match="5 stages for 4 layers"):
-        deal_layers([1.0] * 4, [1.0] * 5)
+        partition_layers([1.0] * 4, [1.0] * 5)
 
 
-def test_stages_that_hold_nothing_are_refused() -> None:
+def test_stages_without_memory_are_refused() -> None:
     fits = np.ones((2, 4, 4), bool)
     fits[1] = False
     with pytest.raises(PlanError, match="3 layers to 2 stages"):
-        deal_layers([1.0] * 3, [1.0, 1.0], fits=fits)
+        partition_layers([1.0] * 3, [1.0, 1.0], fits=fits)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import PlanError
-from polyrhythm.plan.plan import PipelinePlan, Plan, Predicted, even_plan
+from polyrhythm.plan.plan import PipelinePlan, Plan, PredictedStep, even_plan
 
 
 @given(st.data(), st.integers(1, 40), st.integers(1, 6))
@@ -99,5 +99,5 @@ def test_a_batch_is_known_if_every_pipeline_says_its_micro_batches() -> None:
 
 
 def test_the_gap_is_the_share_that_could_be_saved() -> None:
-    assert Predicted(step=10.0, bound=8.0, parts=()).gap == pytest.approx(0.2)
-    assert Predicted(step=10.0, bound=10.1, parts=()).gap == 0.0  # rounding
+    assert PredictedStep(step=10.0, bound=8.0, parts=()).gap == pytest.approx(0.2)
+    assert PredictedStep(step=10.0, bound=10.1, parts=()).gap == 0.0  # rounding

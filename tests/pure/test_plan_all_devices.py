@@ -9,11 +9,11 @@ import pytest
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.model import AtSize, Layer, ModelProfile
 from polyrhythm.errors import PlanError
-from polyrhythm.plan.all_devices import merged, plan_for_all
-from polyrhythm.plan.job import Job
+from polyrhythm.plan.all_devices import merge_layers, plan_all_devices
+from polyrhythm.plan.job import TrainingJob
 from polyrhythm.plan.problem import Problem
 from polyrhythm.plan.search import make_plan
-from polyrhythm.schedule.planned import PlannedSchedules
+from polyrhythm.schedule.plan_schedules import PlannedSchedules
 
 
 def cluster(speeds: Sequence[float], *, memory: int | None = None) -> Cluster:
@@ -60,7 +60,7 @@ def profile(num_layers: int, *, parameter_bytes: int = 100_000) -> ModelProfile:
 
 
 def problem(speeds: Sequence[float], num_layers: int = 6, **more: int) -> Problem:
-    job = Job(batch=8, sync="decoupled")
+    job = TrainingJob(batch=8, sync="decoupled")
     return Problem(
         cluster=cluster(speeds, memory=more.get("memory")),
         profile=profile(num_layers, parameter_bytes=more.get("parameter_bytes", 100_000)),
@@ -71,7 +71,7 @@ def problem(speeds: Sequence[float], num_layers: int = 6, **more: int) -> Proble
 
 def test_every_device_runs_one_stage_and_no_other_numbers_do_better() -> None:
     asked = problem((1.0, 0.05, 1.0, 0.05))  # the slow ones would better be left out
-    plan = plan_for_all(asked)
+    plan = plan_all_devices(asked)
     devices = [device.name for device in asked.cluster.devices]
     assert sorted(d for pipeline in plan.pipelines for d in pipeline.devices) == devices
     assert plan.left_out == ()
@@ -86,7 +86,7 @@ def test_every_device_runs_one_stage_and_no_other_numbers_do_better() -> None:
 
 def test_layers_that_belong_together_are_on_one_stage() -> None:
     together = (1, 3, 2)
-    plan = plan_for_all(problem((1.0, 1.0)), layers_together=together)
+    plan = plan_all_devices(problem((1.0, 1.0)), layer_blocks=together)
     assert sum(plan.layers_per_stage) == 6
     assert plan.num_stages == 2
     assert set(accumulate(plan.layers_per_stage)) <= set(accumulate(together))
@@ -94,7 +94,7 @@ def test_layers_that_belong_together_are_on_one_stage() -> None:
 
 def test_layers_in_one_take_what_they_take_together() -> None:
     whole = profile(4)
-    joined = merged(whole, (1, 3))
+    joined = merge_layers(whole, (1, 3))
     first, rest = joined.layers
     assert first == whole.layers[0]
     assert rest.forward == pytest.approx(sum(layer.forward for layer in whole.layers[1:]))
@@ -105,11 +105,11 @@ def test_layers_in_one_take_what_they_take_together() -> None:
 
 
 def test_more_devices_than_layers_become_pipelines() -> None:
-    plan = plan_for_all(problem((1.0,) * 4, num_layers=2))
+    plan = plan_all_devices(problem((1.0,) * 4, num_layers=2))
     assert plan.num_workers == 4
     assert plan.num_stages <= 2
 
 
 def test_what_fits_nowhere_is_refused_with_what_is_lacking() -> None:
     with pytest.raises(PlanError, match="GiB"):
-        plan_for_all(problem((1.0, 1.0), memory=1_000_000, parameter_bytes=10**7))
+        plan_all_devices(problem((1.0, 1.0), memory=1_000_000, parameter_bytes=10**7))

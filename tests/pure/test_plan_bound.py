@@ -55,5 +55,5 @@ def test_the_bound_meets_a_planted_optimum() -> None:
 def test_fewer_levels_lower_the_bound_and_keep_it_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     times = published("case5_worldwide", noise=0)
     whole = lower_bound(times)
-    monkeypatch.setattr(bound, "MOST_LEVELS", 5)
+    monkeypatch.setattr(bound, "MAX_LEVELS", 5)
     assert 0 < lower_bound(times) < whole

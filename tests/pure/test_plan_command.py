@@ -14,11 +14,11 @@ from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.scale import fewer_devices
 from polyrhythm.describe.write import write_cluster, write_model
 from polyrhythm.plan import search
-from polyrhythm.plan.job import Job, Objective
+from polyrhythm.plan.job import Objective, TrainingJob
 from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.problem import Problem
-from polyrhythm.plan.replan import Replanned
-from polyrhythm.plan.search import Planned, make_plan
+from polyrhythm.plan.replan import ReplanResult
+from polyrhythm.plan.search import PlanResult, make_plan
 from tests.pure.plan_examples import cluster, predicted, problem, profile
 
 SITES = {"Oregon": 3, "Tokyo": 2}
@@ -39,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     """What the search was asked for."""
     problems: list[Problem] = []
 
-    def spied(of: Problem, **options: Any) -> Planned:
+    def spied(of: Problem, **options: Any) -> PlanResult:
         problems.append(of)
         return make_plan(of, **options)
 
@@ -49,7 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
 
 @pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_plan(*_: object, **__: object) -> Planned:
+    def make_plan(*_: object, **__: object) -> PlanResult:
         pytest.fail("this should have been refused before any search")
 
     monkeypatch.setattr(search, "make_plan", make_plan)
@@ -81,7 +81,7 @@ def test_a_plan_is_shown_and_written(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.usefixtures("asked")
-def test_nothing_is_written_unasked(folder: Path) -> None:
+def test_no_file_is_written_without_out(folder: Path) -> None:
     before = sorted(folder.iterdir())
     assert plan(*GOOD) == 0
     assert sorted(folder.iterdir()) == before
@@ -98,7 +98,7 @@ def test_options_reach_the_search(asked: list[Problem]) -> None:
     assert (job.gradient_bytes, job.optimizer_bytes, job.memory_reserve) == (2, 6, 0.2)
 
 
-def test_names_of_what_comes_along_will_do(asked: list[Problem]) -> None:
+def test_bundled_names_are_accepted(asked: list[Problem]) -> None:
     arguments = "case5_worldwide bert-base-128 --flops 1e13 --batch 48 --dtype float16 --stages 8"
     assert plan(*arguments.split()) == 0
     assert asked[0].num_devices == 64
@@ -123,7 +123,7 @@ def test_without_flops_a_model_is_counted_for_the_clusters_own(asked: list[Probl
     ("pick", "degrees", "place"),
     [("fastest", (1, 5), "1"), ("cheapest", (1, 1), "5"), ("2", (2, 2), "2")],
 )
-def test_of_a_front_the_plan_that_is_picked_is_written(
+def test_picked_plan_of_the_front_is_written(
     asked: list[Problem],
     capsys: pytest.CaptureFixture[str],
     pick: str,
@@ -142,11 +142,11 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A replan that moves a device to a 2 x 2 plan; what it was asked for."""
     asked: dict[str, Any] = {}
 
-    def replan(running: Plan, of: Problem, **options: Any) -> Replanned:
+    def replan(running: Plan, of: Problem, **options: Any) -> ReplanResult:
         asked.update(options, running=running, problem=of)
         best = predicted(2, 2, of)
-        return Replanned(
-            planned=Planned(best=best, bound=0.5 * best.time.total, front=()),
+        return ReplanResult(
+            planned=PlanResult(best=best, bound=0.5 * best.time.total, front=()),
             migration=12.0,
             moved=("Oregon/2",),
             from_checkpoint=(),
@@ -219,7 +219,7 @@ def test_a_running_plan_whose_device_is_lost_cannot_go_on(
         ("cluster.toml nowhere.json --batch 8", "cannot read it"),
     ],
 )
-def test_what_is_wrong_is_refused_before_any_search(
+def test_invalid_arguments_are_refused_before_the_search(
     capsys: pytest.CaptureFixture[str], arguments: str, says: str
 ) -> None:
     assert plan(*arguments.split()) == 2
@@ -240,7 +240,7 @@ def test_what_is_wrong_is_refused_before_any_search(
         ("cluster.toml profile.json --batch 8 --pipelines 6", "6 pipelines"),
     ],
 )
-def test_what_no_plan_can_do_is_refused_by_the_search(
+def test_infeasible_job_is_refused_by_the_search(
     capsys: pytest.CaptureFixture[str], arguments: str, says: str
 ) -> None:
     assert plan(*arguments.split()) == 2
@@ -287,7 +287,9 @@ def test_one_device_gets_a_plan_by_the_real_search(capsys: pytest.CaptureFixture
 
 
 def test_a_lost_device_is_replaced_by_the_real_search(capsys: pytest.CaptureFixture[str]) -> None:
-    predicted(2, 1, problem(cluster({"Oregon": 3}), job=Job(batch=8))).plan.save(Path("old.json"))
+    predicted(2, 1, problem(cluster({"Oregon": 3}), job=TrainingJob(batch=8))).plan.save(
+        Path("old.json")
+    )
     where = cluster({"Oregon": 3})
     write_cluster(replace(where, devices=where.devices[1:]), Path("now.toml"))
     options = "--running old.json --steps 100 --stages 2 --pipelines 1 -o plan.json"
@@ -304,7 +306,7 @@ def test_fewer_devices_keep_the_prices_of_their_regions() -> None:
     assert fewer.egress_price_per_gb == (prices["spot_instance_0"], prices["standalone"])
 
 
-def test_help_does_not_wait_for_what_plans() -> None:
+def test_help_does_not_import_the_planner() -> None:
     check = "import polyrhythm.cli, sys; print({'numba', 'scipy', 'numpy'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True

@@ -62,7 +62,7 @@ def test_a_type_costs_what_its_stages_cost() -> None:
         assert sync == pytest.approx(group_sync(group, times))
 
 
-@given(small_times(most_devices=6))
+@given(small_times(max_devices=6))
 def test_the_exact_search_finds_the_best_layout(times: PairTimes) -> None:
     found = search_exactly(times)
     assert found.complete
@@ -83,5 +83,5 @@ def test_the_published_regions_are_solved_exactly() -> None:
 
 
 def test_a_search_that_is_cut_short_says_so() -> None:
-    assert not search_exactly(published("case4_regional"), most_nodes=1000).complete
+    assert not search_exactly(published("case4_regional"), max_nodes=1000).complete
     assert not search_exactly(published("case5_worldwide")).complete  # too many types

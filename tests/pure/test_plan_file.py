@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from polyrhythm.cost.sync import Sync
 from polyrhythm.errors import PlanError, UserError
-from polyrhythm.plan.plan import PipelinePlan, Plan, Predicted, TimePart, even_plan
+from polyrhythm.plan.plan import PipelinePlan, Plan, PredictedStep, TimePart, even_plan
 from polyrhythm.plan.plan_file import SCHEMA, read_plan, write_plan
 
 MANUAL = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def plans(draw: st.DrawFn) -> Plan:
         predicted=draw(
             st.none()
             | st.builds(
-                Predicted,
+                PredictedStep,
                 step=amounts,
                 bound=amounts,
                 parts=st.lists(parts, max_size=3).map(tuple),
@@ -88,7 +88,7 @@ def test_devices_of_a_pipeline_stand_on_one_line_and_times_have_their_unit(tmp_p
     plan = Plan(
         layers_per_stage=(1,) * 6,
         pipelines=(PipelinePlan(devices=devices),),
-        predicted=Predicted(step=1.23456789, bound=1.0, parts=(TimePart(name="x", takes=1.2),)),
+        predicted=PredictedStep(step=1.23456789, bound=1.0, parts=(TimePart(name="x", takes=1.2),)),
     )
     write_plan(plan, tmp_path / "plan.json")
     text = (tmp_path / "plan.json").read_text()

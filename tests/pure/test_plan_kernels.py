@@ -13,14 +13,14 @@ from benchmarks.plan.cases import published
 from polyrhythm import compiled
 from polyrhythm.compiled import seed
 from polyrhythm.cost.dtfm import PairTimes, best_layout, best_order, layout_cost
-from polyrhythm.plan.construct import constructed, nearest
+from polyrhythm.plan.construction import construct_layouts, nearest
 from polyrhythm.plan.dtfm import path
-from polyrhythm.plan.dtfm.anneal import Schedule, anneal
-from polyrhythm.plan.dtfm.grid import Mood, started, swap_devices
+from polyrhythm.plan.dtfm.anneal import AnnealingSchedule, anneal
+from polyrhythm.plan.dtfm.grid import Acceptance, make_grid, swap_devices
+from polyrhythm.plan.dtfm.group_layout import layout_of_groups, partition_cost
 from polyrhythm.plan.dtfm.matching import bottleneck
-from polyrhythm.plan.dtfm.moves import swap_ends, swap_runs, turn_stages
+from polyrhythm.plan.dtfm.moves import reverse_stages, swap_ends, swap_runs
 from polyrhythm.plan.dtfm.path import cheapest_order, path_length
-from polyrhythm.plan.dtfm.settle import partition_cost, settled
 from tests.pure.dtfm_cases import small_times
 
 
@@ -69,7 +69,7 @@ def test_a_hidden_path_through_many_stages_is_found(number: int) -> None:
 
 def test_an_order_improved_step_by_step_is_mostly_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 9 stages it was in all 40 draws; with only one of the two kinds of steps not in all."""
-    monkeypatch.setattr(path, "MOST_EXACT", 1)
+    monkeypatch.setattr(path, "MAX_EXACT", 1)
     rng = np.random.default_rng(0)
     longer = []
     for _ in range(40):
@@ -92,44 +92,44 @@ def test_an_order_of_many_stages_is_never_far_from_a_good_one() -> None:
 
 
 @given(small_times(), st.integers(0, 100))
-def test_settled_groups_cost_what_the_reference_says(times: PairTimes, number: int) -> None:
+def test_layout_of_groups_costs_what_the_reference_says(times: PairTimes, number: int) -> None:
     devices = np.random.default_rng(number).permutation(times.num_devices)
     groups = devices.reshape(times.num_stages, times.num_pipelines)
     reference = best_layout(groups.tolist(), times)
-    assert settled(groups, times).total == pytest.approx(reference.total)
+    assert layout_of_groups(groups, times).total == pytest.approx(reference.total)
     assert partition_cost(groups, times) == pytest.approx(reference.total)
 
 
 @given(small_times(), st.integers(0, 2**32 - 1), st.floats(0, 1))
-def test_annealing_keeps_its_books(times: PairTimes, number: int, blend: float) -> None:
+def test_annealing_keeps_grid_consistent(times: PairTimes, number: int, blend: float) -> None:
     """Thousands of moves later the cost, kept move by move, is that of the layout."""
     seed(number)
     layout = np.arange(times.num_devices).reshape(times.num_stages, times.num_pipelines)
     before = layout_cost(layout.tolist(), times).total
-    schedule = Schedule(2000, 5.0, 0.01, blend, 0.0)
+    schedule = AnnealingSchedule(2000, 5.0, 0.01, blend, 0.0)
     found = anneal(layout, times.sync, times.hop, nearest(times.hop, 3), schedule)
     assert found == pytest.approx(layout_cost(layout.tolist(), times).total)
     assert found <= before * (1 + 1e-9)
 
 
 @given(small_times(), st.integers(0, 2**32 - 1))
-def test_every_move_keeps_all_books(times: PairTimes, number: int) -> None:
+def test_every_move_keeps_grid_consistent(times: PairTimes, number: int) -> None:
     """Also the means, which decide what is accepted and are in no result."""
     rng = np.random.default_rng(number)
     np.random.seed(number)
     devices = np.arange(times.num_devices).reshape(times.num_stages, times.num_pipelines)
-    grid, last = started(devices, times.sync, times.hop), times.num_stages - 1
+    grid, last = make_grid(devices, times.sync, times.hop), times.num_stages - 1
     for _ in range(20):
-        mood = Mood(rng.random(), rng.choice([np.inf, rng.exponential()]))
+        acceptance = Acceptance(rng.random(), rng.choice([np.inf, rng.exponential()]))
         s, t = rng.integers(times.num_stages, size=2)
         p, q = rng.integers(times.num_pipelines, size=2)
-        swap_devices(grid, grid.layout[s, p], grid.layout[t, q], mood)
-        turn_stages(grid, s, t, mood)
+        swap_devices(grid, grid.layout[s, p], grid.layout[t, q], acceptance)
+        reverse_stages(grid, s, t, acceptance)
         if s < last:
-            swap_ends(grid, s + 1, p, q, mood)
+            swap_ends(grid, s + 1, p, q, acceptance)
         if last > 2:
-            swap_runs(grid, 2, mood)
-        for kept, fresh in zip(grid, started(grid.layout, times.sync, times.hop), strict=True):
+            swap_runs(grid, 2, acceptance)
+        for kept, fresh in zip(grid, make_grid(grid.layout, times.sync, times.hop), strict=True):
             assert kept == pytest.approx(fresh, abs=1e-9)
 
 
@@ -138,11 +138,11 @@ def test_annealing_improves_a_real_cluster() -> None:
     times = published("case5_worldwide", shuffle=0, noise=0)
     layout = np.arange(64).reshape(8, 8)
     before = layout_cost(layout.tolist(), times).total
-    schedule = Schedule(50_000, 0.5, 0.02, 0.9, 0.05)
+    schedule = AnnealingSchedule(50_000, 0.5, 0.02, 0.9, 0.05)
     assert anneal(layout, times.sync, times.hop, nearest(times.hop, 8), schedule) < before / 2
 
 
-def test_old_machine_code_is_removed_and_the_newest_kept(tmp_path: Path) -> None:
+def test_old_compiled_code_is_removed(tmp_path: Path) -> None:
     for number in range(7):
         (tmp_path / f"compiled-plan-{number}").mkdir()
         os.utime(tmp_path / f"compiled-plan-{number}", (number, number))
@@ -155,8 +155,8 @@ def test_old_machine_code_is_removed_and_the_newest_kept(tmp_path: Path) -> None
 
 
 @given(small_times())
-def test_layouts_made_in_one_go_have_every_device_once(times: PairTimes) -> None:
-    layouts = list(constructed(times))
+def test_constructed_layouts_have_every_device_once(times: PairTimes) -> None:
+    layouts = list(construct_layouts(times))
     assert layouts
     for layout in layouts:
         layout_cost(layout.tolist(), times)  # refuses anything else

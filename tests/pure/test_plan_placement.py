@@ -12,11 +12,11 @@ from benchmarks.plan.cases import BEST, planted, published
 from polyrhythm.cost.dtfm import PairTimes, layout_cost
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.dtfm.bound import lower_bound
-from polyrhythm.plan.dtfm.placement import Effort, Placement, place
-from reproduction.dtfm.genetic import Settings, search
+from polyrhythm.plan.dtfm.placement import Placement, SearchEffort, place
+from reproduction.dtfm.genetic import GeneticSettings, search
 from tests.pure.dtfm_cases import brute_force, small_times
 
-SHORT = Effort(num_rounds=5, num_moves=20_000)
+SHORT = SearchEffort(num_rounds=5, num_moves=20_000)
 
 
 @pytest.mark.parametrize("name", BEST)
@@ -30,7 +30,7 @@ def test_the_best_known_layout_is_found_in_any_order_of_devices(name: str) -> No
 @settings(max_examples=50)
 @given(small_times(), st.integers(0, 1000))
 def test_small_clusters_are_placed_as_well_as_by_brute_force(times: PairTimes, seed: int) -> None:
-    found = place(times, seed=seed, effort=Effort(num_rounds=4, num_moves=5000))
+    found = place(times, seed=seed, effort=SearchEffort(num_rounds=4, num_moves=5000))
     best = brute_force(times)
     assert best * (1 - 1e-9) <= found.cost.total <= best * 1.02
     assert found.bound <= best * (1 + 1e-9)
@@ -54,14 +54,14 @@ print(place(times, seed=3, effort=Effort(num_rounds=2, num_moves=5000)).cost.lay
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True
     )
     times = published("case5_worldwide", shuffle=0, noise=0)
-    here = place(times, seed=3, effort=Effort(num_rounds=2, num_moves=5000))
+    here = place(times, seed=3, effort=SearchEffort(num_rounds=2, num_moves=5000))
     assert done.stdout == f"{here.cost.layout}\n"
 
 
 def test_unequal_links_are_planned_far_better_than_by_the_published_search() -> None:
     """At a fifth of the published evaluations here; `polyrhythm bench plan` has them all."""
     times = published("case5_worldwide", shuffle=0, noise=0)
-    reference = search(times, seed=0, settings=Settings(num_evaluations=1000)).best
+    reference = search(times, seed=0, settings=GeneticSettings(num_evaluations=1000)).best
     found = place(times, effort=SHORT)
     assert found.cost.total < 0.85 * reference.total
     assert lower_bound(times) <= found.cost.total
@@ -106,7 +106,7 @@ def test_one_device_costs_nothing() -> None:
 @pytest.mark.parametrize("effort", [{"num_rounds": -1}, {"num_moves": 0}])
 def test_an_impossible_effort_is_refused(effort: dict[str, int]) -> None:
     with pytest.raises(PlanError, match="rounds"):
-        Effort(**effort)
+        SearchEffort(**effort)
 
 
 def test_nothing_is_compiled_until_a_search_begins() -> None:

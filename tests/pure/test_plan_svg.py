@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyrhythm.describe.cluster import Cluster, Device
-from polyrhythm.observe.plan_map import HEIGHT, WIDTH, Box, arranged, placed
+from polyrhythm.observe.plan_map import HEIGHT, WIDTH, Box, arrange_boxes, place_devices
 from polyrhythm.observe.plan_svg import draw_plan
-from polyrhythm.plan.plan import PipelinePlan, Plan, Predicted
+from polyrhythm.plan.plan import PipelinePlan, Plan, PredictedStep
 from tests.pure.plan_examples import cluster
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -55,7 +55,7 @@ def title(element: ElementTree.Element) -> str:
         ({"all": 64}, 16, 4),
     ],
 )
-def test_everybody_is_in_the_picture(
+def test_all_devices_pipelines_and_groups_are_drawn(
     sizes: dict[str, int], num_stages: int, num_pipelines: int
 ) -> None:
     where = cluster(sizes)
@@ -134,7 +134,7 @@ def test_names_of_any_letters_give_valid_xml(names: list[str], model: str) -> No
         plan_of(where, 2, len(names) // 2),
         model=model,
         cluster=model,
-        predicted=Predicted(step=1.5, bound=1.0, parts=()),
+        predicted=PredictedStep(step=1.5, bound=1.0, parts=()),
     )
     picture = drawn(plan, where)
     assert len(by_class(picture, "device")) == len(names)
@@ -153,11 +153,11 @@ def corners(boxes: list[Box]) -> list[tuple[float, float, float, float]]:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=16), st.integers(1, 8))
-def test_nothing_lies_on_top_of_anything_else(sizes: list[int], num_stages: int) -> None:
+def test_devices_and_boxes_do_not_overlap(sizes: list[int], num_stages: int) -> None:
     where = cluster({f"r{i}": size for i, size in enumerate(sizes)})
     num_stages = min(num_stages, sum(sizes))
-    boxes = arranged(
-        placed(plan_of(where, num_stages, sum(sizes) // num_stages), where), left=5, top=7
+    boxes = arrange_boxes(
+        place_devices(plan_of(where, num_stages, sum(sizes) // num_stages), where), left=5, top=7
     )
     devices = [
         (box.x + p.x - WIDTH / 2, box.y + p.y - HEIGHT / 2, box.x + p.x + WIDTH / 2, box.y + p.y)

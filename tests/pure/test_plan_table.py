@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from polyrhythm.observe.plan_progress import MOST_LINES, PlanProgress
-from polyrhythm.observe.plan_table import MOST_ROWS, show_change, show_front, show_plan
+from polyrhythm.observe.plan_progress import MAX_LINES, PlanProgress
+from polyrhythm.observe.plan_table import MAX_ROWS, show_change, show_front, show_plan
 from polyrhythm.plan.plan import PipelinePlan, TimePart
 from polyrhythm.plan.predict import Prediction, predict
-from polyrhythm.plan.replan import Replanned
-from polyrhythm.plan.search import Planned, Progress
+from polyrhythm.plan.replan import ReplanResult
+from polyrhythm.plan.search import PlanResult, SearchProgress
 from tests.pure.plan_examples import cluster, predicted, problem, profile
 
 FOUR = problem(cluster({"Oregon": 3, "Tokyo": 2}))
@@ -24,7 +24,7 @@ def shown(
 ) -> str:
     console = Console(file=io.StringIO(), width=80)
     least = 0.75 * prediction.time.total if bound is None else bound
-    planned = Planned(best=prediction, bound=least, front=(), price_bound=price_bound)
+    planned = PlanResult(best=prediction, bound=least, front=(), price_bound=price_bound)
     show_plan(prediction, planned, console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -85,7 +85,7 @@ def test_the_three_largest_parts_are_named_with_their_shares() -> None:
     assert parts_shown in text
 
 
-def test_without_prices_and_without_anybody_left_out_nothing_is_said_of_them() -> None:
+def test_prices_and_left_out_devices_are_shown_only_if_present() -> None:
     text = shown(predicted(2, 2, problem(cluster({"a": 2, "b": 2}, price=None))))
     assert "price" not in text
     assert "left out" not in text
@@ -94,7 +94,7 @@ def test_without_prices_and_without_anybody_left_out_nothing_is_said_of_them() -
 @pytest.mark.parametrize("by_stage", [True, False])
 def test_many_devices_share_rows_and_none_is_missing(by_stage: bool) -> None:
     prediction = predicted(8, 8, MANY, by_stage=by_stage)
-    assert len(prediction.uses) > MOST_ROWS
+    assert len(prediction.uses) > MAX_ROWS
     text = shown(prediction)
     rows = [line for line in text.splitlines() if "GiB" in line or "MiB" in line]
     assert len(rows) == 8
@@ -150,8 +150,8 @@ def change(
     lost: tuple[int, ...] = (),
 ) -> str:
     console = Console(file=io.StringIO(), width=80)
-    answer = Replanned(
-        planned=Planned(best=chosen, bound=0.1, front=()),
+    answer = ReplanResult(
+        planned=PlanResult(best=chosen, bound=0.1, front=()),
         migration=migration,
         moved=moved,
         from_checkpoint=lost,
@@ -161,7 +161,7 @@ def change(
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def test_a_move_says_who_moves_what_it_takes_and_when_it_is_won_back() -> None:
+def test_change_shows_moved_devices_migration_time_and_break_even() -> None:
     slow, fast = predicted(2, 1, FOUR), predicted(2, 2, FOUR)
     text = change(slow, fast, "Oregon/2", "Tokyo/0")
     steps = 30 / (slow.time.total - fast.time.total)
@@ -178,14 +178,14 @@ def test_a_plan_that_cannot_go_on_says_why_and_promises_no_gain() -> None:
     assert line(text, "lost").startswith("lost       layers 3-4, 7 are on no device")
 
 
-def test_a_plan_that_stays_moves_nobody() -> None:
+def test_kept_plan_moves_no_device() -> None:
     same = predicted(2, 2, FOUR)
     text = change(same, same, migration=0.0)
     assert "every device keeps its layers" in text
     assert "migration" not in text
 
 
-def test_a_restart_takes_time_even_if_nobody_moves() -> None:
+def test_restart_takes_time_even_if_no_device_moves() -> None:
     text = change(predicted(2, 1, FOUR), predicted(2, 2, FOUR), migration=5.0)
     assert "every device keeps its layers" in text
     assert line(text, "migration").startswith("migration  5s, then ")
@@ -196,14 +196,14 @@ def test_without_a_terminal_a_search_prints_few_lines() -> None:
     best = "about 2 s, 2 stages"
     with PlanProgress(console) as progress:
         for done in range(1000):
-            progress.update(Progress(doing="[some] thing", done=done, total=1000, best=best))
+            progress.update(SearchProgress(doing="[some] thing", done=done, total=1000, best=best))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert 2 <= len(lines) <= MOST_LINES + 1
+    assert 2 <= len(lines) <= MAX_LINES + 1
     assert lines[0] == "planning 0/1000: [some] thing; best so far about 2 s, 2 stages"
 
 
 def test_on_a_terminal_the_line_keeps_brackets_as_they_are() -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     with PlanProgress(console) as progress:
-        progress.update(Progress(doing="[some] thing", done=1, total=2, best=""))
+        progress.update(SearchProgress(doing="[some] thing", done=1, total=2, best=""))
     assert "planning 1/2: [some] thing" in console.file.getvalue()  # type: ignore[attr-defined]

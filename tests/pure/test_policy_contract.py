@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.pairwise import Pairwise
+from polyrhythm.sync.policies.pairwise import Pairwise
+from polyrhythm.sync.policies.random_groups import RandomGroups
+from polyrhythm.sync.policies.smart import SmartGroups
+from polyrhythm.sync.policies.ssp import BoundedStaleness
+from polyrhythm.sync.policies.static import StaticGroups
 from polyrhythm.sync.policy import Policy
-from polyrhythm.sync.random_groups import RandomGroups
-from polyrhythm.sync.smart import SmartGroups
-from polyrhythm.sync.ssp import BoundedStaleness
-from polyrhythm.sync.static import StaticGroups
 from polyrhythm.types import Group, Seconds, Worker
 
 MAKE: dict[str, Callable[[int], Policy]] = {
@@ -207,7 +207,7 @@ def test_every_step_ends_and_groups_never_overlap(
     joins=st.lists(st.tuples(st.integers(0, 3), st.floats(0, 12)), max_size=3),
     failing=st.sets(st.integers(0, 12), max_size=4),
 )
-def test_nobody_waits_for_ever_when_workers_come_and_go_and_averages_fail(
+def test_no_deadlock_with_churn_and_failing_averages(
     name: str,
     nodes: list[int],
     seed: int,
@@ -235,7 +235,7 @@ def test_all_workers_are_connected_by_their_groups(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["static", "random", "smart", "pairwise", "ssp"])
-def test_a_report_from_a_stranger_or_a_second_join_is_refused(name: str) -> None:
+def test_reports_of_unknown_workers_and_second_joins_are_refused(name: str) -> None:
     policy, worker = MAKE[name](2), Worker(0, 0)
     report = policy.on_request if name in ("random", "smart") else policy.on_ready
     with pytest.raises(PolicyError, match="s0p0 is not here"):

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.local import OuterNesterov, pseudo_gradient
+from polyrhythm.sync.policies.local import OuterNesterov, pseudo_gradient
 
 fractions = st.fractions(-5, 5, max_denominator=50)
 
 
 @given(fractions, st.lists(fractions, min_size=1, max_size=10), st.fractions(0, Fraction(19, 20)))
-def test_the_outer_step_is_the_look_ahead_of_nesterov(
+def test_outer_step_equals_nesterov_momentum(
     start: Fraction, gradients: list[Fraction], momentum: Fraction
 ) -> None:
     lr = Fraction(7, 10)
@@ -38,7 +38,7 @@ def test_without_momentum_and_with_lr_1_it_is_the_plain_average(
     assert moved == mean
 
 
-def test_arrays_do_what_numbers_do_and_stay_unchanged() -> None:
+def test_outer_step_on_arrays_equals_scalars_and_is_out_of_place() -> None:
     anchor, mean = np.array([1.0, -2.0]), np.array([[0.5, 3.0], [4.0, 4.0]])
     gradient = pseudo_gradient(anchor, mean)
     velocity = np.full((2, 2), 0.25)

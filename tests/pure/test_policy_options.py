@@ -18,12 +18,12 @@ from polyrhythm.run.coordinator.options import at_flag, parse_options
         ),
     ],
 )
-def test_options_are_read_as_they_are_meant(texts: list[str], options: dict[str, object]) -> None:
+def test_options_are_parsed(texts: list[str], options: dict[str, object]) -> None:
     assert parse_options(texts, flag="--options") == options
 
 
 @pytest.mark.parametrize("text", ["nonsense", "=1", '{"group_size"', "{}x", ""])
-def test_what_is_no_option_is_refused_with_the_flag(text: str) -> None:
+def test_malformed_option_is_refused_and_names_the_flag(text: str) -> None:
     with pytest.raises(PolicyError) as refused:
         parse_options([text], flag="--sync-options")
     assert refused.value.wrong.startswith(f"--sync-options {text!r}")
@@ -37,6 +37,6 @@ def test_what_is_no_option_is_refused_with_the_flag(text: str) -> None:
         ("did you mean 'age'?", "did you mean 'age'?"),
     ],
 )
-def test_what_to_do_is_said_for_the_command_line(fix: str, at_command_line: str) -> None:
+def test_error_fix_names_the_command_line_flag(fix: str, at_command_line: str) -> None:
     error = at_flag(PolicyError("wrong", expected="right", fix=fix), flag="--options")
     assert (error.wrong, error.expected, error.fix) == ("wrong", "right", at_command_line)

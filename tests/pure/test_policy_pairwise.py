@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.pairwise import Pairwise
+from polyrhythm.sync.policies.pairwise import Pairwise
 from polyrhythm.types import Seconds, Worker
 from tests.pure.test_policy_contract import Job, job_of, random_durations
 
@@ -40,7 +40,7 @@ def test_each_exchange_has_one_active_and_one_passive_worker(num_workers: int, s
 
 
 @given(st.integers(2, 9), st.integers(0, 99))
-def test_a_wait_is_for_exchanges_never_for_a_computation(num_workers: int, seed: int) -> None:
+def test_pairwise_never_waits_for_computation(num_workers: int, seed: int) -> None:
     policy = Pairwise(seed)
     job = job_of(policy, [0] * num_workers, random_durations(seed), num_steps=8)
     job.exchange = 0.01
@@ -64,7 +64,7 @@ def test_a_passive_worker_waits_for_no_more_than_the_exchange_it_is_in() -> None
     assert sum(wait == 0 for wait in waits) > 0.4 * len(waits)
 
 
-def test_a_slow_passive_worker_slows_nobody_and_is_met_all_the_same() -> None:
+def test_slow_passive_worker_delays_nobody_and_still_averages() -> None:
     slow = Worker(0, 1)  # the second to join: passive
 
     def duration(worker: Worker, step: int) -> Seconds:
@@ -78,7 +78,7 @@ def test_a_slow_passive_worker_slows_nobody_and_is_met_all_the_same() -> None:
     assert sum(slow in pair for pair in exchanges(job)) > 10
 
 
-def test_all_pairs_across_the_sides_meet_about_equally_often() -> None:
+def test_active_passive_pairs_are_uniform() -> None:
     job = job_of(Pairwise(seed=3), [0] * 6, lambda worker, step: 1.0, num_steps=10**6)
     for pipeline in range(6):
         job.at(400.0, lambda p=pipeline: job.leave(Worker(0, p)))
@@ -89,7 +89,9 @@ def test_all_pairs_across_the_sides_meet_about_equally_often() -> None:
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=6, unique=True), st.integers(0, 99))
-def test_both_sides_stay_alive_when_workers_leave(leaving: list[int], seed: int) -> None:
+def test_active_and_passive_sets_stay_balanced_when_workers_leave(
+    leaving: list[int], seed: int
+) -> None:
     policy = Pairwise(seed)
     job = job_of(policy, [0] * 8, random_durations(seed), num_steps=10**6)
     for pipeline in leaving:
@@ -118,7 +120,7 @@ def test_an_active_worker_reports_once() -> None:
     assert [g.members for g in policy.on_done(group, True, 1.0)] == [(workers[1], workers[2])]
 
 
-def test_who_leaves_while_it_waits_is_met_no_more() -> None:
+def test_worker_that_left_is_not_paired() -> None:
     policy, workers = Pairwise(), [Worker(0, p) for p in range(3)]
     for worker in workers:
         policy.on_join(worker, "n0", 0.0)

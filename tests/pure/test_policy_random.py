@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.random_groups import RandomGroups
+from polyrhythm.sync.policies.random_groups import RandomGroups
 from polyrhythm.types import Group, Worker
 from tests.pure.test_policy_contract import job_of, random_durations
 
 W = [Worker(0, pipeline) for pipeline in range(9)]
 
 
-class Script:
+class ScriptedRandom:
     """Draws what it is told to."""
 
     def __init__(self, *draws: list[Worker]) -> None:
@@ -41,7 +41,7 @@ def members(groups: list[Group]) -> list[tuple[int, ...]]:
 
 def test_an_overlapping_group_waits_for_the_locks_as_in_figure_8_of_the_paper() -> None:
     policy = with_workers(RandomGroups(), 9)
-    policy._random = Script([W[4], W[5]], [W[4], W[5]], [W[1], W[2]], [W[2], W[3]])  # type: ignore[assignment]
+    policy._random = ScriptedRandom([W[4], W[5]], [W[4], W[5]], [W[1], W[2]], [W[2], W[3]])  # type: ignore[assignment]
     assert policy.on_request(W[0], 0.0) == policy.on_request(W[7], 0.0) == []
     assert policy.on_request(W[4], 0.0) == []  # draws 1, 2 for itself, and waits for 0, 4, 5
     [first] = policy.on_request(W[5], 0.0)
@@ -51,9 +51,9 @@ def test_an_overlapping_group_waits_for_the_locks_as_in_figure_8_of_the_paper() 
     assert members(policy.on_request(W[4], 1.0)) == [(4, 5, 7)]
 
 
-def test_a_younger_group_passes_one_that_waits_but_not_too_often() -> None:
+def test_younger_group_passes_a_waiting_one_at_most_max_passes_times() -> None:
     policy = with_workers(RandomGroups(group_size=2, max_passes=1), 5)
-    policy._random = Script([W[1]], [W[1]], [W[2]], [W[2]], [W[0]], [W[0]])  # type: ignore[assignment]
+    policy._random = ScriptedRandom([W[1]], [W[1]], [W[2]], [W[2]], [W[0]], [W[0]])  # type: ignore[assignment]
     assert policy.on_request(W[0], 0.0) == policy.on_request(W[2], 0.0) == []  # 0, 1 then 1, 2
     [passing] = policy.on_request(W[3], 0.0)
     assert members([passing]) == [(2, 3)]
@@ -97,7 +97,7 @@ def test_groups_have_their_size_while_all_are_here(
     assert sizes <= {min(group_size, num_workers)}
 
 
-def test_all_pairs_meet_about_equally_often() -> None:
+def test_random_pairs_are_uniform() -> None:
     job = job_of(RandomGroups(seed=5), [0] * 6, lambda worker, step: 1.0, num_steps=400).run()
     groups = [group for _, group in job.formed if len(group.members) == 3]
     met = Counter(pair for group in groups for pair in combinations(group.members, 2))
@@ -127,6 +127,6 @@ def test_a_worker_asks_once_and_a_group_ends_once() -> None:
 
 
 @pytest.mark.parametrize(("group_size", "max_passes"), [(1, 0), (0, 0), (3, -1)])
-def test_sizes_that_cannot_work_are_refused(group_size: int, max_passes: int) -> None:
+def test_invalid_random_group_sizes_are_refused(group_size: int, max_passes: int) -> None:
     with pytest.raises(PolicyError, match="fix:"):
         RandomGroups(group_size, max_passes=max_passes)

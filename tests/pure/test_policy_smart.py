@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.buffers import GroupBuffers
-from polyrhythm.sync.smart import HALVE_GAPS_EVERY, SmartGroups
+from polyrhythm.sync.group_buffers import GroupBuffers
+from polyrhythm.sync.policies.smart import HALVE_GAPS_EVERY, SmartGroups
 from polyrhythm.types import Group, Seconds, Worker
 from tests.pure.test_policy_contract import Job, job_of, node_lists, random_durations
 
 
-class Planning(GroupBuffers):
+class RecordingBuffers(GroupBuffers):
     """Keeps the list of all divisions, and who was idle and how far each had got before them."""
 
     def __init__(self, policy: SmartGroups) -> None:
@@ -25,14 +25,14 @@ class Planning(GroupBuffers):
 
     def plan(self, groups: Iterable[Group]) -> list[Group]:
         planned = list(groups)
-        idle = {w for w in self.turns.workers() if self.turns.is_waiting(w) and not self.depth(w)}
+        idle = {w for w in self.ledger.workers() if self.ledger.is_waiting(w) and not self.depth(w)}
         self.divisions.append((planned, idle, dict(self.policy._num_asked)))
         return super().plan(planned)
 
 
-def watched(nodes: list[int], seed: int, num_steps: int = 12) -> tuple[Job, Planning]:
+def recorded_job(nodes: list[int], seed: int, num_steps: int = 12) -> tuple[Job, RecordingBuffers]:
     policy = SmartGroups(seed=seed)
-    policy._buffers = planning = Planning(policy)
+    policy._buffers = planning = RecordingBuffers(policy)
     job = job_of(policy, nodes, random_durations(seed), num_steps)
     return job, planning
 
@@ -44,10 +44,8 @@ def split(planned: list[Group]) -> tuple[list[Group], list[Group]]:
 
 
 @given(node_lists, st.integers(0, 999))
-def test_a_division_covers_the_idle_that_are_not_slow_each_once(
-    nodes: list[int], seed: int
-) -> None:
-    job, planning = watched(nodes, seed)
+def test_division_covers_each_idle_fast_worker_once(nodes: list[int], seed: int) -> None:
+    job, planning = recorded_job(nodes, seed)
     job.run()
     assert planning.divisions
     for planned, idle, asked in planning.divisions:
@@ -63,10 +61,10 @@ def test_a_division_covers_the_idle_that_are_not_slow_each_once(
 
 
 @given(node_lists, st.integers(0, 999))
-def test_groups_cross_nodes_by_one_head_each_and_second_ones_join_a_node(
+def test_first_groups_cross_nodes_by_heads_and_second_ones_span_a_node(
     nodes: list[int], seed: int
 ) -> None:
-    job, planning = watched(nodes, seed)
+    job, planning = recorded_job(nodes, seed)
     job.run()
     for planned, _, _ in planning.divisions:
         first, second = split(planned)
@@ -81,7 +79,7 @@ def test_groups_cross_nodes_by_one_head_each_and_second_ones_join_a_node(
 def test_every_worker_has_its_groups_in_the_one_order_they_were_planned_in(
     nodes: list[int], seed: int
 ) -> None:
-    job, planning = watched(nodes, seed)
+    job, planning = recorded_job(nodes, seed)
     begun: list[Group] = []
 
     def check() -> None:
@@ -116,7 +114,7 @@ def one_slow(worker: Worker, step: int) -> Seconds:
 
 
 @pytest.mark.parametrize("num_nodes", [1, 4, 16])
-def test_a_slow_worker_holds_up_nobody_but_still_averages(num_nodes: int) -> None:
+def test_straggler_delays_nobody_but_still_averages(num_nodes: int) -> None:
     nodes = [pipeline * num_nodes // 16 for pipeline in range(16)]
     job = job_of(SmartGroups(), nodes, one_slow, num_steps=10**9)
     job.exchange = 0.05
@@ -131,7 +129,7 @@ def test_a_slow_worker_holds_up_nobody_but_still_averages(num_nodes: int) -> Non
     assert len({member for group in met for member in group.members}) == 16
 
 
-def test_a_worker_that_is_slow_no_more_is_drawn_again() -> None:
+def test_recovered_straggler_is_drawn_again() -> None:
     slow = Worker(0, 2)
 
     def duration(worker: Worker, step: int) -> Seconds:
@@ -151,7 +149,7 @@ def test_equal_workers_are_never_left_out_and_groups_change() -> None:
     assert len(firsts) > 16
 
 
-def test_who_joins_is_level_with_the_leader() -> None:
+def test_joining_worker_starts_at_the_leaders_count() -> None:
     policy, old, new = SmartGroups(), Worker(0, 0), Worker(0, 1)
     policy.on_join(old, "a", 0.0)
     for step in range(50):
@@ -197,12 +195,12 @@ def test_planned_groups_begin_in_their_order_whoever_asks_first(
             w
             for w in workers
             if buffers.depth(w)
-            and not (buffers.turns.is_waiting(w) or buffers.turns.is_in_group(w))
+            and not (buffers.ledger.is_waiting(w) or buffers.ledger.is_in_group(w))
         ]
         if not can_ask and not open_groups:
             break
         if can_ask:
-            new = buffers.ask(chance.choice(can_ask))
+            new = buffers.request(chance.choice(can_ask))
             begun += new
             open_groups += new
     assert sorted(begun, key=planned.index) == planned
@@ -212,6 +210,6 @@ def test_planned_groups_begin_in_their_order_whoever_asks_first(
 
 
 @pytest.mark.parametrize(("group_size", "slow_after"), [(1, 3), (3, 0)])
-def test_settings_that_cannot_work_are_refused(group_size: int, slow_after: int) -> None:
+def test_invalid_smart_settings_are_refused(group_size: int, slow_after: int) -> None:
     with pytest.raises(PolicyError, match="fix:"):
         SmartGroups(group_size, slow_after)

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.all_reduce import AllReduce
-from polyrhythm.sync.ssp import BoundedStaleness
+from polyrhythm.sync.policies.all_reduce import AllReduce
+from polyrhythm.sync.policies.ssp import BoundedStaleness
 from polyrhythm.types import Group, Worker
 
 pushes = st.lists(st.integers(0, 5), max_size=60)
@@ -92,7 +92,7 @@ def test_the_slowest_may_leave_and_who_joins_is_level_with_the_leader() -> None:
     assert released(policy.on_ready(new, 3.0)) == {new}
 
 
-def test_who_has_not_come_yet_counts_as_slowest_but_not_for_ever() -> None:
+def test_absent_worker_counts_as_slowest_until_startup_ends() -> None:
     first = Worker(0, 0)
     policy = joined(BoundedStaleness(2, staleness=0, startup=10.0), [first])
     assert policy.on_ready(first, 1.0) == []
@@ -100,7 +100,7 @@ def test_who_has_not_come_yet_counts_as_slowest_but_not_for_ever() -> None:
     assert released(policy.on_timer(10.0)) == {first}
 
 
-def test_a_second_push_a_stranger_and_a_negative_bound_are_refused() -> None:
+def test_second_push_and_negative_staleness_are_refused() -> None:
     policy = joined(BoundedStaleness(2, staleness=0), [Worker(0, 0), Worker(0, 1)])
     policy.on_ready(Worker(0, 0), 0.0)
     with pytest.raises(PolicyError, match="already ready"):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.static import NUM_PHASES, Layout, StaticGroups, group_of
+from polyrhythm.sync.policies.static import NUM_PHASES, NodeLayout, StaticGroups, group_of
 from polyrhythm.types import Group, Worker
 from tests.pure.test_policy_contract import job_of, random_durations
 
@@ -54,7 +54,7 @@ def test_a_group_across_nodes_has_one_worker_of_each(node_sizes: list[int], step
 
 
 @given(st.integers(2, 9), st.integers(0, 5))
-def test_of_an_odd_ring_each_node_is_left_out_in_turn(num_nodes: int, first: int) -> None:
+def test_odd_ring_leaves_out_each_node_in_rotation(num_nodes: int, first: int) -> None:
     idle = [
         group
         for cycle in range(first, first + num_nodes)
@@ -67,7 +67,7 @@ def test_of_an_odd_ring_each_node_is_left_out_in_turn(num_nodes: int, first: int
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(0, 99))
 def test_as_a_policy_it_forms_what_each_worker_computes_alone(nodes: list[int], seed: int) -> None:
     job = job_of(StaticGroups(len(nodes)), nodes, random_durations(seed), num_steps=9).run()
-    layout = Layout.of({Worker(0, p): f"n{node}" for p, node in enumerate(nodes)})
+    layout = NodeLayout.of({Worker(0, p): f"n{node}" for p, node in enumerate(nodes)})
     for worker in layout.workers:
         had = [group.members for _, group in job.formed if worker in group.members]
         # A worker that has finished has left, and the last groups of the others are without it.
@@ -78,14 +78,14 @@ def test_as_a_policy_it_forms_what_each_worker_computes_alone(nodes: list[int], 
 
 def test_a_layout_numbers_workers_node_by_node_whatever_their_order() -> None:
     nodes = {Worker(0, 3): "b", Worker(0, 0): "b", Worker(0, 2): "a", Worker(0, 1): "c"}
-    layout = Layout.of(nodes)
+    layout = NodeLayout.of(nodes)
     assert [worker.pipeline for worker in layout.workers] == [0, 3, 1, 2]
     assert layout.node_sizes == (2, 1, 1)
-    assert Layout.of(dict(sorted(nodes.items()))) == layout
+    assert NodeLayout.of(dict(sorted(nodes.items()))) == layout
     assert layout.members(Worker(0, 2), 0) == (Worker(0, 0), Worker(0, 1), Worker(0, 2))
 
 
-def test_nobody_begins_before_all_have_come_but_not_for_ever() -> None:
+def test_static_startup_wait_is_bounded() -> None:
     policy, first, second = StaticGroups(3, startup=10.0), Worker(0, 0), Worker(0, 1)
     assert policy.on_join(first, "a", 0.0) == policy.on_ready(first, 1.0) == []
     assert policy.on_join(second, "b", 2.0) == policy.on_ready(second, 3.0) == []
@@ -104,7 +104,7 @@ def test_a_step_that_failed_is_tried_again_by_those_who_are_left() -> None:
     assert policy.on_ready(workers[1], 1.0) == [Group((workers[0], workers[1]), "step 0, phase 0")]
 
 
-def test_who_joins_begins_at_the_step_of_the_most_advanced() -> None:
+def test_joining_worker_starts_at_the_most_advanced_step() -> None:
     policy, old, new = StaticGroups(1), Worker(0, 0), Worker(0, 1)
     policy.on_join(old, "a", 0.0)
     for step in range(5):
@@ -123,7 +123,7 @@ def test_who_joins_begins_at_the_step_of_the_most_advanced() -> None:
         (0, -1, [2], "steps from 0"),
     ],
 )
-def test_what_the_rule_cannot_use_is_refused(
+def test_invalid_static_rule_inputs_are_refused(
     index: int, step: int, node_sizes: list[int], said: str
 ) -> None:
     with pytest.raises(PolicyError, match=said):

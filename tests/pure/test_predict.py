@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from polyrhythm.cost.memory import needed, peak_in_flight
 from polyrhythm.describe.cluster import Device
 from polyrhythm.errors import PlanError, ScheduleError
-from polyrhythm.plan.job import Job
+from polyrhythm.plan.job import TrainingJob
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.predict import Prediction, predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.schedule.planned import PlannedSchedules
+from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from tests.pure.plan_examples import GIB, cluster, profile
 from tests.pure.plan_examples import problem as example
 from tests.pure.step_cases import random_cluster, random_model, seeds
@@ -47,7 +47,7 @@ def test_no_device_ever_holds_more_than_its_limit(
     of = Problem(
         cluster=random_cluster(rng, 4),
         profile=model,
-        job=Job(batch=num_microbatches),
+        job=TrainingJob(batch=num_microbatches),
         schedules=PlannedSchedules(),
     )
     one = max(of.least_memory(1)[i, i + 3] for i in range(4))
@@ -71,7 +71,9 @@ def test_no_device_ever_holds_more_than_its_limit(
 
 def test_memory_counts_weights_gradients_optimizer_and_what_is_in_flight() -> None:
     """Layers of 1 MB weights, 1 MB stored and 0.1 MB to the next; the first stage receives none."""
-    of = example(cluster({"here": 2}), job=Job(batch=16, gradient_bytes=2.0, optimizer_bytes=3.0))
+    of = example(
+        cluster({"here": 2}), job=TrainingJob(batch=16, gradient_bytes=2.0, optimizer_bytes=3.0)
+    )
     found = predict(plan_for(of, (5, 3)), of)
     first, last = found.uses
     assert (first.layers, last.layers) == (range(5), range(5, 8))
@@ -113,12 +115,12 @@ def test_a_stage_that_stores_nothing_holds_as_many_as_there_are() -> None:
     of = replace(
         of,
         cluster=replace(of.cluster, devices=devices),
-        job=Job(batch=16, memory_reserve=0.0),
+        job=TrainingJob(batch=16, memory_reserve=0.0),
     )
-    assert of.most_in_flight(0, range(8), 2, 8) == 8
+    assert of.max_in_flight(0, range(8), 2, 8) == 8
 
 
-def test_layers_that_do_not_fit_name_the_device_what_it_lacks_and_a_way_out() -> None:
+def test_memory_error_names_device_missing_bytes_and_fix() -> None:
     large = tuple(replace(layer, parameter_bytes=GIB // 8) for layer in profile().layers)
     of = example(cluster({"here": 2}), replace(profile(), layers=large))
     with pytest.raises(PlanError) as raised:
@@ -129,7 +131,7 @@ def test_layers_that_do_not_fit_name_the_device_what_it_lacks_and_a_way_out() ->
     assert "more stages" in raised.value.fix
 
 
-def test_a_schedule_by_hand_that_holds_too_much_is_refused() -> None:
+def test_named_schedule_that_exceeds_memory_is_refused() -> None:
     of = example(cluster({"here": 2}))
     needs = needed(of.memory(range(4), 2), in_flight=4, window=0)
     of = with_memory(of, int(needs / 0.9) + 1)
@@ -143,9 +145,9 @@ def test_a_schedule_by_hand_that_holds_too_much_is_refused() -> None:
 def test_a_schedule_that_is_named_is_kept() -> None:
     of = example(cluster({"here": 2}))
     plan = plan_for(of, (4, 4))
-    for recipe in ("gpipe", "kfkb:2", "bounded:5,1"):
-        named = replace(plan, pipelines=(replace(plan.pipelines[0], schedule=recipe),))
-        assert predict(named, of).plan.pipelines[0].schedule == recipe
+    for spec in ("gpipe", "kfkb:2", "bounded:5,1"):
+        named = replace(plan, pipelines=(replace(plan.pipelines[0], schedule=spec),))
+        assert predict(named, of).plan.pipelines[0].schedule == spec
     wrong = replace(plan, pipelines=(replace(plan.pipelines[0], schedule="bounded:3,2,1"),))
     with pytest.raises(ScheduleError, match="for 2 stages"):
         predict(wrong, of)
@@ -165,7 +167,9 @@ def test_a_schedule_that_is_named_is_kept() -> None:
         ({"sync": "telepathy"}, "sync 'telepathy'"),
     ],
 )
-def test_a_plan_for_something_else_is_refused(changes: dict[str, object], expected: str) -> None:
+def test_plan_for_another_cluster_or_model_is_refused(
+    changes: dict[str, object], expected: str
+) -> None:
     of = example(cluster({"here": 2}))
     with pytest.raises(PlanError, match=expected):
         predict(plan_for(of, (4, 4), **changes), of)
@@ -173,7 +177,7 @@ def test_a_plan_for_something_else_is_refused(changes: dict[str, object], expect
 
 def of_two_pipelines(sync: str = "all_reduce") -> Prediction:
     where = cluster({"here": 2, "there": 2})
-    of = example(where, job=Job(batch=32, sync=sync))
+    of = example(where, job=TrainingJob(batch=32, sync=sync))
     pipelines = tuple(
         PipelinePlan(devices=(f"here/{p}", f"there/{p}"), num_microbatches=8) for p in range(2)
     )
@@ -221,7 +225,7 @@ def test_one_device_alone_waits_for_nothing() -> None:
     assert found.parts[0].name == "computing on here/0"
 
 
-def test_stages_in_a_row_on_one_device_are_one_use() -> None:
+def test_consecutive_stages_on_one_device_are_one_device_use() -> None:
     of = example(cluster({"here": 2}))
     devices = ("here/0", "here/1", "here/1")
     pipelines = (PipelinePlan(devices=devices, num_microbatches=8),)
@@ -245,7 +249,7 @@ def test_the_slowest_link_of_replicas_is_slowest_for_the_share_that_they_send() 
         latency=tuple(tuple(latency for latency, _ in row) for row in links),
         bandwidth=tuple(tuple(bandwidth for _, bandwidth in row) for row in links),
     )
-    of = example(where, job=Job(batch=48))
+    of = example(where, job=TrainingJob(batch=48))
     pipelines = tuple(PipelinePlan(devices=(f"{d}/0",), num_microbatches=8) for d in "abc")
     names = [part.name for part in predict(plan_for(of, (8,), pipelines=pipelines), of).parts]
     assert any(set(name.split()) >= {"gradients,", "a/0", "b/0"} for name in names)

@@ -2,13 +2,13 @@
 
 from benchmarks.predict.spare import Spare
 from benchmarks.sleeping.measured import Measured
-from polyrhythm.lab.orders import Punctuality
+from polyrhythm.lab.commands import SwitchTiming
 
 
 def measured(milliseconds: float) -> Measured:
     late = milliseconds / 1e3
-    punctuality = Punctuality(late_p50=0.0, late_p99=late, late_max=late, busy=0.1)
-    return Measured(ends=((milliseconds,),), punctuality=punctuality)
+    switch_timing = SwitchTiming(late_p50=0.0, late_p99=late, late_max=late, busy=0.1)
+    return Measured(ends=((milliseconds,),), switch_timing=switch_timing)
 
 
 class Runs:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from polyrhythm.cost.step import Run, StageWork, Step
+from polyrhythm.cost.step import StageRun, StageWork, StepSpec
 from polyrhythm.cost.sync import GROUP_SIZE, Links, Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.plan.price import egress_price, price_of
@@ -30,14 +30,14 @@ def step_of(
     activations: float = 0.0,
     gradients: float = 0.0,
     sync: Sync = Sync.ALL_REDUCE,
-) -> Step:
+) -> StepSpec:
     """The devices of each pipeline, a stage each."""
     work = StageWork(
         forward=1.0, backward=2.0, activation_bytes=activations, gradient_bytes=gradients
     )
-    return Step(
+    return StepSpec(
         replicas=tuple(
-            replica(tuple(Run(device, s, s + 1) for s, device in enumerate(column)), count)
+            replica(tuple(StageRun(device, s, s + 1) for s, device in enumerate(column)), count)
             for column, count in zip(columns, num_microbatches, strict=True)
         ),
         stages=(work,) * len(columns[0]),
@@ -55,7 +55,7 @@ def test_devices_are_paid_by_the_hour_and_only_those_that_are_used() -> None:
 
 def test_a_device_that_runs_two_stages_is_paid_once() -> None:
     on = where({"a": 1, "b": 1})
-    two = replace(step_of([[0, 1]], [4], on), replicas=(replica((Run(1, 0, 2),), 4),))
+    two = replace(step_of([[0, 1]], [4], on), replicas=(replica((StageRun(1, 0, 2),), 4),))
     assert price_of(two, 3600.0, on) == pytest.approx(2)
 
 
@@ -85,7 +85,7 @@ def test_a_run_of_stages_sends_what_its_last_stage_makes() -> None:
     step = replace(
         step_of([[0, 1]], [3], on),
         stages=works,
-        replicas=(replica((Run(0, 0, 2), Run(1, 2, 3)), 3),),
+        replicas=(replica((StageRun(0, 0, 2), StageRun(1, 2, 3)), 3),),
     )
     assert egress_price(step, on) == pytest.approx(3 * 2 * 1)
 

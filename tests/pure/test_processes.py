@@ -47,7 +47,7 @@ def be_killed() -> None:
         (be_killed, -9, "was ended by SIGKILL"),
     ],
 )
-def test_the_exit_status_says_why(
+def test_exit_status_gives_the_reason(
     tmp_path: Path, work: Callable[[], None], status: int, reason: str
 ) -> None:
     child = Child(work, output=tmp_path / "out.txt")
@@ -69,7 +69,7 @@ def test_output_of_the_child_and_of_its_programs_goes_to_the_file(tmp_path: Path
 
 
 @pytest.mark.timeout(30)
-def test_ending_a_child_ends_what_it_started() -> None:
+def test_ending_a_child_kills_its_descendants() -> None:
     child = Child(lambda: subprocess.run(["sleep", "1000"], check=False))
     ends = time.monotonic() + 20
     while not (family := psutil.Process(child.pid).children(recursive=True)):
@@ -104,7 +104,7 @@ def test_waiting_is_bounded_and_notices_the_first_and_the_last() -> None:
 
 
 @pytest.mark.timeout(30)
-def test_an_end_that_nobody_has_seen_yet_ends_the_wait_for_any() -> None:
+def test_wait_for_any_returns_for_an_unseen_exit() -> None:
     slow, quick = Child(lambda: time.sleep(1000)), Child(lambda: None)  # a new one reaps others
     try:
         while psutil.Process(quick.pid).status() != psutil.STATUS_ZOMBIE:

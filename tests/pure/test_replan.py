@@ -6,13 +6,13 @@ import pytest
 
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.errors import PlanError
-from polyrhythm.plan.migration import least_moves, migration
+from polyrhythm.plan.migration import migration, minimize_moves
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
 from polyrhythm.plan.replan import replan
 from polyrhythm.plan.search import make_plan
-from tests.pure.planning import cluster, problem
+from tests.pure.plan_problems import cluster, problem
 
 pytestmark = pytest.mark.long
 
@@ -32,7 +32,7 @@ def running_on(over: Problem) -> Plan:
     return make_plan(over).best.plan
 
 
-def test_nothing_changes_where_nothing_changed() -> None:
+def test_unchanged_cluster_keeps_the_plan() -> None:
     over = problem(cluster([4, 4], outer=(0.01, 1e8)), batch=64)
     running = running_on(over)
     found = replan(running, over, steps=1000)
@@ -55,7 +55,7 @@ def test_a_lost_device_is_replaced_by_an_idle_one() -> None:
     assert lost not in {d for p in found.planned.best.plan.pipelines for d in p.devices}
 
 
-def test_with_no_spare_the_rest_goes_on() -> None:
+def test_without_idle_device_the_other_pipelines_continue() -> None:
     over = problem(cluster([4]), batch=64, num_stages=2, num_pipelines=2)
     running = running_on(over)
     lost = running.pipelines[1].devices[1]
@@ -67,7 +67,7 @@ def test_with_no_spare_the_rest_goes_on() -> None:
     assert found.from_checkpoint == (), "the other pipeline has them all"
 
 
-def test_layers_that_nobody_has_come_from_a_checkpoint() -> None:
+def test_layers_on_no_device_come_from_a_checkpoint() -> None:
     over = problem(cluster([3]), batch=64, num_stages=2, num_pipelines=1)
     running = running_on(over)
     lost = running.pipelines[0].devices[0]
@@ -134,17 +134,17 @@ def test_a_device_gets_what_it_lacks_from_the_nearest_one_that_has_it() -> None:
     assert found.lost == ()
 
 
-def test_alike_devices_keep_what_they_have() -> None:
+def test_equal_devices_keep_their_layers() -> None:
     over = problem(cluster([4]), (1.0,) * 4)
     before = one_pipeline("r0/0", "r0/1", counts=(2, 2))
     after = one_pipeline("r0/1", "r0/3", counts=(2, 2))
     assert migration(before, after, over).moved == ("r0/1", "r0/3")
-    kept = least_moves(before, after, over)
+    kept = minimize_moves(before, after, over)
     assert kept.pipelines[0].devices == ("r0/0", "r0/1")
     assert migration(before, kept, over).moved == ()
 
 
-def test_another_batch_is_dealt_anew() -> None:
+def test_changed_batch_is_reassigned() -> None:
     over = problem(cluster([2]), batch=16, num_stages=1, num_pipelines=2)
     running = running_on(over)
     larger = replace(over, job=replace(over.job, batch=64))
@@ -153,7 +153,7 @@ def test_another_batch_is_dealt_anew() -> None:
     assert replan(running, odd, steps=10).planned.best.plan.batch == 3
 
 
-def test_what_is_asked_for_is_what_comes() -> None:
+def test_replan_keeps_the_requested_degrees() -> None:
     over = problem(cluster([4]), batch=16, num_stages=1, num_pipelines=4)
     running = running_on(over)
     fewer = replace(over, job=replace(over.job, num_stages=None, num_pipelines=2))

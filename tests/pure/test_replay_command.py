@@ -6,7 +6,7 @@ import pytest
 
 from polyrhythm import cli
 from polyrhythm.events import merge
-from polyrhythm.sync.decision_log import NAME
+from polyrhythm.sync.decision_log import LOG_NAME
 from tests.pure.test_report_groups import EVENTS, decide, write_run
 
 
@@ -17,7 +17,7 @@ def replay(*arguments: object) -> int:
     return caught.value.code
 
 
-def test_a_run_replays_alike_by_its_folder_and_by_its_log(
+def test_run_replays_identically_by_folder_and_by_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = decide(tmp_path)
@@ -37,7 +37,7 @@ def test_a_log_that_is_still_growing_replays_as_far_as_it_goes(
     assert capsys.readouterr().out == f"{len(EVENTS) - 1} decisions, replayed alike\n"
 
 
-def test_the_first_difference_is_told_with_status_1(
+def test_first_difference_is_printed_with_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = decide(tmp_path)
@@ -71,7 +71,7 @@ def refusal(source: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return captured.err
 
 
-def test_what_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_source_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{tmp_path / 'gone'}: there is none" in refusal(tmp_path / "gone", capsys)
 
 
@@ -80,13 +80,11 @@ def test_a_run_without_a_scheduler_is_refused(
 ) -> None:
     write_run(tmp_path)
     told = refusal(tmp_path, capsys)
-    assert f"{tmp_path}: no {NAME}" in told
+    assert f"{tmp_path}: no {LOG_NAME}" in told
     assert "fix: train in groups" in told
 
 
-def test_the_workers_log_is_not_the_schedulers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_worker_log_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     decide(write_run(tmp_path))
     events = merge(tmp_path)
     told = refusal(events, capsys)
@@ -121,12 +119,12 @@ def test_a_folder_of_runs_leads_to_the_newest_that_has_a_scheduler(
         (b'{"schema":1,"polyrhythm":"0.1","setup":{"policy":"age"}}\n', "num_stages"),
     ],
 )
-def test_garbage_and_logs_of_another_version_are_refused(
+def test_invalid_logs_and_other_versions_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, says: str
 ) -> None:
-    (tmp_path / NAME).write_bytes(content)
+    (tmp_path / LOG_NAME).write_bytes(content)
     assert says in refusal(tmp_path, capsys)
-    assert says in refusal(tmp_path / NAME, capsys)
+    assert says in refusal(tmp_path / LOG_NAME, capsys)
 
 
 def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,7 +87,7 @@ def test_steps_of_workers_that_make_unequal_numbers_are_not_more_than_planned(
     assert first == "steps      5 to 11 a worker, 8 planned on average"
 
 
-def test_a_plan_switch_is_told_once_with_step_and_reason_and_staying_is_no_switch(
+def test_plan_switch_is_reported_once_with_step_and_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert report(write_run(tmp_path)) == 0
@@ -126,7 +126,7 @@ def test_a_run_without_a_finished_step_is_reported(
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), "none"])
-def test_a_loss_that_is_no_number_is_told(
+def test_nan_loss_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: Value
 ) -> None:
     with EventLog(worker_log(tmp_path, WORKERS[0]), WORKERS[0]) as log:
@@ -219,12 +219,12 @@ def test_a_trace_that_cannot_be_written_is_refused_and_no_log_is_overwritten(
     assert merged_log(run).read_bytes() == before
 
 
-def test_how_replicas_kept_together_is_told_with_the_reason(
+def test_sync_mode_switches_are_reported_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with EventLog(worker_log(tmp_path, WORKERS[0]), WORKERS[0]) as log:
         write_step(log, 0)
-        log.write("way", step=20, name="adaptive", why="waiting costs 40%")
+        log.write("sync_mode", step=20, name="adaptive", why="waiting costs 40%")
     assert report(tmp_path) == 0
     out = capsys.readouterr().out
     assert "how replicas kept together" in out

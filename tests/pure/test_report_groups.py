@@ -7,8 +7,8 @@ import pytest
 from polyrhythm import cli
 from polyrhythm.events import EventLog, merge, worker_log
 from polyrhythm.observe.decisions import Decisions
-from polyrhythm.sync.decision_log import NAME, DecisionLog
-from polyrhythm.sync.messages import Commit, Dead, Done, Event, Join, Leave, Ready, Skip
+from polyrhythm.sync.decision_log import LOG_NAME, DecisionLog
+from polyrhythm.sync.protocol import Commit, Dead, Done, Event, Join, Leave, Ready, Skip
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Worker
 
@@ -33,11 +33,11 @@ EVENTS: list[Event] = [
 
 
 def decide(folder: Path, events: list[Event] = EVENTS) -> Path:
-    scheduler, log = SETUP.scheduler(), DecisionLog(folder / NAME, SETUP)
+    scheduler, log = SETUP.scheduler(), DecisionLog(folder / LOG_NAME, SETUP)
     for event in events:
         log.add(event, scheduler.step(event))
     log.close()
-    return folder / NAME
+    return folder / LOG_NAME
 
 
 def write_run(run: Path) -> Path:
@@ -69,7 +69,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_the_groups_of_each_worker_are_counted_and_who_was_lost(
+def test_groups_and_lost_peers_of_each_worker_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path)
@@ -88,7 +88,7 @@ def test_the_groups_of_each_worker_are_counted_and_who_was_lost(
     assert capsys.readouterr().out == said
 
 
-def test_without_averages_there_is_no_word_of_groups(
+def test_run_without_averages_reports_no_groups(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with EventLog(worker_log(tmp_path, WORKERS[0]), WORKERS[0]) as log:
@@ -97,7 +97,7 @@ def test_without_averages_there_is_no_word_of_groups(
     assert "group" not in capsys.readouterr().out
 
 
-def test_what_the_scheduler_decided_is_told_with_reasons_and_times(
+def test_scheduler_decisions_are_reported_with_reasons_and_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     decide(tmp_path)
@@ -111,18 +111,18 @@ def test_what_the_scheduler_decided_is_told_with_reasons_and_times(
     assert not any(line.startswith("steps") for line in out), "there is no run here"
 
 
-def test_the_answer_that_is_given_again_is_counted_once() -> None:
+def test_repeated_command_is_counted_once() -> None:
     scheduler = SETUP.scheduler()
     commands = [command for event in EVENTS for command in scheduler.step(event)]
     assert sum(isinstance(command, Commit) for command in commands) == 2, "of one group"
 
 
-def test_alone_is_who_missed_an_average_and_not_a_group_of_one() -> None:
+def test_only_failed_averages_count_as_missed() -> None:
     skips = [Skip(WORKERS[0], 1, "alone", failed=True), Skip(WORKERS[1], 1, "alone")]
     assert dict(Decisions.of([(EVENTS[0], skips)]).alone) == {"s0p0": 1}
 
 
-def test_a_run_with_both_logs_is_told_by_both(
+def test_run_with_both_logs_reports_both(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     decide(write_run(tmp_path))
@@ -133,11 +133,11 @@ def test_a_run_with_both_logs_is_told_by_both(
     assert any(line[:3] == ["groups", "1", "averaged,"] for line in shown)
 
 
-def test_many_that_have_left_are_told_in_short(
+def test_many_workers_that_left_are_summarised(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setup = Setup(policy="all_reduce", num_stages=1, num_pipelines=20)
-    scheduler, log = setup.scheduler(), DecisionLog(tmp_path / NAME, setup)
+    scheduler, log = setup.scheduler(), DecisionLog(tmp_path / LOG_NAME, setup)
     workers = [Worker(0, pipeline) for pipeline in range(20)]
     joins: list[Event] = [Join(worker, "node", 0, 1, 5.0) for worker in workers]
     for event in [*joins, *(Leave(w, 1, 10.0 + w.pipeline) for w in workers)]:
@@ -154,6 +154,6 @@ def test_no_run_to_trace_and_no_log_to_report_are_refused(
     decide(tmp_path / "decided")
     assert report(tmp_path / "decided", "--trace", tmp_path / "trace.json") == 2
     assert "events.jsonl: No such file" in capsys.readouterr().err
-    (tmp_path / "decided" / NAME).write_text("nonsense\n")
+    (tmp_path / "decided" / LOG_NAME).write_text("nonsense\n")
     assert report(tmp_path / "decided") == 2
     assert "expected: a decision log" in capsys.readouterr().err

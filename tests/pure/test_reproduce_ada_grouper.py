@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from polyrhythm.cost.decoupled import Ring
 from polyrhythm.cost.pipeline import length, simulate
 from polyrhythm.errors import DescriptionError
-from polyrhythm.schedule.tune import Decision, Tuner
+from polyrhythm.schedule.tuner import ScheduleDecision, ScheduleTuner
 from reproduction.ada_grouper import granularity, tuning
 from reproduction.ada_grouper.compared import is_faster
 from reproduction.ada_grouper.cut import GPT, UNET, Model, alone
@@ -34,9 +34,9 @@ def job(model: Model = MEDIUM, *, num_workers: int = 8, flows: float = 0.0, batc
     )
 
 
-def decision() -> Decision:
+def decision() -> ScheduleDecision:
     times = {size: alone(MEDIUM, S1, 2, size) for size in (2, 1)}
-    return Tuner(num_stages=2, batch_size=4, microbatch_sizes=(2, 1)).decide(times)
+    return ScheduleTuner(num_stages=2, batch_size=4, microbatch_sizes=(2, 1)).decide(times)
 
 
 @pytest.mark.parametrize(

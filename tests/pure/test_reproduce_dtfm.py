@@ -8,8 +8,8 @@ import pytest
 
 from polyrhythm.cost.dtfm import PUBLISHED
 from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, simulate
-from polyrhythm.cost.sync import Group
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.cost.sync import ReplicaGroup
+from polyrhythm.schedule.spec import ScheduleSpec
 from reproduction.dtfm.blocking import blocking_1f1b, blocking_ends
 from reproduction.dtfm.claims import step_rows
 from reproduction.dtfm.curves import (
@@ -141,9 +141,9 @@ def test_the_grid_is_all_degrees_up_to_8_for_64_gpus():
 
 def test_a_stage_that_waits_for_its_messages_takes_them_and_its_work_together():
     times = pipeline(forward=1.0, backward=2.0, busy=0.5, latency=0.25)
-    one = Recipe("gpipe").build(num_stages=4, num_microbatches=1)
+    one = ScheduleSpec("gpipe").build(num_stages=4, num_microbatches=1)
     assert max(blocking_ends(one, times)) == pytest.approx(times.first)
-    many = [Recipe("gpipe").build(num_stages=4, num_microbatches=n) for n in (20, 30)]
+    many = [ScheduleSpec("gpipe").build(num_stages=4, num_microbatches=n) for n in (20, 30)]
     few, more = (max(blocking_ends(schedule, times)) for schedule in many)
     assert (more - few) / 10 == pytest.approx(1.0 + 0.5 + 2.0 + 0.5)
     hidden = [simulate(schedule, times).length for schedule in many]
@@ -159,13 +159,15 @@ def test_1f1b_that_waits_has_as_many_round_trips_to_pay_as_it_has_stages_in_flig
 @pytest.mark.parametrize("latency", [0.0, 0.1, 3.0])
 def test_many_micro_batches_are_reckoned_as_if_all_were_run(latency: float):
     times = pipeline(forward=1.0, backward=2.2, busy=0.7, latency=latency)
-    whole = Recipe("1f1b").build(num_stages=4, num_microbatches=300)
+    whole = ScheduleSpec("1f1b").build(num_stages=4, num_microbatches=300)
     assert blocking_1f1b(times, 300) == pytest.approx(max(blocking_ends(whole, times)))
 
 
 def test_a_ring_is_as_slow_as_its_slowest_link():
     members = (0, 8, 24)  # Oregon, Virginia, Tokyo
-    takes = ring_times([Group(members=members, size=3e6), Group(members=(1,), size=3e6)], WORLDWIDE)
+    takes = ring_times(
+        [ReplicaGroup(members=members, size=3e6), ReplicaGroup(members=(1,), size=3e6)], WORLDWIDE
+    )
     assert takes[0] == pytest.approx(4 * (0.143 + 1e6 / (0.523 * GBIT)), rel=0.1)
     assert takes[0] == pytest.approx(
         4

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.simulate.converge import Curve
-from polyrhythm.simulate.result import Simulated
+from polyrhythm.simulate.convergence import ConvergenceCurve
+from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.types import Worker
 from reproduction.sdpipe.group_sizes import quartiles
@@ -169,8 +169,8 @@ def test_leads_are_times_to_the_loss_that_all_reduce_has_after_80_steps():
     assert takes == {SDPIPE: 1.0, ALL_REDUCE: 1.0, AD_PSGD: 1.0, HETPIPE: 4.0}
 
 
-def _falling(simulated: Simulated) -> Curve:
-    return Curve(
+def _falling(simulated: SimulationResult) -> ConvergenceCurve:
+    return ConvergenceCurve(
         times=(0.0, 1.0, 2.0),
         steps=(0.0, 80.0, 100.0),
         losses=(3.0, 2.0, 1.0),

@@ -54,7 +54,7 @@ def test_scenario_is_read_event_by_event(tmp_path):
     )
 
 
-def test_scenario_may_be_quiet(tmp_path):
+def test_scenario_may_be_empty(tmp_path):
     assert scenario(tmp_path, "") == Scenario(name="s")
 
 
@@ -129,7 +129,7 @@ def test_scenario_may_be_quiet(tmp_path):
         ),
     ],
 )
-def test_event_that_makes_no_sense_is_refused_with_its_place(tmp_path, text, wrong):
+def test_invalid_event_is_refused_with_its_place(tmp_path, text, wrong):
     with pytest.raises(DescriptionError) as caught:
         scenario(tmp_path, text)
     assert caught.value.wrong == f"{tmp_path / 'scenario.toml'}: {wrong}"
@@ -148,7 +148,7 @@ def test_end_is_a_time_or_left_out(until):
     assert Slow(device="a", factor=2.0).until is None
 
 
-def test_device_may_come_go_and_come_back():
+def test_device_may_join_leave_and_rejoin():
     kills = (Kill(device="a", at=2.0), Kill(device="b", at=2.0), Kill(device="a", at=6.0))
     comes_back, comes = Join(device="a", at=4.0), Join(device="a", at=1.0)
     scenario = Scenario(name="s", kill=kills, join=(comes_back, comes))
@@ -160,7 +160,7 @@ def test_device_may_come_go_and_come_back():
 WORLD = Cluster.load("case5_worldwide")
 
 
-def test_every_device_may_be_slow_but_not_gone():
+def test_all_devices_may_be_slowed_but_not_killed():
     Scenario(name="s", slow=(Slow(device="*", factor=2.0),)).check(WORLD)
     with pytest.raises(DescriptionError, match=r"kill\[0\].device: unknown device '\*'"):
         Scenario(name="s", kill=(Kill(device="*", at=0.0),)).check(WORLD)
@@ -218,7 +218,7 @@ def test_unknown_scenario_is_refused_with_the_nearest_name():
         ),
     ],
 )
-def test_event_for_nobody_is_refused(events, wrong, fix):
+def test_event_for_an_unknown_target_is_refused(events, wrong, fix):
     with pytest.raises(DescriptionError) as caught:
         Scenario(name="s", **events).check(WORLD)
     assert caught.value.wrong == wrong

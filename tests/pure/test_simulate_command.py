@@ -9,16 +9,16 @@ import pytest
 from rich.console import Console
 
 from polyrhythm import cli
-from polyrhythm.cli.simulating import SimulationProgress
+from polyrhythm.cli.simulation_progress import SimulationProgress
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.model import Layer, ModelProfile
 from polyrhythm.describe.write import write_cluster, write_model
-from polyrhythm.plan.job import Job
+from polyrhythm.plan.job import TrainingJob
 from polyrhythm.plan.plan import PipelinePlan, Plan, Sources
 from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.schedule.planned import PlannedSchedules
-from polyrhythm.simulate.planned import planned_job
+from polyrhythm.schedule.plan_schedules import PlannedSchedules
+from polyrhythm.simulate.from_plan import planned_job
 from polyrhythm.simulate.simulator import simulate
 
 CLUSTER = Cluster(
@@ -59,7 +59,7 @@ PLAN = Plan(
 
 def problem() -> Problem:
     return Problem(
-        cluster=CLUSTER, profile=PROFILE, job=Job(batch=16), schedules=PlannedSchedules()
+        cluster=CLUSTER, profile=PROFILE, job=TrainingJob(batch=16), schedules=PlannedSchedules()
     )
 
 
@@ -71,7 +71,7 @@ def plan(tmp_path: Path) -> Path:
     return tmp_path / "plan.json"
 
 
-def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+def run_simulate(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as ended:
         cli.main(["simulate", *arguments])
     captured = capsys.readouterr()
@@ -92,8 +92,8 @@ def test_scripts_predict_with_one_call(plan: Path, tmp_path: Path) -> None:
     assert pr.predict(*given, "sdpipe_b", sync="adaptive").step_time > calm.step_time
 
 
-def test_a_plan_says_what_it_was_made_for(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = said([str(plan), "--sync", "all_reduce,adaptive,decoupled"], capsys)
+def test_plan_names_its_cluster_and_profile(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run_simulate([str(plan), "--sync", "all_reduce,adaptive,decoupled"], capsys)
     assert (status, err) == (0, "")
     first, second, third = (out.index(f"\n{name}") for name in ("all_reduce", "adaptive", "dec"))
     assert first < second < third
@@ -104,7 +104,7 @@ def test_a_plan_says_what_it_was_made_for(plan: Path, capsys: pytest.CaptureFixt
 def test_schedules_and_what_ifs_are_more_rows(
     plan: Path, schedules: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, out, _ = said(
+    _, out, _ = run_simulate(
         [str(plan), "--schedule", schedules, "--what-if", "device 3 slow x4", "--steps", "3"],
         capsys,
     )
@@ -114,7 +114,7 @@ def test_schedules_and_what_ifs_are_more_rows(
 
 
 def test_figures_of_a_column_have_one_unit(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = said([str(plan), "--what-if", "device 3 slow x9", "--steps", "3"], capsys)
+    _, out, _ = run_simulate([str(plan), "--what-if", "device 3 slow x9", "--steps", "3"], capsys)
     calm, slow = (line for line in out.splitlines() if line.startswith("all_reduce"))
     job = planned_job(PLAN, problem())
     takes = simulate(job, num_steps=3).step_time
@@ -129,7 +129,7 @@ def test_links_are_ranked_by_the_time_that_they_are_busy(
 ) -> None:
     cluster = replace(CLUSTER, bandwidth=((inside, between), (between, inside)))
     write_cluster(cluster, plan.parent / "cluster.toml")
-    _, out, _ = said([str(plan), "--steps", "10"], capsys)
+    _, out, _ = run_simulate([str(plan), "--steps", "10"], capsys)
     found = simulate(planned_job(PLAN, replace(problem(), cluster=cluster)), num_steps=10)
     assert found.bytes_sent[0, 1] > found.bytes_sent[0, 0]
     # Two links each: d0 and d1 send to one another; d0 sends to d2, and d1 to d3.
@@ -147,7 +147,7 @@ def test_links_are_ranked_by_the_time_that_they_are_busy(
 def test_a_policy_that_averages_seldom_is_named(
     plan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, out, _ = said([str(plan), "--sync", "local,all_reduce", "--steps", "3"], capsys)
+    _, out, _ = run_simulate([str(plan), "--sync", "local,all_reduce", "--steps", "3"], capsys)
     assert "note: local averages once in 500 steps, and so never in these 3\n" in out
     assert out.count("note:") == 1
 
@@ -162,17 +162,15 @@ def spot(plan: Path) -> list[str]:
 def test_losses_in_the_simulated_time_are_counted(
     plan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, out, err = said([*spot(plan), "--steps", "5"], capsys)
+    _, out, err = run_simulate([*spot(plan), "--steps", "5"], capsys)
     assert "the recording lasts 5s; losses of devices of the plan: 1, the first after 2s" in out
     assert "adaptive: 1 of them in the " in out
     assert "nothing was lost" not in out
     assert err == ""
 
 
-def test_it_is_said_that_no_loss_was_simulated(
-    plan: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, out, err = said([*spot(plan), "--steps", "5", "--spot-duration", "10h"], capsys)
+def test_absence_of_losses_is_reported(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, err = run_simulate([*spot(plan), "--steps", "5", "--spot-duration", "10h"], capsys)
     assert "the recording lasts 10h" in out
     assert "the first after 4h" in out
     assert "adaptive: none of them in the " in out
@@ -183,18 +181,18 @@ def test_it_is_said_that_no_loss_was_simulated(
 def test_a_recording_that_ends_early_is_warned_of(
     plan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, _, err = said([*spot(plan), "--steps", "30"], capsys)
+    _, _, err = run_simulate([*spot(plan), "--steps", "30"], capsys)
     assert err.startswith("warning: the recording ")
     assert "ends after 5s of the " in err
 
 
-def test_a_terminal_sees_how_far_it_has_got_and_a_pipe_does_not() -> None:
+def test_progress_is_shown_only_on_a_terminal() -> None:
     job = planned_job(PLAN, problem())
     for is_terminal in (True, False):
         console = Console(file=StringIO(), force_terminal=is_terminal, width=100)
         with SimulationProgress(console) as progress:
-            watching = progress.watching("way [1]", job, num_steps=5)
-            found = simulate(job, num_steps=5, observers=watching)
+            observers = progress.observers_for("way [1]", job, num_steps=5)
+            found = simulate(job, num_steps=5, observers=observers)
         shown = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("way [1]" in shown and "100%" in shown) is is_terminal
         assert is_terminal or not shown
@@ -205,26 +203,24 @@ def test_its_runs_are_written_and_can_be_replayed(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = tmp_path / "runs"
-    said([str(plan), "--sync", "adaptive", "--steps", "3", "--out", str(runs)], capsys)
+    run_simulate([str(plan), "--sync", "adaptive", "--steps", "3", "--out", str(runs)], capsys)
     with pytest.raises(SystemExit) as ended:
         cli.main(["replay", str(runs / "adaptive")])
     assert ended.value.code == 0
     assert "replayed alike" in capsys.readouterr().out
-    status, _, err = said([str(plan), "--sync", "adaptive", "--out", str(runs)], capsys)
+    status, _, err = run_simulate([str(plan), "--sync", "adaptive", "--out", str(runs)], capsys)
     assert status == 2
     assert "has the log of a run already" in err
 
 
-def test_money_is_by_the_hour_and_by_the_gigabyte(
-    plan: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from polyrhythm.simulate.compare import Way
+def test_price_counts_hours_and_egress(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from polyrhythm.simulate.compare import Variant
 
     job = planned_job(PLAN, problem())
-    way = Way(name="x", job=job, found=simulate(job, num_steps=10))
-    by_the_hour = 4 * 2.0 * way.found.duration / 10 / 3600
+    variant = Variant(name="x", job=job, result=simulate(job, num_steps=10))
+    by_the_hour = 4 * 2.0 * variant.result.duration / 10 / 3600
     # Each stage's 2 MB of gradients go to the other region and back, in two halves.
-    assert way.price == pytest.approx(by_the_hour + 0.1 * 4 * 2e6 / 1e9, rel=1e-6)
+    assert variant.price == pytest.approx(by_the_hour + 0.1 * 4 * 2e6 / 1e9, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +245,7 @@ def test_money_is_by_the_hour_and_by_the_gigabyte(
 def test_bad_input_is_refused_with_a_fix(
     plan: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, _, err = said([str(plan), *arguments], capsys)
+    status, _, err = run_simulate([str(plan), *arguments], capsys)
     assert status == 2
     assert words in err
     assert "fix:" in err
@@ -259,7 +255,7 @@ def test_a_plan_whose_cluster_is_not_beside_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     PLAN.save(tmp_path / "plan.json")
-    status, _, err = said([str(tmp_path / "plan.json")], capsys)
+    status, _, err = run_simulate([str(tmp_path / "plan.json")], capsys)
     assert status == 2
     assert "made from cluster.toml, which is not there" in err
 
@@ -268,7 +264,7 @@ def test_a_plan_that_does_not_say_what_it_is_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replace(PLAN, sources=None).save(tmp_path / "plan.json")
-    status, _, err = said([str(tmp_path / "plan.json")], capsys)
+    status, _, err = run_simulate([str(tmp_path / "plan.json")], capsys)
     assert status == 2
     assert "add --cluster FILE" in err
 
@@ -278,6 +274,6 @@ def test_a_scenario_for_absent_devices(
 ) -> None:
     scenario = tmp_path / "scenario.json"
     scenario.write_text(json.dumps({"name": "x", "kill": [{"device": "d9", "at_s": 1}]}))
-    status, _, err = said([str(plan), "--scenario", str(scenario)], capsys)
+    status, _, err = run_simulate([str(plan), "--scenario", str(scenario)], capsys)
     assert status == 2
     assert "unknown device 'd9'" in err

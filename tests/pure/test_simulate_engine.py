@@ -13,31 +13,31 @@ from hypothesis import strategies as st
 
 from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes
 from polyrhythm.cost.pipeline import simulate as pipeline_simulate
-from polyrhythm.cost.step import StageWork, Step, step_time
+from polyrhythm.cost.step import StageWork, StepSpec, step_time
 from polyrhythm.cost.sync import Links, Sync
 from polyrhythm.describe.scenario import LinkChange, Pause, Scenario, Slow
 from polyrhythm.describe.slowness import Slowness, load_traces
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.simulate.engine.engine import Engine
 from polyrhythm.simulate.engine.hosts import DRAWS
 from polyrhythm.simulate.job import SimulatedJob, equal_job
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.types import Action, Op
-from tests.pure.simulating import (
+from tests.pure.simulate_cases import (
     actions_of,
-    apart,
     one_pipeline,
     one_step,
+    region_per_device,
     slow_entries,
     slowed,
     steps_after_first,
 )
-from tests.pure.test_recipe import recipes
+from tests.pure.test_schedule_spec import specs
 
 
-def job_with_times(rng: random.Random, recipe: Recipe, num_microbatches: int) -> SimulatedJob:
+def job_with_times(rng: random.Random, spec: ScheduleSpec, num_microbatches: int) -> SimulatedJob:
     """Unequal stages and links, by device."""
-    num_stages = rng.randint(1, 5) if recipe.limits is None else len(recipe.limits)
+    num_stages = rng.randint(1, 5) if spec.limits is None else len(spec.limits)
 
     def some(most: float) -> list[float]:
         return [rng.choice([0.0, 1.0, rng.random()]) * most for _ in range(num_stages)]
@@ -46,13 +46,13 @@ def job_with_times(rng: random.Random, recipe: Recipe, num_microbatches: int) ->
     forward = some(3.0)
     backward = [b if f else 1.0 for f, b in zip(forward, some(5.0), strict=True)]
 
-    cluster = apart(
+    cluster = region_per_device(
         num_stages,
         latency=[some(2.0) for _ in range(num_stages)],
         bandwidth=[[rng.uniform(0.2, 5) for _ in range(num_stages)] for _ in range(num_stages)],
         speeds=[rng.uniform(0.5, 2) for _ in range(num_stages)],
     )
-    schedule = recipe.build(num_stages=num_stages, num_microbatches=num_microbatches)
+    schedule = spec.build(num_stages=num_stages, num_microbatches=num_microbatches)
     return one_pipeline(cluster, schedule, forward, backward, some(4.0))
 
 
@@ -73,13 +73,13 @@ def times_of(job: SimulatedJob) -> PipelineTimes:
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 2**32), recipes, st.integers(1, 9), st.booleans(), st.booleans())
-def test_every_action_is_when_the_cost_model_says(
-    seed: int, recipe: Recipe, num_microbatches: int, is_shared: bool, is_late: bool
+@given(st.integers(0, 2**32), specs, st.integers(1, 9), st.booleans(), st.booleans())
+def test_action_times_match_the_cost_model(
+    seed: int, spec: ScheduleSpec, num_microbatches: int, is_shared: bool, is_late: bool
 ) -> None:
     """Whether or not messages are flows: nothing is shared if connections are fast enough."""
     rng = random.Random(seed)
-    job = job_with_times(rng, recipe, num_microbatches)
+    job = job_with_times(rng, spec, num_microbatches)
     if is_shared:
         devices = tuple(replace(device, uplink=9e16) for device in job.cluster.devices)
         job = replace(job, cluster=replace(job.cluster, devices=devices))
@@ -95,8 +95,8 @@ def test_every_action_is_when_the_cost_model_says(
 
 @settings(max_examples=15)
 @given(st.integers(0, 2**32), st.integers(1, 6))
-def test_waits_of_actions_fill_what_lies_between_them(seed: int, num_microbatches: int) -> None:
-    job = job_with_times(random.Random(seed), Recipe("1f1b"), num_microbatches)
+def test_waits_fill_the_gaps_between_actions(seed: int, num_microbatches: int) -> None:
+    job = job_with_times(random.Random(seed), ScheduleSpec("1f1b"), num_microbatches)
     for one in one_step(job):
         before = 0.0
         for record in one:
@@ -118,8 +118,8 @@ def test_stages_on_one_device_are_one_run_without_messages(seed: int) -> None:
         )
         for _ in range(3)
     ]
-    schedule = Recipe("1f1b").build(num_stages=2, num_microbatches=5)
-    cluster = apart(2, bandwidth=1.0, latency=0.1)
+    schedule = ScheduleSpec("1f1b").build(num_stages=2, num_microbatches=5)
+    cluster = region_per_device(2, bandwidth=1.0, latency=0.1)
     joined = replace(
         work[2],
         forward=work[1].forward + work[2].forward,
@@ -151,7 +151,7 @@ def test_stages_on_one_device_are_one_run_without_messages(seed: int) -> None:
     st.sampled_from([0.0, 0.03]),
     st.sampled_from([0.0, 1e4, 1e7]),
 )
-def test_all_reduce_takes_the_step_of_the_cost_model(
+def test_all_reduce_step_time_matches_the_cost_model(
     num_stages: int, num_pipelines: int, num_microbatches: int, latency: float, gradients: float
 ) -> None:
     """With equal links both say the same, words with the coordinator and all."""
@@ -168,7 +168,7 @@ def test_all_reduce_takes_the_step_of_the_cost_model(
         latency=latency,
         bandwidth=1e8,
     )
-    step = Step(
+    step = StepSpec(
         replicas=job.pipelines,
         stages=job.stages,
         speeds=(1.0,) * len(job.cluster.devices),
@@ -217,7 +217,7 @@ def executed(scenario: Scenario, num_microbatches: int, *, index: int = 0) -> li
     forward, backward = 0.4, 0.7
     held = Slowness.of(scenario, f"d{index}", index=index, traces=load_traces(scenario))
     now, found = 0.0, []
-    for action in Recipe("1f1b").build(num_stages=1, num_microbatches=num_microbatches)[0]:
+    for action in ScheduleSpec("1f1b").build(num_stages=1, num_microbatches=num_microbatches)[0]:
         work = forward if action.op is Op.F else backward
         end = now + (work + held.delay(now, work, forward + backward))
         found.append((action, now, end))
@@ -226,8 +226,8 @@ def executed(scenario: Scenario, num_microbatches: int, *, index: int = 0) -> li
 
 
 def alone(scenario: Scenario, num_microbatches: int, *, index: int = 0) -> list[tuple]:
-    schedule = Recipe("1f1b").build(num_stages=1, num_microbatches=num_microbatches)
-    job = one_pipeline(apart(index + 1), schedule, [0.4], [0.7], scenario=scenario)
+    schedule = ScheduleSpec("1f1b").build(num_stages=1, num_microbatches=num_microbatches)
+    job = one_pipeline(region_per_device(index + 1), schedule, [0.4], [0.7], scenario=scenario)
     run = job.pipelines[0].runs[0]._replace(device=index)
     job = replace(job, pipelines=(replace(job.pipelines[0], runs=(run,)),))
     return [(record.action, record.start, record.end) for record in one_step(job)[0]]
@@ -235,7 +235,7 @@ def alone(scenario: Scenario, num_microbatches: int, *, index: int = 0) -> list[
 
 @settings(max_examples=40)
 @given(st.lists(slow_entries(), min_size=1, max_size=4), st.integers(0, 99), st.integers(0, 3))
-def test_actions_are_held_back_by_the_draws_of_a_real_worker(
+def test_slowness_draws_match_those_of_a_real_worker(
     entries: list[Slow], seed: int, index: int
 ) -> None:
     """To the last bit: a lab and a simulation play the same scenario."""
@@ -243,7 +243,7 @@ def test_actions_are_held_back_by_the_draws_of_a_real_worker(
     assert alone(scenario, 12, index=index) == executed(scenario, 12, index=index)
 
 
-def test_draws_go_on_where_one_portion_of_them_ends() -> None:
+def test_draws_continue_across_batches() -> None:
     scenario = slowed(
         Slow(device="*", probability=0.3, sleep_factor=1.5),
         Slow(device="d0", probability=0.1, sleep_factor=3.0, start=100.0, until=700.0),
@@ -257,7 +257,7 @@ def test_devices_have_draws_of_their_own() -> None:
     assert alone(entry, 30, index=0) != alone(entry, 30, index=1)
 
 
-def test_a_trace_that_ends_is_held_and_said_so_once() -> None:
+def test_ended_trace_holds_its_last_value_and_warns_once() -> None:
     short = slowed(
         Slow(device="*", trace="sdpipe_16gpu", trace_duration=2.0),
         Slow(device="*", trace="alibaba_job1", trace_duration=1.0),
@@ -289,7 +289,7 @@ def paused(begins: float, takes: float, pauses: Sequence[Pause]) -> float:
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.floats(0, 12), st.floats(0.01, 5)), min_size=1, max_size=4))
-def test_a_device_that_stands_still_goes_on_where_it_was(spans: list[tuple]) -> None:
+def test_paused_device_resumes_where_it_stopped(spans: list[tuple]) -> None:
     pauses = tuple(Pause(device="d0", at=at, until=at + length) for at, length in spans)
     found = alone(Scenario(name="p", pause=pauses), 8)
     now = 0.0
@@ -299,8 +299,11 @@ def test_a_device_that_stands_still_goes_on_where_it_was(spans: list[tuple]) -> 
         assert end == pytest.approx(now)
 
 
-def test_a_pause_of_another_device_holds_nobody_up() -> None:
-    cluster, schedule = apart(2), Recipe("1f1b").build(num_stages=1, num_microbatches=4)
+def test_pause_of_another_device_has_no_effect() -> None:
+    cluster, schedule = (
+        region_per_device(2),
+        ScheduleSpec("1f1b").build(num_stages=1, num_microbatches=4),
+    )
     calm = one_pipeline(cluster, schedule, [0.4], [0.7])
     scenario = Scenario(name="p", pause=(Pause(device="d1", at=0.1, until=9.0),))
     assert one_step(replace(calm, scenario=scenario)) == one_step(calm)
@@ -327,7 +330,7 @@ def test_a_pipeline_that_is_never_flushed_keeps_to_its_limits_and_times(
     tmp_path_factory: pytest.TempPathFactory, seed: int, in_flight: tuple[int, ...], shares: bool
 ) -> None:
     rng = random.Random(seed)
-    job = job_with_times(rng, Recipe("bounded", limits=in_flight), 1)
+    job = job_with_times(rng, ScheduleSpec("bounded", limits=in_flight), 1)
     scenario = Scenario(name="x")
     if shares:  # messages are flows if a link may change
         change = LinkChange(at=1e6, source="d0", target=f"d{len(in_flight) - 1}", latency=1.0)
@@ -380,8 +383,8 @@ def test_in_flight_is_never_above_its_limits(
 
 def test_records_are_all_kept_when_there_are_many() -> None:
     """More than are kept inside of the compiled part at a time."""
-    schedule = Recipe("1f1b").build(num_stages=1, num_microbatches=33_000)
-    job = one_pipeline(apart(1), schedule, [1.0], [2.0])
+    schedule = ScheduleSpec("1f1b").build(num_stages=1, num_microbatches=33_000)
+    job = one_pipeline(region_per_device(1), schedule, [1.0], [2.0])
     records = one_step(job)[0]
     assert [record.action for record in records] == schedule[0]
     assert records[-1].end == pytest.approx(99_000.0)

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from polyrhythm.cost.step import Replica, Run, StageWork
+from polyrhythm.cost.step import Replica, StageRun, StageWork
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import Kill, Scenario, Slow
 from polyrhythm.schedule.builders import build
-from polyrhythm.simulate.dealing import Dealing
+from polyrhythm.simulate.balanced import SimulatedBalancer
 from polyrhythm.simulate.job import SimulatedJob, equal_job
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.sync.setup import Setup
@@ -38,7 +38,7 @@ def replicas(num_stages: int, policy: str, **more: object) -> SimulatedJob:
         cluster=cluster(2),
         stages=(stage,) * num_stages,
         pipelines=tuple(
-            Replica(runs=(Run(device, 0, num_stages),), schedule=built) for device in range(2)
+            Replica(runs=(StageRun(device, 0, num_stages),), schedule=built) for device in range(2)
         ),
         sync=Setup(policy=policy, num_stages=num_stages, num_pipelines=2),
         **more,  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ def test_a_server_serves_no_faster_than_its_connection_is() -> None:
     assert step_time(16) == pytest.approx(0.3 + 2 * 15, rel=0.1)
 
 
-def test_the_whole_batch_is_dealt_once_though_one_hears_late() -> None:
+def test_balanced_assigns_the_whole_batch_once() -> None:
     job = equal_job(
         num_pipelines=3,
         forward=0.002,
@@ -79,16 +79,16 @@ def test_the_whole_batch_is_dealt_once_though_one_hears_late() -> None:
         policy="balanced",
         scenario=Scenario(name="s", slow=(Slow(device="d2", factor=2.0),)),
     )
-    dealing = Dealing(job)
+    balancer = SimulatedBalancer(job)
     for pipeline in range(3):
-        dealing.welcome(pipeline)
+        balancer.add(pipeline)
     sums = []
     for _ in range(5):
         for pipeline, took in enumerate((0.05, 0.05, 0.1)):
-            dealing.step_ended(pipeline, took)
-        near = [len(dealing.schedule(pipeline)[0]) // 2 for pipeline in range(2)]
-        dealing.step_ended(0, 0.05)  # the next step of one that is near
-        sums.append(sum(near) + len(dealing.schedule(2)[0]) // 2)
+            balancer.step_ended(pipeline, took)
+        near = [len(balancer.schedule(pipeline)[0]) // 2 for pipeline in range(2)]
+        balancer.step_ended(0, 0.05)  # the next step of one that is near
+        sums.append(sum(near) + len(balancer.schedule(2)[0]) // 2)
     assert sums == [24] * 5
 
 
@@ -107,7 +107,7 @@ def test_shares_of_time_add_up(decoupled: bool, gradients: float) -> None:
     assert found.computing + found.bubble + found.waiting == pytest.approx(1.0, abs=0.03)
 
 
-def test_who_is_away_has_no_share() -> None:
+def test_absent_device_has_no_share_of_time() -> None:
     job = equal_job(num_pipelines=3, forward=0.1, backward=0.2)
     lost = Scenario(name="lost", kill=(Kill(device="d1", at=3.0),))
     found = simulate(replace(job, scenario=lost), num_steps=50)

@@ -15,15 +15,22 @@ from hypothesis import strategies as st
 from polyrhythm.describe.scenario import LinkChange, Pause, Scenario, Slow
 from polyrhythm.errors import EventError
 from polyrhythm.events import Event, read_run
-from polyrhythm.observe.report import Report
+from polyrhythm.observe.report import RunReport
 from polyrhythm.simulate.job import SimulatedJob, equal_job
-from polyrhythm.simulate.result import Simulated
+from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
-from polyrhythm.sync.decision_log import NAME, DecisionReader, replay
-from polyrhythm.sync.messages import Assign, Commit, Ready
+from polyrhythm.sync.decision_log import LOG_NAME, DecisionReader, replay
+from polyrhythm.sync.protocol import Assign, Commit, Ready
 from polyrhythm.sync.registry import POLICIES
 from polyrhythm.types import Worker
-from tests.pure.simulating import apart, back, linked, lives, slowed, three_pipelines
+from tests.pure.simulate_cases import (
+    back,
+    kills_and_joins,
+    linked,
+    region_per_device,
+    slowed,
+    three_pipelines,
+)
 
 SLEEPS = Slow(device="*", probability=0.2, sleep_factor=2.0)
 
@@ -48,8 +55,8 @@ def digest(folder: Path) -> str:
 def test_decisions_of_every_policy_replay_alike(tmp_path: Path, policy: str) -> None:
     job = job_of(policy)
     found = simulate(job, num_steps=12, run=tmp_path / "run")
-    assert replay(tmp_path / "run" / NAME) is None
-    reader = DecisionReader(tmp_path / "run" / NAME)
+    assert replay(tmp_path / "run" / LOG_NAME) is None
+    reader = DecisionReader(tmp_path / "run" / LOG_NAME)
     assert reader.setup == job.sync
     decisions = [decision for _, decision in reader.decisions()]
     times = [decision.event.now for decision in decisions]
@@ -69,19 +76,21 @@ def test_decisions_of_every_policy_replay_alike(tmp_path: Path, policy: str) -> 
     st.floats(0, 12),
     st.floats(0.1, 9),
 )
-def test_decisions_replay_also_after_mishaps(
+def test_decisions_replay_after_faults(
     tmp_path_factory: pytest.TempPathFactory, policy: str, device: int, at: float, away: float
 ) -> None:
     folder = tmp_path_factory.mktemp("run") / "log"
     name = f"d{device}"
-    simulate(job_of(policy, lives([(name, at)], [(name, at + away)])), num_steps=15, run=folder)
-    assert replay(folder / NAME) is None
+    simulate(
+        job_of(policy, kills_and_joins([(name, at)], [(name, at + away)])), num_steps=15, run=folder
+    )
+    assert replay(folder / LOG_NAME) is None
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_report_tells_where_time_went_as_the_result_does(tmp_path: Path, policy: str) -> None:
+def test_report_agrees_with_the_result(tmp_path: Path, policy: str) -> None:
     found = simulate(job_of(policy), num_steps=12, run=tmp_path / "run")
-    report = Report.of(read_run(tmp_path / "run"))
+    report = RunReport.of(read_run(tmp_path / "run"))
     assert report.num_planned == 12
     assert set(report.workers) == set(found.busy)
     for worker, spent in report.workers.items():
@@ -94,9 +103,9 @@ def test_a_report_tells_where_time_went_as_the_result_does(tmp_path: Path, polic
         assert spent.sync <= found.waited[worker] * (1 + 1e-9)
 
 
-def test_with_all_reduce_a_report_and_the_result_say_the_same(tmp_path: Path) -> None:
+def test_report_equals_the_result_with_all_reduce(tmp_path: Path) -> None:
     found = simulate(job_of("all_reduce"), num_steps=12, each=True, run=tmp_path / "run")
-    report = Report.of(read_run(tmp_path / "run"))
+    report = RunReport.of(read_run(tmp_path / "run"))
     for worker, spent in report.workers.items():
         assert spent.steps == 12
         assert spent.compute == pytest.approx(found.busy[worker])
@@ -104,7 +113,7 @@ def test_with_all_reduce_a_report_and_the_result_say_the_same(tmp_path: Path) ->
         assert spent.sync == pytest.approx(found.waited[worker])
 
 
-def check_log(folder: Path, found: Simulated, job: SimulatedJob) -> None:
+def check_log(folder: Path, found: SimulationResult, job: SimulatedJob) -> None:
     """Actions of a worker follow each other, inside of the steps that they say they are of."""
     spans: dict[tuple[Worker | None, int | None], tuple[float, float]] = {}
     for event in events_of(folder, "step"):
@@ -141,7 +150,7 @@ def test_actions_are_inside_of_their_steps_in_a_pipeline_that_is_never_flushed(
 
 @pytest.mark.parametrize("device", ["d2", "d3"])
 def test_actions_are_inside_of_their_steps_after_a_new_start(tmp_path: Path, device: str) -> None:
-    job = job_of("adaptive", lives([(device, 6.2)], [(device, 11.0)]))
+    job = job_of("adaptive", kills_and_joins([(device, 6.2)], [(device, 11.0)]))
     check_log(tmp_path / "run", simulate(job, num_steps=20, run=tmp_path / "run"), job)
 
 
@@ -168,42 +177,42 @@ def test_a_folder_with_a_log_is_not_written_again(tmp_path: Path) -> None:
     assert digest(tmp_path / "run") == before
 
 
-MISHAPS = Scenario(
+FAULTS = Scenario(
     name="all of it",
     seed=3,
     slow=(SLEEPS, Slow(device="d1", trace="sdpipe_16gpu", trace_duration=1000.0)),
     link=(LinkChange(at=4.0, source="here", target="here", bandwidth=5e7),),
     pause=(Pause(device="d0", at=2.0, until=3.0),),
-    kill=lives([("d2", 5.0)]).kill,
-    join=lives(join=[("d2", 9.0)]).join,
+    kill=kills_and_joins([("d2", 5.0)]).kill,
+    join=kills_and_joins(join=[("d2", 9.0)]).join,
 )
 
 
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"balanced", "static"}))
-def test_the_same_job_comes_out_alike(tmp_path: Path, policy: str) -> None:
+def test_simulation_is_deterministic(tmp_path: Path, policy: str) -> None:
     def once(folder: Path) -> tuple:
-        job = job_of(policy, MISHAPS, uplink=1e8)
+        job = job_of(policy, FAULTS, uplink=1e8)
         found = simulate(job, num_steps=10, run=folder)
         return found.ends, found.duration, found.group_sizes, found.busy, digest(folder)
 
     assert once(tmp_path / "a") == once(tmp_path / "b")
 
 
-def test_a_log_changes_nothing_about_what_it_records(tmp_path: Path) -> None:
-    job = job_of("adaptive", MISHAPS)
+def test_log_does_not_change_the_result(tmp_path: Path) -> None:
+    job = job_of("adaptive", FAULTS)
     with_log, without = simulate(job, num_steps=10, run=tmp_path / "a"), simulate(job, num_steps=10)
     assert with_log.ends == without.ends
     assert with_log.bytes_sent.tolist() == without.bytes_sent.tolist()
 
 
-_AGAIN = """
+_SCRIPT = """
 import sys
 from pathlib import Path
 from polyrhythm.simulate.simulator import simulate
-from tests.pure.test_simulate_log import MISHAPS, digest, job_of
+from tests.pure.test_simulate_log import FAULTS, digest, job_of
 for policy in ("adaptive", "smart", "ssp"):
     folder = Path(sys.argv[1]) / policy
-    simulate(job_of(policy, MISHAPS, uplink=1e8), num_steps=10, run=folder)
+    simulate(job_of(policy, FAULTS, uplink=1e8), num_steps=10, run=folder)
     print(digest(folder))
 """
 
@@ -212,7 +221,7 @@ def test_other_processes_write_the_same_bytes(tmp_path: Path) -> None:
     """Whatever they hash strings by."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", _AGAIN, str(tmp_path / hash_seed)],
+            [sys.executable, "-c", _SCRIPT, str(tmp_path / hash_seed)],
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
             stdout=subprocess.PIPE,
             text=True,
@@ -233,7 +242,7 @@ def test_bytes_of_an_all_reduce_are_those_of_its_formula(num_members: int) -> No
 
 def test_small_buffers_are_sent_by_way_of_their_owner() -> None:
     job = equal_job(num_pipelines=3, forward=0.1, backward=0.2, gradient_bytes=1e4)
-    job = replace(job, cluster=apart(3))
+    job = replace(job, cluster=region_per_device(3))
     sent = simulate(job, num_steps=1).bytes_sent
     assert sent.tolist() == [[0.0, 1e4, 1e4], [1e4, 0.0, 0.0], [1e4, 0.0, 0.0]]
 
@@ -247,7 +256,7 @@ def test_messages_are_counted_from_region_to_region() -> None:
         activation_bytes=100.0,
         num_microbatches=4,
     )
-    job = replace(job, cluster=apart(3))
+    job = replace(job, cluster=region_per_device(3))
     sent = simulate(job, num_steps=5).bytes_sent
     assert sent.tolist() == [[0.0, 2000.0, 0.0], [2000.0, 0.0, 2000.0], [0.0, 2000.0, 0.0]]
 
@@ -256,7 +265,7 @@ def test_bytes_are_by_region_also_where_a_link_of_a_device_changes() -> None:
     job = equal_job(
         num_stages=3, num_pipelines=1, forward=0.1, backward=0.2, activation_bytes=100.0
     )
-    cluster = apart(3)
+    cluster = region_per_device(3)
     moved = zip(cluster.devices, ("r2", "r0", "r1"), strict=True)
     devices = tuple(replace(device, region=region) for device, region in moved)
     job = replace(job, cluster=replace(cluster, devices=devices))

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from polyrhythm.describe.scenario import Slow
 from polyrhythm.errors import PolicyError, UserError
 from polyrhythm.simulate.job import SimulatedJob, equal_job
-from polyrhythm.simulate.result import Simulated
+from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.sync.registry import POLICIES
 from polyrhythm.types import Worker
-from tests.pure.simulating import (
-    apart,
+from tests.pure.simulate_cases import (
+    kills_and_joins,
     linked,
-    lives,
     lost,
+    region_per_device,
     slow_entries,
     slowed,
     steps_after_first,
@@ -31,7 +31,7 @@ OVERLAPS = ("adaptive", "age", "partial_reduce", "random", "smart", "pairwise", 
 names = st.sampled_from(sorted(POLICIES))
 
 
-class Watcher:
+class CountingObserver:
     """Counts what an observer is told."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Watcher:
         self.served[worker, is_push] += 1
         self.times.append(now)
 
-    def on_healed(self, worker: Worker, source: Worker, now: float) -> None:
+    def on_copied(self, worker: Worker, source: Worker, now: float) -> None:
         self.times.append(now)
 
 
@@ -92,7 +92,7 @@ def jobs(draw: st.DrawFn, policy: str | None = None) -> SimulatedJob:
     )
 
 
-def check(found: Simulated, job: SimulatedJob, num_steps: int) -> None:
+def check(found: SimulationResult, job: SimulatedJob, num_steps: int) -> None:
     assert found.cut_short == ""
     goal = num_steps * len(job.pipelines)
     assert goal <= sum(map(len, found.ends)) < goal + len(job.pipelines)  # some end together
@@ -110,27 +110,27 @@ def check(found: Simulated, job: SimulatedJob, num_steps: int) -> None:
 @settings(max_examples=80)
 @given(jobs(), st.booleans())
 def test_every_policy_runs_to_its_end_under_any_slowness(job: SimulatedJob, each: bool) -> None:
-    watcher = Watcher()
-    found = simulate(job, num_steps=8, each=each, observers=[watcher])
+    observer = CountingObserver()
+    found = simulate(job, num_steps=8, each=each, observers=[observer])
     check(found, job, 8)
     policy = job.sync.policy
     if each or policy in SYNCHRONOUS:
         assert [len(ends) for ends in found.ends] == [8] * len(job.pipelines)
-    assert watcher.times == sorted(watcher.times)
-    for gid, num_applied in watcher.applied.items():
-        assert num_applied <= len(watcher.averages[gid])
+    assert observer.times == sorted(observer.times)
+    for gid, num_applied in observer.applied.items():
+        assert num_applied <= len(observer.averages[gid])
     if len(job.pipelines) == 1:
-        assert not watcher.averages
+        assert not observer.averages
     if policy == "ssp":
-        assert not watcher.averages
-        for worker, steps in watcher.steps.items():
-            assert steps - 1 <= watcher.served[worker, False] <= watcher.served[worker, True]
-            assert watcher.served[worker, True] <= steps
+        assert not observer.averages
+        for worker, steps in observer.steps.items():
+            assert steps - 1 <= observer.served[worker, False] <= observer.served[worker, True]
+            assert observer.served[worker, True] <= steps
 
 
 @settings(max_examples=40)
 @given(st.data(), st.sampled_from(OVERLAPS), st.booleans())
-def test_policies_that_can_overlap_or_hide_halves_do(
+def test_policies_run_with_overlap_or_decoupled(
     data: st.DataObject, policy: str, overlap: bool
 ) -> None:
     job = data.draw(jobs(policy))
@@ -155,7 +155,7 @@ def test_decoupled_all_reduce_ends_and_makes_equal_steps(job: SimulatedJob) -> N
 @pytest.mark.long
 @settings(max_examples=25)
 @given(jobs(), st.integers(0, 99))
-def test_what_could_happen_later_changes_nothing_before(job: SimulatedJob, seed: int) -> None:
+def test_later_events_do_not_change_earlier_results(job: SimulatedJob, seed: int) -> None:
     """A device lost, or a link that changes, after the end: no short cut may be taken then."""
     # Speeds that differ from action to action: of two things at once, either may come first.
     unequal = slowed(Slow(device="*", trace="sdpipe_16gpu", trace_duration=1e4), seed=seed)
@@ -163,7 +163,7 @@ def test_what_could_happen_later_changes_nothing_before(job: SimulatedJob, seed:
     if seed % 4 == 0 and job.sync.policy != "balanced":
         job = replace(job, in_flight=tuple(range(len(job.stages) + 1, 1, -1)))
     found = simulate(job, num_steps=8)
-    happens = [lives(kill=[("d0", 1e6)]), linked(lost(1e6))]
+    happens = [kills_and_joins(kill=[("d0", 1e6)]), linked(lost(1e6))]
     for later in happens[job.sync.policy == "static" :]:
         scenario = replace(unequal, kill=later.kill, link=later.link)
         again = simulate(replace(job, scenario=scenario), num_steps=8)
@@ -175,7 +175,9 @@ def test_what_could_happen_later_changes_nothing_before(job: SimulatedJob, seed:
         assert again.starved == pytest.approx(found.starved, rel=1e-9, abs=1e-9)
 
 
-def of(policy: str, *, slow: Sequence[Slow] = (), num_steps: int = 40, **more: object) -> Simulated:
+def of(
+    policy: str, *, slow: Sequence[Slow] = (), num_steps: int = 40, **more: object
+) -> SimulationResult:
     given_: dict[str, object] = {
         "num_pipelines": 4,
         "forward": 0.1,
@@ -192,18 +194,18 @@ def of(policy: str, *, slow: Sequence[Slow] = (), num_steps: int = 40, **more: o
 ONE_SLOW = (Slow(device="d0", factor=4.0),)
 
 
-def test_all_reduce_goes_at_the_pace_of_the_slowest() -> None:
+def test_all_reduce_runs_at_the_speed_of_the_slowest() -> None:
     assert of("all_reduce", slow=ONE_SLOW).step_time == pytest.approx(
         4 * of("all_reduce").step_time, rel=0.02
     )
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "age", "pairwise", "balanced", "local"])
-def test_others_do_not(policy: str) -> None:
+def test_other_policies_are_not_slowed_by_one_straggler(policy: str) -> None:
     assert of(policy, slow=ONE_SLOW).step_time < 0.6 * of("all_reduce", slow=ONE_SLOW).step_time
 
 
-def test_balanced_gives_the_slow_one_less_and_all_of_the_batch_away() -> None:
+def test_balanced_gives_stragglers_fewer_microbatches() -> None:
     """3 of 32 take the slow one as long as the others need for 9 or 10."""
     found = of("balanced", slow=ONE_SLOW)
     assert steps_after_first(found) == pytest.approx(10 * 0.3, rel=0.15)
@@ -216,17 +218,17 @@ def test_balanced_in_a_pipeline_is_refused() -> None:
         of("balanced", num_stages=2)
 
 
-def test_bounded_staleness_keeps_the_fast_within_its_bound() -> None:
-    watcher, ahead = Watcher(), [0]
+def test_ssp_keeps_fast_workers_within_the_staleness_bound() -> None:
+    observer, ahead = CountingObserver(), [0]
 
-    class Ahead(Watcher):
+    class Ahead(CountingObserver):
         def on_step(self, worker: Worker, now: float) -> None:
             super().on_step(worker, now)
             steps = [self.steps[Worker(0, pipeline)] for pipeline in range(4)]
             ahead.append(max(steps) - min(steps))
 
     for staleness in (0, 3):
-        watcher, ahead[:] = Ahead(), [0]
+        observer, ahead[:] = Ahead(), [0]
         job = equal_job(
             num_pipelines=4,
             forward=0.1,
@@ -237,7 +239,7 @@ def test_bounded_staleness_keeps_the_fast_within_its_bound() -> None:
             options={"staleness": staleness},
             scenario=slowed(*ONE_SLOW),
         )
-        simulate(job, num_steps=30, observers=[watcher])
+        simulate(job, num_steps=30, observers=[observer])
         assert max(ahead) == staleness + 1
 
 
@@ -257,10 +259,10 @@ def test_one_pipeline_alone_waits_for_nobody(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"balanced"}))
-def test_far_workers_wait_for_words_with_the_coordinator(policy: str) -> None:
+def test_far_workers_wait_for_coordinator_latency(policy: str) -> None:
     """Unless nobody asks one, or seldom."""
     job = equal_job(num_pipelines=2, forward=0.1, backward=0.2, policy=policy, latency=0.5)
-    near = simulate(replace(job, cluster=apart(2)), num_steps=10)
+    near = simulate(replace(job, cluster=region_per_device(2)), num_steps=10)
     far = simulate(job, num_steps=10)
     if policy in ("local",):
         assert far.duration == pytest.approx(near.duration)
@@ -269,19 +271,19 @@ def test_far_workers_wait_for_words_with_the_coordinator(policy: str) -> None:
 
 
 @pytest.mark.parametrize("num_pipelines", [1, 3])
-def test_a_few_steps_have_a_rate_too(num_pipelines: int) -> None:
+def test_rate_is_known_after_few_steps(num_pipelines: int) -> None:
     found = of("all_reduce", num_steps=1, num_pipelines=num_pipelines, gradient_bytes=0.0)
     assert found.step_time == pytest.approx(2.4)
     assert found.throughput == pytest.approx(num_pipelines * 8 / 2.4)
 
 
-def test_steady_rates_do_not_depend_on_how_long_one_looks() -> None:
+def test_steady_rate_is_independent_of_num_steps() -> None:
     short, long = (of("all_reduce", num_steps=count) for count in (12, 60))
     assert short.step_time == pytest.approx(long.step_time, rel=1e-6)
     assert long.throughput == pytest.approx(32 / long.step_time, rel=1e-6)
 
 
-def test_averages_seldom_cost_seldom() -> None:
+def test_cost_of_averages_follows_their_frequency() -> None:
     job = equal_job(
         num_pipelines=4,
         forward=0.1,
@@ -342,7 +344,7 @@ NAN, INF = float("nan"), float("inf")
         ({"policy": "age", "overlap": True, "decoupled": True}, "overlap with decoupled"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_name(wrong: dict, says: str) -> None:
+def test_invalid_job_is_refused(wrong: dict, says: str) -> None:
     with pytest.raises(UserError, match=says):
         plain(**wrong)
 
@@ -354,7 +356,7 @@ def test_what_cannot_be_is_refused_with_its_name(wrong: dict, says: str) -> None
         ({"coordinator": -1}, "device -1 of a cluster of 4"),
         ({"samples": (1,)}, "1 samples"),
         ({"num_buckets": 0}, "num_buckets=0"),
-        ({"cluster": apart(3)}, "device 3 of a cluster of 3"),
+        ({"cluster": region_per_device(3)}, "device 3 of a cluster of 3"),
         ({"pipelines": plain().pipelines[:1]}, "a scheduler for 2 stages x 2 pipelines"),
         ({"pipelines": plain().pipelines[:1] * 2}, "has 2 parts"),
         ({"stages": plain().stages[:1]}, "runs stages"),

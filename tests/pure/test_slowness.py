@@ -37,7 +37,7 @@ times = st.floats(0, 100)
 
 
 @given(st.floats(1, 10), times, times, times, times)
-def test_factor_holds_back_by_its_excess_in_its_time_alone(factor, start, length, now, work):
+def test_factor_delays_actions_only_in_its_window(factor, start, length, now, work):
     entry = Slow(device="a", factor=factor, start=start, until=start + length + 1)
     inside = start <= now < start + length + 1
     assert slowness(entry).delay(now, work, BOTH) == ((factor - 1) * work if inside else 0)
@@ -53,7 +53,7 @@ def test_entry_without_an_end_never_ends():
     assert slowness(Slow(device="a", factor=3.0)).delay(1e9, WORK, BOTH) == 2
 
 
-def test_other_devices_are_not_held_back():
+def test_other_devices_are_not_slowed():
     entry = Slow(device="a", factor=3.0)
     assert slowness(entry, device="b").delay(0.0, WORK, BOTH) == 0
     assert slowness(replace(entry, device="*"), device="b").delay(0.0, WORK, BOTH) == 2
@@ -99,7 +99,7 @@ def test_sleep_is_all_or_nothing(probability, sleep_factor, seed):
 
 
 @pytest.mark.parametrize(("probability", "delay"), [(0.0, 0.0), (1.0, 2 * BOTH)])
-def test_certain_chance_is_certain(probability, delay):
+def test_probability_0_and_1_are_certain(probability, delay):
     entry = Slow(device="a", probability=probability, sleep_factor=2.0)
     assert delays(slowness(entry), 1000) == [delay] * 1000
 
@@ -112,7 +112,7 @@ def test_sdpipe_settings_have_their_mean_delay(name, sleep_factor, seed):
     assert sum(drawn) / 20_000 == pytest.approx(0.1 * sleep_factor * BOTH, rel=0.07)
 
 
-def test_sdpipe_settings_come_along_for_every_cluster():
+def test_sdpipe_settings_are_bundled():
     assert bundled_scenarios() == ("sdpipe_a", "sdpipe_b")
     for name in bundled_scenarios():
         assert Scenario.load(name).name == name
@@ -137,7 +137,7 @@ def test_draws_are_independent_between_devices():
     assert together / 10_000 == pytest.approx(0.25, abs=0.02)
 
 
-def test_action_keeps_its_luck_when_the_entry_starts_at_another_time():
+def test_draws_are_independent_of_the_start_time():
     entry = Slow(device="a", probability=0.5, sleep_factor=1.0)
     always = delays(slowness(entry), 64)
     late = delays(slowness(replace(entry, start=20.0)), 64)
@@ -196,7 +196,7 @@ def test_devices_play_the_workers_of_a_trace_in_turn(index, delay):
     assert held.delay(0.0, WORK, BOTH) == delay
 
 
-def test_trace_that_ends_stays_at_its_last_value_and_says_so_once():
+def test_ended_trace_stays_at_its_last_value_and_warns_once():
     held = slowness(Slow(device="a", trace="steps", trace_worker=0))
     with pytest.warns(UserWarning, match="trace 'steps' has ended after 100s: held") as caught:
         assert held.delay(100.0, WORK, BOTH) == 3

@@ -18,8 +18,8 @@ from tests.pure.plan_examples import cluster
 MANUAL = (Path(__file__).parents[2] / "docs" / "describe.md").read_text(encoding="utf-8")
 
 moments = st.integers(0, 50).map(float)
-lives = st.sets(moments, min_size=1, max_size=6).map(lambda times: tuple(sorted(times)))
-by_node = st.lists(lives, min_size=1, max_size=8).map(
+lifetimes = st.sets(moments, min_size=1, max_size=6).map(lambda times: tuple(sorted(times)))
+by_node = st.lists(lifetimes, min_size=1, max_size=8).map(
     lambda nodes: SpotTrace(name="nodes", nodes=tuple(nodes))
 )
 by_count = st.dictionaries(moments, st.integers(0, 6), max_size=10).map(
@@ -62,7 +62,7 @@ def names(number: int) -> list[str]:
 
 @settings(max_examples=40)  # each looks at every moment
 @given(traces)
-def test_as_many_devices_are_there_as_nodes_were(trace: SpotTrace) -> None:
+def test_number_of_devices_follows_the_trace(trace: SpotTrace) -> None:
     number = len(trace.places)
     if number == 0:
         assert spot_scenario(trace, cluster({"spot": 3})).kill == ()
@@ -99,7 +99,7 @@ def test_a_smaller_cluster_sees_what_the_first_devices_of_a_larger_one_see(
 
 
 @given(traces)
-def test_devices_beyond_the_places_are_never_taken(trace: SpotTrace) -> None:
+def test_devices_beyond_the_trace_are_never_lost(trace: SpotTrace) -> None:
     number = len(trace.places) + 3
     scenario = spot_scenario(trace, cluster({"spot": number}))
     beyond = set(names(number)[-3:])
@@ -142,7 +142,7 @@ def test_of_nodes_without_names_the_oldest_leave_first() -> None:
     assert trace.places == ((0, 1, 2, 3), (0, 1), (0, 3))
 
 
-def test_who_comes_when_another_goes_does_not_take_its_place() -> None:
+def test_node_that_joins_at_a_loss_gets_a_new_place() -> None:
     trace = SpotTrace(name="x", nodes=((0, 5), (5,)))
     assert trace.places == ((0, 5), (5,))
 
@@ -168,7 +168,7 @@ def test_a_recording_may_last_longer_than_anything_happens_in_it() -> None:
         ({"nodes": ((0, 60),), "duration": 50.0}, "duration is 50s, and something happened at"),
     ],
 )
-def test_a_recording_that_makes_no_sense_is_refused(change: dict, wrong: str) -> None:
+def test_invalid_recording_is_refused(change: dict, wrong: str) -> None:
     with pytest.raises(DescriptionError) as caught:
         SpotTrace(name="x", **change)
     assert wrong in caught.value.wrong
@@ -202,7 +202,7 @@ def test_the_example_of_the_manual_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", bundled_spot_traces())
-def test_what_comes_along_names_its_source_and_its_licence_there_and_in_the_manual(
+def test_bundled_trace_names_its_source_and_licence(
     name: str,
 ) -> None:
     trace = SpotTrace.load(name)
@@ -217,7 +217,7 @@ def test_what_comes_along_names_its_source_and_its_licence_there_and_in_the_manu
     ("name", "num_places", "hours", "most", "least"),
     [("bamboo_aws_p3", 32, 11.4, 32, 10), ("bamboo_gcp_a100", 64, 27.0, 64, 17)],
 )
-def test_what_comes_along_is_what_was_published(
+def test_bundled_trace_matches_the_publication(
     name: str, num_places: int, hours: float, most: int, least: int
 ) -> None:
     trace = SpotTrace.load(name)

@@ -9,7 +9,7 @@ from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
 from polyrhythm.plan.search import make_plan
 from polyrhythm.plan.step_bound import least_price, least_step, step_bound
-from tests.pure.planning import all_plans, cluster, problem, small_problems
+from tests.pure.plan_problems import all_plans, cluster, problem, small_problems
 
 pytestmark = pytest.mark.long
 
@@ -58,7 +58,7 @@ def test_the_least_price_is_that_of_the_compute_alone() -> None:
 
 
 @pytest.mark.parametrize("sync", ["ring", "sequential"])
-def test_a_slow_uplink_does_not_raise_the_bound_of_those_who_do_not_know_it(sync: str) -> None:
+def test_slow_uplink_raises_only_the_bound_of_all_reduce(sync: str) -> None:
     over = problem(cluster([2], inner=(1e-4, 1e9), uplink=1e6), (0.1,), batch=2, sync=sync)
     assert make_plan(over).bound <= make_plan(over).best.time.total
 

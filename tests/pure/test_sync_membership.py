@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrhythm.sync.all_reduce import AllReduce
-from polyrhythm.sync.member import Life
+from polyrhythm.sync.members import MemberStatus
 from polyrhythm.sync.membership import Membership
-from polyrhythm.sync.messages import Abort, Assign, Dead, Heal, Join, Leave, Ready, Skip
+from polyrhythm.sync.policies.all_reduce import AllReduce
+from polyrhythm.sync.protocol import Abort, Assign, CopyFrom, Dead, Join, Leave, Ready, Skip
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.types import Worker
 from tests.pure.test_sync_scheduler import ready, scheduler_of
@@ -14,7 +14,7 @@ from tests.pure.test_sync_scheduler import ready, scheduler_of
 A, B = Worker(0, 0), Worker(0, 1)
 
 
-def test_a_death_takes_its_pipeline_out_of_every_stage() -> None:
+def test_death_deactivates_its_pipeline_at_every_stage() -> None:
     scheduler = scheduler_of(2, num_stages=3)
     other = [Worker(stage, 0) for stage in range(3)]
     pipeline = [Worker(stage, 1) for stage in range(3)]
@@ -33,14 +33,14 @@ def test_a_death_takes_its_pipeline_out_of_every_stage() -> None:
     assert skip.why == "its pipeline is not whole: s1p1 is dead"
 
 
-def test_with_pipelines_that_do_not_die_whole_only_the_worker_is_lost() -> None:
+def test_without_whole_pipelines_only_the_dead_worker_is_lost() -> None:
     scheduler = scheduler_of(2, num_stages=2, pipelines_die_whole=False)
     scheduler.step(Dead(Worker(0, 1), now=1.0))
     assert ready(scheduler, Worker(1, 0), now=2.0) == []
     assert isinstance(ready(scheduler, Worker(1, 1), now=2.0)[0], Assign)
 
 
-def test_a_worker_that_leaves_has_finished_and_its_pipeline_goes_on() -> None:
+def test_pipeline_continues_after_one_worker_leaves() -> None:
     scheduler = scheduler_of(2, num_stages=2)
     assert scheduler.step(Leave(Worker(1, 0), now=1.0)) == []
     assert ready(scheduler, Worker(0, 0)) == []
@@ -49,28 +49,28 @@ def test_a_worker_that_leaves_has_finished_and_its_pipeline_goes_on() -> None:
     assert skip.why.startswith("all are ready")
 
 
-def test_a_pipeline_that_returns_copies_all_its_stages_from_one_other() -> None:
+def test_returning_pipeline_copies_all_stages_from_one_pipeline() -> None:
     scheduler = scheduler_of(3, num_stages=2)
     for clock, pipeline in [(5, 0), (7, 2)]:  # neither is ahead at both stages
         ready(scheduler, Worker(0, pipeline), clock=clock)
         ready(scheduler, Worker(1, pipeline), clock=12 - clock)
     scheduler.step(Dead(Worker(1, 1), now=2.0))
     assert scheduler.step(Join(Worker(1, 1), "node", 0, 0, now=3.0)) == []  # of its old life
-    heals = scheduler.step(Join(Worker(1, 1), "node", 0, 1, now=3.0))
-    assert [(heal.worker, heal.source) for heal in heals] == [
+    copies = scheduler.step(Join(Worker(1, 1), "node", 0, 1, now=3.0))
+    assert [(copy_from.worker, copy_from.source) for copy_from in copies] == [
         (Worker(0, 1), Worker(0, 0)),
         (Worker(1, 1), Worker(1, 0)),
     ]
     # Asked again while it copies: told again. The source dies: another one, for both stages.
     assert scheduler.step(Join(Worker(1, 1), "node", 0, 1, now=4.0))[0].source == Worker(1, 0)
-    heals = [c for c in scheduler.step(Dead(Worker(0, 0), now=5.0)) if isinstance(c, Heal)]
-    assert [(heal.worker, heal.source) for heal in heals] == [
+    copies = [c for c in scheduler.step(Dead(Worker(0, 0), now=5.0)) if isinstance(c, CopyFrom)]
+    assert [(copy_from.worker, copy_from.source) for copy_from in copies] == [
         (Worker(0, 1), Worker(0, 2)),
         (Worker(1, 1), Worker(1, 2)),
     ]
 
 
-def test_a_worker_that_brings_a_model_keeps_it() -> None:
+def test_rejoining_worker_with_a_model_does_not_copy() -> None:
     """A slow worker is far behind by its clock, and yet its model is as good as any."""
     scheduler = scheduler_of(2)
     ready(scheduler, A, clock=600)
@@ -78,7 +78,7 @@ def test_a_worker_that_brings_a_model_keeps_it() -> None:
     assert scheduler.step(Join(B, "node", 100, 1, now=3.0)) == []
 
 
-def test_a_scheduler_that_starts_anew_asks_nobody_to_copy() -> None:
+def test_restarted_scheduler_orders_no_copies() -> None:
     scheduler = Scheduler([AllReduce(2)], 2, first_gid=50)
     assert scheduler.step(Join(A, "node", 600, 3, now=1.0)) == []
     assert scheduler.step(Join(B, "node", 100, 1, now=1.0)) == []
@@ -86,13 +86,13 @@ def test_a_scheduler_that_starts_anew_asks_nobody_to_copy() -> None:
     assert scheduler.step(Ready(B, 101, 1, now=2.0))[0].gid == 50
 
 
-def test_a_worker_that_starts_anew_before_its_death_is_noticed() -> None:
+def test_restart_before_death_is_noticed() -> None:
     scheduler = scheduler_of(2)
     ready(scheduler, A, B, clock=4)
-    abort, skip, heal = scheduler.step(Join(B, "other node", 0, 1, now=2.0))
+    abort, skip, copy_from = scheduler.step(Join(B, "other node", 0, 1, now=2.0))
     assert abort == Abort(1, (A, B), "s0p1 has started anew")
     assert isinstance(skip, Skip)
-    assert heal == Heal(B, A, "its pipeline joins a job that has begun", clock=4)
+    assert copy_from == CopyFrom(B, A, "its pipeline joins a job that has begun", clock=4)
     assert scheduler.step(Ready(B, 5, 0, now=3.0)) == []  # its old life
     assert scheduler.counters["late"] == 1
     assert ready(scheduler, A, clock=5, now=3.0) == []
@@ -101,49 +101,52 @@ def test_a_worker_that_starts_anew_before_its_death_is_noticed() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 2), st.integers(0, 2), st.sampled_from(list(Life)[1:])),
+        st.tuples(st.integers(0, 2), st.integers(0, 2), st.sampled_from(list(MemberStatus)[1:])),
         max_size=30,
     ),
     st.booleans(),
 )
-def test_active_is_whoever_is_here_in_a_pipeline_without_losses(
-    story: list[tuple[int, int, Life]], die_whole: bool
+def test_active_workers_are_those_of_whole_pipelines(
+    story: list[tuple[int, int, MemberStatus]], die_whole: bool
 ) -> None:
     membership = Membership(3, 3, pipelines_die_whole=die_whole)
-    lives = dict.fromkeys(membership.members, Life.ABSENT)
-    for stage, pipeline, life in story:
+    statuses = dict.fromkeys(membership.members, MemberStatus.ABSENT)
+    for stage, pipeline, status in story:
         worker = Worker(stage, pipeline)
-        lives[worker] = life
-        before = {w for w, member in membership.members.items() if member.active}
+        statuses[worker] = status
+        before = {w for w, member in membership.members.items() if member.is_active}
         epoch = membership.epoch
-        changed = membership.change(membership.members[worker], life)
-        active = {w for w, member in membership.members.items() if member.active}
+        changed = membership.change(membership.members[worker], status)
+        active = {w for w, member in membership.members.items() if member.is_active}
         assert {member.worker for member in changed} == before ^ active
         assert membership.epoch == epoch + bool(changed)
         assert active == {
             w
-            for w, its_life in lives.items()
-            if its_life is Life.ALIVE
+            for w, its_status in statuses.items()
+            if its_status is MemberStatus.ALIVE
             and not (
                 die_whole
-                and any(lives[Worker(s, w.pipeline)] in (Life.ABSENT, Life.DEAD) for s in range(3))
+                and any(
+                    statuses[Worker(s, w.pipeline)] in (MemberStatus.ABSENT, MemberStatus.DEAD)
+                    for s in range(3)
+                )
             )
         }
 
 
-def test_a_pipeline_is_copied_from_the_one_whose_last_stage_has_come_furthest() -> None:
+def test_copy_source_is_the_pipeline_with_the_highest_minimum_clock() -> None:
     membership = Membership(2, 4, pipelines_die_whole=True)
     clocks = {1: (9, 3), 2: (5, 6), 3: (5, 5)}
     for pipeline, of_stages in clocks.items():
         for stage, clock in enumerate(of_stages):
             member = membership.members[Worker(stage, pipeline)]
             member.start_over(clock)
-            membership.change(member, Life.ALIVE)
+            membership.change(member, MemberStatus.ALIVE)
     behind = [membership.members[Worker(stage, 0)] for stage in range(2)]
     pairs = [(m.worker, source.worker) for m, source in membership.sources(behind)]
     assert pairs == [(Worker(0, 0), Worker(0, 2)), (Worker(1, 0), Worker(1, 2))]
     # With no whole pipeline left, each stage finds its own.
     for lost in (Worker(0, 2), Worker(1, 3), Worker(0, 1)):
-        membership.members[lost].active = False
+        membership.members[lost].is_active = False
     pairs = [(m.worker, source.worker) for m, source in membership.sources(behind)]
     assert pairs == [(Worker(0, 0), Worker(0, 3)), (Worker(1, 0), Worker(1, 2))]

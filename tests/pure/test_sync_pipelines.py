@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyrhythm.sync.adaptive import Adaptive
-from polyrhythm.sync.age import Age
-from polyrhythm.sync.deadlines import Limits
-from polyrhythm.sync.messages import Assign, Ready
-from polyrhythm.sync.registry import LONGEST_WAIT, POLICIES, limits_for, make_policies
+from polyrhythm.sync.policies.adaptive import Adaptive
+from polyrhythm.sync.policies.age import Age
+from polyrhythm.sync.protocol import Assign, Ready
+from polyrhythm.sync.registry import MAX_GROUP_WAIT, POLICIES, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
+from polyrhythm.sync.timeouts import Limits
 from polyrhythm.sync.token import EnforcementToken
-from polyrhythm.sync.windowed import WindowedGroups
+from polyrhythm.sync.windowed_groups import WindowedGroups
 from polyrhythm.types import Action, Op, Seconds, Worker
-from tests.pure.sync_grid import HEARTBEAT, Grid
+from tests.pure.scheduler_grid import HEARTBEAT, Grid
 
 LEASE, MAX_WINDOW, CEILING = 20.0, 3.0, 10.0
 seeds = st.integers(0, 10**6)
@@ -40,7 +40,7 @@ def grid_of(name: str, shape: tuple[int, int], seed: int, **more: object) -> Gri
     num_stages, num_pipelines = shape
     options = OPTIONS.get(name, {}) if num_pipelines > 1 or name == "ssp" else {}
     if name == "partial_reduce":
-        options = {"group_size": min(2, num_pipelines), "patience": MAX_WINDOW}
+        options = {"group_size": min(2, num_pipelines), "timeout": MAX_WINDOW}
     policies = make_policies(
         name, num_stages=num_stages, num_pipelines=num_pipelines, lease=LEASE, options=options
     )
@@ -83,7 +83,7 @@ def test_every_pipeline_finishes_and_no_ready_worker_starves(
 @pytest.mark.parametrize("name", POLICIES)
 @given(shape=shapes, seed=seeds)
 @settings(max_examples=8)
-def test_every_policy_gets_through(
+def test_every_policy_finishes(
     name: str, asks_ahead: bool, shape: tuple[int, int], seed: int
 ) -> None:
     grid = grid_of(name, shape, seed, asks_ahead=asks_ahead).run()
@@ -93,7 +93,7 @@ def test_every_policy_gets_through(
         assert state.gids == sorted(set(state.gids))
 
 
-def patient_grid(name: str, group_size: int, seed: int, limits: Limits, **more: object) -> Grid:
+def grid_with_limits(name: str, group_size: int, seed: int, limits: Limits, **more: object) -> Grid:
     options = {} if name == "static" else {"group_size": group_size}
     policies = make_policies(name, num_stages=4, num_pipelines=5, options=options)
     scheduler = Scheduler(policies, 5, limits=limits)
@@ -108,24 +108,24 @@ def patient_grid(name: str, group_size: int, seed: int, limits: Limits, **more: 
     chance_to_fail=st.sampled_from([0.0, 0.3]),
 )
 @settings(max_examples=25)
-def test_policies_that_wait_without_end_get_through_with_limits_that_end_it(
+def test_unbounded_policies_finish_with_a_group_timeout(
     name: str, group_size: int, seed: int, asks_ahead: bool, chance_to_fail: float
 ) -> None:
     limits = limits_for(name, 4, Limits(ceiling=CEILING))
     more = {"asks_ahead": asks_ahead, "chance_to_fail": chance_to_fail}
-    grid = patient_grid(name, group_size, seed, limits, **more).run()
+    grid = grid_with_limits(name, group_size, seed, limits, **more).run()
     assert grid.unfinished() == []
     # At each try it waits for its policy, for the others to be ready, and for the average.
-    longest = (limits.retries + 1) * (2 * LONGEST_WAIT + CEILING + grid.latency)
+    longest = (limits.max_retries + 1) * (2 * MAX_GROUP_WAIT + CEILING + grid.latency)
     assert max(grid.waits, default=0.0) <= longest
 
 
 @pytest.mark.parametrize(("name", "chance_to_fail"), [("random", 0.0), ("static", 0.3)])
-def test_some_policies_of_several_stages_are_stuck_without_a_limit(
+def test_unbounded_policies_deadlock_without_a_group_timeout(
     name: str, chance_to_fail: float
 ) -> None:
     grids = [
-        patient_grid(name, 3, seed, Limits(), chance_to_fail=chance_to_fail).run()
+        grid_with_limits(name, 3, seed, Limits(), chance_to_fail=chance_to_fail).run()
         for seed in range(30)
     ]
     stuck = [grid for grid in grids if grid.unfinished()]
@@ -150,7 +150,7 @@ def test_figure_3_is_a_deadlock_without_the_token() -> None:
     grid = figure_3(without_a_shared_token)
     waiting = [w for w, state in grid.workers.items() if state.waits_since is not None]
     assert waiting == [Worker(0, 1), Worker(1, 0)]  # (1, B) and (2, A)
-    stages = [policy.validator.lacking() for policy in grid.scheduler.policies]
+    stages = [policy.validator.missing_workers() for policy in grid.scheduler.policies]
     assert stages == [(Worker(0, 0),), (Worker(1, 1),)]  # for (1, A) and (2, B),
     next_actions = {w: state.program[0] for w, state in grid.workers.items()}
     assert next_actions[Worker(0, 0)] == Action(Op.B, 1)  # which waits for (2, A)
@@ -158,7 +158,7 @@ def test_figure_3_is_a_deadlock_without_the_token() -> None:
     assert len(grid.unfinished()) == 4
 
 
-def test_figure_3_is_none_with_the_token() -> None:
+def test_figure_3_finishes_with_the_token() -> None:
     grid = figure_3(with_one_token)
     assert grid.unfinished() == []
     first, second = (policy.counters for policy in grid.scheduler.policies)
@@ -169,9 +169,7 @@ def test_figure_3_is_none_with_the_token() -> None:
 @pytest.mark.parametrize(
     ("kind", "options"), [(Adaptive, {"last_groups": 4}), (Age, {"max_age": 1})]
 )
-def test_without_the_token_some_grids_are_stuck_and_with_it_none(
-    kind: type[WindowedGroups], options: dict[str, int]
-) -> None:
+def test_token_prevents_deadlock(kind: type[WindowedGroups], options: dict[str, int]) -> None:
     def stuck(make: Callable[..., Scheduler], seed: int) -> bool:
         scheduler = make(kind, 2, 3, window=0.0, **options)
         grid = Grid(scheduler, 2, 3, 8, random_times(seed), seed, latency=0.0, averaging=0.0)
@@ -212,7 +210,7 @@ def test_crashes_and_returns_do_not_stop_the_others(
             if state.program and state.is_alive:
                 grid.kill(worker)
                 if worker.pipeline % 2:
-                    grid._later(HEARTBEAT + 5, lambda: grid.revive(worker))
+                    grid._schedule(HEARTBEAT + 5, lambda: grid.revive(worker))
 
         at_event[event] = crash
         alone.discard(pipeline if pipeline % 2 else -1)
@@ -222,7 +220,7 @@ def test_crashes_and_returns_do_not_stop_the_others(
 
 @given(shape=st.tuples(st.integers(1, 3), st.integers(2, 4)), seed=seeds)
 @settings(max_examples=20)
-def test_averages_that_fail_leave_nobody_behind(shape: tuple[int, int], seed: int) -> None:
+def test_all_pipelines_finish_with_failing_averages(shape: tuple[int, int], seed: int) -> None:
     grid = grid_of("age", shape, seed, chance_to_fail=0.3).run()
     assert grid.unfinished() == []
     counters = grid.scheduler.counters

@@ -5,11 +5,9 @@ import math
 import pytest
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.adaptive import Adaptive
-from polyrhythm.sync.age import Age
-from polyrhythm.sync.all_reduce import AllReduce
-from polyrhythm.sync.deadlines import Limits
-from polyrhythm.sync.mixing import CausalAge, UnionConnectivity
+from polyrhythm.sync.policies.adaptive import Adaptive
+from polyrhythm.sync.policies.age import Age
+from polyrhythm.sync.policies.all_reduce import AllReduce
 from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.registry import (
     POLICIES,
@@ -18,13 +16,15 @@ from polyrhythm.sync.registry import (
     make_policies,
     make_policy,
 )
+from polyrhythm.sync.timeouts import Limits
 from polyrhythm.sync.token import EnforcementToken
+from polyrhythm.sync.validators import CausalAge, UnionConnectivity
 from polyrhythm.types import Worker
 
 NAMES = "all_reduce static random smart partial_reduce adaptive age pairwise ssp balanced local"
 
 
-def test_every_name_of_the_design_is_there() -> None:
+def test_registry_has_all_policy_names() -> None:
     assert list(POLICIES) == NAMES.split()
 
 
@@ -71,9 +71,7 @@ def test_a_policy_across_stages_is_one_for_all() -> None:
 
 
 @pytest.mark.parametrize(("staleness", "most_ahead"), [(None, 3), (0, 0), (2, 2)])
-def test_staleness_is_the_number_of_stages_unless_somebody_says_so(
-    staleness: int | None, most_ahead: int
-) -> None:
+def test_default_staleness_is_the_number_of_stages(staleness: int | None, most_ahead: int) -> None:
     options = {} if staleness is None else {"staleness": staleness}
     policy, *_ = make_policies("ssp", num_stages=3, num_pipelines=2, options=options)
     for pipeline in range(2):
@@ -94,27 +92,27 @@ def test_local_is_all_reduce_once_in_500_steps_and_the_others_average_at_each() 
         default_every("locl")
 
 
-def test_waits_end_in_a_pipeline_for_policies_that_wait_without_end() -> None:
+def test_unbounded_policies_get_a_group_timeout_in_pipelines() -> None:
     for name in POLICIES:
         ends = name in ("random", "smart", "partial_reduce", "static")
-        assert limits_for(name, 1).waiting == math.inf
-        assert limits_for(name, 2).waiting == (30.0 if ends else math.inf)
-        assert limits_for(name, 2, Limits(waiting=7.0)).waiting == 7.0
-        assert limits_for(name, 2).readiness == Limits().readiness
+        assert limits_for(name, 1).group_timeout == math.inf
+        assert limits_for(name, 2).group_timeout == (30.0 if ends else math.inf)
+        assert limits_for(name, 2, Limits(group_timeout=7.0)).group_timeout == 7.0
+        assert limits_for(name, 2).ready_timeout == Limits().ready_timeout
     with pytest.raises(PolicyError, match="did you mean 'random'"):
         limits_for("rndom", 2)
 
 
-def test_whoever_promises_one_model_for_all_tries_without_end() -> None:
+def test_exact_policies_retry_forever() -> None:
     for name in POLICIES:
         exact = name in ("all_reduce", "balanced", "local")
         for num_stages in (1, 2):
-            found = limits_for(name, num_stages, Limits(retries=9, ceiling=7.0))
-            assert found.retries == (math.inf if exact else 9)
+            found = limits_for(name, num_stages, Limits(max_retries=9, ceiling=7.0))
+            assert found.max_retries == (math.inf if exact else 9)
             assert found.ceiling == 7.0
 
 
-def test_a_lease_is_longer_than_any_deadline_of_a_group() -> None:
+def test_lease_is_longer_than_any_group_timeout() -> None:
     first, *_ = make_policies("age", num_stages=2, num_pipelines=2)
     assert first.token.lease == EnforcementToken().lease > Limits().ceiling
 
@@ -138,7 +136,7 @@ def test_a_lease_is_longer_than_any_deadline_of_a_group() -> None:
         ("age", {"max_age": -1}, "max_age=-1", "A >= 0"),
     ],
 )
-def test_bad_choices_are_refused(
+def test_unknown_policies_and_options_are_refused(
     name: str, options: dict[str, object], wrong: str, right: str
 ) -> None:
     with pytest.raises(PolicyError) as refused:

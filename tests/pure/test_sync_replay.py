@@ -9,35 +9,35 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from polyrhythm.sync.deadlines import Limits
-from polyrhythm.sync.dispenser import Supply
-from polyrhythm.sync.messages import (
+from polyrhythm.sync.dispatch import SamplerState
+from polyrhythm.sync.protocol import (
     Abort,
+    Acknowledge,
+    Acquire,
+    Acquired,
     Assign,
+    AverageAll,
     Command,
     Commit,
+    CopyFrom,
     Dead,
-    Dealt,
     Done,
     Event,
-    Gather,
-    Heal,
     Join,
     Leave,
+    QueryProgress,
     Ready,
     Refuse,
     Request,
+    SampleProgress,
     Skip,
-    Take,
-    Tallied,
-    Tally,
     Timer,
-    Used,
 )
 from polyrhythm.sync.registry import POLICIES, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
+from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
-from tests.pure.sync_grid import Grid
+from tests.pure.scheduler_grid import Grid
 from tests.pure.test_sync_pipelines import OPTIONS, random_times
 
 SHAPE = (2, 5)
@@ -57,9 +57,11 @@ def run_of(name: str) -> Grid:
     lost = {30: Worker(1, 2), 50: Worker(0, 4)}
     at_event = {event: lambda grid, w=worker: grid.kill(w) for event, worker in lost.items()}
     at_event[90] = lambda grid: grid.revive(Worker(1, 2))
-    gather_at = frozenset({2, 5, 8})
+    average_all_at = frozenset({2, 5, 8})
     times = random_times(3)
-    grid = Grid(scheduler_of(name), *SHAPE, 8, times, 3, gather_at=gather_at, at_event=at_event)
+    grid = Grid(
+        scheduler_of(name), *SHAPE, 8, times, 3, average_all_at=average_all_at, at_event=at_event
+    )
     return grid.run()
 
 
@@ -99,7 +101,7 @@ def test_the_hash_seed_of_the_process_does_not_matter() -> None:
     assert len(found) == 1
 
 
-def test_a_timer_too_many_changes_nothing() -> None:
+def test_extra_timer_changes_nothing() -> None:
     scheduler, reminded = scheduler_of("age"), scheduler_of("age")
     for event, _ in run_of("age").log:
         assert scheduler.step(event) == reminded.step(event)
@@ -110,11 +112,11 @@ EVENTS: list[Event] = [
     Join(Worker(1, 2), "node", 3, 4, 5.0),
     Request(Worker(1, 2), 3, 4, 5.0),
     Ready(Worker(1, 2), 3, 4, 5.0),
-    Gather(Worker(1, 2), 3, 4, 5.0),
+    AverageAll(Worker(1, 2), 3, 4, 5.0),
     Done(Worker(1, 2), 3, True, 4, 5.0),
-    Take(Worker(1, 2), 3, 4, 100, 5, 6.0),
-    Used(Worker(1, 2), 3, 4, 5.0),
-    Tally(Worker(1, 2), 3, 4, 5.0),
+    Acquire(Worker(1, 2), 3, 4, 100, 5, 6.0),
+    Acknowledge(Worker(1, 2), 3, 4, 5.0),
+    QueryProgress(Worker(1, 2), 3, 4, 5.0),
     Timer(5.0),
     Dead(Worker(1, 2), 3, 4.0),
     Leave(Worker(1, 2), 3, 4.0),
@@ -124,9 +126,11 @@ COMMANDS: list[Command] = [
     Commit(1, (Worker(0, 0),), (3,)),
     Abort(1, (Worker(0, 0),), "reason"),
     Skip(Worker(0, 0), 1, "why", True),
-    Dealt(Worker(0, 0), 1, 100, ((3, 5), (8, 9)), "why"),
-    Tallied(Worker(0, 0), 1, Supply(limit=9, next=7, pool=((1, 2),), outstanding=((3, 5),))),
-    Heal(Worker(0, 0), Worker(0, 1), "why"),
+    Acquired(Worker(0, 0), 1, 100, ((3, 5), (8, 9)), "why"),
+    SampleProgress(
+        Worker(0, 0), 1, SamplerState(limit=9, next=7, pool=((1, 2),), outstanding=((3, 5),))
+    ),
+    CopyFrom(Worker(0, 0), Worker(0, 1), "why"),
     Refuse(Worker(0, 0), 1, "why"),
 ]
 
@@ -134,7 +138,7 @@ COMMANDS: list[Command] = [
 @pytest.mark.parametrize(
     ("messages", "kind"), [(EVENTS, Event), (COMMANDS, Command)], ids=["events", "commands"]
 )
-def test_messages_travel(messages: list[object], kind: object) -> None:
+def test_messages_round_trip(messages: list[object], kind: object) -> None:
     for message in messages:
         wire = msgspec.msgpack.encode(message)
         assert msgspec.msgpack.decode(wire, type=kind) == message
@@ -155,6 +159,6 @@ def test_messages_travel(messages: list[object], kind: object) -> None:
         [],
     ],
 )
-def test_what_is_no_message_is_not_taken_for_one(wire: object) -> None:
+def test_malformed_messages_are_refused(wire: object) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=Event)

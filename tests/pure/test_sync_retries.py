@@ -2,13 +2,13 @@
 
 import pytest
 
-from polyrhythm.sync.adaptive import Adaptive
-from polyrhythm.sync.deadlines import Limits
-from polyrhythm.sync.messages import Abort, Assign, Command, Done, Join, Ready, Request, Skip
+from polyrhythm.sync.policies.adaptive import Adaptive
+from polyrhythm.sync.policies.smart import SmartGroups
+from polyrhythm.sync.protocol import Abort, Assign, Command, Done, Join, Ready, Request, Skip
 from polyrhythm.sync.registry import EXACT, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
-from polyrhythm.sync.smart import SmartGroups
-from polyrhythm.sync.windowed import WindowRule
+from polyrhythm.sync.timeouts import Limits
+from polyrhythm.sync.windowed_groups import WindowRule
 from polyrhythm.types import Seconds, Worker
 
 W = [Worker(0, pipeline) for pipeline in range(6)]
@@ -24,14 +24,14 @@ def all_ready(scheduler: Scheduler, num_workers: int, clock: int, now: Seconds) 
 
 def smart_of(num_workers: int, **options: int) -> tuple[SmartGroups, Scheduler]:
     policy = SmartGroups(**options)
-    scheduler = Scheduler([policy], num_workers, limits=Limits(retries=10))
+    scheduler = Scheduler([policy], num_workers, limits=Limits(max_retries=10))
     for worker in W[:num_workers]:
         scheduler.step(Join(worker, "node", 0))
     return policy, scheduler
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])
-def test_members_of_a_failed_group_meet_again_under_smart(num_workers: int) -> None:
+def test_smart_regroups_the_members_of_a_failed_group(num_workers: int) -> None:
     _, scheduler = smart_of(num_workers, group_size=num_workers)
     (assign,) = all_ready(scheduler, num_workers, 1, 1.0)
     abort, again = scheduler.step(Done(W[0], assign.gid, False, now=2.0))
@@ -40,7 +40,7 @@ def test_members_of_a_failed_group_meet_again_under_smart(num_workers: int) -> N
     assert again.members == assign.members == tuple(W[:num_workers])
 
 
-def test_failures_make_nobody_ahead_of_those_who_had_none() -> None:
+def test_failed_attempts_do_not_count_as_requests() -> None:
     """A worker counts as slow when it has asked for three steps fewer: tries are no steps."""
     _, scheduler = smart_of(3, group_size=2, slow_after=3)
     for worker in W[:2]:
@@ -58,10 +58,10 @@ def test_failures_make_nobody_ahead_of_those_who_had_none() -> None:
 
 
 @pytest.mark.parametrize("rule", ["rate", "paper"])
-def test_a_window_is_as_long_as_if_nothing_had_failed(rule: WindowRule) -> None:
+def test_failed_groups_do_not_change_the_window(rule: WindowRule) -> None:
     def length(num_failures: int) -> Seconds:
         policy = Adaptive(2, window=rule, last_groups=1000)
-        scheduler = Scheduler([policy], 2, limits=Limits(retries=10))
+        scheduler = Scheduler([policy], 2, limits=Limits(max_retries=10))
         for worker in W[:2]:
             scheduler.step(Join(worker, "node", 0))
         for clock in range(1, 10):
@@ -77,9 +77,9 @@ def test_a_window_is_as_long_as_if_nothing_had_failed(rule: WindowRule) -> None:
     assert length(2) == length(0) > 0
 
 
-def test_a_step_after_one_that_was_given_up_counts_again() -> None:
+def test_step_after_an_abandoned_one_is_an_arrival() -> None:
     policy = Adaptive(2, last_groups=1000)
-    scheduler = Scheduler([policy], 2, limits=Limits(retries=0))
+    scheduler = Scheduler([policy], 2, limits=Limits(max_retries=0))
     for worker in W[:2]:
         scheduler.step(Join(worker, "node", 0))
     for clock in range(1, 10):
@@ -92,7 +92,7 @@ def test_a_step_after_one_that_was_given_up_counts_again() -> None:
 
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_an_exact_policy_never_goes_on_because_averages_fail(name: str, num_stages: int) -> None:
+def test_exact_policy_never_skips_after_failures(name: str, num_stages: int) -> None:
     policies = make_policies(name, num_stages=num_stages, num_pipelines=2)
     scheduler = Scheduler(policies, 2, limits=limits_for(name, num_stages))
     for worker in scheduler.membership.members:

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.all_reduce import AllReduce
-from polyrhythm.sync.deadlines import Limits
-from polyrhythm.sync.messages import (
+from polyrhythm.sync.policies.all_reduce import AllReduce
+from polyrhythm.sync.policy import Policy
+from polyrhythm.sync.protocol import (
     Abort,
     Assign,
     Command,
@@ -21,12 +21,12 @@ from polyrhythm.sync.messages import (
     Skip,
     Timer,
 )
-from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.scheduler import Scheduler
+from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Group, Seconds, Worker
 
 A, B, C = (Worker(0, pipeline) for pipeline in range(3))
-LIMITS = Limits(floor=1.0, ceiling=10.0, retries=1)
+LIMITS = Limits(floor=1.0, ceiling=10.0, max_retries=1)
 
 
 def scheduler_of(num_pipelines: int = 2, num_stages: int = 1, **options: object) -> Scheduler:
@@ -49,22 +49,22 @@ class Scripted(Policy):
 
     def __init__(self, on_request: dict[Worker, list[Group]] | None = None) -> None:
         self.requests = on_request or {}
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def on_request(self, worker: Worker, now: Seconds) -> list[Group]:
-        self.told.append(f"request {worker}")
+        self.calls.append(f"request {worker}")
         return self.requests.pop(worker, [])
 
     def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
-        self.told.append(f"ready {worker}")
+        self.calls.append(f"ready {worker}")
         return []
 
     def on_done(self, group: Group, ok: bool, now: Seconds) -> list[Group]:
-        self.told.append(f"done {' '.join(map(str, group.members))} {ok}")
+        self.calls.append(f"done {' '.join(map(str, group.members))} {ok}")
         return []
 
     def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:
-        self.told.append(f"leave {worker}")
+        self.calls.append(f"leave {worker}")
         return []
 
 
@@ -80,7 +80,7 @@ def test_a_cycle_is_ready_assign_done_commit() -> None:
     assert scheduler.counters == {"committed": 1}
 
 
-def test_one_failure_aborts_for_all_and_those_ready_get_another_group() -> None:
+def test_one_failure_aborts_the_group_and_ready_members_regroup() -> None:
     scheduler = scheduler_of()
     ready(scheduler, A, B)
     scheduler.step(Done(A, 1, True, now=2.0))
@@ -97,7 +97,7 @@ def test_one_failure_aborts_for_all_and_those_ready_get_another_group() -> None:
     assert ready(scheduler, A, B, clock=2, now=4.0)[0].gid == 3
 
 
-def test_a_group_that_takes_too_long_is_aborted_and_the_silent_are_named() -> None:
+def test_timed_out_group_is_aborted_and_names_missing_members() -> None:
     scheduler = scheduler_of()
     ready(scheduler, A, B, now=1.0)
     assert scheduler.next_timer() == 11.0
@@ -114,7 +114,7 @@ def test_a_group_that_takes_too_long_is_aborted_and_the_silent_are_named() -> No
     assert ready(scheduler, B, now=101.0) == [commands[2]]
 
 
-def test_deadlines_are_learned() -> None:
+def test_timeouts_are_learned() -> None:
     scheduler = scheduler_of()
     now = 0.0
     for clock in range(1, 20):
@@ -122,10 +122,10 @@ def test_deadlines_are_learned() -> None:
         now += 0.2 + 0.01 * (clock % 3)
         scheduler.step(Done(A, assign.gid, True, now=now))
         scheduler.step(Done(B, assign.gid, True, now=now))
-    assert 2.0 < ready(scheduler, A, B, clock=30, now=now)[0].deadline < 2.2
+    assert 2.0 < ready(scheduler, A, B, clock=30, now=now)[0].timeout < 2.2
 
 
-def test_a_death_aborts_its_group_and_the_rest_goes_on() -> None:
+def test_death_aborts_its_group_and_others_regroup() -> None:
     scheduler = scheduler_of(3)
     ready(scheduler, A, B, C)
     abort, assign = scheduler.step(Dead(B, now=2.0))
@@ -149,7 +149,7 @@ def test_losses_do_not_count_as_failures() -> None:
     assert skip == Skip(A, 1, "all are ready; 3 of 4 workers are not here")
 
 
-def test_what_comes_twice_is_counted_and_answered_as_before() -> None:
+def test_duplicates_are_counted_and_get_the_same_answer() -> None:
     scheduler = scheduler_of()
     assert ready(scheduler, A, A) == []
     (assign,) = ready(scheduler, B)
@@ -176,15 +176,15 @@ def test_a_clock_that_goes_back_is_refused() -> None:
 
 
 @pytest.mark.parametrize("worker", [Worker(0, 9), Worker(9, 0), Worker(-1, 0), Worker(0, -1)])
-def test_strangers_are_refused(worker: Worker) -> None:
+def test_unknown_workers_are_refused(worker: Worker) -> None:
     scheduler = scheduler_of()
     for event in (Join(worker, "node", 0), Ready(worker, 1), Done(worker, 1, True), Dead(worker)):
         (refuse,) = scheduler.step(event)
         assert refuse.why == f"{worker} is not in the plan"
-    assert scheduler.counters == {"stranger": 4}
+    assert scheduler.counters == {"unknown_worker": 4}
 
 
-def test_a_worker_that_has_not_joined_in_this_life_is_refused() -> None:
+def test_worker_that_has_not_joined_in_this_incarnation_is_refused() -> None:
     scheduler = Scheduler([AllReduce(2)], 2)
     (refuse,) = scheduler.step(Ready(A, 1, 0, now=1.0))
     assert refuse.why == "s0p0 has not joined"
@@ -203,10 +203,10 @@ def test_done_for_a_group_of_others_or_not_assigned_yet_changes_nothing() -> Non
     assert scheduler.step(Done(C, 1, True, now=2.0)) == []
     assert scheduler.step(Done(C, 2, True, now=2.0)) == []
     assert scheduler.step(Done(C, 77, True, now=2.0)) == []
-    assert scheduler.counters == {"out_of_turn": 2, "late": 1}
+    assert scheduler.counters == {"out_of_order": 2, "late": 1}
 
 
-def test_groups_that_share_a_worker_take_turns_in_the_order_of_their_ids() -> None:
+def test_groups_sharing_a_worker_run_in_id_order() -> None:
     groups = [Group((A, B), "1st"), Group((B, C), "2nd"), Group((A, C), "3rd")]
     scheduler = Scheduler([Scripted({A: groups})], 3)
     for worker in (A, B, C):
@@ -221,7 +221,7 @@ def test_groups_that_share_a_worker_take_turns_in_the_order_of_their_ids() -> No
     assert (commit.gid, third.why) == (2, "3rd")
 
 
-def test_a_death_takes_groups_out_of_line_that_were_never_assigned() -> None:
+def test_death_removes_queued_groups() -> None:
     groups = [Group((A, B), "1st"), Group((A, C), "2nd"), Group((B, C), "3rd")]
     policy = Scripted({A: groups})
     scheduler = Scheduler([policy], 3)
@@ -230,10 +230,10 @@ def test_a_death_takes_groups_out_of_line_that_were_never_assigned() -> None:
     ready(scheduler, A, B, C)
     abort, third = scheduler.step(Dead(A, now=2.0))
     assert (abort.gid, third.gid, third.why) == (1, 3, "3rd")
-    assert policy.told[-3:] == ["done s0p0 s0p2 False", "done s0p0 s0p1 False", "leave s0p0"]
+    assert policy.calls[-3:] == ["done s0p0 s0p2 False", "done s0p0 s0p1 False", "leave s0p0"]
 
 
-def test_a_group_asked_for_ahead_has_its_deadline_from_the_last_ready() -> None:
+def test_timeout_of_a_requested_group_starts_at_the_last_ready() -> None:
     scheduler = Scheduler([Scripted({B: [Group((A, B), "asked")]})], 2, limits=LIMITS)
     for worker in (A, B):
         scheduler.step(Join(worker, "node", 0))
@@ -246,7 +246,7 @@ def test_a_group_asked_for_ahead_has_its_deadline_from_the_last_ready() -> None:
     scheduler.step(Done(A, assign.gid, True, now=51.0))
     assert scheduler.step(Done(B, assign.gid, True, now=51.0)) == [Commit(1, (A, B), (1, 1))]
     policy = scheduler.policies[0]
-    assert policy.told == [
+    assert policy.calls == [
         "request s0p0",
         "request s0p1",
         "ready s0p0",
@@ -255,7 +255,7 @@ def test_a_group_asked_for_ahead_has_its_deadline_from_the_last_ready() -> None:
     ]
 
 
-def test_an_assigned_group_does_not_wait_for_ever_for_a_member_to_be_ready() -> None:
+def test_assigned_group_times_out_if_a_member_is_not_ready() -> None:
     scheduler = Scheduler([Scripted({B: [Group((A, B), "asked")]})], 2, limits=LIMITS)
     for worker in (A, B):
         scheduler.step(Join(worker, "node", 0))
@@ -265,25 +265,25 @@ def test_an_assigned_group_does_not_wait_for_ever_for_a_member_to_be_ready() -> 
     (abort,) = scheduler.step(Timer(301.0))
     assert abort.reason == "s0p1 not ready within 300 s"
     # Who is ready tells the policy again; who is not will ask again when it is.
-    told = ["done s0p0 s0p1 False", "request s0p0", "ready s0p0"]
-    assert scheduler.policies[0].told[-3:] == told
+    calls = ["done s0p0 s0p1 False", "request s0p0", "ready s0p0"]
+    assert scheduler.policies[0].calls[-3:] == calls
     ready(scheduler, B, now=400.0)
-    assert scheduler.policies[0].told[-2:] == ["request s0p1", "ready s0p1"]
+    assert scheduler.policies[0].calls[-2:] == ["request s0p1", "ready s0p1"]
 
 
-def test_a_ready_worker_that_no_policy_wants_is_sent_on() -> None:
+def test_ready_worker_without_a_group_is_skipped_after_the_timeout() -> None:
     policy = Scripted()
-    scheduler = Scheduler([policy], 2, limits=Limits(waiting=20.0))
+    scheduler = Scheduler([policy], 2, limits=Limits(group_timeout=20.0))
     for worker in (A, B):
         scheduler.step(Join(worker, "node", 0))
     ready(scheduler, A, now=1.0)
     assert scheduler.next_timer() == 21.0
     assert scheduler.step(Timer(21.0)) == [Skip(A, 1, "no group within 20 s", True)]
-    assert policy.told[-1] == "leave s0p0"
+    assert policy.calls[-1] == "leave s0p0"
     assert scheduler.next_timer() == math.inf
 
 
-def test_what_comes_early_waits_for_its_turn() -> None:
+def test_early_ready_waits_for_the_previous_step() -> None:
     """A worker that overlaps averaging with its next step may be done with it first."""
     scheduler = scheduler_of()
     ready(scheduler, A, B)
@@ -331,12 +331,12 @@ def test_a_passive_member_that_is_ready_meanwhile_waits_for_the_group() -> None:
     assert scheduler.counters == {"committed": 1}
 
 
-def test_time_that_goes_back_is_counted_and_does_no_harm() -> None:
+def test_time_going_backwards_is_counted_and_harmless() -> None:
     scheduler = scheduler_of()
     ready(scheduler, A, now=10.0)
     (assign,) = ready(scheduler, B, now=5.0)
     assert scheduler.counters == {"time_backwards": 1}
-    assert scheduler.next_timer() == 10.0 + assign.deadline
+    assert scheduler.next_timer() == 10.0 + assign.timeout
 
 
 def test_a_scheduler_that_replaces_another_does_not_use_its_ids_again() -> None:

@@ -4,15 +4,15 @@ import math
 
 import pytest
 
+from polyrhythm.sync.policies.ssp import BoundedStaleness
+from polyrhythm.sync.policies.static import StaticGroups
 from polyrhythm.sync.policy import Policy
-from polyrhythm.sync.ssp import BoundedStaleness
-from polyrhythm.sync.static import StaticGroups
 from polyrhythm.types import Worker
 
 A, B, C = (Worker(0, pipeline) for pipeline in range(3))
 
 
-def test_static_groups_begin_without_one_that_never_comes() -> None:
+def test_static_groups_start_without_an_absent_worker() -> None:
     policy = StaticGroups(4, startup=60.0)
     for worker, node in [(A, "n0"), (B, "n0"), (C, "n1")]:
         policy.on_join(worker, node, 0.0)
@@ -22,7 +22,7 @@ def test_static_groups_begin_without_one_that_never_comes() -> None:
     assert policy.next_timer() == math.inf
 
 
-def test_a_parameter_server_goes_on_without_one_that_never_comes() -> None:
+def test_ssp_continues_without_an_absent_worker() -> None:
     policy = BoundedStaleness(3, staleness=1, startup=60.0)
     for worker in (A, B):
         policy.on_join(worker, "node", 0.0)
@@ -35,7 +35,7 @@ def test_a_parameter_server_goes_on_without_one_that_never_comes() -> None:
 
 
 @pytest.mark.parametrize("policy", [StaticGroups(2), BoundedStaleness(2, 0)])
-def test_nothing_is_timed_while_nobody_is_ready_nor_once_all_have_come(policy: Policy) -> None:
+def test_no_startup_timer_without_ready_workers_or_once_complete(policy: Policy) -> None:
     policy.on_join(A, "node", 0.0)
     assert policy.next_timer() == math.inf
     policy.on_join(B, "another node", 0.0)
@@ -43,7 +43,7 @@ def test_nothing_is_timed_while_nobody_is_ready_nor_once_all_have_come(policy: P
     assert policy.next_timer() == math.inf
 
 
-def test_one_that_static_groups_have_waited_for_too_long_meets_them_at_its_next_step() -> None:
+def test_timed_out_static_worker_rejoins_at_its_next_step() -> None:
     policy = StaticGroups(3)
     for worker in (A, B, C):
         policy.on_join(worker, "node", 0.0)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.adaptive import Adaptive
+from polyrhythm.sync.policies.adaptive import Adaptive
 from polyrhythm.sync.token import NOBODY, EnforcementToken
 from polyrhythm.types import Group, Worker
 
@@ -26,11 +26,11 @@ class Stages(RuleBasedStateMachine):
         self.taken = {stage: at for stage, at in self.taken.items() if self.now < at + LEASE}
 
     @rule(stage=STAGES)
-    def take(self, stage: int) -> None:
+    def acquire(self, stage: int) -> None:
         if stage in self.taken:
             return
         held = bool(self.taken)
-        got = self.token.take(stage, self.now)
+        got = self.token.acquire(stage, self.now)
         assert not (got and held), "two stages hold it"
         if got:
             self.taken[stage] = self.now
@@ -39,13 +39,13 @@ class Stages(RuleBasedStateMachine):
             assert "token" in self.token.why_not(stage, self.now)
 
     @rule(stage=STAGES)
-    def give_back(self, stage: int) -> None:
+    def release(self, stage: int) -> None:
         self.taken.pop(stage, None)
-        self.token.give_back(stage)
+        self.token.release(stage)
 
     @rule(stage=STAGES)
-    def forgo(self, stage: int) -> None:
-        self.token.forgo(stage)
+    def withdraw(self, stage: int) -> None:
+        self.token.withdraw(stage)
 
     @invariant()
     def one_holder_at_most_and_the_right_one(self) -> None:
@@ -59,55 +59,55 @@ class Stages(RuleBasedStateMachine):
 TestStages = Stages.TestCase
 
 
-def test_it_passes_to_another_stage_when_the_lease_is_over() -> None:
+def test_expired_lease_passes_the_token_on() -> None:
     token = EnforcementToken(LEASE)
-    assert token.take(0, now=0.0)
-    assert not token.take(1, now=9.9)
+    assert token.acquire(0, now=0.0)
+    assert not token.acquire(1, now=9.9)
     assert token.why_not(1, now=9.9) == "stage 0 has the token"
-    assert token.take(1, now=10.0)
-    token.give_back(0)  # too late: it is not its own any more
+    assert token.acquire(1, now=10.0)
+    token.release(0)  # too late: it is not its own any more
     assert token.holder == 1
-    assert not token.take(2, now=11.0)
+    assert not token.acquire(2, now=11.0)
 
 
-def test_a_stage_that_had_it_lets_one_that_asked_go_first() -> None:
+def test_last_holder_yields_to_waiting_stages() -> None:
     token = EnforcementToken(LEASE)
-    assert token.take(0, now=0.0)
-    assert not token.take(1, now=1.0)
-    token.give_back(0)
-    assert not token.take(0, now=2.0)
+    assert token.acquire(0, now=0.0)
+    assert not token.acquire(1, now=1.0)
+    token.release(0)
+    assert not token.acquire(0, now=2.0)
     assert token.why_not(0, now=2.0) == "stage 1 has the token next"
-    assert token.take(1, now=3.0)
-    token.give_back(1)
-    assert not token.take(1, now=4.0)  # now it is stage 0's turn
-    assert token.take(0, now=4.0)
+    assert token.acquire(1, now=3.0)
+    token.release(1)
+    assert not token.acquire(1, now=4.0)  # now it is stage 0's turn
+    assert token.acquire(0, now=4.0)
 
 
-def test_nobody_waits_for_a_stage_that_needs_it_no_more() -> None:
+def test_withdrawn_stage_does_not_block_the_token() -> None:
     token = EnforcementToken(LEASE)
-    assert token.take(0, now=0.0)
-    assert not token.take(1, now=1.0)
-    token.give_back(0)
-    token.forgo(1)
-    assert token.take(0, now=2.0)
+    assert token.acquire(0, now=0.0)
+    assert not token.acquire(1, now=1.0)
+    token.release(0)
+    token.withdraw(1)
+    assert token.acquire(0, now=2.0)
 
 
-def test_nor_for_one_that_has_not_asked_for_a_lease() -> None:
+def test_refusals_older_than_a_lease_are_forgotten() -> None:
     token = EnforcementToken(LEASE)
-    assert token.take(0, now=0.0)
-    assert not token.take(1, now=1.0)
-    token.give_back(0)
-    assert not token.take(0, now=10.9)
-    assert token.take(0, now=11.0)
+    assert token.acquire(0, now=0.0)
+    assert not token.acquire(1, now=1.0)
+    token.release(0)
+    assert not token.acquire(0, now=10.9)
+    assert token.acquire(0, now=11.0)
 
 
 @pytest.mark.parametrize("lease", [0.0, -1.0, float("nan")])
-def test_a_lease_lasts(lease: float) -> None:
+def test_non_positive_leases_are_refused(lease: float) -> None:
     with pytest.raises(PolicyError, match="lease="):
         EnforcementToken(lease)
 
 
-def test_a_stage_whose_lease_is_over_does_not_wait_for_the_end_of_the_next_one() -> None:
+def test_stage_stops_waiting_when_its_own_lease_ends() -> None:
     token = EnforcementToken(LEASE)
     first, second = (
         Adaptive(2, last_groups=1, window=1.0, stage=stage, token=token) for stage in range(2)

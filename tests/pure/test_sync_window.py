@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from polyrhythm.sync.adaptive import Adaptive
-from polyrhythm.sync.age import Age
+from polyrhythm.sync.policies.adaptive import Adaptive
+from polyrhythm.sync.policies.age import Age
 from polyrhythm.sync.window import PaperWindow, RateWindow
 from polyrhythm.types import Group, Seconds, Worker
-from tests.pure.sync_drive import join_all, train, workers
+from tests.pure.policy_driver import join_all, train, workers
 
 
 @pytest.mark.parametrize("name", ["adaptive", "age"])
@@ -27,44 +27,44 @@ def test_the_rate_window_aims_at_the_group_size(name: str) -> None:
             assert mean == pytest.approx(target, rel=0.2)
 
 
-def test_the_paper_window_is_a_step_over_n_and_longer_after_lone_workers() -> None:
+def test_paper_window_is_step_time_over_n_and_grows_after_solo_groups() -> None:
     window = PaperWindow(longest=100.0)
     assert window.open(4) == 100.0  # nothing is known:
     assert [window.is_full(size) for size in (1, 2)] == [False, True]
     for now in (1.0, 2.0, 3.0):
         for worker in workers(4):
-            window.arrived(worker, now, 4)
+            window.record_arrival(worker, now, 4)
     assert window.open(4) == 0.25
     assert not window.is_full(3)
     for size, length in [(1, 0.5), (1, 1.0), (1, 1.0), (2, 0.9), (4, 0.81)]:
-        window.formed(size, 4)
+        window.record_group(size, 4)
         assert window.open(4) == pytest.approx(length)
     for _ in range(20):
-        window.formed(3, 4)
+        window.record_group(3, 4)
     assert window.open(4) == 0.25
 
 
-def test_a_pause_for_which_all_leave_is_no_gap_between_arrivals() -> None:
+def test_pause_with_all_workers_gone_is_no_arrival_gap() -> None:
     window = RateWindow(target=3, longest=100.0)
     for now in range(20):
-        window.arrived(Worker(0, now % 4), float(now), 4)
+        window.record_arrival(Worker(0, now % 4), float(now), 4)
     assert window.open(4) == 2.0
     for worker in workers(4):
-        window.left(worker)
+        window.record_leave(worker)
     for now in range(1000, 1004):
-        window.arrived(Worker(0, now % 4), float(now), 4)
+        window.record_arrival(Worker(0, now % 4), float(now), 4)
         assert window.open(4) == 2.0
 
 
 def test_windows_are_clipped_and_never_negative() -> None:
     window = RateWindow(target=4, longest=2.0)
     for now in (0.0, 10.0, 20.0):
-        window.arrived(Worker(0, 0), now, 8)
+        window.record_arrival(Worker(0, 0), now, 8)
     assert window.open(8) == 2.0
     assert window.open(1) == 0.0  # nobody else could come
 
 
-def test_a_burst_is_not_cut_apart() -> None:
+def test_burst_of_arrivals_is_one_group() -> None:
     """Ten workers come within a third of a step, one after another; the window is for three."""
     policy = Adaptive(11, group_size=3, last_groups=1000)
     for worker in workers(11):
@@ -85,7 +85,7 @@ def test_a_burst_is_not_cut_apart() -> None:
 
 
 @pytest.mark.parametrize("max_window", [0.5, 2.0, 5.0])
-def test_no_window_is_longer_than_the_longest_however_they_come(max_window: float) -> None:
+def test_windows_never_exceed_max_window(max_window: float) -> None:
     """After rare arrivals, those that come faster would each keep it open for half a gap more."""
     policy = Adaptive(16, max_window=max_window, last_groups=1000)
     join_all(policy, 16)
@@ -110,7 +110,7 @@ def test_no_window_is_longer_than_the_longest_however_they_come(max_window: floa
     assert max(waits) == pytest.approx(max_window)
 
 
-def test_a_window_that_is_fixed_may_be_longer_than_the_longest_of_the_others() -> None:
+def test_fixed_window_may_exceed_max_window() -> None:
     policy = Adaptive(3, window=50.0, max_window=2.0)
     join_all(policy, 3)
     policy.on_ready(Worker(0, 0), 1.0)

@@ -6,17 +6,17 @@ from hypothesis import strategies as st
 
 from polyrhythm.errors import ScheduleError
 from polyrhythm.schedule.builders import build
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.schedule.torch_csv import from_csv, to_csv
-from tests.pure.test_recipe import recipes
+from tests.pure.test_schedule_spec import specs
 
 
-@given(recipes, st.integers(1, 8), st.integers(1, 32))
+@given(specs, st.integers(1, 8), st.integers(1, 32))
 def test_a_schedule_survives_the_csv(
-    recipe: Recipe, num_stages: int, num_microbatches: int
+    spec: ScheduleSpec, num_stages: int, num_microbatches: int
 ) -> None:
-    num_stages = num_stages if recipe.limits is None else len(recipe.limits)
-    schedule = recipe.build(num_stages=num_stages, num_microbatches=num_microbatches)
+    num_stages = num_stages if spec.limits is None else len(spec.limits)
+    schedule = spec.build(num_stages=num_stages, num_microbatches=num_microbatches)
     assert from_csv(to_csv(schedule)) == schedule
 
 
@@ -47,7 +47,7 @@ def test_empty_cells_are_slots_in_which_a_rank_waits() -> None:
         ("0F0,0B0\n\n2F0,2B0", "stage 1 runs F of micro-batches []"),
     ],
 )
-def test_what_we_cannot_run_is_refused(text: str, says: str) -> None:
+def test_unsupported_csv_is_refused(text: str, says: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         from_csv(text)
     assert says in str(caught.value)

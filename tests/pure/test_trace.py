@@ -23,7 +23,7 @@ traces = st.lists(st.lists(speeds, min_size=1, max_size=4), min_size=1, max_size
 
 
 @given(traces, st.floats(0, 2), st.floats(0, 1), st.data())
-def test_slowdown_is_one_or_more_and_luck_is_speed(trace, part, luck, data):
+def test_slowdown_is_at_least_one_and_falls_with_the_draw(trace, part, luck, data):
     worker = data.draw(st.integers(0, len(trace.workers) - 1))
     slowest, fastest = trace.slowdown(worker, part, 0), trace.slowdown(worker, part, 1)
     slowdown = trace.slowdown(worker, part, luck)

@@ -18,7 +18,7 @@ def test_an_action_parses_back_from_what_it_prints(action: Action) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "F", "3", "X3", "F-1", "F1.5", "f3", "F²", "FB"])
-def test_what_is_no_action_is_refused_with_its_text(text: str) -> None:
+def test_invalid_action_is_refused_with_its_text(text: str) -> None:
     with pytest.raises(ScheduleError, match="micro-batch number") as caught:
         Action.parse(text)
     assert repr(text) in str(caught.value)
@@ -35,7 +35,7 @@ def test_an_error_says_wrong_expected_and_fix_and_survives_a_process_boundary() 
     assert (type(copy), str(copy)) == (PlanError, str(error))
 
 
-def test_a_peer_error_names_who_what_and_how_long() -> None:
+def test_peer_error_names_peer_action_and_duration() -> None:
     error = PeerError("s1p0", action="receiving F3", waited=4.25, cause="closed")
     assert str(error) == "lost s1p0 during receiving F3 after 4.2 s: closed"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -12,24 +12,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polyrhythm.compiled import Floats, Ints, below, compiled
-from polyrhythm.plan.dtfm.grid import Grid, Mood, started, swap_devices
+from polyrhythm.compiled import Floats, Ints, compiled, random_below
+from polyrhythm.plan.dtfm.grid import Acceptance, Grid, make_grid, swap_devices
 from polyrhythm.plan.dtfm.moves import (
-    beside,
     critical_device,
+    random_neighbour,
+    reverse_stages,
     slowest_column,
     swap_ends,
     swap_runs,
-    turn_stages,
 )
 
-_ENDS, _TURNS, _RUNS = 0.40, 0.03, 0.10  # shares of moves; else two devices change places
+_ENDS, _REVERSALS, _RUNS = 0.40, 0.03, 0.10  # shares of moves; else two devices change places
 _GUIDED = 0.5  # of those: to where a near device is
 _CRITICAL = 0.5  # of all: begins with what decides the cost
 _ROUNDING = 1e-9  # seconds
 
 
-class Schedule(NamedTuple):
+class AnnealingSchedule(NamedTuple):
     num_moves: int
     hot: float  # temperature at the start, seconds
     cold: float  # and at the end
@@ -37,49 +37,51 @@ class Schedule(NamedTuple):
     blend_cold: float
 
 
-def anneal(layout: Ints, sync: Floats, hop: Floats, near: Ints, schedule: Schedule) -> float:
+def anneal(
+    layout: Ints, sync: Floats, hop: Floats, near: Ints, schedule: AnnealingSchedule
+) -> float:
     """Improve `layout` in place and return its cost, which is never worse than at the start.
 
     `near[d]` lists devices near d, `hop` is symmetric.
     """
     best_layout = layout.copy()
-    best = _anneal(started(layout, sync, hop), best_layout, near, schedule)
+    best = _anneal(make_grid(layout, sync, hop), best_layout, near, schedule)
     layout[:] = best_layout
     return best
 
 
 @compiled
-def _anneal(grid: Grid, best_layout: Ints, near: Ints, schedule: Schedule) -> float:
+def _anneal(grid: Grid, best_layout: Ints, near: Ints, schedule: AnnealingSchedule) -> float:
     num_stages, size = grid.layout.shape
     best = grid.total[0]
     cooling = math.log(schedule.cold / schedule.hot)
     for move in range(schedule.num_moves):
         progress = move / schedule.num_moves
         temperature = schedule.hot * math.exp(cooling * progress)
-        mood = Mood(
+        acceptance = Acceptance(
             schedule.blend_hot + (schedule.blend_cold - schedule.blend_hot) * progress,
             -temperature * math.log(1.0 - np.random.random()),
         )
         kind = np.random.random()
         if kind < _ENDS and num_stages > 1:
-            h = 1 + below(num_stages - 1)
-            p, q = below(size), below(size)
+            h = 1 + random_below(num_stages - 1)
+            p, q = random_below(size), random_below(size)
             if np.random.random() < _CRITICAL:
                 p = slowest_column(grid, h)
-            swap_ends(grid, h, p, q, mood)
-        elif kind < _ENDS + _TURNS and num_stages > 2:
-            turn_stages(grid, below(num_stages), below(num_stages), mood)
-        elif kind < _ENDS + _TURNS + _RUNS and num_stages > 3:
-            length = 2 + below(num_stages // 2 - 1)
-            swap_runs(grid, length, mood)
+            swap_ends(grid, h, p, q, acceptance)
+        elif kind < _ENDS + _REVERSALS and num_stages > 2:
+            reverse_stages(grid, random_below(num_stages), random_below(num_stages), acceptance)
+        elif kind < _ENDS + _REVERSALS + _RUNS and num_stages > 3:
+            length = 2 + random_below(num_stages // 2 - 1)
+            swap_runs(grid, length, acceptance)
         else:
-            a, b = below(num_stages * size), below(num_stages * size)
+            a, b = random_below(num_stages * size), random_below(num_stages * size)
             if np.random.random() < _CRITICAL:
                 a = critical_device(grid)
             if np.random.random() < _GUIDED and num_stages > 1:
-                b = beside(grid, a)
-                a = near[a, below(near.shape[1])]
-            swap_devices(grid, a, b, mood)
+                b = random_neighbour(grid, a)
+                a = near[a, random_below(near.shape[1])]
+            swap_devices(grid, a, b, acceptance)
         if grid.total[0] < best - _ROUNDING:
             best = grid.total[0]
             for s in range(num_stages):

@@ -33,7 +33,7 @@ from scipy.spatial.distance import squareform
 from polyrhythm.cost.dtfm import Matrix, PairTimes
 from polyrhythm.types import Seconds
 
-MOST_LEVELS = 128  # component structures looked at; with more the bound of large clusters rises
+MAX_LEVELS = 128  # component structures looked at; with more the bound of large clusters rises
 
 _ROUNDING = 1e-9  # relative: sums in another order must not turn "equal" into "less"
 
@@ -93,7 +93,7 @@ def _components(hop: Matrix) -> Iterator[tuple[Seconds, NDArray[np.int64]]]:
     heights = np.unique(tree[:, 2])
     # Between two heights nothing merges. Of too many, some are left out; a range over several has
     # the components of its end, which are the largest, so that no piece is counted too often.
-    kept = np.unique(np.linspace(0, len(heights) - 1, MOST_LEVELS).round().astype(int))
+    kept = np.unique(np.linspace(0, len(heights) - 1, MAX_LEVELS).round().astype(int))
     component, num_merged, begin = np.arange(len(hop)), 0, 0.0
     for height in heights[kept]:
         while tree[num_merged, 2] < height:

@@ -17,7 +17,7 @@ _Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Classes:
+class DeviceClasses:
     members: tuple[tuple[int, ...], ...]  # of each class, its devices
     sync: Matrix  # between a device of one class and another of the same or another class
     hop: Matrix
@@ -27,7 +27,7 @@ class Classes:
         return np.array([len(devices) for devices in self.members])
 
 
-def device_classes(times: PairTimes) -> Classes:
+def device_classes(times: PairTimes) -> DeviceClasses:
     """The fewest classes; with links that all differ, as many as devices."""
     members: list[list[int]] = []
     for device in range(times.num_devices):
@@ -39,7 +39,7 @@ def device_classes(times: PairTimes) -> Classes:
             members.append([device])
     first = [devices[0] for devices in members]
     last = [devices[-1] for devices in members]  # a class of one has no link inside: 0, unused
-    return Classes(
+    return DeviceClasses(
         members=tuple(map(tuple, members)),
         sync=times.sync[np.ix_(first, last)],
         hop=times.hop[np.ix_(first, last)],
@@ -59,14 +59,14 @@ def stage_types(counts: _Ints, size: int) -> _Ints:
     return np.array(list(_taken(counts.tolist(), size)), np.int64).reshape(-1, len(counts))
 
 
-def type_sync(types: _Ints, classes: Classes) -> Matrix:
+def type_sync(types: _Ints, classes: DeviceClasses) -> Matrix:
     """Eq. 2 for each type."""
     rows = types @ classes.sync - np.diag(classes.sync)  # a device sends nothing to itself
     slowest: Matrix = np.where(types > 0, rows, 0.0).max(axis=1)
     return slowest
 
 
-def dealt(sequence: _Ints, classes: Classes) -> _Ints:
+def assign_devices(sequence: _Ints, classes: DeviceClasses) -> _Ints:
     """Stages of these types, made of devices."""
     left = [list(devices) for devices in classes.members]
     return np.array(

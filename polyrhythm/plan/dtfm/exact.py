@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from polyrhythm.cost.dtfm import LayoutCost, Matrix, PairTimes
 from polyrhythm.plan.dtfm.classes import (
-    Classes,
-    dealt,
+    DeviceClasses,
+    assign_devices,
     device_classes,
     num_stage_types,
     stage_types,
@@ -22,12 +22,12 @@ from polyrhythm.plan.dtfm.classes import (
 )
 from polyrhythm.types import Seconds
 
-MOST_TYPES = 200
-MOST_NODES = 20_000_000  # of the search tree: about a second
+MAX_TYPES = 200
+MAX_NODES = 20_000_000  # of the search tree: about a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exact:
+class ExactResult:
     """What an exact search found below a cost that was known."""
 
     better: LayoutCost | None
@@ -35,27 +35,29 @@ class Exact:
 
 
 def search_exactly(
-    times: PairTimes, *, below: Seconds = np.inf, most_nodes: int = MOST_NODES
-) -> Exact:
+    times: PairTimes, *, below: Seconds = np.inf, max_nodes: int = MAX_NODES
+) -> ExactResult:
     """Look for the best layout that costs less than `below`; gives up where kinds are too many."""
     from polyrhythm.plan.dtfm.exact_tree import Choices, explore  # compiled: imported when needed
-    from polyrhythm.plan.dtfm.settle import settled
+    from polyrhythm.plan.dtfm.group_layout import layout_of_groups
 
     classes = device_classes(times)
-    if num_stage_types(classes.counts, times.num_pipelines) > MOST_TYPES:
-        return Exact(better=None, complete=False)
+    if num_stage_types(classes.counts, times.num_pipelines) > MAX_TYPES:
+        return ExactResult(better=None, complete=False)
     types = stage_types(classes.counts, times.num_pipelines)
     hops = _type_hops(types, classes, times.num_pipelines)
     choices = Choices(types, type_sync(types, classes), hops, classes.counts)
     sequence, complete = explore(
-        choices, num_stages=times.num_stages, below=below, most_nodes=most_nodes
+        choices, num_stages=times.num_stages, below=below, max_nodes=max_nodes
     )
     if sequence[0] < 0:
-        return Exact(better=None, complete=complete)
-    return Exact(better=settled(dealt(types[sequence], classes), times), complete=complete)
+        return ExactResult(better=None, complete=complete)
+    return ExactResult(
+        better=layout_of_groups(assign_devices(types[sequence], classes), times), complete=complete
+    )
 
 
-def _type_hops(types: NDArray[np.int64], classes: Classes, size: int) -> Matrix:
+def _type_hops(types: NDArray[np.int64], classes: DeviceClasses, size: int) -> Matrix:
     """Eq. 3 for each two types; inf for a type that there cannot be two stages of."""
     from polyrhythm.plan.dtfm.matching import all_hops, bottleneck
 

@@ -32,7 +32,7 @@ class _State(NamedTuple):
 
 
 def explore(
-    choices: Choices, *, num_stages: int, below: Seconds, most_nodes: int
+    choices: Choices, *, num_stages: int, below: Seconds, max_nodes: int
 ) -> tuple[Ints, bool]:
     """The best sequence that costs less than `below` (-1 if none), and whether all was seen."""
     least = float(choices.hops.min())
@@ -46,12 +46,12 @@ def explore(
         best=np.full(num_stages, -1),
     )
     near = np.argsort(choices.hops, axis=1)
-    num_nodes = _descend(choices, near, state, below, most_nodes)
-    return state.best, num_nodes < most_nodes
+    num_nodes = _descend(choices, near, state, below, max_nodes)
+    return state.best, num_nodes < max_nodes
 
 
 @compiled
-def _descend(choices: Choices, near: Ints, state: _State, below: float, most_nodes: int) -> int:
+def _descend(choices: Choices, near: Ints, state: _State, below: float, max_nodes: int) -> int:
     """Fill in `state.best`; the number of nodes seen, which ends the search."""
     types, sequence, left = choices.types, state.sequence, state.left
     num_types, num_classes, last = len(types), len(left), len(sequence) - 1
@@ -61,7 +61,7 @@ def _descend(choices: Choices, near: Ints, state: _State, below: float, most_nod
             for c in range(num_classes):
                 left[c] += types[sequence[depth], c]
             sequence[depth] = -1
-        if state.num_tried[depth] == num_types or num_nodes >= most_nodes:
+        if state.num_tried[depth] == num_types or num_nodes >= max_nodes:
             state.num_tried[depth] = 0
             depth -= 1
             continue

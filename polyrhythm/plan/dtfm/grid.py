@@ -28,14 +28,14 @@ class Grid(NamedTuple):
     total: Floats  # the cost, and the cost with means
 
 
-class Mood(NamedTuple):
+class Acceptance(NamedTuple):
     """What a move may cost: `allowed` is drawn before the move, so the decision is one test."""
 
     blend: float
     allowed: float
 
 
-def started(layout: Ints, sync: Floats, hop: Floats) -> Grid:
+def make_grid(layout: Ints, sync: Floats, hop: Floats) -> Grid:
     """The books of a layout, which is shared: moves change it in place."""
     num_stages, size = layout.shape
     stage_of, column_of = np.empty((2, num_stages * size), np.int64)
@@ -63,9 +63,9 @@ def between(layout: Ints, hop: Floats, s: int, t: int) -> tuple[float, float]:
 
 
 @inlined
-def accept(grid: Grid, mood: Mood, cost: float, mean: float) -> bool:
+def accept(grid: Grid, acceptance: Acceptance, cost: float, mean: float) -> bool:
     """Whether a change of both totals is taken; if so they are updated."""
-    if (1 - mood.blend) * cost + mood.blend * mean > mood.allowed:
+    if (1 - acceptance.blend) * cost + acceptance.blend * mean > acceptance.allowed:
         return False
     grid.total[0] += cost
     grid.total[1] += mean
@@ -73,7 +73,7 @@ def accept(grid: Grid, mood: Mood, cost: float, mean: float) -> bool:
 
 
 @inlined
-def swap_devices(grid: Grid, a: int, b: int, mood: Mood) -> None:
+def swap_devices(grid: Grid, a: int, b: int, acceptance: Acceptance) -> None:
     layout, rows, size = grid.layout, grid.rows, grid.layout.shape[1]
     s, t = grid.stage_of[a], grid.stage_of[b]
     p, q = grid.column_of[a], grid.column_of[b]
@@ -97,7 +97,7 @@ def swap_devices(grid: Grid, a: int, b: int, mood: Mood) -> None:
                 after = max(after, grid.worst_row[i])
         cost += after - before
         mean += (change_s + change_t) / len(rows)
-    if not accept(grid, mood, cost, mean):
+    if not accept(grid, acceptance, cost, mean):
         layout[s, p], layout[t, q] = a, b
         return
     grid.stage_of[a], grid.column_of[a] = t, q

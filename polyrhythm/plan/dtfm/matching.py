@@ -31,7 +31,7 @@ def all_hops(groups: Ints, hop: Floats) -> Floats:
     return hops
 
 
-def matched(groups: Ints, order: Ints, hop: Floats) -> Ints:
+def match_groups(groups: Ints, order: Ints, hop: Floats) -> Ints:
     """The groups in this order, each sorted so that columns are pipelines."""
     layout = [groups[order[0]]]
     for index in order[1:]:

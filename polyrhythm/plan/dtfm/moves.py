@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from polyrhythm.compiled import below, inlined
-from polyrhythm.plan.dtfm.grid import Grid, Mood, accept, between, swap_devices
+from polyrhythm.compiled import inlined, random_below
+from polyrhythm.plan.dtfm.grid import Acceptance, Grid, accept, between, swap_devices
 
 
 @inlined
-def swap_ends(grid: Grid, h: int, p: int, q: int, mood: Mood) -> None:
+def swap_ends(grid: Grid, h: int, p: int, q: int, acceptance: Acceptance) -> None:
     """Columns p and q change places from stage h on: only one hop is not as before."""
     layout, size = grid.layout, grid.layout.shape[1]
     worst, total = 0.0, 0.0
@@ -16,7 +16,7 @@ def swap_ends(grid: Grid, h: int, p: int, q: int, mood: Mood) -> None:
         weight = grid.hop[layout[h - 1, i], layout[h, j]]
         worst = max(worst, weight)
         total += weight
-    if accept(grid, mood, worst - grid.worst_hop[h], (total - grid.sum_hop[h]) / size):
+    if accept(grid, acceptance, worst - grid.worst_hop[h], (total - grid.sum_hop[h]) / size):
         grid.worst_hop[h], grid.sum_hop[h] = worst, total
         for s in range(h, len(layout)):
             layout[s, p], layout[s, q] = layout[s, q], layout[s, p]
@@ -24,7 +24,7 @@ def swap_ends(grid: Grid, h: int, p: int, q: int, mood: Mood) -> None:
 
 
 @inlined
-def turn_stages(grid: Grid, first: int, last: int, mood: Mood) -> None:
+def reverse_stages(grid: Grid, first: int, last: int, acceptance: Acceptance) -> None:
     """Stages first to last turn round: the hops within stay as they are."""
     first, last = min(first, last), max(first, last)
     layout, size = grid.layout, grid.layout.shape[1]
@@ -35,7 +35,7 @@ def turn_stages(grid: Grid, first: int, last: int, mood: Mood) -> None:
     worst_hop, sum_hop = grid.worst_hop, grid.sum_hop
     cost = before + after - worst_hop[first] - worst_hop[last + 1]
     mean = (before_sum + after_sum - sum_hop[first] - sum_hop[last + 1]) / size
-    if not accept(grid, mood, cost, mean):
+    if not accept(grid, acceptance, cost, mean):
         return
     for i in range((last - first + 1) // 2):
         s, t = first + i, last - i
@@ -54,27 +54,27 @@ def turn_stages(grid: Grid, first: int, last: int, mood: Mood) -> None:
 
 
 @inlined
-def swap_runs(grid: Grid, length: int, mood: Mood) -> None:
+def swap_runs(grid: Grid, length: int, acceptance: Acceptance) -> None:
     """As many stages of two pipelines, or of two parts of one, change places; or one turns round.
 
     One swap after another is made; if all together are not worth it, they are unmade.
     """
     num_stages, size = grid.layout.shape
-    p, q = below(size), below(size)
-    s, t = below(num_stages - length + 1), below(num_stages - length + 1)
+    p, q = random_below(size), random_below(size)
+    s, t = random_below(num_stages - length + 1), random_below(num_stages - length + 1)
     turned = np.random.random() < 0.5
     if p == q and abs(s - t) < length:
         t, turned = s, True  # a part cannot change places with itself: it turns round
     num_swaps = length // 2 if p == q and s == t else length
     before, before_mean = grid.total[0], grid.total[1]
-    anything = Mood(mood.blend, np.inf)
+    always = Acceptance(acceptance.blend, np.inf)
     for _ in range(2):
         for i in range(num_swaps):
             a = grid.layout[s + i, p]
             b = grid.layout[t + length - 1 - i if turned else t + i, q]
-            swap_devices(grid, a, b, anything)
+            swap_devices(grid, a, b, always)
         cost, mean = grid.total[0] - before, grid.total[1] - before_mean
-        if (1 - mood.blend) * cost + mood.blend * mean <= mood.allowed:
+        if (1 - acceptance.blend) * cost + acceptance.blend * mean <= acceptance.allowed:
             return
 
 
@@ -89,9 +89,9 @@ def slowest_column(grid: Grid, h: int) -> int:
 @inlined
 def critical_device(grid: Grid) -> int:
     """A device that a maximum is due to: of a hop, or of the gradients."""
-    h = below(len(grid.layout))
+    h = random_below(len(grid.layout))
     if h > 0:
-        return int(grid.layout[h - below(2), slowest_column(grid, h)])
+        return int(grid.layout[h - random_below(2), slowest_column(grid, h)])
     device = grid.layout[0, 0]
     for d in range(len(grid.rows)):
         if grid.rows[d] > grid.rows[device]:
@@ -100,7 +100,7 @@ def critical_device(grid: Grid) -> int:
 
 
 @inlined
-def beside(grid: Grid, device: int) -> int:
+def random_neighbour(grid: Grid, device: int) -> int:
     """Who is before or after a device in its pipeline."""
     s, last = grid.stage_of[device], len(grid.layout) - 1
     after = s == 0 or (s < last and np.random.random() < 0.5)

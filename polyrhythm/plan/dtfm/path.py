@@ -1,6 +1,6 @@
 """In which order stages follow one another: the cheapest path through all of them, ends free.
 
-Exact by Held-Karp up to `MOST_EXACT` stages, which takes milliseconds. Beyond, a path from every
+Exact by Held-Karp up to `MAX_EXACT` stages, which takes milliseconds. Beyond, a path from every
 start that goes to the nearest stage left, each improved by turning round pieces of it and by
 moving pieces of up to three stages elsewhere (2-opt, Or-opt) until neither helps; the best of them.
 
@@ -12,14 +12,14 @@ import numpy as np
 
 from polyrhythm.compiled import Floats, Ints, compiled, inlined
 
-MOST_EXACT = 12
+MAX_EXACT = 12
 _ROUNDING = 1e-9  # seconds: a gain below could be found again and again
 
 
 def cheapest_order(hops: Floats) -> Ints:
-    """An order of all stages; the best one if there are at most `MOST_EXACT`."""
+    """An order of all stages; the best one if there are at most `MAX_EXACT`."""
     num_stages = len(hops)
-    if num_stages <= MOST_EXACT:
+    if num_stages <= MAX_EXACT:
         order = np.empty(num_stages, np.int64)
         shape = 1 << num_stages, num_stages
         _held_karp(hops, np.full(shape, np.inf), np.full(shape, -1), order)
@@ -72,12 +72,12 @@ def _held_karp(hops: Floats, best: Floats, came: Ints, order: Ints) -> None:
 @compiled
 def _improve(hops: Floats, trip: Ints) -> None:
     """Make a round trip shorter; who is first in it stays there."""
-    while _turn_pieces(hops, trip) or _move_piece(hops, trip):
+    while _reverse_pieces(hops, trip) or _move_piece(hops, trip):
         pass
 
 
 @inlined
-def _turn_pieces(hops: Floats, trip: Ints) -> bool:
+def _reverse_pieces(hops: Floats, trip: Ints) -> bool:
     """Turn round every piece for which that is shorter; False if there was none."""
     improved = False
     for first in range(1, len(trip) - 1):

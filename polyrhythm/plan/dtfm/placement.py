@@ -19,7 +19,7 @@ import numpy as np
 
 from polyrhythm.cost.dtfm import LayoutCost, PairTimes
 from polyrhythm.errors import PlanError
-from polyrhythm.plan.construct import constructed, nearest
+from polyrhythm.plan.construction import construct_layouts, nearest
 from polyrhythm.plan.dtfm.bound import lower_bound
 from polyrhythm.plan.dtfm.exact import search_exactly
 from polyrhythm.types import Seconds
@@ -30,7 +30,7 @@ _EXACT_NODES = 2_000_000  # a tenth of a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class SearchEffort:
     """How long to anneal: a move takes a microsecond with 64 devices, two with 512."""
 
     num_rounds: int = 6
@@ -66,15 +66,16 @@ def place(
     times: PairTimes,
     *,
     seed: int = 0,
-    effort: Effort | None = None,
+    effort: SearchEffort | None = None,
     on_better: Callable[[Placement], None] = lambda _: None,
 ) -> Placement:
     """Search for the cheapest layout; `on_better` hears of each that is better than all before."""
-    from polyrhythm.plan.dtfm.settle import settled  # compiled: imported when needed
+    from polyrhythm.plan.dtfm.group_layout import layout_of_groups  # compiled: imported when needed
 
-    effort = effort or Effort()
+    effort = effort or SearchEffort()
     made = sorted(
-        (settled(layout, times) for layout in constructed(times)), key=lambda cost: cost.total
+        (layout_of_groups(layout, times) for layout in construct_layouts(times)),
+        key=lambda cost: cost.total,
     )
     best = Placement(cost=made[0], bound=lower_bound(times), why="construction")
     on_better(best)
@@ -115,7 +116,7 @@ _ROUNDS = (
 
 
 def _exact(times: PairTimes, best: Placement, on_better: Callable[[Placement], None]) -> Placement:
-    found = search_exactly(times, below=best.cost.total, most_nodes=_EXACT_NODES)
+    found = search_exactly(times, below=best.cost.total, max_nodes=_EXACT_NODES)
     if found.better is not None:
         best = replace(best, cost=found.better, why="exact search")
         on_better(best)
@@ -126,20 +127,20 @@ def _annealed(
     times: PairTimes,
     start: LayoutCost | None,
     this: _Round,
-    effort: Effort,
+    effort: SearchEffort,
     rng: np.random.Generator,
 ) -> LayoutCost:
     from polyrhythm.compiled import seed
-    from polyrhythm.plan.dtfm.anneal import Schedule, anneal
-    from polyrhythm.plan.dtfm.settle import settled
+    from polyrhythm.plan.dtfm.anneal import AnnealingSchedule, anneal
+    from polyrhythm.plan.dtfm.group_layout import layout_of_groups
 
     if start is None:
         shape = times.num_stages, times.num_pipelines
-        start = settled(rng.permutation(times.num_devices).reshape(shape), times)
+        start = layout_of_groups(rng.permutation(times.num_devices).reshape(shape), times)
     layout = np.array(start.layout)
     scale = start.total / times.num_stages
     seed(int(rng.integers(2**31)))
-    schedule = Schedule(
+    schedule = AnnealingSchedule(
         int(effort.num_moves * max(1.0, (times.num_devices / 64) ** 0.5)),
         this.hot * scale,
         this.cold * scale,
@@ -147,4 +148,4 @@ def _annealed(
         this.blend_cold,
     )
     anneal(layout, times.sync, times.hop, nearest(times.hop, _NUM_NEAR), schedule)
-    return settled(layout, times)
+    return layout_of_groups(layout, times)

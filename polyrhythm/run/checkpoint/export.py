@@ -20,11 +20,11 @@ from polyrhythm.run.checkpoint.folder import sync_folder, write_synced
 from polyrhythm.run.checkpoint.manifest import (
     CheckpointError,
     Manifest,
-    Shape,
-    damage,
+    TensorSpec,
+    find_damage,
     read_manifest,
 )
-from polyrhythm.run.checkpoint.restore import damaged
+from polyrhythm.run.checkpoint.restore import damage_error
 from polyrhythm.types import Bytes
 
 LARGEST_FILE: Bytes = 5 * 10**9  # Hugging Face's
@@ -32,18 +32,18 @@ _CONFIGS = {"hf_config": "config.json", "hf_generation_config": "generation_conf
 _FORMAT = {"format": "pt"}  # which transformers asks for
 
 
-def hugging_face_facts(model: Any) -> dict[str, Any]:
-    """What `save(facts=...)` needs to know of a model of Hugging Face's; nothing of another one."""
-    facts: dict[str, Any] = {}
+def hugging_face_configs(model: Any) -> dict[str, Any]:
+    """What `save(run_info=...)` needs to know of a model of Hugging Face's; nothing of another one."""
+    run_info: dict[str, Any] = {}
     for key, config in (
         ("hf_config", getattr(model, "config", None)),
         ("hf_generation_config", getattr(model, "generation_config", None)),
     ):
         if config is not None and hasattr(config, "to_json_string"):
-            facts[key] = json.loads(config.to_json_string())
-    if "hf_config" in facts:
-        facts["hf_config"]["architectures"] = [type(model).__name__]
-    return facts
+            run_info[key] = json.loads(config.to_json_string())
+    if "hf_config" in run_info:
+        run_info["hf_config"]["architectures"] = [type(model).__name__]
+    return run_info
 
 
 def export(checkpoint: Path | str, out: Path | str, *, largest_file: Bytes = LARGEST_FILE) -> Path:
@@ -51,8 +51,8 @@ def export(checkpoint: Path | str, out: Path | str, *, largest_file: Bytes = LAR
     checkpoint, out = Path(checkpoint), Path(out)
     _check_free(out)
     manifest = read_manifest(checkpoint)
-    if (problem := damage(checkpoint, manifest.files)) is not None:
-        raise damaged(checkpoint, problem)
+    if (problem := find_damage(checkpoint, manifest.files)) is not None:
+        raise damage_error(checkpoint, problem)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -69,7 +69,7 @@ def export(checkpoint: Path | str, out: Path | str, *, largest_file: Bytes = LAR
 
 
 def files_for(
-    tensors: Mapping[str, Shape], largest: Bytes
+    tensors: Mapping[str, TensorSpec], largest: Bytes
 ) -> tuple[dict[str, list[str]], dict[str, Bytes]]:
     """Which file holds which tensors, in their order; and the bytes of each tensor."""
     sizes = {name: prod(of.shape) * _dtype(of).itemsize for name, of in tensors.items()}
@@ -105,11 +105,11 @@ def _write(checkpoint: Path, manifest: Manifest, folder: Path, largest: Bytes) -
         }
         write_synced(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
     for key, file in _CONFIGS.items():
-        if key in manifest.facts:
-            write_synced(folder / file, json.dumps(manifest.facts[key], indent=2) + "\n")
+        if key in manifest.run_info:
+            write_synced(folder / file, json.dumps(manifest.run_info[key], indent=2) + "\n")
 
 
-def _dtype(of: Shape) -> torch.dtype:
+def _dtype(of: TensorSpec) -> torch.dtype:
     found = getattr(torch, of.dtype, None)
     assert isinstance(found, torch.dtype), f"torch has a type {of.dtype}"
     return found

@@ -24,7 +24,7 @@ MODEL, OPTIMIZER = "model", "optimizer"  # the two parts, which torch's own tool
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenPart:
+class WrittenStage:
     """What a stage has written."""
 
     plan: SavePlan
@@ -32,7 +32,7 @@ class WrittenPart:
     files: dict[str, File]
 
 
-def write_part(folder: Path, tensors: Nested, stage: int) -> WrittenPart:
+def write_stage(folder: Path, tensors: Nested, stage: int) -> WrittenStage:
     """The tensors of a stage, in a file of its own that has reached the disk."""
     writer, planner = _writer(folder), DefaultSavePlanner()
     planner.set_up_planner(tensors, is_coordinator=stage == 0)
@@ -40,10 +40,10 @@ def write_part(folder: Path, tensors: Nested, stage: int) -> WrittenPart:
     plan = writer.prepare_global_plan([SavePlan([])] * stage + [plan])[stage]  # names its file
     results = writer.write_data(planner.finish_plan(plan), planner).wait()
     names = dict.fromkeys(result.storage_data.relative_path for result in results)
-    return WrittenPart(plan, results, {name: file_of(folder / name) for name in names})
+    return WrittenStage(plan, results, {name: file_of(folder / name) for name in names})
 
 
-def write_index(folder: Path, parts: Iterable[WrittenPart]) -> dict[str, File]:
+def write_index(folder: Path, parts: Iterable[WrittenStage]) -> dict[str, File]:
     """Join the parts; all files of the checkpoint."""
     parts = list(parts)
     before = set(folder.iterdir())

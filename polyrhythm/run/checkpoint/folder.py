@@ -17,14 +17,14 @@ from polyrhythm.run.checkpoint.manifest import (
     Manifest,
     NewerFormatError,
     Problem,
-    damage,
+    find_damage,
     read_manifest,
 )
 
 CHECKPOINTS = "checkpoints"  # the folder of them, in that of a run
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|replaced)")
-Checked = Callable[[Path, Manifest], Problem | None]
+DamageCheck = Callable[[Path, Manifest], Problem | None]
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -35,13 +35,13 @@ def partial_folder(folder: Path, step: int) -> Path:
     return folder / f".step-{step:08}.partial"
 
 
-def steps(folder: Path) -> dict[int, Path]:
+def list_steps(folder: Path) -> dict[int, Path]:
     """What is there under the name of a checkpoint, by step."""
     found = (entry for entry in _entries(folder) if _STEP.fullmatch(entry.name))
     return {int(entry.name.removeprefix("step-")): entry for entry in sorted(found)}
 
 
-def find(run: Path, step: int | None = None) -> Path:
+def find_checkpoint(run: Path, step: int | None = None) -> Path:
     """A checkpoint of a run, the latest that is whole unless a step is named.
 
     `run` is the folder of a run, that of its checkpoints, or a checkpoint; raises CheckpointError.
@@ -49,7 +49,7 @@ def find(run: Path, step: int | None = None) -> Path:
     if (run / MANIFEST).is_file() and step is None:
         return run
     folder = run / CHECKPOINTS if (run / CHECKPOINTS).is_dir() else run
-    there = steps(folder)
+    there = list_steps(folder)
     found = latest(folder) if step is None else there.get(step)
     if found is not None:
         return found
@@ -63,13 +63,13 @@ def find(run: Path, step: int | None = None) -> Path:
 
 def latest(folder: Path | str) -> Path | None:
     """The newest checkpoint that is whole, which every file is read for; warns of damaged ones."""
-    return newest_whole(candidates(Path(folder)), lambda path, of: damage(path, of.files))
+    return newest_complete(candidates(Path(folder)), lambda path, of: find_damage(path, of.files))
 
 
 def candidates(folder: Path) -> list[tuple[Path, Manifest]]:
     """Those whose manifest can be read, the newest first; warns of the others."""
     found: list[tuple[Path, Manifest]] = []
-    for path in steps(folder).values():
+    for path in list_steps(folder).values():
         try:
             found.append((path, read_manifest(path)))
         except NewerFormatError:
@@ -79,7 +79,7 @@ def candidates(folder: Path) -> list[tuple[Path, Manifest]]:
     return sorted(found, key=lambda each: (each[1].serial, each[1].step), reverse=True)
 
 
-def newest_whole(found: Sequence[tuple[Path, Manifest]], problem_of: Checked) -> Path | None:
+def newest_complete(found: Sequence[tuple[Path, Manifest]], problem_of: DamageCheck) -> Path | None:
     for path, manifest in found:
         problem = problem_of(path, manifest)
         if problem is None:
@@ -144,7 +144,7 @@ def _entries(folder: Path) -> Iterator[Path]:
 
 
 def _readable(folder: Path) -> Iterator[tuple[Path, Manifest]]:
-    for path in steps(folder).values():
+    for path in list_steps(folder).values():
         try:
             yield path, read_manifest(path)
         except CheckpointError:

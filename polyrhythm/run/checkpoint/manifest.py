@@ -26,7 +26,7 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be used here, or a state that cannot become one."""
 
 
-class Shape(msgspec.Struct, frozen=True):
+class TensorSpec(msgspec.Struct, frozen=True):
     """What a tensor of the model looks like."""
 
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class File(msgspec.Struct, frozen=True):
     blake2b: str
 
 
-class Group(msgspec.Struct, frozen=True):
+class ParamGroup(msgspec.Struct, frozen=True):
     """Parameters that share the options of their optimizer, such as the learning rate."""
 
     options: dict[str, Any]
@@ -52,14 +52,14 @@ class OptimizerTable(msgspec.Struct, frozen=True):
     """What is known of an optimizer besides its tensors, by name of parameter."""
 
     options: tuple[str, ...]  # that this kind of optimizer has; schedulers add to those of groups
-    groups: tuple[Group, ...]
+    groups: tuple[ParamGroup, ...]
     values: dict[str, dict[str, Any]]  # its state that is no tensor
 
 
 class ModelTable(msgspec.Struct, frozen=True):
     """Names, shapes and types of a model, or of a stage's part of one."""
 
-    tensors: dict[str, Shape]  # by first name
+    tensors: dict[str, TensorSpec]  # by first name
     tied: dict[str, str] = {}  # further names of a parameter -> the first one
 
     @property
@@ -80,14 +80,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelTable
     optimizer: OptimizerTable | None
     extra: dict[str, Any]  # of the loop: where the data stands, seeds, schedulers
-    facts: dict[str, Any]  # about the run: its plan, the configuration of its model
+    run_info: dict[str, Any]  # about the run: its plan, the configuration of its model
     fingerprint: str  # of the model
     files: dict[str, File]
 
 
-def merged_tables(tables: Iterable[ModelTable]) -> ModelTable:
+def merge_tables(tables: Iterable[ModelTable]) -> ModelTable:
     """Of all stages as of the whole model."""
-    tensors: dict[str, Shape] = {}
+    tensors: dict[str, TensorSpec] = {}
     tied: dict[str, str] = {}
     for table in tables:
         tensors |= table.tensors
@@ -95,7 +95,7 @@ def merged_tables(tables: Iterable[ModelTable]) -> ModelTable:
     return ModelTable(tensors, tied)
 
 
-def merged_optimizers(tables: Iterable[OptimizerTable | None]) -> OptimizerTable | None:
+def merge_optimizers(tables: Iterable[OptimizerTable | None]) -> OptimizerTable | None:
     """Of all stages; groups with the same options become one."""
     known = [table for table in tables if table is not None]
     if not known:
@@ -106,7 +106,7 @@ def merged_optimizers(tables: Iterable[OptimizerTable | None]) -> OptimizerTable
         names.update(dict.fromkeys(group.parameters))
     return OptimizerTable(
         options=known[0].options,
-        groups=tuple(Group(options, tuple(names)) for options, names in groups.values()),
+        groups=tuple(ParamGroup(options, tuple(names)) for options, names in groups.values()),
         values={name: of for table in known for name, of in table.values.items()},
     )
 
@@ -165,7 +165,7 @@ def file_of(path: Path) -> File:
         return File(file.tell(), digest)
 
 
-def damage(checkpoint: Path, files: Mapping[str, File]) -> Problem | None:
+def find_damage(checkpoint: Path, files: Mapping[str, File]) -> Problem | None:
     """The first of these files that is not as it was written."""
     for name, noted in files.items():
         path = checkpoint / name
@@ -185,22 +185,22 @@ def check_model(manifest: Manifest, model: ModelTable, *, whole: bool) -> None:
     saved, theirs = manifest.model, manifest.model.tensors
     for name, ours in model.tensors.items():
         if name in saved.tied:
-            raise _other_model(f"its {name} is one with {saved.tied[name]}", "two tensors")
+            raise _model_mismatch(f"its {name} is one with {saved.tied[name]}", "two tensors")
         if (found := theirs.get(name)) is None:
-            raise _other_model(f"it has no {name}", f"{name}: {ours}, as the model has")
+            raise _model_mismatch(f"it has no {name}", f"{name}: {ours}, as the model has")
         if found != ours:
-            raise _other_model(f"its {name} is {found}", f"{ours}, as in the model")
+            raise _model_mismatch(f"its {name} is {found}", f"{ours}, as in the model")
     for name, first in model.tied.items():
         if saved.tied.get(name, name) != saved.tied.get(first, first):
-            raise _other_model(f"its {name} is a tensor of its own", f"one with {first}")
+            raise _model_mismatch(f"its {name} is a tensor of its own", f"one with {first}")
     if not whole:
         return
     for name in (*theirs, *saved.tied):
         if name not in model.tensors and name not in model.tied:
-            raise _other_model(f"it has {name}", "no such tensor: the model has none")
+            raise _model_mismatch(f"it has {name}", "no such tensor: the model has none")
 
 
-def _other_model(wrong: str, expected: str) -> CheckpointError:
+def _model_mismatch(wrong: str, expected: str) -> CheckpointError:
     return CheckpointError(
         f"a checkpoint of another model: {wrong}",
         expected=expected,

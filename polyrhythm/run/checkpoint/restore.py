@@ -12,11 +12,11 @@ from polyrhythm.run.checkpoint.manifest import (
     Manifest,
     ModelTable,
     check_model,
-    damage,
+    find_damage,
     read_manifest,
 )
 from polyrhythm.run.checkpoint.state import StageModel, check_optimizer, load_optimizer
-from polyrhythm.run.pipeline.split import Tied
+from polyrhythm.run.pipeline.partition import TiedParameter
 
 
 def restore(
@@ -24,7 +24,7 @@ def restore(
     module: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    tied: Iterable[Tied] = (),
+    tied: Iterable[TiedParameter] = (),
     whole: bool = True,
     verify: bool = True,
 ) -> Manifest:
@@ -35,8 +35,8 @@ def restore(
     """
     path = Path(path)
     manifest = read_manifest(path)
-    if verify and (problem := damage(path, manifest.files)) is not None:
-        raise damaged(path, problem)
+    if verify and (problem := find_damage(path, manifest.files)) is not None:
+        raise damage_error(path, problem)
     model = StageModel.of(module, tied)
     load(path, manifest, module, model, optimizer, table=model.table, whole=whole)
     return manifest
@@ -62,7 +62,7 @@ def load(
         load_optimizer(optimizer, module, model, manifest.optimizer, tensors)
 
 
-def damaged(path: Path, problem: str) -> CheckpointError:
+def damage_error(path: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{path}: {problem}",
         expected="files as they were written",

@@ -16,7 +16,7 @@ class Staging:
     def __init__(self) -> None:
         self._copies: Nested = {}
 
-    def copied(self, tensors: Nested) -> Nested:
+    def copy_to_host(self, tensors: Nested) -> Nested:
         """All copies are made when this returns; they are valid until the next call."""
         self._copies = _copy(tensors, self._copies)
         if torch.cuda.is_initialized():

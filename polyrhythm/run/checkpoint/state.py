@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 
 from polyrhythm.run.checkpoint.manifest import (
     CheckpointError,
-    Group,
     ModelTable,
     OptimizerTable,
-    Shape,
+    ParamGroup,
+    TensorSpec,
     as_json,
 )
-from polyrhythm.run.pipeline.split import Tied
+from polyrhythm.run.pipeline.partition import TiedParameter
 
 Tensors = dict[str, Tensor]
 OptimizerTensors = dict[str, Tensors]  # by parameter, then by what it is
@@ -36,11 +36,13 @@ class StageModel:
 
     tensors: Tensors
     table: ModelTable
-    elsewhere: frozenset[str]  # names that an earlier stage holds, and saves
+    held_elsewhere: frozenset[str]  # names that an earlier stage holds, and saves
     first_names: Mapping[str, str]  # of every parameter, by its name in the module
 
     @classmethod
-    def of(cls, module: nn.Module, tied: Iterable[Tied] = (), *, stage: int = 0) -> "StageModel":
+    def of(
+        cls, module: nn.Module, tied: Iterable[TiedParameter] = (), *, stage: int = 0
+    ) -> "StageModel":
         """`tied`: the parameters that other stages hold as well."""
         first_names: dict[str, str] = {}
         by_parameter: dict[nn.Parameter, str] = {}
@@ -59,13 +61,17 @@ class StageModel:
                 {name: _shape(value) for name, value in tensors.items()},
                 {name: first for name, first in first_names.items() if name != first},
             ),
-            elsewhere=frozenset(each.key for each in shared.values() if each.stages[0] != stage),
+            held_elsewhere=frozenset(
+                each.key for each in shared.values() if each.stages[0] != stage
+            ),
             first_names=first_names,
         )
 
     @property
     def saved(self) -> Tensors:
-        return {name: value for name, value in self.tensors.items() if name not in self.elsewhere}
+        return {
+            name: value for name, value in self.tensors.items() if name not in self.held_elsewhere
+        }
 
 
 def optimizer_state(
@@ -77,14 +83,14 @@ def optimizer_state(
     values: dict[str, dict[str, Any]] = {}
     for index, of in state["state"].items():
         name = names[index]
-        if name in model.elsewhere:
+        if name in model.held_elsewhere:
             continue
         if kept := {k: _checked(name, v) for k, v in of.items() if isinstance(v, Tensor)}:
             tensors[name] = kept
         if rest := {k: v for k, v in of.items() if not isinstance(v, Tensor)}:
             values[name] = as_json(rest, f"the optimizer's state of {name}")
     groups = tuple(
-        Group(_options(group), tuple(names[index] for index in group["params"]))
+        ParamGroup(_options(group), tuple(names[index] for index in group["params"]))
         for group in state["param_groups"]
     )
     return tensors, OptimizerTable(tuple(sorted(optimizer.defaults)), groups, values)
@@ -95,10 +101,10 @@ def check_optimizer(
 ) -> None:
     """Refuse the state of another kind of optimizer, or of one for other parameters."""
     if saved is None:
-        raise _other_optimizer("a checkpoint without an optimizer", "its state")
+        raise _optimizer_mismatch("a checkpoint without an optimizer", "its state")
     unknown = [name for name in saved.options if name not in optimizer.defaults]
     if unknown:
-        raise _other_optimizer(
+        raise _optimizer_mismatch(
             f"a checkpoint of an optimizer with the option {unknown[0]}",
             f"one like {type(optimizer).__name__}, with {', '.join(sorted(optimizer.defaults))}",
         )
@@ -107,12 +113,12 @@ def check_optimizer(
     for group in optimizer.state_dict()["param_groups"]:
         for name in (names[index] for index in group["params"]):
             if name not in options:
-                raise _other_optimizer(
+                raise _optimizer_mismatch(
                     f"the optimizer of the checkpoint did not have {name}", "the same parameters"
                 )
             first = names[group["params"][0]]
             if options[name] != options[first]:
-                raise _other_optimizer(
+                raise _optimizer_mismatch(
                     f"{name} and {first} had different options in the checkpoint",
                     "groups of parameters as they were",
                 )
@@ -180,8 +186,8 @@ def _plain(name: str) -> str:
     return name.replace(_COMPILED, "")
 
 
-def _shape(value: Tensor) -> Shape:
-    return Shape(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+def _shape(value: Tensor) -> TensorSpec:
+    return TensorSpec(tuple(value.shape), str(value.dtype).removeprefix("torch."))
 
 
 def _checked(name: str, value: Any) -> Tensor:
@@ -195,7 +201,7 @@ def _checked(name: str, value: Any) -> Tensor:
     )
 
 
-def _other_optimizer(wrong: str, expected: str) -> CheckpointError:
+def _optimizer_mismatch(wrong: str, expected: str) -> CheckpointError:
     return CheckpointError(
         wrong, expected=expected, fix="restore the model alone: restore(path, module)"
     )

@@ -18,20 +18,20 @@ from types import TracebackType
 from typing import Self
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.run.coordinator.desk import LONGEST_POLL, Desk
-from polyrhythm.run.coordinator.door import Door
 from polyrhythm.run.coordinator.keys import JobKeys
-from polyrhythm.run.coordinator.seats import Seats
-from polyrhythm.run.coordinator.wire import BEATS
+from polyrhythm.run.coordinator.router_socket import RouterSocket
+from polyrhythm.run.coordinator.server import LONGEST_POLL, CoordinatorServer
+from polyrhythm.run.coordinator.sessions import SessionTable
+from polyrhythm.run.coordinator.wire import HEARTBEATS_PER_TIMEOUT
 from polyrhythm.sync.decision_log import DecisionLog
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
-CLOSING: Seconds = 5.0  # for the thread to end
+CLOSE_TIMEOUT: Seconds = 5.0  # for the thread to end
 
 
-def _silent(line: str) -> None:
+def _ignore(line: str) -> None:
     """Says nothing."""
 
 
@@ -49,19 +49,19 @@ class Coordinator:
         num_pipelines: int,
         log: Path | None = None,
         setup: Setup | None = None,
-        silence: Seconds = 15.0,
-        startup: Seconds = 60.0,
-        say: Callable[[str], None] = _silent,
-        warn: Callable[[str], None] | None = None,
+        heartbeat_timeout: Seconds = 15.0,
+        startup_timeout: Seconds = 60.0,
+        log_info: Callable[[str], None] = _ignore,
+        log_warning: Callable[[str], None] | None = None,
     ) -> None:
-        """`policy` is what a Hello has to say; `setup`, needed for a log, made the scheduler.
+        """`policy` is what a Hello has to log_info; `setup`, needed for a log, made the scheduler.
 
-        A worker silent for `silence` is dead; workers begin together, if all have joined within
-        `startup` after the first. `say` gets a line when one comes or goes, `warn` (by default the
+        A worker silent for `heartbeat_timeout` is dead; workers begin together, if all have joined within
+        `startup_timeout` after the first. `log_info` gets a line when one comes or goes, `log_warning` (by default the
         same) when one is lost or refused; in the serving thread.
         """
         _check_plan(scheduler, num_stages, num_pipelines)
-        _check_times(silence, startup)
+        _check_times(heartbeat_timeout, startup_timeout)
         if log is not None and setup is None:
             raise PolicyError(
                 f"log={str(log)!r} without the setup of the scheduler",
@@ -70,22 +70,22 @@ class Coordinator:
             )
         self.scheduler = scheduler
         # The door first: if another coordinator has the address, its log must stay as it is.
-        self._door = Door(bind, keys, num_peers=num_stages * num_pipelines)
-        self.address = self._door.address
+        self._socket = RouterSocket(bind, keys, num_peers=num_stages * num_pipelines)
+        self.address = self._socket.address
         try:
             written = None if log is None or setup is None else DecisionLog(log, setup)
         except OSError:
-            self._door.close()
+            self._socket.close()
             raise
-        self._desk = Desk(
+        self._server = CoordinatorServer(
             scheduler,
-            Seats(num_stages, num_pipelines, policy),
-            self._door,
+            SessionTable(num_stages, num_pipelines, policy),
+            self._socket,
             written,
-            silence=silence,
-            startup=startup,
-            say=say,
-            warn=warn or say,
+            heartbeat_timeout=heartbeat_timeout,
+            startup_timeout=startup_timeout,
+            log_info=log_info,
+            log_warning=log_warning or log_info,
         )
         self._stop = threading.Event()
         self._ended = threading.Event()
@@ -100,10 +100,10 @@ class Coordinator:
         bind: str,
         keys: JobKeys,
         log: Path | None = None,
-        silence: Seconds = 15.0,
-        startup: Seconds = 60.0,
-        say: Callable[[str], None] = _silent,
-        warn: Callable[[str], None] | None = None,
+        heartbeat_timeout: Seconds = 15.0,
+        startup_timeout: Seconds = 60.0,
+        log_info: Callable[[str], None] = _ignore,
+        log_warning: Callable[[str], None] | None = None,
     ) -> Self:
         """With a new scheduler of that setup."""
         return cls(
@@ -115,43 +115,43 @@ class Coordinator:
             num_pipelines=setup.num_pipelines,
             log=log,
             setup=setup,
-            silence=silence,
-            startup=startup,
-            say=say,
-            warn=warn,
+            heartbeat_timeout=heartbeat_timeout,
+            startup_timeout=startup_timeout,
+            log_info=log_info,
+            log_warning=log_warning,
         )
 
     @property
     def counters(self) -> Counter[str]:
         """Groups by how they ended, and what was refused, ignored or lost, by kind."""
         total: Counter[str] = Counter()
-        for counters in (self.scheduler.counters, self._door.counters, self._desk.counters):
+        for counters in (self.scheduler.counters, self._socket.counters, self._server.counters):
             total.update(dict(counters))  # a copy at once: another thread may be counting
         return total
 
     @property
     def present(self) -> list[Worker]:
         """Who takes part now."""
-        return [seat.worker for seat in self._desk.seats.taken()]
+        return [session.worker for session in self._server.sessions.active()]
 
     @property
     def is_over(self) -> bool:
         """Whether workers had begun, and all of them are gone."""
-        return self._desk.has_begun and self._desk.seats.num_taken == 0
+        return self._server.has_started and self._server.sessions.num_active == 0
 
-    def serve(self, until: threading.Event) -> None:
+    def serve(self, stop_event: threading.Event) -> None:
         """Until that is set. Raises what a defect of ours raised, once all workers were told."""
         why = "the coordinator has ended"
         try:
-            while not until.is_set():
-                self._desk.turn()
+            while not stop_event.is_set():
+                self._server.run_once()
         except BaseException as error:
             why = f"the coordinator has failed: {type(error).__name__}: {error}"
             raise
         finally:
             self._end(why)
 
-    def in_thread(self) -> Self:
+    def start(self) -> Self:
         """Serve in a thread of this process, until `close`."""
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
         self._thread.start()
@@ -162,18 +162,20 @@ class Coordinator:
         # Not by joining the thread: if Ctrl-C interrupts that, Python takes the thread for ended.
         return self._ended.wait(timeout)
 
-    def close(self, patience: Seconds = 0.0) -> None:
+    def close(self, timeout: Seconds = 0.0) -> None:
         """End, once all workers have left; raises what has ended it before.
 
-        Or when none of them has said anything for `patience`, but that it lives.
+        Or when none of them has said anything for `timeout`, but that it lives.
         """
         if self._thread is not None:
             began = time.monotonic()
             while self.present and not self.wait(0.02):
-                if time.monotonic() - max(began, self._desk.last_word) >= patience:
+                if time.monotonic() - max(began, self._server.last_message_at) >= timeout:
                     break
             self._stop.set()
-            assert self.wait(CLOSING), f"the coordinator does not end within {CLOSING:g} s"
+            assert self.wait(CLOSE_TIMEOUT), (
+                f"the coordinator does not end within {CLOSE_TIMEOUT:g} s"
+            )
             self._thread.join()
         elif not self._ended.is_set():
             self._end("the coordinator has ended")
@@ -182,7 +184,7 @@ class Coordinator:
             raise error
 
     def __enter__(self) -> Self:
-        return self.in_thread()
+        return self.start()
 
     def __exit__(
         self,
@@ -200,8 +202,8 @@ class Coordinator:
 
     def _end(self, why: str) -> None:
         try:
-            self._desk.farewell(why)
-            self._door.close()
+            self._server.notify_shutdown(why)
+            self._socket.close()
         finally:
             self._ended.set()
 
@@ -217,12 +219,12 @@ def _check_plan(scheduler: Scheduler, num_stages: int, num_pipelines: int) -> No
         )
 
 
-def _check_times(silence: Seconds, startup: Seconds) -> None:
-    shortest = 2 * BEATS * LONGEST_POLL
-    if not (shortest <= silence < math.inf and 0 <= startup < math.inf):
+def _check_times(heartbeat_timeout: Seconds, startup_timeout: Seconds) -> None:
+    shortest = 2 * HEARTBEATS_PER_TIMEOUT * LONGEST_POLL
+    if not (shortest <= heartbeat_timeout < math.inf and 0 <= startup_timeout < math.inf):
         raise PolicyError(
-            f"silence={silence:g} startup={startup:g}",
-            expected=f"a silence of {shortest:g} s or more, in which a worker beats {BEATS} times "
+            f"silence={heartbeat_timeout:g} startup={startup_timeout:g}",
+            expected=f"a silence of {shortest:g} s or more, in which a worker beats {HEARTBEATS_PER_TIMEOUT} times "
             "and the coordinator looks more often; and 0 s or more to start up",
             fix="leave them out for 15 s and 60 s",
         )

@@ -10,37 +10,39 @@ from typing import Annotated
 
 import msgspec
 
-from polyrhythm.sync.messages import (
+from polyrhythm.sync.protocol import (
     Abort,
+    Acknowledge,
+    Acquire,
+    Acquired,
     Assign,
+    AverageAll,
     Commit,
+    CopyFrom,
     Count,
-    Dealt,
     Done,
-    Gather,
-    Heal,
     Leave,
     Name,
+    QueryProgress,
     Ready,
     Refuse,
     Request,
+    SampleProgress,
     Skip,
-    Take,
-    Tallied,
-    Tally,
-    Used,
 )
 from polyrhythm.types import Seconds, Worker
 
 PROTOCOL = 2
-BEATS = 5  # within the time in which silence means death; so some may be late, or lost
-OUT = -1  # the clock of a Refuse that ends a worker's part in the job, whatever it has said
-MOST_BYTES = 1 << 20  # of a Hello, which names all tensors
-MOST_OTHER_BYTES = 1 << 10  # of anything else that a worker says
-MOST_DIMENSIONS = 32
+HEARTBEATS_PER_TIMEOUT = (
+    5  # within the time in which silence means death; so some may be late, or lost
+)
+FATAL = -1  # the clock of a Refuse that ends a worker's part in the job, whatever it has said
+MAX_HELLO_BYTES = 1 << 20  # of a Hello, which names all tensors
+MAX_MESSAGE_BYTES = 1 << 10  # of anything else that a worker says
+MAX_DIMENSIONS = 32
 
-Sizes = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_DIMENSIONS)]
-Shape = tuple[tuple[Name, Sizes], ...]  # what is averaged: each tensor's name and sizes
+Sizes = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+TensorShapes = tuple[tuple[Name, Sizes], ...]  # what is averaged: each tensor's name and sizes
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -55,10 +57,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
     clock: Count
     incarnation: Count
     policy: Annotated[str, msgspec.Meta(max_length=4096)]  # as in the worker's configuration
-    shape: Shape
+    shape: TensorShapes
 
 
-class Beat(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """I am here; the coordinator beats back."""
 
     worker: Worker
@@ -66,13 +68,13 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The Hello is in order: from now on, whoever is silent for `silence` is taken to be dead.
+    """The Hello is in order: from now on, whoever is silent for `heartbeat_timeout` is taken to be dead.
 
     `coordinator` is a name that a coordinator has until it ends, and the next one has not.
     """
 
     coordinator: Name
-    silence: Seconds
+    heartbeat_timeout: Seconds
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -81,7 +83,28 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_present: int
 
 
-FromWorker = Hello | Beat | Request | Ready | Done | Gather | Take | Used | Tally | Leave
+FromWorker = (
+    Hello
+    | Heartbeat
+    | Request
+    | Ready
+    | Done
+    | AverageAll
+    | Acquire
+    | Acknowledge
+    | QueryProgress
+    | Leave
+)
 ToWorker = (
-    Accepted | Welcome | Beat | Assign | Commit | Abort | Skip | Dealt | Tallied | Heal | Refuse
+    Accepted
+    | Welcome
+    | Heartbeat
+    | Assign
+    | Commit
+    | Abort
+    | Skip
+    | Acquired
+    | SampleProgress
+    | CopyFrom
+    | Refuse
 )

@@ -25,21 +25,21 @@ from polyrhythm.run.data.errors import DataError
 
 _ROUNDS = 6  # even: each digit is added to as often as the other
 _BLOCK = 1 << 15  # positions at a time, which stay in the cache
-_MOST = 1 << 62  # samples, and positions
+_MAX_SAMPLES = 1 << 62  # samples, and positions
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / the golden ratio, odd: SplitMix64's step
 _HALF = np.uint64(32)  # the bits of half a word; a digit has no more than 31
 
-_Words = NDArray[np.uint64]
+_CounterText = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SampleOrder:
     num_samples: int
     seed: int = 0
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_samples <= _MOST:
+        if not 1 <= self.num_samples <= _MAX_SAMPLES:
             raise DataError(
                 f"{self.num_samples} samples",
                 expected="at least one, and no more than 2^62",
@@ -54,7 +54,7 @@ class Order:
 
     def ids(self, start: int, end: int) -> NDArray[np.int64]:
         """The samples at positions from `start` until before `end`."""
-        assert 0 <= start <= end <= _MOST, f"positions {start} to {end}"
+        assert 0 <= start <= end <= _MAX_SAMPLES, f"positions {start} to {end}"
         found = np.empty(end - start, np.int64)
         for begin in range(start, end, _BLOCK):
             stop = min(begin + _BLOCK, end)
@@ -69,36 +69,36 @@ class Order:
         if epochs[0] == epochs[-1]:
             epochs = epochs[:1]
         keys = self._keys(epochs)
-        ids = self._enciphered(places, keys)
+        ids = self._encipher(places, keys)
         while (above := np.flatnonzero(ids >= self.num_samples)).size:
             theirs = keys if len(epochs) == 1 else keys[:, above]
-            ids[above] = self._enciphered(ids[above], theirs)
+            ids[above] = self._encipher(ids[above], theirs)
         return ids.astype(np.int64)
 
-    def _keys(self, epochs: _Words) -> _Words:
+    def _keys(self, epochs: _CounterText) -> _CounterText:
         """One per round and epoch."""
-        seed = _mixed(np.array([self.seed], np.uint64) + _GOLDEN)
+        seed = _mix_bits(np.array([self.seed], np.uint64) + _GOLDEN)
         rounds = np.arange(1, _ROUNDS + 1, dtype=np.uint64)[:, None]
-        return _mixed(_mixed(seed + epochs * _GOLDEN) + rounds * _GOLDEN)
+        return _mix_bits(_mix_bits(seed + epochs * _GOLDEN) + rounds * _GOLDEN)
 
-    def _enciphered(self, places: _Words, keys: _Words) -> _Words:
+    def _encipher(self, places: _CounterText, keys: _CounterText) -> _CounterText:
         """Another number below a * b for each; for one key, no two of them the same."""
         size = math.isqrt(self.num_samples - 1) + 1
         a, b = np.uint64(size), np.uint64(-(-self.num_samples // size))
         high, low = np.divmod(places, b)
         for number in range(0, _ROUNDS, 2):
-            high = _added(high, _mixed(keys[number] ^ low), a)
-            low = _added(low, _mixed(keys[number + 1] ^ high), b)
+            high = _add_digits(high, _mix_bits(keys[number] ^ low), a)
+            low = _add_digits(low, _mix_bits(keys[number + 1] ^ high), b)
         return high * b + low
 
 
-def _added(digits: _Words, words: _Words, base: np.uint64) -> _Words:
+def _add_digits(digits: _CounterText, words: _CounterText, base: np.uint64) -> _CounterText:
     """The upper half of each word, scaled to a digit, and added to one."""
     sums = digits + (((words >> _HALF) * base) >> _HALF)
     return sums - base * (sums >= base)
 
 
-def _mixed(words: _Words) -> _Words:
+def _mix_bits(words: _CounterText) -> _CounterText:
     """Each a word that depends on all bits of it, and on no others'."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -14,76 +14,76 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from polyrhythm.run.coordinator.deals import Answer
-from polyrhythm.run.data.loading import Batch
-from polyrhythm.sync.dispenser import Ranges
+from polyrhythm.run.coordinator.sample_requests import SampleFuture
+from polyrhythm.run.data.loader import LoadedBatch
+from polyrhythm.sync.dispatch import Ranges
 from polyrhythm.types import Seconds
 
-Guess = Answer[Ranges] | Ranges  # positions, or the answer that will tell; none: ()
-CLOSING: Seconds = 5.0  # for a sample that is being loaded
+PredictedRanges = SampleFuture[Ranges] | Ranges  # positions, or the answer that will tell; none: ()
+CLOSE_TIMEOUT: Seconds = 5.0  # for a sample that is being loaded
 
 
-def known(guess: Guess) -> Ranges:
+def resolved_ranges(predicted: PredictedRanges) -> Ranges:
     """The positions, if they can be told by now."""
-    if not isinstance(guess, Answer):
-        return guess
-    is_told = guess.is_here and guess.future.exception() is None
-    return guess.future.result() if is_told else ()
+    if not isinstance(predicted, SampleFuture):
+        return predicted
+    is_resolved = predicted.is_done and predicted.future.exception() is None
+    return predicted.future.result() if is_resolved else ()
 
 
-class _Ahead(NamedTuple):
-    guess: Guess
-    batch: "Future[Batch]"
+class _PrefetchedBatch(NamedTuple):
+    predicted: PredictedRanges
+    batch: "Future[LoadedBatch]"
 
 
-class Prefetch:
+class Prefetcher:
     """Of one process; `load` is called by one thread, that of training."""
 
-    def __init__(self, load: Callable[[Ranges], Batch]) -> None:
+    def __init__(self, load: Callable[[Ranges], LoadedBatch]) -> None:
         self._load = load
-        self._ahead: _Ahead | None = None
-        self._queue: SimpleQueue[_Ahead | None] = SimpleQueue()
+        self._pending: _PrefetchedBatch | None = None
+        self._queue: SimpleQueue[_PrefetchedBatch | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def load(self, ranges: Ranges, then: Guess = ()) -> Batch:
-        """The batch at these positions; from now on the thread loads those that come `then`."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and known(ahead.guess) == ranges:
-            batch = ahead.batch.result()
+    def load(self, ranges: Ranges, next_ranges: PredictedRanges = ()) -> LoadedBatch:
+        """The batch at these positions; from now on the thread loads those that come `next_ranges`."""
+        pending, self._pending = self._pending, None
+        if pending is not None and resolved_ranges(pending.predicted) == ranges:
+            batch = pending.batch.result()
         else:
-            if ahead is not None:
-                ahead.batch.cancel()
+            if pending is not None:
+                pending.batch.cancel()
             batch = self._load(ranges)
-        if then:
-            self._begin(then)
+        if next_ranges:
+            self._begin(next_ranges)
         return batch
 
     def close(self) -> None:
         """Drop what is ahead, and end the thread."""
-        if self._ahead is not None:
-            self._ahead.batch.cancel()
-        self._ahead = None
+        if self._pending is not None:
+            self._pending.batch.cancel()
+        self._pending = None
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join(CLOSING)
+            self._thread.join(CLOSE_TIMEOUT)
             self._thread = None
 
-    def _begin(self, guess: Guess) -> None:
+    def _begin(self, predicted: PredictedRanges) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
             self._thread.start()
-        ahead = self._ahead = _Ahead(guess, Future())
-        if isinstance(guess, Answer):
-            guess.future.add_done_callback(lambda _: self._queue.put(ahead))
+        pending = self._pending = _PrefetchedBatch(predicted, Future())
+        if isinstance(predicted, SampleFuture):
+            predicted.future.add_done_callback(lambda _: self._queue.put(pending))
         else:
-            self._queue.put(ahead)
+            self._queue.put(pending)
 
     def _run(self) -> None:
-        while (ahead := self._queue.get()) is not None:
-            ranges = known(ahead.guess)
-            if not ranges or not ahead.batch.set_running_or_notify_cancel():
+        while (pending := self._queue.get()) is not None:
+            ranges = resolved_ranges(pending.predicted)
+            if not ranges or not pending.batch.set_running_or_notify_cancel():
                 continue  # nobody will ask for it
             try:
-                ahead.batch.set_result(self._load(ranges))
+                pending.batch.set_result(self._load(ranges))
             except BaseException as error:  # for whoever asks for it
-                ahead.batch.set_exception(error)
+                pending.batch.set_exception(error)

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from polyrhythm.describe.units import parse
 from polyrhythm.errors import LaunchError, PolicyError
-from polyrhythm.run.decoupled.bucket import Bucket
-from polyrhythm.run.decoupled.portable import Gathered
-from polyrhythm.run.decoupled.team import BEGINNING
-from polyrhythm.sync.fusion.tuner import FIRST, Kind
+from polyrhythm.run.decoupled.buckets import Bucket
+from polyrhythm.run.decoupled.communicator import CONSTRUCTOR
+from polyrhythm.run.decoupled.state_dict import AllGatherObject
+from polyrhythm.sync.fusion.tuner import FIRST, BucketMode
 from polyrhythm.types import Bytes
 
 # These update each number by itself, so that a part of a parameter is updated as in the whole.
@@ -101,7 +101,7 @@ def check(optimizer: Optimizer, model: nn.Module, *, elementwise: bool) -> None:
         )
 
 
-def size_of(bucket_bytes: Bytes | str) -> Bytes:
+def parse_bucket_bytes(bucket_bytes: Bytes | str) -> Bytes:
     """Of buckets, to begin with; "25MB" is a size, too."""
     if bucket_bytes == "auto":
         return FIRST
@@ -116,15 +116,15 @@ def size_of(bucket_bytes: Bytes | str) -> Bytes:
 
 
 def check_mode(mode: object) -> None:
-    if mode not in ("auto", *Kind):
+    if mode not in ("auto", *BucketMode):
         raise PolicyError(
             f"mode={mode!r}",
-            expected=f"auto, {', '.join(Kind)}",
+            expected=f"auto, {', '.join(BucketMode)}",
             fix="leave it out: auto takes the fastest",
         )
 
 
-def check_alive() -> None:
+def check_initialized() -> None:
     if not dist.is_initialized():
         raise PolicyError(
             "a distributed optimizer after destroy_process_group()",
@@ -133,8 +133,8 @@ def check_alive() -> None:
         )
 
 
-def check_agreed(
-    gathered: Gathered,
+def check_consistent(
+    all_gather_object: AllGatherObject,
     optimizer: Optimizer,
     names: Sequence[str],
     settings: Mapping[str, object],
@@ -152,7 +152,7 @@ def check_agreed(
         if not parameter.requires_grad:
             shown += ", frozen"
         mine.append(f"parameter {number} is {shown}")
-    for rank, theirs in enumerate(gathered(mine, BEGINNING)):
+    for rank, theirs in enumerate(all_gather_object(mine, CONSTRUCTOR)):
         for here, there in zip_longest(mine, theirs, fillvalue="no more parameters"):
             if here != there:
                 raise PolicyError(
@@ -165,7 +165,7 @@ def check_agreed(
 def check_in_place(buckets: Iterable[Bucket], names: Sequence[str]) -> None:
     """Weights that lie elsewhere now would not be updated."""
     for bucket in buckets:
-        if (index := bucket.replaced()) is not None:
+        if (index := bucket.find_replaced()) is not None:
             raise PolicyError(
                 f"{names[index]} was moved to other memory",
                 expected="a model that stays where and what it was when this optimizer was made",
@@ -173,7 +173,9 @@ def check_in_place(buckets: Iterable[Bucket], names: Sequence[str]) -> None:
             )
 
 
-def check_same(model: nn.Module, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+def check_same_parameters(
+    model: nn.Module, names: Sequence[str], parameters: Sequence[nn.Parameter]
+) -> None:
     """Parameters that have taken the place of others would not be trained."""
     now = dict(model.named_parameters())
     for name, parameter in zip(names, parameters, strict=True):

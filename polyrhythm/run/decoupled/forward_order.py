@@ -23,13 +23,13 @@ class ForwardOrder:
         indices: Mapping[nn.Parameter, int],
         before: Callable[[Iterable[int]], None],
     ) -> None:
-        self.seen: dict[int, None] = {}  # a set in order
+        self.order: dict[int, None] = {}  # a set in order
         self._before, self._all, self._model = before, list(indices.values()), model
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
             if any(p in indices for p in module.parameters()):
                 own = [indices[p] for p in module.parameters(recurse=False) if p in indices]
-                hook = _uncompiled(self._hook(own))
+                hook = _without_dynamo(self._hook(own))
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def remove(self) -> None:
@@ -38,13 +38,13 @@ class ForwardOrder:
 
     def _hook(self, own: list[int]) -> Callable[[nn.Module, Any], None]:
         def before_forward(module: nn.Module, args: Any) -> None:
-            self.seen.update(dict.fromkeys(own))
+            self.order.update(dict.fromkeys(own))
             self._before(own if self._model.training else self._all)
 
         return before_forward
 
 
-def _uncompiled(hook: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
+def _without_dynamo(hook: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
     """A compiled graph may not keep what was waited for when it was traced."""
     found: Callable[[nn.Module, Any], None] = torch._dynamo.disable(hook)
     return found

@@ -27,40 +27,40 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.run.decoupled.averaging import Averaging
-from polyrhythm.run.decoupled.beside import Later
-from polyrhythm.run.decoupled.bucket import Bucket
+from polyrhythm.run.decoupled.autotune import BucketAutotuner
+from polyrhythm.run.decoupled.background_gather import GatherFuture
+from polyrhythm.run.decoupled.bucket_assignment import ParameterOrder, assign_buckets
+from polyrhythm.run.decoupled.buckets import Bucket
 from polyrhythm.run.decoupled.checks import (
     check,
-    check_agreed,
-    check_alive,
+    check_consistent,
     check_has_gradients,
     check_in_place,
+    check_initialized,
     check_mode,
-    check_same,
+    check_same_parameters,
     check_updating,
     parameters_of,
-    size_of,
+    parse_bucket_bytes,
 )
+from polyrhythm.run.decoupled.communicator import Communicator, Mode, replica_ranks
 from polyrhythm.run.decoupled.forward_order import ForwardOrder
-from polyrhythm.run.decoupled.grouping import Order, grouped
-from polyrhythm.run.decoupled.handed_over import has_gradient
+from polyrhythm.run.decoupled.gradient_sync import GradientSync
 from polyrhythm.run.decoupled.hooks import gradient_hooks, state_hooks
+from polyrhythm.run.decoupled.in_flight_gradient import has_gradient
 from polyrhythm.run.decoupled.norms import norm_of
-from polyrhythm.run.decoupled.portable import (
+from polyrhythm.run.decoupled.state_dict import (
     State,
-    cast,
+    cast_state,
     check_groups,
     check_state,
-    copied_state,
-    plain_groups,
-    segment_state,
-    whole_state,
+    copy_state_to_cpu,
+    full_state,
+    shard_state,
+    unsharded_param_groups,
 )
-from polyrhythm.run.decoupled.team import Mode, Team, members_of
-from polyrhythm.run.decoupled.tuning import Tuning
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.sync.fusion.tuner import Candidate, Space
+from polyrhythm.sync.fusion.tuner import BucketCandidate, Space
 from polyrhythm.types import Seconds
 
 
@@ -102,20 +102,22 @@ class DistributedOptimizer(Optimizer):
         module = model.module if isinstance(model, Pipeline) else model
         check(optimizer, module, elementwise=elementwise)
         check_mode(mode)
-        size = size_of(bucket_bytes)
+        size = parse_bucket_bytes(bucket_bytes)
         self._inner, self._stage = optimizer, stage
         self._names, self._parameters = parameters_of(optimizer, module)
-        ranks, group = members_of(process_group, 1 if stage is None else stage.num_stages)
+        ranks, group = replica_ranks(process_group, 1 if stage is None else stage.num_stages)
         device = self._parameters[0].device
-        self._team = Team(ranks, group, device, node=node, timeout=timeout)
+        self._communicator = Communicator(ranks, group, device, node=node, timeout=timeout)
         settings = {"bucket_bytes": bucket_bytes, "mode": mode}
-        check_agreed(self._team.gathered, optimizer, self._names, settings)
+        check_consistent(self._communicator.all_gather_object, optimizer, self._names, settings)
         self._group_of = {
             id(parameter): number
             for number, of in enumerate(optimizer.param_groups)
             for parameter in of["params"]
         }
-        self._team.begin_equal(list(module.parameters()), list(module.buffers()))
+        self._communicator.broadcast_initial_state(
+            list(module.parameters()), list(module.buffers())
+        )
         whole = {
             i: dict(optimizer.state[p])
             for i, p in enumerate(self._parameters)
@@ -125,17 +127,21 @@ class DistributedOptimizer(Optimizer):
         indices = {parameter: index for index, parameter in enumerate(self._parameters)}
         tied = set() if stage is None else stage.tied
         self._tied = frozenset(indices[p] for p in tied if p in indices)
-        self._averaging = Averaging(
-            self._parameters, self._names, self._tied, self._team.control, self._team.reducing
+        self._gradient_sync = GradientSync(
+            self._parameters,
+            self._names,
+            self._tied,
+            self._communicator.control,
+            self._communicator.comm_thread,
         )
-        self._order = Order(tuple(indices.values()), self._tied | self._frozen())
+        self._order = ParameterOrder(tuple(indices.values()), self._tied | self._frozen())
         self._unseen: Sequence[int] = ()  # that no module waits for
         self._is_ordered = False
-        self._tuning: Tuning | None = None
-        self._kinds = self._team.kinds(mode)
+        self._autotuner: BucketAutotuner | None = None
+        self._kinds = self._communicator.kinds(mode)
         self._is_auto = bucket_bytes == "auto" and stage is None
-        self._regroup(Candidate(size, self._kinds[0]), whole)
-        self._forward = ForwardOrder(module, indices, self._averaging.await_parameters)
+        self._rebuild_buckets(BucketCandidate(size, self._kinds[0]), whole)
+        self._forward = ForwardOrder(module, indices, self._gradient_sync.wait_for_parameters)
         self._is_updating = False
         self._hooks = [
             *gradient_hooks(
@@ -144,12 +150,12 @@ class DistributedOptimizer(Optimizer):
             *state_hooks(
                 module,
                 before=self.synchronize,
-                after_load=lambda: check_same(module, self._names, self._parameters),
+                after_load=lambda: check_same_parameters(module, self._names, self._parameters),
             ),
             optimizer.register_step_pre_hook(self._check_updating),
         ]
         if stage is not None:
-            stage.accumulate_in(self.no_sync)
+            stage.set_accumulation_context(self.no_sync)
         self.__setstate__({"defaults": optimizer.defaults})  # hooks of a step, as others have
 
     @property
@@ -158,8 +164,8 @@ class DistributedOptimizer(Optimizer):
 
         After backward their gradients are waited for: a GradScaler looks at them here.
         """
-        if self._averaging.has_gradients:
-            self._averaging.finish()
+        if self._gradient_sync.has_gradients:
+            self._gradient_sync.finish()
         return self._inner.param_groups
 
     @property
@@ -172,14 +178,14 @@ class DistributedOptimizer(Optimizer):
         return self._names
 
     @property
-    def candidate(self) -> Candidate:
+    def candidate(self) -> BucketCandidate:
         """The size of buckets, and how they are averaged, at present."""
         return self._candidate
 
     @property
     def is_tuned(self) -> bool:
         """Whether that will stay."""
-        return not self._is_auto or (self._tuning is not None and self._tuning.is_over)
+        return not self._is_auto or (self._autotuner is not None and self._autotuner.is_over)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise PolicyError(
@@ -189,9 +195,9 @@ class DistributedOptimizer(Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._averaging.has_gradients:  # of a backward that no step has followed
-            self._averaging.finish()
-            self._averaging.empty()
+        if self._gradient_sync.has_gradients:  # of a backward that no step has followed
+            self._gradient_sync.finish()
+            self._gradient_sync.empty()
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -209,63 +215,80 @@ class DistributedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        check_alive()
-        check_has_gradients("step()", self._averaging.has_gradients)
-        check_in_place(self._averaging.buckets, self._names)
-        self._averaging.expect_weights()
-        self._averaging.finish()
-        first, *others = self._averaging.buckets
+        check_initialized()
+        check_has_gradients("step()", self._gradient_sync.has_gradients)
+        check_in_place(self._gradient_sync.buckets, self._names)
+        self._gradient_sync.expect_weights()
+        self._gradient_sync.finish()
+        first, *others = self._gradient_sync.buckets
         self._update([first])
         self._update(others)
-        self._averaging.mark_changed()
-        self._averaging.empty()
-        self._averaging.await_parameters(self._unseen)
+        self._gradient_sync.mark_changed()
+        self._gradient_sync.empty()
+        self._gradient_sync.wait_for_parameters(self._unseen)
         if not self._is_ordered:
-            self._follow_forward()
+            self._reorder_buckets()
         self._tune()
         return loss
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the mean gradients so that their norm is at most `max_norm`; the norm before."""
-        check_has_gradients("clip_grad_norm_()", self._averaging.has_gradients)
-        self._averaging.finish()
-        elsewhere = set() if self._stage is None else self._stage.tied_elsewhere
-        found = [s for s in self._averaging.segments if s.parameter.grad is not None]
+        check_has_gradients("clip_grad_norm_()", self._gradient_sync.has_gradients)
+        self._gradient_sync.finish()
+        elsewhere = set() if self._stage is None else self._stage.tied_not_owned
+        found = [s for s in self._gradient_sync.shards if s.parameter.grad is not None]
         counted = [s.gradient for s in found if self._parameters[s.index] not in elsewhere]
         total = norm_of(counted, norm_type, self._parameters[0].device)
-        if not self._averaging.is_whole:
+        if not self._gradient_sync.is_all_reduce:
             total = norm_of(
-                list(torch.tensor(self._team.gathered(total.item(), "clip_grad_norm_()"))),
+                list(
+                    torch.tensor(
+                        self._communicator.all_gather_object(total.item(), "clip_grad_norm_()")
+                    )
+                ),
                 norm_type,
             )
         if self._stage is not None:
             total = self._stage.norm_over_stages(total.cpu(), norm_type).float()
         factor = min(1.0, max_norm / (total.item() + 1e-6))
-        for segment in found if factor < 1.0 else ():
-            segment.gradient.mul_(factor)
+        for shard in found if factor < 1.0 else ():
+            shard.gradient.mul_(factor)
         return total.to(self._parameters[0].device)
 
     def synchronize(self) -> None:
         """Wait until this worker has all parameters of the last step."""
-        self._averaging.await_all()
+        self._gradient_sync.wait_for_all()
 
     def averaged(self) -> tuple[Seconds, Seconds]:
         """What it took since this was asked: waits of training, and both halves, hidden or not."""
-        return self._averaging.averaged()
+        return self._gradient_sync.averaged()
 
     def state_dict(self) -> dict[str, Any]:
         """Of all workers, who call this together; as the wrapped optimizer alone would have it."""
-        check_alive()
-        return {"state": self._whole_state("state_dict()"), "param_groups": self._plain_groups()}
+        check_initialized()
+        return {
+            "state": self._full_state("state_dict()"),
+            "param_groups": self._unsharded_param_groups(),
+        }
 
-    def state_later(self) -> Later:
+    def async_state_dict(self) -> GatherFuture:
         """The state_dict of now, put together while training goes on; called by all workers."""
-        check_alive()
+        check_initialized()
         self.synchronize()
-        buckets, groups = list(self._averaging.buckets), self._plain_groups()
-        own, beside = copied_state(buckets, self._inner.state), self._team.beside()
-        given = buckets, own, beside.halves, beside.gathered, "state_later()", torch.device("cpu")
-        return beside.start(lambda: {"state": whole_state(*given), "param_groups": groups})
+        buckets, groups = list(self._gradient_sync.buckets), self._unsharded_param_groups()
+        own, background = (
+            copy_state_to_cpu(buckets, self._inner.state),
+            self._communicator.background(),
+        )
+        given = (
+            buckets,
+            own,
+            background.collectives,
+            background.all_gather_object,
+            "async_state_dict()",
+            torch.device("cpu"),
+        )
+        return background.start(lambda: {"state": full_state(*given), "param_groups": groups})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What `state_dict`, or that of the wrapped optimizer without this, has given.
@@ -279,7 +302,7 @@ class DistributedOptimizer(Optimizer):
         self.synchronize()
         for of, into in zip(groups, ours, strict=True):
             into |= {k: v for k, v in of.items() if k != "params"}
-        self._adopt_state(cast(state_dict["state"], self._parameters))
+        self._adopt_state(cast_state(state_dict["state"], self._parameters))
 
     def close(self) -> None:
         """End, with all parameters of the last step; the others may still need what this one sends.
@@ -296,8 +319,8 @@ class DistributedOptimizer(Optimizer):
                 if not has_gradient(parameter):
                     parameter.grad = None
             if self._stage is not None:
-                self._stage.accumulate_in(contextlib.nullcontext)
-            self._team.close()
+                self._stage.set_accumulation_context(contextlib.nullcontext)
+            self._communicator.close()
 
     def __getstate__(self) -> dict[str, Any]:
         raise PolicyError(
@@ -314,17 +337,17 @@ class DistributedOptimizer(Optimizer):
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
-            self._averaging.check_arrived(index)
+            self._gradient_sync.check_received(index)
             if self._syncing:
-                self._averaging.take(index)
+                self._gradient_sync.add_gradient(index)
 
         return on_gradient
 
     def _update(self, buckets: Sequence[Bucket]) -> None:
         """With the gradients of these alone, and send on what has become of them."""
-        own = {id(s.parameter) for bucket in buckets for s in bucket.segments}
-        kept = {s.parameter: s.parameter.grad for s in self._averaging.segments}
-        self._averaging.scout.grad = None  # which is no weight
+        own = {id(s.parameter) for bucket in buckets for s in bucket.shards}
+        kept = {s.parameter: s.parameter.grad for s in self._gradient_sync.shards}
+        self._gradient_sync.found_inf.grad = None  # which is no weight
         for parameter, gradient in kept.items():
             parameter.grad = gradient if id(parameter) in own else None
         self._is_updating = True
@@ -332,67 +355,69 @@ class DistributedOptimizer(Optimizer):
         self._is_updating = False
         for parameter, gradient in kept.items():
             parameter.grad = gradient
-        self._averaging.send_on(buckets)
+        self._gradient_sync.gather_weights(buckets)
 
-    def _follow_forward(self) -> None:
+    def _reorder_buckets(self) -> None:
         """Once, after the first step: buckets in the order in which the forward uses them."""
         self._is_ordered = True
-        told = list(self._forward.seen), self._frozen()
-        seen, frozen = self._team.gathered(told, "step()")[0]
-        self._order = Order.of(seen, len(self._parameters), self._tied | frozen)
+        seen_and_frozen = list(self._forward.order), self._frozen()
+        seen, frozen = self._communicator.all_gather_object(seen_and_frozen, "step()")[0]
+        self._order = ParameterOrder.of(seen, len(self._parameters), self._tied | frozen)
         self._unseen = self._order.indices[len(seen) :]
-        self._regroup(self._candidate, self._whole_state("step()"))
+        self._rebuild_buckets(self._candidate, self._full_state("step()"))
         if self._is_auto:
-            space = Space(self._groups_of, self._kinds)
-            self._tuning = Tuning(space, self._team.gathered, self._team.rank)
-            self._tuning.restart()
+            space = Space(self._assign_buckets, self._kinds)
+            self._autotuner = BucketAutotuner(
+                space, self._communicator.all_gather_object, self._communicator.rank
+            )
+            self._autotuner.restart()
 
     def _tune(self) -> None:
-        if self._tuning is not None and (candidate := self._tuning.after_step()) is not None:
-            self._regroup(candidate, self._whole_state("step()"))
-            self._tuning.restart()
+        if self._autotuner is not None and (candidate := self._autotuner.after_step()) is not None:
+            self._rebuild_buckets(candidate, self._full_state("step()"))
+            self._autotuner.restart()
 
-    def _groups_of(self, candidate: Candidate) -> Any:
-        return grouped(self._parameters, self._order, candidate.bucket_bytes)
+    def _assign_buckets(self, candidate: BucketCandidate) -> Any:
+        return assign_buckets(self._parameters, self._order, candidate.bucket_bytes)
 
-    def _regroup(self, candidate: Candidate, state: State) -> None:
+    def _rebuild_buckets(self, candidate: BucketCandidate, state: State) -> None:
         """With nothing on its way; `state` is the optimizer's, of whole parameters."""
         self._candidate = candidate
-        self._averaging.regroup(
-            self._groups_of(candidate),
-            self._team.halves(candidate.kind),
-            whole=candidate.kind.is_whole,
+        self._gradient_sync.rebuild_buckets(
+            self._assign_buckets(candidate),
+            self._communicator.collectives(candidate.kind),
+            whole=candidate.kind.is_all_reduce,
         )
         for of in self._inner.param_groups:
             of["params"] = []
-        for segment in self._averaging.segments:
-            of = self._inner.param_groups[self._group_of[id(self._parameters[segment.index])]]
-            of["params"].append(segment.parameter)
-        self._inner.param_groups[0]["params"].append(self._averaging.scout)
+        for shard in self._gradient_sync.shards:
+            of = self._inner.param_groups[self._group_of[id(self._parameters[shard.index])]]
+            of["params"].append(shard.parameter)
+        self._inner.param_groups[0]["params"].append(self._gradient_sync.found_inf)
         self._adopt_state(state)
 
-    def _plain_groups(self) -> list[dict[str, Any]]:
+    def _unsharded_param_groups(self) -> list[dict[str, Any]]:
         numbers = [self._group_of[id(parameter)] for parameter in self._parameters]
-        return plain_groups(self._inner.param_groups, numbers)
+        return unsharded_param_groups(self._inner.param_groups, numbers)
 
-    def _whole_state(self, what: str) -> State:
+    def _full_state(self, what: str) -> State:
         """For `what`, which all workers call."""
         self.synchronize()
-        return whole_state(
-            self._averaging.buckets,
+        return full_state(
+            self._gradient_sync.buckets,
             self._inner.state,
-            self._averaging.halves,
-            self._team.gathered,
+            self._gradient_sync.collectives,
+            self._communicator.all_gather_object,
             what,
         )
 
     def _adopt_state(self, state: State) -> None:
         self._inner.state.clear()
-        for segment in self._averaging.segments:
-            whole, parameter = state.get(segment.index), self._parameters[segment.index]
+        for shard in self._gradient_sync.shards:
+            whole, parameter = state.get(shard.index), self._parameters[shard.index]
             if whole:
                 of = self._inner.param_groups[self._group_of[id(parameter)]]
                 fused = bool(of.get("fused") or of.get("capturable"))
-                self._inner.state[segment.parameter] = segment_state(
-                    whole, segment, parameter, fused=fused
+                self._inner.state[shard.parameter] = shard_state(
+                    whole, shard, parameter, fused=fused
                 )

@@ -27,7 +27,7 @@ class Embedding(nn.Module):
         return self.byte(text) + self.position(positions)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.num_heads = shape.num_heads
@@ -65,7 +65,7 @@ class Head(nn.Module):
 
 def build_layers(shape: GPTShape, layers: range, *, seed: int) -> nn.Sequential:
     """The given layers of the model; the same seed gives the same weights whoever builds them."""
-    kinds = [Embedding, *[Block] * shape.num_blocks, Head]
+    kinds = [Embedding, *[TransformerBlock] * shape.num_blocks, Head]
     built = []
     with torch.random.fork_rng(devices=[]):
         for layer in layers:

@@ -1,6 +1,6 @@
 """What a demo job is, decided before any process starts: settings in, plan and schedule out.
 
-No torch here: the command line reads `Settings` and must stay quick.
+No torch here: the command line reads `DemoConfig` and must stay quick.
 """
 
 import time
@@ -15,14 +15,14 @@ from polyrhythm.errors import LaunchError, PlanError, PolicyError
 from polyrhythm.plan.plan import Plan, even_plan
 from polyrhythm.run.coordinator.options import at_flag, parse_options
 from polyrhythm.run.demo.shape import GPTShape
-from polyrhythm.run.pipeline.options import AUTO, recipe_of
+from polyrhythm.run.pipeline.options import AUTO, parse_schedule
 from polyrhythm.schedule.check import check
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds
 
-LONGEST_DEADLINE: Seconds = 86_400.0  # a day; timers overflow at some point beyond
+MAX_TIMEOUT: Seconds = 86_400.0  # a day; timers overflow at some point beyond
 _SYNC_OPTIONS = "--sync-options"
-_BEYOND = {  # policies that need more than the demo has
+_UNSUPPORTED_POLICIES = {  # policies that need more than the demo has
     "ssp": "it needs a process more that serves, a polyrhythm.ParameterServer, "
     "and the demo starts workers only",
     "balanced": "it deals micro-batches by speed, and in the demo each pipeline has a fixed number",
@@ -30,7 +30,7 @@ _BEYOND = {  # policies that need more than the demo has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class DemoConfig:
     """The model, its data, and how both are cut."""
 
     stages: int = 2
@@ -66,7 +66,7 @@ class Settings:
     """Where to compute: auto takes the GPUs if there are any."""
     text: Path | None = None
     """A text of your own, of which 8 MB are used, instead of Python's standard library."""
-    deadline: Seconds = 60.0
+    timeout: Seconds = 60.0
     """Seconds to wait for another worker before giving it up as lost."""
 
     @property
@@ -89,12 +89,12 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    settings: Settings
+class DemoJob:
+    settings: DemoConfig
     plan: Plan
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
+    def of(cls, settings: DemoConfig) -> Self:
         """Check the settings and decide; raises UserError before any process is started."""
         _check(settings)
         plan = even_plan(
@@ -104,8 +104,8 @@ class Job:
         )
         if settings.schedule != AUTO:
             num_microbatches = settings.microbatches
-            recipe = recipe_of(settings.schedule)
-            schedule = recipe.build(num_stages=settings.stages, num_microbatches=num_microbatches)
+            spec = parse_schedule(settings.schedule)
+            schedule = spec.build(num_stages=settings.stages, num_microbatches=num_microbatches)
             check(schedule, num_microbatches=num_microbatches)
         _check_sync(settings)
         return cls(settings=settings, plan=plan)
@@ -125,23 +125,23 @@ class Job:
         self.plan.save(run / "plan.json")
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: DemoConfig) -> None:
     # Not in Settings.__post_init__: the command line would wrap the message in one of its own.
     for name in ("stages", "pipelines", "steps", "microbatches", "microbatch_size"):
         if getattr(settings, name) < 1:
-            raise _refuse(name, getattr(settings, name), "at least 1")
+            raise _invalid(name, getattr(settings, name), "at least 1")
     if not 0 <= settings.seed < 2**31:
-        raise _refuse("seed", settings.seed, "0 or more, below 2**31")
+        raise _invalid("seed", settings.seed, "0 or more, below 2**31")
     if not 0 < settings.lr < float("inf"):
-        raise _refuse("lr", settings.lr, "a finite number above 0")
-    if not 0 < settings.deadline <= LONGEST_DEADLINE:
-        raise _refuse("deadline", settings.deadline, f"seconds, up to {LONGEST_DEADLINE:g}")
+        raise _invalid("lr", settings.lr, "a finite number above 0")
+    if not 0 < settings.timeout <= MAX_TIMEOUT:
+        raise _invalid("timeout", settings.timeout, f"seconds, up to {MAX_TIMEOUT:g}")
 
 
-def _check_sync(settings: Settings) -> None:
-    if settings.sync in _BEYOND:
+def _check_sync(settings: DemoConfig) -> None:
+    if settings.sync in _UNSUPPORTED_POLICIES:
         raise LaunchError(
-            f"--sync {settings.sync}: {_BEYOND[settings.sync]}",
+            f"--sync {settings.sync}: {_UNSUPPORTED_POLICIES[settings.sync]}",
             expected="all_reduce, adaptive, age, static, smart, random, pairwise, partial_reduce "
             "or local",
             fix="use polyrhythm.GroupSync in a script of your own; docs/sync.md shows how",
@@ -183,6 +183,6 @@ def _cannot_write(folder: Path, why: str) -> LaunchError:
     )
 
 
-def _refuse(name: str, value: object, expected: str) -> LaunchError:
+def _invalid(name: str, value: object, expected: str) -> LaunchError:
     flag = "--" + name.replace("_", "-")
     return LaunchError(f"{flag} {value}", expected=expected, fix=f"give another value to {flag}")

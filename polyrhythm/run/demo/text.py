@@ -16,18 +16,18 @@ from torch import Tensor
 from polyrhythm.errors import LaunchError
 from polyrhythm.types import Bytes
 
-MOST_BYTES = 8_000_000  # plenty for a demo, and read in a moment
+MAX_BYTES = 8_000_000  # plenty for a demo, and read in a moment
 
 
-def standard_library(most: Bytes = MOST_BYTES) -> bytes:
-    """The standard library's source without its tests, in a fixed order, up to `most` bytes."""
+def standard_library(max_bytes: Bytes = MAX_BYTES) -> bytes:
+    """The standard library's source without its tests, in a fixed order, up to `max_bytes` bytes."""
     folder = Path(sysconfig.get_path("stdlib"))
     skip = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
     text = bytearray()
     for path in sorted(folder.rglob("*.py")):
         if skip.isdisjoint(path.relative_to(folder).parts):
             text += path.read_bytes()
-        if len(text) >= most:
+        if len(text) >= max_bytes:
             break
     if not text:
         raise LaunchError(
@@ -35,13 +35,13 @@ def standard_library(most: Bytes = MOST_BYTES) -> bytes:
             expected="the standard library as .py files",
             fix="give a text of your own: --text FILE",
         )
-    return bytes(text[:most])
+    return bytes(text[:max_bytes])
 
 
 def read_text(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(MOST_BYTES)
+            return file.read(MAX_BYTES)
     except OSError as error:
         raise LaunchError(
             f"text {path}: {error.strerror}",

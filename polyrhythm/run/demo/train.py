@@ -16,18 +16,18 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from polyrhythm.errors import LaunchError
 from polyrhythm.events import EventLog, worker_log
-from polyrhythm.run.average.group_sync import GroupSync
-from polyrhythm.run.compute import Compute
+from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.demo.gpt import build_layers, next_byte_loss
-from polyrhythm.run.demo.job import Job, Settings
+from polyrhythm.run.demo.job import DemoConfig, DemoJob
 from polyrhythm.run.demo.text import ByteText, read_text, standard_library
-from polyrhythm.run.launch import Place
-from polyrhythm.run.peers import waiting_for
+from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.types import Worker
 
 
-def load_text(settings: Settings) -> ByteText:
+def load_text(settings: DemoConfig) -> ByteText:
     """Called before workers are forked, so that they share it."""
     text = standard_library() if settings.text is None else read_text(settings.text)
     return ByteText.of(
@@ -39,19 +39,23 @@ def load_text(settings: Settings) -> ByteText:
 
 
 def train(
-    place: Place, job: Job, text: ByteText, run: Path | None, compute: Compute | None = None
+    ctx: DistContext,
+    job: DemoJob,
+    text: ByteText,
+    run: Path | None,
+    compute: EmulatedCompute | None = None,
 ) -> None:
     """Train as the worker of this place; rank 0 tells the others its `run`, the run folder.
 
     `compute` holds the worker back where a scenario wants it slow.
     """
-    job.check_processes(place.world_size)
-    worker = job.plan.worker(place.rank)
-    device = _device(job.settings, place)
-    with place.joined(job.settings.deadline):
-        run = _agree_on_folder(job, text, run)
+    job.check_processes(ctx.world_size)
+    worker = job.plan.worker(ctx.rank)
+    device = _device(job.settings, ctx)
+    with ctx.process_group(job.settings.timeout):
+        run = _broadcast_run_folder(job, text, run)
         with EventLog(worker_log(run, worker), worker) as log:
-            if place.rank == 0:
+            if ctx.rank == 0:
                 _record_job(job, device, log)
             with _build_pipeline(job, worker, device, log, compute) as pipeline:
                 optimizer = AdamW(pipeline.module.parameters(), lr=job.settings.lr)
@@ -59,15 +63,15 @@ def train(
                     _run_steps(job, worker, pipeline, optimizer, sync, text, log)
 
 
-def _agree_on_folder(job: Job, text: ByteText, run: Path | None) -> Path:
+def _broadcast_run_folder(job: DemoJob, text: ByteText, run: Path | None) -> Path:
     """Hear rank 0's folder, and that it has the same text: machines may have other Pythons."""
-    told = torch.zeros(4096, dtype=torch.uint8)
+    buffer = torch.zeros(4096, dtype=torch.uint8)
     if run is not None:
         message = f"{text.digest} {run}".encode()
-        told[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    with waiting_for(job.plan.worker(0), "hearing the run folder"):
-        dist.broadcast(told, src=0)
-    digest, _, folder = bytes(told.tolist()).rstrip(b"\0").decode().partition(" ")
+        buffer[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    with peer_errors(job.plan.worker(0), "hearing the run folder"):
+        dist.broadcast(buffer, src=0)
+    digest, _, folder = bytes(buffer.tolist()).rstrip(b"\0").decode().partition(" ")
     if digest != text.digest:
         raise LaunchError(
             f"this worker's text has digest {text.digest}, rank 0's {digest}",
@@ -78,7 +82,11 @@ def _agree_on_folder(job: Job, text: ByteText, run: Path | None) -> Path:
 
 
 def _build_pipeline(
-    job: Job, worker: Worker, device: torch.device, log: EventLog, compute: Compute | None
+    job: DemoJob,
+    worker: Worker,
+    device: torch.device,
+    log: EventLog,
+    compute: EmulatedCompute | None,
 ) -> Pipeline:
     settings, plan = job.settings, job.plan
     layers = build_layers(settings.shape, plan.layers(worker.stage), seed=settings.seed)
@@ -90,10 +98,10 @@ def _build_pipeline(
         schedule=settings.schedule,
         group=dist.new_group(
             ranks,
-            timeout=timedelta(seconds=settings.deadline),
+            timeout=timedelta(seconds=settings.timeout),
             use_local_synchronization=True,
         ),
-        deadline=settings.deadline,
+        timeout=settings.timeout,
         log=log,
         compute=compute,
         pipeline=worker.pipeline,
@@ -101,7 +109,7 @@ def _build_pipeline(
 
 
 def _build_sync(
-    job: Job, worker: Worker, pipeline: Pipeline, optimizer: AdamW, log: EventLog
+    job: DemoJob, worker: Worker, pipeline: Pipeline, optimizer: AdamW, log: EventLog
 ) -> AbstractContextManager[GroupSync | None]:
     if job.plan.num_pipelines == 1:
         return nullcontext()
@@ -113,13 +121,13 @@ def _build_sync(
         worker=worker,
         num_pipelines=job.plan.num_pipelines,
         seed=job.settings.seed,
-        timeout=job.settings.deadline,
+        timeout=job.settings.timeout,
         log=log,
     )
 
 
 def _run_steps(
-    job: Job,
+    job: DemoJob,
     worker: Worker,
     pipeline: Pipeline,
     optimizer: AdamW,
@@ -150,7 +158,7 @@ def _run_steps(
         log.write("step", start=began, step=step, values=values)
 
 
-def _record_job(job: Job, device: torch.device, log: EventLog) -> None:
+def _record_job(job: DemoJob, device: torch.device, log: EventLog) -> None:
     settings = job.settings
     log.write(
         "run",
@@ -167,7 +175,7 @@ def _record_job(job: Job, device: torch.device, log: EventLog) -> None:
     )
 
 
-def _device(settings: Settings, place: Place) -> torch.device:
+def _device(settings: DemoConfig, ctx: DistContext) -> torch.device:
     # Asked in the worker: a process that has touched CUDA cannot fork workers that use it.
     if settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -177,4 +185,4 @@ def _device(settings: Settings, place: Place) -> torch.device:
             expected="torch.cuda.is_available()",
             fix="use --device cpu; `polyrhythm doctor` says what this machine has",
         )
-    return torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    return torch.device("cuda", ctx.local_rank % torch.cuda.device_count())

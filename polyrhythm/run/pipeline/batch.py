@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 
 from polyrhythm.errors import ScheduleError
-from polyrhythm.run.pipeline.connections import NO_MORE, Cut
+from polyrhythm.run.pipeline.connections import END_OF_DATA, BatchHeader
 from polyrhythm.run.pipeline.microbatches import (
     all_on,
     batch_size_of,
-    cut,
     kind_of,
     sizes_by_number,
     sizes_by_size,
+    split_microbatches,
 )
-from polyrhythm.run.pipeline.transport import Kind
+from polyrhythm.run.pipeline.transport import MicrobatchKind
 
 
-class NoMoreBatchesError(Exception):
+class EndOfDataError(Exception):
     """`step` or `eval` of a stage, after the first one has said `end_batches`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class StepInputs:
     """What a stage's process passed to `step` or `eval`."""
 
     args: tuple[Any, ...]
@@ -38,7 +38,7 @@ class Given:
     loss_kwargs: dict[str, Any]
     keeps_outputs: bool
     training: bool
-    note: tuple[int, ...] = ()
+    metadata: tuple[int, ...] = ()
 
     def check(self, loss_fn: Callable[..., Tensor] | None, *, is_last: bool) -> None:
         """Refuse to train without what training needs."""
@@ -56,13 +56,13 @@ class Given:
                 fix="call step(target=...) on the last stage",
             )
 
-    def completed(self, told: Cut) -> "Given":
+    def with_target(self, header: BatchHeader) -> "StepInputs":
         """With the target that goes with the batch that was told of."""
-        if told == NO_MORE:
-            raise NoMoreBatchesError
+        if header == END_OF_DATA:
+            raise EndOfDataError
         if not callable(self.target):
             return self
-        return replace(self, target=self.target(told.note))
+        return replace(self, target=self.target(header.metadata))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,21 +70,21 @@ class Batch:
     """What is given per micro-batch, and what came out of it."""
 
     step: int
-    cut: Cut
+    header: BatchHeader
     arguments: Sequence[tuple[Any, ...]]  # first stage: the model's
     keywords: Sequence[dict[str, Any]]
     targets: Sequence[Any]  # last stage
     loss_kwargs: dict[str, Any]
     loss_weights: Sequence[float]  # last stage: what a micro-batch's loss counts in the gradient
     keeps_outputs: bool
-    is_elsewhere: bool  # some of it has yet to be moved to the device
+    needs_device_copy: bool  # some of it has yet to be moved to the device
     first: int = 0  # number of its first micro-batch: a pipeline that is not flushed counts on
     losses: list[Tensor] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
-    _kinds: list[Kind] = field(init=False)
+    _kinds: list[MicrobatchKind] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._kinds = self.cut.kinds
+        self._kinds = self.header.kinds
 
     @property
     def num_microbatches(self) -> int:
@@ -92,15 +92,15 @@ class Batch:
 
     def mean_loss(self) -> float:
         """On the last stage, once it is over."""
-        weighted = zip(self.losses, self.cut.sizes, strict=False)
-        return sum(loss.item() * size for loss, size in weighted) / sum(self.cut.sizes)
+        weighted = zip(self.losses, self.header.sizes, strict=False)
+        return sum(loss.item() * size for loss, size in weighted) / sum(self.header.sizes)
 
-    def kind(self, microbatch: int) -> Kind:
+    def kind(self, microbatch: int) -> MicrobatchKind:
         return self._kinds[microbatch - self.first]
 
 
 @dataclass(slots=True, kw_only=True)
-class Cutter:
+class BatchSplitter:
     """`num_microbatches` or, where that is None, micro-batches of `microbatch_size`."""
 
     num_microbatches: int | None
@@ -109,33 +109,49 @@ class Cutter:
     scale_grads: bool
     device: torch.device
 
-    def decided(self, given: Given) -> Cut:
+    def make_header(self, step_inputs: StepInputs) -> BatchHeader:
         """How the first stage cuts what it was given."""
-        sizes = self._sizes(batch_size_of((given.args, given.kwargs), "the model's inputs"))
-        whole, training = (given.args, given.kwargs), given.training
+        sizes = self._sizes(
+            batch_size_of((step_inputs.args, step_inputs.kwargs), "the model's inputs")
+        )
+        whole, training = (step_inputs.args, step_inputs.kwargs), step_inputs.training
         kinds = {size: kind_of(whole, size, training=training) for size in set(sizes)}
-        return Cut.of([kinds[size] for size in sizes], sizes, training=training, note=given.note)
+        return BatchHeader.of(
+            [kinds[size] for size in sizes], sizes, training=training, metadata=step_inputs.metadata
+        )
 
-    def batch(self, given: Given, told: Cut, *, step: int, is_first: bool, is_last: bool) -> Batch:
+    def batch(
+        self,
+        step_inputs: StepInputs,
+        header: BatchHeader,
+        *,
+        step: int,
+        is_first: bool,
+        is_last: bool,
+    ) -> Batch:
         """Cut what this stage was given as the first one decided."""
-        if told.training != given.training:
+        if header.training != step_inputs.training:
             called = {True: "step", False: "eval"}
             raise ScheduleError(
-                f"{called[given.training]} here, {called[told.training]} on the first stage",
+                f"{called[step_inputs.training]} here, {called[header.training]} on the first stage",
                 expected="the same call on every stage",
                 fix="call step and eval in the same order in all processes",
             )
-        sizes = told.sizes
+        sizes = header.sizes
         return Batch(
             step=step,
-            cut=told,
-            arguments=cut(given.args, sizes, "the model's inputs") if is_first else [],
-            keywords=cut(given.kwargs, sizes, "keyword arguments"),
-            targets=cut(given.target, sizes, "targets") if is_last else [],
-            loss_kwargs=given.loss_kwargs,
+            header=header,
+            arguments=split_microbatches(step_inputs.args, sizes, "the model's inputs")
+            if is_first
+            else [],
+            keywords=split_microbatches(step_inputs.kwargs, sizes, "keyword arguments"),
+            targets=split_microbatches(step_inputs.target, sizes, "targets") if is_last else [],
+            loss_kwargs=step_inputs.loss_kwargs,
             loss_weights=[size / sum(sizes) if self.scale_grads else 1.0 for size in sizes],
-            keeps_outputs=given.keeps_outputs and is_last,
-            is_elsewhere=not all_on(self.device, (given.args, given.kwargs, given.target)),
+            keeps_outputs=step_inputs.keeps_outputs and is_last,
+            needs_device_copy=not all_on(
+                self.device, (step_inputs.args, step_inputs.kwargs, step_inputs.target)
+            ),
         )
 
     def _sizes(self, batch_size: int | None) -> list[int]:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polyrhythm.run.groups import receive, send
-from polyrhythm.run.peers import waiting_for
+from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.process_groups import receive, send
 from polyrhythm.run.pipeline.connections import Connections
 from polyrhythm.types import Seconds
 
@@ -19,68 +19,68 @@ _NUM_PINGS = 3
 _TAG = 2**21  # beyond those of the briefings
 
 
-class Distance(NamedTuple):
+class ClockOffset(NamedTuple):
     """Between a stage and the next one."""
 
     latency: Seconds  # half the quickest round trip
-    ahead: Seconds  # the next stage's clock minus this one's
+    offset: Seconds  # the next stage's clock minus this one's
 
 
-def measure(connections: Connections) -> tuple[Distance | None, Distance | None]:
+def measure_offsets(connections: Connections) -> tuple[ClockOffset | None, ClockOffset | None]:
     """To the stage before and to the next; all stages call this together, between steps.
 
     Links with an even stage at their beginning come first, so that all of them are pinged at once.
     """
-    before: Distance | None = None
-    after: Distance | None = None
+    before: ClockOffset | None = None
+    after: ClockOffset | None = None
     for parity in (0, 1):
         if connections.stage % 2 == parity and connections.stage < connections.num_stages - 1:
-            after = _ask(connections, connections.stage + 1)
+            after = _ping(connections, connections.stage + 1)
         elif connections.stage % 2 != parity and connections.stage > 0:
-            before = _answer(connections, connections.stage - 1)
+            before = _pong(connections, connections.stage - 1)
     return before, after
 
 
-def clocks_ahead(
-    connections: Connections, before: Distance | None, after: Distance | None
+def clock_offsets(
+    connections: Connections, before: ClockOffset | None, after: ClockOffset | None
 ) -> dict[str, Seconds]:
     """By name, how far the clocks of the neighbours are ahead of ours."""
     found = {}
     if before is not None:
-        found[connections.name(connections.stage - 1)] = -before.ahead
+        found[connections.name(connections.stage - 1)] = -before.offset
     if after is not None:
-        found[connections.name(connections.stage + 1)] = after.ahead
+        found[connections.name(connections.stage + 1)] = after.offset
     return found
 
 
-def _ask(connections: Connections, other: int) -> Distance:
+def _ping(connections: Connections, other: int) -> ClockOffset:
     trips = []
     for _ in range(_NUM_PINGS):
         start = time.perf_counter()
         _send(connections, other, torch.zeros(2, dtype=torch.float64))
         theirs = _receive(connections, other)[0].item()
         end = time.perf_counter()
-        trips.append(Distance((end - start) / 2, theirs - (start + end) / 2))
+        trips.append(ClockOffset((end - start) / 2, theirs - (start + end) / 2))
     quickest = min(trips)
     _send(connections, other, torch.tensor(quickest, dtype=torch.float64))
     return quickest
 
 
-def _answer(connections: Connections, other: int) -> Distance:
+def _pong(connections: Connections, other: int) -> ClockOffset:
     for _ in range(_NUM_PINGS):
         _receive(connections, other)
         now = [time.perf_counter(), 0.0]
         _send(connections, other, torch.tensor(now, dtype=torch.float64))
-    return Distance(*_receive(connections, other).tolist())
+    return ClockOffset(*_receive(connections, other).tolist())
 
 
 def _send(connections: Connections, other: int, message: Tensor) -> None:
-    with waiting_for(connections.name(other), "comparing clocks"):
+    with peer_errors(connections.name(other), "comparing clocks"):
         send(connections.control, message, other, tag=_TAG)
 
 
 def _receive(connections: Connections, other: int) -> Tensor:
     message = torch.zeros(2, dtype=torch.float64)
-    with waiting_for(connections.name(other), "comparing clocks"):
+    with peer_errors(connections.name(other), "comparing clocks"):
         receive(connections.control, message, other, tag=_TAG)
     return message

@@ -15,36 +15,41 @@ import torch
 import torch.distributed as dist
 
 from polyrhythm.errors import PeerError, ScheduleError
-from polyrhythm.run.groups import all_gather, break_off, new_group
-from polyrhythm.run.peers import waiting_for
-from polyrhythm.run.pipeline.message import Layout, padded, unpadded
-from polyrhythm.run.pipeline.split import Wiring
-from polyrhythm.run.pipeline.transport import GOODBYE, Inbox, Kind, Outbox, Route
+from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.process_groups import abort, all_gather, new_gloo_group
+from polyrhythm.run.pipeline.message import MessageLayout, pad_bytes, unpad_bytes
+from polyrhythm.run.pipeline.partition import Wiring
+from polyrhythm.run.pipeline.transport import JOIN_TIMEOUT, Inbox, MicrobatchKind, Outbox, Route
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
 
-_BRIEF: Bytes = 1024
-_BRIEFING = Layout.of([torch.empty(_BRIEF, dtype=torch.uint8)])
-_BRIEFING_KIND: Kind = 0
-_BRIEFING_ACTION = Action(Op.F, 0)
+_HEADER_BYTES: Bytes = 1024
+_HEADER_LAYOUT = MessageLayout.of([torch.empty(_HEADER_BYTES, dtype=torch.uint8)])
+_HEADER_KIND: MicrobatchKind = 0
+_HEADER_ACTION = Action(Op.F, 0)
 
 
-class Cut(msgspec.Struct, frozen=True, array_like=True):
+class BatchHeader(msgspec.Struct, frozen=True, array_like=True):
     """How a batch is cut: runs of (kind, size, how many micro-batches in a row)."""
 
     training: bool
-    runs: tuple[tuple[Kind, int, int], ...]
-    note: tuple[int, ...] = ()  # a few numbers from the first stage's caller to the others'
+    runs: tuple[tuple[MicrobatchKind, int, int], ...]
+    metadata: tuple[int, ...] = ()  # a few numbers from the first stage's caller to the others'
 
     @classmethod
     def of(
-        cls, kinds: Sequence[Kind], sizes: Sequence[int], *, training: bool, note: tuple[int, ...]
-    ) -> "Cut":
-        alike = groupby(zip(kinds, sizes, strict=True))
-        runs = tuple((kind, size, len(list(run))) for (kind, size), run in alike)
-        return cls(training, runs, note)
+        cls,
+        kinds: Sequence[MicrobatchKind],
+        sizes: Sequence[int],
+        *,
+        training: bool,
+        metadata: tuple[int, ...],
+    ) -> "BatchHeader":
+        grouped = groupby(zip(kinds, sizes, strict=True))
+        runs = tuple((kind, size, len(list(run))) for (kind, size), run in grouped)
+        return cls(training, runs, metadata)
 
     @property
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[MicrobatchKind]:
         return [kind for kind, _, number in self.runs for _ in range(number)]
 
     @property
@@ -52,8 +57,10 @@ class Cut(msgspec.Struct, frozen=True, array_like=True):
         return [size for _, size, number in self.runs for _ in range(number)]
 
 
-NO_MORE = Cut(training=True, runs=())
-_LONG: Seconds = 86_400.0  # a thread waits; whoever needs what it hears keeps the deadline
+END_OF_DATA = BatchHeader(training=True, runs=())
+_THREAD_TIMEOUT: Seconds = (
+    86_400.0  # a thread waits; whoever needs what it hears keeps the deadline
+)
 
 
 class Connections:
@@ -67,15 +74,15 @@ class Connections:
         *,
         device: torch.device,
         pipeline: int,
-        deadline: Seconds,
+        timeout: Seconds,
         window: int | None = None,
     ) -> None:
         """`ranks` of the stages in the whole job; `window` overrides what `set_windows` says."""
         self.stage, self.num_stages = stage, len(ranks)
-        self.pipeline, self.deadline = pipeline, deadline
+        self.pipeline, self.timeout = pipeline, timeout
         self._window = window
         self._groups = activations, gradients, self.control = [
-            new_group(ranks, what, deadline=deadline)
+            new_gloo_group(ranks, what, timeout=timeout)
             for what in ("activations", "gradients", "control")
         ]
 
@@ -85,7 +92,7 @@ class Connections:
                 rank=other,
                 peer=self.name(other),
                 device=device,
-                deadline=deadline,
+                timeout=timeout,
             )
 
         def inbox(group: dist.ProcessGroup, other: int, *, announced: bool) -> Inbox:
@@ -100,54 +107,54 @@ class Connections:
             s: Outbox(route(gradients, s, device), announces=False) for s in wiring.sources
         }
         host = torch.device("cpu")
-        self._briefed: Inbox | None = None
-        self._briefs: Outbox | None = None
+        self._header_inbox: Inbox | None = None
+        self._header_outbox: Outbox | None = None
         if stage > 0:
-            self._briefed = Inbox(route(self.control, stage - 1, host), announced=False)
-            self._briefed.learn(_BRIEFING_KIND, _BRIEFING)
+            self._header_inbox = Inbox(route(self.control, stage - 1, host), announced=False)
+            self._header_inbox.set_layout(_HEADER_KIND, _HEADER_LAYOUT)
         if stage < self.num_stages - 1:
-            self._briefs = Outbox(route(self.control, stage + 1, host), announces=False)
-        self._hearing: _Hearing | None = None
-        self._hears_ahead = False
+            self._header_outbox = Outbox(route(self.control, stage + 1, host), announces=False)
+        self._header_thread: _HeaderThread | None = None
+        self._prefetches_headers = False
         # A thread that waits in gloo while the interpreter ends would abort the process, whether
         # we are still there or were collected before.
-        self._end = weakref.finalize(self, _break_off, self._groups, self._boxes())
+        self._finalizer = weakref.finalize(self, _abort, self._groups, self._boxes())
 
     def name(self, stage: int) -> str:
         return str(Worker(stage, self.pipeline))
 
-    def brief(self, cut: Cut | None) -> Cut:
+    def relay_header(self, header: BatchHeader | None) -> BatchHeader:
         """Tell the next stage how the batch is cut; all but the first hear it from the one before.
 
         It is passed on at once, before any compute, so that receives are posted early everywhere.
         """
-        if self._hearing is not None:
-            return self._hearing.next()
-        if self._briefed is not None:
-            cut = self._heard(self.deadline)
-        assert cut is not None, "the first stage cuts"
-        self._pass_on(cut)
-        return cut
+        if self._header_thread is not None:
+            return self._header_thread.next()
+        if self._header_inbox is not None:
+            header = self._received(self.timeout)
+        assert header is not None, "the first stage cuts"
+        self._send_header(header)
+        return header
 
-    def hear_ahead(self, on_cut: Callable[[Cut], None]) -> None:
+    def prefetch_headers(self, on_header: Callable[[BatchHeader], None]) -> None:
         """From now on hear of batches as they start on the first stage, long before our turn.
 
-        `on_cut` posts receives for them; `brief` then gives them out one by one.
+        `on_header` posts receives for them; `relay_header` then gives them out one by one.
         """
-        self._hears_ahead = True
-        if self._briefed is not None:
-            self._hearing = _Hearing(self, on_cut)
+        self._prefetches_headers = True
+        if self._header_inbox is not None:
+            self._header_thread = _HeaderThread(self, on_header)
 
-    def _heard(self, patience: Seconds) -> Cut:
-        assert self._briefed is not None, "not the first stage"
-        self._briefed.expect([(_BRIEFING_ACTION, _BRIEFING_KIND)])
-        (told,), _ = self._briefed.take(_BRIEFING_ACTION, "waiting for the next step", patience)
-        return msgspec.msgpack.decode(unpadded(told), type=Cut)
+    def _received(self, timeout: Seconds) -> BatchHeader:
+        assert self._header_inbox is not None, "not the first stage"
+        self._header_inbox.expect([(_HEADER_ACTION, _HEADER_KIND)])
+        (payload,), _ = self._header_inbox.get(_HEADER_ACTION, "waiting for the next step", timeout)
+        return msgspec.msgpack.decode(unpad_bytes(payload), type=BatchHeader)
 
-    def _pass_on(self, cut: Cut) -> None:
-        if self._briefs is not None:
-            told = padded(msgspec.msgpack.encode(cut), _BRIEF)
-            self._briefs.send(_BRIEFING_ACTION, _BRIEFING_KIND, [told], _BRIEFING)
+    def _send_header(self, header: BatchHeader) -> None:
+        if self._header_outbox is not None:
+            payload = pad_bytes(msgspec.msgpack.encode(header), _HEADER_BYTES)
+            self._header_outbox.send(_HEADER_ACTION, _HEADER_KIND, [payload], _HEADER_LAYOUT)
 
     def drain(self) -> None:
         """Wait until all that was sent has left."""
@@ -156,32 +163,34 @@ class Connections:
 
     def close(self) -> None:
         """Say goodbye; nothing may be under way any more."""
-        if not self._end.alive:
+        if not self._finalizer.alive:
             return
-        if self._hears_ahead and self._briefed is None:
-            self._pass_on(NO_MORE)
-        if self._hearing is not None:
-            self._hearing.join(self.deadline)
+        if self._prefetches_headers and self._header_inbox is None:
+            self._send_header(END_OF_DATA)
+        if self._header_thread is not None:
+            self._header_thread.join(self.timeout)
         self.drain()
-        self._end.detach()
+        self._finalizer.detach()
         _close(self._boxes())
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Let go of everybody without a word: after a failure, when a peer may be gone."""
-        if self._end.detach() is None:
+        if self._finalizer.detach() is None:
             return
-        _wake(self._groups)
-        if self._hearing is not None:
-            self._hearing.join(GOODBYE)  # or it might post a receive in an inbox that is closed
+        _abort_groups(self._groups)
+        if self._header_thread is not None:
+            self._header_thread.join(
+                JOIN_TIMEOUT
+            )  # or it might post a receive in an inbox that is closed
         _close(self._boxes())
 
-    def agree(self, text: str) -> None:
+    def check_consistent(self, text: str) -> None:
         """Raise ScheduleError unless all stages say the same."""
-        mine = padded(text.encode()[: _BRIEF - 4], _BRIEF)
-        heard = [torch.empty_like(mine) for _ in range(self.num_stages)]
-        with waiting_for("another stage", "comparing options"):
-            all_gather(self.control, heard, mine)
-        first, *others = (unpadded(one).decode(errors="replace") for one in heard)
+        mine = pad_bytes(text.encode()[: _HEADER_BYTES - 4], _HEADER_BYTES)
+        received = [torch.empty_like(mine) for _ in range(self.num_stages)]
+        with peer_errors("another stage", "comparing options"):
+            all_gather(self.control, received, mine)
+        first, *others = (unpad_bytes(one).decode(errors="replace") for one in received)
         for stage, other in enumerate(others, start=1):
             if other != first:
                 raise ScheduleError(
@@ -201,22 +210,22 @@ class Connections:
             inbox.window = self._window or own
 
     def _boxes(self) -> list[Inbox | Outbox]:
-        inboxes = (*self.activations_in.values(), *self.gradients_in.values(), self._briefed)
+        inboxes = (*self.activations_in.values(), *self.gradients_in.values(), self._header_inbox)
         return [*self._outboxes(), *(inbox for inbox in inboxes if inbox is not None)]
 
     def _outboxes(self) -> list[Outbox]:
-        found = [*self.activations_out.values(), *self.gradients_out.values(), self._briefs]
+        found = [*self.activations_out.values(), *self.gradients_out.values(), self._header_outbox]
         return [outbox for outbox in found if outbox is not None]
 
 
-def _break_off(groups: Sequence[dist.ProcessGroup], boxes: Sequence[Inbox | Outbox]) -> None:
-    _wake(groups)
+def _abort(groups: Sequence[dist.ProcessGroup], boxes: Sequence[Inbox | Outbox]) -> None:
+    _abort_groups(groups)
     _close(boxes)
 
 
-def _wake(groups: Sequence[dist.ProcessGroup]) -> None:
+def _abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
     for group in groups:
-        break_off(group)
+        abort(group)
 
 
 def _close(boxes: Sequence[Inbox | Outbox]) -> None:
@@ -224,43 +233,43 @@ def _close(boxes: Sequence[Inbox | Outbox]) -> None:
         box.close()
 
 
-class _Hearing(threading.Thread):
+class _HeaderThread(threading.Thread):
     """Hears of batches ahead of time, passes the word on and posts receives for them."""
 
-    def __init__(self, connections: Connections, on_cut: Callable[[Cut], None]) -> None:
+    def __init__(self, connections: Connections, on_header: Callable[[BatchHeader], None]) -> None:
         super().__init__(name="hear of batches", daemon=True)
-        self._connections, self._on_cut = connections, on_cut
-        self._heard: queue.SimpleQueue[Cut | Exception] = queue.SimpleQueue()
+        self._connections, self._on_header = connections, on_header
+        self._received: queue.SimpleQueue[BatchHeader | Exception] = queue.SimpleQueue()
         self.start()
 
     def run(self) -> None:
         while True:
             try:
-                cut = self._connections._heard(_LONG)
-                self._connections._pass_on(cut)
-                if cut == NO_MORE:
+                header = self._connections._received(_THREAD_TIMEOUT)
+                self._connections._send_header(header)
+                if header == END_OF_DATA:
                     return
-                self._on_cut(cut)
+                self._on_header(header)
             except PeerError as error:
-                self._heard.put(error.with_traceback(None))
+                self._received.put(error.with_traceback(None))
                 return
             except Exception as error:  # of our own: where it came from stays with it
-                self._heard.put(error)
+                self._received.put(error)
                 return
-            self._heard.put(cut)
+            self._received.put(header)
 
-    def next(self) -> Cut:
-        deadline = self._connections.deadline
+    def next(self) -> BatchHeader:
+        timeout = self._connections.timeout
         try:
-            heard = self._heard.get(timeout=deadline)
+            received = self._received.get(timeout=timeout)
         except queue.Empty:
-            before = self._connections.name(self._connections.stage - 1)
+            previous = self._connections.name(self._connections.stage - 1)
             raise PeerError(
-                before,
+                previous,
                 action="waiting for the next step",
-                waited=deadline,
-                cause=f"silent for {deadline:g} s",
+                waited=timeout,
+                cause=f"silent for {timeout:g} s",
             ) from None
-        if isinstance(heard, Exception):
-            raise heard
-        return heard
+        if isinstance(received, Exception):
+            raise received
+        return received

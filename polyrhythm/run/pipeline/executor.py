@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 from polyrhythm.errors import ScheduleError
 from polyrhythm.events import EventLog
 from polyrhythm.run.pipeline.batch import Batch
-from polyrhythm.run.pipeline.connections import Connections, Cut
-from polyrhythm.run.pipeline.message import Layout
+from polyrhythm.run.pipeline.connections import BatchHeader, Connections
+from polyrhythm.run.pipeline.message import MessageLayout
 from polyrhythm.run.pipeline.microbatches import tensors_of
-from polyrhythm.run.pipeline.split import Wiring
-from polyrhythm.run.pipeline.stage import MOST_TIMES, StageCompute
-from polyrhythm.run.pipeline.transport import Inbox, Kind, Transfer
+from polyrhythm.run.pipeline.partition import Wiring
+from polyrhythm.run.pipeline.stage import MAX_TIMINGS, StageCompute
+from polyrhythm.run.pipeline.transport import Inbox, MicrobatchKind, Transfer
 from polyrhythm.types import Action, Op, Seconds
 
 
@@ -30,24 +30,24 @@ class Executor:
     wiring: Wiring
     connections: Connections | None
     log: EventLog | None
-    clocks_ahead: dict[str, Seconds] = field(default_factory=dict)  # of neighbours, against ours
+    clock_offsets: dict[str, Seconds] = field(default_factory=dict)  # of neighbours, against ours
     _transfers: deque[tuple[str, Transfer]] = field(init=False)
-    _num_outputs: dict[Kind, int] = field(default_factory=dict, init=False)
+    _num_outputs: dict[MicrobatchKind, int] = field(default_factory=dict, init=False)
     _waited: Seconds = field(default=0.0, init=False)
     _longest_wait: Seconds = field(default=0.0, init=False)
     _waited_for: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        self._transfers = deque(maxlen=MOST_TIMES)
+        self._transfers = deque(maxlen=MAX_TIMINGS)
 
-    def expect(self, cut: Cut, first: int = 0) -> None:
+    def expect(self, header: BatchHeader, first: int = 0) -> None:
         """Post receives for a whole batch, whose micro-batches are numbered from `first`."""
         if self.connections is None:
             return
-        kinds = list(enumerate(cut.kinds, start=first))
+        kinds = list(enumerate(header.kinds, start=first))
         for inbox in self.connections.activations_in.values():
             inbox.expect([(Action(Op.F, m), kind) for m, kind in kinds])
-        if cut.training:
+        if header.training:
             for inbox in self.connections.gradients_in.values():
                 inbox.expect([(Action(Op.B, m), kind) for m, kind in kinds])
 
@@ -55,7 +55,7 @@ class Executor:
         for action in actions:
             self.execute(action, batch)
 
-    def taken_transfers(self) -> list[tuple[str, Transfer]]:
+    def pop_transfers(self) -> list[tuple[str, Transfer]]:
         """Sender and times of messages received since this was asked last."""
         transfers = list(self._transfers)
         self._transfers.clear()
@@ -81,23 +81,28 @@ class Executor:
     def _forward(self, action: Action, batch: Batch) -> None:
         m, kind = action.microbatch, batch.kind(action.microbatch)
         inputs = self._inputs(action, batch)
-        keywords = self._here(batch.keywords[m - batch.first], batch)
+        keywords = self._to_device(batch.keywords[m - batch.first], batch)
         if self.stage.is_last:
-            outputs = self.stage.forward(kind, inputs, keywords, partial(self._finish, m, batch))
+            outputs = self.stage.forward(
+                kind, inputs, keywords, partial(self._compute_loss, m, batch)
+            )
         else:
             returned = self.stage.forward(kind, inputs, keywords)
             outputs = tensors_of(returned, stage=self.stage.stage)
-            self._send_on(action, kind, outputs, training=batch.cut.training)
-        if batch.cut.training:
-            self.stage.hold(m, inputs, outputs)
+            self._send_outputs(action, kind, outputs, training=batch.header.training)
+        if batch.header.training:
+            self.stage.save_for_backward(m, inputs, outputs)
 
     def _backward(self, action: Action, batch: Batch) -> None:
         m, kind = action.microbatch, batch.kind(action.microbatch)
         gradients = [None] if self.stage.is_last else self._gradients(action, batch)
-        made = self.stage.backward(m, kind, gradients)
+        input_gradients = self.stage.backward(m, kind, gradients)
         for source in self.wiring.sources:
             layout = self._links.activations_in[source].layout(kind).gradient
-            tensors, made = made[: len(layout.specs)], made[len(layout.specs) :]
+            tensors, input_gradients = (
+                input_gradients[: len(layout.specs)],
+                input_gradients[len(layout.specs) :],
+            )
             self._links.gradients_out[source].send(action, kind, tensors, layout)
 
     @property
@@ -107,9 +112,9 @@ class Executor:
 
     def _inputs(self, action: Action, batch: Batch) -> list[Any]:
         if not self.wiring.sources:
-            return list(self._here(batch.arguments[action.microbatch - batch.first], batch))
+            return list(self._to_device(batch.arguments[action.microbatch - batch.first], batch))
         inboxes = (self._links.activations_in[source] for source in self.wiring.sources)
-        return [tensor for inbox in inboxes for tensor in self._take(inbox, action, batch)]
+        return [tensor for inbox in inboxes for tensor in self._receive(inbox, action, batch)]
 
     def _gradients(self, action: Action, batch: Batch) -> list[Tensor | None]:
         """Of our outputs, in their order; one that went to several stages gets the sum."""
@@ -120,21 +125,21 @@ class Executor:
             layout = self._links.activations_out[target].layout(kind)
             assert layout is not None, "announced by the forward"
             sent = zip(positions, layout.specs, strict=True)
-            needing = [position for position, spec in sent if spec.needs_grad]
-            received = self._take(self._links.gradients_in[target], action, batch)
-            for position, gradient in zip(needing, received, strict=True):
+            needing_grad = [position for position, spec in sent if spec.needs_grad]
+            received = self._receive(self._links.gradients_in[target], action, batch)
+            for position, gradient in zip(needing_grad, received, strict=True):
                 total[position] = total[position] + gradient if position in total else gradient
         return [total.get(position) for position in range(self._num_outputs[kind])]
 
-    def _send_on(
-        self, action: Action, kind: Kind, outputs: Sequence[Tensor], *, training: bool
+    def _send_outputs(
+        self, action: Action, kind: MicrobatchKind, outputs: Sequence[Tensor], *, training: bool
     ) -> None:
         self._num_outputs[kind] = len(outputs)
         for target in self.wiring.targets:
             sent = [outputs[position] for position in self._positions(target, len(outputs))]
             outbox = self._links.activations_out[target]
-            layout, before = Layout.of(sent), outbox.layout(kind)
-            if before is not None and before.shown == layout.shown and before != layout:
+            layout, before = MessageLayout.of(sent), outbox.layout(kind)
+            if before is not None and before.description == layout.description and before != layout:
                 raise ScheduleError(
                     f"layers of stage {self.stage.stage} or of one before it were frozen or thawed",
                     expected="the same parameters to train in every step of a pipeline",
@@ -142,23 +147,23 @@ class Executor:
                 )
             if before is not None and before != layout:
                 raise ScheduleError(
-                    f"stage {self.stage.stage} returned {layout.shown}, and before that, "
-                    f"for inputs of the same shape, {before.shown}",
+                    f"stage {self.stage.stage} returned {layout.description}, and before that, "
+                    f"for inputs of the same shape, {before.description}",
                     expected="outputs whose shape and type follow from those of the inputs",
                     fix="pad to a fixed shape, or decide the shape outside of the pipeline",
                 )
             outbox.send(action, kind, [tensor.detach() for tensor in sent], layout)
             if training:
-                self._links.gradients_in[target].learn(kind, layout.gradient)
+                self._links.gradients_in[target].set_layout(kind, layout.gradient)
 
     def _positions(self, target: int, num_outputs: int) -> Sequence[int]:
         """Which of our outputs a stage gets."""
         positions = self.wiring.targets[target]
         return range(num_outputs) if positions is None else positions
 
-    def _take(self, inbox: Inbox, action: Action, batch: Batch) -> list[Tensor]:
+    def _receive(self, inbox: Inbox, action: Action, batch: Batch) -> list[Tensor]:
         start = time.perf_counter()
-        tensors, transfer = inbox.take(action)
+        tensors, transfer = inbox.get(action)
         waited = time.perf_counter() - start
         if waited > self._longest_wait:
             self._longest_wait, self._waited_for = waited, inbox.route.peer
@@ -167,7 +172,7 @@ class Executor:
         if self.log is not None:
             self.log.write(
                 "transfer",
-                start=self.log.at(self._began(inbox.route.peer, transfer)),
+                start=self.log.at(self._transfer_start(inbox.route.peer, transfer)),
                 end=self.log.at(transfer.arrived),
                 step=batch.step,
                 name=str(action),
@@ -175,21 +180,21 @@ class Executor:
             )
         return tensors
 
-    def _began(self, peer: str, transfer: Transfer) -> Seconds:
+    def _transfer_start(self, peer: str, transfer: Transfer) -> Seconds:
         """When a message began to move, on our clock; of one sent by a far stage we know less."""
-        sent = transfer.sent - self.clocks_ahead[peer] if peer in self.clocks_ahead else 0.0
+        sent = transfer.sent - self.clock_offsets[peer] if peer in self.clock_offsets else 0.0
         return min(transfer.arrived, max(sent, transfer.posted))
 
-    def _finish(self, microbatch: int, batch: Batch, returned: Any) -> tuple[Tensor, ...]:
+    def _compute_loss(self, microbatch: int, batch: Batch, returned: Any) -> tuple[Tensor, ...]:
         """What the last stage holds for the backward: the loss, as much as it counts."""
         if batch.keeps_outputs:
             batch.outputs.append(pytree.tree_map_only(Tensor, Tensor.detach, returned))
         number = microbatch - batch.first
         if self.stage.loss_fn is None or batch.targets[number] is None:
             return ()
-        target = self._here(batch.targets[number], batch)
+        target = self._to_device(batch.targets[number], batch)
         loss = self.stage.loss(returned, target, batch.loss_kwargs)
-        if batch.cut.training and not loss.requires_grad:
+        if batch.header.training and not loss.requires_grad:
             raise ScheduleError(
                 "a loss that no parameter of any stage has a part in",
                 expected="a parameter that is trained, on some stage",
@@ -198,9 +203,9 @@ class Executor:
         batch.losses.append(loss.detach())
         return (loss * batch.loss_weights[number],)
 
-    def _here(self, arguments: Any, batch: Batch) -> Any:
+    def _to_device(self, arguments: Any, batch: Batch) -> Any:
         """On this stage's device."""
-        if not batch.is_elsewhere:
+        if not batch.needs_device_copy:
             return arguments
         device = self.stage.device
         to_gpu = device.type == "cuda"  # the other way a copy would be used before it is there

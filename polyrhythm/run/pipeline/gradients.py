@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import Parameter
 
-from polyrhythm.run.groups import all_reduce, receive, send
-from polyrhythm.run.peers import waiting_for
+from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.process_groups import all_reduce, receive, send
 from polyrhythm.run.pipeline.connections import Connections
-from polyrhythm.run.pipeline.split import Tied
+from polyrhythm.run.pipeline.partition import TiedParameter
 from polyrhythm.run.pipeline.wrappers import local
 
 _TAG = 2**22 + 2  # apart from those that briefings and clocks use
@@ -24,11 +24,13 @@ class TiedGradients:
     The first holder adds them up, so that all have the same to the bit.
     """
 
-    def __init__(self, module: nn.Module, tied: Sequence[Tied], connections: Connections) -> None:
+    def __init__(
+        self, module: nn.Module, tied: Sequence[TiedParameter], connections: Connections
+    ) -> None:
         self._module, self._tied, self._connections = module, tied, connections
 
     @contextmanager
-    def summed(self) -> Iterator[None]:
+    def sum_gradients(self) -> Iterator[None]:
         """Sum what this block adds; gradients that were there before have been summed already."""
         trained = [(tie, p) for tie, p in self._parameters() if p.requires_grad]
         before = [parameter.grad for _, parameter in trained]
@@ -39,16 +41,16 @@ class TiedGradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = local(parameter.grad)
-            with waiting_for("another stage", f"summing the gradient of {tie.key}"):
+            with peer_errors("another stage", f"summing the gradient of {tie.key}"):
                 gradient.copy_(self._total(gradient.cpu().contiguous(), tie))
             if old is not None:
                 parameter.grad += old
 
-    def _parameters(self) -> list[tuple[Tied, Parameter]]:
+    def _parameters(self) -> list[tuple[TiedParameter, Parameter]]:
         """As they are now: sharding a module replaces them."""
         return [(tie, self._module.get_parameter(tie.name)) for tie in self._tied]
 
-    def _total(self, mine: Tensor, tie: Tied) -> Tensor:
+    def _total(self, mine: Tensor, tie: TiedParameter) -> Tensor:
         control = self._connections.control
         first, *others = tie.stages
         if self._connections.stage != first:
@@ -64,10 +66,10 @@ class TiedGradients:
             send(control, total, other, tag=_TAG)
         return total
 
-    def here(self) -> set[Parameter]:
+    def parameters(self) -> set[Parameter]:
         return {parameter for _, parameter in self._parameters()}
 
-    def elsewhere(self) -> set[Parameter]:
+    def not_owned(self) -> set[Parameter]:
         """Those of our parameters that an earlier stage counts as its own."""
         return {p for tie, p in self._parameters() if tie.stages[0] != self._connections.stage}
 
@@ -101,7 +103,7 @@ def norm_over_stages(total: Tensor, norm_type: float, control: dist.ProcessGroup
     is_largest = norm_type == float("inf")
     if control is not None:
         operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
-        with waiting_for("another stage", "agreeing on the norm of the gradients"):
+        with peer_errors("another stage", "agreeing on the norm of the gradients"):
             all_reduce(control, total, operation)
     return total if is_largest else total ** (1.0 / norm_type)
 

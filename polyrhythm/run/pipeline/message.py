@@ -1,7 +1,7 @@
 """What crosses from stage to stage: some tensors and the time they were sent, as one flat buffer.
 
 One message per micro-batch, peer and direction, however many tensors it carries: the network sees
-one transfer, and its time can be taken. Sender and receiver share a `Layout`; it is announced once
+one transfer, and its time can be taken. Sender and receiver share a `MessageLayout`; it is announced once
 for every kind of micro-batch, before the first message of that kind.
 """
 
@@ -18,8 +18,10 @@ from torch import Tensor
 from polyrhythm.errors import PlanError
 from polyrhythm.types import Bytes, Seconds
 
-HEADER: Bytes = 64  # the time of sending, and room to keep the tensors behind it aligned
-ANNOUNCEMENT: Bytes = 4096  # a layout on the wire; this many bytes describe some fifty tensors
+HEADER_BYTES: Bytes = 64  # the time of sending, and room to keep the tensors behind it aligned
+ANNOUNCEMENT_BYTES: Bytes = (
+    4096  # a layout on the wire; this many bytes describe some fifty tensors
+)
 _ALIGNMENT: Bytes = 64
 
 
@@ -30,7 +32,7 @@ class _Spec(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MessageLayout:
     """The tensors of one message: shapes, types, and which of them a gradient comes back for."""
 
     specs: tuple[_Spec, ...]
@@ -45,17 +47,17 @@ class Layout:
         )
 
     @property
-    def gradient(self) -> "Layout":
+    def gradient(self) -> "MessageLayout":
         """The layout of what comes back."""
         needing = (spec for spec in self.specs if spec.needs_grad)
-        return Layout(tuple(_Spec(spec.shape, spec.dtype, False) for spec in needing))
+        return MessageLayout(tuple(_Spec(spec.shape, spec.dtype, False) for spec in needing))
 
     @property
     def nbytes(self) -> Bytes:
-        return HEADER + sum(_padded(spec) for spec in self.specs)
+        return HEADER_BYTES + sum(_padded_size(spec) for spec in self.specs)
 
     @property
-    def shown(self) -> str:
+    def description(self) -> str:
         """For messages to people."""
         return ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in self.specs) or "nothing"
 
@@ -64,14 +66,14 @@ class Layout:
 
         Views would share a version counter, and autograd would refuse one after another changed.
         """
-        found, offset = [], HEADER
+        found, offset = [], HEADER_BYTES
         for spec in self.specs:
             tensor = torch.empty(0, dtype=getattr(torch, spec.dtype), device=buffer.device)
             start = (buffer.storage_offset() + offset) // tensor.element_size()
             shape = torch.Size(spec.shape)
             stride = torch.empty(shape, device="meta").stride()
             found.append(tensor.set_(buffer.untyped_storage(), start, shape, stride))
-            offset += _padded(spec)
+            offset += _padded_size(spec)
         return found
 
     def pack(self, tensors: Sequence[Tensor], buffer: Tensor) -> None:
@@ -80,40 +82,40 @@ class Layout:
             view.copy_(tensor, non_blocking=True)
 
     def announcement(self) -> Tensor:
-        told = msgspec.msgpack.encode(self.specs)
-        if len(told) > ANNOUNCEMENT - 4:
+        payload = msgspec.msgpack.encode(self.specs)
+        if len(payload) > ANNOUNCEMENT_BYTES - 4:
             raise PlanError(
                 f"a stage passes {len(self.specs)} tensors to another",
-                expected=f"as many as can be described in {ANNOUNCEMENT} bytes, about fifty",
+                expected=f"as many as can be described in {ANNOUNCEMENT_BYTES} bytes, about fifty",
                 fix="stack or concatenate tensors before they leave the stage",
             )
-        return padded(told, ANNOUNCEMENT)
+        return pad_bytes(payload, ANNOUNCEMENT_BYTES)
 
     @classmethod
-    def announced(cls, message: Tensor) -> Self:
-        return cls(msgspec.msgpack.decode(unpadded(message), type=tuple[_Spec, ...]))
+    def from_announcement(cls, message: Tensor) -> Self:
+        return cls(msgspec.msgpack.decode(unpad_bytes(message), type=tuple[_Spec, ...]))
 
 
-def padded(told: bytes, nbytes: Bytes) -> Tensor:
+def pad_bytes(payload: bytes, nbytes: Bytes) -> Tensor:
     """Bytes as a message of a fixed size, which a receiver can wait for without knowing more."""
-    assert len(told) <= nbytes - 4, "the sender checks what it tells"
+    assert len(payload) <= nbytes - 4, "the sender checks what it tells"
     whole = bytearray(nbytes)
-    whole[: 4 + len(told)] = struct.pack("<I", len(told)) + told
+    whole[: 4 + len(payload)] = struct.pack("<I", len(payload)) + payload
     return torch.frombuffer(whole, dtype=torch.uint8)
 
 
-def unpadded(message: Tensor) -> bytes:
+def unpad_bytes(message: Tensor) -> bytes:
     whole = message.numpy().tobytes()
     (length,) = struct.unpack_from("<I", whole)
     return whole[4 : 4 + length]
 
 
-def stamp(buffer: Tensor, time: Seconds) -> None:
+def write_timestamp(buffer: Tensor, time: Seconds) -> None:
     """Write the time of sending into the header, at the last moment."""
     buffer[:8].view(torch.float64).fill_(time)
 
 
-def stamped(buffer: Tensor) -> Seconds:
+def read_timestamp(buffer: Tensor) -> Seconds:
     return buffer[:8].view(torch.float64).item()
 
 
@@ -121,5 +123,5 @@ def _size(spec: _Spec) -> Bytes:
     return prod(spec.shape) * getattr(torch, spec.dtype).itemsize
 
 
-def _padded(spec: _Spec) -> Bytes:
+def _padded_size(spec: _Spec) -> Bytes:
     return -(-_size(spec) // _ALIGNMENT) * _ALIGNMENT

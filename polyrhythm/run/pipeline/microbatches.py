@@ -52,7 +52,7 @@ def batch_size_of(arguments: object, what: str) -> int | None:
     return next(iter(found), None)
 
 
-def cut(arguments: Any, sizes: Sequence[int], what: str) -> list[Any]:
+def split_microbatches(arguments: Any, sizes: Sequence[int], what: str) -> list[Any]:
     """One set of arguments per micro-batch."""
     found = batch_size_of(arguments, what)
     if found is None:
@@ -64,15 +64,15 @@ def cut(arguments: Any, sizes: Sequence[int], what: str) -> list[Any]:
             fix="give every stage its share of one batch of one data loader",
         )
     leaves, structure = pytree.tree_flatten(arguments)
-    pieces = [
+    slices = [
         torch.split(leaf, list(sizes)) if isinstance(leaf, Tensor) and leaf.dim() else None
         for leaf in leaves
     ]
     return [
         pytree.tree_unflatten(
             [
-                leaf if piece is None else piece[m]
-                for leaf, piece in zip(leaves, pieces, strict=True)
+                leaf if slice_ is None else slice_[m]
+                for leaf, slice_ in zip(leaves, slices, strict=True)
             ],
             structure,
         )
@@ -92,18 +92,18 @@ def kind_of(arguments: Any, size: int, *, training: bool) -> int:
     `arguments` are those of the batch, of which all micro-batches look alike but for their size.
     """
     leaves, structure = pytree.tree_flatten(arguments)
-    looks = [
+    descriptions = [
         (leaf.dim(), tuple(leaf.shape[1:]), str(leaf.dtype), leaf.requires_grad)
         if isinstance(leaf, Tensor)
         else type(leaf).__name__
         for leaf in leaves
     ]
     autocast = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-    text = repr((training, size, autocast, looks, str(structure)))
+    text = repr((training, size, autocast, descriptions, str(structure)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
-def joined(outputs: Sequence[Any]) -> Any:
+def join_outputs(outputs: Sequence[Any]) -> Any:
     """The outputs of all micro-batches as those of the batch; None where there are none."""
     if not outputs:
         return None

@@ -7,42 +7,42 @@ from polyrhythm.describe.units import parse
 from polyrhythm.errors import ScheduleError
 from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.limits import one_f_one_b_limits
-from polyrhythm.schedule.recipe import Recipe, Written
+from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
 from polyrhythm.types import Bytes, Seconds
 
 AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class PipelineOptions:
     """What `Pipeline` was given; all stages must agree on all but `memory_limit`."""
 
     num_microbatches: int | None
     microbatch_sizes: Sequence[int] | None
-    schedule: str | Recipe | Schedule
+    schedule: str | ScheduleSpec | Schedule
     flush: bool
     scale_grads: bool
     tune_every: int
     window: int | None
-    deadline: Seconds
+    timeout: Seconds
     memory_limit: str | Bytes | None
 
     def __post_init__(self) -> None:
-        self._check_cut()
-        for name in ("tune_every", "window", "deadline"):
+        self._check_microbatches()
+        for name in ("tune_every", "window", "timeout"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ScheduleError(
                     f"{name}={value}", expected="more than 0", fix=f"leave {name} out"
                 )
         if self.memory_limit is not None and not self.is_tuned:
-            what = "flush=False" if not self.flush else f"the schedule {self.recipe}"
+            what = "flush=False" if not self.flush else f"the schedule {self.spec}"
             raise ScheduleError(
                 f"a memory limit of {self.memory_limit} with {what}",
                 expected="the schedule auto, which keeps to it",
                 fix="leave schedule and flush out, or memory_limit",
             )
-        _ = self.recipe, self.limit_bytes  # refuse what cannot be read
+        _ = self.spec, self.limit_bytes  # refuse what cannot be read
         if not self.flush and self.num_microbatches != 1:
             raise ScheduleError(
                 f"flush=False with num_microbatches={self.num_microbatches}",
@@ -61,11 +61,15 @@ class Options:
         return sizes if self.is_tuned and len(sizes) > 1 else ()
 
     @property
-    def recipe(self) -> Recipe | Written:
+    def spec(self) -> ScheduleSpec | ExplicitSchedule:
         """The schedule to start with."""
         if isinstance(self.schedule, str):
-            return Recipe("1f1b") if self.schedule == AUTO else recipe_of(self.schedule)
-        return self.schedule if isinstance(self.schedule, Recipe) else Written.of(self.schedule)
+            return ScheduleSpec("1f1b") if self.schedule == AUTO else parse_schedule(self.schedule)
+        return (
+            self.schedule
+            if isinstance(self.schedule, ScheduleSpec)
+            else ExplicitSchedule.of(self.schedule)
+        )
 
     @property
     def limit_bytes(self) -> Bytes | None:
@@ -75,28 +79,28 @@ class Options:
     @property
     def text(self) -> str:
         """What all stages must agree on, for people to compare."""
-        cut = self.num_microbatches or list(self.microbatch_sizes or ())
-        schedule = AUTO if self.is_tuned else self.recipe
+        microbatches = self.num_microbatches or list(self.microbatch_sizes or ())
+        schedule = AUTO if self.is_tuned else self.spec
         return (
-            f"micro-batches {cut}, schedule {schedule}, flush {self.flush}, "
+            f"micro-batches {microbatches}, schedule {schedule}, flush {self.flush}, "
             f"scale_grads {self.scale_grads}, tune_every {self.tune_every}, window {self.window}"
         )
 
-    def continuous_limits(self, num_stages: int) -> tuple[int, ...]:
+    def pipedream_limits(self, num_stages: int) -> tuple[int, ...]:
         """Batches in flight per stage without a flush; refuses schedules that have no such form."""
-        recipe = self.recipe
-        if isinstance(recipe, Recipe) and recipe.name == "1f1b":
+        spec = self.spec
+        if isinstance(spec, ScheduleSpec) and spec.name == "1f1b":
             return one_f_one_b_limits(num_stages)
-        limits = recipe.limits if isinstance(recipe, Recipe) else None
+        limits = spec.limits if isinstance(spec, ScheduleSpec) else None
         if limits is not None and len(limits) == num_stages:
             return limits
         raise ScheduleError(
-            f"the schedule {recipe} without a flush on {num_stages} stages",
+            f"the schedule {spec} without a flush on {num_stages} stages",
             expected=f"1f1b, or bounded with {num_stages} limits",
             fix="use schedule='1f1b', or keep flush=True",
         )
 
-    def _check_cut(self) -> None:
+    def _check_microbatches(self) -> None:
         if (self.num_microbatches is None) == (self.microbatch_sizes is None):
             raise ScheduleError(
                 f"num_microbatches={self.num_microbatches}, "
@@ -113,16 +117,16 @@ class Options:
         if len(self.microbatch_sizes or ()) > 1 and not self.is_tuned:
             raise ScheduleError(
                 f"{len(self.microbatch_sizes or ())} micro-batch sizes for the schedule "
-                f"{self.recipe}",
+                f"{self.spec}",
                 expected="one, or the schedule auto, which chooses",
                 fix="leave schedule out",
             )
 
 
-def recipe_of(text: str) -> Recipe:
+def parse_schedule(text: str) -> ScheduleSpec:
     """The schedule of that name, for people who may also write auto."""
     try:
-        return Recipe.parse(text)
+        return ScheduleSpec.parse(text)
     except ScheduleError as error:
         raise ScheduleError(
             error.wrong, expected=f"{AUTO}, or {error.expected}", fix=error.fix

@@ -17,41 +17,41 @@ from torch import Tensor, nn
 
 from polyrhythm.errors import ScheduleError
 from polyrhythm.events import EventLog, worker_log
-from polyrhythm.run.compute import Compute
-from polyrhythm.run.pipeline import split
-from polyrhythm.run.pipeline.batch import Batch, Cutter, Given
-from polyrhythm.run.pipeline.clocks import clocks_ahead, measure
+from polyrhythm.run.emulated_compute import EmulatedCompute
+from polyrhythm.run.pipeline import partition
+from polyrhythm.run.pipeline.autotune import ScheduleAutotuner, StageLimits
+from polyrhythm.run.pipeline.batch import Batch, BatchSplitter, StepInputs
+from polyrhythm.run.pipeline.clocks import clock_offsets, measure_offsets
 from polyrhythm.run.pipeline.connections import Connections
-from polyrhythm.run.pipeline.continuous import Continuous, check_untied
 from polyrhythm.run.pipeline.executor import Executor
-from polyrhythm.run.pipeline.facts import PipelineFacts
-from polyrhythm.run.pipeline.flushed import Flushed
+from polyrhythm.run.pipeline.flush_runner import FlushRunner
 from polyrhythm.run.pipeline.gradients import TiedGradients, clip_grad_norm
-from polyrhythm.run.pipeline.microbatches import joined
-from polyrhythm.run.pipeline.options import Options
-from polyrhythm.run.pipeline.split import Part, split_sequential
+from polyrhythm.run.pipeline.microbatches import join_outputs
+from polyrhythm.run.pipeline.options import PipelineOptions
+from polyrhythm.run.pipeline.partition import ModelPartition, split_sequential
+from polyrhythm.run.pipeline.pipedream_runner import PipeDreamRunner, check_untied
+from polyrhythm.run.pipeline.properties import PipelineProperties
 from polyrhythm.run.pipeline.stage import StageCompute
-from polyrhythm.run.pipeline.standing import device_of, place_of, whole_of
-from polyrhythm.run.pipeline.tuning import StageLimits, Tuning
+from polyrhythm.run.pipeline.stage_setup import module_device, stage_ranks, wrap_module
 from polyrhythm.run.pipeline.wrappers import check_module
 from polyrhythm.schedule.builders import Schedule
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
 
-DEADLINE: Seconds = 120.0
+DEFAULT_TIMEOUT: Seconds = 120.0
 
 
-class Pipeline(PipelineFacts):
+class Pipeline(PipelineProperties):
     """One stage of a pipeline; the processes of `group`, in their order, are its stages."""
 
     def __init__(
         self,
-        module: nn.Module | Part,
+        module: nn.Module | ModelPartition,
         *,
         loss_fn: Callable[..., Tensor] | None,
         num_microbatches: int | None = None,
         microbatch_sizes: Sequence[int] | None = None,
-        schedule: str | Recipe | Schedule = "auto",
+        schedule: str | ScheduleSpec | Schedule = "auto",
         memory_limit: str | Bytes | None = None,
         optimizer_floats: float = 2.0,
         tune_every: int = 5,
@@ -59,10 +59,10 @@ class Pipeline(PipelineFacts):
         group: dist.ProcessGroup | None = None,
         scale_grads: bool = True,
         window: int | None = None,
-        deadline: Seconds = DEADLINE,
+        timeout: Seconds = DEFAULT_TIMEOUT,
         device: torch.device | str | None = None,
         log: EventLog | Path | str | None = None,
-        compute: Compute | None = None,
+        compute: EmulatedCompute | None = None,
         pipeline: int = 0,
     ) -> None:
         """`loss_fn(output, target)` gives the mean loss of a micro-batch; the last stage calls it.
@@ -78,12 +78,12 @@ class Pipeline(PipelineFacts):
         earlier one, so that stages never wait for the pipeline to empty; see `drain`.
 
         `scale_grads`: gradients are those of the mean loss over the batch, else of the sum over
-        micro-batches. `deadline`: how long to wait for another stage before it counts as lost.
+        micro-batches. `timeout`: how long to wait for another stage before it counts as lost.
         `window`: messages received ahead per direction, in place of what the schedule needs.
         `pipeline` numbers the replicas of a job, for names in messages and logs; `log` is an
         event log, or the folder of a run to write one in.
         """
-        options = Options(
+        options = PipelineOptions(
             num_microbatches=num_microbatches,
             microbatch_sizes=microbatch_sizes,
             schedule=schedule,
@@ -91,19 +91,25 @@ class Pipeline(PipelineFacts):
             scale_grads=scale_grads,
             tune_every=tune_every,
             window=window,
-            deadline=deadline,
+            timeout=timeout,
             memory_limit=memory_limit,
         )
-        ranks, self.stage = place_of(group)
+        ranks, self.stage = stage_ranks(group)
         self.num_stages = len(ranks)
-        part = module if isinstance(module, Part) else whole_of(module, self.stage, self.num_stages)
-        self.module = part.module
-        self.device = device_of(part.module, device)
-        check_module(part.module, stage=self.stage, is_tuned=options.is_tuned, flush=flush)
+        model_partition = (
+            module
+            if isinstance(module, ModelPartition)
+            else wrap_module(module, self.stage, self.num_stages)
+        )
+        self.module = model_partition.module
+        self.device = module_device(model_partition.module, device)
+        check_module(
+            model_partition.module, stage=self.stage, is_tuned=options.is_tuned, flush=flush
+        )
         if not flush:
-            check_untied(part.tied)
-            limits = options.continuous_limits(self.num_stages)
-        self._cutter = Cutter(
+            check_untied(model_partition.tied)
+            limits = options.pipedream_limits(self.num_stages)
+        self._splitter = BatchSplitter(
             num_microbatches=num_microbatches,
             microbatch_size=microbatch_sizes[0] if microbatch_sizes else None,
             sizes_to_try=options.sizes_to_try,
@@ -113,62 +119,71 @@ class Pipeline(PipelineFacts):
         self._loss_fn = loss_fn
         self._is_closed = False
         self.num_steps = 0
-        self._last_cut = None
+        self._last_header = None
         self._connections: Connections | None = None
         if self.num_stages > 1:
             self._connections = Connections(
                 ranks,
                 self.stage,
-                part.wiring,
+                model_partition.wiring,
                 device=self.device,
                 pipeline=pipeline,
-                deadline=deadline,
+                timeout=timeout,
                 window=window,
             )
-            self._connections.agree(options.text)
+            self._connections.check_consistent(options.text)
         self._log = log if isinstance(log, EventLog) else None
         self._own_log: EventLog | None = None
         if isinstance(log, str | Path):
             worker = Worker(self.stage, pipeline)
             self._log = self._own_log = EventLog(worker_log(Path(log), worker), worker)
         self._compute = StageCompute(
-            call=part.module,
+            call=model_partition.module,
             stage=self.stage,
             is_last=self.is_last,
             device=self.device,
             loss_fn=loss_fn if self.is_last else None,
             compute=compute,
-            is_watched=self._log is not None or compute is not None,
+            is_synchronized=self._log is not None or compute is not None,
         )
         self._executor = Executor(
-            stage=self._compute, wiring=part.wiring, connections=self._connections, log=self._log
+            stage=self._compute,
+            wiring=model_partition.wiring,
+            connections=self._connections,
+            log=self._log,
         )
         if self._log is not None and self._connections is not None:
-            self._executor.clocks_ahead = clocks_ahead(
-                self._connections, *measure(self._connections)
+            self._executor.clock_offsets = clock_offsets(
+                self._connections, *measure_offsets(self._connections)
             )
         self._tied: TiedGradients | None = None
-        if part.tied and self._connections is not None:
-            self._tied = TiedGradients(part.module, part.tied, self._connections)
+        if model_partition.tied and self._connections is not None:
+            self._tied = TiedGradients(
+                model_partition.module, model_partition.tied, self._connections
+            )
         if not flush:
-            self._way = Continuous(module=part.module, executor=self._executor, limits=limits)
+            self._runner = PipeDreamRunner(
+                module=model_partition.module, executor=self._executor, limits=limits
+            )
             return
-        tuning: Tuning | None = None
+        autotuner: ScheduleAutotuner | None = None
         if options.is_tuned:
-            tuning = Tuning(
+            autotuner = ScheduleAutotuner(
                 microbatch_sizes=options.sizes_to_try or None,
                 every=tune_every,
-                fixed=StageLimits.of(part.module, options.limit_bytes, optimizer_floats),
+                limits=StageLimits.of(
+                    model_partition.module, options.limit_bytes, optimizer_floats
+                ),
                 connections=self._connections,
                 log=self._log,
             )
-        self._way = Flushed(
-            module=part.module,
+        self._runner = FlushRunner(
+            module=model_partition.module,
             executor=self._executor,
             num_stages=self.num_stages,
-            recipe=options.recipe,
+            spec=options.spec,
             tied=self._tied,
-            tuning=tuning,
+            autotuner=autotuner,
         )
 
     @classmethod
@@ -182,15 +197,15 @@ class Pipeline(PipelineFacts):
         **options: Any,
     ) -> Self:
         """This process's layers of `model`; `skips={5: 1}`: layer 5 also gets layer 1's output."""
-        ranks, stage = place_of(group)
-        part = split_sequential(
+        ranks, stage = stage_ranks(group)
+        model_partition = split_sequential(
             model,
             stage=stage,
             num_stages=len(ranks),
             layers_per_stage=layers_per_stage,
             skips=skips,
         )
-        return cls(part, group=group, **options)
+        return cls(model_partition, group=group, **options)
 
     @classmethod
     def from_layers(
@@ -209,8 +224,8 @@ class Pipeline(PipelineFacts):
 
         `prologue` modules run on the first stage, `epilogue` on the last, `every` on all.
         """
-        ranks, stage = place_of(group)
-        part = split.split_layers(
+        ranks, stage = stage_ranks(group)
+        model_partition = partition.split_layers(
             model,
             stage=stage,
             num_stages=len(ranks),
@@ -220,16 +235,16 @@ class Pipeline(PipelineFacts):
             epilogue=epilogue,
             layers_per_stage=layers_per_stage,
         )
-        return cls(part, group=group, **options)
+        return cls(model_partition, group=group, **options)
 
     @classmethod
     def from_torch_stage(cls, stage: Any, **options: Any) -> Self:
         """The module, process group and device of a torch.distributed.pipelining.PipelineStage."""
-        ranks, place = place_of(stage.group)
-        if (place, len(ranks)) != (stage.stage_index, stage.num_stages):
+        ranks, stage_index = stage_ranks(stage.group)
+        if (stage_index, len(ranks)) != (stage.stage_index, stage.num_stages):
             raise ScheduleError(
                 f"a torch stage {stage.stage_index} of {stage.num_stages} "
-                f"on process {place} of {len(ranks)}",
+                f"on process {stage_index} of {len(ranks)}",
                 expected="one stage per process, in the order of the process group",
                 fix="give each process one PipelineStage, whose stage_index is its group rank",
             )
@@ -242,29 +257,29 @@ class Pipeline(PipelineFacts):
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
-        note: tuple[int, ...] = (),
+        metadata: tuple[int, ...] = (),
         **kwargs: Any,
     ) -> Any:
         """Forward and backward of one batch; gradients are added to those of the parameters.
 
         The first stage gives the model's arguments, the last one `target`; keyword arguments go to
         the module of the stage that gives them. On the last stage `losses` receives the loss of
-        every micro-batch, and the outputs of the batch are returned. The first one's `note`, a few
+        every micro-batch, and the outputs of the batch are returned. The first one's `metadata`, a few
         numbers, travels ahead of the batch; the last one's `target` may be a function of it.
         """
         batch = self._begin(
-            Given(
+            StepInputs(
                 args=args,
                 kwargs=kwargs,
                 target=target,
                 loss_kwargs=loss_kwargs or {},
                 keeps_outputs=return_outputs,
                 training=True,
-                note=note,
+                metadata=metadata,
             )
         )
         began = time.perf_counter()
-        self._way.run(batch)
+        self._runner.run(batch)
         if self._own_log is not None:
             self._record(self._own_log, began, batch)
         self.num_steps += 1
@@ -277,20 +292,20 @@ class Pipeline(PipelineFacts):
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
-        note: tuple[int, ...] = (),
+        metadata: tuple[int, ...] = (),
         **kwargs: Any,
     ) -> Any:
         """Forward only, without gradients; otherwise like `step`."""
         with torch.no_grad():
             batch = self._begin(
-                Given(
+                StepInputs(
                     args=args,
                     kwargs=kwargs,
                     target=target,
                     loss_kwargs=loss_kwargs or {},
                     keeps_outputs=return_outputs,
                     training=False,
-                    note=note,
+                    metadata=metadata,
                 )
             )
             forwards = [Action(Op.F, m) for m in range(batch.num_microbatches)]
@@ -307,9 +322,9 @@ class Pipeline(PipelineFacts):
             optimizer.zero_grad()
         """
         self._check_open("drain")
-        if isinstance(self._way, Continuous):
-            for _ in self._way.drain():
-                was_last = self._way.is_drained
+        if isinstance(self._runner, PipeDreamRunner):
+            for _ in self._runner.drain():
+                was_last = self._runner.is_drained
                 yield
                 if not was_last:
                     self._check_open("drain")
@@ -317,7 +332,7 @@ class Pipeline(PipelineFacts):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all stages together, as torch's does for a model in one piece."""
         self._check_open("clip_grad_norm_")
-        if isinstance(self._way, Continuous) and self.num_stages > 1:
+        if isinstance(self._runner, PipeDreamRunner) and self.num_stages > 1:
             raise ScheduleError(
                 "clipping across stages without a flush",
                 expected="gradients of one mini-batch on all stages at once",
@@ -327,7 +342,7 @@ class Pipeline(PipelineFacts):
             self.module.parameters(),
             max_norm,
             norm_type=norm_type,
-            not_counted=set() if self._tied is None else self._tied.elsewhere(),
+            not_counted=set() if self._tied is None else self._tied.not_owned(),
             control=None if self._connections is None else self._connections.control,
         )
 
@@ -340,8 +355,8 @@ class Pipeline(PipelineFacts):
         """End for good, and free what is in flight; without a flush, `drain` first."""
         try:
             if self._connections is not None:
-                if isinstance(self._way, Continuous) and not self._way.is_drained:
-                    self._connections.break_off()
+                if isinstance(self._runner, PipeDreamRunner) and not self._runner.is_drained:
+                    self._connections.abort()
                 self._connections.close()
         finally:
             self._release()
@@ -359,33 +374,35 @@ class Pipeline(PipelineFacts):
             self.close()
             return
         if self._connections is not None:  # a peer may be gone: waiting would hide the error
-            self._connections.break_off()
+            self._connections.abort()
         self._release()
 
     def _release(self) -> None:
         self._is_closed = True
-        self._way.release()
+        self._runner.release()
         if self._own_log is not None:
             self._own_log.close()
 
-    def _begin(self, given: Given) -> Batch:
+    def _begin(self, step_inputs: StepInputs) -> Batch:
         """Cut the batch as the first stage says, and post receives for all of it."""
-        self._check_open("step" if given.training else "eval")
-        given.check(self._loss_fn, is_last=self.is_last)
-        self._cutter.microbatch_size = self._way.microbatch_size or self._cutter.microbatch_size
-        told = self._cutter.decided(given) if self.is_first else None
+        self._check_open("step" if step_inputs.training else "eval")
+        step_inputs.check(self._loss_fn, is_last=self.is_last)
+        self._splitter.microbatch_size = (
+            self._runner.microbatch_size or self._splitter.microbatch_size
+        )
+        header = self._splitter.make_header(step_inputs) if self.is_first else None
         if self._connections is not None:
-            told = self._connections.brief(told)
-        assert told is not None, "the first stage decides, the others hear of it"
-        self._last_cut = told
-        batch = self._cutter.batch(
-            given.completed(told),
-            told,
+            header = self._connections.relay_header(header)
+        assert header is not None, "the first stage decides, the others hear of it"
+        self._last_header = header
+        batch = self._splitter.batch(
+            step_inputs.with_target(header),
+            header,
             step=self.num_steps,
             is_first=self.is_first,
             is_last=self.is_last,
         )
-        batch.first = self._way.expect(told)
+        batch.first = self._runner.expect(header)
         return batch
 
     def _record(self, log: EventLog, began: Seconds, batch: Batch) -> None:
@@ -397,4 +414,4 @@ class Pipeline(PipelineFacts):
         if losses is not None:
             losses.clear()
             losses.extend(batch.losses)
-        return joined(batch.outputs)
+        return join_outputs(batch.outputs)

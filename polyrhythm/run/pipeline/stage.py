@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from polyrhythm.errors import ScheduleError
-from polyrhythm.run.compute import Compute
+from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.run.pipeline.wrappers import local
 from polyrhythm.types import Bytes, Op, Seconds
 
-MOST_TIMES = 4096  # kept, of one thing, until somebody asks: far more than a step has
-_Span = tuple[torch.cuda.Event, torch.cuda.Event] | Seconds
+MAX_TIMINGS = 4096  # kept, of one thing, until somebody asks: far more than a step has
+_Timing = tuple[torch.cuda.Event, torch.cuda.Event] | Seconds
 
 
 @dataclass(slots=True)
-class _Held:
+class _SavedForBackward:
     """What the backward of a micro-batch needs."""
 
     inputs: list[Tensor]
@@ -43,15 +43,15 @@ class StageCompute:
     is_last: bool
     device: torch.device
     loss_fn: Callable[..., Tensor] | None = None
-    compute: Compute | None = None
-    is_watched: bool = False  # times are recorded or held back as they pass, on a GPU too
+    compute: EmulatedCompute | None = None
+    is_synchronized: bool = False  # times are recorded or held back as they pass, on a GPU too
     activation_bytes: dict[int, Bytes] = field(default_factory=dict, init=False)  # by kind
     peak_in_flight: int = field(default=0, init=False)
-    _held: dict[int, _Held] = field(default_factory=dict, init=False)
-    _spans: deque[tuple[Op, int, _Span]] = field(init=False)
+    _saved: dict[int, _SavedForBackward] = field(default_factory=dict, init=False)
+    _timings: deque[tuple[Op, int, _Timing]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._spans = deque(maxlen=MOST_TIMES)
+        self._timings = deque(maxlen=MAX_TIMINGS)
 
     def forward(
         self,
@@ -61,19 +61,21 @@ class StageCompute:
         finish: Callable[[Any], Any] = lambda returned: returned,
     ) -> Any:
         """What the module returns, as `finish` (the loss, on the last stage) leaves it."""
-        with self._timed(Op.F, kind), self._measured(kind):
+        with self._timed(Op.F, kind), self._measure_activations(kind):
             return finish(self.call(*inputs, **kwargs))
 
-    def hold(self, microbatch: int, inputs: Sequence[Any], outputs: tuple[Tensor, ...]) -> None:
+    def save_for_backward(
+        self, microbatch: int, inputs: Sequence[Any], outputs: tuple[Tensor, ...]
+    ) -> None:
         """Keep what the backward will need."""
-        needing = (x for x in inputs if isinstance(x, Tensor) and x.requires_grad)
-        received = [x for x in needing if x.is_leaf]  # pieces of what the user gave are none
-        kept = [
+        needing_grad = (x for x in inputs if isinstance(x, Tensor) and x.requires_grad)
+        received = [x for x in needing_grad if x.is_leaf]  # pieces of what the user gave are none
+        edges = [
             (y if self.is_last else get_gradient_edge(y)) if y.requires_grad else None
             for y in outputs
         ]
-        self._held[microbatch] = _Held(received, kept)
-        self.peak_in_flight = max(self.peak_in_flight, len(self._held))
+        self._saved[microbatch] = _SavedForBackward(received, edges)
+        self.peak_in_flight = max(self.peak_in_flight, len(self._saved))
 
     def loss(self, returned: Any, target: Any, loss_kwargs: dict[str, Any]) -> Tensor:
         assert self.loss_fn is not None, "checked before the step"
@@ -91,7 +93,7 @@ class StageCompute:
         self, microbatch: int, kind: int, gradients: Sequence[Tensor | None]
     ) -> list[Tensor]:
         """The gradients of the inputs that need one, given those of the outputs that do."""
-        held = self._held.pop(microbatch)
+        held = self._saved.pop(microbatch)
         with self._timed(Op.B, kind):
             pairs = [
                 (edge, g)
@@ -106,19 +108,19 @@ class StageCompute:
 
     def release(self) -> None:
         """Free what is held for backwards that will not come."""
-        self._held.clear()
+        self._saved.clear()
 
     def durations(self) -> list[tuple[Op, int, Seconds]]:
         """Operation, kind and time of what ran since this was asked last."""
-        spans = list(self._spans)
-        self._spans.clear()
+        timings = list(self._timings)
+        self._timings.clear()
         found = []
-        for op, kind, span in spans:
-            if not isinstance(span, float):
-                start, end = span
+        for op, kind, timing in timings:
+            if not isinstance(timing, float):
+                start, end = timing
                 end.synchronize()
-                span = start.elapsed_time(end) / 1e3
-            found.append((op, kind, span))
+                timing = start.elapsed_time(end) / 1e3
+            found.append((op, kind, timing))
         return found
 
     def _outside_autocast(self) -> AbstractContextManager[object]:
@@ -129,42 +131,42 @@ class StageCompute:
 
     @contextmanager
     def _timed(self, op: Op, kind: int) -> Iterator[None]:
-        if self.device.type == "cuda" and not self.is_watched:
+        if self.device.type == "cuda" and not self.is_synchronized:
             stream = torch.cuda.current_stream(self.device)
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
             start.record(stream)
             yield
             end.record(stream)
-            self._spans.append((op, kind, (start, end)))
+            self._timings.append((op, kind, (start, end)))
             return
         began = time.perf_counter()
         yield
         if self.device.type == "cuda":  # its end, not its launch, is what is watched
             torch.cuda.current_stream(self.device).synchronize()
         if self.compute is not None:
-            self.compute.hold_back(op, time.perf_counter() - began)
-        self._spans.append((op, kind, time.perf_counter() - began))
+            self.compute.slow_down(op, time.perf_counter() - began)
+        self._timings.append((op, kind, time.perf_counter() - began))
 
     @contextmanager
-    def _measured(self, kind: int) -> Iterator[None]:
+    def _measure_activations(self, kind: int) -> Iterator[None]:
         if kind in self.activation_bytes or not torch.is_grad_enabled():
             yield
             return
-        saved: dict[tuple[int, int], Bytes] = {}
+        nbytes_by_tensor: dict[tuple[int, int], Bytes] = {}
         parameters = self._parameter_storages()
 
         @torch.compiler.disable  # or it is traced as if it were part of a compiled module
-        def note(saved_tensor: Tensor) -> Tensor:
+        def record_saved(saved_tensor: Tensor) -> Tensor:
             tensor = local(saved_tensor)
             # By view, not by storage: a micro-batch is a view of the batch, which is not ours.
             if tensor.untyped_storage().data_ptr() not in parameters:
-                saved[tensor.data_ptr(), tensor.numel()] = tensor.nbytes
+                nbytes_by_tensor[tensor.data_ptr(), tensor.numel()] = tensor.nbytes
             return saved_tensor.detach()  # itself would keep its own graph alive, for ever
 
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor):
             yield
-        self.activation_bytes[kind] = sum(saved.values())
+        self.activation_bytes[kind] = sum(nbytes_by_tensor.values())
 
     def _parameter_storages(self) -> set[int]:
         if not isinstance(self.call, nn.Module):

@@ -24,16 +24,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyrhythm.errors import PeerError
-from polyrhythm.run.peers import cause_of
-from polyrhythm.run.pipeline.message import ANNOUNCEMENT, Layout, stamp, stamped
+from polyrhythm.run.comm.peer_errors import short_cause
+from polyrhythm.run.pipeline.message import (
+    ANNOUNCEMENT_BYTES,
+    MessageLayout,
+    read_timestamp,
+    write_timestamp,
+)
 from polyrhythm.types import Action, Bytes, Seconds
 
-Kind = int  # micro-batches of one kind look alike on every stage: the first one hashes its inputs
+MicrobatchKind = (
+    int  # micro-batches of one kind look alike on every stage: the first one hashes its inputs
+)
 
 # Threads wait for work that may be posted long before it is due; the deadline is kept by whoever
 # needs a message. A peer that dies closes its connections and is noticed at once.
-_PATIENCE = timedelta(days=1)
-GOODBYE: Seconds = 5.0  # for a thread that has nothing left to do
+_WAIT_TIMEOUT = timedelta(days=1)
+JOIN_TIMEOUT: Seconds = 5.0  # for a thread that has nothing left to do
 _NUM_TAGS = 2**20  # more than are ever under way at once
 
 
@@ -45,7 +52,7 @@ class Route:
     rank: int  # in that group
     peer: str
     device: torch.device
-    deadline: Seconds
+    timeout: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +60,7 @@ class Transfer:
     """One message as its receiver saw it; `sent` is read from the sender's clock."""
 
     action: Action
-    kind: Kind
+    kind: MicrobatchKind
     nbytes: Bytes
     sent: Seconds
     posted: Seconds
@@ -65,82 +72,82 @@ class _Posted:
     work: dist.Work
     buffer: Tensor
     at: Seconds
-    kind: Kind
+    kind: MicrobatchKind
     action: Action | None  # None: the layout of a kind, announced
-    layout: Layout | None
+    layout: MessageLayout | None
 
 
 class Inbox:
-    """Receives from one stage what its `expect`ed actions need; `take` waits for the next one."""
+    """Receives from one stage what its `expect`ed actions need; `get` waits for the next one."""
 
     def __init__(self, route: Route, *, announced: bool, window: int = 1) -> None:
-        """`announced`: the sender tells the layout of every kind; otherwise we `learn` it here.
+        """`from_announcement`: the sender tells the layout of every kind; otherwise we `set_layout` it here.
 
         `window`: how many messages may be under way or waiting to be used.
         """
         self.route, self.window, self._announced = route, window, announced
-        self._layouts: dict[Kind, Layout] = {}
-        self._expected: deque[tuple[Action, Kind]] = deque()
+        self._layouts: dict[MicrobatchKind, MessageLayout] = {}
+        self._expected: deque[tuple[Action, MicrobatchKind]] = deque()
         self._arrived: deque[tuple[Transfer, list[Tensor], torch.cuda.Event | None]] = deque()
         self._num_open = 0  # posted, or arrived and not yet taken
         self._num_posted = 0  # since the start: the tag
-        self._awaits_layout = False
+        self._is_awaiting_layout = False
         self._failure: str | None = None  # of the peer or the network
-        self._defect: Exception | None = None  # of our own, such as memory that ran out
+        self._local_error: Exception | None = None  # of our own, such as memory that ran out
         self._changed = threading.Condition()
         self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         self._stream = _side_stream(route.device)
         self._thread = threading.Thread(
-            target=self._wait_for_posted, name=f"receive from {route.peer}", daemon=True
+            target=self._wait_for_receives, name=f"receive from {route.peer}", daemon=True
         )
         self._thread.start()
 
-    def expect(self, messages: Sequence[tuple[Action, Kind]]) -> None:
+    def expect(self, messages: Sequence[tuple[Action, MicrobatchKind]]) -> None:
         """Say what comes next; as much as fits the window is posted at once."""
         with self._changed:
             self._expected.extend(messages)
             self._post()
 
-    def learn(self, kind: Kind, layout: Layout) -> None:
+    def set_layout(self, kind: MicrobatchKind, layout: MessageLayout) -> None:
         """Tell the layout of a kind that is not announced: of gradients, after the forward."""
         with self._changed:
             if kind not in self._layouts:
                 self._layouts[kind] = layout
                 self._post()
 
-    def layout(self, kind: Kind) -> Layout:
+    def layout(self, kind: MicrobatchKind) -> MessageLayout:
         """Of a kind that has arrived before."""
         return self._layouts[kind]
 
-    def take(
-        self, action: Action, what: str = "", patience: Seconds | None = None
+    def get(
+        self, action: Action, what: str = "", timeout: Seconds | None = None
     ) -> tuple[list[Tensor], Transfer]:
         """The tensors that `action` needs; raises PeerError when they do not come in time.
 
-        `what` tells people what is waited for, where the action does not; `patience` is another
+        `what` tells people what is waited for, where the action does not; `timeout` is another
         deadline than the route's.
         """
-        began, deadline = time.perf_counter(), patience or self.route.deadline
+        began, timeout = time.perf_counter(), timeout or self.route.timeout
         with self._changed:
             while not self._arrived:
                 waited = time.perf_counter() - began
-                silent = waited >= deadline
-                if self._defect is not None:
-                    raise self._defect
-                if silent or self._failure is not None:
+                is_timed_out = waited >= timeout
+                if self._local_error is not None:
+                    raise self._local_error
+                if is_timed_out or self._failure is not None:
                     raise PeerError(
                         self.route.peer,
                         action=what or f"receiving {action}",
                         waited=waited,
-                        cause=self._failure or f"silent for {deadline:g} s",
+                        cause=self._failure or f"silent for {timeout:g} s",
                     )
-                self._changed.wait(deadline - waited)
-            transfer, tensors, landed = self._arrived.popleft()
+                self._changed.wait(timeout - waited)
+            transfer, tensors, copy_event = self._arrived.popleft()
             assert transfer.action == action, f"{transfer.action} came in place of {action}"
             self._num_open -= 1
             self._post()
-        if landed is not None:
-            torch.cuda.current_stream(self.route.device).wait_event(landed)
+        if copy_event is not None:
+            torch.cuda.current_stream(self.route.device).wait_event(copy_event)
             for tensor in tensors:
                 tensor.record_stream(torch.cuda.current_stream(self.route.device))
         return tensors, transfer
@@ -148,41 +155,41 @@ class Inbox:
     def close(self) -> None:
         """End the thread and free what nobody took; for an inbox that awaits nothing any more."""
         self._posted.put(None)
-        self._thread.join(GOODBYE)
+        self._thread.join(JOIN_TIMEOUT)
         with self._changed:
             self._expected.clear()
             self._arrived.clear()
-            self._defect = None  # its traceback holds messages
+            self._local_error = None  # its traceback holds messages
         if not self._thread.is_alive():  # after a failure it leaves what was posted behind that
             self._posted = queue.SimpleQueue()
 
     def _post(self) -> None:
         """Post receives up to the window; with the lock held, by either thread."""
-        while self._expected and self._num_open < self.window and not self._awaits_layout:
+        while self._expected and self._num_open < self.window and not self._is_awaiting_layout:
             action, kind = self._expected[0]
             layout = self._layouts.get(kind)
             if layout is None and not self._announced:
                 return  # until it is learnt
             tag = 2 * (self._num_posted % _NUM_TAGS)
             if layout is None:
-                self._awaits_layout = True
-                posted = self._posted_receive(ANNOUNCEMENT, tag + 1, kind)
+                self._is_awaiting_layout = True
+                posted = self._post_receive(ANNOUNCEMENT_BYTES, tag + 1, kind)
             else:
                 self._expected.popleft()
                 self._num_posted += 1
                 self._num_open += 1
-                posted = self._posted_receive(layout.nbytes, tag, kind, action, layout)
+                posted = self._post_receive(layout.nbytes, tag, kind, action, layout)
             if posted is None:
                 return
             self._posted.put(posted)
 
-    def _posted_receive(
+    def _post_receive(
         self,
         nbytes: Bytes,
         tag: int,
-        kind: Kind,
+        kind: MicrobatchKind,
         action: Action | None = None,
-        layout: Layout | None = None,
+        layout: MessageLayout | None = None,
     ) -> _Posted | None:
         buffer = _buffer(nbytes, self.route.device)
         try:
@@ -193,10 +200,10 @@ class Inbox:
         at = time.perf_counter()
         return _Posted(work=work, buffer=buffer, at=at, kind=kind, action=action, layout=layout)
 
-    def _wait_for_posted(self) -> None:
+    def _wait_for_receives(self) -> None:
         while (posted := self._posted.get()) is not None:
             try:
-                posted.work.wait(_PATIENCE)
+                posted.work.wait(_WAIT_TIMEOUT)
             except RuntimeError as error:
                 with self._changed:
                     self._fail(error)
@@ -205,7 +212,7 @@ class Inbox:
                 self._receive(posted, time.perf_counter())
             except Exception as error:
                 with self._changed:
-                    self._defect = error
+                    self._local_error = error
                     self._changed.notify_all()
                 return
             del posted  # or its memory would be kept until another message is waited for
@@ -213,8 +220,8 @@ class Inbox:
     def _receive(self, posted: _Posted, arrived: Seconds) -> None:
         if posted.action is None:
             with self._changed:
-                self._layouts[posted.kind] = Layout.announced(posted.buffer)
-                self._awaits_layout = False
+                self._layouts[posted.kind] = MessageLayout.from_announcement(posted.buffer)
+                self._is_awaiting_layout = False
                 self._post()
             return
         assert posted.layout is not None, "only an announcement is received without"
@@ -222,25 +229,25 @@ class Inbox:
             action=posted.action,
             kind=posted.kind,
             nbytes=posted.layout.nbytes,
-            sent=stamped(posted.buffer),
+            sent=read_timestamp(posted.buffer),
             posted=posted.at,
             arrived=arrived,
         )
-        tensors, landed = posted.layout.views(posted.buffer), None
+        tensors, copy_event = posted.layout.views(posted.buffer), None
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 whole = posted.buffer.to(self.route.device, non_blocking=True)
-                landed = self._stream.record_event()
+                copy_event = self._stream.record_event()
             tensors = posted.layout.views(whole)
         for tensor, spec in zip(tensors, posted.layout.specs, strict=True):
             tensor.requires_grad_(spec.needs_grad)
         with self._changed:
-            self._arrived.append((transfer, tensors, landed))
+            self._arrived.append((transfer, tensors, copy_event))
             self._changed.notify_all()
 
     def _fail(self, error: RuntimeError) -> None:
         # As text: an exception that is kept would keep the group's sockets open.
-        self._failure = cause_of(error)
+        self._failure = short_cause(error)
         self._changed.notify_all()
 
 
@@ -249,38 +256,40 @@ class Outbox:
 
     def __init__(self, route: Route, *, announces: bool) -> None:
         self.route, self._announces = route, announces
-        self._announced: dict[Kind, Layout] = {}
+        self._announced: dict[MicrobatchKind, MessageLayout] = {}
         self._num_sent = 0
-        self._under_way: deque[str] = deque()  # what has not left yet
-        self._last_left: Seconds = 0.0
+        self._in_flight: deque[str] = deque()  # what has not left yet
+        self._last_sent_at: Seconds = 0.0
         self._failure: tuple[str, str] | None = None  # what was sent, and what went wrong
-        self._defect: Exception | None = None  # of our own
+        self._local_error: Exception | None = None  # of our own
         self._changed = threading.Condition()
-        self._leaving: queue.SimpleQueue[tuple[str, Tensor, Callable[[], object]] | None]
-        self._leaving = queue.SimpleQueue()
+        self._sends: queue.SimpleQueue[tuple[str, Tensor, Callable[[], object]] | None]
+        self._sends = queue.SimpleQueue()
         self._stream = _side_stream(route.device)
         self._thread = threading.Thread(
-            target=self._wait_for_leaving, name=f"send to {route.peer}", daemon=True
+            target=self._wait_for_sends, name=f"send to {route.peer}", daemon=True
         )
         self._thread.start()
 
-    def layout(self, kind: Kind) -> Layout | None:
+    def layout(self, kind: MicrobatchKind) -> MessageLayout | None:
         """What was announced of a kind."""
         return self._announced.get(kind)
 
-    def send(self, action: Action, kind: Kind, tensors: Sequence[Tensor], layout: Layout) -> None:
+    def send(
+        self, action: Action, kind: MicrobatchKind, tensors: Sequence[Tensor], layout: MessageLayout
+    ) -> None:
         self._raise_failure(0.0)
         tag = 2 * (self._num_sent % _NUM_TAGS)
         self._num_sent += 1
         if self._announces and kind not in self._announced:
             self._announced[kind] = layout
-            told = layout.announcement()
-            self._see_off(f"layout of {action}", told, self._started(told, tag + 1))
+            payload = layout.announcement()
+            self._track_send(f"layout of {action}", payload, self._start_send(payload, tag + 1))
         buffer = _buffer(layout.nbytes, self.route.device)
         if self._stream is None:
             layout.pack(tensors, buffer)
-            stamp(buffer, time.perf_counter())
-            self._see_off(str(action), buffer, self._started(buffer, tag))
+            write_timestamp(buffer, time.perf_counter())
+            self._track_send(str(action), buffer, self._start_send(buffer, tag))
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.route.device))
         with torch.cuda.stream(self._stream):
@@ -288,80 +297,80 @@ class Outbox:
             packed = self._stream.record_event()
         for tensor in tensors:
             tensor.record_stream(self._stream)
-        self._see_off(str(action), buffer, partial(self._started_when, packed, buffer, tag))
+        self._track_send(str(action), buffer, partial(self._start_send_after, packed, buffer, tag))
 
     def drain(self) -> None:
         """Wait until all has left; raises PeerError when nothing leaves for the deadline."""
         began = time.perf_counter()
         with self._changed:
-            while self._under_way and self._failure is None and self._defect is None:
-                waited = time.perf_counter() - max(began, self._last_left)
-                if waited >= self.route.deadline:
-                    cause = f"it took nothing for {self.route.deadline:g} s"
-                    self._failure = (self._under_way[0], cause)
+            while self._in_flight and self._failure is None and self._local_error is None:
+                waited = time.perf_counter() - max(began, self._last_sent_at)
+                if waited >= self.route.timeout:
+                    cause = f"it took nothing for {self.route.timeout:g} s"
+                    self._failure = (self._in_flight[0], cause)
                     break
-                self._changed.wait(self.route.deadline - waited)
+                self._changed.wait(self.route.timeout - waited)
             self._raise_failure(time.perf_counter() - began)
 
     def close(self) -> None:
         """End the thread and free what has not left; for an outbox that is drained, or broken."""
-        self._leaving.put(None)
-        self._thread.join(GOODBYE)
-        self._defect = None  # its traceback holds messages
+        self._sends.put(None)
+        self._thread.join(JOIN_TIMEOUT)
+        self._local_error = None  # its traceback holds messages
         if not self._thread.is_alive():
-            self._leaving = queue.SimpleQueue()
+            self._sends = queue.SimpleQueue()
 
-    def _started(self, buffer: Tensor, tag: int) -> Callable[[], object]:
+    def _start_send(self, buffer: Tensor, tag: int) -> Callable[[], object]:
         """Start to send; what is returned waits for the end."""
         try:
             work = self.route.group.send([buffer], self.route.rank, tag)
         except RuntimeError as error:
-            return partial(_raise_again, cause_of(error))
-        return partial(work.wait, _PATIENCE)
+            return partial(_raise_error, short_cause(error))
+        return partial(work.wait, _WAIT_TIMEOUT)
 
-    def _started_when(self, packed: torch.cuda.Event, buffer: Tensor, tag: int) -> None:
+    def _start_send_after(self, packed: torch.cuda.Event, buffer: Tensor, tag: int) -> None:
         packed.synchronize()
-        stamp(buffer, time.perf_counter())
-        self._started(buffer, tag)()
+        write_timestamp(buffer, time.perf_counter())
+        self._start_send(buffer, tag)()
 
-    def _see_off(self, what: str, buffer: Tensor, wait: Callable[[], object]) -> None:
+    def _track_send(self, what: str, buffer: Tensor, wait: Callable[[], object]) -> None:
         with self._changed:
-            self._under_way.append(what)
-        self._leaving.put((what, buffer, wait))  # the buffer must live until it has left
+            self._in_flight.append(what)
+        self._sends.put((what, buffer, wait))  # the buffer must live until it has left
 
-    def _wait_for_leaving(self) -> None:
-        while (leaving := self._leaving.get()) is not None:
-            what, _, wait = leaving
+    def _wait_for_sends(self) -> None:
+        while (sending := self._sends.get()) is not None:
+            what, _, wait = sending
             failure: str | None = None
-            defect: Exception | None = None
+            local_error: Exception | None = None
             try:
                 wait()
             except torch.OutOfMemoryError as error:
-                defect = error
+                local_error = error
             except RuntimeError as error:
-                failure = cause_of(error)
+                failure = short_cause(error)
             except Exception as error:
-                defect = error
-            del leaving, _, wait
+                local_error = error
+            del sending, _, wait
             with self._changed:
-                self._under_way.popleft()
-                self._last_left = time.perf_counter()
+                self._in_flight.popleft()
+                self._last_sent_at = time.perf_counter()
                 if failure is not None:
                     self._failure = (what, failure)
-                self._defect = defect
+                self._local_error = local_error
                 self._changed.notify_all()
-            if failure is not None or defect is not None:
+            if failure is not None or local_error is not None:
                 return
 
     def _raise_failure(self, waited: Seconds) -> None:
-        if self._defect is not None:
-            raise self._defect
+        if self._local_error is not None:
+            raise self._local_error
         if self._failure is not None:
             what, cause = self._failure
             raise PeerError(self.route.peer, action=f"sending {what}", waited=waited, cause=cause)
 
 
-def _raise_again(cause: str) -> None:
+def _raise_error(cause: str) -> None:
     raise RuntimeError(cause)
 
 

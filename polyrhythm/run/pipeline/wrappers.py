@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from polyrhythm.errors import ScheduleError
-from polyrhythm.run.pipeline import parts
+from polyrhythm.run.pipeline import stage_modules
 
 _WHOLE_STEP = "average the gradients after step(), or use fully_shard, which is told when to"
 
@@ -39,7 +39,7 @@ def check_module(module: nn.Module, *, stage: int, is_tuned: bool, flush: bool) 
                 expected="a module that can run several forwards before the first backward",
                 fix="shard the module with torch.distributed.fsdp.fully_shard instead",
             )
-        if _is_left_early(inner) and isinstance(inner, FSDPModule):
+        if _exits_early(inner) and isinstance(inner, FSDPModule):
             raise ScheduleError(
                 f"{where} is sharded around layers of which the next stages hold some",
                 expected="no fully_shard on a module whose forward ends at the next stage: "
@@ -56,9 +56,9 @@ def check_module(module: nn.Module, *, stage: int, is_tuned: bool, flush: bool) 
         )
 
 
-def _is_left_early(module: nn.Module) -> bool:
+def _exits_early(module: nn.Module) -> bool:
     """Whether its forward ends where the first layer of the next stage would be called."""
-    return any(isinstance(m, parts.Exit) for m in module.modules() if m is not module)
+    return any(isinstance(m, stage_modules.ExitLayer) for m in module.modules() if m is not module)
 
 
 def is_shared(module: nn.Module) -> bool:
@@ -67,14 +67,14 @@ def is_shared(module: nn.Module) -> bool:
     return any(isinstance(t, DTensor) and t.device_mesh.size() > 1 for t in tensors)
 
 
-class Sharded:
+class ShardedModules:
     """The modules of a stage that FSDP2 shards."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
 
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulation_context(self) -> Iterator[None]:
         """Backwards in this block leave their gradients to the first one after it."""
         self._reduce(False)
         yield

@@ -5,22 +5,22 @@ from dataclasses import dataclass
 from polyrhythm.errors import LaunchError
 from polyrhythm.types import Seconds
 
-_LONGEST: Seconds = 86_400.0  # a day; timers overflow at some point beyond
+_MAX_SECONDS: Seconds = 86_400.0  # a day; timers overflow at some point beyond
 # A stream that was too short is doubled: 2 times as long as meant, with its first piece 2.5 times.
 _OVERSHOOT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class ProbeEffort:
     seconds: Seconds = 0.2  # that the transfer from which a bandwidth is taken lasts, at the least
     repeat: int = 5  # measurements of each thing
-    patience: Seconds = 20.0  # for one pair: beyond it, no more is begun than must be
-    deadline: Seconds = 60.0  # for one message, or for those of one stream
+    pair_timeout: Seconds = 20.0  # for one pair: beyond it, no more is begun than must be
+    timeout: Seconds = 60.0  # for one message, or for those of one stream
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "patience", "deadline"):
+        for name in ("seconds", "pair_timeout", "timeout"):
             value = getattr(self, name)
-            if not 0 < value <= _LONGEST:
+            if not 0 < value <= _MAX_SECONDS:
                 raise LaunchError(
                     f"--{name} {value:g}",
                     expected="seconds, above 0 and within a day",
@@ -31,36 +31,36 @@ class Effort:
                 f"--repeat {self.repeat}", expected="1 to 1000", fix="leave --repeat out for 5"
             )
 
-        if self.deadline < _OVERSHOOT * self.seconds:
+        if self.timeout < _OVERSHOOT * self.seconds:
             raise LaunchError(
-                f"--deadline {self.deadline:g} with --seconds {self.seconds:g}: a transfer would "
+                f"--deadline {self.timeout:g} with --seconds {self.seconds:g}: a transfer would "
                 "be given up as lost before it ends",
                 expected=f"a deadline of {_OVERSHOOT} times --seconds at the least",
                 fix=f"--deadline {_OVERSHOOT * self.seconds:g}, "
-                f"or --seconds {self.deadline / _OVERSHOOT:g}",
+                f"or --seconds {self.timeout / _OVERSHOOT:g}",
             )
 
     @property
     def longest_stream(self) -> Seconds:
         """What a transfer may be meant to last: it may last longer, but not over the deadline."""
-        return self.deadline / _OVERSHOOT
+        return self.timeout / _OVERSHOOT
 
     @property
-    def round_deadline(self) -> Seconds:
+    def round_timeout(self) -> Seconds:
         """For a process to be done with its pair: longer than all that it may wait for there.
 
         Those are echoes while it has patience and two more, streams while it has patience, one
         begun just before and three that must be, and the word that it was the last. So who is
         waited for here has given up a silent partner before, and says so.
         """
-        return 8 * self.deadline + 2 * self.patience
+        return 8 * self.timeout + 2 * self.pair_timeout
 
     @property
-    def speed_deadline(self) -> Seconds:
+    def speed_timeout(self) -> Seconds:
         """For a process to have measured its device, a second or less at a time."""
-        return self.round_deadline + 2 * self.repeat
+        return self.round_timeout + 2 * self.repeat
 
     @property
-    def silence(self) -> Seconds:
+    def stall_timeout(self) -> Seconds:
         """Without a new round: longer than all may wait for one another, and nobody complain."""
-        return 3 * self.speed_deadline
+        return 3 * self.speed_timeout

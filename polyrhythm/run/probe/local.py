@@ -7,11 +7,11 @@ from pathlib import Path
 from polyrhythm.describe.measure import device_of
 from polyrhythm.errors import PeerError, WorkerError
 from polyrhythm.processes import BAD_INPUT, PEER_LOST, Child
-from polyrhythm.run.launch import LocalJob
+from polyrhythm.run.comm.launch import LocalJob
 from polyrhythm.types import Seconds
 
-_ASKING: Seconds = 120.0  # for a GPU: the first use of a driver may take its time
-_NUM_LAST_WORDS = 20  # lines
+_GPU_CHECK_TIMEOUT: Seconds = 120.0  # for a GPU: the first use of a driver may take its time
+_NUM_TAIL_LINES = 20  # lines
 
 
 def check_device(name: str, folder: Path) -> None:
@@ -20,44 +20,46 @@ def check_device(name: str, folder: Path) -> None:
         return
     child = Child(lambda: device_of(name), output=folder / "device.log")
     try:
-        is_there = child.wait(_ASKING) == 0
+        is_there = child.wait(_GPU_CHECK_TIMEOUT) == 0
     finally:
         child.end()
     if not is_there:
         device_of(name)
 
 
-def watch(job: LocalJob, progress: Path, say: Callable[[str], object], *, silence: Seconds) -> None:
+def watch(
+    job: LocalJob, progress: Path, say: Callable[[str], object], *, stall_timeout: Seconds
+) -> None:
     """Wait for the end of a job whose rank 0 writes how far it is, and pass that on.
 
     Raises WorkerError, with the end of what the worker printed: its file may not stay. Raises
     PeerError if there is no progress for so long that some process should have complained.
     """
-    heard, ends = "", time.monotonic() + silence
+    shown, deadline = "", time.monotonic() + stall_timeout
     try:
         while not job.wait(0.2):
             text = progress.read_text() if progress.exists() else ""
-            if text != heard:
-                heard, ends = text, time.monotonic() + silence
+            if text != shown:
+                shown, deadline = text, time.monotonic() + stall_timeout
                 say(text)
-            elif time.monotonic() > ends:
+            elif time.monotonic() > deadline:
                 raise PeerError(
                     "all processes",
-                    action=f"measuring {heard}",
-                    waited=silence,
+                    action=f"measuring {shown}",
+                    waited=stall_timeout,
                     cause="no progress, and no complaint",
                 )
     except WorkerError as error:
-        raise _with_last_words(error) from None
+        raise _with_output_tail(error) from None
 
 
-def _with_last_words(error: WorkerError) -> WorkerError:
+def _with_output_tail(error: WorkerError) -> WorkerError:
     reason = error.reason
     # A refusal and a lost peer are told in full by the reason.
     if error.output is not None and error.status not in (BAD_INPUT, PEER_LOST):
         lines = Path(error.output).read_text(errors="replace").rstrip().splitlines()
         reason += "\n  its last words:" + "".join(
-            f"\n    {each}" for each in lines[-_NUM_LAST_WORDS:]
+            f"\n    {each}" for each in lines[-_NUM_TAIL_LINES:]
         )
     return WorkerError(
         error.rank, f"worker of rank {error.rank}", reason, status=error.status, output=None

@@ -17,16 +17,16 @@ import torch
 
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.measure import device_flops, device_of, device_text
-from polyrhythm.describe.pairs import apart, matchings
+from polyrhythm.describe.pairs import disjoint_rounds, round_robin_pairs
 from polyrhythm.describe.sample import Sample
-from polyrhythm.run.launch import Place
+from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.machine import usable_memory
-from polyrhythm.run.probe.effort import Effort
+from polyrhythm.run.probe.channel import PeerChannel
+from polyrhythm.run.probe.effort import ProbeEffort
 from polyrhythm.run.probe.link import as_source, as_target
-from polyrhythm.run.probe.talk import Talk
 from polyrhythm.types import Bytes, Seconds
 
-_JOINING: Seconds = 30.0
+_JOIN_TIMEOUT: Seconds = 30.0
 _Matrix = tuple[tuple[float, ...], ...]
 
 
@@ -37,10 +37,10 @@ class ProbeOptions:
     device: str = "auto"
     dtype: str = "float32"
     all_at_once: bool = False  # pairs side by side that touch the same machine
-    effort: Effort = field(default_factory=Effort)
+    effort: ProbeEffort = field(default_factory=ProbeEffort)
 
 
-class _Member(msgspec.Struct, frozen=True):
+class _ProcessInfo(msgspec.Struct, frozen=True):
     """What a process says of itself."""
 
     name: str
@@ -51,7 +51,7 @@ class _Member(msgspec.Struct, frozen=True):
     flops: Sample
 
 
-class _Found(msgspec.Struct):
+class _LinkSamples(msgspec.Struct):
     """What a process has measured, by the rank at the other end."""
 
     latency: dict[int, Sample] = {}  # of what it sends
@@ -59,34 +59,37 @@ class _Found(msgspec.Struct):
 
 
 def probe(
-    place: Place, name: str, options: ProbeOptions, say: Callable[[str], object] = lambda text: None
+    ctx: DistContext,
+    name: str,
+    options: ProbeOptions,
+    say: Callable[[str], object] = lambda text: None,
 ) -> Cluster | None:
     """Take part as the process of this place, on the device `name`; rank 0 gets the cluster.
 
     Raises PeerError with the name of a process that is lost.
     """
-    device = device_of(options.device, index=place.local_rank)
+    device = device_of(options.device, index=ctx.local_rank)
     effort = options.effort
     # Machines start at different times: nobody is lost that is some seconds late for the beginning.
-    with place.joined(max(_JOINING, effort.deadline)):
-        talk = Talk(rank=place.rank, world_size=place.world_size, deadline=effort.deadline)
+    with ctx.process_group(max(_JOIN_TIMEOUT, effort.timeout)):
+        channel = PeerChannel(rank=ctx.rank, world_size=ctx.world_size, timeout=effort.timeout)
         say("the speed of devices")
-        members = _introduce(talk, _own(name, device, options), effort)
-        talk.names = _distinct([member.name for member in members])
-        found = _Found(latency={}, bandwidth={})
+        members = _all_gather_info(channel, _local_info(name, device, options), effort)
+        channel.names = _distinct([member.name for member in members])
+        found = _LinkSamples(latency={}, bandwidth={})
         rounds = _rounds([member.machine for member in members], options.all_at_once)
         for number, pairs in enumerate(rounds, start=1):
             say(f"links: round {number} of {len(rounds)}")
-            _play_round(talk, pairs, found, effort)
-        every = _gather(talk, found, effort)
-    return _cluster(talk.names, members, every, options) if place.rank == 0 else None
+            _measure_round(channel, pairs, found, effort)
+        every = _gather(channel, found, effort)
+    return _cluster(channel.names, members, every, options) if ctx.rank == 0 else None
 
 
-def _own(name: str, device: torch.device, options: ProbeOptions) -> _Member:
+def _local_info(name: str, device: torch.device, options: ProbeOptions) -> _ProcessInfo:
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return _Member(
+    return _ProcessInfo(
         name=name,
         machine=machine,
         text=device_text(device),
@@ -97,17 +100,23 @@ def _own(name: str, device: torch.device, options: ProbeOptions) -> _Member:
     )
 
 
-def _introduce(talk: Talk, own: _Member, effort: Effort) -> list[_Member]:
+def _all_gather_info(
+    channel: PeerChannel, own: _ProcessInfo, effort: ProbeEffort
+) -> list[_ProcessInfo]:
     """All members, by rank, known to all."""
-    action, within = "introducing themselves", effort.speed_deadline
-    if talk.rank == 0:
-        heard = [talk.hear(rank, action=action, within=within) for rank in talk.others]
-        members = [own, *(msgspec.json.decode(each, type=_Member) for each in heard)]
-        for rank in talk.others:
-            talk.tell(msgspec.json.encode(members), rank, action=action, within=within)
+    action, timeout = "introducing themselves", effort.speed_timeout
+    if channel.rank == 0:
+        replies = [
+            channel.receive_bytes(rank, action=action, timeout=timeout) for rank in channel.others
+        ]
+        members = [own, *(msgspec.json.decode(each, type=_ProcessInfo) for each in replies)]
+        for rank in channel.others:
+            channel.send_bytes(msgspec.json.encode(members), rank, action=action, timeout=timeout)
         return members
-    talk.tell(msgspec.json.encode(own), 0, action=action, within=within)
-    return msgspec.json.decode(talk.hear(0, action=action, within=within), type=list[_Member])
+    channel.send_bytes(msgspec.json.encode(own), 0, action=action, timeout=timeout)
+    return msgspec.json.decode(
+        channel.receive_bytes(0, action=action, timeout=timeout), type=list[_ProcessInfo]
+    )
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
@@ -120,41 +129,46 @@ def _rounds(machines: Sequence[str], all_at_once: bool) -> list[list[tuple[int, 
     machine = dict(enumerate(machines))
     return [
         together
-        for pairs in matchings(range(len(machines)))
-        for together in ([pairs] if all_at_once else apart(pairs, machine))
+        for pairs in round_robin_pairs(range(len(machines)))
+        for together in ([pairs] if all_at_once else disjoint_rounds(pairs, machine))
     ]
 
 
-def _play_round(
-    talk: Talk, pairs: Sequence[tuple[int, int]], found: _Found, effort: Effort
+def _measure_round(
+    channel: PeerChannel, pairs: Sequence[tuple[int, int]], found: _LinkSamples, effort: ProbeEffort
 ) -> None:
     """Measure this process's pair, if it has one, and wait for all others."""
     for source, target in pairs:
-        if talk.rank == source:
-            found.latency[target] = as_source(talk, target, effort)
-        elif talk.rank == target:
-            found.bandwidth[source] = as_target(talk, source, effort)
-    talk.go_on_together("a round of pairs", within=effort.round_deadline)
+        if channel.rank == source:
+            found.latency[target] = as_source(channel, target, effort)
+        elif channel.rank == target:
+            found.bandwidth[source] = as_target(channel, source, effort)
+    channel.barrier("a round of pairs", timeout=effort.round_timeout)
 
 
-def _gather(talk: Talk, found: _Found, effort: Effort) -> list[_Found]:
+def _gather(channel: PeerChannel, found: _LinkSamples, effort: ProbeEffort) -> list[_LinkSamples]:
     """On rank 0, what everybody found, by rank; elsewhere nothing."""
-    action, within = "collecting the figures", effort.round_deadline
-    if talk.rank > 0:
-        talk.tell(msgspec.json.encode(found), 0, action=action, within=within)
+    action, timeout = "collecting the figures", effort.round_timeout
+    if channel.rank > 0:
+        channel.send_bytes(msgspec.json.encode(found), 0, action=action, timeout=timeout)
         return []
-    heard = [talk.hear(rank, action=action, within=within) for rank in talk.others]
-    return [found, *(msgspec.json.decode(each, type=_Found) for each in heard)]
+    replies = [
+        channel.receive_bytes(rank, action=action, timeout=timeout) for rank in channel.others
+    ]
+    return [found, *(msgspec.json.decode(each, type=_LinkSamples) for each in replies)]
 
 
-def _memories(members: Sequence[_Member]) -> list[Bytes]:
+def _memory_shares(members: Sequence[_ProcessInfo]) -> list[Bytes]:
     """What each can have of a memory that it shares."""
     sharing = Counter(member.memory_of for member in members)
     return [member.memory // sharing[member.memory_of] for member in members]
 
 
 def _cluster(
-    names: Sequence[str], members: Sequence[_Member], every: Sequence[_Found], options: ProbeOptions
+    names: Sequence[str],
+    members: Sequence[_ProcessInfo],
+    every: Sequence[_LinkSamples],
+    options: ProbeOptions,
 ) -> Cluster:
     devices = [
         Device(
@@ -165,7 +179,7 @@ def _cluster(
             flops=member.flops.median,
             flops_spread=member.flops.spread,
         )
-        for name, member, memory in zip(names, members, _memories(members), strict=True)
+        for name, member, memory in zip(names, members, _memory_shares(members), strict=True)
     ]
     num_machines = len({member.machine for member in members})
     kinds = "; ".join(dict.fromkeys(member.text for member in members))

@@ -17,14 +17,14 @@ from polyrhythm.describe.measure import finish
 from polyrhythm.describe.model import AtSize, Layer
 from polyrhythm.describe.sample import Sample
 from polyrhythm.errors import DescriptionError
+from polyrhythm.run.profile.layer_io import describe_layer_errors, detached_copy, tensors_of
 from polyrhythm.run.profile.memory import forward_memory
-from polyrhythm.run.profile.passed import fresh, telling, tensors_of
-from polyrhythm.run.profile.subject import Subject
+from polyrhythm.run.profile.profiled_model import ProfiledModel
 from polyrhythm.types import Bytes, Seconds
 
 
-def measured_layers(
-    subject: Subject,
+def measure_layers(
+    model: ProfiledModel,
     *,
     size: int,
     other_sizes: Sequence[int],
@@ -32,25 +32,23 @@ def measured_layers(
     device: torch.device,
     optional: Sequence[int] = (),
     say: Callable[[str], None] = lambda text: None,
-    note: Callable[[str], None] = lambda text: None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[Layer, ...]:
     """Every layer with micro-batches of `size`, and in its `sizes` with those of other sizes.
 
     A size that is `optional` is left out, with a note, if a layer cannot do it.
     """
-    with torch.enable_grad(), _training(subject.layers):
+    with torch.enable_grad(), _train_mode(model.layers):
         memory: dict[int, list[tuple[Bytes, Bytes]]] = {}
         for each in (size, *other_sizes):
             say(f"micro-batches of {each}: memory")
             try:
-                memory[each] = forward_memory(subject.layers, subject.sized(each), each)
+                memory[each] = forward_memory(model.layers, model.resized_example(each), each)
             except DescriptionError as error:
                 if each not in optional:
                     raise
-                note(f"left out micro-batches of {each}: {error.wrong}")
-        found = {
-            each: _at_size(subject, each, memory[each], repeat, device, say) for each in memory
-        }
+                warn(f"left out micro-batches of {each}: {error.wrong}")
+        found = {each: _at_size(model, each, memory[each], repeat, device, say) for each in memory}
     others = sorted(found.keys() - {size})
     return tuple(
         Layer(
@@ -64,12 +62,12 @@ def measured_layers(
             backward_spread=found[size][place].backward.spread,
             sizes=tuple(found[other][place].at(other) for other in others),
         )
-        for place, (name, layer) in enumerate(subject.layers.items())
+        for place, (name, layer) in enumerate(model.layers.items())
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _LayerSamples:
     forward: Sample
     backward: Sample
     output_bytes: Bytes
@@ -86,7 +84,7 @@ class _Found:
 
 
 @contextmanager
-def _training(layers: dict[str, nn.Module]) -> Iterator[None]:
+def _train_mode(layers: dict[str, nn.Module]) -> Iterator[None]:
     """All in training mode, and afterwards as they were: it is training that is planned for."""
     modules = [module for layer in layers.values() for module in layer.modules()]
     modes = [module.training for module in modules]
@@ -100,25 +98,27 @@ def _training(layers: dict[str, nn.Module]) -> Iterator[None]:
 
 
 def _at_size(
-    subject: Subject,
+    model: ProfiledModel,
     size: int,
     memory: list[tuple[Bytes, Bytes]],
     repeat: int,
     device: torch.device,
     say: Callable[[str], None],
-) -> list[_Found]:
+) -> list[_LayerSamples]:
     # Sweeps over all layers: a slow moment of the machine spoils one time of each, not all of one.
     sweeps: list[list[tuple[Seconds, Seconds]]] = []
     for number in range(repeat + 1):  # the first one warms up
         say(f"micro-batches of {size}: run {number} of {repeat}")
-        sweeps.append(list(_sweep(subject.layers, subject.sized(size), size, device)))
-    for layer in subject.layers.values():
+        sweeps.append(list(_sweep(model.layers, model.resized_example(size), size, device)))
+    for layer in model.layers.values():
         layer.zero_grad()
     found = []
     per_layer = zip(*sweeps[1:], strict=True)
     for (output_bytes, stored_bytes), times in zip(memory, per_layer, strict=True):
         forwards, backwards = zip(*times, strict=True)
-        found.append(_Found(Sample.of(forwards), Sample.of(backwards), output_bytes, stored_bytes))
+        found.append(
+            _LayerSamples(Sample.of(forwards), Sample.of(backwards), output_bytes, stored_bytes)
+        )
     return found
 
 
@@ -127,16 +127,16 @@ def _sweep(
 ) -> Iterator[tuple[Seconds, Seconds]]:
     """Forward and backward of one layer after the other."""
     for name, layer in layers.items():
-        with telling(name, "forward", size):
+        with describe_layer_errors(name, "forward", size):
             finish(device)
             began = time.perf_counter()
             value = layer(*arguments)
             finish(device)
             forward = time.perf_counter() - began
         outputs = [tensor for tensor in tensors_of(value, name) if tensor.requires_grad]
-        with telling(name, "backward", size):
+        with describe_layer_errors(name, "backward", size):
             gradients = [torch.ones_like(output) for output in outputs]
-            arguments = (fresh(value),)
+            arguments = (detached_copy(value),)
             finish(device)
             began = time.perf_counter()
             if outputs:  # else nothing in it learns

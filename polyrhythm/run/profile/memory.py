@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyrhythm.run.profile.passed import telling, tensors_of
+from polyrhythm.run.profile.layer_io import describe_layer_errors, tensors_of
 from polyrhythm.types import Bytes
 
 
@@ -19,24 +19,24 @@ def forward_memory(
     layers: dict[str, nn.Module], arguments: tuple[Any, ...], size: int
 ) -> list[tuple[Bytes, Bytes]]:
     """Bytes of each layer's output, and of what it keeps, in one forward of the whole model."""
-    kept: list[list[weakref.ref[_Kept]]] = []
+    kept: list[list[weakref.ref[_SavedTensor]]] = []
     outputs: list[Bytes] = []
     for name, layer in layers.items():
         kept.append([])
-        with telling(name, "forward", size), _noting(kept[-1]):
+        with describe_layer_errors(name, "forward", size), _record_saved_tensors(kept[-1]):
             value = layer(*arguments)
         outputs.append(sum(tensor.nbytes for tensor in tensors_of(value, name)))
         arguments = (value,)
     counted: set[int] = set()
     stored: list[Bytes] = []
     for layer, holders in zip(reversed(layers.values()), reversed(kept), strict=True):
-        storages = _alive(holders, layer)
+        storages = _live_storages(holders, layer)
         stored.insert(0, sum(storages[each] for each in storages.keys() - counted))
         counted |= storages.keys()
     return list(zip(outputs, stored, strict=True))
 
 
-class _Kept:
+class _SavedTensor:
     """What autograd holds instead of a saved tensor: it dies with the graph that needs it."""
 
     __slots__ = ("__weakref__", "tensor")
@@ -45,7 +45,7 @@ class _Kept:
         self.tensor = tensor.detach()  # itself would keep its own graph alive, for ever
 
 
-def _alive(holders: list[weakref.ref[_Kept]], layer: nn.Module) -> dict[int, Bytes]:
+def _live_storages(holders: list[weakref.ref[_SavedTensor]], layer: nn.Module) -> dict[int, Bytes]:
     """The bytes of each storage that is still held, by its address, but for the layer's own."""
     held = [holder.tensor.untyped_storage() for each in holders if (holder := each()) is not None]
     # Asked for after the forward: a lazy layer has none before.
@@ -56,9 +56,11 @@ def _alive(holders: list[weakref.ref[_Kept]], layer: nn.Module) -> dict[int, Byt
     return {each.data_ptr(): each.nbytes() for each in held if each.data_ptr() not in own}
 
 
-def _noting(kept: list[weakref.ref[_Kept]]) -> torch.autograd.graph.saved_tensors_hooks:
-    def note(tensor: Tensor) -> _Kept:
-        holder = _Kept(tensor)
+def _record_saved_tensors(
+    kept: list[weakref.ref[_SavedTensor]],
+) -> torch.autograd.graph.saved_tensors_hooks:
+    def note(tensor: Tensor) -> _SavedTensor:
+        holder = _SavedTensor(tensor)
         kept.append(weakref.ref(holder))
         return holder
 

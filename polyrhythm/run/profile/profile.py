@@ -7,11 +7,11 @@ import torch
 from polyrhythm.describe.factory import call_factory
 from polyrhythm.describe.measure import device_flops, device_of, device_text
 from polyrhythm.describe.model import ModelProfile
-from polyrhythm.run.profile.layers import measured_layers
-from polyrhythm.run.profile.subject import Subject
+from polyrhythm.run.profile.layers import measure_layers
+from polyrhythm.run.profile.profiled_model import ProfiledModel
 
 
-def measured_profile(
+def measure_profile(
     source: str,
     *,
     sizes: Sequence[int] = (),
@@ -20,7 +20,7 @@ def measured_profile(
     dtype: str | None = None,
     measured_at: str = "",
     say: Callable[[str], None] = lambda text: None,
-    note: Callable[[str], None] = lambda text: None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
     """The profile of what `module:factory` makes; the first of `sizes` is its own.
 
@@ -29,11 +29,11 @@ def measured_profile(
     """
     where = device_of(device)
     say("nothing yet: the factory is at work")
-    subject = Subject.of(call_factory(source), source=source)
+    subject = ProfiledModel.of(call_factory(source), source=source)
     number = None if dtype is None else getattr(torch, dtype)
     subject = subject.to(where, number)
     own, *others = sizes or reversed(subject.default_sizes())
-    layers = measured_layers(
+    layers = measure_layers(
         subject,
         size=own,
         other_sizes=others,
@@ -41,7 +41,7 @@ def measured_profile(
         repeat=repeat,
         device=where,
         say=say,
-        note=note,
+        warn=warn,
     )
     say("the speed of the device")
     number = number or _type_of(subject)
@@ -58,7 +58,7 @@ def measured_profile(
     )
 
 
-def _type_of(subject: Subject) -> torch.dtype:
+def _type_of(subject: ProfiledModel) -> torch.dtype:
     """The type of most of the model's numbers; float32 for one without any."""
     count: dict[torch.dtype, int] = {}
     for layer in subject.layers.values():

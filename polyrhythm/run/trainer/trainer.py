@@ -27,35 +27,35 @@ from torch.utils.data import Dataset
 from polyrhythm.errors import LaunchError
 from polyrhythm.events import EventLog, Value, worker_log
 from polyrhythm.plan.plan import AUTO, Plan
-from polyrhythm.processes import TOLD_TO_END
-from polyrhythm.run.checkpoint.export import hugging_face_facts
-from polyrhythm.run.compute import SCENARIO, Compute
-from polyrhythm.run.data.loading import Samples
-from polyrhythm.run.data.order import Order
-from polyrhythm.run.data.reading import order_of, reader_of
+from polyrhythm.processes import TERMINATED
+from polyrhythm.run.checkpoint.export import hugging_face_configs
+from polyrhythm.run.data.loader import SampleLoader
+from polyrhythm.run.data.order import SampleOrder
+from polyrhythm.run.data.reader import make_order, make_reader
+from polyrhythm.run.emulated_compute import SCENARIO, EmulatedCompute
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.run.trainer.assignment import Assignment, Progress
-from polyrhythm.run.trainer.choosing import batches_of, plan_of, shares_of
-from polyrhythm.run.trainer.cutting import Cut, build
-from polyrhythm.run.trainer.evaluating import evaluate
-from polyrhythm.run.trainer.fitting import Fitting
-from polyrhythm.run.trainer.folder import claimed
-from polyrhythm.run.trainer.keeping import Keeping
-from polyrhythm.run.trainer.loop import Loss, StepEnd
-from polyrhythm.run.trainer.members import join
-from polyrhythm.run.trainer.notice import Notice
-from polyrhythm.run.trainer.placing import Processes
-from polyrhythm.run.trainer.settings import Settings
-from polyrhythm.run.trainer.telling import FIRST, agree
-from polyrhythm.run.trainer.together import Alone
-from polyrhythm.schedule.recipe import Recipe
+from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
+from polyrhythm.run.trainer.config import TrainerConfig
+from polyrhythm.run.trainer.evaluate import evaluate
+from polyrhythm.run.trainer.fit_context import FitContext, TrainProgress
+from polyrhythm.run.trainer.fit_loop import FitLoop
+from polyrhythm.run.trainer.membership import join_job
+from polyrhythm.run.trainer.plan_choice import choose_global_batch, choose_plan, choose_shares
+from polyrhythm.run.trainer.preemption import PreemptionHandler
+from polyrhythm.run.trainer.rank_assignment import JobProcesses
+from polyrhythm.run.trainer.run_dir import lock_run_dir
+from polyrhythm.run.trainer.split_spec import SplitSpec, build_model
+from polyrhythm.run.trainer.step_loop import StepEnd, WeightedLoss
+from polyrhythm.run.trainer.store import LEADER, check_consistent
+from polyrhythm.run.trainer.sync_strategy import NoSync
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Bytes, Seconds, Worker
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
+class FitResult:
     """What `fit` has done, as this worker saw it."""
 
     steps: tuple[StepEnd, ...]  # of this worker; losses on the last stages
@@ -103,9 +103,9 @@ class Trainer:
         checkpoint_every: int | None = None,
         keep: int = 3,
         callbacks: Sequence[Callable[[StepEnd], None]] = (),
-        compute: Compute | None = None,
-        deadline: Seconds = 60.0,
-        grace: Seconds = 30.0,
+        compute: EmulatedCompute | None = None,
+        timeout: Seconds = 60.0,
+        grace_period: Seconds = 30.0,
     ) -> None:
         """`model` is the whole one, or a function that makes it, alike in every process.
 
@@ -123,11 +123,11 @@ class Trainer:
 
         `run` is a folder for logs and checkpoints, of which there is one each `checkpoint_every`
         steps, and one at the end; the newest `keep` stay. All processes must see the same folder.
-        `callbacks` are called after every step of this worker. `deadline` bounds every wait for
+        `callbacks` are called after every step of this worker. `timeout` bounds every wait for
         another process; a plan that rank 0 makes may take 30 times as long. SIGTERM to any process
-        is a notice that it will be taken away: all save and end, within `grace` seconds.
+        is a notice that it will be taken away: all save and end, within `grace_period` seconds.
         """
-        self._settings = Settings(
+        self._config = TrainerConfig(
             loss_fn=loss_fn,
             optimizer_fn=optimizer_fn,
             lr_scheduler_fn=lr_scheduler_fn,
@@ -139,7 +139,7 @@ class Trainer:
             sync=sync,
             sync_options=sync_options or {},
             overlap=overlap,
-            cut=Cut(layers=layers, prologue=prologue, every=every, epilogue=epilogue),
+            split=SplitSpec(layers=layers, prologue=prologue, every=every, epilogue=epilogue),
             clip_grad_norm=clip_grad_norm,
             autocast=autocast,
             collate_fn=collate_fn,
@@ -148,73 +148,75 @@ class Trainer:
             device=device,
             callbacks=callbacks,
             checkpoint_every=checkpoint_every,
-            deadline=deadline,
-            grace=grace,
+            timeout=timeout,
+            grace_period=grace_period,
         )
         if run is None and checkpoint_every is not None:
             raise _no_folder(f"checkpoint_every={checkpoint_every}")
         Trainer.num_made += 1
         self._name = f"polyrhythm/trainer {Trainer.num_made}"  # in the job's store
         self._num_fits, self._is_fitting = 0, False
-        settings, order = self._settings, order_of(dataset, seed=seed, shuffle=shuffle)
-        reader_of(dataset, order)  # refuses what cannot be dealt out, before anything is opened
-        whole = build(model, seed)
-        processes = Processes(deadline)
-        self.plan = plan_of(settings, whole, dataset, processes, run)
-        self._batches = batches_of(settings, self.plan)
-        self._shares = shares_of(self.plan, self._batches)
-        settings.cut.check(whole, self.plan.layers_per_stage)
-        self._membership = join(self.plan, processes)
-        worker, device = self.worker, self._membership.device(settings.device)
-        given = settings.text(None if order is None else order.num_samples)
-        agree(f"{self._name}/settings", worker, given, deadline=deadline)
-        group = self._membership.pipeline_group(deadline)
-        self._lock = None if run is None else claimed(Path(run), worker, self._name)
+        config, order = self._config, make_order(dataset, seed=seed, shuffle=shuffle)
+        make_reader(dataset, order)  # refuses what cannot be dealt out, before anything is opened
+        whole = build_model(model, seed)
+        processes = JobProcesses(timeout)
+        self.plan = choose_plan(config, whole, dataset, processes, run)
+        self._global_batch = choose_global_batch(config, self.plan)
+        self._shares = choose_shares(self.plan, self._global_batch)
+        config.split.check(whole, self.plan.layers_per_stage)
+        self._membership = join_job(self.plan, processes)
+        worker, device = self.worker, self._membership.device(config.device)
+        given = config.text(None if order is None else order.num_samples)
+        check_consistent(f"{self._name}/settings", worker, given, timeout=timeout)
+        group = self._membership.pipeline_group(timeout)
+        self._lock = None if run is None else lock_run_dir(Path(run), worker, self._name)
         self._log = None if run is None else EventLog(worker_log(Path(run), worker), worker)
-        part = settings.cut.part(whole, worker.stage, self.plan.layers_per_stage)
+        part = config.split.extract_stage(whole, worker.stage, self.plan.layers_per_stage)
         part.module.to(device)
-        self._loss = Loss(loss_fn)
+        self._loss = WeightedLoss(loss_fn)
         in_lab = compute is None and SCENARIO in os.environ  # which may make this device slow
-        held_back = Compute.from_environment(os.environ) if in_lab else compute
+        held_back = EmulatedCompute.from_environment(os.environ) if in_lab else compute
         self.pipeline = Pipeline(
             part,
             loss_fn=self._loss,
-            microbatch_sizes=[self._batches.microbatch_size],
-            schedule=settings.schedule,
+            microbatch_sizes=[self._global_batch.microbatch_size],
+            schedule=config.schedule,
             memory_limit=memory_limit,
             group=group,
-            deadline=deadline,
+            timeout=timeout,
             device=device,
             log=self._log,
             compute=held_back,
             pipeline=worker.pipeline,
         )
         planned = self.plan.pipelines[worker.pipeline].schedule
-        if settings.schedule == AUTO != planned:
-            self.pipeline.recipe = Recipe.parse(planned)  # to begin with
+        if config.schedule == AUTO != planned:
+            self.pipeline.spec = ScheduleSpec.parse(planned)  # to begin with
         self._samples = self._samples_of(dataset, order)
-        self._keeping: Keeping | None = None
+        self._checkpointer: TrainerCheckpointer | None = None
         if run is not None:
-            self._keeping = Keeping.of(
+            self._checkpointer = TrainerCheckpointer.of(
                 Path(run), part, worker, group, self.plan, self._name, keep=keep, log=self._log
             )
-            self._keeping.facts |= hugging_face_facts(whole)
+            self._checkpointer.run_info |= hugging_face_configs(whole)
         number = self.plan.num_pipelines
         name = f"{self._name}/notice"
-        self._notice = Notice(name, worker, number, grace=grace, deadline=deadline)
-        self._own = Assignment(
-            settings=settings,
+        self._preemption = PreemptionHandler(
+            name, worker, number, grace_period=grace_period, timeout=timeout
+        )
+        self._context = FitContext(
+            config=config,
             worker=worker,
-            batches=self._batches,
+            global_batch=self._global_batch,
             shares=self._shares,
             pipeline=self.pipeline,
             samples=self._samples,
             loss=self._loss,
             log=self._log,
-            keeping=self._keeping,
-            notice=self._notice,
+            checkpointer=self._checkpointer,
+            preemption=self._preemption,
         )
-        self._progress = Progress(optimizer=self._own.new_optimizer())
+        self._progress = TrainProgress(optimizer=self._context.new_optimizer())
         self._is_open = True
         atexit.register(self._at_exit)
 
@@ -232,7 +234,7 @@ class Trainer:
         """This worker's stage, whose parameters are called as in the whole model."""
         return self.pipeline.module
 
-    def fit(self, *, steps: int) -> Fitted:
+    def fit(self, *, steps: int) -> FitResult:
         """Train until `steps` global ones are made, counted from the beginning of training.
 
         If the job is told to end meanwhile (SIGTERM), it saves a checkpoint and ends the process.
@@ -246,20 +248,20 @@ class Trainer:
         self._num_fits += 1
         began = time.perf_counter()
         name = f"{self._name}/fit {self._num_fits}"
-        fitting = Fitting(name, self._own, self._progress, steps)
+        fit_loop = FitLoop(name, self._context, self._progress, steps)
         if steps > self.step:
             self._record_run(steps - self.step)
             self._is_fitting = True
-            fitting.run()
+            fit_loop.run()
             self._is_fitting = False
-        if fitting.is_stopped:
-            self._leave()
-        return Fitted(steps=tuple(fitting.ends), seconds=time.perf_counter() - began)
+        if fit_loop.is_stopped:
+            self._exit_preempted()
+        return FitResult(steps=tuple(fit_loop.ends), seconds=time.perf_counter() - began)
 
     def evaluate(self, dataset: Dataset[Any]) -> float:
         """The mean loss on a dataset, of which each pipeline has a share; called by all workers."""
         self._check_between_fits("evaluate()")
-        order = order_of(dataset, shuffle=False)
+        order = make_order(dataset, shuffle=False)
         if order is None:
             raise LaunchError(
                 f"an evaluation on a {type(dataset).__name__} without a length",
@@ -269,17 +271,21 @@ class Trainer:
         place, number = self.worker.pipeline, self.plan.num_pipelines
         ends = [order.num_samples * pipeline // number for pipeline in (place, place + 1)]
         self._loss.weight = 1.0
-        with self._settings.precision(self.pipeline.device):
+        with self._config.precision(self.pipeline.device):
             load = self._samples_of(dataset, order).load
-            return evaluate(self.pipeline, load, range(*ends), max(1, self._batches.size // number))
+            return evaluate(
+                self.pipeline, load, range(*ends), max(1, self._global_batch.size // number)
+            )
 
     def save(self) -> None:
         """A checkpoint of what was trained until now; it is on disk when this returns."""
         self._check_between_fits("save()")
-        keeping, progress = self._checked_keeping(), self._progress
-        alone = Alone(self.pipeline, progress.optimizer, None)
-        keeping.save(self.step, alone, progress.extra(self._own, progress.supply), patient=True)
-        keeping.wait()
+        checkpointer, progress = self._require_checkpointer(), self._progress
+        alone = NoSync(self.pipeline, progress.optimizer, None)
+        checkpointer.save(
+            self.step, alone, progress.extra(self._context, progress.sampler_state), blocking=True
+        )
+        checkpointer.wait()
 
     def restore(self, path: Path | str | None = None) -> int:
         """Go on from a checkpoint, by default the newest of the run; how many steps were made.
@@ -289,11 +295,11 @@ class Trainer:
         """
         self._check_between_fits("restore()")
         given, progress = None if path is None else Path(path), self._progress
-        found = self._checked_keeping().restore(given, progress.optimizer)
+        found = self._require_checkpointer().restore(given, progress.optimizer)
         if found is not None:
             self.pipeline.num_steps = found.step
             if (place := progress.restore(found)) is not None:
-                self._samples.go_on(place)
+                self._samples.resume_from(place)
         return self.step
 
     def close(self) -> None:
@@ -302,10 +308,10 @@ class Trainer:
             return
         self._is_open = False
         atexit.unregister(self._at_exit)
-        self._notice.close()
+        self._preemption.close()
         self.pipeline.close()
-        if self._keeping is not None:
-            self._keeping.close()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
         self._close_files()
         self._membership.leave()
 
@@ -323,7 +329,7 @@ class Trainer:
         else:
             self._is_open = False
             atexit.unregister(self._at_exit)
-            self._notice.close()
+            self._preemption.close()
             self.pipeline.__exit__(kind, error, trace)
             self._close_files()
             self._membership.abandon()
@@ -352,42 +358,42 @@ class Trainer:
             self._membership.abandon()
 
     def _record_run(self, num_steps: int) -> None:
-        if self._log is not None and self.worker == FIRST:
+        if self._log is not None and self.worker == LEADER:
             values: dict[str, Value] = {
                 "stages": self.plan.num_stages,
                 "pipelines": self.plan.num_pipelines,
                 "steps": num_steps,
-                "schedule": str(self.pipeline.recipe),
-                "sync": self._settings.sync,
+                "schedule": str(self.pipeline.spec),
+                "sync": self._config.sync,
                 "device": str(self.pipeline.device),
                 "torch": str(torch.__version__),
             }
             self._log.write("run", name="trainer", values=values)
 
-    def _leave(self) -> NoReturn:
+    def _exit_preempted(self) -> NoReturn:
         """The job was told to end: what was trained is on disk, and nothing is left to do."""
-        if self.worker == FIRST:
+        if self.worker == LEADER:
             kept = "there is no run folder to save it in"
-            if self._keeping is not None:
-                self._keeping.wait()
+            if self._checkpointer is not None:
+                self._checkpointer.wait()
                 kept = "saved"
-            _logger.warning("%s: ends after step %d, %s", self._notice.why, self.step, kept)
+            _logger.warning("%s: ends after step %d, %s", self._preemption.why, self.step, kept)
         self.close()
-        sys.exit(TOLD_TO_END)
+        sys.exit(TERMINATED)
 
-    def _samples_of(self, dataset: Dataset[Any], order: Order | None) -> Samples:
-        return Samples(
+    def _samples_of(self, dataset: Dataset[Any], order: SampleOrder | None) -> SampleLoader:
+        return SampleLoader(
             dataset,
             order,
-            self._settings.collate_fn,
+            self._config.collate_fn,
             needs_inputs=self.pipeline.is_first,
             needs_target=self.pipeline.is_last,
         )
 
-    def _checked_keeping(self) -> Keeping:
-        if self._keeping is None:
+    def _require_checkpointer(self) -> TrainerCheckpointer:
+        if self._checkpointer is None:
             raise _no_folder("a checkpoint")
-        return self._keeping
+        return self._checkpointer
 
 
 def _no_folder(what: str) -> LaunchError:

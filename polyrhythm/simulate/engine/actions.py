@@ -4,18 +4,18 @@ import numpy as np
 
 from polyrhythm.compiled import inlined
 from polyrhythm.simulate.engine.state import (
-    COMPUTES,
+    COMPUTING,
     NONE,
     NUM_ACTIONS,
     NUM_RECORDS,
-    STARVES,
-    WAKES,
-    State,
+    STARVED,
+    WAKING,
+    EngineState,
 )
 
 
 @inlined
-def num_actions(state: State, index: int) -> int:
+def num_actions(state: EngineState, index: int) -> int:
     run = state.runs[index]
     if run.in_flight == 0:
         return int(run.num_actions)
@@ -23,7 +23,7 @@ def num_actions(state: State, index: int) -> int:
 
 
 @inlined
-def next_action(state: State, index: int) -> int:
+def next_action(state: EngineState, index: int) -> int:
     """Its code; one that is never flushed runs the next forward and the oldest backward."""
     run = state.runs[index]
     if run.in_flight == 0:
@@ -34,7 +34,7 @@ def next_action(state: State, index: int) -> int:
 
 
 @inlined
-def message_time(state: State, index: int) -> float:
+def message_time(state: EngineState, index: int) -> float:
     """When what the next action needs is there; inf if nobody knows yet."""
     run = state.runs[index]
     code = next_action(state, index)
@@ -45,7 +45,7 @@ def message_time(state: State, index: int) -> float:
 
 
 @inlined
-def compute(state: State, index: int, now: float) -> float:
+def compute(state: EngineState, index: int, now: float) -> float:
     """Begin the next action; when it ends."""
     run = state.runs[index]
     code = next_action(state, index)
@@ -57,12 +57,12 @@ def compute(state: State, index: int, now: float) -> float:
     work = run.backward if direction else run.forward
     takes = work + _delay(state, run.device, now, work, run.forward + run.backward)
     run.busy += takes
-    run.at = COMPUTES
+    run.status = COMPUTING
     end = _paused(state, run.device, now, takes)
-    if run.place == 0 and run.last_there > now:  # it waits for buckets, one after the other
-        begin = max(now, run.first_there)
+    if run.place == 0 and run.last_arrival > now:  # it waits for buckets, one after the other
+        begin = max(now, run.first_arrival)
         end = _paused(state, run.device, begin, takes)
-        end = max(end, run.last_there + run.last_part * takes)
+        end = max(end, run.last_arrival + run.last_fraction * takes)
         held = max(0.0, end - takes - now)
         run.held += held
         run.waited += held
@@ -72,7 +72,7 @@ def compute(state: State, index: int, now: float) -> float:
 
 
 @inlined
-def count_action(state: State, index: int, now: float) -> int:
+def count_action(state: EngineState, index: int, now: float) -> int:
     """It has ended; the number of the channel that its result goes to, or NONE."""
     run, counts = state.runs[index], state.counts
     code = next_action(state, index)
@@ -88,7 +88,7 @@ def count_action(state: State, index: int, now: float) -> int:
 
 
 @inlined
-def count_step(state: State, index: int) -> None:
+def count_step(state: EngineState, index: int) -> None:
     """It has ended: what it took and sent counts, and not before, however far it ran ahead."""
     run = state.runs[index]
     num_done = num_actions(state, index)
@@ -106,7 +106,7 @@ def count_step(state: State, index: int) -> None:
 
 
 @inlined
-def send_alone(state: State, number: int, now: float) -> float:
+def send_alone(state: EngineState, number: int, now: float) -> float:
     """A message after the one before it, at the speed of the link; when its last byte leaves."""
     channel = state.channels[number]
     source, target = state.runs[channel.source].device, state.runs[channel.target].device
@@ -116,7 +116,7 @@ def send_alone(state: State, number: int, now: float) -> float:
 
 
 @inlined
-def deliver(state: State, number: int, microbatch: int, left: float) -> float:
+def deliver(state: EngineState, number: int, microbatch: int, left: float) -> float:
     """A message whose last byte leaves at `left` is there a latency later; when."""
     channel = state.channels[number]
     target = state.runs[channel.target]
@@ -128,31 +128,31 @@ def deliver(state: State, number: int, microbatch: int, left: float) -> float:
 
 
 @inlined
-def was_awaited(state: State, number: int, microbatch: int) -> bool:
+def was_awaited(state: EngineState, number: int, microbatch: int) -> bool:
     """Whether its target did nothing but wait for this message; it does no more."""
     target = state.channels[number].target
     run = state.runs[target]
-    if run.at == STARVES and next_action(state, target) == 2 * microbatch + (number & 1):
-        run.at = WAKES
+    if run.status == STARVED and next_action(state, target) == 2 * microbatch + (number & 1):
+        run.status = WAKING
         return True
     return False
 
 
 @inlined
-def has_luck(state: State, device: int) -> bool:
+def has_draws(state: EngineState, device: int) -> bool:
     for entry in range(state.hosts[device].slow, state.hosts[device + 1].slow):
-        if state.slow[entry].used == state.luck.shape[1]:
+        if state.slow[entry].used == state.draws.shape[1]:
             return False
     return True
 
 
 @inlined
-def _delay(state: State, device: int, now: float, work: float, both: float) -> float:
+def _delay(state: EngineState, device: int, now: float, work: float, both: float) -> float:
     """As `describe.slowness.Slowness.delay`, with the same draws."""
     total = 0.0
     for entry in range(state.hosts[device].slow, state.hosts[device + 1].slow):
         slow = state.slow[entry]
-        luck = state.luck[entry, slow.used]
+        draw = state.draws[entry, slow.used]
         slow.used += 1
         if not slow.start <= now < slow.until:
             continue
@@ -162,16 +162,16 @@ def _delay(state: State, device: int, now: float, work: float, both: float) -> f
                 slow.has_ended = 1
             place = min(int(min(part, 1.0) * slow.num_bins), slow.num_bins - 1)
             lowest, highest = state.bins[slow.bins + place, 0], state.bins[slow.bins + place, 1]
-            total += (1 / (lowest + luck * (highest - lowest)) - 1) * work
+            total += (1 / (lowest + draw * (highest - lowest)) - 1) * work
         elif slow.factor == slow.factor:
             total += (slow.factor - 1) * work
-        elif luck < slow.probability:
+        elif draw < slow.probability:
             total += slow.sleep_factor * both
     return total
 
 
 @inlined
-def _paused(state: State, device: int, now: float, takes: float) -> float:
+def _paused(state: EngineState, device: int, now: float, takes: float) -> float:
     """When work that begins now is done, if the device stands still now and then."""
     for place in range(state.hosts[device].pauses, state.hosts[device + 1].pauses):
         start, until = state.pauses[place, 0], state.pauses[place, 1]

@@ -5,16 +5,24 @@ from itertools import accumulate
 import numpy as np
 
 from polyrhythm.cost.step import Schedule
-from polyrhythm.simulate.engine.hosts import DRAWS, made_hosts, made_pauses, made_slow
-from polyrhythm.simulate.engine.room import free_flows
-from polyrhythm.simulate.engine.state import CHANNEL, MEETS, NONE, RECORD, RUN, Records, State
+from polyrhythm.simulate.engine.capacity import free_flows
+from polyrhythm.simulate.engine.hosts import DRAWS, make_hosts, make_pauses, make_slow
+from polyrhythm.simulate.engine.state import (
+    CHANNEL,
+    NONE,
+    RECORD,
+    RUN,
+    SYNCING,
+    EngineState,
+    Records,
+)
 from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.types import Op
 
 _RECORDS = 65_536  # actions that are kept at a time, where they are
 
 
-class Lists:
+class ActionLists:
     """The actions of all schedules, one list after the other."""
 
     def __init__(self) -> None:
@@ -33,18 +41,18 @@ class Lists:
         return first + sum(lengths[:run]), lengths[run]
 
 
-def made_state(
-    job: SimulatedJob, lists: Lists, *, records: bool
-) -> tuple[State, list["np.random.RandomState"]]:
+def make_state(
+    job: SimulatedJob, lists: ActionLists, *, records: bool
+) -> tuple[EngineState, list["np.random.RandomState"]]:
     """And what each entry of slowness draws from."""
     runs, channels = _runs(job, lists)
-    hosts = made_hosts(job.cluster)
-    slow, chances, bins = made_slow(job.scenario, job.cluster, hosts)
+    hosts = make_hosts(job.cluster)
+    slow, rngs, bins = make_slow(job.scenario, job.cluster, hosts)
     most = max(len(one) // 2 for pipeline in job.pipelines for one in pipeline.schedule)
     places = max(most, *(limit + 1 for limit in job.in_flight or (0,)))
     num_flows = 2 * len(channels)  # one message of each channel, and averages
     num_regions, num_events = len(job.cluster.regions), 4 * (len(runs) + num_flows) + 256
-    state = State(
+    state = EngineState(
         runs=runs,
         hosts=hosts,
         channels=channels,
@@ -57,9 +65,9 @@ def made_state(
         queues=np.zeros((len(channels), 2 * places), np.int64),
         links=np.array([job.cluster.latency, job.cluster.bandwidth], np.float64),
         sent=np.zeros((num_regions, num_regions)),
-        luck=np.zeros((len(slow), DRAWS)),
+        draws=np.zeros((len(slow), DRAWS)),
         bins=bins,
-        pauses=made_pauses(job.scenario, job.cluster, hosts),
+        pauses=make_pauses(job.scenario, job.cluster, hosts),
         owners=np.zeros(num_flows, np.int64),
         stack=np.zeros(len(runs), np.int64),
         counts=np.zeros(7, np.int64),
@@ -67,7 +75,7 @@ def made_state(
         sequences=np.zeros(num_events, np.int64),
         codes=np.zeros(num_events, np.int64),
     )
-    return state, chances
+    return state, rngs
 
 
 def first_runs(job: SimulatedJob) -> list[int]:
@@ -75,7 +83,7 @@ def first_runs(job: SimulatedJob) -> list[int]:
     return [0, *accumulate(len(pipeline.runs) for pipeline in job.pipelines)]
 
 
-def _runs(job: SimulatedJob, lists: Lists) -> tuple[Records, Records]:
+def _runs(job: SimulatedJob, lists: ActionLists) -> tuple[Records, Records]:
     speeds = [device.speed for device in job.cluster.devices]
     firsts = first_runs(job)
     runs, channels = np.zeros(firsts[-1], RUN), np.zeros(2 * firsts[-1], CHANNEL)
@@ -91,7 +99,7 @@ def _runs(job: SimulatedJob, lists: Lists) -> tuple[Records, Records]:
             run["backward"] = sum(one.backward for one in work) / speeds[device]
             run["list"], run["num_actions"] = lists.place(pipeline.schedule, place)
             run["in_flight"] = job.in_flight[place] if job.in_flight else 0
-            run["step"], run["at"] = -1, MEETS
+            run["step"], run["status"] = -1, SYNCING
             down, up = channels[2 * index], channels[2 * index + 1]
             down["source"] = up["source"] = index
             down["target"], up["target"] = index + 1, index - 1

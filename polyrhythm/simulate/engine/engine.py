@@ -8,35 +8,40 @@ import numpy as np
 
 from polyrhythm.cost.step import Schedule
 from polyrhythm.describe.units import show
-from polyrhythm.simulate.engine import execute, sharing
-from polyrhythm.simulate.engine.build import Lists, first_runs, made_state
+from polyrhythm.simulate.engine import execute, flows
+from polyrhythm.simulate.engine.build import ActionLists, first_runs, make_state
+from polyrhythm.simulate.engine.capacity import (
+    grow_events,
+    grow_flows,
+    needs_more_events,
+    needs_more_flows,
+)
 from polyrhythm.simulate.engine.hosts import DRAWS, trace_names
-from polyrhythm.simulate.engine.room import lacks_events, lacks_flows, more_events, more_flows
 from polyrhythm.simulate.engine.state import (
     HEAP_FULL,
-    MEETS,
-    NEEDS_LUCK,
+    NEEDS_DRAWS,
     NONE,
     NOTHING,
     NUM_ACTIONS,
     NUM_EVENTS,
     NUM_RECORDS,
     RECORDS_FULL,
-    referred,
+    SYNCING,
+    as_struct,
 )
 from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.types import Action, BytesPerSecond, Op, Seconds
 
 
-class Happened(NamedTuple):
+class EngineEvent(NamedTuple):
     """STEP_ENDED of a run, or FLOWS_ENDED of an owner."""
 
     kind: int
-    of: int
+    entity: int
     time: Seconds
 
 
-class Arriving(NamedTuple):
+class BucketArrivals(NamedTuple):
     """When buckets that a forward waits for are there, evenly from the first to the last.
 
     A forward that meets them one by one ends no sooner than if it had to wait for the first, and
@@ -45,13 +50,13 @@ class Arriving(NamedTuple):
 
     first: Seconds = 0.0
     last: Seconds = 0.0
-    part: float = 1.0  # of the forward, that a bucket is
+    bucket_fraction: float = 1.0  # of the forward, that a bucket is
 
 
-THERE = Arriving()
+NO_WAIT = BucketArrivals()
 
 
-class Record(NamedTuple):
+class ActionRecord(NamedTuple):
     """An action that was executed."""
 
     run: int
@@ -64,20 +69,20 @@ class Record(NamedTuple):
 
 class Engine:
     def __init__(self, job: SimulatedJob, *, records: bool = False) -> None:
-        self.first_run, self._lists = first_runs(job), Lists()
-        self.state, self._chances = made_state(job, self._lists, records=records)
-        self._compiled = referred(self.state)
+        self.first_run, self._lists = first_runs(job), ActionLists()
+        self.state, self._rngs = make_state(job, self._lists, records=records)
+        self._compiled = as_struct(self.state)
         self._traces = trace_names(job.scenario, job.cluster)
         # Messages are flows, if their connections are known, or links change; averages are, too, if
         # they meet one another at a host.
         self._shares = bool(self.state.hosts["is_known"].any() or job.scenario.link)
         several = any(run.end - run.first > 1 for one in job.pipelines for run in one.runs)
         self.averages_share = self._shares or several or job.sync.policy == "ssp"
-        self._ahead = not (self._shares or job.scenario.kill or job.scenario.join)
+        self._use_fast_path = not (self._shares or job.scenario.kill or job.scenario.join)
         self._next: Seconds = 0.0  # nothing happens before
         self._free_owners = list(range(len(self.state.owners) - 1, -1, -1))
-        self._records: list[Record] = []
-        self._is_told = not (self.state.slow["bins"] != NONE).any()  # that a trace has ended
+        self._records: list[ActionRecord] = []
+        self._has_warned = not (self.state.slow["bins"] != NONE).any()  # that a trace has ended
 
     @property
     def num_events(self) -> int:
@@ -87,24 +92,26 @@ class Engine:
     def num_actions(self) -> int:
         return int(self.state.counts[NUM_ACTIONS])
 
-    def advance(self, until: Seconds) -> Happened | None:
+    def advance(self, until: Seconds) -> EngineEvent | None:
         """The next that others decide about; None if that is after `until`."""
         while self._next <= until:
-            kind, index, time = execute.advance(self._compiled, until, self._shares, self._ahead)
+            kind, index, time = execute.advance(
+                self._compiled, until, self._shares, self._use_fast_path
+            )
             if kind == NOTHING:
                 self._next = time
                 return None
-            if kind == NEEDS_LUCK:
+            if kind == NEEDS_DRAWS:
                 self._draw(index)
             elif kind == HEAP_FULL:
-                self._replace(**more_events(self.state, 0))
+                self._replace(**grow_events(self.state, 0))
             elif kind == RECORDS_FULL:
-                self._records.extend(self._taken_records())
+                self._records.extend(self._drain_records())
             else:
-                return Happened(kind, index, time)
+                return EngineEvent(kind, index, time)
         return None
 
-    def release(self, run: int, time: Seconds, buckets: Arriving = THERE) -> None:
+    def release(self, run: int, time: Seconds, buckets: BucketArrivals = NO_WAIT) -> None:
         """It begins its next step."""
         if time < self._next:
             self._next = time
@@ -140,8 +147,8 @@ class Engine:
 
     def drop_flows(self, now: Seconds, owner: int) -> None:
         """What an owner waits for is given up."""
-        self._make_room(0)
-        sharing.drop_flows(self._compiled, now, owner)
+        self._reserve(0)
+        flows.drop_flows(self._compiled, now, owner)
         self.free_owner(owner)
 
     def flows_to_many(
@@ -149,19 +156,19 @@ class Engine:
         now: Seconds,
         sources: Sequence[int],
         size: float,
-        most: Sequence[BytesPerSecond],
+        max_rate: Sequence[BytesPerSecond],
         weight: float,
         owner: int,
     ) -> None:
-        """Of so many bytes each, in all, no faster than `most`; each stands for `weight` flows."""
+        """Of so many bytes each, in all, no faster than `max_rate`; each stands for `weight` flows."""
         self._next = now
-        self._make_room(len(sources))
-        given = np.array(sources), size, np.array(most), float(weight), owner
+        self._reserve(len(sources))
+        given = np.array(sources), size, np.array(max_rate), float(weight), owner
         execute.flows_to_many(self._compiled, now, *given)
 
     def flow_to_one(self, now: Seconds, source: int, target: int, size: float, owner: int) -> None:
         self._next = now
-        self._make_room(1)
+        self._reserve(1)
         execute.flow_to_one(self._compiled, now, source, target, size, owner)
 
     def set_link(
@@ -170,34 +177,36 @@ class Engine:
         """From one region to another."""
         self.state.links[:, source, target] = latency, bandwidth
 
-    def change_rates(self, now: Seconds, most: Mapping[tuple[int, int], BytesPerSecond]) -> None:
-        """Of all flows, by what links are now; `most` of those to many, by owner and source."""
+    def change_rates(
+        self, now: Seconds, max_rate: Mapping[tuple[int, int], BytesPerSecond]
+    ) -> None:
+        """Of all flows, by what links are now; `max_rate` of those to many, by owner and source."""
         self._next = now
-        self._make_room(0)
+        self._reserve(0)
         for flow in self.state.flows:
             if flow["source"] != NONE and flow["target"] == NONE:
-                flow["most"] = most[int(flow["owner"]), int(flow["source"])]
-        sharing.change_rates(self._compiled, now)
+                flow["max_rate"] = max_rate[int(flow["owner"]), int(flow["source"])]
+        flows.change_rates(self._compiled, now)
 
     def last_action(self, run: int) -> tuple[Seconds, Seconds]:
         """When the last action of the step that it has ended began, and ended."""
         state = self.state.runs[run]
-        assert state["at"] == MEETS, "its step has ended"
+        assert state["status"] == SYNCING, "its step has ended"
         return float(state["last_began"]), float(state["since"])
 
-    def take_records(self) -> list[Record]:
+    def take_records(self) -> list[ActionRecord]:
         """Of all that was executed since the last time; of each run in the order of time.
 
         Of a pipeline that runs ahead there are also actions that end later than now.
         """
-        found = [*self._records, *self._taken_records()]
+        found = [*self._records, *self._drain_records()]
         self._records = []
         return found
 
     def warn_of_traces(self) -> None:
         """Of those that have ended, once."""
-        if not self._is_told and self.state.slow["has_ended"].any():
-            self._is_told = True
+        if not self._has_warned and self.state.slow["has_ended"].any():
+            self._has_warned = True
             entry = int(self.state.slow["has_ended"].argmax())
             name, ends = self._traces[entry]
             warnings.warn(
@@ -205,27 +214,29 @@ class Engine:
                 stacklevel=2,
             )
 
-    def _taken_records(self) -> list[Record]:
+    def _drain_records(self) -> list[ActionRecord]:
         count = int(self.state.counts[NUM_RECORDS])
         self.state.counts[NUM_RECORDS] = 0
         return [
-            Record(run, Action(Op.B if code & 1 else Op.F, code >> 1), step, start, end, waited)
+            ActionRecord(
+                run, Action(Op.B if code & 1 else Op.F, code >> 1), step, start, end, waited
+            )
             for run, code, step, start, end, waited in self.state.records[:count].tolist()
         ]
 
     def _draw(self, device: int) -> None:
         hosts = self.state.hosts
         for entry in range(hosts[device]["slow"], hosts[device + 1]["slow"]):
-            self.state.luck[entry] = self._chances[entry].random_sample(DRAWS)
+            self.state.draws[entry] = self._rngs[entry].random_sample(DRAWS)
             self.state.slow[entry]["used"] = 0
         self.warn_of_traces()
 
-    def _make_room(self, num_flows: int) -> None:
-        if lacks_events(self.state, num_flows):
-            self._replace(**more_events(self.state, num_flows))
-        if lacks_flows(self.state, num_flows):
-            self._replace(**more_flows(self.state, num_flows))
+    def _reserve(self, num_flows: int) -> None:
+        if needs_more_events(self.state, num_flows):
+            self._replace(**grow_events(self.state, num_flows))
+        if needs_more_flows(self.state, num_flows):
+            self._replace(**grow_flows(self.state, num_flows))
 
     def _replace(self, **arrays: Any) -> None:
         self.state = self.state._replace(**arrays)
-        self._compiled = referred(self.state)
+        self._compiled = as_struct(self.state)

@@ -12,26 +12,24 @@ from polyrhythm.simulate.engine.actions import (
     count_action,
     count_step,
     deliver,
-    has_luck,
+    has_draws,
     message_time,
     next_action,
     num_actions,
     send_alone,
     was_awaited,
 )
-from polyrhythm.simulate.engine.ahead import run_ahead
-from polyrhythm.simulate.engine.sharing import begin_flow, end_flow
+from polyrhythm.simulate.engine.fast_path import run_fast_path
+from polyrhythm.simulate.engine.flows import begin_flow, end_flow
 from polyrhythm.simulate.engine.state import (
     ARRIVED,
     AWAKE,
     COMPUTED,
     ENDED,
     FLOWS_ENDED,
-    GONE,
     HEAP_FULL,
     HEAP_SIZE,
-    MEETS,
-    NEEDS_LUCK,
+    NEEDS_DRAWS,
     NONE,
     NOTHING,
     NUM_EVENTS,
@@ -39,21 +37,25 @@ from polyrhythm.simulate.engine.state import (
     NUM_RECORDS,
     RECORDS_FULL,
     SPARE,
-    STARVES,
+    STARVED,
     STEP_ENDED,
-    WAKES,
-    State,
+    STOPPED,
+    SYNCING,
+    WAKING,
+    EngineState,
     pop,
     push,
 )
 
 
 @compiled
-def advance(state: State, until: float, shares: bool, ahead: bool) -> tuple[int, int, float]:
+def advance(
+    state: EngineState, until: float, shares: bool, use_fast_path: bool
+) -> tuple[int, int, float]:
     """Why it returns, of which run, owner or host, and when.
 
     NOTHING if nothing is due by then, with the time of what comes next. `shares`: messages are
-    flows, since hosts share their connections or links change. `ahead`: nothing can disturb them.
+    flows, since hosts share their connections or links change. `use_fast_path`: nothing can disturb them.
     """
     counts, times = state.counts, state.times
     while counts[HEAP_SIZE] > 0 and times[0] <= until:
@@ -79,18 +81,18 @@ def advance(state: State, until: float, shares: bool, ahead: bool) -> tuple[int,
                     return FLOWS_ENDED, owner, now
             continue
         run = state.runs[index]
-        if run.life != stamp:
+        if run.incarnation != stamp:
             continue
         if kind == ENDED or (kind == COMPUTED and _end_action(state, index, now, shares)):
-            run.at, run.since = MEETS, now
+            run.status, run.since = SYNCING, now
             count_step(state, index)
             return STEP_ENDED, index, now
-        if not has_luck(state, run.device):
-            run.at = WAKES
-            push(state, now, AWAKE, index, run.life)
-            return NEEDS_LUCK, run.device, now
-        if ahead:
-            run_ahead(state, index)
+        if not has_draws(state, run.device):
+            run.status = WAKING
+            push(state, now, AWAKE, index, run.incarnation)
+            return NEEDS_DRAWS, run.device, now
+        if use_fast_path:
+            run_fast_path(state, index)
         else:
             _begin_action(state, index, now)
     return NOTHING, 0, times[0] if counts[HEAP_SIZE] > 0 else np.inf
@@ -98,23 +100,28 @@ def advance(state: State, until: float, shares: bool, ahead: bool) -> tuple[int,
 
 @compiled
 def release(
-    state: State, index: int, time: float, first_there: float, last_there: float, last_part: float
+    state: EngineState,
+    index: int,
+    time: float,
+    first_arrival: float,
+    last_arrival: float,
+    last_fraction: float,
 ) -> None:
     """A run begins its next step at `time`; its first forward may wait for buckets, see State."""
     run = state.runs[index]
     run.place, run.step = 0, run.step + 1
-    run.at, run.first_there, run.last_there = WAKES, first_there, last_there
-    run.last_part = last_part
+    run.status, run.first_arrival, run.last_arrival = WAKING, first_arrival, last_arrival
+    run.last_fraction = last_fraction
     run.since = time
-    push(state, time, AWAKE, index, run.life)
+    push(state, time, AWAKE, index, run.incarnation)
 
 
 @compiled
-def stop(state: State, index: int) -> None:
+def stop(state: EngineState, index: int) -> None:
     """A run is gone: nothing of it happens any more."""
     run = state.runs[index]
-    run.life += 1
-    run.at = GONE
+    run.incarnation += 1
+    run.status = STOPPED
     for direction in range(2):
         state.channels[2 * index + direction].num_waiting = 0
         for place in range(state.inbox.shape[2]):
@@ -123,42 +130,48 @@ def stop(state: State, index: int) -> None:
 
 @compiled
 def flows_to_many(
-    state: State, now: float, sources: Ints, size: float, most: Floats, weight: float, owner: int
+    state: EngineState,
+    now: float,
+    sources: Ints,
+    size: float,
+    max_rate: Floats,
+    weight: float,
+    owner: int,
 ) -> None:
     """One from each source, of so many bytes; it stands for `weight` connections."""
     state.owners[owner] += len(sources)
     for place in range(len(sources)):
-        rate = most[place]
+        rate = max_rate[place]
         begin_flow(state, now, sources[place], NONE, size, rate, weight, NONE, 0, owner)
 
 
 @compiled
 def flow_to_one(
-    state: State, now: float, source: int, target: int, size: float, owner: int
+    state: EngineState, now: float, source: int, target: int, size: float, owner: int
 ) -> None:
     state.owners[owner] += 1
     hosts = state.hosts
-    most = state.links[1, hosts[source].region, hosts[target].region]
-    begin_flow(state, now, source, target, size, most, 1.0, NONE, 0, owner)
+    max_rate = state.links[1, hosts[source].region, hosts[target].region]
+    begin_flow(state, now, source, target, size, max_rate, 1.0, NONE, 0, owner)
 
 
 @inlined
-def _begin_action(state: State, index: int, now: float) -> None:
+def _begin_action(state: EngineState, index: int, now: float) -> None:
     """Or wait for its message."""
     run = state.runs[index]
     there = message_time(state, index)
     if there <= now:
         end = compute(state, index, now)
-        push(state, end, COMPUTED, index, run.life)
+        push(state, end, COMPUTED, index, run.incarnation)
     elif there < np.inf:
-        run.at = WAKES
-        push(state, there, AWAKE, index, run.life)
+        run.status = WAKING
+        push(state, there, AWAKE, index, run.incarnation)
     else:
-        run.at = STARVES
+        run.status = STARVED
 
 
 @inlined
-def _end_action(state: State, index: int, now: float, shares: bool) -> bool:
+def _end_action(state: EngineState, index: int, now: float, shares: bool) -> bool:
     """Its result goes to the next run, or back to the one before. Whether its step has ended."""
     run = state.runs[index]
     number = count_action(state, index, now)
@@ -178,20 +191,24 @@ def _end_action(state: State, index: int, now: float, shares: bool) -> bool:
 
 
 @inlined
-def _begin_message(state: State, number: int, microbatch: int, now: float) -> None:
+def _begin_message(state: EngineState, number: int, microbatch: int, now: float) -> None:
     channel = state.channels[number]
     channel.is_busy = 1
     source, target = state.runs[channel.source].device, state.runs[channel.target].device
-    most = state.links[1, state.hosts[source].region, state.hosts[target].region]
-    life = state.runs[channel.source].life
-    begin_flow(state, now, source, target, channel.size, most, 1.0, number, microbatch, life)
+    max_rate = state.links[1, state.hosts[source].region, state.hosts[target].region]
+    incarnation = state.runs[channel.source].incarnation
+    begin_flow(
+        state, now, source, target, channel.size, max_rate, 1.0, number, microbatch, incarnation
+    )
 
 
 @inlined
-def _message_left(state: State, number: int, microbatch: int, life: int, now: float) -> None:
+def _message_left(
+    state: EngineState, number: int, microbatch: int, incarnation: int, now: float
+) -> None:
     channel = state.channels[number]
     channel.is_busy = 0
-    if state.runs[channel.source].life == life:
+    if state.runs[channel.source].incarnation == incarnation:
         _deliver(state, number, microbatch, now)
     if channel.num_waiting > 0:
         following = state.queues[number, channel.head]
@@ -201,8 +218,8 @@ def _message_left(state: State, number: int, microbatch: int, life: int, now: fl
 
 
 @inlined
-def _deliver(state: State, number: int, microbatch: int, left: float) -> None:
+def _deliver(state: EngineState, number: int, microbatch: int, left: float) -> None:
     there = deliver(state, number, microbatch, left)
     if was_awaited(state, number, microbatch):
         target = state.channels[number].target
-        push(state, there, AWAKE, target, state.runs[target].life)
+        push(state, there, AWAKE, target, state.runs[target].incarnation)

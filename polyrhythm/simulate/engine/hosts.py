@@ -9,7 +9,7 @@ from polyrhythm.compiled import Floats
 from polyrhythm.cost.sync import uplinks_of
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.scenario import Scenario, Slow
-from polyrhythm.describe.slowness import load_traces, played
+from polyrhythm.describe.slowness import find_playback, load_traces
 from polyrhythm.errors import DescriptionError
 from polyrhythm.simulate.engine.state import HOST, NO_LIMIT, NONE, SLOW, Records
 from polyrhythm.types import Seconds
@@ -17,7 +17,7 @@ from polyrhythm.types import Seconds
 DRAWS = 512  # of each entry at a time
 
 
-def made_hosts(cluster: Cluster) -> Records:
+def make_hosts(cluster: Cluster) -> Records:
     """A connection that nobody has described is that of its fastest link, for averages alone."""
     hosts = np.zeros(len(cluster.devices) + 1, HOST)  # one more: where the last one's lists end
     places = {region: place for place, region in enumerate(cluster.regions)}
@@ -29,23 +29,23 @@ def made_hosts(cluster: Cluster) -> Records:
     return hosts
 
 
-def made_slow(
+def make_slow(
     scenario: Scenario, cluster: Cluster, hosts: Records
 ) -> tuple[Records, list["np.random.RandomState"], Floats]:
     """The entries of each device, what they draw from, and the bins of all traces."""
     traces = load_traces(scenario)
     entries: list[tuple[object, ...]] = []
-    chances, bins = [], [np.zeros((0, 2))]
+    rngs, bins = [], [np.zeros((0, 2))]
     where: dict[tuple[str, int], int] = {}  # series of a trace, in `bins`
     for index, device in enumerate(cluster.devices):
         hosts[index]["slow"] = len(entries)
         for number, slow in enumerate(scenario.slow):
-            if not slow.befalls(device.name):
+            if not slow.applies_to(device.name):
                 continue
             place, num_bins, duration = NONE, 0, 1.0
             if slow.trace is not None:
                 try:
-                    trace, worker, _, duration = played(slow, index, traces)
+                    trace, worker, _, duration = find_playback(slow, index, traces)
                 except DescriptionError as error:
                     raise error.at(f"slow[{number}]") from None
                 series = np.array(trace.workers[worker])
@@ -56,19 +56,21 @@ def made_slow(
                     bins.append(series)
                 place = where[key]
             entries.append(_entry(slow, place, num_bins, duration))
-            chances.append(_chance(f"{scenario.seed}/{number}/{device.name}"))
+            rngs.append(_make_rng(f"{scenario.seed}/{number}/{device.name}"))
     hosts[-1]["slow"] = len(entries)
-    return np.array(entries, SLOW), chances, np.concatenate(bins)
+    return np.array(entries, SLOW), rngs, np.concatenate(bins)
 
 
 def trace_names(scenario: Scenario, cluster: Cluster) -> list[tuple[str, Seconds]]:
     """Of the entries of all devices, in the same order: their traces, and when these end."""
     traces = load_traces(scenario)
     return [
-        ("", 0.0) if slow.trace is None else (slow.trace, sum(played(slow, index, traces)[2:]))
+        ("", 0.0)
+        if slow.trace is None
+        else (slow.trace, sum(find_playback(slow, index, traces)[2:]))
         for index, device in enumerate(cluster.devices)
         for slow in scenario.slow
-        if slow.befalls(device.name)
+        if slow.applies_to(device.name)
     ]
 
 
@@ -98,7 +100,7 @@ class _Unseeded(np.random.SeedSequence):
 _UNSEEDED = _Unseeded(0)
 
 
-def _chance(seed: str) -> "np.random.RandomState":
+def _make_rng(seed: str) -> "np.random.RandomState":
     """Draws the numbers that `random.Random(seed).random()` would, many at a time.
 
     Both are the same generator. This is what Python makes of a text to begin with.
@@ -106,12 +108,12 @@ def _chance(seed: str) -> "np.random.RandomState":
     text = seed.encode()
     number = int.from_bytes(text + hashlib.sha512(text).digest(), "big")
     words = number.to_bytes(-(-number.bit_length() // 32) * 4, "little")
-    chance = np.random.RandomState(np.random.MT19937(_UNSEEDED))
-    chance.seed(np.frombuffer(words, "<u4"))
-    return chance
+    rng = np.random.RandomState(np.random.MT19937(_UNSEEDED))
+    rng.seed(np.frombuffer(words, "<u4"))
+    return rng
 
 
-def made_pauses(scenario: Scenario, cluster: Cluster, hosts: Records) -> Floats:
+def make_pauses(scenario: Scenario, cluster: Cluster, hosts: Records) -> Floats:
     found: list[tuple[Seconds, Seconds]] = []
     for index, device in enumerate(cluster.devices):
         hosts[index]["pauses"] = len(found)

@@ -18,12 +18,12 @@ from polyrhythm.compiled import Floats, Ints, compiled, inlined
 Records = NDArray[Any]  # of one of the types below
 
 # What a run is at.
-COMPUTES, WAKES, STARVES, MEETS, GONE = range(5)  # WAKES: its message comes at a known time
+COMPUTING, WAKING, STARVED, SYNCING, STOPPED = range(5)  # WAKES: its message comes at a known time
 # What happens: kinds of events on the heap.
 COMPUTED, AWAKE, ARRIVED, ENDED = range(4)  # ARRIVED: the last byte of a flow; ENDED: a step
 # Why `advance` returns.
-NOTHING, STEP_ENDED, FLOWS_ENDED, NEEDS_LUCK, HEAP_FULL, RECORDS_FULL = range(6)
-# Places in `State.counts`.
+NOTHING, STEP_ENDED, FLOWS_ENDED, NEEDS_DRAWS, HEAP_FULL, RECORDS_FULL = range(6)
+# Places in `EngineState.counts`.
 HEAP_SIZE, SEQUENCE, FREE_FLOW, NUM_FLOWS, NUM_RECORDS, NUM_EVENTS, NUM_ACTIONS = range(7)
 
 SPARE = 64  # places on the heap, beyond those for each flow
@@ -43,12 +43,12 @@ RUN = np.dtype(
         ("place", "i8"),  # in its actions
         ("step", "i8"),
         ("first", "i8"),  # number of the one that it began with, for people
-        ("at", "i8"),  # COMPUTES, ...
-        ("life", "i8"),  # events of an earlier one do not count
+        ("status", "i8"),  # COMPUTES, ...
+        ("incarnation", "i8"),  # events of an earlier one do not count
         ("since", "f8"),  # it has been at that
-        ("first_there", "f8"),  # the bucket that its first forward begins with
-        ("last_there", "f8"),  # the one that it ends with,
-        ("last_part", "f8"),  # which is this part of it
+        ("first_arrival", "f8"),  # the bucket that its first forward begins with
+        ("last_arrival", "f8"),  # the one that it ends with,
+        ("last_fraction", "f8"),  # which is this part of it
         ("last_began", "f8"),  # its last action of a step
         ("busy", "f8"),  # seconds of compute, in all
         ("starved", "f8"),  # seconds of waiting for messages, in all
@@ -90,7 +90,7 @@ FLOW = np.dtype(
         ("source", "i8"),  # devices; the target is NONE for one that goes to many
         ("target", "i8"),
         ("left", "f8"),  # bytes
-        ("most", "f8"),  # bytes per second, by its link
+        ("max_rate", "f8"),  # bytes per second, by its link
         ("weight", "f8"),  # how many connections it stands for
         ("up_alone", "i8"),  # shares nothing at its source
         ("down_alone", "i8"),
@@ -129,7 +129,7 @@ RECORD = np.dtype(
 )
 
 
-class State(NamedTuple):
+class EngineState(NamedTuple):
     runs: Records
     hosts: Records
     channels: Records
@@ -141,7 +141,7 @@ class State(NamedTuple):
     queues: Ints  # [channel, place]
     links: Floats  # [latency | bandwidth, region, region]
     sent: Floats  # [region, region] bytes
-    luck: Floats  # [entry of slow, draw]
+    draws: Floats  # [entry of slow, draw]
     bins: Floats  # [bin, lowest | highest]
     pauses: Floats  # [pause, from | until]
     owners: Ints  # flows that each still waits for
@@ -153,24 +153,24 @@ class State(NamedTuple):
 
 
 @structref.register
-class _Type(types.StructRef):
+class _StateType(types.StructRef):
     """Compiled code gets all arrays by one reference: to hand on twenty takes longer than work."""
 
 
-class _Reference(structref.StructRefProxy):
+class _StateRef(structref.StructRefProxy):
     pass
 
 
-structref.define_proxy(_Reference, _Type, list(State._fields))  # type: ignore[no-untyped-call]
+structref.define_proxy(_StateRef, _StateType, list(EngineState._fields))  # type: ignore[no-untyped-call]
 
 
-def referred(state: State) -> State:
+def as_struct(state: EngineState) -> EngineState:
     """The same for compiled code; it sees the arrays themselves."""
-    return cast(State, _referred(*state))
+    return cast(EngineState, _as_struct(*state))
 
 
 @compiled
-def _referred(
+def _as_struct(
     runs: Records,
     hosts: Records,
     channels: Records,
@@ -182,7 +182,7 @@ def _referred(
     queues: Ints,
     links: Floats,
     sent: Floats,
-    luck: Floats,
+    draws: Floats,
     bins: Floats,
     pauses: Floats,
     owners: Ints,
@@ -192,7 +192,7 @@ def _referred(
     sequences: Ints,
     codes: Ints,
 ) -> Any:
-    return _Reference(  # type: ignore[no-untyped-call]
+    return _StateRef(  # type: ignore[no-untyped-call]
         runs,
         hosts,
         channels,
@@ -204,7 +204,7 @@ def _referred(
         queues,
         links,
         sent,
-        luck,
+        draws,
         bins,
         pauses,
         owners,
@@ -217,7 +217,7 @@ def _referred(
 
 
 @inlined
-def push(state: State, time: float, kind: int, index: int, stamp: int) -> None:
+def push(state: EngineState, time: float, kind: int, index: int, stamp: int) -> None:
     """`stamp` tells whether it still counts when it comes."""
     counts = state.counts
     times, sequences, codes = state.times, state.sequences, state.codes
@@ -235,7 +235,7 @@ def push(state: State, time: float, kind: int, index: int, stamp: int) -> None:
 
 
 @inlined
-def pop(state: State) -> int:
+def pop(state: EngineState) -> int:
     """Take off the first; its code."""
     counts = state.counts
     times, sequences, codes = state.times, state.sequences, state.codes

@@ -29,7 +29,7 @@ from polyrhythm.types import Bytes, Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepEstimate:
     """How long one takes, and what of it is not compute."""
 
     seconds: Seconds
@@ -41,26 +41,32 @@ class Step:
         return self.seconds - self.compute
 
 
-def wfbp(layers: Sequence[LayerTimes], buckets: Buckets, ring: Ring, num_workers: int) -> Step:
+def wfbp(
+    layers: Sequence[LayerTimes], buckets: Buckets, ring: Ring, num_workers: int
+) -> StepEstimate:
     check_buckets(buckets, len(layers))
-    free = _travelled(
-        (ready, ring.all_reduce(size, num_workers)) for ready, size in _filled(layers, buckets)
+    free = _last_arrival(
+        (ready, ring.all_reduce(size, num_workers))
+        for ready, size in _bucket_ready_times(layers, buckets)
     )
     forward, backward = _compute(layers)
-    return Step(seconds=forward + max(backward, free), compute=forward + backward)
+    return StepEstimate(seconds=forward + max(backward, free), compute=forward + backward)
 
 
-def dear(layers: Sequence[LayerTimes], buckets: Buckets, ring: Ring, num_workers: int) -> Step:
+def dear(
+    layers: Sequence[LayerTimes], buckets: Buckets, ring: Ring, num_workers: int
+) -> StepEstimate:
     check_buckets(buckets, len(layers))
     forward, backward = _compute(layers)
-    scattered = _travelled(
-        (ready, ring.reduce_scatter(size, num_workers)) for ready, size in _filled(layers, buckets)
+    scattered = _last_arrival(
+        (ready, ring.reduce_scatter(size, num_workers))
+        for ready, size in _bucket_ready_times(layers, buckets)
     )
     gathered = computed = max(backward, scattered)
     for bucket in buckets:
         gathered += ring.all_gather(sum(layers[i].size for i in bucket), num_workers)
         computed = max(computed, gathered) + sum(layers[i].forward for i in bucket)
-    return Step(seconds=computed, compute=forward + backward)
+    return StepEstimate(seconds=computed, compute=forward + backward)
 
 
 def bytescheduler(
@@ -70,7 +76,7 @@ def bytescheduler(
     *,
     piece: Bytes,
     negotiation: Seconds = 0.0,
-) -> Step:
+) -> StepEstimate:
     if not piece > 0:
         raise DescriptionError(
             f"pieces of {piece:g} bytes", expected="more than 0", fix="use 4e6, its default"
@@ -80,14 +86,16 @@ def bytescheduler(
     computed = backward
     for layer, at in zip(layers, arrived, strict=True):
         computed = max(computed, at) + layer.forward
-    return Step(seconds=computed, compute=forward + backward)
+    return StepEstimate(seconds=computed, compute=forward + backward)
 
 
 def _compute(layers: Sequence[LayerTimes]) -> tuple[Seconds, Seconds]:
     return sum(layer.forward for layer in layers), sum(layer.backward for layer in layers)
 
 
-def _filled(layers: Sequence[LayerTimes], buckets: Buckets) -> Iterator[tuple[Seconds, Bytes]]:
+def _bucket_ready_times(
+    layers: Sequence[LayerTimes], buckets: Buckets
+) -> Iterator[tuple[Seconds, Bytes]]:
     """When each bucket has its gradients, from the beginning of the backward, and its size."""
     ready: Seconds = 0.0
     for bucket in reversed(buckets):
@@ -95,7 +103,7 @@ def _filled(layers: Sequence[LayerTimes], buckets: Buckets) -> Iterator[tuple[Se
         yield ready, sum(layers[i].size for i in bucket)
 
 
-def _travelled(messages: Iterator[tuple[Seconds, Seconds]]) -> Seconds:
+def _last_arrival(messages: Iterator[tuple[Seconds, Seconds]]) -> Seconds:
     """When the last is through; of messages, when they are ready and how long they take."""
     free: Seconds = 0.0
     for ready, takes in messages:

@@ -34,30 +34,30 @@ SIZES = tuple(max(SMALLEST, round(FIRST * 10 ** (i / 20))) for i in range(-28, 1
 _CLOSE = 1.1  # this much longer than the best may be luck
 
 
-class Kind(StrEnum):
+class BucketMode(StrEnum):
     """How a bucket is averaged. Nested: inside of a node first, and then across."""
 
     DECOUPLED = "decoupled"
     ALL_REDUCE = "all_reduce"  # plain: every worker updates all parameters
-    NESTED = "nested decoupled"
-    NESTED_ALL_REDUCE = "nested all_reduce"
+    HIERARCHICAL = "hierarchical decoupled"
+    HIERARCHICAL_ALL_REDUCE = "hierarchical all_reduce"
 
     @property
-    def is_whole(self) -> bool:
-        return self in (Kind.ALL_REDUCE, Kind.NESTED_ALL_REDUCE)
+    def is_all_reduce(self) -> bool:
+        return self in (BucketMode.ALL_REDUCE, BucketMode.HIERARCHICAL_ALL_REDUCE)
 
     @property
-    def is_nested(self) -> bool:
-        return self in (Kind.NESTED, Kind.NESTED_ALL_REDUCE)
+    def is_hierarchical(self) -> bool:
+        return self in (BucketMode.HIERARCHICAL, BucketMode.HIERARCHICAL_ALL_REDUCE)
 
 
-FLAT = (Kind.DECOUPLED, Kind.ALL_REDUCE)
+FLAT = (BucketMode.DECOUPLED, BucketMode.ALL_REDUCE)
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Candidate:
+class BucketCandidate:
     bucket_bytes: Bytes
-    kind: Kind = Kind.DECOUPLED
+    kind: BucketMode = BucketMode.DECOUPLED
 
     def __str__(self) -> str:
         return f"{self.bucket_bytes / 1e6:.3g} MB, {self.kind}"
@@ -66,13 +66,15 @@ class Candidate:
 class Space:
     """Candidates that differ: of those that lead to the same buckets, one stands for all."""
 
-    def __init__(self, key: Callable[[Candidate], Hashable], kinds: Sequence[Kind] = FLAT) -> None:
+    def __init__(
+        self, key: Callable[[BucketCandidate], Hashable], kinds: Sequence[BucketMode] = FLAT
+    ) -> None:
         """`key` gives the buckets of a candidate; it need not tell kinds apart."""
         self.kinds = tuple(kinds)
-        alike: dict[Hashable, list[Candidate]] = {}
+        alike: dict[Hashable, list[BucketCandidate]] = {}
         for kind in self.kinds:
             for size in (FIRST, *SIZES):
-                candidate = Candidate(size, kind)
+                candidate = BucketCandidate(size, kind)
                 alike.setdefault((kind, key(candidate)), []).append(candidate)
         self._alike = {members[0]: members for members in alike.values()}
         self._names = {c: name for name, members in self._alike.items() for c in members}
@@ -80,20 +82,22 @@ class Space:
     def __len__(self) -> int:
         return len(self._alike)
 
-    def name(self, candidate: Candidate) -> Candidate:
+    def name(self, candidate: BucketCandidate) -> BucketCandidate:
         """The one that stands for it: of the nearest size that is a candidate."""
         kin = (c for c in self._names if c.kind is candidate.kind)
-        return self._names[min(kin, key=lambda c: _apart(c, candidate))]
+        return self._names[min(kin, key=lambda c: _log_distance(c, candidate))]
 
-    def ends(self, name: Candidate) -> list[Candidate]:
+    def ends(self, name: BucketCandidate) -> list[BucketCandidate]:
         """The smallest and the largest that it stands for; one, if they are the same."""
         return sorted({min(self._alike[name]), max(self._alike[name])})
 
-    def nearest(self, wanted: Candidate, tried: Container[Candidate]) -> Candidate:
+    def nearest(
+        self, wanted: BucketCandidate, tried: Container[BucketCandidate]
+    ) -> BucketCandidate:
         """One that was not tried; of the same kind, if there is one left."""
         left = [name for name in self._alike if name not in tried]
         kin = [name for name in left if name.kind is wanted.kind]
-        return min(kin or left, key=lambda n: min(_apart(c, wanted) for c in self._alike[n]))
+        return min(kin or left, key=lambda n: min(_log_distance(c, wanted) for c in self._alike[n]))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -103,7 +107,7 @@ class Search(ABC):
     space: Space
     num_trials: int = 8  # with the second looks at two of them: 10
     seed: int = 0
-    _observed: dict[Candidate, list[Seconds]] = field(default_factory=dict, init=False)
+    _observed: dict[BucketCandidate, list[Seconds]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if self.num_trials < 1:
@@ -116,16 +120,16 @@ class Search(ABC):
         return len(self._observed) >= min(self.num_trials, len(self.space))
 
     @property
-    def ranking(self) -> list[tuple[Candidate, Seconds]]:
+    def ranking(self) -> list[tuple[BucketCandidate, Seconds]]:
         """What was observed, and how long it takes: what was measured again, then the shortest."""
         order = sorted(self._observed, key=lambda c: (-len(self._observed[c]), self._mean(c)))
         return [(candidate, self._mean(candidate)) for candidate in order]
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> BucketCandidate:
         return self.ranking[0][0]
 
-    def suggest(self) -> Candidate:
+    def suggest(self) -> BucketCandidate:
         """One that was not observed yet."""
         if self.is_over:
             raise PolicyError(
@@ -135,7 +139,7 @@ class Search(ABC):
             )
         return self.space.nearest(self._wanted(), self._observed)
 
-    def observe(self, candidate: Candidate, seconds: Seconds) -> None:
+    def observe(self, candidate: BucketCandidate, seconds: Seconds) -> None:
         """The time of a step; again for one that was observed before, to know it better."""
         if not (seconds > 0 and math.isfinite(seconds)):
             raise PolicyError(
@@ -145,11 +149,11 @@ class Search(ABC):
             )
         self._observed.setdefault(self.space.name(candidate), []).append(seconds)
 
-    def _mean(self, candidate: Candidate) -> Seconds:
+    def _mean(self, candidate: BucketCandidate) -> Seconds:
         return fmean(self._observed[candidate])
 
     @abstractmethod
-    def _wanted(self) -> Candidate:
+    def _wanted(self) -> BucketCandidate:
         """What was tried, too: then its nearest neighbour is next."""
 
 
@@ -158,9 +162,9 @@ _SECOND: Bytes = 5_000_000  # the paper's fixed buffer, half-way between the fir
 
 @dataclass(kw_only=True, slots=True)
 class Bayesian(Search):
-    def _wanted(self) -> Candidate:
-        openings = [Candidate(FIRST, kind) for kind in self.space.kinds]
-        for opening in (*openings, Candidate(_SECOND, self.space.kinds[0])):
+    def _wanted(self) -> BucketCandidate:
+        openings = [BucketCandidate(FIRST, kind) for kind in self.space.kinds]
+        for opening in (*openings, BucketCandidate(_SECOND, self.space.kinds[0])):
             if self.space.name(opening) not in self._observed:
                 return opening
         # A time holds for all sizes with these buckets, or it would be curious about known ones.
@@ -171,32 +175,32 @@ class Bayesian(Search):
 
 @dataclass(kw_only=True, slots=True)
 class RandomSearch(Search):
-    def _wanted(self) -> Candidate:
+    def _wanted(self) -> BucketCandidate:
         rng = random.Random(f"{self.seed} {len(self._observed)}")
-        return Candidate(rng.choice(SIZES), rng.choice(self.space.kinds))
+        return BucketCandidate(rng.choice(SIZES), rng.choice(self.space.kinds))
 
 
 @dataclass(kw_only=True, slots=True)
 class GridSearch(Search):
     """From the smallest size on, in even steps of the scale, all kinds of each."""
 
-    def _wanted(self) -> Candidate:
+    def _wanted(self) -> BucketCandidate:
         kinds = self.space.kinds
         num_sizes = -(-self.num_trials // len(kinds))
         nth, kind = divmod(len(self._observed), len(kinds))
-        return Candidate(SIZES[nth * (len(SIZES) - 1) // max(1, num_sizes - 1)], kinds[kind])
+        return BucketCandidate(SIZES[nth * (len(SIZES) - 1) // max(1, num_sizes - 1)], kinds[kind])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class BucketDecision:
     """What to run from the next step on, and why."""
 
-    candidate: Candidate  # perhaps the current one
+    candidate: BucketCandidate  # perhaps the current one
     is_final: bool
     why: str
 
 
-class Trials:
+class BucketTuner:
     """Told of every step, it says when to change to what, and in the end settles."""
 
     def __init__(self, search: Search, *, num_discarded: int = 2, num_measured: int = 10) -> None:
@@ -213,9 +217,11 @@ class Trials:
         self.is_over = False
         self._num_discarded = num_discarded
         self._seconds: list[Seconds] = []  # of the steps of this trial
-        self._finalists: list[Candidate] | None = None  # to be measured again; None before that
+        self._finalists: list[BucketCandidate] | None = (
+            None  # to be measured again; None before that
+        )
 
-    def after_step(self, seconds: Seconds) -> Decision | None:
+    def after_step(self, seconds: Seconds) -> BucketDecision | None:
         """The time of the slowest worker comes in; None is to go on as before."""
         if self.is_over:
             return None
@@ -228,11 +234,11 @@ class Trials:
         self.current, self.is_over = decision.candidate, decision.is_final
         return decision
 
-    def _decide(self) -> Decision:
+    def _decide(self) -> BucketDecision:
         ranking = self.search.ranking
         if not self.search.is_over:
             why = f"trial {len(ranking) + 1} of {self.search.num_trials} at most"
-            return Decision(candidate=self.search.suggest(), is_final=False, why=why)
+            return BucketDecision(candidate=self.search.suggest(), is_final=False, why=why)
         best, shortest = ranking[0]
         if self._finalists is None:
             close = [c for c, seconds in ranking[:2] if seconds <= shortest * _CLOSE]
@@ -240,18 +246,18 @@ class Trials:
             self._finalists = close if len(close) > 1 else []
         if self._finalists:
             why = f"again: two of {len(ranking)} take about {shortest:.3g} s"
-            return Decision(candidate=self._finalists.pop(0), is_final=False, why=why)
+            return BucketDecision(candidate=self._finalists.pop(0), is_final=False, why=why)
         why = f"the best of {len(ranking)}, with {shortest:.3g} s"
-        return Decision(candidate=best, is_final=True, why=why)
+        return BucketDecision(candidate=best, is_final=True, why=why)
 
 
-def _apart(one: Candidate, other: Candidate) -> float:
+def _log_distance(one: BucketCandidate, other: BucketCandidate) -> float:
     return abs(math.log(one.bucket_bytes / other.bucket_bytes))
 
 
 def _most_promising(
-    known: Mapping[Candidate, float], kinds: Sequence[Kind], *, seed: int
-) -> Candidate:
+    known: Mapping[BucketCandidate, float], kinds: Sequence[BucketMode], *, seed: int
+) -> BucketCandidate:
     """By expected improvement; all is made anew, so that nothing but what is known counts."""
     import optuna  # here, as it takes seconds, and only one worker needs it
 
@@ -271,4 +277,4 @@ def _most_promising(
         found = study.ask(scale).params
     finally:
         optuna.logging.set_verbosity(before)
-    return Candidate(round(found["size"]), Kind(found["kind"]))
+    return BucketCandidate(round(found["size"]), BucketMode(found["kind"]))

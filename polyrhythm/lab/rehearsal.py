@@ -1,0 +1,229 @@
+"""Run one program on every host of a lab, as torchrun would, while a scenario plays.
+
+Programs on hosts are each other's peers, or have nothing to do with one another: what a failure of
+one means for the rest is for whoever asks (`is_one_job`).
+"""
+
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from polyrhythm.describe.cluster import Cluster
+from polyrhythm.describe.scenario import Scenario
+from polyrhythm.errors import LabError, WorkerError
+from polyrhythm.lab.lab import Lab
+from polyrhythm.lab.namespace import enter_user_namespace
+from polyrhythm.lab.program import PRELOADED, is_on_path, preload, run_program
+from polyrhythm.lab.timeline import absent_at_start
+from polyrhythm.processes import BAD_INPUT, PEER_LOST, TERMINATED, Child, end_all, wait_for_any
+from polyrhythm.types import Seconds
+
+TIMED_OUT = 124  # as the program `timeout` has it
+_LAB_PORT = 29500  # every lab has a network of its own: the port is free
+_FAILURE_TIMEOUT: Seconds = 2.0  # until whoever was lost is seen to have failed
+
+
+@dataclass(slots=True, kw_only=True)
+class Rehearsal:
+    """`log` gets a line about whatever ends or goes wrong.
+
+    `rank_hosts` are the hosts of the processes, by rank: every one once, unless it is said. Output goes
+    to a file per process in the folder `output`, but for the ranks `shown_ranks`. `on_success` is called on
+    the host when the program has ended well. In `is_one_job` the first process that fails ends
+    all: `run` raises WorkerError.
+    """
+
+    cluster: Cluster
+    scenario: Scenario
+    program: Sequence[str]
+    environment: dict[str, str]  # beside torchrun's
+    output: Path | None
+    log: Callable[[str], None]
+    rank_hosts: tuple[str, ...] = ()
+    shown_ranks: Collection[int] = ()
+    on_success: Callable[[], None] | None = None
+    is_one_job: bool = False
+    preloaded: Sequence[str] = PRELOADED  # modules
+    _running: dict[int, Child] = field(default_factory=dict, init=False)  # by rank
+    _started: dict[int, Seconds] = field(default_factory=dict, init=False)  # on the clock
+    _num_starts: Counter[int] = field(default_factory=Counter, init=False)
+    _failed: dict[int, Child] = field(default_factory=dict, init=False)
+    _failed_at: Seconds | None = field(default=None, init=False)  # the first of them
+    _stop_requested: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.scenario.check(self.cluster)
+        self.rank_hosts = self.rank_hosts or tuple(device.name for device in self.cluster.devices)
+        if not is_on_path(self.program[0]):
+            raise LabError(
+                f"program {self.program[0]!r} cannot be run",
+                expected="a program on the PATH, or the path of one that may be executed",
+                fix="check its name; a script needs its interpreter: -- python my_script.py",
+            )
+        if self.output is not None:
+            try:
+                self.output.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise LabError(
+                    f"output folder {self.output}: {error.strerror}",
+                    expected="a folder that can be written",
+                    fix="give another one: --output FOLDER",
+                ) from None
+
+    def request_stop(self) -> None:
+        """SIGTERM to every program, which may save what it has; `run` goes on until they end."""
+        self._stop_requested = True
+        for child in self._running.values():
+            if child.status is None:
+                os.kill(child.pid, signal.SIGTERM)
+
+    def run(self, *, name: str | None, timeout: Seconds | None) -> int:
+        """On hosts with a network of their own; 0, or 1 if a program failed that nobody killed."""
+        enter_user_namespace()  # before torch is loaded: it starts threads, and then it would be too late
+        preload(self.program, self.preloaded)
+        with Lab(self.cluster, self.scenario, name=name) as lab:
+            if warning := lab.overload():
+                self.log(f"warning: {warning}")
+            addresses = {host: lab.address(host) for host in lab.hosts}
+            self.log(f"lab {lab.name}: {len(lab.hosts)} hosts")
+            lab.play()
+            status = self._run_all(lab, addresses[self.rank_hosts[0]], _LAB_PORT, timeout)
+            switch_timing = lab.report().switch_timing
+            self.log(f"switch: {switch_timing}")
+            if switch_timing.trouble:
+                self.log(f"warning: the lab was not punctual: {switch_timing.trouble}")
+        return status
+
+    def run_in_process(self, *, timeout: Seconds | None) -> int:
+        """On this machine's own network: only slow workers of the scenario are played."""
+        ignored = [
+            kind for kind in ("link", "pause", "kill", "join") if getattr(self.scenario, kind)
+        ]
+        if ignored:
+            self.log(f"warning: without a lab network these events are not played: {ignored}")
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        preload(self.program, self.preloaded)
+        self.environment["GLOO_SOCKET_IFNAME"] = "lo"
+        try:
+            return self._run_all(None, "127.0.0.1", port, timeout)
+        finally:
+            end_all(list(self._running.values()))
+
+    def _run_all(self, lab: Lab | None, master: str, port: int, timeout: Seconds | None) -> int:
+        """Start everybody who is there, then whoever joins, until all have ended."""
+        began = lab.started_at if lab and lab.started_at else time.monotonic()
+        absent = absent_at_start(self.scenario) if lab else frozenset()
+        joins = sorted((join.at, join.device) for join in self.scenario.join) if lab else []
+        size = str(len(self.rank_hosts))
+        common = {"MASTER_ADDR": master, "MASTER_PORT": str(port), "WORLD_SIZE": size}
+        for rank, host in enumerate(self.rank_hosts):
+            if host not in absent:
+                self._start(lab, rank, common, began)
+        while self._running or joins:
+            now = time.monotonic() - began
+            if timeout is not None and now >= timeout:
+                running = ", ".join(dict.fromkeys(self.rank_hosts[rank] for rank in self._running))
+                self.log(f"timeout after {timeout:g} s, still running: {running}")
+                return TIMED_OUT
+            if joins and joins[0][0] <= now:
+                joined = joins.pop(0)[1]
+                for rank in (rank for rank, host in enumerate(self.rank_hosts) if host == joined):
+                    self._start(lab, rank, common, began)
+            wait_time = min(1.0, joins[0][0] - now if joins else 1.0)
+            if lab is not None:
+                lab.wait_for_any(list(self._running.values()), wait_time)
+            else:
+                wait_for_any(list(self._running.values()), wait_time)
+            self._collect(time.monotonic() - began)
+        if self.is_one_job and self._failed:  # and it was no failure
+            return TERMINATED
+        return 1 if self._failed else 0
+
+    def _start(self, lab: Lab | None, rank: int, common: dict[str, str], began: Seconds) -> None:
+        host = self.rank_hosts[rank]
+        local_rank = self.rank_hosts[:rank].count(host)
+        index = [device.name for device in self.cluster.devices].index(host)
+        environment = {
+            **common,
+            "RANK": str(rank),
+            "GROUP_RANK": str(list(dict.fromkeys(self.rank_hosts)).index(host)),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self.rank_hosts.count(host)),
+            "POLYRHYTHM_DEVICE": host,
+            "POLYRHYTHM_DEVICE_INDEX": str(index),
+            "POLYRHYTHM_STARTED_AT": str(began),
+            **self.environment,
+        }
+        output = None
+        if self.output is not None and rank not in self.shown_ranks:
+            self._num_starts[rank] += 1
+            name = host.replace("/", "-") + (f"-{local_rank}" if local_rank else "")
+            suffix = f".{self._num_starts[rank]}" if self._num_starts[rank] > 1 else ""
+            output = self.output / f"{name}{suffix}.log"
+        if lab is not None:
+            child = lab.spawn(host, self._work, environment, output=output)
+        else:
+            child = Child(partial(self._work, environment), output=output)
+        self._running[rank] = child
+        self._started[rank] = time.monotonic() - began
+
+    def _work(self, environment: dict[str, str]) -> None:
+        run_program(self.program, environment)
+        if self.on_success is not None:
+            self.on_success()
+
+    def _collect(self, now: Seconds) -> None:
+        for rank, child in list(self._running.items()):
+            if child.status is None:
+                continue
+            del self._running[rank]
+            host = self.rank_hosts[rank]
+            if self.is_one_job and child.output and not child.output.stat().st_size:
+                child.output.unlink()
+            kills = [kill.at for kill in self.scenario.kill if kill.device == host]
+            by_scenario = any(self._started[rank] <= at <= now or at == 0 for at in kills)
+            if by_scenario and child.status == -signal.SIGKILL:
+                self.log(f"{host} was killed by the scenario")
+            elif child.status:
+                self._failed[rank] = child
+                if not self.is_one_job:
+                    self.log(f"{host} {child.reason}")
+        if self.is_one_job:
+            self._raise_failure(now)
+
+    def _raise_failure(self, now: Seconds) -> None:
+        """Of one that failed by itself, not of those that lost it as a peer.
+
+        They may be seen first, and what is refused is refused by all: they have a moment. Who was
+        told to end may be saving, and is left alone.
+        """
+        status = {rank: child.status or 0 for rank, child in self._failed.items()}
+        if self._stop_requested:  # some may not have begun to listen
+            status = {rank: TERMINATED if s == -signal.SIGTERM else s for rank, s in status.items()}
+        by_itself = set(status.values()) - {PEER_LOST, TERMINATED}
+        if not status or (TERMINATED in status.values() and not by_itself):
+            return
+        if self._failed_at is None:
+            self._failed_at = now
+        if by_itself - {BAD_INPUT} or not self._running or now - self._failed_at > _FAILURE_TIMEOUT:
+            later = (BAD_INPUT, PEER_LOST, TERMINATED)  # in this order
+            rank = min(status, key=lambda r: (status[r] in later and later.index(status[r]) + 1, r))
+            raise self._error(rank)
+
+    def _error(self, rank: int) -> WorkerError:
+        child = self._failed[rank]
+        has_output = child.output is not None and child.output.exists()
+        return WorkerError(
+            rank,
+            self.rank_hosts[rank],
+            child.reason,
+            status=child.status or 0,
+            output=str(child.output) if has_output else None,
+        )

@@ -1,0 +1,22 @@
+"""From groups to a layout: the best order of stages, and who follows whom in a pipeline."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyrhythm.cost.dtfm import LayoutCost, PairTimes, layout_cost
+from polyrhythm.plan.dtfm.matching import all_hops, match_groups
+from polyrhythm.plan.dtfm.path import cheapest_order, path_length
+from polyrhythm.types import Seconds
+
+
+def layout_of_groups(groups: NDArray[np.int64], times: PairTimes) -> LayoutCost:
+    """The layout of these groups; the best one if they are few enough for `path`'s exact order."""
+    order = cheapest_order(all_hops(groups, times.hop))
+    return layout_cost(match_groups(groups, order, times.hop).tolist(), times)
+
+
+def partition_cost(groups: NDArray[np.int64], times: PairTimes) -> Seconds:
+    """The cost of `layout_of_groups`, and no layout."""
+    sync = times.sync[groups[:, :, None], groups[:, None, :]].sum(axis=2).max()
+    hops = all_hops(groups, times.hop)
+    return float(sync) + path_length(hops, cheapest_order(hops))

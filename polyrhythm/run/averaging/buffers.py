@@ -1,0 +1,205 @@
+"""What is averaged, as one buffer: weights or gradients, running statistics, optimizer state.
+
+One message instead of one per tensor. The buffer lives in CPU memory, where gloo sends from; it is
+made anew at each reading, so that training may go on while it is under way.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import zip_longest
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.run.coordinator.wire import TensorShapes
+
+OptimizerStateMode = Literal["local", "average"]
+
+
+class FlatBuffer:
+    """Tensors that stay where they are, read into a buffer and written from one."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [_local(tensor) for tensor in tensors]
+        self.dtype = _common_dtype([tensor.dtype for tensor in self._tensors])
+        self.size = sum(tensor.numel() for tensor in self._tensors)
+
+    def read(self) -> Tensor:
+        flat = torch.empty(self.size, dtype=self.dtype, device="cpu")
+        for tensor, view in self.views(flat):
+            view.copy_(tensor.detach())
+        return flat
+
+    @torch.no_grad()
+    def write(self, flat: Tensor) -> None:
+        for tensor, view in self.views(flat):
+            tensor.copy_(view)
+
+    @torch.no_grad()
+    def add(self, delta: Tensor) -> None:
+        for tensor, view in self.views(delta):  # rounded once, if it is in half precision
+            tensor.copy_(tensor + view.to(tensor.device))
+
+    def views(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each tensor, and what such a buffer has of it."""
+        views = flat.split([tensor.numel() for tensor in self._tensors])
+        for tensor, view in zip(self._tensors, views, strict=True):
+            yield tensor, view.view(tensor.shape)
+
+
+@dataclass(slots=True)
+class ReplicaState:
+    """The weights that are trained, running statistics and, if it is asked for, optimizer state."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    state: OptimizerStateMode = "local"
+    decoupled: bool = False  # averages come during the forward
+    order: list[int] = field(default_factory=list, init=False)  # in the buffer; empty: as they are
+    _trainable: list[nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.state not in ("local", "average"):
+            raise PolicyError(
+                f"state={self.state!r}",
+                expected='"local" or "average"',
+                fix='state="average" averages momentum and the like, state="local" does not',
+            )
+        self._trainable = trainable_parameters(self.module)
+
+    @property
+    def num_weights(self) -> int:
+        """They come first in the buffer, unless it has another order."""
+        return sum(_local(p).numel() for p in self._trainable)
+
+    def flat(self) -> FlatBuffer:
+        """To be asked for after the first step of the optimizer, which makes its state."""
+        if any(
+            p is not q for p, q in zip_longest(trainable_parameters(self.module), self._trainable)
+        ):
+            raise PolicyError(
+                "other parameters are trained than when averaging began",
+                expected="the same ones all along",
+                fix="make a new GroupSync when parameters are frozen or unfrozen",
+            )
+        tensors = self.averaged_tensors()
+        if self.order:
+            tensors = [tensors[number] for number in self.order]
+        if self.state == "average":
+            tensors += optimizer_state(self.optimizer, self._trainable)
+        return FlatBuffer(tensors)
+
+    def averaged_tensors(self) -> list[Tensor]:
+        """Weights, then running statistics."""
+        return [*self._trainable, *running_statistics(self.module)]
+
+    def all_tensors(self) -> list[FlatBuffer]:
+        """All parameters, then all buffers, also those that are never averaged: one of each type.
+
+        Buffers differ more often: each replica counts, and has statistics, of its own samples.
+        """
+        found = []
+        for kind in (self.module.parameters(), self.module.buffers()):
+            tensors = [tensor for tensor in kind if tensor.numel()]
+            types = dict.fromkeys(tensor.dtype for tensor in tensors)
+            found += [FlatBuffer([t for t in tensors if t.dtype == dtype]) for dtype in types]
+        return found
+
+    def shape(self) -> TensorShapes:
+        """All workers of a stage must have the same one."""
+        named: list[tuple[str, Tensor]] = [
+            (name if p.requires_grad else f"{name} (frozen)", p)
+            for name, p in self.module.named_parameters()
+        ]
+        named += self.module.named_buffers()
+        shape = [
+            (f"{name}: {str(t.dtype).removeprefix('torch.')}", tuple(_local(t).shape))
+            for name, t in named
+        ]
+        if self.state == "average":
+            shape.append((f"state of {type(self.optimizer).__name__}", ()))
+        if self.decoupled:
+            shape.append(("what comes during the forward (decoupled=True)", ()))
+        return tuple(shape)
+
+
+@dataclass(slots=True)
+class GradientBuffer:
+    """The gradients, and which parameters have one: one that nobody has stays away."""
+
+    module: nn.Module
+
+    def read(self) -> Tensor:
+        """Gradients, running statistics, and a 1 for each gradient there is."""
+        parameters = trainable_parameters(self.module)
+        flat = FlatBuffer([*self._gradients(parameters), *running_statistics(self.module)]).read()
+        has_grad = [p.grad is not None for p in parameters]
+        return torch.cat([flat, torch.tensor(has_grad, dtype=flat.dtype, device="cpu")])
+
+    @torch.no_grad()
+    def write(self, flat: Tensor, factor: float = 1.0) -> None:
+        """Of what `read` gave, averaged_tensors; gradients times `factor`."""
+        parameters = trainable_parameters(self.module)
+        any_has_grad = flat[-len(parameters) :].real > 0
+        for parameter, has in zip(parameters, any_has_grad.tolist(), strict=True):
+            if has and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        flat = flat[: -len(parameters)]
+        flat[: sum(_local(p).numel() for p in parameters)] *= factor
+        gradients = self._gradients(parameters)  # those that are not there go to waste
+        FlatBuffer([*gradients, *running_statistics(self.module)]).write(flat)
+
+    def _gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
+            raise PolicyError(
+                "a sparse gradient",
+                expected="dense ones, which can be averaged as one buffer",
+                fix="use nn.Embedding(..., sparse=False), or a policy that averages models",
+            )
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+
+
+def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def running_statistics(module: nn.Module) -> list[Tensor]:
+    """Running means and variances of normalisation layers; their counts are not averaged."""
+    layers = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase))
+    buffers = (buffer for layer in layers for buffer in layer.buffers(recurse=False))
+    return [buffer for buffer in buffers if buffer.is_floating_point()]
+
+
+def optimizer_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """For each parameter what the optimizer keeps of its size, such as momentum.
+
+    All workers need the same list: one that a worker has nothing for is a zero that goes to waste.
+    """
+    states = [(p, optimizer.state.get(p, {})) for p in parameters]
+    keys = sorted(
+        {key for p, state in states for key, value in state.items() if _is_like(value, p)}
+    )
+    return [
+        state[key] if _is_like(state.get(key), p) else torch.zeros_like(p)
+        for p, state in states
+        for key in keys
+    ]
+
+
+def _is_like(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Of a sharded one the shard: replicas of a stage are sharded alike."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _common_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """One that holds all of them."""
+    return reduce(torch.promote_types, dtypes)

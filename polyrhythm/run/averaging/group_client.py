@@ -1,0 +1,175 @@
+"""A worker's line to the scheduler: it joins, hears what to do, and leaves.
+
+Its clock counts what it has reported: each average, or gathering, has a number of its own. Whoever
+serves the coordinator for the others leaves last, after waiting for them.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from polyrhythm.errors import PeerError, PolicyError
+from polyrhythm.events import WORKERS, EventLog
+from polyrhythm.run.averaging.averager import Averager, AverageResult
+from polyrhythm.run.averaging.rendezvous import RANK_0, WARN_AFTER, Rendezvous
+from polyrhythm.run.coordinator.client import CoordinatorClient
+from polyrhythm.run.coordinator.keys import JobKeys
+from polyrhythm.run.coordinator.sample_requests import SampleFuture
+from polyrhythm.run.coordinator.wire import PROTOCOL, FromWorker, Hello, TensorShapes
+from polyrhythm.sync.decision_log import decision_log_path
+from polyrhythm.sync.dispatch import Ranges, SamplerState
+from polyrhythm.sync.protocol import MAX_CHUNK_SIZE, MAX_POSITION, Request
+from polyrhythm.types import Seconds
+
+
+class AverageTimings(NamedTuple):
+    """What averages took of some time."""
+
+    waited: Seconds  # by training
+    exchange: Seconds  # the last one, from when all were there, whether training waited or not
+    num_members: int  # of that; 1 if there was none
+
+
+class GroupClient:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        shape: TensorShapes,
+        *,
+        node: str,
+        coordinator: str | None,
+        keys: Path | str | None,
+        log: EventLog | None,
+        decoupled: bool = False,
+    ) -> None:
+        """Returns when all workers have joined."""
+        self._timeout, self._clock = rendezvous.timeout, 0
+        self._num_acquired = self._num_queries = 0
+        self._waited: Seconds = 0.0
+        self._policy, self._log = rendezvous.setup.policy, log
+        worker, incarnation = self.me = rendezvous.me
+        hello = Hello(PROTOCOL, worker, node, 0, incarnation, rendezvous.setup.text, shape)
+        with ExitStack() as undo:  # threads that lived on would be taken for a worker
+            self._coordinator = (
+                None if coordinator else rendezvous.start_coordinator(_decision_log_path(log))
+            )
+            if self._coordinator is not None:
+                undo.callback(self._coordinator.close, 0.0)
+            if not coordinator:
+                address, job_keys = rendezvous.coordinator_endpoint()
+            else:
+                address, job_keys = coordinator, JobKeys.load(Path(keys or "job.keys"))
+            self._averager = Averager(
+                rendezvous.connections,
+                self._send,
+                answers_while_computing=rendezvous.setup.policy == "pairwise",
+                decoupled=decoupled,
+                log=log,
+            )
+            undo.callback(self._averager.close)
+            self._client = CoordinatorClient(
+                address,
+                job_keys,
+                hello,
+                on_command=self._averager.on_command,
+                on_failure=self._averager.fail,
+                served_by="" if coordinator else RANK_0,
+            )
+            undo.callback(self._client.close, leave=False)
+            client = self._client
+            rendezvous.wait_until(lambda: client.has_joined, client.missing, "joining")
+            undo.pop_all()
+
+    def request(self) -> None:
+        """A step begins after which a group will be wanted."""
+        self._send(Request(self.me.worker, self._clock + 1, self.me.incarnation))
+
+    def publish(self, read: Callable[[AverageResult | None], Tensor]) -> Tensor:
+        """What `read` gives may be averaged in a group."""
+        self._clock += 1
+        return self._averager.publish(read, self._clock)
+
+    def average_all(
+        self, read: Callable[[AverageResult | None], Tensor], step: int
+    ) -> AverageResult | None:
+        """The average with all workers of the stage; None if there is nobody else."""
+        self._clock += 1
+        self._averager.publish(read, self._clock, average_all=True)
+        self.wait(step, needed="averaging all workers", warn_after=WARN_AFTER)
+        return self.pop_result()
+
+    def wait(self, step: int, *, needed: str = "", warn_after: Seconds = math.inf) -> None:
+        """Until the scheduler has sent this worker on; `step` is for the log.
+
+        `needed` says what for: then to go on without an average is an error.
+        """
+        began = time.perf_counter()
+        why = self._averager.wait(self._timeout, needed or "waiting for a group", warn_after)
+        self._waited += time.perf_counter() - began
+        if self._log is not None:
+            self._log.write("sync", start=self._log.at(began), step=step, name=self._policy)
+        if needed and why is not None:
+            waited = time.perf_counter() - began
+            raise PeerError("another worker", action=needed, waited=waited, cause=why)
+
+    def pop_result(self) -> AverageResult | None:
+        return self._averager.pop_result()
+
+    def acquire(self, number: int, count: int, until: int | None) -> SampleFuture[Ranges]:
+        """Ask for a chunk; one that was asked for before, or the next one."""
+        is_possible = 1 <= count <= MAX_CHUNK_SIZE and 0 <= (until or 0) <= MAX_POSITION
+        if not (is_possible and 0 <= number <= self._num_acquired):
+            raise PolicyError(
+                f"{self.me.worker} asks for {count} positions before {until}, as chunk {number}",
+                expected=f"one position or more, and chunks in order: 0 to {self._num_acquired}",
+                fix=f"ask for chunk {self._num_acquired} next",
+            )
+        self._num_acquired = max(self._num_acquired, number + 1)
+        return self._client.pop_result(number, count, until, self._timeout)
+
+    def acknowledge(self, number: int) -> None:
+        """All chunks up to that one are used."""
+        self._client.acknowledge(number)
+
+    def sampler_state(self, last_batch: int | None) -> SamplerState:
+        """Which positions were used by now, by all."""
+        self._num_queries += 1
+        return self._client.query_progress(self._num_queries, self._timeout, last_batch).wait()
+
+    def averaged(self) -> AverageTimings:
+        """Since it was asked the last time."""
+        waited, self._waited = self._waited, 0.0
+        return AverageTimings(waited, *self._averager.last_exchange())
+
+    def wait_idle(self) -> None:
+        """Until nobody needs this worker for an average that has been committed."""
+        self._averager.wait_idle(self._timeout)
+
+    def close(self, *, graceful: bool) -> None:
+        """Leave; who serves the others waits for them. If not `graceful`, be missed: at once."""
+        self._averager.close()
+        self._client.close(leave=graceful)
+        if self._coordinator is not None:
+            self._coordinator.close(self._timeout if graceful else 0.0)
+
+    def _send(self, message: FromWorker) -> None:
+        self._client.send(message)
+
+
+_num_logs: Counter[Path] = Counter()  # that this process has begun, by run
+
+
+def _decision_log_path(log: EventLog | None) -> Path | None:
+    """Where the scheduler's log goes: to the folder of the run, beside that of the workers."""
+    if log is None:
+        return None
+    folder = log.path.parent
+    run = folder.parent if folder.name == WORKERS else folder
+    _num_logs[run] += 1
+    return decision_log_path(run, _num_logs[run])

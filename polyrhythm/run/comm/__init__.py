@@ -1,0 +1,1 @@
+"""Communication between processes: launch, process groups, collectives."""

@@ -1,0 +1,264 @@
+"""Start a job: local processes forked from here, or the place that torchrun gave this process.
+
+Local workers are forked from a parent that has torch loaded: they start in a tenth of a second and
+share its memory. The parent owns them: they die with it (whatever kills it), and the first one that
+fails ends the job with its reason. Inside a worker nothing tells the two ways apart.
+"""
+
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch._dynamo  # every optimizer imports it: before the fork, or 1 s and 100 MB per worker
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from polyrhythm.errors import LaunchError, PeerError, WorkerError
+from polyrhythm.processes import PEER_LOST, TERMINATED, Child, end_all, wait_for_any
+from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.types import Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistContext:
+    """Which process of the job this is, and how it finds the others."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    listen_socket: socket.socket | None = None  # local jobs: where rank 0 serves the rendezvous
+    store: Store | None = None  # that all share, where they have met before
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Self | None:
+        """The place that torchrun (or whatever sets its variables) gave; None outside of it."""
+        if "RANK" not in environ or "WORLD_SIZE" not in environ:
+            return None
+        try:
+            ctx = cls(
+                rank=int(environ["RANK"]),
+                world_size=int(environ["WORLD_SIZE"]),
+                local_rank=int(environ.get("LOCAL_RANK", environ["RANK"])),
+            )
+            int(environ["MASTER_PORT"]), environ["MASTER_ADDR"]  # read by torch, much later
+            problem = None if 0 <= ctx.rank < ctx.world_size else "RANK is not below WORLD_SIZE"
+        except (KeyError, ValueError) as error:
+            problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        if problem is not None:
+            raise LaunchError(
+                f"RANK and WORLD_SIZE are set, but {problem}",
+                expected="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
+                fix="start with torchrun, or run on this machine alone: unset RANK WORLD_SIZE",
+            )
+        return ctx
+
+    @classmethod
+    def current(cls) -> "DistContext | None":
+        """Of this process: in a LocalJob, under torchrun, or None where it is on its own."""
+        return _contexts[-1] if _contexts else cls.from_environment(os.environ)
+
+    def with_store(self, timeout: Seconds) -> "DistContext":
+        """The same with the store that all share: processes meet once, and may join twice."""
+        with peer_errors("another process of the job", "meeting"):
+            return replace(
+                self, listen_socket=None, store=self._get_store(timedelta(seconds=timeout))
+            )
+
+    def with_store_prefix(self, name: str) -> "DistContext":
+        """The same with what it keeps in the store under a name: for a group before another one."""
+        assert self.store is not None, "met before"
+        return replace(self, store=PrefixStore(name, self.store))
+
+    @contextmanager
+    def process_group(
+        self, timeout: Seconds, choose_rank: Callable[[Store], int] | None = None
+    ) -> Iterator[None]:
+        """Meet the other processes; inside, torch.distributed works and every wait is bounded.
+
+        `choose_rank` gives this process another rank than its launcher did; all agree through the
+        store. All leave together: who serves the rendezvous must not go while another needs it.
+        """
+        with peer_errors("another process of the job", "joining"):
+            self._init_process_group(timedelta(seconds=timeout), choose_rank)
+        yield
+        # Not after a failure: a live exception holds the group, and its sockets would stay open.
+        try:
+            with peer_errors("another process of the job", "leaving together"):
+                dist.barrier()
+        except PeerError as error:
+            # One that has left closed its connections: then all have arrived, and all is well. One
+            # that crashed tells so itself. Only silence is for us to report.
+            if "imed out" in error.cause:
+                raise
+        dist.destroy_process_group()
+
+    def _init_process_group(
+        self, timeout: timedelta, choose_rank: Callable[[Store], int] | None
+    ) -> None:
+        store = self._get_store(timeout)
+        rank = self.rank if choose_rank is None else choose_rank(store)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=self.world_size, timeout=timeout
+        )
+
+    def _get_store(self, timeout: timedelta) -> Store:
+        """The store that all share."""
+        if self.store is not None:
+            return self.store
+        if self.listen_socket is None:
+            store, _, _ = next(rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+        elif _open_stores:
+            store = _open_stores[0]
+        else:
+            store = self._open_store(self.listen_socket, timeout)
+            _open_stores.append(store)
+        # A store outlives a meeting: what was said in an earlier one is no longer true.
+        return PrefixStore(f"polyrhythm/meeting {next(_rendezvous_counter)}", store)
+
+    def _open_store(self, listen_socket: socket.socket, timeout: timedelta) -> Store:
+        """Of a local job; rank 0 serves it."""
+        host, port = listen_socket.getsockname()
+        serving = listen_socket.detach() if self.rank == 0 else None
+        listen_socket.close()  # a copy left open elsewhere would accept for a rank 0 that died
+        return dist.TCPStore(  # type: ignore[attr-defined]  # public, but not listed as such
+            host,
+            port,
+            self.world_size,
+            is_master=self.rank == 0,
+            timeout=timeout,
+            master_listen_fd=serving,
+        )
+
+
+_open_stores: list[Store] = []  # of the local job that this process belongs to, once it has met
+_STOPPED_STATUSES = {TERMINATED, PEER_LOST}  # how workers end that were told to
+_rendezvous_counter = count()  # of this process; all processes of a job have met as often
+_contexts: list[DistContext] = []  # to this process, by the LocalJob that it belongs to
+
+
+class LocalJob:
+    """`work(ctx)` in `num_workers` processes of this machine, while a `with` block lasts."""
+
+    def __init__(
+        self,
+        work: Callable[[DistContext], None],
+        num_workers: int,
+        *,
+        output_folder: Path,
+        name: Callable[[int], str] = "worker of rank {}".format,
+        shown_ranks: Collection[int] = (),
+    ) -> None:
+        """`name` gives the name of the worker with a rank, for messages.
+
+        What those of the ranks `shown_ranks` write is not kept in a file, but goes where ours goes.
+        """
+        self._shown_ranks = shown_ranks
+        self._work, self._num_workers, self._folder = work, num_workers, output_folder
+        self._name = name
+        self._workers: list[Child] = []
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        gc.collect()
+        gc.freeze()  # a collection in a child would touch, and so copy, every shared page
+        try:
+            with socket.create_server(("127.0.0.1", 0), backlog=self._num_workers) as listen_socket:
+                for rank in range(self._num_workers):
+                    self._start(rank, listen_socket)
+        except BaseException:  # Ctrl-C, or no more processes to be had
+            end_all(self._workers)
+            raise
+        finally:
+            gc.unfreeze()
+        return self
+
+    def _start(self, rank: int, listen_socket: socket.socket) -> None:
+        ctx = DistContext(
+            rank=rank, world_size=self._num_workers, local_rank=rank, listen_socket=listen_socket
+        )
+        output = None if rank in self._shown_ranks else self._folder / f"rank{rank}.log"
+        self._workers.append(Child(partial(_run, self._work, ctx), output=output))
+
+    def request_stop(self) -> None:
+        """SIGTERM to every worker, which may save what it has: `wait` until they have ended."""
+        for worker in self._workers:
+            if worker.status is None:
+                os.kill(worker.pid, signal.SIGTERM)
+
+    def wait(self, timeout: Seconds) -> bool:
+        """Wait for an end, `timeout` at the most; True when all are done. Raises WorkerError."""
+        deadline = time.monotonic() + timeout
+        while any(worker.status is None for worker in self._workers):
+            self._raise_failure()
+            if (remaining := deadline - time.monotonic()) <= 0:
+                break
+            wait_for_any(self._workers, remaining)
+        self._raise_failure()
+        return all(worker.status == 0 for worker in self._workers)
+
+    def _raise_failure(self) -> None:
+        """Name the worker that failed, not those that lost it as a peer.
+
+        They may be seen first: the connections of a dying process close before it can be reaped.
+        Who was told to end may be saving, and is left alone until all have ended.
+        """
+        deadline = time.monotonic() + 2.0
+        while True:
+            # Asked before the failures: who ends in between is then waited for, not overlooked.
+            is_any_running = any(worker.status is None for worker in self._workers)
+            failed = {rank: w.status for rank, w in enumerate(self._workers) if w.status}
+            remaining = deadline - time.monotonic()
+            only_lost_peers = failed and set(failed.values()) == {PEER_LOST}
+            if not (only_lost_peers and is_any_running and remaining > 0):
+                break
+            wait_for_any(self._workers, remaining)
+        is_leaving = TERMINATED in failed.values() and not {*failed.values()} - _STOPPED_STATUSES
+        if failed and not (is_leaving and is_any_running):
+            rank = min(failed, key=lambda rank: (failed[rank] == PEER_LOST, rank))
+            raise self._error(rank, failed[rank])
+
+    def _error(self, rank: int, status: int) -> WorkerError:
+        worker = self._workers[rank]
+        has_output = worker.output is not None and worker.output.stat().st_size > 0
+        return WorkerError(
+            rank,
+            self._name(rank),
+            worker.reason,
+            status=status,
+            output=str(worker.output) if has_output else None,
+        )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        end_all(self._workers)
+        for worker in self._workers:
+            if worker.output and worker.output.exists() and not worker.output.stat().st_size:
+                worker.output.unlink()  # a job that went well leaves no empty files
+
+
+def _run(work: Callable[[DistContext], None], ctx: DistContext) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    if "OMP_NUM_THREADS" not in os.environ:
+        usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        torch.set_num_threads(max(1, usable // ctx.world_size))
+    _contexts.append(ctx)
+    work(ctx)

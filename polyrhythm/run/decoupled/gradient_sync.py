@@ -1,0 +1,303 @@
+"""Gradients on their way to their mean, and updated weights on their way back, bucket by bucket.
+
+A bucket leaves when backward has filled it, but not before those that come before it on all
+workers: from the last of the forward to the first. The late ones follow when backward is over, if
+anybody has a gradient for them. What a step has made of the weights goes out in the order of the
+forward. With buckets that are whole the mean of the gradients comes back instead, still in
+backward: a plain all-reduce.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from polyrhythm.errors import PeerError, PolicyError
+from polyrhythm.run.comm.comm_thread import CommThread
+from polyrhythm.run.comm.nccl_collectives import NcclCollectives
+from polyrhythm.run.comm.reduce_scatter import (
+    CollectivePhase,
+    Collectives,
+    GlooCollectives,
+    Pending,
+)
+from polyrhythm.run.decoupled.bucket_assignment import BucketSpec
+from polyrhythm.run.decoupled.buckets import Bucket, ParameterShard
+from polyrhythm.run.decoupled.in_flight_gradient import has_gradient
+from polyrhythm.types import Seconds
+
+
+class GradientPhase(Enum):
+    """Of the gradients since the last step."""
+
+    EMPTY = auto()
+    FILLING = auto()  # some have been taken
+    FINISHED = auto()  # their mean is here
+
+
+class GradientSync:
+    """Of one worker; all do the same in the same order. `control` carries flags.
+
+    `tied` are parameters whose gradients are complete when they are there: nobody calls `add_gradient`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        tied: Iterable[int],
+        control: GlooCollectives,
+        comm_thread: CommThread,
+    ) -> None:
+        self._parameters, self._names = parameters, names
+        self._tied = [parameters[index] for index in tied]
+        self._control, self._comm_thread = control, comm_thread
+        self.buckets: list[Bucket] = []
+        # In the groups of the optimizer like others, but with a gradient of 0, or nan if one of
+        # anybody's is not finite: a GradScaler leaves the step out on all workers, or on none.
+        self.found_inf = nn.Parameter(torch.zeros(1, device=parameters[0].device))
+        self._phase = GradientPhase.EMPTY
+        # By parameter, whether there is a gradient; and last, whether one is not finite.
+        self._used = torch.zeros(len(parameters) + 1, dtype=torch.uint8)
+        self._weight_gathers: dict[int, Pending] = {}  # by number of bucket
+        self._unsent: list[Bucket] = []  # that have not left yet: the next one is the last
+        self._reduce_scatters: list[Pending] = []
+        self._all_gathers: list[Pending] = []
+        self._sums: list[Tensor] = []  # of the gradients of buckets that have left
+        self._versions: list[int] = []  # of parameters, when they were sent on
+        self._waited: Seconds = 0.0  # by training, for others
+        self._exchange: Seconds = 0.0  # of both halves, as if all had been there from the beginning
+        self._error: PeerError | None = None  # after which nothing is what it should be
+
+    @property
+    def has_gradients(self) -> bool:
+        return self._phase is not GradientPhase.EMPTY or any(map(has_gradient, self._tied))
+
+    @property
+    def shards(self) -> Iterator[ParameterShard]:
+        return (shard for bucket in self.buckets for shard in bucket.shards)
+
+    def rebuild_buckets(
+        self, groups: Sequence[BucketSpec], collectives: Collectives, *, whole: bool
+    ) -> None:
+        """With nothing on its way."""
+        self.collectives, self.is_all_reduce = collectives, whole
+        self.buckets = [
+            Bucket(
+                number,
+                [(index, self._parameters[index]) for index in group.indices],
+                rank=collectives.rank,
+                num_workers=collectives.num_workers,
+                whole=whole,
+                late=group.is_late,
+            )
+            for number, group in enumerate(groups)
+        ]
+        self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.parameters}
+        self.empty()
+
+    def check_received(self, index: int) -> None:
+        """A parameter that has a gradient was used, and then it must have been waited for."""
+        if self._bucket_of[index].number in self._weight_gathers:
+            raise PolicyError(
+                f"{self._names[index]} was used before its update had arrived",
+                expected="modules that are called to use their parameters, as in the first step",
+                fix="call optimizer.synchronize() before a forward that reads weights of modules "
+                "it does not call",
+            )
+
+    def add_gradient(self, index: int) -> None:
+        """The gradient of a parameter, which backward has just left in `.grad`."""
+        self._check_error()
+        if self._phase is GradientPhase.FINISHED:  # looked at, but not stepped with
+            self.empty()
+        bucket = self._bucket_of[index]
+        if bucket.is_filled(index):
+            raise PolicyError(
+                f"a second gradient of {self._names[index]} since the last step",
+                expected="a step() after each backward, or optimizer.zero_grad()",
+                fix="call optimizer.zero_grad(), not the model's: the first one has gone already",
+            )
+        bucket.fill(index)
+        if self._phase is GradientPhase.EMPTY:
+            self._expect_gradients()
+        self._phase = GradientPhase.FILLING
+        self._used[index] = 1
+        self._send_full_buckets()
+
+    def finish(self) -> None:
+        """Until the mean of all gradients is there; those that nobody has computed are None."""
+        self._check_error()
+        if self._phase is GradientPhase.FINISHED:
+            return
+        began = time.perf_counter()
+        try:
+            self._finish()
+        except PeerError as error:
+            self._error = error
+            raise
+        self._waited += time.perf_counter() - began
+        self._phase = GradientPhase.FINISHED
+
+    def expect_weights(self) -> None:
+        """From the others, whose steps may be ahead of this one's; of late buckets, not yet."""
+        for bucket in self.buckets:
+            if not bucket.is_all_reduce and not bucket.is_late:
+                self.collectives.expect(bucket.weights, bucket.number, CollectivePhase.ALL_GATHER)
+
+    def gather_weights(self, buckets: Iterable[Bucket]) -> None:
+        """What has become of their weights; nothing has of late ones that nobody used."""
+        for bucket in buckets:
+            if not bucket.is_all_reduce and (self._is_used(bucket) or not bucket.is_late):
+                pending = self.collectives.all_gather(bucket.weights, bucket.number)
+                if self.collectives.waits_on_host:
+                    pending = self._comm_thread.start(self._timed(pending))
+                self._weight_gathers[bucket.number] = pending
+
+    def wait_for_parameters(self, indices: Iterable[int]) -> None:
+        """Before they are used; again and again, if need be."""
+        for index in indices:
+            number = self._bucket_of[index].number
+            if number in self._weight_gathers:
+                began = time.perf_counter()
+                self._weight_gathers[
+                    number
+                ].wait()  # raises each time, if the weights are not whole
+                self._waited += time.perf_counter() - began
+                del self._weight_gathers[number]
+                self._check_unchanged(self._bucket_of[index])
+
+    def wait_for_all(self) -> None:
+        self.wait_for_parameters(range(len(self._parameters)))
+
+    def averaged(self) -> tuple[Seconds, Seconds]:
+        """Waits of training, and the longest exchange, since this was asked the last time."""
+        found = self._waited, self._exchange
+        self._waited = self._exchange = 0.0
+        return found
+
+    def mark_changed(self) -> None:
+        """Of a graph that was made before the step, autograd then says that it is out of date."""
+        torch.autograd.graph.increment_version(
+            [p for p, used in zip(self._parameters, self._used, strict=False) if used]
+        )
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def empty(self) -> None:
+        """Ready for the next backward."""
+        for bucket in self.buckets:
+            bucket.empty()
+        self._used.zero_()
+        for shard in self.shards:
+            shard.parameter.grad = None
+        self._unsent = [bucket for bucket in self.buckets if not bucket.is_late]
+        self._phase, self.found_inf.grad = GradientPhase.EMPTY, None
+
+    def _check_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _check_unchanged(self, bucket: Bucket) -> None:
+        for index, parameter in bucket.parameters.items():
+            if parameter._version != self._versions[index]:
+                raise PolicyError(
+                    f"{self._names[index]} was changed while its update was on its way",
+                    expected="weights left alone between step() and the next forward",
+                    fix="call optimizer.synchronize() before changing weights by hand",
+                )
+
+    def _is_used(self, bucket: Bucket) -> bool:
+        return any(self._used[index] for index in bucket.parameters)
+
+    def _expect_gradients(self) -> None:
+        for bucket in self._unsent[::-1]:
+            self.collectives.expect(bucket.gradients, bucket.number, CollectivePhase.REDUCE_SCATTER)
+        self._control.expect(self._used, 0, CollectivePhase.FLAGS)
+
+    def _send_full_buckets(self) -> None:
+        while self._unsent and self._unsent[-1].is_full:
+            bucket = self._unsent.pop()
+            self._fill_missing(bucket)  # with those of frozen parameters
+            self._sums.append(_sum(bucket.gradients))
+            self._start_reduce_scatter(bucket)
+
+    def _finish(self) -> None:
+        for bucket in self._unsent:
+            self._fill_missing(bucket)
+        self._send_full_buckets()
+        late = [bucket for bucket in self.buckets if bucket.is_late]
+        for bucket in late:
+            if any(has_gradient(p) or self._used[i] for i, p in bucket.parameters.items()):
+                self._fill_missing(bucket)
+                self._sums.append(_sum(bucket.gradients))
+        bad = (
+            torch.stack([self.found_inf.new_zeros(()), *self._sums]).isfinite().logical_not().any()
+        )
+        self._sums.clear()
+        if isinstance(self.collectives, NcclCollectives):  # without keeping the processor
+            bad = bad.to(torch.uint8)
+            self.collectives.all_reduce_any(bad)
+        else:
+            self._used[-1] = bad
+        self._control.all_reduce_any(self._used, 0).wait()
+        for bucket in late:
+            if self._is_used(bucket):
+                self._fill_missing(bucket)
+                self._start_reduce_scatter(bucket)
+        for pending in self._reduce_scatters:
+            pending.wait()
+        for pending in self._all_gathers:
+            pending.wait()
+        self._reduce_scatters.clear()
+        self._all_gathers.clear()
+        for shard in self.shards:
+            shard.parameter.grad = shard.gradient if self._used[shard.index] else None
+        flag = (
+            bad.bool() if isinstance(self.collectives, NcclCollectives) else self._used[-1].bool()
+        )
+        self.found_inf.grad = torch.zeros_like(self.found_inf).masked_fill_(
+            flag.to(self.found_inf.device), torch.nan
+        )
+
+    def _fill_missing(self, bucket: Bucket) -> None:
+        """With what is still missing, to be complete; once."""
+        for index in bucket.missing:
+            if has_gradient(self._parameters[index]):
+                self._used[index] = 1
+            bucket.fill(index)
+
+    def _timed(self, pending: Pending) -> Callable[[], None]:
+        """The second half begins at about the same time on all workers; the first is as long."""
+        began = time.perf_counter()
+
+        def wait() -> None:
+            pending.wait()
+            self._exchange = max(self._exchange, 2 * (time.perf_counter() - began))
+
+        return wait
+
+    def _start_reduce_scatter(self, bucket: Bucket) -> None:
+        pending = self.collectives.reduce_scatter(bucket.gradients, bucket.number)
+        if self.collectives.waits_on_host:
+            pending = self._comm_thread.start(self._make_reduce_task(bucket, pending))
+        self._reduce_scatters.append(pending)
+        if bucket.is_all_reduce and not self.collectives.waits_on_host:
+            self._all_gathers.append(self.collectives.all_gather(bucket.gradients, bucket.number))
+
+    def _make_reduce_task(self, bucket: Bucket, pending: Pending) -> Callable[[], None]:
+        def reduce() -> None:
+            pending.wait()
+            if bucket.is_all_reduce:
+                self._all_gathers.append(
+                    self.collectives.all_gather(bucket.gradients, bucket.number)
+                )
+
+        return reduce
+
+
+def _sum(flat: Tensor) -> Tensor:
+    """Not finite, if one of them is not."""
+    real = torch.view_as_real(flat) if flat.is_complex() else flat
+    return real.sum(dtype=torch.float32)

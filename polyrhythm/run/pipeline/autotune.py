@@ -1,0 +1,349 @@
+"""Measure the pipeline while it trains, agree on the numbers, and let the tuner choose.
+
+Every few steps the stages exchange what they saw: their forwards and backwards, and how long the
+messages they received occupied each link. All then hold the same numbers, and each one's tuner
+comes to the same decision, which takes effect with the next step.
+"""
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+
+import torch
+from torch import nn
+
+from polyrhythm.cost.link_timing import MessageTiming, busy_times
+from polyrhythm.cost.memory import MemoryBudget, StageMemory
+from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes
+from polyrhythm.events import EventLog
+from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.process_groups import all_gather
+from polyrhythm.run.pipeline.clocks import ClockOffset, clock_offsets, measure_offsets
+from polyrhythm.run.pipeline.connections import BatchHeader, Connections
+from polyrhythm.run.pipeline.transport import MicrobatchKind, Transfer
+from polyrhythm.schedule.candidates import ScheduleCandidate
+from polyrhythm.schedule.tuner import ScheduleTuner
+from polyrhythm.types import Bytes, Op, Seconds
+
+_MAX_SAMPLES = 64  # messages per direction that a decision looks back on
+_MAX_DECIDING_SHARE = 0.01  # of the time of training: short steps are tuned more seldom
+_TRIAL_STEPS = 2  # steps with a size that is new
+_RECEIVE_WINDOW = 8  # messages that have come and wait to be used, of both directions
+_NO_LIMIT = 2**53  # more than any memory, and whole as a float
+_STEADY_SHARE = (
+    0.02  # of a forward and a backward: transfers that vary less are taken to be constant
+)
+_MAX_STEPS = 1000  # between decisions, all the same
+
+
+class StageReport(NamedTuple):
+    """What one stage reports; `Bytes` fields are those of StageMemory, and its limit."""
+
+    forward: Seconds
+    backward: Seconds
+    latency: Seconds  # to the next stage
+    step: Seconds  # a whole step, since the last decision
+    deciding: Seconds  # what that decision took
+    weights: Bytes
+    gradients: Bytes
+    optimizer: Bytes
+    activation: Bytes
+    message: Bytes
+    limit: Bytes
+    num_activations: int
+    num_gradients: int
+
+
+_NUM_TIME_FIELDS = StageReport._fields.index("weights")
+
+
+@dataclass(slots=True, kw_only=True)
+class StageLimits:
+    """What this stage holds whatever the schedule, and what it may hold."""
+
+    weights: Bytes
+    gradients: Bytes
+    optimizer: Bytes
+    limit: Bytes | None
+
+    @classmethod
+    def of(cls, module: nn.Module, limit: Bytes | None, optimizer_floats: float) -> Self:
+        """`optimizer_floats` numbers of its state per trained weight."""
+        parameters = list(module.parameters())
+        trained = [p for p in parameters if p.requires_grad]
+        return cls(
+            weights=sum(p.numel() * p.element_size() for p in parameters),
+            gradients=sum(p.numel() * p.element_size() for p in trained),
+            optimizer=round(optimizer_floats * 4 * sum(p.numel() for p in trained)),
+            limit=limit,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class ScheduleAutotuner:
+    """With a fixed number of micro-batches there is one size, called 1, whatever it really is."""
+
+    microbatch_sizes: tuple[int, ...] | None  # to choose from; None: their number is fixed
+    every: int
+    limits: StageLimits
+    connections: Connections | None
+    log: EventLog | None
+    candidate: ScheduleCandidate | None = field(default=None, init=False)  # None: not decided yet
+    clock_offsets: dict[str, Seconds] = field(default_factory=dict, init=False)  # of neighbours
+    _tuner: ScheduleTuner | None = field(default=None, init=False)
+    _times: dict[int, PipelineTimes] = field(default_factory=dict, init=False)
+    _memory: dict[int, list[StageMemory]] = field(default_factory=dict, init=False)
+    _is_trial: bool = field(default=True, init=False)  # the first step is one
+    _num_steps: int = field(default=0, init=False)
+    _next: int = field(default=_TRIAL_STEPS, init=False)  # steps until the next decision
+    _began: Seconds = field(default_factory=time.perf_counter, init=False)
+    _deciding: Seconds = field(default=0.0, init=False)
+    _samples: dict[MicrobatchKind, "_Samples"] = field(default_factory=dict, init=False)
+
+    def after_step(
+        self,
+        step: int,
+        header: BatchHeader,
+        durations: Sequence[tuple[Op, MicrobatchKind, Seconds]],
+        transfers: Sequence[tuple[str, Transfer]],
+        activation_bytes: dict[MicrobatchKind, Bytes],
+    ) -> None:
+        """Take note of a step; when it is time, decide: `candidate` is what to run next."""
+        self._num_steps += 1
+        # The first step with another size allocates, compiles and tunes kernels: it tells nothing.
+        if not (self._is_trial and self._num_steps == 1):
+            self._record(durations, transfers)
+        if self._num_steps < self._next:
+            return
+        start = time.perf_counter()
+        # Batches may differ; the kind of micro-batch that was seen most stands for all.
+        kind = max(self._samples, key=lambda kind: len(self._samples[kind].durations[Op.F]))
+        sizes = dict(zip(header.kinds, header.sizes, strict=True))
+        size = 1 if self.microbatch_sizes is None else sizes.get(kind, max(header.sizes))
+        reports, activations, gradients = self._exchange_reports(
+            self._samples[kind], activation_bytes.get(kind, 0)
+        )
+        self._times[size] = _times(reports, activations, gradients)
+        self._memory[size] = [_memory(one) for one in reports]
+        self._decide(step, size, header, reports)
+        self._next = _TRIAL_STEPS if self._is_trial else _num_steps_until_next(self.every, reports)
+        self._num_steps = 0
+        self._samples.clear()
+        self._began = time.perf_counter()
+        self._deciding = self._began - start
+
+    def _decide(
+        self, step: int, size: int, header: BatchHeader, reports: Sequence[StageReport]
+    ) -> None:
+        sizes = self.microbatch_sizes or (size,)
+        budget = self._budget(sizes, size, reports)
+        if self._tuner is None:
+            batch_size = len(header.sizes) if self.microbatch_sizes is None else sum(header.sizes)
+            self._tuner = ScheduleTuner(
+                num_stages=len(reports),
+                batch_size=batch_size,
+                microbatch_sizes=tuple(sorted(sizes, key=lambda other: other != size)),
+                budget=budget,
+            )
+        self._tuner.budget = budget
+        decision = self._tuner.decide(self._times)
+        wanted = self._tuner.size_to_measure(self._times)
+        self._is_trial = wanted is not None
+        self.candidate = decision.candidate if wanted is None else self._tuner.trial(wanted)
+        if self.log is not None:
+            self.log.write(
+                "plan",
+                step=step,
+                name=str(decision.candidate.spec),
+                why=decision.why,
+                values={
+                    "microbatches": decision.candidate.num_microbatches,
+                    "microbatch_size": self._shown_size(decision.candidate, header),
+                    "predicted": decision.predicted,
+                    "kept_predicted": decision.current_predicted,
+                    "switched": int(decision.switched),
+                    **({} if wanted is None else {"measures_next": wanted}),
+                },
+            )
+
+    def _shown_size(self, candidate: ScheduleCandidate, header: BatchHeader) -> int:
+        return max(header.sizes) if self.microbatch_sizes is None else candidate.microbatch_size
+
+    def _budget(
+        self, sizes: Sequence[int], size: int, reports: Sequence[StageReport]
+    ) -> MemoryBudget | None:
+        if all(one.limit == _NO_LIMIT for one in reports):
+            return None
+        return MemoryBudget(
+            stages={
+                other: self._memory.get(other) or _scaled(self._memory[size], other / size)
+                for other in sizes
+            },
+            limits=[one.limit for one in reports],
+            window=_RECEIVE_WINDOW,
+        )
+
+    def _record(
+        self,
+        durations: Sequence[tuple[Op, MicrobatchKind, Seconds]],
+        transfers: Sequence[tuple[str, Transfer]],
+    ) -> None:
+        for op, kind, seconds in durations:
+            self._samples.setdefault(kind, _Samples()).durations[op].append(seconds)
+        if self.connections is None:
+            return
+        stage = self.connections.stage
+        for peer, transfer in transfers:
+            # Messages that skip stages are left out: the model knows neighbours only.
+            is_neighbour = peer in (
+                self.connections.name(stage - 1),
+                self.connections.name(stage + 1),
+            )
+            if is_neighbour and transfer.kind in self._samples:
+                samples = self._samples[transfer.kind]
+                is_forward = transfer.action.op is Op.F
+                (samples.activations if is_forward else samples.gradients).append(transfer)
+
+    def _exchange_reports(
+        self, samples: "_Samples", activation: Bytes
+    ) -> tuple[list[StageReport], list[list[Seconds]], list[list[Seconds]]]:
+        """What every stage saw: its times, and how long messages took that it received."""
+        before, after = (
+            (None, None) if self.connections is None else measure_offsets(self.connections)
+        )
+        if self.connections is not None:
+            self.clock_offsets = clock_offsets(self.connections, before, after)
+        activations = _busy(samples.activations, before, is_sender_clock=True)
+        gradients = _busy(samples.gradients, after, is_sender_clock=False)
+        received = (*samples.activations, *samples.gradients)
+        message = max((transfer.nbytes for transfer in received), default=0)
+        mine = StageReport(
+            forward=statistics.median(samples.durations[Op.F]),
+            backward=statistics.median(samples.durations[Op.B]),
+            latency=0.0 if after is None else after.latency,
+            step=(time.perf_counter() - self._began) / self._num_steps,
+            deciding=self._deciding,
+            weights=self.limits.weights,
+            gradients=self.limits.gradients,
+            optimizer=self.limits.optimizer,
+            activation=activation + message,  # and what a micro-batch sends, until it has left
+            message=message,
+            limit=_NO_LIMIT if self.limits.limit is None else self.limits.limit,
+            num_activations=len(activations),
+            num_gradients=len(gradients),
+        )
+        payload = torch.zeros(len(StageReport._fields) + 2 * _MAX_SAMPLES, dtype=torch.float64)
+        offset = len(StageReport._fields)
+        payload[:offset] = torch.tensor(mine, dtype=torch.float64)
+        payload[offset : offset + len(activations)] = torch.tensor(activations, dtype=payload.dtype)
+        offset += _MAX_SAMPLES
+        payload[offset : offset + len(gradients)] = torch.tensor(gradients, dtype=payload.dtype)
+        gathered = [payload]
+        if self.connections is not None:
+            gathered = [torch.empty_like(payload) for _ in range(self.connections.num_stages)]
+            with peer_errors("another stage", "exchanging measured times"):
+                all_gather(self.connections.control, gathered, payload)
+        return _read(gathered)
+
+
+@dataclass(slots=True)
+class _Samples:
+    """What was seen of one kind of micro-batch since the last decision, the latest of it."""
+
+    durations: dict[Op, deque[Seconds]] = field(
+        default_factory=lambda: {op: deque(maxlen=_MAX_SAMPLES) for op in Op}
+    )
+    activations: deque[Transfer] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    gradients: deque[Transfer] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+
+
+def _num_steps_until_next(every: int, reports: Sequence[StageReport]) -> int:
+    """The same on all stages, from numbers that all have."""
+    # The stage that came last waited for nobody: what it spent is what the decision cost.
+    deciding, step = min(one.deciding for one in reports), max(one.step for one in reports)
+    return min(max(every, math.ceil(deciding / (_MAX_DECIDING_SHARE * step))), _MAX_STEPS)
+
+
+def _busy(
+    transfers: Sequence[Transfer], clock: ClockOffset | None, *, is_sender_clock: bool
+) -> list[Seconds]:
+    """`is_sender_clock`: the distance was measured by the sender, whose clock ours is ahead of."""
+    if clock is None:
+        return []
+    offset = clock.offset if is_sender_clock else -clock.offset
+    reports = [MessageTiming(t.sent + offset, t.posted, t.arrived) for t in transfers]
+    return busy_times(reports, latency=clock.latency)
+
+
+def _read(
+    gathered: Sequence[torch.Tensor],
+) -> tuple[list[StageReport], list[list[Seconds]], list[list[Seconds]]]:
+    reports, activations, gradients = [], [], []
+    for payload in gathered:
+        values = payload.tolist()
+        head, rest = values[: len(StageReport._fields)], values[len(StageReport._fields) :]
+        one = StageReport(
+            *head[:_NUM_TIME_FIELDS], *(int(value) for value in head[_NUM_TIME_FIELDS:])
+        )
+        reports.append(one)
+        activations.append(rest[: one.num_activations])
+        gradients.append(rest[_MAX_SAMPLES : _MAX_SAMPLES + one.num_gradients])
+    return reports, activations, gradients
+
+
+def _times(
+    reports: Sequence[StageReport],
+    activations: Sequence[list[Seconds]],
+    gradients: Sequence[list[Seconds]],
+) -> PipelineTimes:
+    """Link s carries activations that stage s+1 received, and gradients that stage s received."""
+
+    period = max(one.forward + one.backward for one in reports)
+
+    def links(received: Sequence[list[Seconds]]) -> tuple[LinkTimes, ...]:
+        return tuple(
+            LinkTimes(busy=_recorded_or_mean(busy, period), latency=one.latency)
+            for one, busy in zip(reports[:-1], received, strict=True)
+        )
+
+    return PipelineTimes(
+        forward=tuple(one.forward for one in reports),
+        backward=tuple(one.backward for one in reports),
+        activations=links(activations[1:]),
+        gradients=links(gradients[:-1]),
+    )
+
+
+def _recorded_or_mean(busy: list[Seconds], period: Seconds) -> tuple[Seconds, ...]:
+    """Recorded times where they vary; else their mean, which is quicker to simulate with."""
+    if len(busy) > 1 and statistics.pstdev(busy) > _STEADY_SHARE * period:
+        return tuple(busy)
+    return (statistics.fmean(busy) if busy else 0.0,)
+
+
+def _memory(reports: StageReport) -> StageMemory:
+    return StageMemory(
+        weights=reports.weights,
+        gradients=reports.gradients,
+        optimizer=reports.optimizer,
+        activation=reports.activation,
+        message=reports.message,
+    )
+
+
+def _scaled(stages: Sequence[StageMemory], factor: float) -> list[StageMemory]:
+    """An estimate for a micro-batch size that has not run: what depends on it grows with it."""
+    return [
+        StageMemory(
+            weights=stage.weights,
+            gradients=stage.gradients,
+            optimizer=stage.optimizer,
+            activation=round(stage.activation * factor),
+            message=round(stage.message * factor),
+        )
+        for stage in stages
+    ]

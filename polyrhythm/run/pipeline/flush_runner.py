@@ -1,0 +1,118 @@
+"""A pipeline that is flushed: every step runs the whole schedule, and ends with all gradients."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import nn
+
+from polyrhythm.cost.memory import peak_in_flight
+from polyrhythm.run.pipeline.autotune import ScheduleAutotuner
+from polyrhythm.run.pipeline.batch import Batch
+from polyrhythm.run.pipeline.connections import BatchHeader
+from polyrhythm.run.pipeline.executor import Executor
+from polyrhythm.run.pipeline.gradients import TiedGradients
+from polyrhythm.run.pipeline.wrappers import ShardedModules, check_module
+from polyrhythm.schedule.builders import Schedule
+from polyrhythm.schedule.check import check
+from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
+
+_EVAL_WINDOW = 8  # forwards hold nothing, so that only messages count
+
+
+class _BuiltSchedule(NamedTuple):
+    schedule: Schedule
+    in_flight: list[int]  # at the most, by stage
+
+
+@dataclass(slots=True, kw_only=True)
+class FlushRunner:
+    """One stage of it. `spec` may be changed between steps, on all stages alike."""
+
+    module: nn.Module
+    executor: Executor
+    num_stages: int
+    spec: ScheduleSpec | ExplicitSchedule
+    tied: TiedGradients | None
+    autotuner: ScheduleAutotuner | None
+    accumulation_context: Callable[[], AbstractContextManager[object]] = nullcontext
+    last_spec: ScheduleSpec | ExplicitSchedule = field(
+        init=False
+    )  # of the last step; `spec`: of the next
+    _schedules: dict[tuple[ScheduleSpec | ExplicitSchedule, int], _BuiltSchedule] = field(
+        default_factory=dict, init=False
+    )
+    _sharded: ShardedModules | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.last_spec = self.spec
+
+    @property
+    def has_gradients(self) -> bool:
+        return True
+
+    @property
+    def microbatch_size(self) -> int | None:
+        """As the tuner wants the next batch cut; None where it has nothing to say."""
+        if (
+            self.autotuner is None
+            or self.autotuner.candidate is None
+            or not self.autotuner.microbatch_sizes
+        ):
+            return None
+        return self.autotuner.candidate.microbatch_size
+
+    def expect(self, header: BatchHeader) -> int:
+        """Prepare for a batch; the number of its first micro-batch."""
+        stage, connections = self.executor.stage, self.executor.connections
+        if header.training:
+            stage.peak_in_flight = 0
+        if connections is not None:
+            in_flight = [_EVAL_WINDOW] * self.num_stages
+            if header.training:
+                in_flight = self._build(len(header.kinds)).in_flight
+            connections.set_windows(in_flight, in_flight[stage.stage])
+        self.executor.expect(header)
+        return 0
+
+    def run(self, batch: Batch) -> None:
+        actions = self._build(batch.num_microbatches).schedule[self.executor.stage.stage]
+        if self._sharded is None:  # not before: who splits a model with us shards its part later
+            is_tuned, stage = self.autotuner is not None, self.executor.stage.stage
+            check_module(self.module, stage=stage, is_tuned=is_tuned, flush=True)
+            self._sharded = ShardedModules(self.module)
+        with self.tied.sum_gradients() if self.tied is not None else nullcontext():
+            with self._sharded.accumulation_context(), self.accumulation_context():
+                self.executor.run(actions[:-1], batch)
+            self.executor.run(actions[-1:], batch)  # the last backward
+        if self.executor.connections is not None:
+            self.executor.connections.drain()
+        self.last_spec = self.spec
+        self._tune(batch)
+
+    def release(self) -> None:
+        """Free what a step that failed has left."""
+        self.executor.stage.release()
+
+    def _tune(self, batch: Batch) -> None:
+        stage = self.executor.stage
+        transfers = self.executor.pop_transfers()
+        if self.autotuner is None:
+            return
+        self.autotuner.after_step(
+            batch.step, batch.header, stage.durations(), transfers, stage.activation_bytes
+        )
+        self.executor.clock_offsets = self.autotuner.clock_offsets
+        if self.autotuner.candidate is not None:
+            self.spec = self.autotuner.candidate.spec
+
+    def _build(self, num_microbatches: int) -> _BuiltSchedule:
+        key = (self.spec, num_microbatches)
+        if key not in self._schedules:
+            schedule = self.spec.build(
+                num_stages=self.num_stages, num_microbatches=num_microbatches
+            )
+            check(schedule, num_microbatches=num_microbatches)
+            self._schedules[key] = _BuiltSchedule(schedule, list(map(peak_in_flight, schedule)))
+        return self._schedules[key]

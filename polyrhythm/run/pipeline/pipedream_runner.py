@@ -1,0 +1,137 @@
+"""A pipeline that is never flushed: PipeDream's continuous 1F1B with stashed weights.
+
+Step i of a stage runs the forward of mini-batch i and, once as many are in flight as its limit
+allows, the backward of the oldest; the caller then updates the weights. So a forward uses the
+newest weights there are, and the backward of the same mini-batch has to use the same ones: each
+forward stashes a copy, at most as many as the limit. The gradient goes to the newest weights, and
+so does averaging with other pipelines, which never sees the copies.
+
+Source: Narayanan et al., "PipeDream", SOSP 2019, section 3.3 (weight stashing); SDPipe, VLDB 2023,
+Algorithm 1. Departure: limits may be larger than 1F1B's S-s, to ride out slow links and stragglers.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
+
+from polyrhythm.errors import ScheduleError
+from polyrhythm.run.pipeline.batch import Batch
+from polyrhythm.run.pipeline.connections import BatchHeader
+from polyrhythm.run.pipeline.executor import Executor
+from polyrhythm.run.pipeline.partition import TiedParameter
+from polyrhythm.types import Action, Op
+
+
+@dataclass(slots=True, kw_only=True)
+class PipeDreamRunner:
+    """One stage of it; `limits[stage]` mini-batches may be in flight on a stage."""
+
+    module: nn.Module
+    executor: Executor
+    limits: tuple[int, ...]
+    has_gradients: bool = field(default=False, init=False)
+    peak_weight_versions: int = field(default=0, init=False)  # copies of the weights held at once
+    _num_expected: int = field(default=0, init=False)
+    _num_run: int = field(default=0, init=False)
+    _in_flight: deque[Batch] = field(default_factory=deque, init=False)
+    _stashed_weights: dict[int, dict[str, Tensor]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.executor.connections is not None:
+            # Messages under way: those of batches in flight, on the stage that sends or on this.
+            self.executor.connections.set_windows(self.limits, self.limits[self.stage])
+            self.executor.connections.prefetch_headers(self._expect)
+
+    @property
+    def is_drained(self) -> bool:
+        return not self._in_flight
+
+    @property
+    def microbatch_size(self) -> None:
+        """Batches are not cut."""
+
+    @property
+    def stage(self) -> int:
+        return self.executor.stage.stage
+
+    @property
+    def limit(self) -> int:
+        return self.limits[self.stage]
+
+    def expect(self, header: BatchHeader) -> int:
+        """Prepare for a batch; its number. All but the first stage have heard of it before."""
+        if self.stage == 0:
+            self._expect(header)
+        return self._num_run if header.training else 0
+
+    def run(self, batch: Batch) -> None:
+        """The forward of a mini-batch and, if it is time, the backward of the oldest."""
+        self._in_flight.append(batch)
+        if self.limit > 1:  # else nothing comes between a forward and its backward
+            self._stash(batch.first)
+        self.executor.execute(Action(Op.F, batch.first), batch)
+        self.executor.stage.call = self.module
+        self.has_gradients = len(self._in_flight) == self.limit
+        if self.has_gradients:
+            self._backward()
+        self._num_run += 1
+
+    def _expect(self, header: BatchHeader) -> None:
+        self.executor.expect(header, self._num_expected if header.training else 0)
+        self._num_expected += header.training
+
+    def drain(self) -> Iterator[None]:
+        """The backwards that are left; update the weights after each."""
+        while self._in_flight:
+            self.has_gradients = True
+            self._backward()
+            yield
+        self.has_gradients = False
+
+    def release(self) -> None:
+        """Free what is in flight: batches, activations, copies of the weights."""
+        self._in_flight.clear()
+        self._stashed_weights.clear()
+        self.executor.stage.call = self.module  # a forward that failed has left a copy there
+        self.executor.stage.release()
+
+    def _stash(self, number: int) -> None:
+        weights = {  # what is frozen is the same in all versions
+            name: p.detach().clone().requires_grad_()
+            for name, p in self.module.named_parameters()
+            if p.requires_grad
+        }
+        self._stashed_weights[number] = weights
+        self.peak_weight_versions = max(self.peak_weight_versions, len(self._stashed_weights))
+        self.executor.stage.call = partial(_call, self.module, weights)
+
+    def _backward(self) -> None:
+        batch = self._in_flight.popleft()
+        weights = self._stashed_weights.pop(batch.first, {})
+        # What is checkpointed is computed once more: with the same weights.
+        with _reparametrize_module(self.module, weights, tie_weights=True):
+            self.executor.execute(Action(Op.B, batch.first), batch)
+        for name, parameter in self.module.named_parameters():
+            gradient = weights[name].grad if name in weights else None
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _call(module: nn.Module, weights: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    return functional_call(module, weights, args, kwargs)
+
+
+def check_untied(tied: Sequence[TiedParameter]) -> None:
+    """Copies of one parameter are updated at different times without a flush."""
+    if tied:
+        raise ScheduleError(
+            f"flush=False with {tied[0].key} tied across stages",
+            expected="no parameter that two stages share",
+            fix="untie it, or use flush=True",
+        )

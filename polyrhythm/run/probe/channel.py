@@ -1,0 +1,182 @@
+"""Messages between two processes of a probe: every wait is bounded, and a loss is told by name.
+
+Who loses a peer writes so into the job's store and hangs up, so that whoever waits for it in turn
+notices at once, looks there, and names the one that was lost first. The store may be lost as well:
+it is asked in a thread, and not waited for longer than for news.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+
+from polyrhythm.errors import PeerError
+from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.process_groups import abort
+from polyrhythm.types import Seconds
+
+# What a message is about. From PING on, one for each of many.
+NUMBER, LENGTH, CONTENT, SIZE, PING, PONG, STREAM = 1, 2, 3, 4, 10_000, 20_000, 30_000
+_STORE_TIMEOUT: Seconds = 2.0  # until what another process knows has reached the store
+_LOST = "polyrhythm/probe/lost/"
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class PeerChannel:
+    rank: int
+    world_size: int
+    timeout: Seconds  # for one message, unless another is given
+    names: list[str] = field(init=False)  # of all processes, by rank, as far as they are known
+
+    def __post_init__(self) -> None:
+        self.names = [f"rank {rank}" for rank in range(self.world_size)]
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+    def start_send(self, tensor: Tensor, to: int, *, tag: int, action: str) -> Any:
+        with self._waiting(to, action):
+            return dist.isend(tensor, to, tag=tag)
+
+    def start_receive(self, tensor: Tensor, sender: int, *, tag: int, action: str) -> Any:
+        """Best before it is sent: gloo sends nothing to whoever has not asked for it."""
+        with self._waiting(sender, action):
+            return dist.irecv(tensor, sender, tag=tag)
+
+    def finish(self, work: Any, peer: int, *, action: str, timeout: Seconds | None = None) -> None:
+        """Wait for a send or a receive; raises PeerError."""
+        left = max(1e-3, self.timeout if timeout is None else timeout)
+        with self._waiting(peer, action):
+            work.wait(timedelta(seconds=left))
+
+    def finish_all(
+        self, works: list[Any], peer: int, *, action: str, timeout: Seconds
+    ) -> list[Seconds]:
+        """Wait for all, `timeout` for them together; the times at which each was done."""
+        deadline, times = time.monotonic() + timeout, []
+        for work in works:
+            self.finish(work, peer, action=action, timeout=deadline - time.monotonic())
+            times.append(time.perf_counter())
+        return times
+
+    def send(self, tensor: Tensor, to: int, *, tag: int, action: str, timeout: Seconds) -> None:
+        work = self.start_send(tensor, to, tag=tag, action=action)
+        self.finish(work, to, action=action, timeout=timeout)
+
+    def receive(
+        self, tensor: Tensor, sender: int, *, tag: int, action: str, timeout: Seconds
+    ) -> None:
+        work = self.start_receive(tensor, sender, tag=tag, action=action)
+        self.finish(work, sender, action=action, timeout=timeout)
+
+    def send_bytes(self, message: bytes, to: int, *, action: str, timeout: Seconds) -> None:
+        content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        for tensor, tag in ((torch.tensor([len(content)]), LENGTH), (content, CONTENT)):
+            self.send(tensor, to, tag=tag, action=action, timeout=timeout)
+
+    def receive_bytes(self, sender: int, *, action: str, timeout: Seconds) -> bytes:
+        length = torch.zeros(1, dtype=torch.int64)
+        self.receive(length, sender, tag=LENGTH, action=action, timeout=timeout)
+        content = torch.zeros(int(length), dtype=torch.uint8)
+        self.receive(content, sender, tag=CONTENT, action=action, timeout=timeout)
+        return content.numpy().tobytes()
+
+    def barrier(self, action: str, timeout: Seconds) -> None:
+        """Wait until all are here. By way of rank 0, which then knows who is not."""
+        nothing = torch.zeros(1)
+        if self.rank > 0:
+            self.send(nothing, 0, tag=NUMBER, action=action, timeout=timeout)
+            self.receive(nothing, 0, tag=NUMBER, action=action, timeout=timeout)
+            return
+        # To and from all at once: one after the other, each would take a round trip.
+        deadline, messages = time.monotonic() + timeout, torch.zeros(self.world_size, 1)
+        seen = [
+            (rank, self.start_receive(messages[rank], rank, tag=NUMBER, action=action))
+            for rank in self.others
+        ]
+        for rank, work in seen:
+            self.finish(work, rank, action=action, timeout=deadline - time.monotonic())
+        sends = [
+            (rank, self.start_send(nothing, rank, tag=NUMBER, action=action))
+            for rank in self.others
+        ]
+        for rank, work in sends:
+            self.finish(work, rank, action=action, timeout=timeout)
+
+    @contextmanager
+    def _waiting(self, peer: int, action: str) -> Iterator[None]:
+        try:
+            with peer_errors(self.names[peer], action):
+                yield
+        except PeerError as error:
+            culprit = self._first_lost(peer)
+            cause = error.cause
+            if culprit != peer:
+                cause = f"{self.names[peer]} has lost it"
+            raise PeerError(
+                self.names[culprit], action=action, waited=error.waited, cause=cause
+            ) from None
+
+    def _first_lost(self, peer: int) -> int:
+        """Who was lost by the one that was lost by ... `peer`, as far as the store can tell."""
+        store, culprit, seen = _get_default_store(), peer, {self.rank, peer}
+        _call_with_timeout(
+            lambda: store.set(f"{_LOST}{self.rank}", str(peer)), timeout=_STORE_TIMEOUT
+        )
+        assert dist.group.WORLD is not None, "joined"
+        abort(dist.group.WORLD)
+        while (
+            reported := _call_with_timeout(
+                partial(_reported_loss, store, culprit), timeout=2 * _STORE_TIMEOUT
+            )
+        ) is not None:
+            if reported in seen:
+                break
+            culprit = reported
+            seen.add(culprit)
+        if self.rank == 0:
+            time.sleep(_STORE_TIMEOUT)  # it may serve the store, where the others are to look
+        return culprit
+
+
+def _reported_loss(store: Any, rank: int) -> int | None:
+    """Whom this process has lost; None if it does not say so in time."""
+    key, deadline = f"{_LOST}{rank}", time.monotonic() + _STORE_TIMEOUT
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.05)
+    return int(store.get(key))
+
+
+def _call_with_timeout(ask: Callable[[], T], *, timeout: Seconds) -> T | None:
+    """What the store says; None if it is gone, or silent.
+
+    No timeout of a store's covers a server that was stopped. The thread that waits for one stays
+    behind, outside of Python, and does not keep the interpreter from ending.
+    """
+    answers: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+
+    def wait() -> None:
+        try:
+            answers.put(ask())
+        except RuntimeError:  # rank 0 is gone, and the store with it
+            answers.put(None)
+
+    threading.Thread(target=wait, name="asking the store", daemon=True).start()
+    try:
+        return answers.get(timeout=timeout)
+    except queue.Empty:
+        return None

@@ -1,0 +1,76 @@
+"""The loss on samples that are not learnt from: each pipeline has a share of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.data.loader import LoadedBatch
+from polyrhythm.run.pipeline.batch import EndOfDataError
+from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.run.trainer.step_loop import as_arguments
+from polyrhythm.sync.dispatch import Ranges
+
+
+def evaluate(
+    pipeline: Pipeline,
+    load: Callable[[Ranges], LoadedBatch],
+    share: range,  # of this pipeline
+    batch_size: int,
+) -> float:
+    """The mean over the shares of all pipelines, on every worker; called by all of them."""
+    was_training = pipeline.module.training
+    pipeline.module.eval()
+    try:
+        totals = _own_share(pipeline, load, share, batch_size)
+    finally:
+        pipeline.module.train(was_training)
+    if dist.is_initialized():
+        with peer_errors("another worker", "evaluating"):
+            dist.all_reduce(totals)
+    return float(totals[0] / totals[1])
+
+
+def _own_share(
+    pipeline: Pipeline, load: Callable[[Ranges], LoadedBatch], share: range, batch_size: int
+) -> Tensor:
+    """The sum of losses and the number of samples; on the last stage, nothing on others."""
+    totals = torch.zeros(2, dtype=torch.float64)
+
+    def count(losses: list[Tensor]) -> None:
+        for loss, size in zip(losses, pipeline.sizes if losses else (), strict=True):
+            totals.add_(torch.tensor([loss.item() * size, size], dtype=torch.float64))
+
+    def target(metadata: tuple[int, ...]) -> Any:
+        return load(((metadata[0], metadata[1]),)).target
+
+    for start in range(share.start, share.stop, batch_size) if pipeline.is_first else ():
+        ends, losses = (start, min(start + batch_size, share.stop)), list[Tensor]()
+        batch = load((ends,))
+        arguments, keywords = as_arguments(batch.inputs)
+        pipeline.eval(
+            *arguments,
+            target=batch.target,
+            losses=losses,
+            return_outputs=False,
+            metadata=ends,
+            **keywords,
+        )
+        count(losses)
+    if pipeline.is_first:
+        pipeline.end_batches()
+        return totals
+    while True:
+        losses = []
+        try:
+            pipeline.eval(
+                target=target if pipeline.is_last else None,
+                losses=losses,
+                return_outputs=False,
+            )
+        except EndOfDataError:
+            return totals
+        count(losses)

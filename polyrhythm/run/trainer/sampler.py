@@ -1,0 +1,199 @@
+"""Who computes which samples: dealers that a loop asks at the start of each of its steps.
+
+In lockstep each pipeline knows its share of a step. Otherwise pipelines take samples as they are
+done with the last ones, so that fast ones get more, and each is used once.
+
+Only the first stage of a pipeline asks; the others hear of it with the batch.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.data.prefetch import PredictedRanges, resolved_ranges
+from polyrhythm.run.trainer.batch_shares import GlobalBatch, RemainingSamples, microbatch_ranges
+from polyrhythm.run.trainer.sync_strategy import LOCKSTEP
+from polyrhythm.sync.dispatch import Ranges, SamplerState
+from polyrhythm.sync.replay import DECOUPLED
+
+
+class BatchSlice(NamedTuple):
+    """The samples of a pipeline in one of its steps."""
+
+    step: int  # the global one that they belong to
+    ranges: Ranges  # of positions
+    weight: float  # what the mean loss over them counts in the gradient
+
+    @property
+    def num_samples(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
+
+class StepCursor:
+    """Global steps one after the other, of samples that were not used before."""
+
+    def __init__(self, global_batch: GlobalBatch, sampler_state: SamplerState, end: int) -> None:
+        """Until `end` steps are made, those before included."""
+        self.global_batch = global_batch
+        self._start, self._remaining, self._initial = (
+            sampler_state.num_used,
+            RemainingSamples(sampler_state),
+            sampler_state,
+        )
+        self._num_made, self._first = 0, sampler_state.num_used // global_batch.size
+        self._num_steps = end - self._first
+
+    @property
+    def is_over(self) -> bool:
+        return self._num_made >= self._num_steps
+
+    def next(self, microbatches: range) -> BatchSlice | None:
+        if self.is_over:
+            return None
+        ranges = self.peek(microbatches)
+        self._num_made += 1
+        return BatchSlice(self._first + self._num_made - 1, ranges, 1.0)
+
+    def peek(self, microbatches: range) -> Ranges:
+        """What `next` would deal."""
+        if self.is_over:
+            return ()
+        start, end = self.global_batch.range_of(self._num_made, microbatches)
+        return self._remaining.ranges(self._start + start, self._start + end)
+
+    def sampler_state(self) -> SamplerState:
+        """When all of the steps that were begun are made."""
+        used = self._start + self._num_made * self.global_batch.size
+        left = self._remaining.ranges(used, used + self._initial.next)
+        pool = tuple((low, min(high, self._initial.next)) for low, high in left)
+        pool = tuple((low, high) for low, high in pool if low < high)
+        return SamplerState(next=used + sum(high - low for low, high in pool), pool=pool)
+
+
+class BatchSampler(Protocol):
+    def next(self) -> BatchSlice | None:
+        """The next samples of this pipeline; None when training is over."""
+
+    def peek(self) -> PredictedRanges:
+        """What `next` will most likely give after that, to be loaded ahead."""
+
+    def acknowledge(self) -> None:
+        """Those of the last ones have been learnt from."""
+
+    def sampler_state(self) -> SamplerState:
+        """Which samples were used by now, for a checkpoint."""
+
+
+class FixedShareSampler:
+    """Each pipeline has the same micro-batches of each step.
+
+    Where gradients are averaged, a mean over pipelines: those with more samples count for more.
+    """
+
+    def __init__(
+        self, steps: StepCursor, shares: Sequence[int], pipeline: int, *, averages_gradients: bool
+    ) -> None:
+        self._steps, self._microbatches = steps, microbatch_ranges(shares)[pipeline]
+        self._num_pipelines = len(shares)
+        self._averages_gradients = averages_gradients
+
+    def next(self) -> BatchSlice | None:
+        found = self._steps.next(self._microbatches)
+        if found is None or not self._averages_gradients:
+            return found
+        weight = found.num_samples * self._num_pipelines / self._steps.global_batch.size
+        return found._replace(weight=weight)
+
+    def peek(self) -> PredictedRanges:
+        return self._steps.peek(self._microbatches)
+
+    def acknowledge(self) -> None:
+        """All know it."""
+
+    def sampler_state(self) -> SamplerState:
+        return self._steps.sampler_state()
+
+
+class BalancedShareSampler:
+    """Shares follow the speed of pipelines; gradients count by micro-batches (`balanced`)."""
+
+    def __init__(self, steps: StepCursor, sync: GroupSync) -> None:
+        self._steps, self._sync = steps, sync
+        self._microbatches = range(0)  # of the last step
+
+    def next(self) -> BatchSlice | None:
+        if self._steps.is_over:
+            return None
+        self._microbatches = self._sync.share(self._steps.global_batch.num_microbatches)
+        found, global_batch = self._steps.next(self._microbatches), self._steps.global_batch
+        if found is None:
+            return None
+        weight = found.num_samples * global_batch.num_microbatches / global_batch.size
+        return found._replace(weight=weight)  # the last micro-batch may be smaller
+
+    def peek(self) -> PredictedRanges:
+        return self._steps.peek(self._microbatches)  # shares seldom change
+
+    def acknowledge(self) -> None:
+        """All know it."""
+
+    def sampler_state(self) -> SamplerState:
+        return self._steps.sampler_state()
+
+
+class DispatchedSampler:
+    """Samples are dealt by the scheduler, on demand; asked for a chunk ahead of time."""
+
+    def __init__(self, global_batch: GlobalBatch, sync: GroupSync, count: int) -> None:
+        """`count`: samples of this pipeline in each of its steps."""
+        self._global_batch, self._sync, self._count = global_batch, sync, count
+        self._number = -1  # of the last chunk
+        self._requests = deque([sync.acquire(0, count)])  # those after it
+
+    def next(self) -> BatchSlice | None:
+        ranges = self._requests[0].wait()
+        if not ranges:
+            return None
+        self._request_next()
+        self._requests.popleft()
+        self._number += 1
+        step = max(end - 1 for _, end in ranges) // self._global_batch.size
+        return BatchSlice(step, ranges, 1.0)
+
+    def peek(self) -> PredictedRanges:
+        return self._requests[0]
+
+    def acknowledge(self) -> None:
+        self._sync.acknowledge(self._number)
+        if resolved_ranges(self._requests[0]):
+            self._request_next()  # not later, for the answer to be here when the next step begins
+
+    def sampler_state(self) -> SamplerState:
+        return self._sync.sampler_state()
+
+    def _request_next(self) -> None:
+        """For the chunk after the one that is held for the next step, which is not empty."""
+        if len(self._requests) == 1:
+            self._requests.append(self._sync.acquire(self._number + 2, self._count))
+
+
+def make_sampler(
+    sync_mode: str,
+    global_batch: GlobalBatch,
+    shares: Sequence[int],
+    pipeline: int,
+    sampler_state: SamplerState,
+    end: int,
+    sync: GroupSync | None,
+) -> BatchSampler:
+    """For a way to keep together; `sync` is the first stage's, which asks."""
+    if sync is not None and sync_mode not in LOCKSTEP:
+        return DispatchedSampler(
+            global_batch, sync, shares[pipeline] * global_batch.microbatch_size
+        )
+    steps = StepCursor(global_batch, sampler_state, end)
+    if sync is not None and sync_mode == "balanced":
+        return BalancedShareSampler(steps, sync)
+    averages_gradients = sync_mode in (DECOUPLED, "all_reduce")
+    return FixedShareSampler(steps, shares, pipeline, averages_gradients=averages_gradients)

@@ -1,0 +1,88 @@
+"""How a model is cut into stages: between layers of a Sequential, along a list, or not at all."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import nn
+
+from polyrhythm.errors import PlanError
+from polyrhythm.run.pipeline.partition import ModelPartition, split_layers, split_sequential
+from polyrhythm.run.pipeline.stage_setup import wrap_module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitSpec:
+    """As `Pipeline.from_layers` takes it; without `layers`, a Sequential is cut between its own."""
+
+    layers: str | None = None
+    prologue: Sequence[str] = ()
+    every: Sequence[str] = ()
+    epilogue: Sequence[str] = ()
+
+    def num_layers(self, model: nn.Module) -> int:
+        """How many parts there are to make stages of; one for a model that cannot be cut."""
+        if self.layers is not None:
+            layer_list = dict(model.named_modules(remove_duplicate=False)).get(self.layers)
+            return len(layer_list._modules) if layer_list is not None else 1  # told when it is cut
+        return len(model._modules) if isinstance(model, nn.Sequential) else 1
+
+    def check(self, model: nn.Module, layers_per_stage: Sequence[int]) -> None:
+        """Refuse a stage with nothing to train, in all processes alike."""
+        if self.layers is not None or not isinstance(model, nn.Sequential):
+            return
+        layers, ends = list(model._modules.values()), [0, *accumulate(layers_per_stage)]
+        for stage, (first, end) in enumerate(pairwise(ends)):
+            held = [layer for layer in layers[first:end] if layer is not None]
+            if not any(True for layer in held for _ in layer.parameters()):
+                kinds = ", ".join(type(layer).__name__ for layer in held)
+                raise PlanError(
+                    f"stage {stage} has no parameters: {kinds}",
+                    expected="something to train in every stage",
+                    fix="use fewer stages, or give it a neighbour's layer: layers_per_stage",
+                )
+
+    def extract_stage(
+        self, model: nn.Module, stage: int, layers_per_stage: Sequence[int]
+    ) -> ModelPartition:
+        """One stage's share of the model, which keeps its names."""
+        num_stages = len(layers_per_stage)
+        if self.layers is not None:  # one stage, too: what the loss is called with stays the same
+            return split_layers(
+                model,
+                stage=stage,
+                num_stages=num_stages,
+                layers=self.layers,
+                prologue=self.prologue,
+                every=self.every,
+                epilogue=self.epilogue,
+                layers_per_stage=layers_per_stage,
+            )
+        if num_stages == 1:
+            return wrap_module(model, 0, 1)
+        if isinstance(model, nn.Sequential):
+            return split_sequential(
+                model, stage=stage, num_stages=num_stages, layers_per_stage=layers_per_stage
+            )
+        raise PlanError(
+            f"a {type(model).__name__} for a plan of {num_stages} stages",
+            expected="a model that can be cut: an nn.Sequential, or one with a list of layers",
+            fix='name the list, Trainer(..., layers="model.layers"), or use a plan of one stage',
+        )
+
+
+def build_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
+    """The whole model; one that is given as a function gets the same weights in every process."""
+    if isinstance(model, nn.Module):
+        return model
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = model()
+    if not isinstance(made, nn.Module):
+        raise PlanError(
+            f"the function that makes the model returned a {type(made).__name__}",
+            expected="an nn.Module",
+            fix="return the model from it",
+        )
+    return made

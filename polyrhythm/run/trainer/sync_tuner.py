@@ -1,0 +1,102 @@
+"""`sync="auto"` while training goes on: what steps took comes to the first worker, which decides.
+
+The first stage of each pipeline tells what its steps took, through the job's store. In lockstep all
+stop for that at the end of each window, and hear what was decided. In groups nobody stops: the
+first worker looks at what was told by then, and training goes on meanwhile.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from polyrhythm.events import EventLog
+from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.trainer.store import LEADER
+from polyrhythm.run.trainer.sync_decision import prefix_store
+from polyrhythm.sync.autoswitch import AutoSwitch, SwitchDecision
+from polyrhythm.sync.replay import JobShape, StepTiming
+from polyrhythm.types import Seconds, Worker
+
+_PUBLISH_EVERY = 5  # steps, in groups: small next to a window, and few messages
+_logger = logging.getLogger(__name__)
+
+
+class StepTimeExchange:
+    """Of one worker and one fit."""
+
+    def __init__(
+        self, name: str, worker: Worker, shape: JobShape, log: EventLog | None, timeout: Seconds
+    ) -> None:
+        auto = AutoSwitch(shape)
+        self._auto, self.num_steps = auto if worker == LEADER else None, auto.num_steps
+        self._store, self._worker, self._log = prefix_store(name, timeout), worker, log
+        self._num_pipelines, self._phase, self._num_published = shape.num_pipelines, -1, 0
+        self._num_read = [0] * self._num_pipelines  # by pipeline, of what was told
+        self._unpublished: list[StepTiming] = []
+        self._num_made = 0  # steps of this piece
+
+    def begin(self, sync_mode: str, step: int) -> None:
+        """A piece of training that is done in one way."""
+        self._phase += 1
+        self._num_published, self._num_read = 0, [0] * self._num_pipelines
+        self._unpublished, self._num_made = [], 0
+        if self._phase == 0 and self._worker == LEADER:
+            self._record(sync_mode, step, "training starts in lockstep, and is measured", {})
+
+    def add_timing(self, timing: StepTiming) -> None:
+        """A step, on the first stage of this pipeline."""
+        self._unpublished.append(timing)
+
+    def publish(self) -> None:
+        """There, too: what its steps took since the last time."""
+        told, self._unpublished = self._unpublished, []
+        key = f"{self._phase}/{self._worker.pipeline}/{self._num_published}"
+        self._num_published += 1
+        self._store.set(key, msgspec.json.encode(told).decode())
+
+    def after_window(self, step: int) -> SwitchDecision:
+        """In lockstep, on the first worker; all pipelines have told, or will at once."""
+        with peer_errors("another pipeline", "hearing what its steps took"):
+            return self._decide([self._read(p) for p in range(self._num_pipelines)], step)
+
+    def after_step(self, step: int) -> SwitchDecision | None:
+        """In groups, on each first stage; the first worker decides now and then."""
+        self._num_made += 1
+        if len(self._unpublished) >= _PUBLISH_EVERY:
+            self.publish()
+        if self._auto is None or self._num_made % self.num_steps:
+            return None
+        times = [list[StepTiming]() for _ in range(self._num_pipelines)]
+        for pipeline, steps in enumerate(times):
+            while self._store.check([self._key(pipeline)]):
+                steps += self._read(pipeline)
+        return self._decide(times, step)
+
+    def _key(self, pipeline: int) -> str:
+        """Of what that one tells next."""
+        return f"{self._phase}/{pipeline}/{self._num_read[pipeline]}"
+
+    def _read(self, pipeline: int) -> list[StepTiming]:
+        key = self._key(pipeline)
+        told = self._store.get(key)
+        self._store.delete_key(key)  # nobody else reads it
+        self._num_read[pipeline] += 1
+        return msgspec.json.decode(told, type=list[StepTiming])
+
+    def _decide(self, times: Sequence[Sequence[StepTiming]], step: int) -> SwitchDecision:
+        assert self._auto is not None, "the first worker decides"
+        decision = self._auto.after_window(times)
+        if decision.switches:
+            self._record(decision.sync_mode, step, decision.why, decision.predicted)
+        return decision
+
+    def _record(
+        self, sync_mode: str, step: int, why: str, predicted: Mapping[str, Seconds]
+    ) -> None:
+        """`step` is the global one that comes next."""
+        say = _logger.warning if self._phase > 0 or predicted else _logger.info
+        say("sync=auto: %s from step %d on: %s", sync_mode, step, why)
+        if self._log is not None:
+            values = {f"{name}_s": seconds for name, seconds in predicted.items()}
+            self._log.write("sync_mode", step=step, name=sync_mode, why=why, values=values)

@@ -1,0 +1,226 @@
+"""Choosing the schedule while the job runs: predict every candidate, move only when it pays.
+
+A tuner is told the times that were measured and answers with the candidate to run next. It starts
+with 1F1B and knows nothing of the network. Of the candidates whose predicted step is within a
+tolerance of the shortest it wants the one that holds the least memory. It switches to that one when
+the current one is clearly slower; merely to save memory, when two decisions in a row say so.
+
+Every rank runs its own tuner on the same numbers and comes to the same decision.
+
+Source: Yang et al., "Ada-Grouper", arXiv:2303.01675, sections 4.2, 4.3 and 5.4. Departures: times
+come from real steps, so nothing is suspended to profile; hysteresis; a larger micro-batch is not
+taken to be better. The paper keeps, for each k, the largest size that fits; but fewer micro-batches
+fill and drain the pipeline worse, so here every size is predicted (`largest_only` is the paper's).
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from polyrhythm.cost.memory import MemoryBudget
+from polyrhythm.cost.pipeline import PipelineTimes, length
+from polyrhythm.errors import ScheduleError
+from polyrhythm.schedule import reasons
+from polyrhythm.schedule.candidates import ScheduleCandidate, shortlist, spec_for_limits
+from polyrhythm.schedule.freshness import Freshness
+from polyrhythm.schedule.limits import one_f_one_b_limits
+from polyrhythm.schedule.spec import ScheduleSpec
+from polyrhythm.types import Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleDecision:
+    """What to run from the next step on, and why."""
+
+    candidate: ScheduleCandidate
+    predicted: Seconds  # a step of it
+    current_predicted: Seconds  # a step of what ran until now
+    switched: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scored:
+    candidate: ScheduleCandidate
+    predicted: Seconds
+    memory: int  # bytes of all stages; samples in flight where bytes are not known
+
+    @property
+    def weight(self) -> tuple[int, Seconds, str]:
+        return self.memory, self.predicted, str(self.candidate)
+
+
+@dataclass(slots=True, kw_only=True)
+class ScheduleTuner:
+    num_stages: int
+    batch_size: int  # samples of one pipeline in one step, whatever the micro-batch size
+    microbatch_sizes: tuple[int, ...]  # each divides the batch; the first is used at the start
+    budget: MemoryBudget | None = None  # may be replaced as more is known; None for no limit
+    tolerance: float = 0.02  # this much longer than the shortest is as good
+    gain: float = 0.03  # this much longer than the best is worth a switch
+    stale_after: int = 20  # decisions after which a size may be measured again
+    largest_only: bool = False
+    current: ScheduleCandidate = field(init=False)
+    _lighter: ScheduleCandidate | None = field(
+        default=None, init=False
+    )  # what the last decision liked
+    _freshness: Freshness = field(init=False)
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.microbatch_sizes, self.batch_size)
+        self._freshness = Freshness(self.stale_after)
+        trials = [self.trial(size) for size in self._fitting_sizes()]
+        plain = [trial for trial in trials if trial.spec == ScheduleSpec("1f1b")]
+        self.current = (plain or trials)[0]
+
+    def trial(self, microbatch_size: int) -> ScheduleCandidate:
+        """What to run to measure a size: 1F1B, or as much of it as fits."""
+        max_in_flight = self._max_in_flight(microbatch_size)
+        plain = one_f_one_b_limits(self.num_stages)
+        limits = tuple(
+            min(plain[stage], *max_in_flight[: stage + 1]) for stage in range(self.num_stages)
+        )
+        return self._candidate(
+            spec_for_limits(limits, self.batch_size // microbatch_size), microbatch_size
+        )
+
+    def size_to_measure(self, times: Mapping[int, PipelineTimes]) -> int | None:
+        """The micro-batch size to try for one step, if any, given the times there are."""
+        return self._freshness.wanted(self._fitting_sizes(), times, self.current.microbatch_size)
+
+    def decide(self, times: Mapping[int, PipelineTimes]) -> ScheduleDecision:
+        """The next candidate, from the times of every micro-batch size measured so far.
+
+        Sizes without times are no candidates. Raises PlanError if no size fits the budget.
+        """
+        if self.current.microbatch_size not in times:
+            raise ScheduleError(
+                f"no times of micro-batches of {self.current.microbatch_size}, which are in use",
+                expected="the times of at least one step",
+                fix="decide after the first step",
+            )
+        self._freshness.record(times)
+        until_now = self._predicted(self.current, times)
+        pool = self._pool(times)
+        enough = min(scored.predicted for scored in pool) * (1 + self.tolerance)
+        good = [scored for scored in pool if scored.predicted <= enough]
+        best = min(good, key=lambda scored: scored.weight)
+        if not self._fits(self.current):
+            assert self.budget is not None, "without a budget everything fits"
+            return self._switch(best, until_now, reasons.too_large(self.current, self.budget))
+        if until_now > best.predicted * (1 + self.gain):
+            measured = times[best.candidate.microbatch_size]
+            says = reasons.faster(best.candidate, self.current, best.predicted, until_now, measured)
+            return self._switch(best, until_now, says)
+        if (saving := self._saving(best, good)) is not None:
+            says = reasons.lighter(saving.candidate, self.current, saving.predicted, until_now)
+            return self._switch(saving, until_now, says)
+        return ScheduleDecision(
+            candidate=self.current,
+            predicted=until_now,
+            current_predicted=until_now,
+            switched=False,
+            why=reasons.staying(best.candidate, self.current, best.predicted, until_now),
+        )
+
+    def _saving(self, best: _Scored, good: list[_Scored]) -> _Scored | None:
+        """What to move to for its memory: good and lighter, now as at the last decision."""
+        memory = self._memory(self.current)
+        again = [s for s in good if s.candidate == self._lighter and s.memory < memory]
+        if again:
+            return again[0]
+        self._lighter = best.candidate if best.memory < memory else None
+        return None
+
+    def _switch(self, to: _Scored, until_now: Seconds, reason: str) -> ScheduleDecision:
+        self.current, self._lighter = to.candidate, None
+        return ScheduleDecision(
+            candidate=to.candidate,
+            predicted=to.predicted,
+            current_predicted=until_now,
+            switched=True,
+            why=reason,
+        )
+
+    def _pool(self, times: Mapping[int, PipelineTimes]) -> list[_Scored]:
+        """All that may be chosen; never empty."""
+        kept = [c for c in (self.current, self._lighter) if c is not None and self._fits(c)]
+        kept_scored = [self._scored(c, self._predicted(c, times)) for c in kept]
+        # If nothing that fits was measured yet: begin again, unpredicted.
+        return [*self._listed(times), *kept_scored] or [
+            self._scored(self.trial(self._fitting_sizes()[0]), math.inf)
+        ]
+
+    def _listed(self, times: Mapping[int, PipelineTimes]) -> Iterator[_Scored]:
+        """What fits and was measured, of every size."""
+        sizes = [size for size in self._fitting_sizes() if size in times]
+        for size in sizes:
+            specs = shortlist(
+                times[size],
+                num_microbatches=self.batch_size // size,
+                max_in_flight=self._max_in_flight(size),
+                tolerance=self.tolerance,
+            )
+            larger = [s for s in sizes if s > size] if self.largest_only else []
+            for spec, predicted in specs.items():
+                if not any(self._fits(self._candidate(spec, s)) for s in larger):
+                    yield self._scored(self._candidate(spec, size), predicted)
+
+    def _candidate(self, spec: ScheduleSpec, microbatch_size: int) -> ScheduleCandidate:
+        return ScheduleCandidate.of(
+            spec,
+            num_stages=self.num_stages,
+            microbatch_size=microbatch_size,
+            num_microbatches=self.batch_size // microbatch_size,
+        )
+
+    def _scored(self, candidate: ScheduleCandidate, predicted: Seconds) -> _Scored:
+        return _Scored(candidate=candidate, predicted=predicted, memory=self._memory(candidate))
+
+    def _memory(self, candidate: ScheduleCandidate) -> int:
+        if self.budget is None:
+            return candidate.microbatch_size * sum(candidate.in_flight)
+        return sum(self.budget.needed(candidate.microbatch_size, candidate.in_flight))
+
+    def _predicted(
+        self, candidate: ScheduleCandidate, times: Mapping[int, PipelineTimes]
+    ) -> Seconds:
+        measured = times.get(candidate.microbatch_size)
+        return math.inf if measured is None else length(candidate.build(), measured)
+
+    def _max_in_flight(self, microbatch_size: int) -> tuple[int, ...]:
+        num_microbatches = self.batch_size // microbatch_size
+        if self.budget is None:
+            return (num_microbatches,) * self.num_stages
+        return self.budget.max_in_flight(microbatch_size, num_microbatches)
+
+    def _fits(self, candidate: ScheduleCandidate) -> bool:
+        max_in_flight = self._max_in_flight(candidate.microbatch_size)
+        return all(
+            held <= room for held, room in zip(candidate.in_flight, max_in_flight, strict=True)
+        )
+
+    def _fitting_sizes(self) -> list[int]:
+        """Sizes of which each stage can hold at least one micro-batch; raises if there is none."""
+        sizes = [size for size in self.microbatch_sizes if min(self._max_in_flight(size)) > 0]
+        if not sizes:
+            assert self.budget is not None, "without a budget everything fits"
+            raise reasons.nothing_fits(self.budget, min(self.microbatch_sizes))
+        return sizes
+
+
+def _check_sizes(sizes: tuple[int, ...], batch_size: int) -> None:
+    written = ", ".join(map(str, sizes))
+    if not sizes or min(sizes) < 1 or len(set(sizes)) != len(sizes):
+        raise ScheduleError(
+            f"micro-batch sizes {written or 'none'}",
+            expected="one or more sizes, each 1 or more and named once",
+            fix="start with the size that would be used without a tuner",
+        )
+    for size in sizes:
+        if batch_size < 1 or batch_size % size:
+            raise ScheduleError(
+                f"micro-batches of {size} for a batch of {batch_size}",
+                expected="a size that divides the batch",
+                fix=f"leave {size} out, or change the batch",
+            )

@@ -1,0 +1,122 @@
+"""From a plan to a job that can be simulated: on the cluster and with the model it was made for."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+
+from polyrhythm.cost.step import Replica, StageRun, StageWork
+from polyrhythm.cost.sync import BUCKET
+from polyrhythm.describe.cluster import Cluster
+from polyrhythm.describe.model import ModelProfile
+from polyrhythm.describe.scenario import Scenario
+from polyrhythm.errors import PolicyError
+from polyrhythm.plan.job import TrainingJob
+from polyrhythm.plan.plan import AUTO, Plan, Sources
+from polyrhythm.plan.predict import predict
+from polyrhythm.plan.problem import Problem
+from polyrhythm.schedule.plan_schedules import PlannedSchedules
+from polyrhythm.simulate.job import EMPTY_SCENARIO, SimulatedJob
+from polyrhythm.sync.registry import POLICIES
+from polyrhythm.sync.setup import Setup
+
+# What a plan calls its way to keep replicas together, as a policy that does it.
+_POLICIES = {
+    "all_reduce": "all_reduce",
+    "decoupled": "all_reduce",
+    "groups": "adaptive",
+    "ring": "all_reduce",
+    "sequential": "all_reduce",
+}
+
+
+def problem_of(
+    plan: Plan, cluster: Cluster, profile: ModelProfile, *, gradient_bytes: float | None = None
+) -> Problem:
+    """What the plan was made for, with what it says of gradients and memory, if it does."""
+    made = plan.sources or Sources(cluster="", profile="")
+    job = TrainingJob(
+        batch=plan.batch or 1,  # a plan without one is refused when it is used
+        sync=plan.sync,
+        gradient_bytes=made.gradient_bytes if gradient_bytes is None else gradient_bytes,
+        optimizer_bytes=made.optimizer_bytes,
+        memory_reserve=made.memory_reserve,
+    )
+    return Problem(cluster=cluster, profile=profile, job=job, schedules=PlannedSchedules())
+
+
+def planned_job(
+    plan: Plan,
+    problem: Problem,
+    *,
+    sync: str | None = None,
+    schedule: str | None = None,
+    overlap: bool = False,
+    scenario: Scenario = EMPTY_SCENARIO,
+    options: Mapping[str, object] | None = None,
+    seed: int = 0,
+) -> SimulatedJob:
+    """`sync` is a policy, or "decoupled"; without, what the plan says. So with the schedule.
+
+    `overlap` is where the policy can.
+    Raises PlanError if the plan is for another cluster or model, or does not fit.
+    """
+    if schedule is not None:
+        plan = replace(
+            plan, pipelines=tuple(replace(one, schedule=schedule) for one in plan.pipelines)
+        )
+    plan = predict(plan, problem).plan  # which chooses what is left open, and refuses what is wrong
+    assert plan.microbatch_size is not None, "predict refuses a plan without"
+    mode = plan.sync if sync is None else sync
+    if mode not in POLICIES and mode not in _POLICIES:
+        raise _unknown(mode)
+    replicas = []
+    for pipeline in plan.pipelines:
+        assert pipeline.num_microbatches is not None, "predict refuses a plan without"
+        assert pipeline.schedule != AUTO, "predict has chosen"
+        built = problem.schedules.build(
+            pipeline.schedule,
+            num_stages=len(pipeline.parts),
+            num_microbatches=pipeline.num_microbatches,
+        )
+        runs = tuple(
+            StageRun(problem.index[part.device], part.first, part.end) for part in pipeline.parts
+        )
+        replicas.append(Replica(runs=runs, schedule=built))
+    stages = problem.stages(plan.layers_per_stage, plan.microbatch_size)
+    setup = Setup(
+        policy=_POLICIES.get(mode, mode),
+        num_stages=plan.num_stages,
+        num_pipelines=plan.num_pipelines,
+        options=options or {},
+        seed=seed,
+    )
+    return SimulatedJob(
+        cluster=problem.cluster,
+        stages=stages,
+        pipelines=tuple(replicas),
+        sync=setup,
+        decoupled=mode == "decoupled",
+        num_buckets=_num_buckets(plan, stages),
+        overlap=overlap and setup.can_overlap and mode != "decoupled",
+        scenario=scenario,
+        samples=tuple(
+            plan.microbatch_size * (pipeline.num_microbatches or 0) for pipeline in plan.pipelines
+        ),
+    )
+
+
+def _unknown(mode: str) -> PolicyError:
+    known = [*POLICIES, "decoupled"]
+    near = get_close_matches(mode, known, n=1)
+    return PolicyError(
+        f"unknown policy: {mode!r}",
+        expected=f"one of {', '.join(known)}",
+        fix=f"did you mean {near[0]!r}?" if near else "choose one of these, or leave it out",
+    )
+
+
+def _num_buckets(plan: Plan, stages: Sequence[StageWork]) -> int:
+    """A forward waits layer by layer, for buckets of a certain size."""
+    size = max(stage.gradient_bytes for stage in stages)
+    return max(1, min(max(plan.layers_per_stage), math.ceil(size / BUCKET)))

@@ -1,0 +1,65 @@
+"""Lines: all groups in one order, in which each worker has them one at a time.
+
+Groups are numbered as they are formed. A group is first when it comes first in the line of each of
+its members. The oldest group is first in all its lines, so no two groups can wait for each other,
+and any two workers that share groups see them in the same order.
+
+Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
+Training", ASPLOS 2020, section 4.1. Departures: a group never overtakes an older one that shares a
+member with it; a group can be taken out of the lines, and has a time by which it is due.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator
+
+from polyrhythm.sync.members import GroupRound, MemberState, StagePolicy
+from polyrhythm.types import Group, Seconds
+
+
+class GroupQueue:
+    def __init__(self, first_gid: int) -> None:
+        self.groups: dict[int, GroupRound] = {}
+        self._next_gid = first_gid
+        self._deadlines: list[tuple[Seconds, int]] = []  # a heap; some are out of date
+
+    def add(
+        self, group: Group, members: list[MemberState], stage_policy: StagePolicy
+    ) -> GroupRound:
+        """At the end of its members' lines."""
+        group_round = GroupRound(self._next_gid, group, members, stage_policy)
+        self.groups[group_round.gid] = group_round
+        self._next_gid += 1
+        for member in members:
+            member.queue.append(group_round)
+        return group_round
+
+    def remove(self, group_round: GroupRound) -> None:
+        del self.groups[group_round.gid]
+        for member in group_round.members:
+            member.queue.remove(group_round)
+
+    def is_first(self, group_round: GroupRound) -> bool:
+        for member in group_round.members:
+            if member.queue[0] is not group_round or (member.is_stopping and not member.is_ready):
+                return False
+        return True
+
+    def set_deadline(self, group_round: GroupRound, deadline: Seconds) -> None:
+        group_round.deadline = deadline
+        heapq.heappush(self._deadlines, (deadline, group_round.gid))
+
+    def next_deadline(self) -> Seconds:
+        """When the first group is due; inf for never."""
+        while self._deadlines:
+            deadline, gid = self._deadlines[0]
+            group_round = self.groups.get(gid)
+            if group_round is not None and group_round.deadline == deadline:
+                return deadline
+            heapq.heappop(self._deadlines)
+        return math.inf
+
+    def expired(self, now: Seconds) -> Iterator[GroupRound]:
+        """Groups that are due, the first one first; each has to be removed, or given more time."""
+        while self.next_deadline() <= now:
+            yield self.groups[heapq.heappop(self._deadlines)[1]]

@@ -1,0 +1,1 @@
+"""Group policies: who averages with whom, one file each."""

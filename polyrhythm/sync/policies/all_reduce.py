@@ -1,0 +1,52 @@
+"""All-reduce: everybody averages with everybody, when all are ready.
+
+The synchronous baseline: exact, and as slow as the slowest. A worker that leaves is not waited for,
+one that joins takes part in the next group, and one that never comes is waited for at the start
+only, for `startup` at most.
+
+Source: the case of one group of all N workers in Miao et al., "SDPipe: A Semi-Decentralized
+Framework for Heterogeneity-aware Pipeline-parallel Training", PVLDB 16(9), 2023, section 3.2.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from polyrhythm.sync.policy import Policy
+from polyrhythm.sync.roster import Roster
+from polyrhythm.types import Group, Seconds, Worker
+
+
+@dataclass(slots=True)
+class AllReduce(Policy):
+    lockstep: ClassVar[bool] = True
+    num_workers: int
+    startup: Seconds = 60.0
+    _roster: Roster = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._roster = Roster(self.num_workers, self.startup)
+
+    def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
+        self._roster.join(worker, now)
+        return []
+
+    def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
+        self._roster.add_ready(worker, now)
+        return self._release(now)
+
+    def on_timer(self, now: Seconds) -> list[Group]:
+        return self._release(now)
+
+    def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:
+        self._roster.leave(worker)
+        return self._release(now)
+
+    def next_timer(self) -> Seconds:
+        return self._roster.next_timer()
+
+    def _release(self, now: Seconds) -> list[Group]:
+        if not self._roster.all_ready(now):
+            return []
+        missing = self.num_workers - len(self._roster.present)
+        absent = f"; {missing} of {self.num_workers} workers are not here" if missing > 0 else ""
+        return [Group(self._roster.pop_ready(), why=f"all are ready{absent}")]

@@ -1,0 +1,72 @@
+"""Partial reduce: whoever is ready averages; nobody waits for the slowest.
+
+A worker that finishes a step joins a queue. The queue becomes one group when it holds `group_size`
+workers, when its oldest member has waited `timeout`, or when it holds everybody.
+
+Source: Miao et al., "Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce",
+SIGMOD 2021 (doi 10.1145/3448016.3452773), as its authors sum it up in "SDPipe", PVLDB 16(9), 2023,
+section 3.2: a larger but fixed group size.
+Departures: `timeout` bounds the wait; members are sorted, so all ranks agree on a name; when fewer
+than `group_size` workers are here, all of them make a group. Averages are uniform: neither the
+staleness-aware weights of that paper are here nor its guard against groups that never meet;
+`adaptive` and `age` have such a guard.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.sync.policy import Policy
+from polyrhythm.sync.roster import Roster
+from polyrhythm.sync.windowed_groups import target_size
+from polyrhythm.types import Group, Seconds, Worker
+
+
+@dataclass(slots=True)
+class PartialReduce(Policy):
+    num_workers: int
+    group_size: int | None = None  # None for 3, as in Prague's random groups, or all of fewer
+    timeout: Seconds = math.inf
+    startup: Seconds = 60.0  # how long a stage waits, at the start, for workers that are missing
+    _size: int = field(init=False)
+    _roster: Roster = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._roster = Roster(self.num_workers, self.startup)
+        self._size = target_size(self.group_size, self.num_workers)
+        if not self.timeout >= 0:
+            raise PolicyError(
+                f"patience={self.timeout:g}",
+                expected="0 seconds or more",
+                fix="use inf to wait until the group is full",
+            )
+
+    def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
+        self._roster.join(worker, now)
+        return []
+
+    def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
+        self._roster.add_ready(worker, now)
+        return self._release(now)
+
+    def on_timer(self, now: Seconds) -> list[Group]:
+        return self._release(now)
+
+    def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:
+        self._roster.leave(worker)
+        return self._release(now)
+
+    def next_timer(self) -> Seconds:
+        return min(self._roster.waiting_since() + self.timeout, self._roster.next_timer())
+
+    def _release(self, now: Seconds) -> list[Group]:
+        roster = self._roster
+        if len(roster.ready) >= self._size:
+            why = "full"
+        elif roster.all_ready(now):
+            why = f"all {len(roster.ready)} that are here"
+        elif now >= roster.waiting_since() + self.timeout:
+            why = "timeout"
+        else:
+            return []
+        return [Group(roster.pop_ready(), why)]

@@ -1,0 +1,177 @@
+"""Static groups: a fixed rule says who averages with whom at each step; nobody has to be asked.
+
+Each worker computes its group from its place and the number of its step; all members find the same
+one, and the groups of a step never overlap. Four phases repeat: 0 joins the first workers of all
+nodes and pairs neighbours inside each node; 1 and 3 join all of a node; 2 joins the second workers
+of opposite nodes and pairs others inside each node. Phases 0 and 1 alone connect all workers. A
+step here is one average: if workers make more than one update from one to the next, it is the
+averages that are numbered.
+
+Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
+Training", ASPLOS 2020, section 4.2; for 4 nodes of 4 workers the groups are those of its Figure 10.
+Left open there, since it shows that one case only:
+- More than four workers on a node: phase 0 pairs (2, 3), (4, 5), ...; phase 2 pairs the first with
+  the last, then (3, 4), (5, 6), ...; who is left over takes a local step.
+- Fewer: who has no partner takes a local step. On a node of two, the second one goes to the
+  opposite node in phase 2 and the first one is idle; one alone on its node goes there itself.
+- The opposite node: half the ring away. If the number of nodes is odd, one has none; a different
+  one in each cycle of four steps.
+- Workers that come or go change the rule's input for all. A worker that has passed a step is not
+  waited for there, and one that joins begins at the step of the most advanced; so the change may
+  come at any time. Without a coordinator, all have to change at one agreed step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Self
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.sync.policy import Policy
+from polyrhythm.sync.roster import Roster
+from polyrhythm.types import Group, Seconds, Worker
+
+NUM_PHASES = 4
+
+
+def group_of(index: int, step: int, node_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Who averages with worker `index` at `step`; workers are numbered node by node."""
+    first_of = _first_of_each(index, step, node_sizes)
+    node = max(n for n, first in enumerate(first_of) if first <= index)
+    first, size = first_of[node], node_sizes[node]
+    local = index - first
+    cycle, phase = divmod(step, NUM_PHASES)
+    if phase in (1, 3):
+        return tuple(range(first, first + size))
+    if phase == 0:
+        if local == 0:
+            return tuple(first_of)
+        partner = local ^ 1 if local >= 2 else local
+    else:
+        ambassador = min(1, size - 1)
+        if local == ambassador:
+            other = _opposite(node, cycle, len(node_sizes))
+            return tuple(sorted({index, first_of[other] + min(1, node_sizes[other] - 1)}))
+        if size > 2 and local in (0, size - 1):
+            return first, first + size - 1
+        shifted = local + 1 if local % 2 else local - 1
+        partner = shifted if min(local, shifted) >= 3 and max(local, shifted) < size - 1 else local
+    return tuple(sorted({index, first + partner})) if partner < size else (index,)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLayout:
+    """The rule's input for named workers: all who have the same one find the same groups."""
+
+    workers: tuple[Worker, ...]  # node by node
+    node_sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, nodes: Mapping[Worker, str]) -> Self:
+        """The workers on each node, sorted; nodes in the order of their lowest workers."""
+        by_node: dict[str, list[Worker]] = {}
+        for worker in sorted(nodes):
+            by_node.setdefault(nodes[worker], []).append(worker)
+        workers = tuple(worker for local in by_node.values() for worker in local)
+        return cls(workers, tuple(len(local) for local in by_node.values()))
+
+    def members(self, worker: Worker, step: int) -> tuple[Worker, ...]:
+        members = group_of(self.workers.index(worker), step, self.node_sizes)
+        return tuple(sorted(self.workers[index] for index in members))
+
+
+def _first_of_each(index: int, step: int, node_sizes: Sequence[int]) -> list[int]:
+    if not node_sizes or min(node_sizes) < 1:
+        raise PolicyError(
+            f"node_sizes={list(node_sizes)}",
+            expected="at least one node, and at least one worker on each",
+            fix="leave out nodes without workers",
+        )
+    if not 0 <= index < sum(node_sizes) or step < 0:
+        raise PolicyError(
+            f"worker {index} at step {step}",
+            expected=f"a worker from 0 to {sum(node_sizes) - 1}, and a step from 0",
+            fix="number the workers node by node, and the steps from 0",
+        )
+    return list(accumulate(node_sizes[:-1], initial=0))
+
+
+def _opposite(node: int, cycle: int, num_nodes: int) -> int:
+    """The node across the ring, or itself. Turning an even ring changes no pair."""
+    half = num_nodes // 2
+    place = (node + cycle) % num_nodes
+    if place == 2 * half:
+        return node
+    return (place + (half if place < half else -half) - cycle) % num_nodes
+
+
+@dataclass(slots=True)
+class StaticGroups(Policy):
+    """The same groups as a policy, for the simulator, where all is decided in one place."""
+
+    num_workers: int
+    startup: Seconds = 60.0  # how long a stage waits, at the start, for workers that are missing
+    _roster: Roster = field(init=False)
+    _nodes: dict[Worker, str] = field(default_factory=dict, init=False)
+    _layout: NodeLayout = field(default=NodeLayout((), ()), init=False)
+    _step: dict[Worker, int] = field(default_factory=dict, init=False)  # the next to average
+    _passed: dict[Worker, int] = field(default_factory=dict, init=False)  # alone, and then it left
+
+    def __post_init__(self) -> None:
+        self._roster = Roster(self.num_workers, self.startup)
+
+    def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
+        self._passed.pop(worker, None)  # that was another life
+        return self.on_return(worker, node, now)
+
+    def on_return(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
+        self._roster.join(worker, now)
+        # One that has waited too long goes on with the step after that: else it would miss many.
+        next_step = self._passed.pop(worker, -1) + 1
+        self._step[worker] = next_step or max(self._step.values(), default=0)
+        self._nodes[worker] = node
+        self._layout = NodeLayout.of(self._nodes)
+        return self._release(now)
+
+    def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
+        self._roster.add_ready(worker, now)
+        return self._release(now)
+
+    def on_done(self, group: Group, ok: bool, now: Seconds) -> list[Group]:
+        if not ok:  # whoever is still here tries the same step again
+            for member in group.members:
+                self._step[member] -= 1
+        return []
+
+    def on_timer(self, now: Seconds) -> list[Group]:
+        return self._release(now)
+
+    def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:
+        if worker in self._roster.ready:
+            self._passed[worker] = self._step[worker]
+        self._roster.leave(worker)
+        del self._nodes[worker], self._step[worker]
+        self._layout = NodeLayout.of(self._nodes)
+        return self._release(now)
+
+    def next_timer(self) -> Seconds:
+        return self._roster.next_assembly_deadline()
+
+    def _release(self, now: Seconds) -> list[Group]:
+        """The groups whose members are all ready, among those still to come to that step."""
+        ready = self._roster.ready
+        if self._roster.is_assembling(now):
+            return []
+        released = []
+        for worker in sorted(ready):
+            if worker not in ready:
+                continue  # released with one before it
+            step = self._step[worker]
+            rule = self._layout.members(worker, step)
+            members = tuple(member for member in rule if self._step[member] <= step)
+            if all(self._step[member] == step and member in ready for member in members):
+                for member in members:
+                    self._step[member] += 1
+                    del ready[member]
+                released.append(Group(members, why=f"step {step}, phase {step % NUM_PHASES}"))
+        return released

@@ -1,0 +1,138 @@
+"""The optimizer's state of one moment, put together while training goes on."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+from polyrhythm.errors import PeerError
+from polyrhythm.run.checkpoint.checkpointer import Checkpointer
+from polyrhythm.run.checkpoint.manifest import CheckpointError
+from polyrhythm.run.comm.comm_thread import CommThread
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.comm.process_groups import abort
+from polyrhythm.run.decoupled import optimizer as decoupled
+from polyrhythm.run.decoupled.background_gather import GatherFuture
+from polyrhythm.run.trainer.trainer import Trainer
+from tests.gloo.decoupled import stack, train_steps, wrap_optimizer
+from tests.gloo.pipelines import run_stages
+from tests.gloo.trainer_jobs import model, plan_of, run_job, samples
+
+
+def delay_gather(until: threading.Event) -> None:
+    """In this process, which ends: whoever puts state together beside training waits for it."""
+    full_state = decoupled.full_state
+
+    def after_it(*given: Any) -> Any:
+        is_beside = threading.current_thread() is not threading.main_thread()
+        assert not is_beside or until.wait(20)
+        return full_state(*given)
+
+    decoupled.full_state = after_it
+
+
+@pytest.mark.parametrize("bucket_bytes", [200, "auto"])  # auto: buckets change on the way
+def test_async_state_dict_is_a_snapshot(bucket_bytes: int | str, tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[Any, Any, Any]:
+        net = stack()
+        optimizer = wrap_optimizer(net, bucket_bytes=bucket_bytes)
+        train_steps(ctx, net, optimizer, range(3))
+        expected, goes_on = optimizer.state_dict(), threading.Event()
+        delay_gather(goes_on)
+        future = optimizer.async_state_dict()
+        optimizer.param_groups[0]["lr"] = 0.5
+        train_steps(ctx, net, optimizer, range(3, 30))
+        goes_on.set()
+        found, now = future.result(), optimizer.state_dict()
+        optimizer.close()
+        return expected, found, now
+
+    for expected, found, now in run_stages(3, work, tmp_path):
+        assert found["param_groups"] == expected["param_groups"] != now["param_groups"]
+        assert found["state"].keys() == expected["state"].keys()
+        for index, of in expected["state"].items():
+            for key, value in of.items():
+                assert torch.equal(found["state"][index][key], value)
+                assert not torch.equal(now["state"][index][key], value)
+
+
+def test_async_state_dict_raises_on_lost_worker(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> str:
+        net = stack()
+        optimizer = wrap_optimizer(net)
+        train_steps(ctx, net, optimizer, range(2))
+        goes_on = threading.Event()
+        delay_gather(goes_on)
+        future = optimizer.async_state_dict()
+        if ctx.rank == 1:
+            abort(optimizer._communicator.background()._group)
+        goes_on.set()
+        with pytest.raises(PeerError) as lost:
+            future.result()
+        optimizer.close()
+        return lost.value.action
+
+    assert run_stages(2, work, tmp_path) == ["async_state_dict()"] * 2
+
+
+def test_gather_started_after_close_raises() -> None:
+    thread = CommThread([], timeout=5.0)
+    thread.close()
+    future = GatherFuture(lambda: thread.is_alive)
+    thread.start(lambda: future.run(dict))
+    with pytest.raises(PeerError, match="closed meanwhile"):
+        future.result()
+
+
+def test_async_state_without_optimizer_is_refused(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError, match="without an optimizer"):
+            checkpoints.save(1, stack(), optimizer_state_fn=dict)
+        assert checkpoints.save(1, stack())  # it is as if it had not been asked
+
+
+def test_training_continues_during_async_checkpoint(tmp_path: Path) -> None:
+    """The first save's state comes together when three more steps are made; and it is restored."""
+    saved, made = 6, 11
+
+    def work(_: DistContext | None) -> tuple[list[float], list[float]]:
+        goes_on = threading.Event()
+
+        def heard(end: Any) -> None:
+            if end.step == saved + 3:
+                time.sleep(0.2)  # whoever waits for it has time to see it
+                goes_on.set()
+
+        def trainer(**more: Any) -> Trainer:
+            return Trainer(
+                model,
+                mse_loss,
+                lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+                samples(),
+                plan=plan_of(1, 2),
+                batch_size=24,
+                microbatch_size=2,
+                sync="decoupled",
+                run=tmp_path / "run",
+                checkpoint_every=saved,
+                keep=9,
+                timeout=20.0,
+                **more,
+            )
+
+        with trainer(callbacks=[heard]) as first:
+            delay_gather(goes_on)
+            losses = list(first.fit(steps=made).losses)
+        path = tmp_path / "run" / "checkpoints" / f"step-{saved:08}"
+        with trainer() as second:
+            second.restore(path)
+            again = list(second.fit(steps=made).losses)
+        return losses[saved:], again
+
+    for losses, again in run_job(2, work, tmp_path / "job"):
+        assert len(again) == made - saved
+        assert again == pytest.approx(losses, abs=1e-5)

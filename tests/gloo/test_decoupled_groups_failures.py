@@ -1,0 +1,285 @@
+"""Workers lost before, between and after the halves of an average: the others stay exact copies."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyrhythm.run.averaging import averager, exchange, split_all_reduce
+from polyrhythm.run.averaging.averager import Averager
+from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.averaging.split_all_reduce import SplitAllReduce
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.coordinator.client import CoordinatorClient
+from polyrhythm.sync.protocol import Done
+from tests.gloo.replicas import TIMEOUT, Point, run_with_failures, target_of, train
+
+VICTIM, NUM, SIZE, RATE, LAST = 2, 4, 12, 0.5, 8
+FAILING_ROUND = 2  # the number of the average in which somebody dies
+OWNED = [2, 6, 10]  # what the victim owns: three buckets of four numbers, one for each member
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def use_small_buckets() -> None:
+    exchange.SMALL, split_all_reduce.BUCKET = 0, 16
+
+
+def on_third_call(does: Callable[..., Any], usual: Callable[..., Any]) -> Callable[..., Any]:
+    """What `usual` is replaced by: the third call is another."""
+    count = iter(range(1000))
+
+    def called(*args: Any, **more: Any) -> Any:
+        return does(*args, **more) if next(count) == FAILING_ROUND else usual(*args, **more)
+
+    return called
+
+
+def train_and_record(
+    ctx: DistContext, watch: Callable[[GroupSync], None] = lambda _: None
+) -> list[Tensor]:
+    """What the weights were after each local update and each average, and consolidated."""
+    model = Point(SIZE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    options, seen = {"window": float("inf"), "group_size": NUM}, []
+    with GroupSync(
+        model, optimizer, "age", options=options, decoupled=True, timeout=TIMEOUT
+    ) as sync:
+        watch(sync)
+        for _ in range(LAST):
+            optimizer.zero_grad()
+            model(target_of(ctx.rank, SIZE)).backward()
+            optimizer.step()
+            seen.append(model.place.detach().clone())
+            sync.step()
+            sync.refresh()
+            seen.append(model.place.detach().clone())
+        sync.average_all()
+        seen.append(model.place.detach().clone())
+    return seen
+
+
+def before_and_after(found: dict[int, list[Tensor]], average: int) -> tuple[Tensor, Tensor]:
+    """Of those who are left: what they brought to an average, and what all of them have got."""
+    brought = torch.stack([seen[2 * average] for seen in found.values()])
+    got = torch.stack([seen[2 * average + 1] for seen in found.values()])
+    return brought, got
+
+
+def expected_victim_weights() -> Tensor:
+    """What it would have brought to the average in which it dies: the others show it before."""
+    ctx = torch.zeros(SIZE)
+    targets = torch.stack([target_of(rank, SIZE) for rank in range(NUM)])
+    for _ in range(FAILING_ROUND):
+        ctx = ctx + RATE * (targets.mean(0) - ctx)
+    return ctx + RATE * (targets[VICTIM] - ctx)
+
+
+def check_survivors_agree(found: dict[int, list[Tensor]]) -> None:
+    for average in range(LAST):
+        _, got = before_and_after(found, average)
+        assert (got == got[0]).all(), f"average {average}"
+        assert got.isfinite().all()
+    ends = [seen[-1] for seen in found.values()]
+    assert all(torch.equal(end, ends[0]) for end in ends)
+    targets = torch.stack([target_of(rank, SIZE) for rank in found])
+    torch.testing.assert_close(ends[0], targets.mean(0), atol=0.1, rtol=0)  # where they go now
+
+
+def test_shard_sent_to_nobody_is_taken_from_first_survivor(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[Tensor]:
+        use_small_buckets()
+        if ctx.rank == VICTIM:
+            SplitAllReduce.all_gather = on_third_call(die, SplitAllReduce.all_gather)
+        return train_and_record(ctx)
+
+    found = run_with_failures(NUM, work, tmp_path, lost={VICTIM})
+    check_survivors_agree(found)
+    brought, got = before_and_after(found, FAILING_ROUND)
+    expected = (brought.sum(0) + expected_victim_weights()) / NUM
+    expected[OWNED] = brought[0][OWNED]
+    torch.testing.assert_close(got[0], expected)
+
+
+def test_shard_sent_to_one_survivor_reaches_all(tmp_path: Path) -> None:
+    """The last one to whom it is sent: the others ask in vain, before."""
+
+    def send_only_to_last(ctx: DistContext) -> None:
+        send, post = exchange.PostedMessages.send, split_all_reduce.post_all_gather
+
+        def post_and_die(messages: Any, members: Any, *args: Any, **more: Any) -> None:
+            def send_to_the_last(_: Any, peer: Any, tensor: Tensor, *, tag: int) -> None:
+                if peer == members[-1]:
+                    send(messages, peer, tensor, tag=tag)
+
+            exchange.PostedMessages.send = send_to_the_last
+            post(messages, members, *args, **more)
+            messages._connections.flush(10.0)
+            time.sleep(0.2)  # it is there
+            die()
+
+        split_all_reduce.post_all_gather = on_third_call(post_and_die, post)
+
+    def work(ctx: DistContext) -> list[Tensor]:
+        use_small_buckets()
+        if ctx.rank == VICTIM:
+            send_only_to_last(ctx)
+        return train_and_record(ctx)
+
+    found = run_with_failures(NUM, work, tmp_path, lost={VICTIM})
+    check_survivors_agree(found)
+    brought, got = before_and_after(found, FAILING_ROUND)
+    torch.testing.assert_close(got[0], (brought.sum(0) + expected_victim_weights()) / NUM)
+
+
+@pytest.mark.parametrize("second", [1, 3])
+def test_second_failure_during_repair(second: int, tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[Tensor]:
+        use_small_buckets()
+        if ctx.rank == VICTIM:
+            SplitAllReduce.all_gather = on_third_call(die, SplitAllReduce.all_gather)
+        if ctx.rank == second:
+            SplitAllReduce._transfer_parts = die
+        return train_and_record(ctx)
+
+    found = run_with_failures(NUM, work, tmp_path, lost={VICTIM, second})
+    for average in range(LAST):
+        _, got = before_and_after(found, average)
+        assert (got == got[0]).all(), f"average {average}"
+
+
+def test_stalled_member_is_left_out_and_keeps_its_weights(tmp_path: Path) -> None:
+    """It is alive, and says nothing for longer than the others wait."""
+
+    def work(ctx: DistContext) -> list[Tensor]:
+        use_small_buckets()
+        gather, split_all_reduce._MIN_TIMEOUT, split_all_reduce._PEER_TIMEOUT = (
+            SplitAllReduce.all_gather,
+            1.0,
+            1.0,
+        )
+
+        def still(*args: Any) -> Any:
+            time.sleep(5.0)
+            return gather(*args)
+
+        def soon(half: SplitAllReduce, _: float, should_stop: Any) -> Any:
+            return gather(half, 0.0, should_stop)
+
+        SplitAllReduce.all_gather = on_third_call(still, gather) if ctx.rank == VICTIM else soon
+        return train_and_record(ctx)
+
+    found = run_with_failures(NUM, work, tmp_path, lost=set())
+    late = found.pop(VICTIM)
+    _, got = before_and_after(found, FAILING_ROUND)
+    assert (got == got[0]).all()
+    assert torch.equal(late[2 * FAILING_ROUND], late[2 * FAILING_ROUND + 1]), (
+        "as if there had been no average"
+    )
+    ends = [late[-1], *(seen[-1] for seen in found.values())]
+    assert all(torch.equal(end, ends[0]) for end in ends), "consolidated"
+
+
+def die_at(point: str) -> None:
+    """This process is killed the third time that it comes there."""
+    if point == "before the exchange":
+        averager.PeerConnections.connect = on_third_call(die, averager.PeerConnections.connect)
+    elif point == "in the first half":
+        count = iter(range(1000))
+        weighted = exchange._weighted
+        third = 3 * FAILING_ROUND + 1  # the second of three buckets
+        exchange._weighted = lambda *a: die() if next(count) == third else weighted(*a)
+    elif point == "before Done":
+        averager.Done = on_third_call(die, averager.Done)
+    else:
+        assert point == "after Done"
+        send, said = CoordinatorClient.send, iter(range(1000))
+
+        def send_and_die(client: CoordinatorClient, message: Any) -> None:
+            send(client, message)
+            if isinstance(message, Done) and next(said) == FAILING_ROUND:
+                time.sleep(0.05)  # it is on its way
+                die()
+
+        CoordinatorClient.send = send_and_die
+
+
+@pytest.mark.parametrize("point", ["before the exchange", "in the first half", "before Done"])
+def test_aborted_average_leaves_weights_unchanged(point: str, tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[list[Tensor], list[Tensor]]:
+        use_small_buckets()
+        if ctx.rank == VICTIM:
+            die_at(point)
+        at_abort, abort = [], Averager._abort
+
+        def watch(sync: GroupSync) -> None:
+            def aborted(*args: Any) -> None:
+                abort(*args)
+                at_abort.append(sync._model.module.place.detach().clone())
+
+            Averager._abort = aborted
+
+        return train_and_record(ctx, watch), at_abort
+
+    found = run_with_failures(NUM, work, tmp_path, lost={VICTIM})
+    check_survivors_agree({rank: seen for rank, (seen, _) in found.items()})
+    for seen, at_abort in found.values():
+        assert at_abort, "it was given up"
+        assert all(torch.equal(ctx, seen[2 * FAILING_ROUND]) for ctx in at_abort)
+
+
+@pytest.mark.parametrize("policy", ["age", "smart", "partial_reduce"])
+def test_groups_continue_when_member_dies_after_done(policy: str, tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[int, Tensor]:
+        if ctx.rank == VICTIM:
+            die_at("after Done")
+        options = {"group_size": 2, "timeout": 0.5} if policy == "partial_reduce" else {}
+        with train(ctx, 20, policy, decoupled=True, options=options) as sync:
+            sync.average_all()
+            return sync.num_steps, sync._model.module.place.detach().clone()
+
+    found = run_with_failures(NUM, work, tmp_path, lost={VICTIM})
+    places = [ctx for _, ctx in found.values()]
+    assert [steps for steps, _ in found.values()] == [20] * 3
+    assert all(torch.equal(ctx, places[0]) for ctx in places)
+    assert places[0].isfinite().all()
+
+
+def test_member_that_raises_in_its_loop_is_left_out(tmp_path: Path) -> None:
+    """Between its step and its next forward, while the others wait for its part."""
+
+    def work(ctx: DistContext) -> list[Tensor]:
+        use_small_buckets()
+        if ctx.rank != VICTIM:
+            return train_and_record(ctx)
+        gather = SplitAllReduce.all_gather
+        SplitAllReduce.all_gather = on_third_call(
+            lambda *a: (time.sleep(3.0), gather(*a))[1], gather
+        )
+        count = iter(range(1000))
+
+        def watch(sync: GroupSync) -> None:
+            step = sync._strategy.step
+
+            def step_and_fail() -> None:
+                step()
+                if next(count) == FAILING_ROUND:
+                    raise ValueError("a bug in the training loop")
+
+            sync._strategy.step = step_and_fail
+
+        with pytest.raises(ValueError, match="a bug"):
+            train_and_record(ctx, watch)
+        return []
+
+    found = run_with_failures(NUM, work, tmp_path, lost=set())
+    assert found.pop(VICTIM) == []
+    check_survivors_agree(found)

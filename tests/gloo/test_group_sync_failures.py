@@ -1,0 +1,124 @@
+"""Workers that are killed at any point of an average: the others go on, and lose no weights."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyrhythm.errors import PeerError
+from polyrhythm.run.averaging import averager, exchange
+from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.coordinator.wire import FromWorker
+from polyrhythm.sync.protocol import Done
+from tests.gloo.replicas import run_with_failures, target_of, train
+
+VICTIM = 2
+
+
+def step(sync: GroupSync, ctx: DistContext) -> None:
+    model, optimizer = sync._model.module, sync._model.optimizer
+    optimizer.zero_grad()
+    model(target_of(ctx.rank)).backward()
+    optimizer.step()
+    sync.step()
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(point: str) -> None:
+    """This process is killed the third time that it comes there."""
+    count = iter(range(1000))
+
+    def third() -> bool:
+        return next(count) == 2
+
+    if point == "before the exchange":
+        connect = averager.PeerConnections.connect
+        averager.PeerConnections.connect = lambda *a, **k: die() if third() else connect(*a, **k)
+    elif point == "between the two exchanges":
+        weighted = exchange._weighted
+        exchange._weighted = lambda *a: die() if third() else weighted(*a)
+    elif point == "before Done":
+        done = averager.Done
+        averager.Done = lambda *a: die() if third() else done(*a)
+    else:
+        assert point == "after Done"
+        from polyrhythm.run.coordinator.client import CoordinatorClient
+
+        send = CoordinatorClient.send
+
+        def send_and_die(client: CoordinatorClient, message: FromWorker) -> None:
+            send(client, message)
+            if isinstance(message, Done) and third():
+                time.sleep(0.05)  # it is on its way
+                die()
+
+        CoordinatorClient.send = send_and_die
+
+
+@pytest.mark.parametrize(
+    ("policy", "point"),
+    [
+        ("age", "before the exchange"),
+        ("age", "between the two exchanges"),
+        ("age", "before Done"),
+        ("age", "after Done"),
+        ("all_reduce", "between the two exchanges"),
+        ("smart", "before the exchange"),
+    ],
+)
+def test_others_continue_when_worker_is_killed(policy: str, point: str, tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[int, torch.Tensor]:
+        if ctx.rank == VICTIM:
+            die_at(point)
+        with train(ctx, 30, policy) as sync:
+            sync.average_all()
+            return sync.num_steps, sync._model.module.place.detach().clone()
+
+    found = run_with_failures(4, work, tmp_path, lost={VICTIM})
+    assert [steps for steps, _ in found.values()] == [30] * 3
+    places = [ctx for _, ctx in found.values()]
+    assert all(torch.equal(ctx, places[0]) for ctx in places)
+    assert places[0].isfinite().all()
+
+
+def test_all_reduce_waits_for_straggler(tmp_path: Path) -> None:
+    """For longer than several groups are given, once it is known how long they take."""
+
+    def work(ctx: DistContext) -> tuple[int, torch.Tensor]:
+        with train(ctx, 20, "all_reduce") as sync:
+            if ctx.rank == 1:
+                weighted = exchange._weighted
+                exchange._weighted = lambda *a: (time.sleep(9.0), weighted(*a))[1]
+            step(sync, ctx)
+            exchange._weighted = weighted if ctx.rank == 1 else exchange._weighted
+            step(sync, ctx)
+            return sync.num_steps, sync._model.module.place.detach().clone()
+
+    (first_steps, first), (second_steps, second) = run_with_failures(
+        2, work, tmp_path, lost=set()
+    ).values()
+    assert first_steps == second_steps == 22
+    assert torch.equal(first, second)
+
+
+def test_failed_average_all_raises(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> str:
+        def fail(*_: object, **__: object) -> None:
+            raise PeerError("s0p9", action="averaging", waited=0.1, cause="as this test wants it")
+
+        sync = train(ctx, 3, "age")
+        averager.all_reduce_mean = fail
+        with pytest.raises(PeerError) as caught, sync:
+            sync.average_all()
+        return str(caught.value)
+
+    for said in run_with_failures(2, work, tmp_path, lost=set()).values():
+        assert "averaging all workers" in said
+        assert "groups failed" in said

@@ -1,0 +1,179 @@
+"""A probe of which processes die, fail or fall silent ends in time, and names them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from polyrhythm.errors import PeerError
+from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.probe import probe as probing
+from polyrhythm.run.probe.channel import PeerChannel
+from polyrhythm.run.probe.effort import ProbeEffort
+from polyrhythm.run.probe.link import as_target
+from polyrhythm.run.probe.probe import ProbeOptions, probe
+
+pytestmark = pytest.mark.long  # most of it waits for deadlines
+
+pytestmark = pytest.mark.timeout(100)
+
+WHEN = "2026-05-12T14:30:00+00:00"
+SHORT_EFFORT = ProbeEffort(seconds=0.005, repeat=2, pair_timeout=1, timeout=1.5)
+
+
+def probe_losing_rank(
+    folder: Path, lost: int, how: signal.Signals
+) -> Callable[[DistContext], None]:
+    """A probe of which a rank is lost in its second pair; the others write down whom they name."""
+
+    def work(ctx: DistContext) -> None:
+        num_pairs = 0
+
+        def trap(channel: PeerChannel, other: int, effort: ProbeEffort) -> object:
+            nonlocal num_pairs
+            num_pairs += 1
+            if channel.rank == lost and num_pairs == 2:
+                os.kill(os.getpid(), how)
+            return as_target(channel, other, effort)
+
+        probing.as_target = trap  # type: ignore[assignment]
+        try:
+            asked = ProbeOptions(cluster_name="test", measured_at=WHEN, effort=SHORT_EFFORT)
+            probe(ctx, f"d{ctx.rank}", asked)
+        except PeerError as error:
+            (folder / f"{ctx.rank}.txt").write_text(error.peer)
+            time.sleep(1)  # for the others to hear of it before the job ends
+
+    return work
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_dead_or_stopped_process_is_named_by_all(
+    tmp_path: Path, lost: int, how: signal.Signals
+) -> None:
+    others = [tmp_path / f"{rank}.txt" for rank in range(4) if rank != lost]
+    with LocalJob(probe_losing_rank(tmp_path, lost, how), 4, output_folder=tmp_path / "out"):
+        deadline = time.monotonic() + 60
+        while not all(path.exists() for path in others):
+            assert time.monotonic() < deadline, [path.name for path in others if path.exists()]
+            time.sleep(0.1)
+    assert [path.read_text() for path in others] == [f"d{lost}"] * 3
+
+
+# Forked, so that torch is imported once; a fork ends as any process does, with its interpreter.
+SILENT_STORE = """
+import os, signal, sys
+from polyrhythm import cli
+from polyrhythm.run.probe import probe
+def stop(talk, other, effort):
+    os.kill(os.getpid(), signal.SIGSTOP)
+forks = [os.fork()]
+if forks[0]:
+    forks.append(os.fork())
+if all(forks):
+    print(os.waitstatus_to_exitcode(os.waitpid(forks[1], 0)[1]), flush=True)
+    os.kill(forks[0], signal.SIGKILL)
+    os.waitpid(forks[0], 0)
+    sys.exit()
+os.environ["RANK"] = str(len(forks) - 1)
+if len(forks) == 1:
+    probe.as_source = stop
+cli.main(["probe", "--seconds", "0.01", "--deadline", "2", "--patience", "1"])
+"""
+
+
+def test_interpreter_exits_when_store_does_not_answer(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    ctx = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with subprocess.Popen(
+        [sys.executable, "-c", SILENT_STORE],
+        cwd=tmp_path,
+        env={**os.environ, **ctx, "GLOO_SOCKET_IFNAME": "lo", "POLYRHYTHM_DEVICE": "d"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as job:
+        try:
+            printed, error = job.communicate(timeout=60)
+        finally:
+            if job.returncode is None:
+                os.killpg(job.pid, signal.SIGKILL)
+    assert printed.splitlines()[-1] == "1", error  # an abort would give -6
+    assert "error: lost d (rank 0) during the round trip" in error
+    assert "Traceback" not in error
+
+
+def run_program(program: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=False,
+    )
+
+
+STOPPED = """
+import os, signal
+from polyrhythm import cli
+from polyrhythm.run.probe import effort, probe
+def stop(talk, other, effort):
+    os.kill(os.getpid(), signal.SIGSTOP)
+probe.as_source = probe.as_target = stop
+effort.Effort.silence = 4.0
+cli.main(["probe", "--local", "2"])
+"""
+
+
+def test_command_exits_when_all_processes_are_stopped(tmp_path: Path) -> None:
+    done = run_program(STOPPED, tmp_path)
+    assert done.returncode == 1
+    assert "error: lost all processes during measuring links: round 1 of 2" in done.stderr
+
+
+FAILED = """
+from polyrhythm import cli
+from polyrhythm.run.probe import probe
+def fail(talk, other, effort):
+    print("before the failure")
+    raise KeyError("the failure")
+probe.as_target = fail
+cli.main(["probe", "--local", "2", "--seconds", "0.01"])
+"""
+
+
+def test_output_tail_of_failed_process_is_shown_without_deleted_log_path(tmp_path: Path) -> None:
+    done = run_program(FAILED, tmp_path)
+    assert done.returncode == 1
+    assert "rank 1 failed: KeyError: 'the failure'" in done.stderr
+    assert "before the failure" in done.stderr
+    assert ".log" not in done.stderr
+
+
+KILLED = """
+import os, signal
+from polyrhythm import cli
+from polyrhythm.run.probe import probe
+def die(talk, other, effort):
+    os.kill(os.getpid(), signal.SIGKILL)
+probe.as_target = die
+cli.main(["probe", "--local", "2", "--seconds", "0.01"])
+"""
+
+
+def test_killed_process_is_named_by_the_command(tmp_path: Path) -> None:
+    done = run_program(KILLED, tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "rank 1 was ended by SIGKILL" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,148 @@
+"""Pieces of training in ways that are told, and what must hold from one to the next."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR
+
+from polyrhythm.errors import LaunchError, PeerError
+from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.trainer import sync_tuner
+from polyrhythm.sync.autoswitch import SwitchDecision
+from tests.gloo.trainer_jobs import BATCH, plan_of, run_job, trainer
+
+SYNC_MODES = ("adaptive", "balanced", "age", "decoupled", "balanced")
+WINDOW, NUM_STEPS = 3, 20
+
+
+class ScriptedTuner:
+    """Decides as it was told, after each window."""
+
+    def __init__(self, sync_modes: Sequence[str], shape: object) -> None:
+        self.num_steps, self._left, self._sync_mode = WINDOW, list(sync_modes), "decoupled"
+
+    def after_window(self, times: object) -> SwitchDecision:
+        before, self._sync_mode = (
+            self._sync_mode,
+            self._left.pop(0) if self._left else self._sync_mode,
+        )
+        return SwitchDecision(
+            sync_mode=self._sync_mode, switches=self._sync_mode != before, why="told", predicted={}
+        )
+
+
+def train(
+    folder: Path, num_stages: int, num_pipelines: int, sync_modes: Sequence[str]
+) -> list[Any]:
+    """By rank: steps and their weights, the optimizer's state at the end, its rates."""
+    plan = plan_of(num_stages, num_pipelines)
+
+    def work(ctx: DistContext | None) -> Any:
+        sync_tuner.AutoSwitch = partial(ScriptedTuner, sync_modes)
+        seen: list[tuple[int, int, Tensor]] = []
+
+        def callback(end: Any) -> None:
+            weight = next(made.model.parameters()).detach().clone()
+            seen.append((end.step, end.num_samples, weight))
+
+        with trainer(plan, sync="auto", callbacks=[callback]) as made:
+            made.fit(steps=NUM_STEPS // 2)
+            assert made.step == NUM_STEPS // 2
+            made.fit(steps=NUM_STEPS)
+            state = made._progress.optimizer.state_dict()
+            return seen, state
+
+    return run_job(plan.num_workers, work, folder)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 2)])
+def test_replicas_are_equal_after_every_sync_mode_switch(
+    tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    found = train(tmp_path, *shape, SYNC_MODES)
+    num_stages = shape[0]
+    for stage in range(num_stages):
+        replicas = [found[rank][0] for rank in range(stage, len(found), num_stages)]
+        num_samples = sum(number for seen in replicas for _, number, _ in seen)
+        assert num_samples == NUM_STEPS * BATCH
+        weights = [seen[-1][2] for seen in replicas]  # of the last step, before they consolidate
+        for weight in weights[1:]:
+            torch.testing.assert_close(weight, weights[0], rtol=0, atol=1e-6)
+    rates = {group["lr"] for _, state in found for group in state["param_groups"]}
+    assert len(rates) == 1
+    assert rates.pop() == pytest.approx(1e-2 / (1 + NUM_STEPS / 5))
+
+
+def one_process_trainer(folder: Path, schedule: Callable[[Any], LRScheduler], **more: Any) -> Any:
+    return trainer(plan_of(1, 1), lr_scheduler_fn=schedule, run=folder, **more)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: MultiStepLR(optimizer, [4, 8], gamma=0.1),
+        lambda optimizer: OneCycleLR(optimizer, max_lr=3e-2, total_steps=20),
+    ],
+)
+def test_lr_scheduler_continues_across_checkpoint_and_fits(
+    tmp_path: Path, schedule: Callable[[Any], LRScheduler]
+) -> None:
+    with one_process_trainer(tmp_path / "whole", schedule) as made:
+        whole = made.fit(steps=12).losses
+    with one_process_trainer(tmp_path / "parts", schedule) as made:
+        parts = [*made.fit(steps=3).losses, *made.fit(steps=6).losses]
+        made.save()
+    with one_process_trainer(tmp_path / "parts", schedule) as made:
+        assert made.restore() == 6
+        parts += made.fit(steps=12).losses
+    assert parts == pytest.approx(whole, rel=1e-5)
+
+
+def test_save_during_fit_is_rejected(tmp_path: Path) -> None:
+    with trainer(plan_of(1, 1), run=tmp_path, callbacks=[lambda end: made.save()]) as made:
+        with pytest.raises(LaunchError, match=r"save\(\) while fit\(\) is under way"):
+            made.fit(steps=3)
+        with pytest.raises(LaunchError, match=r"evaluate\(\) while"):
+            made.evaluate([])
+    with trainer(plan_of(1, 1), run=tmp_path) as again:  # the folder is free
+        assert again.restore() == 0
+
+
+def test_several_trainers_in_one_job(tmp_path: Path) -> None:
+    def work(ctx: DistContext | None) -> Any:
+        found = []
+        for name, steps in (("a", 2), ("b", 4), ("a", 2)):
+            with trainer(plan_of(1, 2), run=tmp_path / name) as made:
+                before = made.restore()
+                made.fit(steps=steps)
+                made.save()
+                found.append((before, made.step))
+        return found
+
+    assert run_job(2, work, tmp_path) == [[(0, 2), (0, 4), (2, 2)]] * 2
+
+
+@pytest.mark.parametrize("sync", ["all_reduce", "balanced"])
+def test_dead_pipeline_stops_training_in_gradient_modes(tmp_path: Path, sync: str) -> None:
+    """Nobody may go on as if its samples had been used."""
+
+    def work(ctx: DistContext) -> None:
+        def callback(end: Any) -> None:
+            if ctx.rank == 1 and end.step == 3:
+                raise SystemExit(0)
+
+        made = trainer(plan_of(1, 2), sync=sync, callbacks=[callback])
+        try:
+            made.fit(steps=10_000)
+        except PeerError as error:
+            (tmp_path / f"said{ctx.rank}").write_text(str(error))
+            made.__exit__(PeerError, error, None)
+
+    with LocalJob(work, 2, output_folder=tmp_path / "logs") as job:
+        assert job.wait(60)
+    assert "its share of the batch" in (tmp_path / "said0").read_text()

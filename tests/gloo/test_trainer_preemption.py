@@ -1,0 +1,189 @@
+"""SIGTERM to any process of a job: all stop after the same step, save, and leave."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyrhythm.cli import main
+from polyrhythm.errors import WorkerError
+from polyrhythm.processes import TERMINATED, Child
+from polyrhythm.run.comm.launch import DistContext, LocalJob
+from tests.gloo.trainer_jobs import NUM_STEPS, fit, plan_of, run_job, trainer
+
+SLOW = 0.02  # seconds, so that a step lasts until all have heard of a notice
+
+
+def run_until_preempted(
+    folder: Path, shape: tuple[int, int], sync: str, preempted_rank: int, at: int, **more: Any
+) -> list[int]:
+    """Rank `preempted_rank` gets the signal after its step `at`; the last step of each rank."""
+    plan = plan_of(*shape)
+
+    def work(ctx: DistContext) -> None:
+        last = folder / f"last{ctx.rank}"
+
+        def callback(end: Any) -> None:
+            last.write_text(str(end.step))
+            time.sleep(SLOW)
+            if ctx.rank == preempted_rank and end.step == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        given = {"run": folder / "run", "callbacks": (callback,), "sync": sync, **more}
+        with trainer(plan, **given) as made:
+            made.restore()
+            made.fit(steps=10_000)
+
+    with LocalJob(work, plan.num_workers, output_folder=folder / "logs") as job:
+        with pytest.raises(WorkerError) as raised:
+            assert not job.wait(60), "it goes on for long"
+        assert raised.value.status == TERMINATED
+        _assert_all_preempted(job)
+    return [int((folder / f"last{rank}").read_text()) for rank in range(plan.num_workers)]
+
+
+def _assert_all_preempted(job: LocalJob) -> None:
+    ends = time.monotonic() + 20
+    while None in (statuses := [worker.status for worker in job._workers]):
+        assert time.monotonic() < ends, statuses
+        time.sleep(0.05)
+    assert set(statuses) == {TERMINATED}
+
+
+@pytest.mark.parametrize(
+    ("shape", "sync", "preempted_rank"),
+    [
+        ((1, 1), "auto", 0),
+        ((2, 2), "decoupled", 3),
+        ((1, 3), "all_reduce", 2),
+        ((2, 2), "adaptive", 3),
+        ((1, 2), "auto", 1),
+    ],
+)
+def test_sigterm_stops_all_after_a_checkpoint(
+    tmp_path: Path, shape: tuple[int, int], sync: str, preempted_rank: int
+) -> None:
+    lasts = run_until_preempted(tmp_path, shape, sync, preempted_rank, at=5)
+    [kept] = [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()]
+    step = json.loads((kept / "manifest.json").read_text())["step"]
+    assert step >= 6
+    assert step <= max(lasts) + 1
+    if sync != "adaptive":
+        assert set(lasts) == {step - 1}
+
+
+def test_preempted_job_resumes_with_the_same_losses(tmp_path: Path) -> None:
+    whole, _ = fit(tmp_path / "whole", 1, 1, steps=60)
+    run_until_preempted(tmp_path, (2, 2), "all_reduce", preempted_rank=1, at=4)
+    plan = plan_of(1, 3)
+
+    def work(ctx: DistContext | None) -> Any:
+        with trainer(plan, run=tmp_path / "run", sync="all_reduce") as made:
+            first = made.restore()
+            ends = made.fit(steps=60).steps
+            return first, [(end.step, end.loss, end.num_samples) for end in ends]
+
+    found = run_job(3, work, tmp_path / "again")
+    first = found[0][0]
+    assert 5 <= first < 60
+    for number in range(60 - first):
+        ends = [steps[number] for _, steps in found]
+        loss = sum(loss * count for _, loss, count in ends) / sum(count for *_, count in ends)
+        assert ends[0][0] == first + number
+        assert loss == pytest.approx(whole[first + number], rel=1e-5)
+
+
+def test_process_exits_after_grace_period(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> None:
+        def callback(end: Any) -> None:
+            if end.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+
+        with trainer(plan_of(1, 1), callbacks=(callback,), grace_period=0.5) as made:
+            made.fit(steps=NUM_STEPS)
+
+    with LocalJob(work, 1, output_folder=tmp_path) as job:
+        with pytest.raises(WorkerError) as raised:
+            job.wait(30)
+        assert raised.value.status == TERMINATED
+    assert "not gone after 0.5 s" in (tmp_path / "rank0.log").read_text()
+
+
+@pytest.mark.long
+def test_grace_period_holds_when_store_does_not_answer(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> None:
+        def callback(end: Any) -> None:
+            (tmp_path / f"pid{ctx.rank}").write_text(str(os.getpid()))
+            time.sleep(SLOW)
+
+        with trainer(plan_of(1, 2), callbacks=(callback,), grace_period=1.0) as made:
+            made.fit(steps=10_000)
+
+    with LocalJob(work, 2, output_folder=tmp_path / "logs") as job:
+        ends = time.monotonic() + 30
+        while not all((tmp_path / f"pid{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < ends, "it does not begin"
+            time.sleep(0.05)
+        first, second = (int((tmp_path / f"pid{rank}").read_text()) for rank in range(2))
+        os.kill(first, signal.SIGSTOP)
+        os.kill(second, signal.SIGTERM)
+        assert job._workers[1].wait(10) == TERMINATED  # far below the deadline of 30 s
+
+
+def test_forked_child_of_the_script_can_be_terminated(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> None:
+        def callback(end: Any) -> None:
+            if end.step == 2 and (child := os.fork()) == 0:
+                time.sleep(60)
+                os._exit(0)
+            elif end.step == 2:
+                os.kill(child, signal.SIGTERM)
+                _, status = os.waitpid(child, 0)
+                assert os.WTERMSIG(status) == signal.SIGTERM
+            time.sleep(SLOW)
+
+        with trainer(plan_of(1, 1), callbacks=(callback,), grace_period=5) as made:
+            assert len(made.fit(steps=30).steps) == 30
+
+    with LocalJob(work, 1, output_folder=tmp_path) as job:
+        assert job.wait(30)
+
+
+SCRIPT = """
+import time, torch, polyrhythm as pr
+from torch.utils.data import TensorDataset
+
+inputs = torch.randn(64, 8)
+trainer = pr.Trainer(
+    lambda: torch.nn.Sequential(torch.nn.Linear(8, 4)),
+    torch.nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1),
+    TensorDataset(inputs, inputs[:, :4]), batch_size=16, run="run", deadline=30,
+    callbacks=[lambda end: (print("trains", flush=True), time.sleep(0.02))],
+)
+trainer.fit(steps=10**6)
+print("never said")
+"""
+
+
+def test_train_command_forwards_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(SCRIPT)
+    shown = Path("shown.txt")
+    child = Child(lambda: main(["train", "script.py", "--local", "2"]), output=shown)
+    try:
+        ends = time.monotonic() + 60
+        while "trains" not in shown.read_text():
+            assert child.status is None, shown.read_text()
+            assert time.monotonic() < ends, "it does not begin"
+            time.sleep(0.05)
+        os.kill(child.pid, signal.SIGTERM)
+        assert child.wait(40) == TERMINATED, shown.read_text()
+    finally:
+        child.end()
+    assert list(Path("run/checkpoints").glob("step-*"))
+    assert "never said" not in shown.read_text()

@@ -1,0 +1,107 @@
+"""sync="auto": training moves to the way that pays, and every sample is used once all the same."""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+from polyrhythm.events import Event, read_run
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.trainer.trainer import Trainer
+from polyrhythm.sync.decision_log import decision_log_paths, replay
+from tests.gloo.trainer_jobs import BATCH, NUM_SAMPLES, model, plan_of, run_job, samples
+
+NUM_STEPS = 70
+
+
+class SlowLoss:
+    """A loss that takes its time for each sample, and notes which were learnt from."""
+
+    def __init__(self, seconds: Callable[[], float]) -> None:
+        self._seconds, self.ids = seconds, list[int]()
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        time.sleep(sum(self._seconds() for _ in target))
+        self.ids += [int(i) for i in target[:, -1]]
+        return mse_loss(output, target[:, :-1])
+
+
+def numbered_samples() -> TensorDataset:
+    inputs, targets = samples().tensors
+    numbers = torch.arange(float(len(inputs)))[:, None]
+    return TensorDataset(inputs, torch.cat([targets, numbers], 1))
+
+
+def train(folder: Path, slowness: Callable[[int], Callable[[], float]]) -> tuple[Any, list[Event]]:
+    """Three replicas: samples, weights and last loss by rank; and which way was taken when."""
+
+    def work(ctx: DistContext | None) -> Any:
+        assert ctx is not None
+        loss = SlowLoss(slowness(ctx.rank))
+        made = Trainer(
+            model,
+            loss,
+            partial(torch.optim.AdamW, lr=1e-2),
+            numbered_samples(),
+            plan=plan_of(1, 3),
+            batch_size=BATCH,
+            microbatch_size=2,
+            run=folder / "run",
+            timeout=30.0,
+        )
+        with made:
+            fitted = made.fit(steps=NUM_STEPS)
+            weights = [value.sum().item() for value in made.model.parameters()]
+            return loss.ids, weights, fitted.losses[-1], made.step
+
+    found = run_job(3, work, folder)
+    return found, [event for event in read_run(folder / "run") if event.kind == "sync_mode"]
+
+
+def check(found: Any) -> None:
+    used = Counter(i for ids, *_ in found for i in ids)
+    num_epochs, rest = divmod(NUM_STEPS * BATCH, NUM_SAMPLES)
+    assert Counter(used.values()) == {num_epochs: NUM_SAMPLES - rest, num_epochs + 1: rest}
+    for _, weights, loss, step in found:
+        assert weights == pytest.approx(found[0][1], rel=1e-4, abs=1e-4)
+        assert loss < 0.5  # 1.4 at first
+        assert step == NUM_STEPS
+
+
+@pytest.mark.long
+def test_auto_switches_to_groups_for_random_stragglers(tmp_path: Path) -> None:
+    def slowness(rank: int) -> Callable[[], float]:
+        draw = random.Random(rank)
+        return lambda: 0.08 if draw.random() < 0.05 else 0.0
+
+    found, sync_modes = train(tmp_path, slowness)
+    assert sync_modes[0].name == "decoupled"
+    moves = [event for event in sync_modes if event.name in ("adaptive", "age")]
+    assert "costs" in moves[0].why
+    assert moves[0].values["decoupled_s"] > moves[0].values[f"{moves[0].name}_s"]
+    assert 0 < moves[0].step < NUM_STEPS
+    logs = decision_log_paths(
+        tmp_path / "run"
+    )  # one for each piece in groups, and under `balanced`
+    assert len(logs) == len([event for event in sync_modes if event.name != "decoupled"])
+    assert [replay(path) for path in logs] == [None] * len(logs)
+    check(found)
+
+
+@pytest.mark.long
+def test_auto_switches_to_balanced_for_a_persistent_straggler(tmp_path: Path) -> None:
+    found, sync_modes = train(tmp_path, lambda rank: lambda: 0.02 if rank == 1 else 0.002)
+    assert [event.name for event in sync_modes][:2] == ["decoupled", "balanced"]
+    assert "pipeline 1" in sync_modes[1].why
+    counts = [len(ids) for ids, *_ in found]
+    assert counts[1] < min(counts[0], counts[2])
+    check(found)

@@ -1,0 +1,93 @@
+"""Small jobs of the Trainer, in one process or several, and the losses that came of them."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
+
+from polyrhythm.plan.plan import PipelinePlan, Plan
+from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.trainer.trainer import Trainer
+
+LAYERS = {1: (5,), 2: (2, 3), 3: (1, 2, 2)}
+BATCH, NUM_SAMPLES, NUM_STEPS = 24, 200, 10  # a batch goes over the end of the data
+
+
+def samples() -> TensorDataset:
+    chance = torch.Generator().manual_seed(0)
+    inputs = torch.randn(NUM_SAMPLES, 8, generator=chance)
+    return TensorDataset(inputs, torch.tanh(inputs[:, :4]) + inputs[:, 4:])
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+    )
+
+
+def plan_of(num_stages: int, num_pipelines: int, schedule: str = "1f1b") -> Plan:
+    return Plan(
+        layers_per_stage=LAYERS[num_stages],
+        pipelines=(PipelinePlan(schedule=schedule),) * num_pipelines,
+    )
+
+
+def trainer(plan: Plan, **more: Any) -> Trainer:
+    given: dict[str, Any] = {
+        "batch_size": BATCH,
+        "microbatch_size": 2,
+        "clip_grad_norm": 0.5,
+        "lr_scheduler_fn": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step / 5)),
+        "timeout": 30.0,
+        **more,
+    }
+    dataset = given.pop("dataset", None) or samples()
+    optimizer_fn = partial(torch.optim.AdamW, lr=1e-2)
+    return Trainer(model, mse_loss, optimizer_fn, dataset, plan=plan, **given)
+
+
+def run_job(
+    num_processes: int, work: Callable[[DistContext | None], Any], folder: Path
+) -> list[Any]:
+    """What `work` returns in each process, by rank; in one process, here."""
+
+    def kept(ctx: DistContext) -> None:
+        torch.save(work(ctx), folder / f"found{ctx.rank}.pt")
+
+    if num_processes == 1:
+        return [work(None)]
+    folder.mkdir(exist_ok=True)
+    with LocalJob(kept, num_processes, output_folder=folder / "logs") as job:
+        assert job.wait(100), "not done in time"  # one may compile
+    return [torch.load(folder / f"found{rank}.pt") for rank in range(num_processes)]
+
+
+def fit(
+    folder: Path, num_stages: int, num_pipelines: int, *, steps: int = NUM_STEPS, **more: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The loss of each global batch, and the weights of the first pipeline."""
+    plan = more.pop("plan", None) or plan_of(num_stages, num_pipelines)
+
+    def work(ctx: DistContext | None) -> tuple[Any, Any]:
+        with trainer(plan, **more) as made:
+            fitted = made.fit(steps=steps)
+            ends = [(end.step, end.loss, end.num_samples) for end in fitted.steps]
+            return ends, made.model.state_dict()
+
+    found = run_job(plan.num_workers, work, folder)
+    totals = [0.0] * steps
+    counts = [0] * steps
+    for ends, _ in found:
+        for step, loss, number in ends:
+            if loss is not None:
+                totals[step] += loss * number
+                counts[step] += number
+    losses = [total / max(count, 1) for total, count in zip(totals, counts, strict=True)]
+    weights = {k: v for _, state in found[: plan.num_stages] for k, v in state.items()}
+    return losses, weights

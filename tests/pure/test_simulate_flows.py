@@ -1,0 +1,375 @@
+"""Flows that share connections: fair, never above a capacity, and not a byte lost."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyrhythm.cost.sync import SMALL
+from polyrhythm.describe.scenario import LinkChange
+from polyrhythm.simulate.engine.engine import Engine
+from polyrhythm.simulate.job import SimulatedJob, equal_job
+from polyrhythm.simulate.network import SimulatedNetwork
+from polyrhythm.simulate.simulator import simulate
+from tests.pure.simulate_cases import kills_and_joins, linked, lost, region_per_device
+
+Shares = Callable[[Sequence["Flow"]], list[float]]
+
+
+@dataclass(frozen=True)
+class Flow:
+    begins: float
+    source: int
+    target: int
+    size: float
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """What each can send and receive, and the links between them."""
+
+    up: list[float]
+    down: list[float]
+    links: list[list[float]]
+
+    def engine(self) -> Engine:
+        job = equal_job(num_pipelines=len(self.up), forward=1.0, backward=1.0)
+        cluster = region_per_device(len(self.up), bandwidth=self.links)
+        devices = tuple(
+            replace(device, uplink=up) for device, up in zip(cluster.devices, self.up, strict=True)
+        )
+        engine = Engine(replace(job, cluster=replace(cluster, devices=devices)))
+        engine.state.hosts["down"][:-1] = self.down
+        return engine
+
+    def level(self, wanted: Sequence[float], capacity: float) -> float:
+        """An equal share for everyone who wants more than that, by trying who does."""
+        for count in range(len(wanted) + 1):
+            low, high = sorted(wanted)[:count], sorted(wanted)[count:]
+            level = (capacity - sum(low)) / len(high) if high else math.inf
+            if all(want <= level for want in low) and all(want > level for want in high):
+                return level
+        raise AssertionError("there is one")
+
+    def rates(self, flows: Sequence[Flow]) -> list[float]:
+        """Each is as fast as its link and its shares at both ends."""
+        most = [self.links[flow.source][flow.target] for flow in flows]
+
+        def share(flow: Flow, end: str, rooms: list[float]) -> float:
+            at = getattr(flow, end)
+            wanted = [m for m, f in zip(most, flows, strict=True) if getattr(f, end) == at]
+            return self.level(wanted, rooms[at])
+
+        return [
+            min(m, share(flow, "source", self.up), share(flow, "target", self.down))
+            for m, flow in zip(most, flows, strict=True)
+        ]
+
+
+def fluid(flows: Sequence[Flow], rates: Shares) -> list[float]:
+    """When each has ended, with the rates of those under way between any two changes."""
+    left, ends = [flow.size for flow in flows], [math.inf] * len(flows)
+    now = 0.0
+    while math.inf in ends:
+        under_way = [i for i, f in enumerate(flows) if f.begins <= now and ends[i] == math.inf]
+        speeds = dict(zip(under_way, rates([flows[i] for i in under_way]), strict=True))
+        due = {i: now + left[i] / speeds[i] for i in under_way}
+        begins = min((f.begins for f in flows if f.begins > now), default=math.inf)
+        following = min([begins, *due.values()])
+        for i in under_way:
+            left[i] = max(0.0, left[i] - speeds[i] * (following - now))
+            if due[i] <= following * (1 + 1e-13):
+                ends[i] = following
+        now = following
+    return ends
+
+
+def played(hosts: Hosts, flows: Sequence[Flow], look: Callable[[Engine], None] | None = None):
+    """When the engine says that each has ended; `look` is called whenever rates have changed."""
+    engine = hosts.engine()
+    ends, owner_of = [math.inf] * len(flows), {}
+    waiting = sorted(range(len(flows)), key=lambda i: flows[i].begins)
+    while math.inf in ends:
+        until = flows[waiting[0]].begins if waiting else math.inf
+        event = engine.advance(until)
+        if event is None:
+            number = waiting.pop(0)
+            owner = engine.new_owner()
+            owner_of[owner] = number
+            flow = flows[number]
+            engine.flow_to_one(flow.begins, flow.source, flow.target, flow.size, owner)
+        else:
+            ends[owner_of.pop(event.entity)] = event.time
+            engine.free_owner(event.entity)
+        if look is not None:
+            look(engine)
+    assert engine.advance(math.inf) is None
+    return ends
+
+
+@st.composite
+def hosts_and_flows(draw: st.DrawFn, *, sources_only: bool = False) -> tuple[Hosts, list[Flow]]:
+    num_hosts = draw(st.integers(2, 5))
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    capacities = [1.0, 2.0, 5.0]
+    hosts = Hosts(
+        up=[rng.choice([*capacities, rng.uniform(0.5, 5)]) for _ in range(num_hosts)],
+        down=[1e18 if sources_only else rng.choice(capacities) for _ in range(num_hosts)],
+        links=[[rng.choice([0.3, 1.0, 10.0]) for _ in range(num_hosts)] for _ in range(num_hosts)],
+    )
+    flows = []
+    for _ in range(draw(st.integers(1, 10))):
+        source, target = rng.sample(range(num_hosts), 2)
+        begins = rng.choice([0.0, 0.0, 1.0, rng.uniform(0, 5)])
+        flows.append(Flow(begins, source, target, rng.choice([1.0, 2.0, rng.uniform(0.1, 4)])))
+    return hosts, flows
+
+
+@settings(max_examples=50)
+@given(hosts_and_flows(sources_only=True))
+def test_where_sources_alone_are_shared_the_shares_are_max_min(case: tuple) -> None:
+    """Progressive filling: nobody could have more without another one that has no more less."""
+    hosts, flows = case
+
+    def filled(under_way: Sequence[Flow]) -> list[float]:
+        most = [hosts.links[flow.source][flow.target] for flow in under_way]
+        rates, open_ = [0.0] * len(under_way), set(range(len(under_way)))
+        while open_:
+            steps = [most[i] - rates[i] for i in open_]
+            for source in {under_way[i].source for i in open_}:
+                of = [i for i in range(len(under_way)) if under_way[i].source == source]
+                rising = [i for i in of if i in open_]
+                steps.append((hosts.up[source] - sum(rates[i] for i in of)) / len(rising))
+            step = max(0.0, min(steps))
+            for i in open_:
+                rates[i] += step
+            full = {
+                source
+                for source in {flow.source for flow in under_way}
+                if sum(r for r, f in zip(rates, under_way, strict=True) if f.source == source)
+                >= hosts.up[source] * (1 - 1e-12)
+            }
+            open_ = {
+                i
+                for i in open_
+                if under_way[i].source not in full and rates[i] < most[i] * (1 - 1e-12)
+            }
+        return rates
+
+    assert played(hosts, flows) == pytest.approx(fluid(flows, filled), rel=1e-8)
+
+
+@settings(max_examples=50)
+@given(hosts_and_flows())
+def test_a_flow_is_as_fast_as_its_link_and_its_shares_at_both_ends(case: tuple) -> None:
+    hosts, flows = case
+    assert played(hosts, flows) == pytest.approx(fluid(flows, hosts.rates), rel=1e-8)
+
+
+@settings(max_examples=40)
+@given(hosts_and_flows())
+def test_no_capacity_is_ever_exceeded_and_no_byte_lost(case: tuple) -> None:
+    hosts, flows = case
+
+    def look(engine: Engine) -> None:
+        state = engine.state
+        sent, received = np.zeros(len(hosts.up)), np.zeros(len(hosts.up))
+        for host in range(len(hosts.up)):
+            index = state.hosts[host]["first_up"]
+            while index >= 0:
+                flow = state.flows[index]
+                assert flow["source"] == host
+                assert 0 < flow["rate"] <= hosts.links[host][flow["target"]]
+                sent[host] += flow["rate"]
+                received[flow["target"]] += flow["rate"]
+                index = flow["next_up"]
+        assert (sent <= np.array(hosts.up) * (1 + 1e-12)).all()
+        assert (received <= np.array(hosts.down) * (1 + 1e-12)).all()
+
+    ends = played(hosts, flows, look)
+    for flow, end in zip(flows, ends, strict=True):
+        fastest = min(
+            hosts.links[flow.source][flow.target], hosts.up[flow.source], hosts.down[flow.target]
+        )
+        assert end >= flow.begins + flow.size / fastest * (1 - 1e-12)
+    for host, up in enumerate(hosts.up):
+        of = [(flow, end) for flow, end in zip(flows, ends, strict=True) if flow.source == host]
+        if of:  # what it has sent in all, it had the time for
+            spans = max(end for _, end in of) - min(flow.begins for flow, _ in of)
+            assert sum(flow.size for flow, _ in of) <= up * spans * (1 + 1e-9)
+
+
+@settings(max_examples=30)
+@given(hosts_and_flows(), st.randoms(use_true_random=False))
+def test_the_order_in_which_flows_begin_at_once_does_not_matter(
+    case: tuple, rng: random.Random
+) -> None:
+    hosts, flows = case
+    order = list(range(len(flows)))
+    rng.shuffle(order)
+    shuffled = played(hosts, [flows[i] for i in order])
+    assert shuffled == pytest.approx([played(hosts, flows)[i] for i in order], rel=1e-9)
+
+
+def test_a_flow_alone_has_all_and_equal_ones_equal_shares() -> None:
+    hosts = Hosts(up=[4.0, 1e9, 1e9, 1e9], down=[1e9] * 4, links=[[100.0] * 4] * 4)
+    alone = [Flow(0.0, 0, 1, 8.0)]
+    assert played(hosts, alone) == [2.0]
+    assert played(hosts, [Flow(0.0, 0, t, 8.0) for t in (1, 2, 3)]) == pytest.approx([6.0] * 3)
+
+
+def test_bandwidth_left_by_a_slow_link_is_used_by_others() -> None:
+    links = [[100.0] * 4 for _ in range(4)]
+    links[0][1] = 1.0
+    hosts = Hosts(up=[5.0, 1e9, 1e9, 1e9], down=[1e9] * 4, links=links)
+    ends = played(hosts, [Flow(0.0, 0, 1, 4.0), Flow(0.0, 0, 2, 4.0), Flow(0.0, 0, 3, 4.0)])
+    assert ends == pytest.approx([4.0, 2.0, 2.0])
+
+
+def test_receivers_share_their_connection() -> None:
+    hosts = Hosts(up=[100.0] * 4, down=[3.0, 100.0, 100.0, 100.0], links=[[100.0] * 4] * 4)
+    ends = played(hosts, [Flow(0.0, source, 0, 3.0) for source in (1, 2, 3)])
+    assert ends == pytest.approx([3.0] * 3)
+
+
+def test_a_flow_that_ends_leaves_its_share_to_the_others() -> None:
+    hosts = Hosts(up=[2.0, 1e9, 1e9], down=[1e9] * 3, links=[[100.0] * 3] * 3)
+    ends = played(hosts, [Flow(0.0, 0, 1, 1.0), Flow(0.0, 0, 2, 3.0), Flow(2.0, 0, 1, 2.0)])
+    # Both at 1 until t=1; then 2 left at 2 until t=2; then the last alone.
+    assert ends == pytest.approx([1.0, 2.0, 3.0])
+
+
+def test_flows_to_many_stand_for_as_many_connections() -> None:
+    """One to three others and one to a fourth: a quarter of the uplink each."""
+    hosts = Hosts(up=[8.0, 1e9, 1e9, 1e9, 1e9], down=[1e9] * 5, links=[[100.0] * 5] * 5)
+    engine = hosts.engine()
+    many, one = engine.new_owner(), engine.new_owner()
+    engine.flows_to_many(0.0, [0], 12.0, [300.0], 3, many)
+    engine.flow_to_one(0.0, 0, 4, 4.0, one)
+    ended = [engine.advance(math.inf), engine.advance(math.inf)]
+    assert sorted((h.entity, h.time) for h in ended if h) == [
+        (owner, pytest.approx(2.0)) for owner in sorted((many, one))
+    ]
+
+
+def test_two_stages_of_one_device_share_its_uplink() -> None:
+    """Averages of both go out at half the speed."""
+    hosts = Hosts(up=[4.0, 4.0], down=[4.0, 4.0], links=[[100.0] * 2] * 2)
+    engine = hosts.engine()
+    first, second = engine.new_owner(), engine.new_owner()
+    engine.flows_to_many(0.0, [0, 1], 4.0, [4.0, 4.0], 1, first)
+    engine.flows_to_many(0.0, [0, 1], 4.0, [4.0, 4.0], 1, second)
+    times = [event.time for _ in range(2) if (event := engine.advance(math.inf))]
+    assert times == pytest.approx([2.0, 2.0])
+
+
+@pytest.mark.parametrize("size", [0.0, 1000.0, float(SMALL), SMALL + 1.0, 1e7])
+@pytest.mark.parametrize("num_members", [2, 3, 5])
+def test_unshared_exchange_takes_two_phases(size: float, num_members: int) -> None:
+    """The shortcut of a network that nobody shares says the same as flows."""
+    takes = {}
+    for uplink in (None, 9e16):
+        job = equal_job(
+            num_pipelines=num_members,
+            forward=0.1,
+            backward=0.2,
+            gradient_bytes=size,
+            latency=0.01,
+            bandwidth=1e6,
+            uplink=uplink,
+        )
+        takes[uplink] = simulate(job, num_steps=2).ends[0]
+    assert takes[None] == pytest.approx(takes[9e16], rel=1e-9)
+    half = SimulatedNetwork(job.cluster).phase_time(range(num_members), size)
+    # Each worker but the first has two words with the coordinator before and after.
+    assert takes[None][0] == pytest.approx(0.3 + 4 * 0.01 + 2 * (half + 2 * 0.01), abs=0.011)
+
+
+def many_workers(num_members: int = 200, **more: object) -> SimulatedJob:
+    """Of workers that send each other a small buffer, over slow connections."""
+    return equal_job(
+        num_pipelines=num_members,
+        forward=0.1,
+        backward=0.2,
+        gradient_bytes=1e4,
+        bandwidth=1e8,
+        uplink=1e6,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_many_workers_share_one_connection() -> None:
+    """All send to the owner of a small buffer at once, and it to all: many shares change."""
+    for num_members in (3, 200):
+        job = many_workers(num_members)
+        half = (num_members - 1) * 1e4 / 1e6
+        expected = [0.3 + 2 * half, 2 * (0.3 + 2 * half)]
+        assert simulate(job, num_steps=2).ends == (pytest.approx(expected),) * num_members
+
+
+def test_many_workers_share_a_parameter_server() -> None:
+    """It is on the device of the first worker, which sends nothing to itself."""
+    ends = simulate(many_workers(policy="ssp", options={"staleness": 0}), num_steps=3).ends
+    # All push while the first waits, then pull: the second step ends so much after the first.
+    assert ends[1][1] - ends[1][0] == pytest.approx(0.3 + 2 * 199 * 1e4 / 1e6)
+
+
+def test_many_workers_abort_at_once() -> None:
+    """One dies while all send to the owner of a small buffer; the others begin again without it."""
+    ends = simulate(many_workers(scenario=kills_and_joins(kill=[("d5", 0.35)])), num_steps=1).ends
+    assert ends[5] == ()
+    # It is missed two seconds later, when half of what was to be sent was not there yet.
+    assert ends[4][0] == pytest.approx(0.35 + 2.0 + 2 * 198 * 1e4 / 1e6)
+
+
+def test_a_link_that_is_lost_for_good_ends_a_simulation() -> None:
+    scenario = linked(lost(3.0))
+    for policy in ("all_reduce", "adaptive", "pairwise", "ssp", "local"):
+        job = equal_job(
+            num_stages=2,
+            num_pipelines=3,
+            forward=0.1,
+            backward=0.2,
+            activation_bytes=1e5,
+            gradient_bytes=1e6,
+            latency=0.001,
+            bandwidth=1e8,
+            num_microbatches=4,
+            policy=policy,
+            scenario=scenario,
+        )
+        assert "nobody could go on" in simulate(job, num_steps=20).cut_short
+
+
+def test_links_inside_a_region_may_be_changed_by_its_name_or_by_devices() -> None:
+    """A region's links, or all links between its devices: the same thing said in two ways."""
+    base = equal_job(
+        num_stages=2,
+        num_pipelines=2,
+        forward=0.1,
+        backward=0.2,
+        activation_bytes=1e6,
+        gradient_bytes=1e6,
+        bandwidth=1e7,
+        num_microbatches=3,
+    )
+    names = [device.name for device in base.cluster.devices]
+    slower = {"at": 1.0, "bandwidth": 1e6, "latency": 0.02}
+    region = linked(_changed("here", "here", slower))
+    pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
+    devices = linked(*(_changed(a, b, slower) for a, b in pairs))
+    by_region, by_devices = (
+        simulate(replace(base, scenario=scenario), num_steps=6) for scenario in (region, devices)
+    )
+    assert by_devices.ends == by_region.ends
+    assert by_devices.bytes_sent.tolist() == by_region.bytes_sent.tolist()
+    assert by_region.duration > simulate(base, num_steps=6).duration
+
+
+def _changed(a: str, b: str, how: dict[str, float]) -> LinkChange:
+    return LinkChange(source=a, target=b, **how)

@@ -1,0 +1,65 @@
+"""Workers that die and come back, several times, soon or late, between gatherings: nobody hangs."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyrhythm.sync.registry import limits_for, make_policies
+from polyrhythm.sync.scheduler import Scheduler
+from polyrhythm.sync.timeouts import Limits
+from polyrhythm.types import Worker
+from tests.pure.scheduler_grid import Grid
+
+RETURN_DELAYS = (0.5, 3.0, 20.0, 29.0, 31.0, 40.0)  # s; a death goes unnoticed for 30 s
+
+
+def run_with_crashes(policy: str, seed: int, *, averages_all: bool) -> Grid:
+    chance = random.Random(seed)
+    shape = num_stages, num_pipelines = chance.choice([2, 3]), chance.choice([2, 3, 4])
+    workers = [Worker(s, p) for s in range(num_stages) for p in range(num_pipelines)]
+    takes = {worker: chance.choice([0.05, 0.1, 0.3]) for worker in workers}
+    policies = make_policies(policy, num_stages=num_stages, num_pipelines=num_pipelines)
+    limits = limits_for(
+        policy, num_stages, Limits(ceiling=5.0, ready_timeout=40.0, average_all_timeout=60.0)
+    )
+    grid = Grid(
+        Scheduler(policies, num_pipelines, limits=limits),
+        *shape,
+        num_steps=chance.choice([10, 25]),
+        compute=lambda worker, _: takes[worker] * chance.uniform(0.5, 1.5),
+        seed=seed,
+        averaging=chance.choice([0.01, 0.1, 1.0]),
+        latency=chance.choice([0.001, 0.05]),
+        average_all_at=frozenset(chance.sample(range(1, 10), 2)) if averages_all else frozenset(),
+    )
+
+    def crash(grid: Grid) -> None:
+        lost = chance.choice(workers)
+        fellows = [w for w in workers if w.pipeline == lost.pipeline]
+        if grid.workers[lost].program and all(grid.workers[w].is_alive for w in fellows):
+            grid.kill(lost)
+            grid._schedule(chance.choice(RETURN_DELAYS), lambda: grid.revive(lost))
+
+    grid.at_event = dict.fromkeys(chance.sample(range(5, 300), chance.randint(1, 5)), crash)
+    return grid.run(60_000)
+
+
+@pytest.mark.parametrize("policy", ["all_reduce", "ssp", "adaptive", "pairwise"])
+@given(seed=st.integers(0, 10_000), averages_all=st.booleans())
+@settings(max_examples=60)
+def test_all_pipelines_finish_after_crashes_and_returns(
+    policy: str, seed: int, averages_all: bool
+) -> None:
+    assert run_with_crashes(policy, seed, averages_all=averages_all).unfinished() == []
+
+
+@pytest.mark.parametrize("seed", [128, 343, 385, 735])
+def test_ssp_stages_of_a_returning_pipeline_keep_equal_clocks(seed: int) -> None:
+    assert run_with_crashes("ssp", seed, averages_all=False).unfinished() == []
+
+
+@pytest.mark.parametrize("seed", [251, 384, 910, 1061])
+def test_all_reduce_does_not_wait_for_a_lost_step(seed: int) -> None:
+    assert run_with_crashes("all_reduce", seed, averages_all=True).unfinished() == []

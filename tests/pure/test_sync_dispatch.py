@@ -1,0 +1,392 @@
+"""Positions dealt by a scheduler: to all stages alike, each used once, whoever is lost."""
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.sync.decision_log import DecisionLog, DecisionReader, replay
+from polyrhythm.sync.dispatch import Ranges, SamplerState
+from polyrhythm.sync.protocol import (
+    Acknowledge,
+    Acquire,
+    Acquired,
+    Assign,
+    AverageAll,
+    Command,
+    Dead,
+    Event,
+    Join,
+    Leave,
+    QueryProgress,
+    Ready,
+    Refuse,
+    Request,
+    SampleProgress,
+    Skip,
+)
+from polyrhythm.sync.scheduler import Scheduler
+from polyrhythm.sync.setup import Setup
+from polyrhythm.types import Worker
+
+
+def positions(ranges: Ranges) -> list[int]:
+    return [position for start, end in ranges for position in range(start, end)]
+
+
+def setup_of(stages: int = 1, pipelines: int = 2, **sampler_state: object) -> Setup:
+    return Setup(
+        policy="age",
+        num_stages=stages,
+        num_pipelines=pipelines,
+        sampler_state=SamplerState(**sampler_state),
+    )
+
+
+def joined(setup: Setup) -> Scheduler:
+    scheduler = setup.scheduler()
+    for worker in setup.workers:
+        assert scheduler.step(Join(worker, "node", 0, 1, 0.0)) == []
+    return scheduler
+
+
+A, B = Worker(0, 0), Worker(0, 1)
+
+
+def test_stages_of_a_pipeline_acquire_the_same_samples() -> None:
+    scheduler = joined(setup_of(stages=2, limit=10))
+    other = Worker(1, 0)
+    assert scheduler.step(Acquire(A, 0, 4, None, 1)) == [Acquired(A, 0, None, ((0, 4),))]
+    assert scheduler.step(Acquire(B, 0, 4, None, 1)) == [Acquired(B, 0, None, ((4, 8),))]
+    assert scheduler.step(Acquire(other, 0, 4, None, 1)) == [Acquired(other, 0, None, ((0, 4),))]
+    assert scheduler.step(Acquire(A, 0, 4, None, 1)) == [Acquired(A, 0, None, ((0, 4),))]  # again
+    assert scheduler.step(Acknowledge(A, 0, 1)) == []
+    [progress] = scheduler.step(QueryProgress(B, 5, 1))
+    assert progress == SampleProgress(B, 5, SamplerState(limit=10, next=8, outstanding=((0, 8),)))
+    scheduler.step(Acquire(A, 0, 4, None, 1))  # by a stage that has used it: changes nothing
+    scheduler.step(Acknowledge(other, 0, 1))  # now all that have asked for it
+    [progress] = scheduler.step(QueryProgress(B, 6, 1))
+    assert progress.sampler_state.outstanding == ((4, 8),)
+    assert scheduler.counters["late"] == 0
+    scheduler.step(Acknowledge(other, 0, 1))
+    assert scheduler.counters["late"] == 1
+
+
+def test_acknowledge_covers_all_earlier_chunks() -> None:
+    scheduler = joined(setup_of())
+    for number in range(3):
+        scheduler.step(Acquire(A, number, 4, None, 1))
+    scheduler.step(Acknowledge(A, 1, 1))
+    [progress] = scheduler.step(QueryProgress(A, 0, 1))
+    assert progress.sampler_state.outstanding == ((8, 12),)
+
+
+def test_acquire_waits_while_others_hold_the_last_samples() -> None:
+    scheduler = joined(setup_of(limit=8))
+    scheduler.step(Acquire(A, 0, 4, None, 1))
+    scheduler.step(Acquire(B, 0, 4, None, 1))
+    assert scheduler.step(Acknowledge(B, 0, 1)) == []
+    assert scheduler.step(Acquire(B, 1, 4, None, 1)) == []
+    assert scheduler.step(Acquire(B, 1, 4, None, 1)) == []  # asks again, and is answered once
+    assert scheduler.step(Acquire(A, 1, 4, None, 1)) == [
+        Acquired(A, 1, None, ())
+    ]  # it has the rest
+    assert scheduler.step(Acknowledge(A, 0, 1)) == [Acquired(B, 1, None, ())]
+
+
+def test_last_chunk_of_a_dead_pipeline_goes_to_a_waiting_one() -> None:
+    scheduler = joined(setup_of(pipelines=3, limit=12))
+    waiting = Worker(0, 2)
+    for worker in (A, B, waiting):
+        scheduler.step(Acquire(worker, 0, 4, None, 1))
+    scheduler.step(Acknowledge(waiting, 0, 1))
+    assert scheduler.step(Acquire(waiting, 1, 3, None, 1)) == []
+    acquired = scheduler.step(Dead(B, 1, 1.0))
+    assert acquired == [Acquired(waiting, 1, None, ((4, 7),))]
+    assert scheduler.step(Acquire(A, 1, 3, None, 1)) == [Acquired(A, 1, None, ((7, 8),))]
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_leaving_pipeline_returns_its_unused_samples(is_last: bool) -> None:
+    scheduler = joined(setup_of(stages=2))
+    for stage in (0, 1):
+        scheduler.step(Acquire(Worker(stage, 0), 0, 4, None, 1))
+    scheduler.step(Leave(Worker(1, 0), 1))
+    if is_last:
+        scheduler.step(Leave(Worker(0, 0), 1))
+    [progress] = scheduler.step(QueryProgress(B, 0, 1))
+    assert (progress.sampler_state.pool, progress.sampler_state.outstanding)[not is_last] == (
+        (0, 4),
+    )
+
+
+def test_broken_pipeline_gets_a_reason_and_restarts_its_chunk_numbers() -> None:
+    scheduler = joined(setup_of(stages=2, limit=4))
+    mate = Worker(1, 0)
+    scheduler.step(Acquire(B, 0, 4, None, 1))
+    assert scheduler.step(Acquire(A, 0, 4, None, 1)) == []
+    [acquired] = scheduler.step(Dead(mate, 1, 1.0))
+    assert (acquired.worker, acquired.ranges, acquired.why) == (A, (), "s1p0 died")
+    [acquired] = scheduler.step(Acquire(A, 0, 4, None, 1))
+    assert acquired.why == "its pipeline is not whole: s1p0 is dead"
+    scheduler.step(Join(mate, "node", 0, 2, 2.0))
+    [acquired] = scheduler.step(Acquire(A, 1, 4, None, 1))
+    assert acquired.why == "it asks for chunk 1, and its pipeline has taken 0"
+    scheduler.step(Dead(Worker(1, 1), 1, 3.0))
+    assert scheduler.step(Acquire(A, 0, 4, None, 1)) == [Acquired(A, 0, None, ((0, 4),))]
+    assert scheduler.step(Acquire(mate, 0, 4, None, 2)) == [Acquired(mate, 0, None, ((0, 4),))]
+
+
+def test_restarted_worker_returns_its_samples() -> None:
+    scheduler = joined(setup_of())
+    scheduler.step(Acquire(A, 0, 4, None, 1))
+    scheduler.step(Join(A, "node", 0, 2, 1.0))
+    assert scheduler.step(Acknowledge(A, 0, 1)) == []  # of its former life
+    assert scheduler.step(Acquire(A, 1, 4, None, 1)) == []
+    assert scheduler.counters["late"] == 2
+    assert scheduler.step(Acquire(A, 0, 3, None, 2)) == [Acquired(A, 0, None, ((0, 3),))]
+
+
+def test_rejoined_stage_resets_its_pipeline() -> None:
+    scheduler = joined(setup_of(stages=2))
+    mate = Worker(1, 0)
+    for number in range(2):
+        scheduler.step(Acquire(A, number, 4, None, 1))
+    scheduler.step(Leave(mate, 1))
+    scheduler.step(Join(mate, "node", 0, 2, 1.0))
+    assert scheduler.step(Acquire(mate, 0, 4, None, 2)) == [Acquired(mate, 0, None, ((0, 4),))]
+    [progress] = scheduler.step(QueryProgress(B, 0, 1))
+    assert progress.sampler_state == SamplerState(next=8, pool=((4, 8),), outstanding=((0, 4),))
+
+
+def test_acquire_of_unknown_workers_or_without_dispatcher_is_refused() -> None:
+    scheduler = joined(setup_of())
+    for stranger, incarnation in ((Worker(0, 7), 1), (A, 2)):
+        for event in (
+            Acquire(stranger, 0, 4, None, incarnation),
+            QueryProgress(stranger, 0, incarnation),
+        ):
+            [refuse] = scheduler.step(event)
+            assert (type(refuse), refuse.worker, refuse.clock) == (Refuse, stranger, -1)
+    scheduler.step(Dead(A, 1, 1.0))
+    [refuse] = scheduler.step(Acquire(A, 0, 4, None, 1))
+    assert "is dead, and has to join anew" in refuse.why
+    without = joined(Setup(policy="age", num_stages=1, num_pipelines=2))
+    [refuse] = without.step(Acquire(A, 0, 4, None, 1))
+    assert "this job deals none" in refuse.why
+
+
+def test_acquire_of_an_acknowledged_chunk_gets_a_reason() -> None:
+    scheduler = joined(setup_of(stages=2))
+    scheduler.step(Acquire(A, 0, 4, None, 1))
+    scheduler.step(Acknowledge(A, 0, 1))
+    [acquired] = scheduler.step(Acquire(Worker(1, 0), 0, 4, None, 1))
+    assert acquired.why == "chunk 0 of its pipeline was used already"
+
+
+class RandomJob:
+    """A grid of workers that take, compute, and are lost, in any order, with a real scheduler."""
+
+    def __init__(self, setup: Setup, chance: random.Random) -> None:
+        self.setup, self.chance, self.scheduler = setup, chance, setup.scheduler()
+        self.log: list[tuple[Event, list[Command]]] = []
+        self.incarnations = dict.fromkeys(setup.workers, 0)
+        self.sent: dict[Worker, list[Event]] = {}
+        self.acquired: dict[Worker, dict[int, Ranges]] = {}  # in this life
+        self.asked: dict[Worker, set[int]] = {}
+        self.used: dict[Worker, int] = {}
+        self.over: set[Worker] = set()
+        self.counted: list[int] = []
+        self.ahead = chance.randint(0, 2)
+        for pipeline in range(setup.num_pipelines):
+            self.begin(pipeline)
+
+    def deliver(self, event: Event) -> None:
+        commands = self.scheduler.step(event)
+        self.log.append((event, commands))
+        for command in commands:
+            assert isinstance(command, Acquired), command
+            if command.why:  # the rest of a broken pipeline
+                assert isinstance(event, Dead)
+                assert command.worker.pipeline == event.worker.pipeline
+                continue
+            self.acquired[command.worker][command.number] = command.ranges
+            if not command.ranges:
+                self.over.add(command.worker)
+
+    def send(self, worker: Worker, event: Event) -> None:
+        self.sent[worker].append(event)
+        self.deliver(event)
+
+    def workers(self, pipeline: int) -> list[Worker]:
+        return [worker for worker in self.setup.workers if worker.pipeline == pipeline]
+
+    def begin(self, pipeline: int) -> None:
+        """All stages of a pipeline, in a new life."""
+        for worker in self.workers(pipeline):
+            self.incarnations[worker] += 1
+            self.sent[worker], self.acquired[worker], self.asked[worker] = [], {}, set()
+            self.used[worker] = -1
+            self.over.discard(worker)
+        for worker in self.workers(pipeline):
+            self.deliver(Join(worker, "node", 0, self.incarnations[worker], 0.0))
+
+    @property
+    def is_over(self) -> bool:
+        return all(self.has_ended(worker) for worker in self.setup.workers)
+
+    def has_ended(self, worker: Worker) -> bool:
+        """There is nothing left for it to take, or to use."""
+        has = [number for number, found in self.acquired[worker].items() if found]
+        return worker in self.over and self.used[worker] == max(has, default=-1)
+
+    def act(self) -> None:
+        """Somebody does something that it may do now."""
+        worker = self.chance.choice([w for w in self.setup.workers if not self.has_ended(w)])
+        incarnation, next_number = self.incarnations[worker], len(self.asked[worker])
+        could_use = self.used[worker] + 1
+        all_have = all(self.acquired[w].get(could_use) for w in self.workers(worker.pipeline))
+        choice = self.chance.random()
+        if choice < 0.04:
+            stages = self.workers(worker.pipeline)
+            kind = Dead if choice < 0.02 else Leave
+            for stage in stages:
+                self.deliver(kind(stage, self.incarnations[stage], 0.0))
+            self.begin(worker.pipeline)
+        elif choice < 0.1 and self.sent[worker]:
+            self.deliver(self.sent[worker][-1])
+        elif choice < 0.5 and all_have:
+            self.used[worker] += 1
+            slowest = min(self.used[w] for w in self.workers(worker.pipeline))
+            if slowest == could_use:
+                self.counted += positions(self.acquired[worker][could_use])
+            self.send(worker, Acknowledge(worker, could_use, incarnation))
+        elif next_number <= could_use + self.ahead and worker not in self.over:
+            self.asked[worker].add(next_number)
+            self.send(
+                worker, Acquire(worker, next_number, self.chance.randint(1, 6), None, incarnation)
+            )
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 40), st.integers(0, 10**6))
+def test_every_position_is_used_once_despite_losses(
+    stages: int, pipelines: int, limit: int, seed: int
+) -> None:
+    setup = setup_of(stages, pipelines, limit=limit)
+    job = RandomJob(setup, random.Random(seed))
+    for _ in range(20_000):
+        if job.is_over:
+            break
+        job.act()
+    assert sorted(job.counted) == list(range(limit))
+    for pipeline in range(pipelines):
+        acquired = [job.acquired[worker] for worker in job.workers(pipeline)]
+        first, *others = [{n: found for n, found in each.items() if found} for each in acquired]
+        assert all(other == first for other in others)
+    [progress] = job.scheduler.step(QueryProgress(A, 0, job.incarnations[A]))
+    assert progress.sampler_state == SamplerState(limit=limit, next=limit)
+
+
+def test_dispatch_replays_from_the_decision_log(tmp_path: Path) -> None:
+    setup = setup_of(2, 3, limit=60, next=20, pool=((3, 5),), outstanding=((8, 9),))
+    job = RandomJob(setup, random.Random(5))
+    while not job.is_over:
+        job.act()
+    assert sorted(job.counted) == [3, 4, 8, *range(20, 60)]
+    log = DecisionLog(tmp_path / "log", setup)
+    for event, commands in job.log:
+        log.add(event, commands)
+    log.close()
+    assert DecisionReader(tmp_path / "log").setup == setup
+    assert replay(tmp_path / "log") is None
+    text = (tmp_path / "log").read_text()
+    assert text.count('"pool":[[3,5]]') == 1
+    (tmp_path / "log").write_text(text.replace('"pool":[[3,5]]', '"pool":[[3,4]]'))
+    assert replay(tmp_path / "log") is not None
+
+
+def test_setup_text_includes_the_sampler_state() -> None:
+    texts = {setup_of(limit=limit, next=used).text for limit in (None, 4) for used in (0, 2)}
+    texts |= {Setup(policy="age", num_stages=1, num_pipelines=2).text}
+    assert len(texts) == 5
+    assert "age every=1 seed=0 deals=2:4" in texts
+
+
+def test_static_policy_refuses_sample_dispatch() -> None:
+    with pytest.raises(PolicyError, match="positions to be dealt under static"):
+        Setup(policy="static", num_stages=1, num_pipelines=2, sampler_state=SamplerState())
+
+
+@pytest.mark.parametrize("policy", ["all_reduce", "partial_reduce", "smart"])
+def test_no_group_waits_for_an_idle_worker(policy: str) -> None:
+    """Who has the last positions may have to average before it uses them; then both go on."""
+    options = {"group_size": 2} if policy == "partial_reduce" else {}
+    sampler_state = SamplerState(limit=12)
+    scheduler = joined(
+        Setup(
+            policy=policy,
+            num_stages=1,
+            num_pipelines=2,
+            options=options,
+            sampler_state=sampler_state,
+        )
+    )
+    assert positions_of(scheduler, A, 0) == 4
+    assert positions_of(scheduler, B, 0) == positions_of(scheduler, B, 1) == 4
+    for worker in (A, B):  # both have asked ahead for a group, where a policy wants that
+        scheduler.step(Request(worker, 1, 1))
+    scheduler.step(Acknowledge(A, 0, 1))
+    scheduler.step(Acknowledge(B, 0, 1))
+    assert scheduler.step(Acquire(A, 1, 4, None, 1, 1.0)) == []  # it waits: B has the last ones
+    commands = scheduler.step(Ready(B, 1, 1, 2.0))
+    assert [type(command) for command in commands] == [Skip]
+    commands = scheduler.step(Acknowledge(B, 1, 1, 3.0))
+    assert commands == [Acquired(A, 1, None, ())]
+    assert scheduler.step(AverageAll(B, 1, 1, 4.0)) == []
+    (assign,) = scheduler.step(AverageAll(A, 1, 1, 5.0))
+    assert isinstance(assign, Assign)
+    assert assign.members == (A, B)
+
+
+def test_idle_worker_rejoins_its_policy_with_its_next_step() -> None:
+    scheduler = joined(
+        Setup(
+            policy="all_reduce", num_stages=1, num_pipelines=2, sampler_state=SamplerState(limit=8)
+        )
+    )
+    assert positions_of(scheduler, A, 0) == positions_of(scheduler, B, 0) == 4
+    scheduler.step(Acknowledge(A, 0, 1))
+    assert scheduler.step(Acquire(A, 1, 4, None, 1)) == []
+    assert scheduler.step(Ready(A, 1, 1)) == []  # it had not heard yet, and waits for B
+    assert isinstance(scheduler.step(Ready(B, 1, 1))[-1], Assign)
+
+
+def positions_of(scheduler: Scheduler, worker: Worker, number: int) -> int:
+    (acquired,) = scheduler.step(Acquire(worker, number, 4, None, 1))
+    assert isinstance(acquired, Acquired)
+    return len(positions(acquired.ranges))
+
+
+def test_dispatch_can_end_after_the_current_batch() -> None:
+    scheduler = joined(setup_of(limit=100))
+    assert scheduler.step(Acquire(A, 0, 4, None, 1)) == [Acquired(A, 0, None, ((0, 4),))]
+    [progress] = scheduler.step(QueryProgress(A, 0, 1, batch=6))
+    assert progress.sampler_state == SamplerState(limit=6, next=4, outstanding=((0, 4),))
+    [again] = scheduler.step(QueryProgress(A, 1, 1, batch=6))
+    assert again.sampler_state == progress.sampler_state
+    assert scheduler.step(Acquire(B, 0, 4, None, 1)) == [Acquired(B, 0, None, ((4, 6),))]
+    assert scheduler.step(Acquire(A, 1, 4, None, 1)) == []  # B may be lost, with what it has
+    assert scheduler.step(Acknowledge(A, 0, 1)) == []
+    assert scheduler.step(Acknowledge(B, 0, 1)) == [Acquired(A, 1, None, ())]
+
+
+def test_end_after_batch_never_raises_the_limit() -> None:
+    scheduler = joined(setup_of(limit=8))
+    scheduler.step(Acquire(A, 0, 8, None, 1))
+    assert scheduler.step(Acquire(B, 0, 4, None, 1)) == []
+    assert (
+        scheduler.step(QueryProgress(B, 0, 1, batch=3))[-1].sampler_state.limit == 8
+    )  # never later than told
