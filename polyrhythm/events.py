@@ -22,9 +22,11 @@ from polyrhythm import __version__
 from polyrhythm.errors import EventError
 from polyrhythm.types import Seconds, Worker
 
-SCHEMA = 1
+SCHEMA = 2
 WORKERS = "workers"  # the folder of their logs, in that of the run
 Value = float | int | str
+# Schema 1 had other names for these kinds; its logs are read under the present names.
+_KINDS_OF_SCHEMA_1 = {"way": "sync_mode", "average_mended": "average_repaired"}
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -143,6 +145,7 @@ class LogReader:
         self.path = path
         self._offset = 0
         self._line = 0
+        self._schema = SCHEMA
 
     def new(self) -> Iterator[Event]:
         try:
@@ -162,7 +165,9 @@ class LogReader:
                 self._line += 1
                 event = self._decode(line)
                 if self._line == 1:
-                    self._check_schema(event)
+                    self._schema = self._checked_schema(event)
+                elif self._schema == 1 and event.kind in _KINDS_OF_SCHEMA_1:
+                    yield msgspec.structs.replace(event, kind=_KINDS_OF_SCHEMA_1[event.kind])
                 else:
                     yield event
 
@@ -176,7 +181,7 @@ class LogReader:
                 fix="delete that line; the rest of the log is still good",
             ) from None
 
-    def _check_schema(self, first: Event) -> None:
+    def _checked_schema(self, first: Event) -> int:
         schema = first.values.get("schema")
         if first.kind != "log" or not isinstance(schema, int) or schema > SCHEMA:
             raise EventError(
@@ -184,6 +189,7 @@ class LogReader:
                 expected=f"a log of schema {SCHEMA} or older",
                 fix=f"read it with polyrhythm {first.values.get('polyrhythm', 'that wrote it')}",
             )
+        return schema
 
 
 def worker_log(run: Path, worker: Worker) -> Path:

@@ -21,7 +21,7 @@ from polyrhythm.errors import EventError
 from polyrhythm.sync.protocol import Command, Event
 from polyrhythm.sync.setup import Setup
 
-SCHEMA = 1
+SCHEMA = 2  # 1 had other names of messages and limits
 LOG_NAME, _LATER = "scheduler.jsonl", "scheduler-{}.jsonl"
 _UNWRITABLE = {str(value): value for value in (math.inf, -math.inf)}  # JSON has no name for them
 

@@ -69,8 +69,8 @@ def search(
     Equal seeds give equal results.
     """
     from polyrhythm.plan.dtfm.group_layout import (  # compiled: imported when needed
+        layout_of_groups,
         partition_cost,
-        settled,
     )
 
     settings = settings or GeneticSettings()
@@ -94,7 +94,9 @@ def search(
         else:
             replace_worst(population, costs, labels, cost)
     best = population[int(np.argmin(costs))]
-    return Found(best=settled(_groups(best, times), times), improvements=tuple(improvements))
+    return Found(
+        best=layout_of_groups(_groups(best, times), times), improvements=tuple(improvements)
+    )
 
 
 def replace_worst(

@@ -32,7 +32,7 @@ def train():
         nn.Sequential(nn.Linear(8, 8), Trap()),
         loss_fn=nn.functional.mse_loss,
         num_microbatches=6,
-        deadline=3,
+        timeout=3,
     )
     batch = torch.ones(6, 8)
     while True:

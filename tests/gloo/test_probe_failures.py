@@ -85,7 +85,7 @@ if all(forks):
 os.environ["RANK"] = str(len(forks) - 1)
 if len(forks) == 1:
     probe.as_source = stop
-cli.main(["probe", "--seconds", "0.01", "--deadline", "2", "--patience", "1"])
+cli.main(["probe", "--seconds", "0.01", "--timeout", "2", "--pair-timeout", "1"])
 """
 
 
@@ -130,7 +130,7 @@ from polyrhythm.run.probe import effort, probe
 def stop(talk, other, effort):
     os.kill(os.getpid(), signal.SIGSTOP)
 probe.as_source = probe.as_target = stop
-effort.Effort.silence = 4.0
+effort.ProbeEffort.stall_timeout = 4.0
 cli.main(["probe", "--local", "2"])
 """
 

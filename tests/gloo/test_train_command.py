@@ -23,7 +23,7 @@ def model():
 trainer = pr.Trainer(
     model, torch.nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1),
     TensorDataset(inputs, inputs[:, :4]), batch_size=16, run=sys.argv[1], checkpoint_every=4,
-    deadline=30,
+    timeout=30,
 )
 began = trainer.restore()
 trainer.fit(steps=int(sys.argv[2]))

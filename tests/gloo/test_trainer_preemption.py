@@ -162,7 +162,7 @@ inputs = torch.randn(64, 8)
 trainer = pr.Trainer(
     lambda: torch.nn.Sequential(torch.nn.Linear(8, 4)),
     torch.nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1),
-    TensorDataset(inputs, inputs[:, :4]), batch_size=16, run="run", deadline=30,
+    TensorDataset(inputs, inputs[:, :4]), batch_size=16, run="run", timeout=30,
     callbacks=[lambda end: (print("trains", flush=True), time.sleep(0.02))],
 )
 trainer.fit(steps=10**6)

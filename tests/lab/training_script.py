@@ -25,7 +25,7 @@ def fail(end):
 
 trainer = pr.Trainer(
     model, torch.nn.functional.mse_loss, lambda p: torch.optim.AdamW(p, lr=0.01),
-    TensorDataset(inputs, inputs[:, :4]), batch_size=16, microbatch_size=2, deadline=30,
+    TensorDataset(inputs, inputs[:, :4]), batch_size=16, microbatch_size=2, timeout=30,
     run=sys.argv[2] if len(sys.argv) > 2 else None, callbacks=[fail],
 )
 ends = trainer.fit(steps={NUM_STEPS}).steps

@@ -131,7 +131,7 @@ class GroupClient:
                 fix=f"ask for chunk {self._num_acquired} next",
             )
         self._num_acquired = max(self._num_acquired, number + 1)
-        return self._client.pop_result(number, count, until, self._timeout)
+        return self._client.acquire(number, count, until, self._timeout)
 
     def acknowledge(self, number: int) -> None:
         """All chunks up to that one are used."""

@@ -89,9 +89,9 @@ class Checkpointer:
         """
         if keep < 1 or timeout <= 0:
             raise CheckpointError(
-                f"keep={keep}, deadline={timeout}",
+                f"keep={keep}, timeout={timeout}",
                 expected="one checkpoint or more to keep, and some time to wait",
-                fix="use keep=1, and a deadline above what writing takes",
+                fix="use keep=1, and a timeout above what writing takes",
             )
         ranks, self.stage = _stage_of(group)
         self.num_stages, self.folder = len(ranks), Path(folder)
@@ -127,9 +127,9 @@ class Checkpointer:
         self._check_open()
         if optimizer_state_fn is not None and optimizer is None:
             raise CheckpointError(
-                "save() with later= and without an optimizer",
+                "save() with optimizer_state_fn= and without an optimizer",
                 expected="the optimizer whose state comes later, which names its parameters",
-                fix="save(step, module, optimizer, later=...)",
+                fix="save(step, module, optimizer, optimizer_state_fn=...)",
             )
         began = time.perf_counter()
         name = self._next_round()

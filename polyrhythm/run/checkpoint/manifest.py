@@ -80,7 +80,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelTable
     optimizer: OptimizerTable | None
     extra: dict[str, Any]  # of the loop: where the data stands, seeds, schedulers
-    run_info: dict[str, Any]  # about the run: its plan, the configuration of its model
+    run_info: dict[str, Any] = msgspec.field(
+        name="facts"
+    )  # about the run: its plan, the configuration of its model
     fingerprint: str  # of the model
     files: dict[str, File]
 

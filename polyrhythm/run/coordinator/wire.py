@@ -32,7 +32,7 @@ from polyrhythm.sync.protocol import (
 )
 from polyrhythm.types import Seconds, Worker
 
-PROTOCOL = 2
+PROTOCOL = 3
 HEARTBEATS_PER_TIMEOUT = (
     5  # within the time in which silence means death; so some may be late, or lost
 )

@@ -32,7 +32,7 @@ class InFlightGradient(Tensor):
         return found
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"HandedOver(shape={tuple(self.shape)})"
+        return f"InFlightGradient(shape={tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # whose stub is that of a function

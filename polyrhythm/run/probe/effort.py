@@ -20,11 +20,12 @@ class ProbeEffort:
     def __post_init__(self) -> None:
         for name in ("seconds", "pair_timeout", "timeout"):
             value = getattr(self, name)
+            flag = "--" + name.replace("_", "-")
             if not 0 < value <= _MAX_SECONDS:
                 raise LaunchError(
-                    f"--{name} {value:g}",
+                    f"{flag} {value:g}",
                     expected="seconds, above 0 and within a day",
-                    fix=f"leave --{name} out for {type(self).__dataclass_fields__[name].default:g}",
+                    fix=f"leave {flag} out for {type(self).__dataclass_fields__[name].default:g}",
                 )
         if not 1 <= self.repeat <= 1000:
             raise LaunchError(
@@ -33,10 +34,10 @@ class ProbeEffort:
 
         if self.timeout < _OVERSHOOT * self.seconds:
             raise LaunchError(
-                f"--deadline {self.timeout:g} with --seconds {self.seconds:g}: a transfer would "
+                f"--timeout {self.timeout:g} with --seconds {self.seconds:g}: a transfer would "
                 "be given up as lost before it ends",
-                expected=f"a deadline of {_OVERSHOOT} times --seconds at the least",
-                fix=f"--deadline {_OVERSHOOT * self.seconds:g}, "
+                expected=f"a timeout of {_OVERSHOOT} times --seconds at the least",
+                fix=f"--timeout {_OVERSHOOT * self.seconds:g}, "
                 f"or --seconds {self.timeout / _OVERSHOOT:g}",
             )
 
