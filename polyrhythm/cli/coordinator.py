@@ -1,4 +1,4 @@
-"""`polyrhythm scheduler`: the scheduler of a job as a process of its own. It ends with the job."""
+"""`polyrhythm coordinator`: the scheduler of a job as a process of its own. It ends with the job."""
 
 import contextlib
 import gc

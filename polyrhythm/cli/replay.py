@@ -25,7 +25,7 @@ class ReplayCommand:
     """
 
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """The run's folder, that of `polyrhythm scheduler --log`, or the scheduler.jsonl in it."""
+    """The run's folder, that of `polyrhythm coordinator --log`, or the scheduler.jsonl in it."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.sync.decision_log import DecisionReader, replay

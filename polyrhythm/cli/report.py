@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class ReportCommand:
     """Say how a run went, over or not: steps, loss, where the time went, plan switches, groups.
 
-    Of a folder that `polyrhythm scheduler --log` wrote: what the scheduler decided.
+    Of a folder that `polyrhythm coordinator --log` wrote: what the scheduler decided.
     """
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]

@@ -62,7 +62,7 @@ class SimulationResult:
 
     def __repr__(self) -> str:
         return (
-            f"<Simulated: {sum(map(len, self.ends))} steps of {len(self.ends)} pipelines in "
+            f"<SimulationResult: {sum(map(len, self.ends))} steps of {len(self.ends)} pipelines in "
             f"{self.duration:.4g} s, {self.throughput:.4g} samples/s>"
         )
 

@@ -1,6 +1,6 @@
 """The setup of a scheduler as plain data: the same setup makes one that decides alike.
 
-It is what `polyrhythm scheduler` reads from its command line, and the first line of a decision log.
+It is what `polyrhythm coordinator` reads from its command line, and the first line of a decision log.
 """
 
 import math

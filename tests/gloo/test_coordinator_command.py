@@ -1,4 +1,4 @@
-"""`polyrhythm scheduler`: the coordinator as a process of its own."""
+"""`polyrhythm coordinator`: the coordinator as a process of its own."""
 
 import dataclasses
 import os

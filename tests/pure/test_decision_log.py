@@ -99,8 +99,9 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     ("content", "problem"),
     [
         (b"", "begins with the scheduler's setup"),
-        (b'{"schema":2,"polyrhythm":"9.9","setup":{}}\n', "schema 2, by polyrhythm 9.9"),
-        (b'{"schema":1,"polyrhythm":"0.1","setup":{"policy":"age"}}\n', "num_stages"),
+        (b'{"schema":9,"polyrhythm":"9.9","setup":{}}\n', "schema 9, by polyrhythm 9.9"),
+        (b'{"schema":1,"polyrhythm":"0.1","setup":{}}\n', "schema 1, by polyrhythm 0.1"),
+        (b'{"schema":2,"polyrhythm":"0.2","setup":{"policy":"age"}}\n', "num_stages"),
         (b"nonsense\n", "malformed"),
     ],
 )

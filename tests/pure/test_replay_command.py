@@ -115,8 +115,9 @@ def test_a_folder_of_runs_leads_to_the_newest_that_has_a_scheduler(
         (b"[1, 2]\n", "is no log"),
         (b'{\n "schema": 2,\n "layers_per_stage": [2]\n}\n', "is a plan with schema, layers_per"),
         (b'{"name": "x", "kill": []}\n', "is JSON with name, kill"),
-        (b'{"schema":2,"polyrhythm":"9.9","setup":{}}\n', "schema 2, by polyrhythm 9.9"),
-        (b'{"schema":1,"polyrhythm":"0.1","setup":{"policy":"age"}}\n', "num_stages"),
+        (b'{"schema":9,"polyrhythm":"9.9","setup":{}}\n', "schema 9, by polyrhythm 9.9"),
+        (b'{"schema":1,"polyrhythm":"0.1","setup":{}}\n', "schema 1, by polyrhythm 0.1"),
+        (b'{"schema":2,"polyrhythm":"0.2","setup":{"policy":"age"}}\n', "num_stages"),
     ],
 )
 def test_invalid_logs_and_other_versions_are_refused(

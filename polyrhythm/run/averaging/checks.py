@@ -95,7 +95,7 @@ def check_options(
     if keys is not None and coordinator is None:
         raise PolicyError(
             f"keys={str(keys)!r} without a coordinator",
-            expected="the address of the `polyrhythm scheduler` whose keys these are",
+            expected="the address of the `polyrhythm coordinator` whose keys these are",
             fix="add coordinator='tcp://HOST:PORT', or leave keys away",
         )
 

@@ -96,7 +96,7 @@ class GroupSync:
 
         Of a Pipeline, each stage synchronises on its own. Otherwise every process of the job is a
         replica, or `worker`, `num_stages` and `num_pipelines` say what it is. `node` names the
-        machine; `coordinator` and `keys` a `polyrhythm scheduler` that runs on its own: without,
+        machine; `coordinator` and `keys` a `polyrhythm coordinator` that runs on its own: without,
         the process of rank 0 serves. `timeout` bounds every wait for other workers. `log` is an
         event log, or the folder of a run to write one in; a Pipeline's own log is used, too.
 

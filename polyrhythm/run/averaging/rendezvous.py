@@ -286,5 +286,5 @@ def _own_address() -> str:
     raise LaunchError(
         "no address of this machine that other workers can reach",
         expected="a store of torch.distributed that has an address, or a host name that resolves",
-        fix="run `polyrhythm scheduler` and give its address: GroupSync(..., coordinator=...)",
+        fix="run `polyrhythm coordinator` and give its address: GroupSync(..., coordinator=...)",
     )

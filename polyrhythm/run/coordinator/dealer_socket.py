@@ -75,7 +75,7 @@ class DealerSocket:
             self.close(0.0)
             raise LaunchError(
                 f"coordinator {address!r}: {error.strerror}",
-                expected="the address that `polyrhythm scheduler` shows, as tcp://10.0.0.1:29600",
+                expected="the address that `polyrhythm coordinator` shows, as tcp://10.0.0.1:29600",
                 fix="give host and port of the coordinator",
             ) from None
 

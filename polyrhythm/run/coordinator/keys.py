@@ -33,7 +33,7 @@ class JobKeys:
                 raise LaunchError(
                     f"the {side}'s keys of a job",
                     expected="a public key of 40 characters (Z85), and the secret it belongs to",
-                    fix="make new ones: polyrhythm scheduler writes them if the file is not there",
+                    fix="make new ones: polyrhythm coordinator writes them if the file is not there",
                 )
 
     @classmethod
@@ -60,7 +60,7 @@ class JobKeys:
                 raise error.__cause__ from None
             raise LaunchError(
                 f"the keys of a job: {error}",
-                expected="four keys as JSON, as `polyrhythm scheduler` writes them",
+                expected="four keys as JSON, as `polyrhythm coordinator` writes them",
                 fix="copy the file anew, or delete it to have new keys made",
             ) from None
 
@@ -100,7 +100,7 @@ class JobKeys:
             raise LaunchError(
                 f"{path}: {error.strerror}",
                 expected="the key file of the job",
-                fix="copy it from where `polyrhythm scheduler` runs",
+                fix="copy it from where `polyrhythm coordinator` runs",
             ) from None
         try:
             return cls.parse(text)
