@@ -3,14 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# OpenMP threads of several workers on few cores only get in each other's way.
+PYTEST := $(BIN)/python -m pytest
+# OpenMP threads of several workers on few cores only slow each other down.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format wheel clean
+.PHONY: help venv demo test test-all check structure format wheel clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## create .venv with pinned dependencies, nothing else
 
@@ -32,14 +33,25 @@ $(STAMP): requirements-dev.txt pyproject.toml
 demo: $(STAMP) ## train a small GPT on 2 stages x 2 pipelines = 4 processes (ARGS="--steps 20")
 	$(BIN)/polyrhythm demo $(ARGS)
 
-test: $(STAMP) ## run every test this machine can run (ARGS="-k events")
-	$(BIN)/python -m pytest $(ARGS)
+# Tests marked `alone` measure time: they run one by one, after the others. pytest's status 5 means that ARGS
+# selected no test of that half.
+test: $(STAMP) ## run the tests that CI runs (ARGS="-k events")
+	$(PYTEST) -n 4 -m "not alone and not long" $(ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) -n 0 -m "alone and not long" $(ARGS) || [ $$? -eq 5 ]
 
-check: $(STAMP) ## format, lint, types and the import law
+test-all: $(STAMP) ## run every test this machine can run, with random and more examples
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n 4 -m "not alone" $(ARGS) || [ $$? -eq 5 ]
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n 0 -m alone $(ARGS) || [ $$? -eq 5 ]
+
+check: $(STAMP) ## format, lint, types, the import law and the structure
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/pure/test_import_law.py
+	$(PYTEST) -q tests/pure/test_import_law.py
+	$(MAKE) --no-print-directory structure
+
+structure: $(STAMP) ## print size, vocabulary and duplicate names of the tree; fail where a bar is missed
+	$(BIN)/python tools/structure.py
 
 format: $(STAMP) ## format the code and fix what the linter can
 	$(BIN)/ruff format .
