@@ -12,19 +12,19 @@ import pytest
 from hypothesis import settings
 
 # No time limit per example: a busy machine is no failure. pytest-timeout bounds the whole test.
-settings.register_profile("polyrhythm", deadline=None, print_blob=True)
-# For CI, the same examples every time, and fewer: an unlucky draw is for whoever runs the tests by
-# hand, not to be met for the first time by somebody else's change.
+# `make test` draws the same examples every time, so that it passes or fails for the change at hand;
+# `make test-all` draws others, and more.
 settings.register_profile(
-    "settled", deadline=None, print_blob=True, derandomize=True, max_examples=10
+    "repeatable", deadline=None, print_blob=True, derandomize=True, max_examples=20
 )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "polyrhythm"))
+settings.register_profile("thorough", deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-# Whoever started this in the background may have had SIGINT ignored, and it is inherited: a test
-# that sends it would wait for ever.
+# A shell that starts pytest in the background ignores SIGINT, which is inherited: a test that sends
+# SIGINT would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Orphans of a killed process become children of this one, and so are seen below.
+# Orphans of a killed process become children of this one, so that the fixture below sees them.
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 NEEDS_PROCESSES = {"gloo", "gpu", "lab", "browser", "test_processes.py", "test_run_concurrently.py"}
@@ -32,7 +32,7 @@ NEEDS_PROCESSES = {"gloo", "gpu", "lab", "browser", "test_processes.py", "test_r
 
 @pytest.fixture(autouse=True)
 def check_no_leaked_processes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test must see the end of what it starts; what it forgot is ended here, and it fails."""
+    """Kill the processes that a test has left behind, and fail the test."""
     if not NEEDS_PROCESSES & set(request.path.parts):
         yield
         return
@@ -49,7 +49,7 @@ def check_no_leaked_processes(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """Also an orphan that was killed a moment ago, and that we inherited: it is to be reaped."""
+    """Reap an orphan that was killed a moment ago: this process has inherited it."""
     with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
         for _ in range(20):
             if process.status() == psutil.STATUS_ZOMBIE:
