@@ -1,4 +1,4 @@
-"""The figures that the five papers print, beside those that this code gives in virtual time."""
+"""Figures that five papers print, compared with those that this code gives in virtual time."""
 
 from reproduction.registry import print_names, run
 

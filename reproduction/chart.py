@@ -1,230 +1,131 @@
-"""A plot as a picture: ours beside what the paper prints, as the text of an SVG file.
+"""Draw a plot as SVG with matplotlib: our values, and the printed ones of the paper.
 
-Over numbers, ours are lines with dots, the paper's dashed ones with rings. Over words, ours are
-bars, and the paper's are outlines around them: where an outline is filled to its edge, both agree.
-A method has one colour in both. The picture has a ground of its own, light or dark as the reader
-likes it. The same plot gives the same bytes.
+Line charts show ours as solid lines with dots and the paper's as dashed lines with rings. Bar
+charts show ours as bars and the paper's as dashed outlines. A method has one colour in both.
+The same plot gives the same bytes: fixed ids, no date, text as text.
 """
 
-import colorsys
+import io
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from xml.sax.saxutils import escape
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from reproduction.axis import Axis, height, width
-from reproduction.claim import Plot
+from reproduction.claim import Plot, Points
 
-_WIDTH, _HEIGHT = 760, 300  # of the picture, and of the field that the axes frame
-_LEFT, _RIGHT = 76, _WIDTH - 24  # where the field begins and ends
-_LETTER = 7.2  # width of one, a little more than most are
-_ROW = 18
-_WIDEST_TITLE = 76  # letters
-_MANY = 30  # points of a line that need no dots
-_SLANT = 35  # degrees, of words that have no room side by side
-_STYLE = """\
-text{font:12px system-ui,sans-serif;fill:#3c4043}.title{font-size:15px;font-weight:600}
-.ground{fill:#fff}.title{fill:#202124}.grid{stroke:#e4e6e9}.axis{stroke:#80868b}
-.line{fill:none;stroke-width:2}.printed{fill:none;stroke-dasharray:5 3}.ring{stroke-width:1.5}
-.outline{fill:none;stroke:#202124;stroke-dasharray:4 2}
-@media(prefers-color-scheme:dark){text{fill:#bdc1c6}.title{fill:#e8eaed}
-.ground{fill:#1b1c1f}.grid{stroke:#34363a}.outline{stroke:#f1f3f4}}"""
-# Far apart for most eyes, and clear on light and on dark ground.
-_COLOURS = (
-    *("#3f7fd9", "#e0792f", "#2e9f6b", "#c94f8c", "#8b6ad6", "#b8921f", "#1f9fb0", "#c4524a"),
-)
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-_Points = Sequence[tuple[float | str, float]]
+_COLOURS = ("#3f7fd9", "#e0792f", "#2e9f6b", "#c94f8c", "#8b6ad6", "#b8921f", "#1f9fb0", "#c4524a")
+_INK = "#202124"
+_STYLE: dict[Any, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": "#80868b",
+    "axes.formatter.useoffset": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "figure.constrained_layout.use": True,
+    "figure.figsize": (8.0, 4.2),  # inches
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
+    "font.size": 9,
+    "grid.color": "#e4e6e9",
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text: small, searchable files
+    "svg.hashsalt": "polyrhythm",  # without it, ids are random
+    "text.parse_math": False,
+}
+_TITLE_LINE, _LABEL_LINE = 80, 104  # characters that fit into the width of the picture
+_MAX_DOTTED = 30  # points of a line; longer lines have no dots
+_MAX_TICKS = 10  # distinct x values that get a tick each
 
 
 def draw_plot(plot: Plot) -> str:
-    """Lines if all that is along the axis are numbers, else bars."""
+    """Return the text of an SVG file."""
+    from matplotlib import style  # needed for development only, so imported here
+
+    text = io.StringIO()
+    with style.context(["default", _STYLE]):
+        # A field that is None is left out: a date or a version would change the bytes.
+        unwanted = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        make_figure(plot).savefig(text, format="svg", metadata={**unwanted, "Title": plot.title})
+    return text.getvalue()
+
+
+def make_figure(plot: Plot) -> "Figure":
+    """Make a bar chart if an x value is a name, otherwise a line chart."""
+    from matplotlib.figure import Figure
+
     points = [point for line in _all_lines(plot) for point in line]
     assert points, f"plot {plot.name!r} has no points"
     numbers = [value for point in points for value in point if not isinstance(value, str)]
-    assert all(map(math.isfinite, numbers)), f"plot {plot.name!r} has points that lie nowhere"
-    has_bars = any(isinstance(x, str) for x, _ in points)
-    title = textwrap.wrap(plot.title, _WIDEST_TITLE)
-    under = 28 + 20 * len(title)
-    legend = list(_legend(plot, has_bars, top=under))
-    top = under + _ROW * (1 + legend[-1].row) + 24
-    up = height([y for _, y in points], start=top + _HEIGHT, end=top, has_bars=has_bars)
-    parts, below = _bars(plot, up) if has_bars else _lines(plot, up)
-    bottom = up.start + below + 20
-    size = f'width="{_WIDTH}" height="{bottom + 16:.0f}"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
-            f'viewBox="0 0 {_WIDTH} {bottom + 16:.0f}" role="img">',
-            f"<title>{_plain(plot.title)}</title>",
-            f"<style>{_STYLE}</style>",
-            f'<rect class="ground" {size} rx="6"/>',
-            *(_text(20, 28 + 20 * n, line, 'class="title"') for n, line in enumerate(title)),
-            *(entry.drawn() for entry in legend),
-            _text(20, top - 14, plot.y),
-            *_grid(up),
-            *parts,
-            _text((_LEFT + _RIGHT) / 2, bottom, plot.x, 'text-anchor="middle"'),
-            "</svg>",
-            "",
-        ]
-    )
-
-
-def _grid(up: Axis) -> Iterator[str]:
-    for tick in up.ticks:
-        y, kind = up.at(tick), "axis" if tick in (0, up.low) else "grid"
-        yield f'<path class="{kind}" d="M{_LEFT} {y:.1f}H{_RIGHT}"/>'
-        yield _text(_LEFT - 8, y + 4, up.label(tick), 'text-anchor="end"')
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Of the legend: a mark and what it stands for."""
-
-    x: float
-    top: float
-    row: int
-    mark: str
-    name: str
-
-    def drawn(self) -> str:
-        y = self.top + 4 + _ROW * self.row
-        mark = f'<g transform="translate({self.x:.1f} {y - 5:.1f})">{self.mark}</g>'
-        return mark + _text(self.x + 24, y, self.name)
-
-
-def _legend(plot: Plot, has_bars: bool, top: float) -> Iterator[_Entry]:
-    """Methods in their colours, then how ours and the paper's are told apart."""
-    marks = [
-        (f'<rect y="-5" width="18" height="10" rx="2" fill="{colour}"/>', name)
-        for name, colour in _colours(plot).items()
-    ]
-    if any(plot.printed.values()):
-        where = 'y="-5" width="18" height="10"' if has_bars else 'd="M0 0H18"'
-        ours = (
-            f'<rect {where} fill="#80868b"/>' if has_bars else f'<path class="line axis" {where}/>'
-        )
-        paper = f'<rect class="outline" {where}/>'
-        if not has_bars:
-            paper = f'<path class="line axis printed" {where}/>'
-        marks += [(ours, "ours"), (paper, "the paper's")]
-    x, row = 20.0, 0
-    for mark, name in marks:
-        room = 24 + _LETTER * len(name) + 16
-        if x > 20 and x + room > _RIGHT:
-            x, row = 20.0, row + 1
-        yield _Entry(x, top, row, mark, name)
-        x += room
-
-
-def _lines(plot: Plot, up: Axis) -> tuple[list[str], float]:
-    """What is drawn, and how far it reaches below the axis."""
-    numbers = [float(x) for line in _all_lines(plot) for x, _ in line]
-    along = width(numbers, start=_LEFT + 12, end=_RIGHT - 12, room=44)
-    parts = []
-    for tick in along.ticks:
-        x = along.at(tick)
-        parts.append(f'<path class="axis" d="M{x:.1f} {up.start:.1f}v5"/>')
-        parts.append(_text(x, up.start + 20, along.label(tick), 'text-anchor="middle"'))
-    colours = _colours(plot)
-    for is_ours, lines in ((True, plot.series), (False, plot.printed)):
-        for name, points in lines.items():
-            places = [(along.at(float(x)), up.at(y)) for x, y in points]
-            parts += _line(places, colours[name], is_ours)
-    return parts, 24
-
-
-def _line(places: Sequence[tuple[float, float]], colour: str, is_ours: bool) -> Iterator[str]:
-    if len(places) > 1:
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-        kind = "line" if is_ours else "line printed"
-        yield f'<path class="{kind}" d="M{path}" stroke="{colour}"/>'
-    if len(places) <= _MANY:
-        look = (
-            f'r="3" fill="{colour}"' if is_ours else f'class="ground ring" r="4" stroke="{colour}"'
-        )
-        yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" {look}/>' for x, y in places)
-
-
-def _bars(plot: Plot, up: Axis) -> tuple[list[str], float]:
-    """What is drawn, and how far it reaches below the axis."""
-    words = list(dict.fromkeys(_word(x) for line in _all_lines(plot) for x, _ in line))
-    colours = _colours(plot)
-    room = (_RIGHT - _LEFT) / len(words)
-    bar = min(46.0, 0.8 * room / len(colours))
-    foot = up.at(0)
-    parts = []
-    for is_ours, lines in ((True, plot.series), (False, plot.printed)):
-        for name, points in lines.items():
-            for x, y in points:
-                middle = _LEFT + room * (words.index(_word(x)) + 0.5)
-                left = middle + bar * (list(colours).index(name) - len(colours) / 2)
-                gap = min(3.0, 0.15 * bar) if is_ours else min(1.0, 0.05 * bar)
-                top = up.at(y)
-                look = f'fill="{colours[name]}"' if is_ours else 'class="outline"'
-                parts.append(
-                    f'<rect x="{left + gap:.1f}" y="{min(top, foot):.1f}" '
-                    f'width="{bar - 2 * gap:.1f}" height="{abs(foot - top):.1f}" {look}/>'
-                )
-    labels, below = _labels(words, room, up.start)
-    return parts + labels, below
-
-
-def _labels(words: Sequence[str], room: float, top: float) -> tuple[list[str], float]:
-    """Under the bars, in lines where they fit, else slanted."""
-    most = max(1, int((room - 6) / _LETTER))
-    folded = [textwrap.wrap(word, most, break_long_words=False) or [""] for word in words]
-    middles = [_LEFT + room * (place + 0.5) for place in range(len(words))]
-    if max(len(line) for lines in folded for line in lines) <= most:
-        drawn = [
-            _text(middle, top + 18 + 15 * row, line, 'text-anchor="middle"')
-            for middle, lines in zip(middles, folded, strict=True)
-            for row, line in enumerate(lines)
-        ]
-        return drawn, 9 + 15 * max(map(len, folded))
-    drawn = [
-        _text(
-            0,
-            0,
-            word,
-            f'text-anchor="end" transform="translate({x + 4:.1f} {top + 16:.1f}) '
-            f'rotate({-_SLANT})"',
-        )
-        for x, word in zip(middles, words, strict=True)
-    ]
-    longest = _LETTER * max(map(len, words))
-    return drawn, 14 + longest * math.sin(math.radians(_SLANT))
-
-
-def _all_lines(plot: Plot) -> list[_Points]:
-    return [*plot.series.values(), *plot.printed.values()]
-
-
-def _word(x: float | str) -> str:
-    return x if isinstance(x, str) else f"{x:g}"
-
-
-def _colours(plot: Plot) -> Mapping[str, str]:
+    assert all(map(math.isfinite, numbers)), f"plot {plot.name!r} has infinite or missing points"
     names = dict.fromkeys([*plot.series, *plot.printed])
-    return {name: _colour(place) for place, name in enumerate(names)}
+    assert len(names) <= len(_COLOURS), f"plot {plot.name!r} has more lines than colours"
+    colours = dict(zip(names, _COLOURS, strict=False))
+    figure = Figure()
+    axes = figure.add_subplot()
+    draw = _draw_bars if any(isinstance(x, str) for x, _ in points) else _draw_lines
+    draw(axes, plot, colours)
+    axes.set(title=textwrap.fill(plot.title, _TITLE_LINE), xlabel=plot.x, ylabel=plot.y)
+    longest = max(len(label) for label in axes.get_legend_handles_labels()[1])
+    num_columns = max(2, min(5, _LABEL_LINE // (longest + 6)))
+    figure.legend(loc="outside lower center", ncols=num_columns)
+    return figure
 
 
-def _colour(place: int) -> str:
-    """Past the chosen ones, golden steps around the circle of hues."""
-    if place < len(_COLOURS):
-        return _COLOURS[place]
-    red, green, blue = colorsys.hls_to_rgb(place * (math.sqrt(5) - 1) / 2 % 1, 0.5, 0.5)
-    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+def _draw_lines(axes: "Axes", plot: Plot, colours: Mapping[str, str]) -> None:
+    def draw(line: Points, **look: Any) -> None:
+        axes.plot([x for x, _ in line], [y for _, y in line], **look)
+
+    for index, (name, line) in enumerate(plot.series.items()):
+        width = 1.5 + 2.5 * (1 - (index + 1) / len(plot.series))  # equal lines: both are visible
+        dots = {"marker": "o", "markersize": 5} if len(line) <= _MAX_DOTTED else {}
+        draw(line, label=name, color=colours[name], linewidth=width, **dots)
+    rings = {"linestyle": "--", "marker": "o", "markersize": 9, "markerfacecolor": "none"}
+    for name, line in plot.printed.items():
+        draw(line, label=f"{name}, printed", color=colours[name], **rings)
+    if plot.is_log:
+        axes.set(xscale="log", yscale="log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter("{x:g}")
+        return
+    values = sorted({float(x) for line in _all_lines(plot) for x, _ in line})
+    if len(values) <= _MAX_TICKS:
+        axes.set_xticks(values)
+    low, high = axes.get_ylim()
+    if 0 < low < high / 3:  # 0 costs little space
+        axes.set_ylim(bottom=0)
 
 
-def _text(x: float, y: float, content: str, look: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{_plain(content)}</text>'.replace(" >", ">")
+def _draw_bars(axes: "Axes", plot: Plot, colours: Mapping[str, str]) -> None:
+    groups = list(dict.fromkeys(str(x) for line in _all_lines(plot) for x, _ in line))
+    in_groups = Counter(str(x) for line in plot.series.values() for x, _ in line)
+    num_slots = len(colours) if max(in_groups.values()) > 1 else 1
+    width = 0.8 / num_slots  # a fifth of the axis is left between groups
+
+    def draw(name: str, line: Points, **look: Any) -> None:
+        shift = width * (list(colours).index(name) % num_slots - (num_slots - 1) / 2)
+        places = [groups.index(str(x)) + shift for x, _ in line]
+        axes.bar(places, [y for _, y in line], width, **look)
+
+    for name, line in plot.series.items():
+        draw(name, line, label=name, color=colours[name], edgecolor="white", linewidth=0.5)
+    for index, (name, line) in enumerate(plot.printed.items()):
+        label = "_" if index else "printed"  # one entry in the legend for all
+        draw(name, line, label=label, fill=False, edgecolor=_INK, linestyle="--")
+    axes.set_xticks(range(len(groups)), groups)
+    if sum(map(len, groups)) > _LABEL_LINE:
+        for tick in axes.get_xticklabels():
+            tick.set(rotation=30, ha="right", rotation_mode="anchor")
 
 
-def _plain(text: str) -> str:
-    """What a name may hold and XML may not, such as control characters, is replaced."""
-    return escape(
-        "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
-    )
+def _all_lines(plot: Plot) -> list[Points]:
+    return [*plot.series.values(), *plot.printed.values()]

@@ -1,43 +1,42 @@
-"""Figs. 7 to 9: U-Net and GPT on 2, 4 and 8 workers, and replicas instead of a pipeline."""
+"""Figs. 7 to 9: U-Net and GPT on 2, 4 and 8 workers, as pipelines and as data-parallel replicas."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from polyrhythm.types import Seconds
-from reproduction.ada_grouper.compared import is_faster
-from reproduction.ada_grouper.cut import GPT, UNET, Model
-from reproduction.ada_grouper.platforms import M8S, PLATFORMS, Platform
-from reproduction.ada_grouper.steps import Job
-from reproduction.claim import Plot, Row, ordered
+from reproduction.ada_grouper.models import GPT, UNET, AdaGrouperModel
+from reproduction.ada_grouper.steps import AdaGrouperJob, is_faster
+from reproduction.ada_grouper.testbed import M8S, PLATFORMS, Platform
+from reproduction.claim import PaperRow, Plot, ordered
 
 _KS = (1, 2, 3, 4)
-_WORKERS = (2, 4, 8)
+_NUM_WORKERS = (2, 4, 8)
 _GPT_BATCH, _UNET_BATCH = 64, 128  # the latter per worker
 _GPT_SIZE, _UNET_SIZE, _REPLICA_SIZE = 1, 16, 8  # of micro-batches
-_OUT_OF_MEMORY = {("UNet-Medium", 8)}  # section 6.2.2; k = 4 of it, too
+_OUT_OF_MEMORY = {("UNet-Medium", 8)}  # section 6.2.2; also UNet-Medium with k = 4
 _GPT_BY_WORKERS = dict(zip((1, 2, 4, 8), GPT, strict=True))
 
 Steps = Mapping[int, Seconds]  # by k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scaling:
-    unet: Mapping[tuple[str, int], Steps]  # by model and workers
-    weak: Mapping[tuple[str, int], Steps]  # by platform and workers
+class ScalingResult:
+    unet: Mapping[tuple[str, int], Steps]  # by model and number of workers
+    weak: Mapping[tuple[str, int], Steps]  # by platform and number of workers
     strong: Mapping[tuple[str, int], Steps]
     replicas: Mapping[tuple[str, int], Seconds]
-    reduced_gb: Mapping[int, float]  # that a worker sends for an all-reduce, by workers
+    all_reduce_gb: Mapping[int, float]  # that a worker sends, by number of workers
 
     def teraflops(self, platform: str, num_workers: int, k: int | None = None) -> float:
-        """Of all workers together; of the best k, unless it is given."""
+        """TFLOPS of all workers together, of the best k unless one is given."""
         steps = self.weak[platform, num_workers]
-        takes = min(steps.values()) if k is None else steps[k]
+        step = min(steps.values()) if k is None else steps[k]
         operations = _GPT_BATCH * GPT[_GPT_BY_WORKERS[num_workers]].operations
-        return operations / takes / 1e12
+        return operations / step / 1e12
 
     @property
     def best_gains(self) -> list[float]:
-        """Of kFkB over 1F1B, the greatest of each figure and model."""
+        """The greatest gain of kFkB over 1F1B, of each figure and model."""
         unets = [
             [steps for (model, _), steps in self.unet.items() if model == name] for name in UNET
         ]
@@ -45,18 +44,18 @@ class Scaling:
         return [max(gain for steps in tests for gain in _gains(steps)) for tests in figures]
 
 
-def measure() -> Scaling:
+def measure() -> ScalingResult:
     medium = GPT["GPT-Medium"]
-    grid = [(platform, num) for platform in PLATFORMS for num in _WORKERS]
+    grid = [(platform, num) for platform in PLATFORMS for num in _NUM_WORKERS]
     strong = {(p.name, num): _job(medium, p, num, _GPT_BATCH) for p, num in grid}
-    return Scaling(
+    return ScalingResult(
         unet={
             (name, num): {
-                k: _job(model, M8S, num, num * _UNET_BATCH).pipelined(k, _UNET_SIZE)
+                k: _job(model, M8S, num, num * _UNET_BATCH).pipeline_step(k, _UNET_SIZE)
                 for k in (_KS if name == "UNet-Base" else _KS[:-1])
             }
             for name, model in UNET.items()
-            for num in _WORKERS
+            for num in _NUM_WORKERS
             if (name, num) not in _OUT_OF_MEMORY
         },
         weak={
@@ -64,14 +63,14 @@ def measure() -> Scaling:
             for p in PLATFORMS
             for num, name in _GPT_BY_WORKERS.items()
         },
-        strong={place: _steps(job) for place, job in strong.items()},
-        replicas={place: job.replicated(_REPLICA_SIZE) for place, job in strong.items()},
-        reduced_gb={num: strong["S1", num].reduced_bytes / 1e9 for num in _WORKERS},
+        strong={case: _steps(job) for case, job in strong.items()},
+        replicas={case: job.replica_step(_REPLICA_SIZE) for case, job in strong.items()},
+        all_reduce_gb={num: strong["S1", num].all_reduce_bytes / 1e9 for num in _NUM_WORKERS},
     )
 
 
-def _job(model: Model, platform: Platform, num_workers: int, batch: int) -> Job:
-    return Job(
+def _job(model: AdaGrouperModel, platform: Platform, num_workers: int, batch: int) -> AdaGrouperJob:
+    return AdaGrouperJob(
         model=model,
         platform=platform,
         num_workers=num_workers,
@@ -81,92 +80,75 @@ def _job(model: Model, platform: Platform, num_workers: int, batch: int) -> Job:
     )
 
 
-def _steps(job: Job) -> dict[int, Seconds]:
+def _steps(job: AdaGrouperJob) -> dict[int, Seconds]:
     ks = _KS if job.num_workers > 1 else _KS[:1]
-    return {k: job.pipelined(k, _GPT_SIZE) for k in ks}
+    return {k: job.pipeline_step(k, _GPT_SIZE) for k in ks}
 
 
 def _gains(steps: Steps) -> list[float]:
-    return [steps[1] / takes for k, takes in steps.items() if k > 1]
+    return [steps[1] / step for k, step in steps.items() if k > 1]
 
 
-def unet_rows(found: Scaling) -> Iterator[Row]:
+def rows(found: ScalingResult) -> Iterator[PaperRow]:
     for name, least, greatest in (("UNet-Base", 1.02, 1.14), ("UNet-Medium", 1.04, 1.05)):
-        gains = [
-            gain
-            for (model, _), steps in found.unet.items()
-            if model == name
-            for gain in _gains(steps)
-        ]
-        for printed, which, pick in ((least, "least", min), (greatest, "greatest", max)):
-            gain = pick(gains)
-            yield Row(
-                place="Fig. 7",
-                what=f"{name} on M8s: kFkB over 1F1B, {which} of k and workers",
-                printed=printed,
-                ours=gain,
-            )
-
-
-def gpt_rows(found: Scaling) -> Iterator[Row]:
+        tests = [steps for (model, _), steps in found.unet.items() if model == name]
+        gains = [gain for steps in tests for gain in _gains(steps)]
+        what = f"{name} on M8s: kFkB over 1F1B, {{}} of k and workers"
+        yield PaperRow("Fig. 7", what.format("least"), least, min(gains))
+        yield PaperRow("Fig. 7", what.format("greatest"), greatest, max(gains))
     tests = [steps for steps in found.weak.values() if len(steps) > 1]
-    alike = [
+    not_faster = [
         f"{platform} with {num}"
         for (platform, num), steps in found.weak.items()
         if num > 1 and not is_faster(max(_gains(steps)))
     ]
-    most = max(_WORKERS)
-    yield Row(
-        place="Fig. 8",
-        what='GPT, weak scaling: tests, of 9, in which kFkB is faster than 1F1B ("always"); '
+    most = max(_NUM_WORKERS)
+    yield PaperRow(
+        "Fig. 8",
+        'GPT, weak scaling: tests, of 9, in which kFkB is faster than 1F1B ("always"); '
         "platforms by TFLOPS on 8 workers",
-        printed=len(tests),
-        ours=sum(is_faster(max(_gains(steps))) for steps in tests),
+        len(tests),
+        sum(is_faster(max(_gains(steps))) for steps in tests),
         is_exact=True,
         printed_order=("S1", "M8s", "C1x"),
         our_order=ordered({p.name: found.teraflops(p.name, most) for p in PLATFORMS}),
-        why=f"not on {', '.join(alike)} workers (by 0.1 % or more): the second stage, which has "
-        "the head, is the slower one, and 1F1B keeps it busy",
+        why=f"not on {', '.join(not_faster)} workers (by 0.1 % or more): the second stage, which "
+        "has the head, is the slower one, and 1F1B keeps it busy",
     )
-    yield Row(
-        place="Fig. 8",
-        what='TFLOPS on C1x, 8 workers over 4 ("did not scale")',
-        printed=1.0,
-        ours=found.teraflops("C1x", 8) / found.teraflops("C1x", 4),
+    yield PaperRow(
+        "Fig. 8",
+        'TFLOPS on C1x, 8 workers over 4 ("did not scale")',
+        1.0,
+        found.teraflops("C1x", 8) / found.teraflops("C1x", 4),
         why="at 25 Gbit/s shared with one other flow a transfer takes less than a fifth of a "
-        "forward; it stops to scale where one takes several, at a load that the paper does not say",
+        "forward; scaling stops where it takes several, at a load that the paper does not state",
     )
-    gains = [max(_gains(steps)) for steps in found.strong.values()]
-    yield Row(
-        place="Fig. 9",
-        what='GPT-Medium, strong scaling: kFkB over 1F1B, greatest ("up to 20%"); '
-        "order of methods on 8 workers, platforms together",
-        printed=1.20,
-        ours=max(gains),
+    yield PaperRow(
+        "Fig. 9",
+        'GPT-Medium, strong scaling: kFkB over 1F1B, greatest ("up to 20%"); '
+        "order of methods on 8 workers, all platforms together",
+        1.20,
+        max(max(_gains(steps)) for steps in found.strong.values()),
         printed_order=("kFkB", "1F1B", "SPMD"),
-        our_order=ordered(_methods(found, most), highest_first=False),
+        our_order=ordered(_total_steps(found, most), highest_first=False),
     )
     for printed, num_workers in ((0.7, 2), (1.4, 8)):
-        yield Row(
-            place="section 6.2.3",
-            what=f"GB that a replica sends for one micro-batch, {num_workers} workers",
-            printed=printed,
-            ours=found.reduced_gb[num_workers],
-            is_given=True,  # the size of the model goes in
-        )
+        what = f"GB that a replica sends for one micro-batch, {num_workers} workers"
+        ours = found.all_reduce_gb[num_workers]
+        yield PaperRow("section 6.2.3", what, printed, ours, is_given=True)  # by the model's size
 
 
-def _methods(found: Scaling, num_workers: int) -> dict[str, Seconds]:
-    """A step of each, summed over the platforms."""
-    places = [(platform.name, num_workers) for platform in PLATFORMS]
+def _total_steps(found: ScalingResult, num_workers: int) -> dict[str, Seconds]:
+    """The step of each method, summed over the platforms."""
+    cases = [(platform.name, num_workers) for platform in PLATFORMS]
     return {
-        "kFkB": sum(min(found.strong[place].values()) for place in places),
-        "1F1B": sum(found.strong[place][1] for place in places),
-        "SPMD": sum(found.replicas[place] for place in places),
+        "kFkB": sum(min(found.strong[case].values()) for case in cases),
+        "1F1B": sum(found.strong[case][1] for case in cases),
+        "SPMD": sum(found.replicas[case] for case in cases),
     }
 
 
-def plots(found: Scaling) -> Iterator[Plot]:
+def plots(found: ScalingResult) -> Iterator[Plot]:
     yield Plot(
         name="unet",
         title="Fig. 7: U-Net on M8s, batch 128 per worker",
@@ -180,7 +162,6 @@ def plots(found: Scaling) -> Iterator[Plot]:
             ]
             for k in _KS
         },
-        printed={},
     )
     yield Plot(
         name="gpt-weak",
@@ -194,7 +175,6 @@ def plots(found: Scaling) -> Iterator[Plot]:
             for platform in PLATFORMS
             for name, k in (("1F1B", 1), ("kFkB", None))
         },
-        printed={},
     )
     yield Plot(
         name="gpt-strong",
@@ -203,14 +183,12 @@ def plots(found: Scaling) -> Iterator[Plot]:
         y="samples per second",
         series={
             name: [
-                (f"{platform}, {num}", _GPT_BATCH / takes)
-                for (platform, num), takes in steps.items()
+                (f"{platform}, {num}", _GPT_BATCH / step) for (platform, num), step in steps.items()
             ]
             for name, steps in (
                 ("SPMD", found.replicas),
-                ("1F1B", {place: steps[1] for place, steps in found.strong.items()}),
-                ("kFkB", {place: min(steps.values()) for place, steps in found.strong.items()}),
+                ("1F1B", {case: steps[1] for case, steps in found.strong.items()}),
+                ("kFkB", {case: min(steps.values()) for case, steps in found.strong.items()}),
             )
         },
-        printed={},
     )

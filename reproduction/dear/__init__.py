@@ -1,1 +1,1 @@
-"""DeAR's evaluation, reproduced from its set-up."""
+"""The evaluation of DeAR, reproduced from its set-up."""

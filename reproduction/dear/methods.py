@@ -1,17 +1,17 @@
-"""What the paper compares: systems that average gradients, each as a step played through.
+"""The systems that the paper compares; each computes the timeline of one training step.
 
-- WFBP: an all-reduce per layer. ByteScheduler: an all-reduce per tensor, in pieces of 4 MB (as the
-  authors' scripts set it), the first layers first, each agreed on beforehand: a message up and down
-  a binary tree of all workers.
-- Horovod: buffers of a fixed size, which are agreed on in the same way. PyTorch-DDP: the same, but
-  the first one (the last layers') of 1 MB, and nothing to agree on. MG-WFBP: buffers by its rule,
-  which goes by what its code says of the network.
-- DeAR: buffers of a fixed size; of four layers (NL); or of a size found by Bayesian optimization
-  (BO). Without tensor fusion, layers.
+- WFBP: one all-reduce per layer.
+- ByteScheduler: one all-reduce per tensor in pieces of 4 MB (as the authors' scripts set it), first
+  layers first. Workers negotiate each piece: a message up and down a binary tree of all workers.
+- Horovod: buckets of a fixed size, negotiated in the same way.
+- PyTorch-DDP: the same without negotiation, and with a first bucket (the last layers) of 1 MB.
+- MG-WFBP: buckets by its rule, which uses the network constants in its code.
+- DeAR: buckets of a fixed size, of four layers (NL), or of a size found by Bayesian optimization
+  (BO); without tensor fusion, one bucket per layer.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 from polyrhythm.cost.decoupled import Ring
@@ -20,108 +20,150 @@ from polyrhythm.sync.fusion.mg_wfbp import mg_wfbp_buckets
 from polyrhythm.sync.fusion.timeline import StepEstimate, bytescheduler, dear, wfbp
 from polyrhythm.sync.fusion.tuner import SIZES, Bayesian, BucketMode, Search, Space
 from polyrhythm.types import Bytes, Seconds
-from reproduction.dear.setting import WORKERS, Network, Work
-
-BUFFER: Bytes = 25_000_000  # of all, where the paper compares them
-HOROVOD_BUFFER: Bytes = 64_000_000  # its default
-SMALL_BUFFER: Bytes = 5_000_000  # DeAR-FB's
-NEARBY = 4  # layers, DeAR-NL's
-TRIALS = 10  # of Bayesian optimization: the authors' code has ten
-OVERHEADS = (
-    "here nothing costs anything but compute and network: launching a collective, copying into "
-    "buffers, and the update, which the paper's system makes during the forward, take no time"
+from reproduction.dear.layers import Gpu
+from reproduction.dear.testbed import (
+    GPU,
+    NUM_WORKERS,
+    ComputeTimes,
+    DearModel,
+    DearNetwork,
+    compute_times,
 )
-_FIRST_BUFFER: Bytes = 1_000_000  # DDP's
-_PIECE: Bytes = 4_000_000
+
+Method = Callable[[ComputeTimes, DearNetwork], StepEstimate]
+
+BUCKET: Bytes = 25_000_000  # of every system, where the paper compares them
+HOROVOD_BUCKET: Bytes = 64_000_000  # Horovod's default
+SMALL_BUCKET: Bytes = 5_000_000  # of DeAR-FB
+NUM_TRIALS = 10  # of Bayesian optimization, as in the authors' code
+NO_OVERHEADS = (
+    "only compute and the network take time here; launching a collective, copying into buckets and "
+    "the update, which the paper's system runs during the forward, take none"
+)
+_NEARBY_LAYERS = 4  # of DeAR-NL
+_DDP_FIRST_BUCKET: Bytes = 1_000_000
+_PIECE: Bytes = 4_000_000  # of ByteScheduler
 
 
-def wait_free(work: Work, network: Network) -> StepEstimate:
-    return wfbp(work.layers, unfused(len(work.layers)), network.ring, WORKERS)
+def wait_free(times: ComputeTimes, network: DearNetwork) -> StepEstimate:
+    return wfbp(times.layers, unfused(len(times.layers)), network.ring, NUM_WORKERS)
 
 
-def wait_free_by_tensors(work: Work, network: Network) -> StepEstimate:
-    """As the authors' code has it."""
-    return wfbp(work.tensors, unfused(len(work.tensors)), network.ring, WORKERS)
+def wait_free_by_tensors(times: ComputeTimes, network: DearNetwork) -> StepEstimate:
+    """WFBP as in the authors' code."""
+    return wfbp(times.tensors, unfused(len(times.tensors)), network.ring, NUM_WORKERS)
 
 
-def byte_scheduler(work: Work, network: Network) -> StepEstimate:
-    agreed = _negotiation(network.ring)
-    return bytescheduler(work.tensors, network.ring, WORKERS, piece=_PIECE, negotiation=agreed)
+def byte_scheduler(times: ComputeTimes, network: DearNetwork) -> StepEstimate:
+    negotiation = _negotiation(network.ring)
+    return bytescheduler(
+        times.tensors, network.ring, NUM_WORKERS, piece=_PIECE, negotiation=negotiation
+    )
 
 
-def horovod(work: Work, network: Network, buffer: Bytes = BUFFER) -> StepEstimate:
-    """What all agree on before a buffer travels is as if each of its messages took longer."""
-    agreed = _negotiation(network.ring) / (2 * (WORKERS - 1))
-    slower = Ring(latency=network.ring.latency + agreed, bandwidth=network.ring.bandwidth)
-    return wfbp(work.layers, _fixed(work.layers, buffer), slower, WORKERS)
+def horovod(times: ComputeTimes, network: DearNetwork, bucket: Bytes = BUCKET) -> StepEstimate:
+    """Horovod; the negotiation of a bucket is added to the latency of its messages."""
+    negotiation = _negotiation(network.ring) / (2 * (NUM_WORKERS - 1))
+    slower = Ring(latency=network.ring.latency + negotiation, bandwidth=network.ring.bandwidth)
+    return wfbp(times.layers, _fixed(times.layers, bucket), slower, NUM_WORKERS)
 
 
-def horovod_tuned(work: Work, network: Network) -> StepEstimate:
-    """By the best of all sizes: what no search of its own can beat."""
-    steps = (horovod(work, network, size) for size in (HOROVOD_BUFFER, *SIZES))
+def horovod_tuned(times: ComputeTimes, network: DearNetwork) -> StepEstimate:
+    """Horovod with the best of all bucket sizes: a bound for its own search."""
+    steps = (horovod(times, network, size) for size in (HOROVOD_BUCKET, *SIZES))
     return min(steps, key=lambda step: step.seconds)
 
 
-def ddp(work: Work, network: Network) -> StepEstimate:
-    layers = work.layers
-    first = _fixed(layers, _FIRST_BUFFER)[-1]
-    return wfbp(layers, (*_fixed(layers[: first.start], BUFFER), first), network.ring, WORKERS)
+def ddp(times: ComputeTimes, network: DearNetwork) -> StepEstimate:
+    layers = times.layers
+    first = _fixed(layers, _DDP_FIRST_BUCKET)[-1]
+    buckets = (*_fixed(layers[: first.start], BUCKET), first)
+    return wfbp(layers, buckets, network.ring, NUM_WORKERS)
 
 
-def mg_wfbp(work: Work, network: Network) -> StepEstimate:
-    return wfbp(
-        work.layers, mg_wfbp_buckets(work.layers, network.believed, WORKERS), network.ring, WORKERS
-    )
+def mg_wfbp(times: ComputeTimes, network: DearNetwork) -> StepEstimate:
+    buckets = mg_wfbp_buckets(times.layers, network.assumed_by_mg_wfbp, NUM_WORKERS)
+    return wfbp(times.layers, buckets, network.ring, NUM_WORKERS)
 
 
-def mg_wfbp_informed(work: Work, network: Network) -> StepEstimate:
-    """If it knew the network as it is."""
-    return wfbp(
-        work.layers, mg_wfbp_buckets(work.layers, network.ring, WORKERS), network.ring, WORKERS
-    )
+def mg_wfbp_informed(times: ComputeTimes, network: DearNetwork) -> StepEstimate:
+    """MG-WFBP with the real latency and bandwidth of the network."""
+    buckets = mg_wfbp_buckets(times.layers, network.ring, NUM_WORKERS)
+    return wfbp(times.layers, buckets, network.ring, NUM_WORKERS)
 
 
-def dear_unfused(work: Work, network: Network) -> StepEstimate:
-    return dear(work.layers, unfused(len(work.layers)), network.ring, WORKERS)
+def dear_unfused(times: ComputeTimes, network: DearNetwork) -> StepEstimate:
+    return dear(times.layers, unfused(len(times.layers)), network.ring, NUM_WORKERS)
 
 
-def dear_nearby(work: Work, network: Network) -> StepEstimate:
-    return dear(work.layers, by_count(len(work.layers), NEARBY), network.ring, WORKERS)
+def dear_nearby(times: ComputeTimes, network: DearNetwork) -> StepEstimate:
+    buckets = by_count(len(times.layers), _NEARBY_LAYERS)
+    return dear(times.layers, buckets, network.ring, NUM_WORKERS)
 
 
-def dear_fixed(work: Work, network: Network, buffer: Bytes = BUFFER) -> StepEstimate:
-    return dear(work.layers, _fixed(work.layers, buffer), network.ring, WORKERS)
+def dear_fixed(times: ComputeTimes, network: DearNetwork, bucket: Bytes = BUCKET) -> StepEstimate:
+    return dear(times.layers, _fixed(times.layers, bucket), network.ring, NUM_WORKERS)
 
 
-def space_of(work: Work) -> Space:
-    """Sizes of buffers that lead to different ones, for DeAR alone."""
-    return Space(lambda c: _fixed(work.layers, c.bucket_bytes), kinds=(BucketMode.DECOUPLED,))
+def dear_tuned(times: ComputeTimes, network: DearNetwork) -> StepEstimate:
+    return tuning(times, network)[-1]
 
 
-def found_by(search: Search, work: Work, network: Network) -> list[StepEstimate]:
-    """The best step after each trial."""
+UNFUSED: Mapping[str, Method] = {
+    "DeAR": dear_unfused,
+    "WFBP": wait_free,
+    "ByteScheduler": byte_scheduler,
+}
+FUSED: Mapping[str, Method] = {
+    "Horovod": horovod,
+    "PyTorch-DDP": ddp,
+    "MG-WFBP": mg_wfbp,
+    "DeAR": dear_fixed,
+}
+TUNED: Mapping[str, Method] = {
+    "DeAR-BO": dear_tuned,
+    "DeAR-NL": dear_nearby,
+    "DeAR-FB": lambda times, network: dear_fixed(times, network, SMALL_BUCKET),
+    "Horovod-BO": horovod_tuned,
+    "Horovod-FB": lambda times, network: horovod(times, network, HOROVOD_BUCKET),
+}
+OUT_OF_MEMORY = {("MG-WFBP", "BERT-Large"), ("ByteScheduler", "BERT-Large")}  # in the paper
+
+
+def gain(
+    model: DearModel, network: DearNetwork, method: Method, over: Method, gpu: Gpu = GPU
+) -> float:
+    """How many times as fast `method` is as `over`."""
+    times = compute_times(model, gpu=gpu)
+    return over(times, network).seconds / method(times, network).seconds
+
+
+def bucket_space(times: ComputeTimes) -> Space:
+    """The bucket sizes that give different buckets, for DeAR alone."""
+    return Space(lambda c: _fixed(times.layers, c.bucket_bytes), kinds=(BucketMode.DECOUPLED,))
+
+
+def run_search(search: Search, times: ComputeTimes, network: DearNetwork) -> list[StepEstimate]:
+    """Return the best step after each trial."""
     best: list[StepEstimate] = []
     while not search.is_over:
         candidate = search.suggest()
-        step = dear_fixed(work, network, candidate.bucket_bytes)
+        step = dear_fixed(times, network, candidate.bucket_bytes)
         search.observe(candidate, step.seconds)
         best.append(min([step, *best[-1:]], key=lambda each: each.seconds))
     return best
 
 
 @cache
-def tuning(work: Work, network: Network) -> list[StepEstimate]:
+def tuning(times: ComputeTimes, network: DearNetwork) -> list[StepEstimate]:
     """The best step after each trial of Bayesian optimization."""
-    return found_by(Bayesian(space=space_of(work), num_trials=TRIALS), work, network)
-
-
-def dear_tuned(work: Work, network: Network) -> StepEstimate:
-    return tuning(work, network)[-1]
+    search = Bayesian(space=bucket_space(times), num_trials=NUM_TRIALS)
+    return run_search(search, times, network)
 
 
 def _negotiation(ring: Ring) -> Seconds:
-    return 2 * math.ceil(math.log2(WORKERS)) * ring.latency
+    return 2 * math.ceil(math.log2(NUM_WORKERS)) * ring.latency
 
 
-def _fixed(layers: Sequence[LayerTimes], most: Bytes) -> Buckets:
-    return by_bytes([layer.size for layer in layers], most)
+def _fixed(layers: Sequence[LayerTimes], max_bytes: Bytes) -> Buckets:
+    return by_bytes([layer.size for layer in layers], max_bytes)

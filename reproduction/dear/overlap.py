@@ -1,34 +1,28 @@
-"""Figures 5, 8 and 11, and equation 9: halves of an all-reduce, and what of them compute hides."""
+"""Figures 5, 8 and 11, and equation 9: reduce-scatter and all-gather, and what compute hides."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from statistics import fmean
 
 from polyrhythm.cost.decoupled import Ring, StepTimes
 from polyrhythm.sync.fusion.layers import by_bytes
-from polyrhythm.sync.fusion.timeline import StepEstimate, dear
+from polyrhythm.sync.fusion.timeline import dear
 from polyrhythm.types import Bytes, Seconds
-from reproduction.claim import Plot, Row
+from reproduction.claim import PaperRow, Plot, always
 from reproduction.dear import methods
-from reproduction.dear.setting import (
+from reproduction.dear.testbed import (
     ETHERNET,
     MODELS,
-    WORKERS,
-    Model,
-    Network,
-    Work,
-    work,
+    NUM_WORKERS,
+    ComputeTimes,
+    DearModel,
+    DearNetwork,
+    compute_times,
 )
-from reproduction.stated import always, stated
 
 _SIZES: tuple[Bytes, ...] = tuple(1000 * 4**i for i in range(9))  # 1 kB to 66 MB
-_BATCHES = {"ResNet-50": (16, 32, 64), "BERT-Base": (16, 32, 64)}  # the text gives none
-_SAME: Seconds = 1e-9  # apart by rounding only
-_SYSTEMS: Mapping[str, Callable[[Work, Network], StepEstimate]] = {
-    "Horovod": methods.horovod,
-    "PyTorch-DDP": methods.ddp,
-    "MG-WFBP": methods.mg_wfbp,
-    "DeAR": methods.dear_fixed,
-}
+_BATCHES = (16, 32, 64)  # of Fig. 11; the text gives none
+_BATCHED = tuple(model for model in MODELS if model.name in ("ResNet-50", "BERT-Base"))
+_ROUNDING: Seconds = 1e-9
 
 
 class _ScatterOnly(Ring):
@@ -44,142 +38,125 @@ class _GatherOnly(Ring):
         return Ring.reduce_scatter(self, size, num_workers)
 
 
-def rows() -> list[Row]:
-    return [*_half_rows(), *_breakdown_rows(), *_batch_rows(), *_bound_rows()]
+def rows() -> list[PaperRow]:
+    return [*_collective_rows(), *_exposed_rows(), _batch_row(), _bound_row()]
 
 
 def plots() -> list[Plot]:
-    return [_halves_plot(), _breakdown_plot(), *(_batch_plot(name) for name in _BATCHES)]
+    return [_collectives_plot(), _exposed_plot(), *map(_batch_plot, _BATCHED)]
 
 
-def exposed(one: Work, network: Network) -> dict[str, Seconds]:
-    """Figure 8: communication that nothing hides; of DeAR, and of each half without the other."""
-    ring, layers = network.ring, one.layers
-    buckets = by_bytes([layer.size for layer in layers], methods.BUFFER)
-    halves = {"RS-only": _ScatterOnly, "AG-only": _GatherOnly}
-    return {
-        **{
-            name: dear(
-                layers, buckets, half(latency=ring.latency, bandwidth=ring.bandwidth), WORKERS
-            ).exposed
-            for name, half in halves.items()
-        },
-        "DeAR": methods.dear_fixed(one, network).exposed,
-        "Horovod": methods.horovod(one, network).exposed,
-    }
+def exposed(times: ComputeTimes, network: DearNetwork) -> dict[str, Seconds]:
+    """Figure 8: communication that compute does not hide, by system and phase."""
+    ring, layers = network.ring, times.layers
+    buckets = by_bytes([layer.size for layer in layers], methods.BUCKET)
+    found = {}
+    for name, phase in (("RS-only", _ScatterOnly), ("AG-only", _GatherOnly)):
+        only = phase(latency=ring.latency, bandwidth=ring.bandwidth)
+        found[name] = dear(layers, buckets, only, NUM_WORKERS).exposed
+    found["DeAR"] = methods.dear_fixed(times, network).exposed
+    found["Horovod"] = methods.horovod(times, network).exposed
+    return found
 
 
-def _half_rows() -> list[Row]:
-    """All given: a ring's halves are equal by equations 3 to 5."""
+def _collective_rows() -> list[PaperRow]:
+    """Given rows: by equations 3 to 5 both phases of a ring take the same time."""
     ring = ETHERNET.ring
     found = []
     for size in (_SIZES[0], _SIZES[-1]):
-        both = ring.all_reduce(size, WORKERS)
-        half = ring.reduce_scatter(size, WORKERS) / both
+        half = ring.reduce_scatter(size, NUM_WORKERS) / ring.all_reduce(size, NUM_WORKERS)
         what = f"reduce-scatter over all-reduce, {size / 1e6:.3g} MB, 10GbE"
-        found.append(stated("section VI.B, Fig. 5", what, 0.5, half, is_given=True))
-    ratio = ring.all_reduce(1_000_000, WORKERS) / ring.all_reduce(500_000, WORKERS)
-    what = "all-reduce of 1 MB over one of 0.5 MB (which give the latency), 10GbE"
-    return [*found, stated("section II.D", what, 4.5 / 3.9, ratio, is_given=True)]
+        found.append(PaperRow("section VI.B, Fig. 5", what, 0.5, half, is_given=True))
+    ratio = ring.all_reduce(1_000_000, NUM_WORKERS) / ring.all_reduce(500_000, NUM_WORKERS)
+    what = "all-reduce of 1 MB over one of 0.5 MB (the latency is derived from both), 10GbE"
+    return [*found, PaperRow("section II.D", what, 4.5 / 3.9, ratio, is_given=True)]
 
 
-def _breakdown_rows() -> list[Row]:
-    parts = [exposed(work(model), ETHERNET) for model in MODELS]
+def _exposed_rows() -> Iterator[PaperRow]:
     place = "section VI.F, Fig. 8"
-    bounds = [work(model).bounds(ETHERNET.ring) for model in MODELS]
-    return [
-        always(
-            place,
-            "what is not hidden of RS-only is less than of AG-only, 10GbE",
-            [part["RS-only"] < part["AG-only"] - _SAME for part in parts],
-            why="of ResNet-50 and DenseNet-201 both show the same here: one buffer of the first "
-            "layers, whose gradients come last and whose weights are needed first",
-        ),
-        always(
-            place,
-            "what is not hidden of DeAR is less than of Horovod, 10GbE",
-            [part["DeAR"] < part["Horovod"] for part in parts],
-            why=methods.OVERHEADS,
-        ),
-        stated(
-            place,
-            "backward over forward, mean of five models",
-            2.0,
-            fmean(each.backward / each.forward for each in bounds),
-        ),
-    ]
+    parts = [exposed(compute_times(model), ETHERNET) for model in MODELS]
+    yield always(
+        place,
+        "RS-only exposes less communication than AG-only, 10GbE",
+        [part["RS-only"] < part["AG-only"] - _ROUNDING for part in parts],
+        why="with ResNet-50 and DenseNet-201 both expose the same here: one bucket of the first "
+        "layers, whose gradients come last and whose weights are needed first",
+    )
+    what = "DeAR exposes less communication than Horovod, 10GbE"
+    holds = [part["DeAR"] < part["Horovod"] for part in parts]
+    yield always(place, what, holds, why=methods.NO_OVERHEADS)
+    bounds = [compute_times(model).bounds(ETHERNET.ring) for model in MODELS]
+    mean = fmean(each.backward / each.forward for each in bounds)
+    yield PaperRow(place, "backward over forward, mean of five models", 2.0, mean)
 
 
-def _batch_rows() -> list[Row]:
+def _batch_row() -> PaperRow:
     holds = []
-    for model in _batched():
-        for batch in _BATCHES[model.name]:
-            times = {n: step(work(model, batch), ETHERNET).seconds for n, step in _SYSTEMS.items()}
-            holds.append(min(times, key=times.__getitem__) == "DeAR")
+    for model in _BATCHED:
+        for batch in _BATCHES:
+            speeds = {name: _samples(model, batch, name) for name in methods.FUSED}
+            holds.append(max(speeds, key=speeds.__getitem__) == "DeAR")
     what = "DeAR is the fastest, of models and batches, 10GbE"
-    return [always("section VI.H, Fig. 11", what, holds, why=methods.OVERHEADS)]
+    return always("section VI.H, Fig. 11", what, holds, why=methods.NO_OVERHEADS)
 
 
-def _bound_rows() -> list[Row]:
-    """Equation 9, where communication is ever longer; given: a backward takes two forwards."""
+def _samples(model: DearModel, batch: int, method: str) -> float:
+    """Samples per second of all GPUs."""
+    step = methods.FUSED[method](compute_times(model, batch), ETHERNET)
+    return NUM_WORKERS * batch / step.seconds
+
+
+def _bound_row() -> PaperRow:
+    """Equation 9 for ever longer communication. Given: a backward takes two forwards."""
     gains = [
-        StepTimes(forward=1.0, backward=2.0, reduce_scatter=half, all_gather=half).gain
-        for half in (0.5, 1.5, 2.0, 4.0, 8.0)
+        StepTimes(forward=1.0, backward=2.0, reduce_scatter=phase, all_gather=phase).gain
+        for phase in (0.5, 1.5, 2.0, 4.0, 8.0)
     ]
     what = "the most that decoupling saves, in forwards"
-    return [stated("section VI.I, equation 9", what, 1.0, max(gains), is_given=True)]
+    return PaperRow("section VI.I, equation 9", what, 1.0, max(gains), is_given=True)
 
 
-def _batched() -> list[Model]:
-    return [model for model in MODELS if model.name in _BATCHES]
-
-
-def _halves_plot() -> Plot:
+def _collectives_plot() -> Plot:
     ring = ETHERNET.ring
-    calls = {
+    collectives = {
         "all-reduce": ring.all_reduce,
         "reduce-scatter": ring.reduce_scatter,
         "all-gather": ring.all_gather,
     }
     return Plot(
         name="fig5",
-        title="Fig. 5: an all-reduce and its halves, 64 GPUs, 10GbE",
+        title="Fig. 5: all-reduce, reduce-scatter and all-gather, 64 GPUs, 10GbE",
         x="MB",
         y="ms",
         series={
-            name: [(size / 1e6, 1e3 * call(size, WORKERS)) for size in _SIZES]
-            for name, call in calls.items()
+            name: [(size / 1e6, 1e3 * time(size, NUM_WORKERS)) for size in _SIZES]
+            for name, time in collectives.items()
         },
         printed={"all-reduce": [(0.5, 3.9), (1.0, 4.5)]},
+        is_log=True,
     )
 
 
-def _breakdown_plot() -> Plot:
-    parts = {model.name: exposed(work(model), ETHERNET) for model in MODELS}
+def _exposed_plot() -> Plot:
+    parts = {model.name: exposed(compute_times(model), ETHERNET) for model in MODELS}
     kinds = ("RS-only", "AG-only", "DeAR", "Horovod")
     return Plot(
         name="fig8",
-        title="Fig. 8: communication that is not hidden, 10GbE",
+        title="Fig. 8: exposed communication, 10GbE",
         x="model",
         y="ms",
         series={k: [(name, 1e3 * part[k]) for name, part in parts.items()] for k in kinds},
-        printed={},
     )
 
 
-def _batch_plot(name: str) -> Plot:
-    model = next(each for each in MODELS if each.name == name)
+def _batch_plot(model: DearModel) -> Plot:
     return Plot(
-        name=f"fig11_{name}",
-        title=f"Fig. 11: samples per second of 64 GPUs, {name}, 10GbE",
-        x="samples of each GPU",
+        name=f"fig11_{model.name}",
+        title=f"Fig. 11: samples per second of 64 GPUs, {model.name}, 10GbE",
+        x="samples per GPU",
         y="samples per second",
         series={
-            system: [
-                (batch, WORKERS * batch / step(work(model, batch), ETHERNET).seconds)
-                for batch in _BATCHES[name]
-            ]
-            for system, step in _SYSTEMS.items()
+            name: [(batch, _samples(model, batch, name)) for batch in _BATCHES]
+            for name in methods.FUSED
         },
-        printed={},
     )

@@ -1,1 +1,1 @@
-"""DT-FM: five networks from a data centre to the whole world, against Megatron and at random."""
+"""DT-FM: placement on five networks, from one data centre to the whole world."""

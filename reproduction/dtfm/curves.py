@@ -1,14 +1,14 @@
-"""Figure 5: the best cost so far, against evaluations, of four ways to search.
+"""Figure 5: the best cost so far, by evaluations, of four searches.
 
-`random` takes layouts as they are drawn (random_scheduler.py). The others breed 100 random
-partitions (`plan/dtfm/genetic.py`) and differ in their local search: the paper's, Kernighan and
-Lin's with the weight of eq. 3, and Kernighan and Lin's as the published baseline has it. That one
-(scheduler_baseline.py) weighs a pair by what its activations take less what its gradients take.
-Since the planner's gradients are larger, its weights are negative: it gathers what it should part.
+`random` evaluates layouts as they are drawn (random_scheduler.py). The others run the genetic
+algorithm (`genetic.py`) and differ in the local search: the paper's own, Kernighan-Lin with the
+weight of eq. 3, and Kernighan-Lin as in the published baseline (scheduler_baseline.py), which
+weighs a pair by the time of its activations minus that of its gradients. The planner's gradients
+are larger, so these weights are negative: the baseline joins devices that it should separate.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from polyrhythm.cost.dtfm import PUBLISHED, PairTimes, device_links, layout_cost
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.types import Seconds
-from reproduction.dtfm.genetic import GeneticSettings, LocalSearch, crossover, replace_worst, search
-from reproduction.dtfm.networks import planning_times
+from reproduction.dtfm.genetic import GeneticSettings, LocalSearch, search
+from reproduction.dtfm.testbed import planning_times
 
 OURS, BASELINE, PRINTED, RANDOM = (
     "the paper's search",
@@ -25,85 +25,52 @@ OURS, BASELINE, PRINTED, RANDOM = (
     "Kernighan-Lin, weights of eq. 3",
     "random",
 )
-SEEDS = (0, 1, 2)  # appendix B.1
-NUM_EVALUATIONS = 300  # the published code makes 5000; all is found before 300
-_POPULATION, _NUM_GENES = 100, 5
+_SEEDS = (0, 1, 2)  # appendix B.1
+_NUM_EVALUATIONS = 300  # the published code makes 5000; every improvement comes before 300
 
-Curve = list[Seconds]  # after each evaluation
+Curve = list[Seconds]  # best cost after each evaluation
 
 
-def curves(name: str, num_evaluations: int = NUM_EVALUATIONS) -> dict[str, Curve]:
-    """The mean over three seeds, for one network."""
-    times, baseline = planning_times(name), baseline_weights(name)
-    ways: dict[str, Callable[[int], Curve]] = {
-        OURS: lambda seed: _searched(times, LocalSearch.CIRCULAR, seed, num_evaluations),
-        BASELINE: lambda seed: _by_baseline(times, baseline, seed, num_evaluations),
-        PRINTED: lambda seed: _searched(times, LocalSearch.KERNIGHAN_LIN, seed, num_evaluations),
-        RANDOM: lambda seed: _drawn(times, seed, num_evaluations),
+def curves(name: str, num_evaluations: int = _NUM_EVALUATIONS) -> dict[str, Curve]:
+    """The mean curves over three seeds, for one network."""
+    times = planning_times(name)
+
+    def genetic(
+        local_search: LocalSearch, weights: NDArray[np.float64] | None = None
+    ) -> Callable[[int], Curve]:
+        settings = GeneticSettings(num_evaluations=num_evaluations, local_search=local_search)
+
+        def run(seed: int) -> Curve:
+            found = search(times, seed=seed, settings=settings, weights=weights).improvements
+            ends = [start for start, _ in found[1:]] + [num_evaluations + 1]
+            steps = zip(found, ends, strict=True)
+            return [cost for (start, cost), end in steps for _ in range(start, end)]
+
+        return run
+
+    runs: dict[str, Callable[[int], Curve]] = {
+        OURS: genetic(LocalSearch.CIRCULAR),
+        BASELINE: genetic(LocalSearch.KERNIGHAN_LIN, baseline_weights(name)),
+        PRINTED: genetic(LocalSearch.KERNIGHAN_LIN),
+        RANDOM: lambda seed: _random_search(times, seed, num_evaluations),
     }
     return {
-        way: np.mean([run(seed) for seed in SEEDS], axis=0).tolist() for way, run in ways.items()
+        method: np.mean([run(seed) for seed in _SEEDS], axis=0).tolist()
+        for method, run in runs.items()
     }
 
 
 def baseline_weights(name: str) -> NDArray[np.float64]:
-    """Of each pair: the seconds of activations less those of gradients; latencies cancel."""
+    """Of each pair, the seconds of activations minus those of gradients; latencies cancel."""
     _, bandwidth = device_links(Cluster.load(name))
     weights = (PUBLISHED.activation_bytes - PUBLISHED.gradient_bytes) / bandwidth
     np.fill_diagonal(weights, 0.0)
     return weights
 
 
-def _searched(
-    times: PairTimes, local_search: LocalSearch, seed: int, num_evaluations: int
-) -> Curve:
-    settings = GeneticSettings(
-        num_evaluations=num_evaluations,
-        population=_POPULATION,
-        num_genes=_NUM_GENES,
-        local_search=local_search,
-    )
-    found = search(times, seed=seed, settings=settings)
-    ends = [at for at, _ in found.improvements[1:]] + [num_evaluations + 1]
-    steps = zip(found.improvements, ends, strict=True)
-    return [cost for (begin, cost), end in steps for _ in range(begin, end)]
-
-
-def _by_baseline(
-    times: PairTimes, weights: NDArray[np.float64], seed: int, num_evaluations: int
-) -> Curve:
-    """`genetic.search` with a local search by other weights than the cost's own."""
-    from polyrhythm.plan.dtfm.group_layout import partition_cost
-    from polyrhythm.plan.dtfm.local_search import kernighan_lin  # compiled: imported when needed
-
-    rng = np.random.default_rng(seed)
-    population: list[NDArray[np.int64]] = []
-    costs: list[Seconds] = []
-    evaluated: list[Seconds] = []
-    for evaluation in range(num_evaluations):
-        if evaluation < _POPULATION:
-            labels = rng.permutation(np.arange(times.num_devices) % times.num_stages)
-        else:
-            first, second = rng.choice(_POPULATION, size=2, replace=False)
-            labels = crossover(population[first], population[second], _NUM_GENES, times, rng)
-            kernighan_lin(labels, weights, times.num_stages)
-        groups = np.argsort(labels, kind="stable").reshape(times.num_stages, -1)
-        cost = partition_cost(groups, times)
-        evaluated.append(cost)
-        if evaluation < _POPULATION:
-            population.append(labels)
-            costs.append(cost)
-        else:
-            replace_worst(population, costs, labels, cost)
-    return best_so_far(evaluated)
-
-
-def _drawn(times: PairTimes, seed: int, num_evaluations: int) -> Curve:
+def _random_search(times: PairTimes, seed: int, num_evaluations: int) -> Curve:
     rng = np.random.default_rng(seed)
     shape = times.num_stages, times.num_pipelines
     layouts = (rng.permutation(times.num_devices).reshape(shape) for _ in range(num_evaluations))
-    return best_so_far([layout_cost(layout.tolist(), times).total for layout in layouts])
-
-
-def best_so_far(costs: Sequence[Seconds]) -> Curve:
+    costs = (layout_cost(layout.tolist(), times).total for layout in layouts)
     return list(itertools.accumulate(costs, min))

@@ -1,18 +1,18 @@
-"""DT-FM's hybrid genetic algorithm: partitions breed, a local search improves the offspring.
+"""DT-FM's hybrid genetic algorithm: a genetic search over partitions with a local search.
 
-A population of random balanced partitions. Two parents, drawn evenly, have an offspring: the
-second parent with a few genes (which group a device is in) of the first, mended so that groups
-have one size again. A local search follows. The offspring takes the place of the population's
-worst if it is better than that.
+The population starts as random balanced partitions. Two parents, drawn uniformly, produce an
+offspring: the second parent with a few genes (the group of a device) of the first, repaired so that
+groups have equal sizes again, and improved by a local search. The offspring replaces the worst of
+the population if it is better.
 
-Source: Yuan et al., arXiv:2206.01288, section 3.4; population, number of offspring and of genes
-from the published code (DS3Lab/DT-FM, commit cda948f). Departures: that code's defects are not
-repeated. It seeds nothing (`random.seed = i` replaces the function); here a seed fixes the result.
-It lets an offspring replace the worse parent, and ignores parent 2 in the test (it compares with a
-boolean); here, as printed, the worst of all goes. Its layout may cost more than it reports, by a
-matching taken one threshold too late; here the layout is what the cost says. It mends sizes in
-device order, which favours the first devices; here in random order. What takes long is compiled,
-so that comparisons at equal time are fair to it.
+Source: Yuan et al., arXiv:2206.01288, section 3.4; population size, number of offspring and of
+genes from the published code (DS3Lab/DT-FM, commit cda948f). Departures: defects of that code are
+not repeated. It seeds nothing (`random.seed = i` replaces the function); here a seed fixes the
+result. Its offspring replaces the worse parent, and the test ignores parent 2 (it compares with a
+boolean); here, as printed, the worst of all is replaced. Its layout may cost more than it reports,
+because a matching is taken one threshold too late; here the cost is that of the layout. It repairs
+group sizes in device order, which favours the first devices; here in random order. The slow parts
+are compiled, so that comparisons at equal time are fair.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from polyrhythm.cost.dtfm import LayoutCost, PairTimes
 from polyrhythm.errors import PlanError
 from polyrhythm.types import Seconds
 
-_Labels = NDArray[np.int64]  # which group each device is in
+_Labels = NDArray[np.int64]  # the group of each device
 
 
 class LocalSearch(StrEnum):
@@ -37,22 +37,22 @@ class LocalSearch(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneticSettings:
-    num_evaluations: int = 5000  # of partitions, those of the first population included
+    num_evaluations: int = 5000  # of partitions, including the first population
     population: int = 100
-    num_genes: int = 5  # that an offspring has from its first parent
+    num_genes: int = 5  # that an offspring takes from its first parent
     local_search: LocalSearch = LocalSearch.CIRCULAR
 
     def __post_init__(self) -> None:
         if not 2 <= self.population <= self.num_evaluations:
             raise PlanError(
                 f"{self.population} partitions and {self.num_evaluations} evaluations",
-                expected="at least 2 parents, and one evaluation for each or more",
+                expected="at least 2 partitions, and at least as many evaluations",
                 fix="use a population of 100 and 5000 evaluations, as DT-FM does",
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class GeneticResult:
     best: LayoutCost
     improvements: tuple[tuple[int, Seconds], ...]  # (evaluations so far, best cost by then)
 
@@ -62,18 +62,21 @@ def search(
     *,
     seed: int,
     settings: GeneticSettings | None = None,
-    enough: Callable[[], bool] = lambda: False,
-) -> Found:
-    """Run the genetic algorithm, which ends early if `enough`, asked before each offspring.
+    weights: NDArray[np.float64] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> GeneticResult:
+    """Run the genetic algorithm; stop early if `should_stop` is true before an offspring.
 
-    Equal seeds give equal results.
+    The local search weighs pairs of devices by `weights` (default: the hops of `times`). Equal
+    seeds give equal results.
     """
-    from polyrhythm.plan.dtfm.group_layout import (  # compiled: imported when needed
+    from polyrhythm.plan.dtfm.group_layout import (
         layout_of_groups,
         partition_cost,
-    )
+    )  # compiled: imported when used
 
     settings = settings or GeneticSettings()
+    weights = times.hop if weights is None else weights
     rng = np.random.default_rng(seed)
     population: list[_Labels] = []
     costs: list[Seconds] = []
@@ -81,10 +84,10 @@ def search(
     for evaluation in range(1, settings.num_evaluations + 1):
         if evaluation <= settings.population:
             labels = rng.permutation(np.arange(times.num_devices) % times.num_stages)
-        elif enough():
+        elif should_stop():
             break
         else:
-            labels = _offspring(population, times, settings, rng)
+            labels = _offspring(population, times, weights, settings, rng)
         cost = partition_cost(_groups(labels, times), times)
         if not improvements or cost < improvements[-1][1]:
             improvements.append((evaluation, cost))
@@ -94,7 +97,7 @@ def search(
         else:
             replace_worst(population, costs, labels, cost)
     best = population[int(np.argmin(costs))]
-    return Found(
+    return GeneticResult(
         best=layout_of_groups(_groups(best, times), times), improvements=tuple(improvements)
     )
 
@@ -102,16 +105,20 @@ def search(
 def replace_worst(
     population: list[_Labels], costs: list[Seconds], labels: _Labels, cost: Seconds
 ) -> None:
-    """The offspring takes the place of the worst of all, if it is better than that."""
+    """Replace the worst partition of the population by a better offspring."""
     worst = int(np.argmax(costs))
     if cost < costs[worst]:
         population[worst], costs[worst] = labels, cost
 
 
 def _offspring(
-    population: list[_Labels], times: PairTimes, settings: GeneticSettings, rng: np.random.Generator
+    population: list[_Labels],
+    times: PairTimes,
+    weights: NDArray[np.float64],
+    settings: GeneticSettings,
+    rng: np.random.Generator,
 ) -> _Labels:
-    from polyrhythm.plan.dtfm import local_search  # compiled: imported when needed
+    from polyrhythm.plan.dtfm import local_search  # compiled: imported when used
 
     first, second = rng.choice(len(population), size=2, replace=False)
     labels = crossover(population[first], population[second], settings.num_genes, times, rng)
@@ -120,14 +127,14 @@ def _offspring(
         LocalSearch.CIRCULAR: local_search.circular,
         LocalSearch.KERNIGHAN_LIN: local_search.kernighan_lin,
     }[settings.local_search]
-    improve(labels, times.hop, times.num_stages)
+    improve(labels, weights, times.num_stages)
     return labels
 
 
 def crossover(
     first: _Labels, second: _Labels, num_genes: int, times: PairTimes, rng: np.random.Generator
 ) -> _Labels:
-    """The second parent with some genes of the first; groups of one size."""
+    """Return the second parent with some genes of the first, repaired to groups of equal size."""
     genes = rng.choice(len(first), size=min(num_genes, len(first)), replace=False)
     mixed = second.copy()
     mixed[genes] = first[genes]

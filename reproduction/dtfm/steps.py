@@ -1,43 +1,55 @@
-"""Figures 4 and 6: how long a step takes in each case, by DT-FM, at random and by Megatron."""
+"""Figures 4 and 6: the step times of DT-FM, of DT-FM with random layouts, and of Megatron."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from polyrhythm.plan.dtfm.placement import place
 from polyrhythm.types import Seconds
-from reproduction.dtfm.megatron import GRID, Degrees, Job, megatron_iterations
-from reproduction.dtfm.networks import (
+from reproduction.dtfm.systems import (
+    ALL_DEGREES,
+    Degrees,
+    Iteration,
+    MegatronJob,
+    dtfm_iterations,
+    megatron_iterations,
+)
+from reproduction.dtfm.testbed import (
     SEEDS,
+    WORKLOADS,
+    DtfmNetwork,
+    GptWorkload,
     Layout,
-    Network,
-    launched,
+    launcher_order,
     planning_times,
     random_layout,
     random_order,
 )
-from reproduction.dtfm.runtime import Iteration, dtfm_iterations
-from reproduction.dtfm.workload import NUM_GPUS, WORKLOADS, Workload
 
-Steps = Mapping[Workload, Seconds]
+_T = TypeVar("_T")
+Steps = Mapping[GptWorkload, Seconds]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseSteps:
+    """Step times on one network; random layouts are averaged over three draws."""
+
     planned_cost: Seconds  # of the layout, by the planner
     scheduled: Steps
-    scheduled_pipeline: Steps  # of that, until the last backward; the rest is gradients
-    at_random: Steps  # the mean of three layouts
-    megatron: Steps  # the same, with the degrees that are best
-    degrees: Mapping[Workload, Degrees]  # of Megatron
-    launched: Steps  # Megatron if GPUs of one machine had ranks in a row
-    launched_degrees: Mapping[Workload, Degrees]
+    scheduled_pipeline: Steps  # the part until the last backward
+    at_random: Steps
+    megatron: Steps  # with the best degrees of each workload
+    degrees: Mapping[GptWorkload, Degrees]  # of Megatron
+    launched: Steps  # Megatron with consecutive ranks in each machine
+    launched_degrees: Mapping[GptWorkload, Degrees]
     overlapped: Steps  # DT-FM if messages hid behind compute
     random_overlapped: Steps
 
     @property
     def best_degrees(self) -> Degrees:
-        """Most often the best."""
+        """The degrees that are best for most workloads."""
         return statistics.mode(self.degrees.values())
 
     @property
@@ -45,22 +57,19 @@ class CaseSteps:
         return statistics.mode(self.launched_degrees.values())
 
 
-def case_steps(network: Network, workloads: Sequence[Workload] = WORKLOADS) -> CaseSteps:
-    """All systems on one network.
+def case_steps(network: DtfmNetwork, workloads: Sequence[GptWorkload] = WORKLOADS) -> CaseSteps:
+    """Run all systems on one network.
 
-    The layout is the best by the paper's cost. Its own search finds it too, but for case 2, where
-    the published one is this one (`optimal_assignment_2` of generate_assignment.py).
+    The layout is the best by the paper's cost. The paper's search finds it as well except in case
+    2, where it is the published layout (`optimal_assignment_2` of generate_assignment.py).
     """
     cost = place(planning_times(network.name)).cost
-    planned = cost.layout
-    drawn = [random_layout(seed, NUM_GPUS) for seed in SEEDS]
-    megatron, degrees = _megatron(
-        [random_order(seed, NUM_GPUS) for seed in SEEDS], network, workloads
+    drawn = [random_layout(seed) for seed in SEEDS]
+    megatron, degrees = _megatron([random_order(seed) for seed in SEEDS], network, workloads)
+    launched, launched_degrees = _megatron(
+        [launcher_order(seed, network) for seed in SEEDS], network, workloads
     )
-    in_a_row, degrees_in_a_row = _megatron(
-        [launched(seed, network) for seed in SEEDS], network, workloads
-    )
-    scheduled = _iterations(planned, network, workloads)
+    scheduled = _iterations(cost.layout, network, workloads)
     return CaseSteps(
         planned_cost=cost.total,
         scheduled={workload: run.total for workload, run in scheduled.items()},
@@ -68,21 +77,21 @@ def case_steps(network: Network, workloads: Sequence[Workload] = WORKLOADS) -> C
         at_random=_dtfm(drawn, network, workloads),
         megatron=megatron,
         degrees=degrees,
-        launched=in_a_row,
-        launched_degrees=degrees_in_a_row,
-        overlapped=_dtfm([planned], network, workloads, overlap=True),
+        launched=launched,
+        launched_degrees=launched_degrees,
+        overlapped=_dtfm([cost.layout], network, workloads, overlap=True),
         random_overlapped=_dtfm(drawn, network, workloads, overlap=True),
     )
 
 
-def ratios(above: Steps, below: Steps) -> dict[Workload, float]:
+def ratios(above: Steps, below: Steps) -> dict[GptWorkload, float]:
     return {workload: above[workload] / below[workload] for workload in above}
 
 
 def _dtfm(
     layouts: Sequence[Layout],
-    network: Network,
-    workloads: Sequence[Workload],
+    network: DtfmNetwork,
+    workloads: Sequence[GptWorkload],
     *,
     overlap: bool = False,
 ) -> Steps:
@@ -91,44 +100,37 @@ def _dtfm(
 
 
 def _iterations(
-    layout: Layout, network: Network, workloads: Sequence[Workload], *, overlap: bool = False
-) -> dict[Workload, Iteration]:
-    found: dict[Workload, Iteration] = {}
-    for num_layers, batches in _by_depth(workloads).items():
-        found |= dtfm_iterations(layout, num_layers, batches, network, overlap=overlap)
-    return found
+    layout: Layout, network: DtfmNetwork, workloads: Sequence[GptWorkload], *, overlap: bool = False
+) -> dict[GptWorkload, Iteration]:
+    return _by_depth(
+        workloads, lambda n, batches: dtfm_iterations(layout, n, batches, network, overlap=overlap)
+    )
 
 
 def _megatron(
-    orders: Sequence[tuple[int, ...]], network: Network, workloads: Sequence[Workload]
-) -> tuple[Steps, dict[Workload, Degrees]]:
-    """With the degrees that are best for each workload, and which these are."""
-    takes = {degrees: _with_degrees(degrees, orders, network, workloads) for degrees in GRID}
-    best = {of: min(GRID, key=lambda degrees: takes[degrees][of]) for of in workloads}
-    return {of: takes[best[of]][of] for of in workloads}, best
+    orders: Sequence[tuple[int, ...]], network: DtfmNetwork, workloads: Sequence[GptWorkload]
+) -> tuple[Steps, dict[GptWorkload, Degrees]]:
+    """Return the step time of each workload with its best degrees, and these degrees."""
+    steps = {}
+    for degrees in ALL_DEGREES:
+        jobs = [
+            MegatronJob(devices=devices, degrees=degrees, network=network) for devices in orders
+        ]
+        steps[degrees] = _mean(
+            [_by_depth(workloads, partial(megatron_iterations, job)) for job in jobs]
+        )
+    best = {of: min(ALL_DEGREES, key=lambda degrees: steps[degrees][of]) for of in workloads}
+    return {of: steps[best[of]][of] for of in workloads}, best
 
 
-def _with_degrees(
-    degrees: Degrees,
-    orders: Sequence[tuple[int, ...]],
-    network: Network,
-    workloads: Sequence[Workload],
-) -> Steps:
-    found = []
-    for devices in orders:
-        job = Job(devices=devices, degrees=degrees, network=network)
-        steps: dict[Workload, Seconds] = {}
-        for num_layers, batches in _by_depth(workloads).items():
-            steps |= megatron_iterations(job, num_layers, batches)
-        found.append(steps)
-    return _mean(found)
-
-
-def _by_depth(workloads: Sequence[Workload]) -> dict[int, list[int]]:
-    depths: dict[int, list[int]] = {}
-    for workload in workloads:
-        depths.setdefault(workload.num_layers, []).append(workload.batch)
-    return depths
+def _by_depth(
+    workloads: Sequence[GptWorkload], run: Callable[[int, list[int]], dict[GptWorkload, _T]]
+) -> dict[GptWorkload, _T]:
+    """Run all batches of one depth at once."""
+    found: dict[GptWorkload, _T] = {}
+    for num_layers in dict.fromkeys(workload.num_layers for workload in workloads):
+        found |= run(num_layers, [of.batch for of in workloads if of.num_layers == num_layers])
+    return found
 
 
 def _mean(found: Sequence[Steps]) -> Steps:

@@ -1,1 +1,1 @@
-"""Luo et al., "Prague", ASPLOS 2020: figures 16 to 23."""
+"""The evaluation of Prague, reproduced from its set-up."""

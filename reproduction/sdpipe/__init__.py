@@ -1,1 +1,1 @@
-"""SDPipe's evaluation, reproduced from its set-up."""
+"""The evaluation of SDPipe, reproduced from its set-up."""

@@ -1,8 +1,8 @@
-"""AD-PSGD as SDPipe's authors built it: random pairs, the same in all stages, and both wait.
+"""AD-PSGD as SDPipe's authors built it: random pairs, the same in all stages, that wait.
 
-Before each mini-batch all workers shuffle one list with one seed, and cut it into pairs. So nobody
-has to be asked, and a worker waits for its partner, however late that is. AD-PSGD itself (the
-policy `pairwise`) stops nobody for a partner.
+Before each mini-batch all workers shuffle one list with one seed and split it into pairs. So no
+coordinator is needed, and a worker waits for its partner, however late that is. AD-PSGD itself (the
+policy `pairwise`) never waits for a partner.
 
 Source: Miao et al., "SDPipe", PVLDB 16(9), 2023, section 5.1 (`AD-PSGD+Pipe`), and the code
 published with it (class ADPSGD).
@@ -20,11 +20,11 @@ from polyrhythm.types import Group, Seconds, Worker
 
 @dataclass(slots=True)
 class RandomMatching(Policy):
-    """Of one stage; `seed` is that of the other stages, too."""
+    """The policy of one stage; all stages have the same `seed`."""
 
     num_workers: int
     seed: int = 0
-    _made: dict[int, int] = field(default_factory=dict, init=False)  # steps, by pipeline
+    _num_steps: dict[int, int] = field(default_factory=dict, init=False)  # by pipeline
     _ready: set[Worker] = field(default_factory=set, init=False)
     _random: random.Random = field(init=False)
     _partners: list[list[int]] = field(default_factory=list, init=False)  # [step][pipeline]
@@ -33,7 +33,7 @@ class RandomMatching(Policy):
         if self.num_workers % 2:
             raise PolicyError(
                 f"{self.num_workers} workers in pairs",
-                expected="an even number: nobody is left over in a matching",
+                expected="an even number, so that every worker has a partner",
                 fix="add a pipeline, or use the policy pairwise",
             )
         self._random = random.Random(self.seed)
@@ -49,27 +49,25 @@ class RandomMatching(Policy):
         return self._partners[step][pipeline]
 
     def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
-        step = self._made.get(worker.pipeline, 0)
-        self._made[worker.pipeline] = step + 1
+        step = self._num_steps.get(worker.pipeline, 0)
+        self._num_steps[worker.pipeline] = step + 1
         partner = Worker(worker.stage, self.partner(worker.pipeline, step))
-        if partner not in self._ready or self._made[partner.pipeline] != step + 1:
+        if partner not in self._ready or self._num_steps[partner.pipeline] != step + 1:
             self._ready.add(worker)
             return []
         self._ready.remove(partner)
         return [Group(tuple(sorted((worker, partner))), why=f"drawn for step {step}")]
 
     def on_done(self, group: Group, ok: bool, now: Seconds) -> list[Group]:
-        if not ok:  # both try the same step again
+        if not ok:  # both retry the same step
             for member in group.members:
-                self._made[member.pipeline] -= 1
+                self._num_steps[member.pipeline] -= 1
         return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchingSetup(Setup):
-    """Like that of `static`, under which workers know their groups without a coordinator."""
-
-    policy: str = "static"
+    """A setup whose scheduler pairs workers at random, whatever its policy."""
 
     def scheduler(self) -> Scheduler:
         return Scheduler(

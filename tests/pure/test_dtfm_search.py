@@ -102,7 +102,7 @@ def test_an_offspring_takes_the_place_of_the_worst_of_all() -> None:
 def test_a_search_ends_when_that_is_enough() -> None:
     times = published("case5_worldwide", noise=0)
     asked = iter([False] * 50 + [True])
-    short = search(times, seed=0, settings=GeneticSettings(), enough=lambda: next(asked))
+    short = search(times, seed=0, settings=GeneticSettings(), should_stop=lambda: next(asked))
     assert short == search(times, seed=0, settings=GeneticSettings(num_evaluations=150))
 
 

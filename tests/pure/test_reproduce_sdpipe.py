@@ -10,40 +10,41 @@ from polyrhythm.simulate.convergence import ConvergenceCurve
 from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.types import Worker
-from reproduction.sdpipe.group_sizes import quartiles
 from reproduction.sdpipe.matching import MatchingSetup, RandomMatching
-from reproduction.sdpipe.models import BERT, RESNET, stages_of
 from reproduction.sdpipe.testbed import (
     AD_PSGD,
     ALL_REDUCE,
+    BERT,
     ETHERNET,
     HETPIPE,
     METHODS,
+    RESNET,
     SDPIPE,
-    Grid,
+    SdpipeGrid,
     job_of,
     sleeps,
+    stages_of,
 )
-from reproduction.sdpipe.throughput import ring_share, served_share
-from reproduction.sdpipe.training import leads
+from reproduction.sdpipe.throughput import group_quartiles, ring_share, server_share
+from reproduction.sdpipe.training import relative_times
 
 
 @pytest.mark.parametrize(
-    ("workload", "parameters"),
-    [(RESNET, 25_557_032), (BERT, 110e6 + 30522 * 768)],  # the embedding of words is in two stages
+    ("model", "parameters"),
+    [(RESNET, 25_557_032), (BERT, 110e6 + 30522 * 768)],  # two stages hold the word embedding
 )
-def test_stages_hold_the_published_parameters_and_all_of_the_work(workload, parameters):
+def test_stages_hold_the_published_parameters_and_all_operations(model, parameters):
     for num_stages in (1, 2, 4):
-        stages = stages_of(workload, num_stages)
+        stages = stages_of(model, num_stages)
         assert len(stages) == num_stages
         total = sum(stage.gradient_bytes for stage in stages)
         assert total / 4 == pytest.approx(parameters, rel=0.01)
-        whole = stages_of(workload, 1)[0]
+        whole = stages_of(model, 1)[0]
         assert sum(stage.forward for stage in stages) == pytest.approx(whole.forward)
 
 
-def test_a_pipeline_is_within_a_node_and_replicas_are_not():
-    grid = Grid(4, 16)
+def test_a_pipeline_is_within_a_node_and_replicas_are_on_different_nodes():
+    grid = SdpipeGrid(4, 16)
     job = job_of(ALL_REDUCE, RESNET, grid, sleeps(RESNET, grid, "B"))
     assert grid.num_nodes == 8
     assert job.gateways is not None
@@ -55,7 +56,7 @@ def test_a_pipeline_is_within_a_node_and_replicas_are_not():
 
 
 def test_all_workers_sleep_for_the_printed_seconds():
-    grid = Grid(4, 4)
+    grid = SdpipeGrid(4, 4)
     stages = stages_of(BERT, 4)
     found = sleeps(BERT, grid, "B").slow
     assert len(found) == 16
@@ -67,7 +68,7 @@ def test_all_workers_sleep_for_the_printed_seconds():
     assert sleeps(BERT, grid, "homogeneous").slow == ()
 
 
-def test_a_matching_pairs_everybody_alike_in_all_stages():
+def test_a_matching_pairs_all_workers_and_is_the_same_in_all_stages():
     one, other = RandomMatching(8, seed=3), RandomMatching(8, seed=3)
     drawn = [[one.partner(p, step) for p in range(8)] for step in range(20)]
     for partners in drawn:
@@ -80,20 +81,20 @@ def test_a_matching_pairs_everybody_alike_in_all_stages():
 
 def test_a_matched_worker_waits_for_its_partner_of_that_step():
     policy = RandomMatching(4, seed=0)
-    mate = policy.partner(0, 0)
-    rest = [p for p in range(1, 4) if p != mate]
+    partner = policy.partner(0, 0)
+    rest = [p for p in range(1, 4) if p != partner]
     assert policy.on_ready(Worker(0, 0), 0.0) == []
     assert policy.on_ready(Worker(0, rest[0]), 1.0) == []
-    (group,) = policy.on_ready(Worker(0, mate), 2.0)
-    assert set(group.members) == {Worker(0, 0), Worker(0, mate)}
-    # One that is a step ahead is not taken for the step before.
-    ahead = policy.on_ready(Worker(0, 0), 3.0) + policy.on_ready(Worker(0, mate), 3.0)
+    (group,) = policy.on_ready(Worker(0, partner), 2.0)
+    assert set(group.members) == {Worker(0, 0), Worker(0, partner)}
+    # A worker that is a step ahead does not join the step before.
+    ahead = policy.on_ready(Worker(0, 0), 3.0) + policy.on_ready(Worker(0, partner), 3.0)
     assert all(Worker(0, rest[0]) not in group.members for group in ahead)
     (group,) = policy.on_ready(Worker(0, rest[1]), 4.0)
     assert Worker(0, rest[0]) in group.members
 
 
-def test_a_pair_that_gave_up_is_matched_for_the_same_step_again():
+def test_a_pair_that_failed_is_matched_again_for_the_same_step():
     policy = RandomMatching(8, seed=0)
     both = (Worker(0, 0), Worker(0, policy.partner(0, 0)))
     (group,) = policy.on_ready(both[0], 0.0) + policy.on_ready(both[1], 0.0)
@@ -103,11 +104,11 @@ def test_a_pair_that_gave_up_is_matched_for_the_same_step_again():
 
 def test_a_matching_of_an_odd_number_is_refused():
     with pytest.raises(PolicyError, match="3 workers in pairs"):
-        MatchingSetup(num_stages=1, num_pipelines=3)
+        MatchingSetup(policy="static", num_stages=1, num_pipelines=3)
 
 
 def test_sdpipe_loses_least_to_sleeps():
-    grid = Grid(4, 4)
+    grid = SdpipeGrid(4, 4)
     steps = {
         method: simulate(
             job_of(method, RESNET, grid, sleeps(RESNET, grid, "B")), num_steps=40
@@ -118,24 +119,24 @@ def test_sdpipe_loses_least_to_sleeps():
     assert steps[ALL_REDUCE] > 1.2 * steps[SDPIPE]
 
 
-def test_pairs_are_all_that_ad_psgd_averages():
-    grid = Grid(2, 8)
+def test_ad_psgd_averages_only_in_pairs():
+    grid = SdpipeGrid(2, 8)
     found = simulate(job_of(AD_PSGD, RESNET, grid, sleeps(RESNET, grid, "A")), num_steps=10)
     assert set(found.group_sizes) == {2}
 
 
 def test_a_server_is_slower_the_more_workers_push_to_it():
-    few, many = Grid(4, 4), Grid(4, 16)
+    few, many = SdpipeGrid(4, 4), SdpipeGrid(4, 16)
 
-    def step(grid: Grid) -> float:
+    def step(grid: SdpipeGrid) -> float:
         job = job_of(HETPIPE, RESNET, grid, sleeps(RESNET, grid, "homogeneous"))
         return simulate(job, num_steps=10).step_time
 
     assert step(many) > 2 * step(few)
 
 
-def test_gpus_of_the_servers_node_push_past_ethernet():
-    grid = Grid(4, 2)  # one node
+def test_gpus_on_the_node_of_the_server_push_without_ethernet():
+    grid = SdpipeGrid(4, 2)  # one node
     job = job_of(HETPIPE, RESNET, grid, sleeps(RESNET, grid, "homogeneous"))
     assert job.coordinator is not None
     assert job.gateways is not None
@@ -150,23 +151,24 @@ def test_gpus_of_the_servers_node_push_past_ethernet():
     assert steps[0] == pytest.approx(steps[1]), "nothing leaves the node"
 
 
-def test_the_reason_for_a_fast_server_is_its_bytes():
-    assert served_share(Grid(4, 4)) == pytest.approx(1.1)
-    assert ring_share(Grid(4, 4)) == pytest.approx(1.5)
+def test_on_4_x_4_a_server_receives_fewer_bytes_than_a_ring_sends():
+    assert server_share(SdpipeGrid(4, 4)) == pytest.approx(1.1)
+    assert ring_share(SdpipeGrid(4, 4)) == pytest.approx(1.5)
 
 
-def test_with_p_of_one_everybody_is_in_every_group():
-    assert quartiles(1) == (8, 8, 8)
+def test_with_p_of_one_every_group_has_all_workers():
+    assert group_quartiles(1) == (8, 8, 8)
 
 
-def test_leads_are_times_to_the_loss_that_all_reduce_has_after_80_steps():
+def test_the_target_is_the_loss_of_all_reduce_after_80_steps():
     found = simulate(
-        job_of(ALL_REDUCE, RESNET, Grid(4, 4), sleeps(RESNET, Grid(4, 4), "A")), num_steps=2
+        job_of(ALL_REDUCE, RESNET, SdpipeGrid(4, 4), sleeps(RESNET, SdpipeGrid(4, 4), "A")),
+        num_steps=2,
     )
     curve = _falling(found)
     slower = replace(curve, times=(0.0, 4.0, 8.0))
-    takes = leads([dict.fromkeys(METHODS, curve) | {HETPIPE: slower}])
-    assert takes == {SDPIPE: 1.0, ALL_REDUCE: 1.0, AD_PSGD: 1.0, HETPIPE: 4.0}
+    times = relative_times([dict.fromkeys(METHODS, curve) | {HETPIPE: slower}])
+    assert times == {SDPIPE: 1.0, ALL_REDUCE: 1.0, AD_PSGD: 1.0, HETPIPE: 4.0}
 
 
 def _falling(simulated: SimulationResult) -> ConvergenceCurve:
