@@ -194,7 +194,7 @@ def test_restarted_coordinator_is_detected() -> None:
     address = first.address
     fake_worker = FakeWorker(address, setup, ME).join()
     first._server.sessions.end_session(
-        first._server.sessions.of[ME], ""
+        first._server.sessions.by_worker[ME], ""
     )  # so that it ends without a word
     first.close()
     second = type(first).of(setup, bind=address, keys=KEYS).start()

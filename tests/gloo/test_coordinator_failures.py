@@ -127,7 +127,7 @@ def test_reused_fd_does_not_mark_wrong_worker_dead(
                 other.send(hello_of(setup, SECOND, incarnation=incarnation))
                 other.receive(Welcome)
         sessions = coordinator._server.sessions
-        mistaken = sessions.connections[sessions.of[FIRST].routing_id].fd
+        mistaken = sessions.connections[sessions.by_worker[FIRST].routing_id].fd
         coordinator._socket.closed_fds.append(mistaken)
         eventually(lambda: SECOND not in coordinator.present)
         time.sleep(0.2)
