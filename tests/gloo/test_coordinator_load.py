@@ -1,4 +1,4 @@
-"""The load on a coordinator: the benchmark's workers get through, and its figures hold together."""
+"""The load benchmark of the coordinator: it completes, and its figures are consistent."""
 
 import io
 
