@@ -1,7 +1,7 @@
 """Gloo process groups that only their members create, under names of their own.
 
 torch.distributed.new_group needs every process of the job or, with local synchronisation, the same
-number of groups made before on all members: a stage with one more (for tensor parallelism, say)
+number of groups made before on all members: a stage with one more (as for tensor parallelism)
 would wait under a name that no other member uses. Here the name depends on the members alone. The
 rendezvous uses the store of the default group.
 """

@@ -217,7 +217,7 @@ def _extra_inputs(
         too_late = [source for source in extra[layer] if source >= layer]
         if too_late:
             raise PlanError(
-                f"skips={{{target!r}: {listed!r}}}: {too_late[0]} runs after layer {layer}",
+                f"skips={{{target!r}: {listed!r}}}: {too_late[0]} is not before layer {layer}",
                 expected="sources that run before the layer that takes them",
                 fix=f"take the output of a layer below {layer}, or swap the two: "
                 f"skips={{{too_late[0]}: {layer}}}",
