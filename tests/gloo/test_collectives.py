@@ -42,7 +42,7 @@ def test_backend_is_selected_by_device(tmp_path: Path) -> None:
 def test_in_place_collectives_give_mean_and_all_shards(
     dtype: torch.dtype, num_workers: int, tmp_path: Path
 ) -> None:
-    """NcclCollectives run on gloo, which lacks only the mean for dtypes that are not half."""
+    """In half precision NcclCollectives also run on gloo, which lacks the AVG of other dtypes."""
 
     def work(ctx: DistContext) -> tuple[torch.Tensor, torch.Tensor]:
         collectives = NcclCollectives(world())

@@ -53,7 +53,7 @@ class BucketAutotuner:
 
     def _decide(self, slowest: list[Seconds]) -> BucketDecision:
         decision: BucketDecision | None = None
-        with torch.enable_grad():  # fitting the Gaussian process needs it; step() disables it
+        with torch.enable_grad():  # to fit the Gaussian process, also if step() runs under no_grad
             for seconds in slowest:
                 decision = self._trials.after_step(seconds)
         assert decision is not None, "a trial has at least one step"

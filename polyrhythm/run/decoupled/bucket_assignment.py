@@ -17,7 +17,7 @@ class ParameterOrder:
     """The order in which the forward uses the parameters, by index."""
 
     indices: tuple[int, ...]  # of all parameters
-    late: frozenset[int] = frozenset()  # parameters without gradients in the reverse order
+    late: frozenset[int] = frozenset()  # parameters whose gradients come in no known order
 
     @classmethod
     def of(cls, seen: Sequence[int], num_parameters: int, late: frozenset[int]) -> "ParameterOrder":

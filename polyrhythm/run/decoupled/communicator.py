@@ -64,7 +64,7 @@ class Communicator:
         self.comm_thread = CommThread(self._groups, timeout=timeout)
         self._collectives: dict[bool, Collectives] = {}
 
-    def kinds(self, mode: Mode) -> list[BucketMode]:
+    def modes(self, mode: Mode) -> list[BucketMode]:
         """Return the bucket modes that `mode` allows on these nodes."""
         if mode != "auto" and BucketMode(mode).is_hierarchical and self._hierarchical is None:
             raise PolicyError(
@@ -75,19 +75,19 @@ class Communicator:
         if mode != "auto":
             return [BucketMode(mode)]
         return [
-            kind
-            for kind in BucketMode
-            if self._hierarchical is not None or not kind.is_hierarchical
+            bucket_mode
+            for bucket_mode in BucketMode
+            if self._hierarchical is not None or not bucket_mode.is_hierarchical
         ]
 
-    def collectives(self, kind: BucketMode) -> Collectives:
-        if kind.is_hierarchical not in self._collectives:
-            host = self._hierarchical if kind.is_hierarchical else self.control
+    def collectives(self, mode: BucketMode) -> Collectives:
+        if mode.is_hierarchical not in self._collectives:
+            host = self._hierarchical if mode.is_hierarchical else self.control
             assert host is not None, "hierarchical modes are candidates only with a hierarchy"
-            self._collectives[kind.is_hierarchical] = select_backend(
+            self._collectives[mode.is_hierarchical] = select_backend(
                 self._device, self._group, host, start=self.comm_thread.start
             )
-        return self._collectives[kind.is_hierarchical]
+        return self._collectives[mode.is_hierarchical]
 
     def all_gather_object(self, obj: Any, what: str) -> list[Any]:
         """Gather an object of every rank; `what` names the call, which all ranks must make."""

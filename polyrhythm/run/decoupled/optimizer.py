@@ -138,9 +138,9 @@ class DistributedOptimizer(Optimizer):
         self._unseen: Sequence[int] = ()  # parameters that no forward hook waits for
         self._is_ordered = False
         self._autotuner: BucketAutotuner | None = None
-        self._kinds = self._communicator.kinds(mode)
+        self._modes = self._communicator.modes(mode)
         self._is_auto = bucket_bytes == "auto" and stage is None
-        self._rebuild_buckets(BucketCandidate(size, self._kinds[0]), initial_state)
+        self._rebuild_buckets(BucketCandidate(size, self._modes[0]), initial_state)
         self._forward = ForwardOrder(module, indices, self._gradient_sync.wait_for_parameters)
         self._is_updating = False
         self._hooks = [
@@ -355,7 +355,7 @@ class DistributedOptimizer(Optimizer):
         self._unseen = self._order.indices[len(seen) :]
         self._rebuild_buckets(self._candidate, self._full_state("step()"))
         if self._is_auto:
-            space = Space(self._assign_buckets, self._kinds)
+            space = Space(self._assign_buckets, self._modes)
             self._autotuner = BucketAutotuner(
                 space, self._communicator.all_gather_object, self._communicator.rank
             )
