@@ -11,6 +11,7 @@ import pytest
 from polyrhythm.cli import main
 from polyrhythm.lab.program import run_program
 from polyrhythm.processes import Child
+from polyrhythm.run.trainer.trainer import Trainer
 
 SCRIPT = """
 import sys, torch, polyrhythm as pr
@@ -95,6 +96,16 @@ def test_script_that_does_not_train_is_an_error(
     found = run(script, *arguments, "--output", "out", folder=tmp_path)
     assert found.status in (1, 2)
     assert words in found.said
+
+
+def test_fit_of_the_launching_process_does_not_count_as_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers are forked and inherit the count of fits."""
+    monkeypatch.setattr(Trainer, "num_fits", 1)
+    (tmp_path / "script.py").write_text("print('hello')")
+    found = run("script.py", "--local", "2", "--output", "out", folder=tmp_path)
+    assert found.status == 2, found.said
 
 
 @pytest.mark.parametrize(
