@@ -60,19 +60,20 @@ class TrainCommand:
         from polyrhythm.plan.plan import PLAN_VARIABLE, Plan
 
         self._check()
+        num_fits = _num_fits()  # before the fork: workers inherit the count
         plan = None if self.plan is None else Plan.load(self.plan)
         if self.plan is not None:
             os.environ[PLAN_VARIABLE] = str(self.plan.absolute())
         try:
             if self.lab is not None:
-                return self._run_in_lab(self.lab, plan, console)
-            return self._run_here(plan)
+                return self._run_in_lab(self.lab, plan, num_fits, console)
+            return self._run_here(plan, num_fits)
         except WorkerError as error:
             if error.status == TERMINATED:
                 return TERMINATED
             raise _without_shown_output(error) from None
 
-    def _run_here(self, plan: "Plan | None") -> int:
+    def _run_here(self, plan: "Plan | None", num_fits: int) -> int:
         from polyrhythm.lab.program import PRELOADED, preload, run_program
         from polyrhythm.lab.rehearsal import TIMED_OUT
         from polyrhythm.run.comm.launch import LocalJob
@@ -83,7 +84,7 @@ class TrainCommand:
 
         def work(ctx: "DistContext") -> None:
             run_program(program, {})
-            self._check_fitted()
+            self._check_fitted(num_fits)
 
         with LocalJob(work, number, output_folder=self.output, shown_ranks=(0,)) as job:
             _forward_sigterm(job.request_stop)
@@ -94,7 +95,9 @@ class TrainCommand:
                 pass
         return 0
 
-    def _run_in_lab(self, cluster: str, plan: "Plan | None", console: "Console") -> int:
+    def _run_in_lab(
+        self, cluster: str, plan: "Plan | None", num_fits: int, console: "Console"
+    ) -> int:
         from polyrhythm.describe.bundled import is_name
         from polyrhythm.describe.cluster import Cluster
         from polyrhythm.describe.scenario import Scenario
@@ -119,16 +122,15 @@ class TrainCommand:
             log=lambda line: print_line(console, line),
             rank_hosts=assign_hosts(plan, described),
             shown_ranks=(0,),
-            on_success=self._check_fitted,
+            on_success=lambda: self._check_fitted(num_fits),
             is_one_job=True,
             preloaded=(*PRELOADED, _TRAINER),
         )
         _forward_sigterm(rehearsal.request_stop)
         return rehearsal.run(name=None, timeout=self.timeout)
 
-    def _check_fitted(self) -> None:
-        trainer = sys.modules.get(_TRAINER)
-        if trainer is None or not trainer.Trainer.num_fits:
+    def _check_fitted(self, num_fits_before: int) -> None:
+        if _num_fits() == num_fits_before:
             raise LaunchError(
                 f"{self.script} has ended without training",
                 expected="a script that makes a polyrhythm.Trainer and calls its fit",
@@ -166,6 +168,11 @@ class TrainCommand:
                 expected="a cluster that it happens to",
                 fix=f"{written} --lab CLUSTER --scenario {self.scenario}",
             )
+
+
+def _num_fits() -> int:
+    trainer = sys.modules.get(_TRAINER)
+    return 0 if trainer is None else int(trainer.Trainer.num_fits)
 
 
 def _forward_sigterm(request_stop: "Callable[[], None]") -> None:
