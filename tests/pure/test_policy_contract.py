@@ -105,7 +105,7 @@ class Job:
             assert group.why
             assert list(group.members) == sorted(set(group.members))
             for member in group.members:
-                assert member in self.steps, f"{member} is not here"
+                assert member in self.steps, f"{member} has not joined"
                 assert member not in self._group_of, f"{member} is in two groups"
                 self._group_of[member] = group
             self.formed.append((self.now, group))
@@ -238,9 +238,9 @@ def test_all_workers_are_connected_by_their_groups(name: str) -> None:
 def test_reports_of_unknown_workers_and_second_joins_are_refused(name: str) -> None:
     policy, worker = MAKE[name](2), Worker(0, 0)
     report = policy.on_request if name in ("random", "smart") else policy.on_ready
-    with pytest.raises(PolicyError, match="s0p0 is not here"):
+    with pytest.raises(PolicyError, match="s0p0 has not joined"):
         report(worker, 0.0)
-    with pytest.raises(PolicyError, match="s0p0 is not here"):
+    with pytest.raises(PolicyError, match="s0p0 has not joined"):
         policy.on_leave(worker, 0.0)
     policy.on_join(worker, "n0", 0.0)
     with pytest.raises(PolicyError, match=r"s0p0 .*(twice|already)"):

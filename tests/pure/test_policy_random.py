@@ -119,7 +119,7 @@ def test_a_worker_asks_once_and_a_group_ends_once() -> None:
     with pytest.raises(PolicyError, match="s0p0 asks for a group before its last one is done"):
         policy.on_request(W[0], 0.0)
     [group] = policy.on_request(W[1], 0.0)
-    with pytest.raises(PolicyError, match=r"s0p0 leaves in the middle of group {s0p0, s0p1}"):
+    with pytest.raises(PolicyError, match=r"s0p0 leaves during group {s0p0, s0p1}"):
         policy.on_leave(W[0], 0.0)
     policy.on_done(group, True, 1.0)
     with pytest.raises(PolicyError, match=r"{s0p0, s0p1} is done, but is not open"):

@@ -26,7 +26,7 @@ class RecordingBuffers(GroupBuffers):
     def plan(self, groups: Iterable[Group]) -> list[Group]:
         planned = list(groups)
         idle = {w for w in self.ledger.workers() if self.ledger.is_waiting(w) and not self.depth(w)}
-        self.divisions.append((planned, idle, dict(self.policy._num_asked)))
+        self.divisions.append((planned, idle, dict(self.policy._num_requests)))
         return super().plan(planned)
 
 

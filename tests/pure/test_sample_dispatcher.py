@@ -62,11 +62,11 @@ def test_until_bounds_the_acquired_positions() -> None:
 @pytest.mark.parametrize("number", [1, 7])
 def test_a_chunk_out_of_order_is_refused(number: int) -> None:
     dispatcher = SampleDispatcher(SamplerState())
-    with pytest.raises(PolicyError, match=f"chunk {number} of pipeline 2, which has taken 0"):
+    with pytest.raises(PolicyError, match=f"chunk {number} of pipeline 2, which has acquired 0"):
         dispatcher.acquire(2, number, 4)
     dispatcher.acquire(2, 0, 4)
     dispatcher.acknowledge(2, 0)
-    with pytest.raises(PolicyError, match="chunk 0 of pipeline 2, which has taken 1"):
+    with pytest.raises(PolicyError, match="chunk 0 of pipeline 2, which has acquired 1"):
         dispatcher.acquire(2, 0, 4)
 
 

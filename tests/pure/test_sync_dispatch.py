@@ -131,10 +131,10 @@ def test_broken_pipeline_gets_a_reason_and_restarts_its_chunk_numbers() -> None:
     [acquired] = scheduler.step(Dead(mate, 1, 1.0))
     assert (acquired.worker, acquired.ranges, acquired.why) == (A, (), "s1p0 died")
     [acquired] = scheduler.step(Acquire(A, 0, 4, None, 1))
-    assert acquired.why == "its pipeline is not whole: s1p0 is dead"
+    assert acquired.why == "its pipeline is incomplete: s1p0 is dead"
     scheduler.step(Join(mate, "node", 0, 2, 2.0))
     [acquired] = scheduler.step(Acquire(A, 1, 4, None, 1))
-    assert acquired.why == "it asks for chunk 1, and its pipeline has taken 0"
+    assert acquired.why == "it requests chunk 1; its pipeline has acquired 0"
     scheduler.step(Dead(Worker(1, 1), 1, 3.0))
     assert scheduler.step(Acquire(A, 0, 4, None, 1)) == [Acquired(A, 0, None, ((0, 4),))]
     assert scheduler.step(Acquire(mate, 0, 4, None, 2)) == [Acquired(mate, 0, None, ((0, 4),))]
@@ -173,10 +173,10 @@ def test_acquire_of_unknown_workers_or_without_dispatcher_is_refused() -> None:
             assert (type(refuse), refuse.worker, refuse.clock) == (Refuse, stranger, -1)
     scheduler.step(Dead(A, 1, 1.0))
     [refuse] = scheduler.step(Acquire(A, 0, 4, None, 1))
-    assert "is dead, and has to join anew" in refuse.why
+    assert "is dead, and must join again" in refuse.why
     without = joined(Setup(policy="age", num_stages=1, num_pipelines=2))
     [refuse] = without.step(Acquire(A, 0, 4, None, 1))
-    assert "this job deals none" in refuse.why
+    assert "no sample dispatcher" in refuse.why
 
 
 def test_acquire_of_an_acknowledged_chunk_gets_a_reason() -> None:
@@ -312,11 +312,11 @@ def test_setup_text_includes_the_sampler_state() -> None:
     texts = {setup_of(limit=limit, next=used).text for limit in (None, 4) for used in (0, 2)}
     texts |= {Setup(policy="age", num_stages=1, num_pipelines=2).text}
     assert len(texts) == 5
-    assert "age every=1 seed=0 deals=2:4" in texts
+    assert "age every=1 seed=0 samples=2:4" in texts
 
 
 def test_static_policy_refuses_sample_dispatch() -> None:
-    with pytest.raises(PolicyError, match="positions to be dealt under static"):
+    with pytest.raises(PolicyError, match="sampler_state under static"):
         Setup(policy="static", num_stages=1, num_pipelines=2, sampler_state=SamplerState())
 
 

@@ -132,7 +132,7 @@ def test_lease_is_longer_than_any_group_timeout() -> None:
         ("partial_reduce", {"group_size": 9}, "group_size=9", "2 to 8"),
         ("random", {"group_size": 9}, "group_size=9", "2 to 8"),
         ("smart", {"group_size": 0}, "group_size=0", "2 to 8"),
-        ("partial_reduce", {"group_size": 1}, "group_size=1", "one alone averages with nobody"),
+        ("partial_reduce", {"group_size": 1}, "group_size=1", "a group of one does not average"),
         ("age", {"max_age": -1}, "max_age=-1", "A >= 0"),
     ],
 )

@@ -131,12 +131,12 @@ def test_death_aborts_its_group_and_others_regroup() -> None:
     abort, assign = scheduler.step(Dead(B, now=2.0))
     assert abort == Abort(1, (A, B, C), "s0p1 died")
     assert (assign.gid, assign.members, assign.epoch) == (2, (A, C), 4)
-    assert assign.why == "all are ready; 1 of 3 workers are not here"
+    assert assign.why == "all are ready; 1 of 3 workers are absent"
     assert scheduler.step(Done(B, 1, True, now=2.1)) == []  # from the grave
     assert scheduler.step(Dead(B, now=2.2)) == []
     assert scheduler.counters["late"] == 2
     (refuse,) = ready(scheduler, B, clock=2, now=3.0)
-    assert refuse == Refuse(B, 2, "s0p1 is dead, and has to join anew")
+    assert refuse == Refuse(B, 2, "s0p1 is dead, and must join again")
 
 
 def test_losses_do_not_count_as_failures() -> None:
@@ -146,7 +146,7 @@ def test_losses_do_not_count_as_failures() -> None:
         assert isinstance(scheduler.step(Dead(lost, now=2.0))[-1], Assign)
     abort, skip = scheduler.step(Dead(Worker(0, 3), now=3.0))
     assert isinstance(abort, Abort)
-    assert skip == Skip(A, 1, "all are ready; 3 of 4 workers are not here")
+    assert skip == Skip(A, 1, "all are ready; 3 of 4 workers are absent")
 
 
 def test_duplicates_are_counted_and_get_the_same_answer() -> None:
@@ -169,7 +169,7 @@ def test_a_clock_that_goes_back_is_refused() -> None:
     scheduler = scheduler_of()
     ready(scheduler, A, clock=5)
     (refuse,) = ready(scheduler, A, clock=3)
-    why = "s0p0 goes back from clock 5 to 3: it has to join anew"
+    why = "s0p0 goes back from clock 5 to 3: it must join again"
     assert refuse == Refuse(A, 3, why)
     assert scheduler.counters == {"clock_backwards": 1}
     assert isinstance(ready(scheduler, B)[0], Assign)  # nothing has changed
