@@ -207,7 +207,7 @@ def test_decoupled_hides_communication_and_no_more(num_pipelines: int, gradients
     assert hidden >= compute + 2 * half / 8 - 1e-9
 
 
-def test_decoupled_alone_takes_its_compute() -> None:
+def test_decoupled_single_worker_takes_its_compute_time() -> None:
     job = equal_job(num_pipelines=1, forward=0.1, backward=0.2, latency=0.5, decoupled=True)
     assert simulate(job, num_steps=3).ends == (pytest.approx((0.3, 0.6, 0.9)),)
 
@@ -252,7 +252,7 @@ def test_draws_continue_across_batches() -> None:
     assert alone(scenario, num_microbatches) == executed(scenario, num_microbatches)
 
 
-def test_devices_have_draws_of_their_own() -> None:
+def test_devices_draw_independently() -> None:
     entry = slowed(Slow(device="*", probability=0.5, sleep_factor=1.0))
     assert alone(entry, 30, index=0) != alone(entry, 30, index=1)
 

@@ -177,7 +177,7 @@ def test_throughput_falls_by_what_is_lost_and_recovers() -> None:
 def test_loss_of_all_devices_is_reported() -> None:
     scenario = kills_and_joins(kill=[(f"d{device}", 5.0) for device in range(6)])
     found = simulate(grid(scenario), num_steps=60)
-    assert "nobody could go on" in found.cut_short
+    assert "no pipeline could continue" in found.cut_short
     assert steps(found) == [3, 3, 3]
 
 

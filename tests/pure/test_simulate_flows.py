@@ -132,7 +132,7 @@ def hosts_and_flows(draw: st.DrawFn, *, sources_only: bool = False) -> tuple[Hos
 
 @settings(max_examples=50)
 @given(hosts_and_flows(sources_only=True))
-def test_where_sources_alone_are_shared_the_shares_are_max_min(case: tuple) -> None:
+def test_shares_are_max_min_fair_if_only_uplinks_are_shared(case: tuple) -> None:
     """Progressive filling: nobody could have more without another one that has no more less."""
     hosts, flows = case
 
@@ -206,7 +206,7 @@ def test_no_capacity_is_ever_exceeded_and_no_byte_lost(case: tuple) -> None:
 
 @settings(max_examples=30)
 @given(hosts_and_flows(), st.randoms(use_true_random=False))
-def test_the_order_in_which_flows_begin_at_once_does_not_matter(
+def test_order_of_simultaneous_flows_does_not_matter(
     case: tuple, rng: random.Random
 ) -> None:
     hosts, flows = case
@@ -216,7 +216,7 @@ def test_the_order_in_which_flows_begin_at_once_does_not_matter(
     assert shuffled == pytest.approx([played(hosts, flows)[i] for i in order], rel=1e-9)
 
 
-def test_a_flow_alone_has_all_and_equal_ones_equal_shares() -> None:
+def test_single_flow_gets_the_uplink_and_equal_flows_equal_shares() -> None:
     hosts = Hosts(up=[4.0, 1e9, 1e9, 1e9], down=[1e9] * 4, links=[[100.0] * 4] * 4)
     alone = [Flow(0.0, 0, 1, 8.0)]
     assert played(hosts, alone) == [2.0]
@@ -244,7 +244,7 @@ def test_a_flow_that_ends_leaves_its_share_to_the_others() -> None:
     assert ends == pytest.approx([1.0, 2.0, 3.0])
 
 
-def test_flows_to_many_stand_for_as_many_connections() -> None:
+def test_flow_to_many_counts_as_its_weight() -> None:
     """One to three others and one to a fourth: a quarter of the uplink each."""
     hosts = Hosts(up=[8.0, 1e9, 1e9, 1e9, 1e9], down=[1e9] * 5, links=[[100.0] * 5] * 5)
     engine = hosts.engine()
@@ -343,7 +343,7 @@ def test_a_link_that_is_lost_for_good_ends_a_simulation() -> None:
             policy=policy,
             scenario=scenario,
         )
-        assert "nobody could go on" in simulate(job, num_steps=20).cut_short
+        assert "no pipeline could continue" in simulate(job, num_steps=20).cut_short
 
 
 def test_links_inside_a_region_may_be_changed_by_its_name_or_by_devices() -> None:

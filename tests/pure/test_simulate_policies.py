@@ -243,7 +243,7 @@ def test_ssp_keeps_fast_workers_within_the_staleness_bound() -> None:
         assert max(ahead) == staleness + 1
 
 
-def test_a_server_shares_its_connection_among_all_who_push() -> None:
+def test_parameter_server_shares_its_connection_among_pushes() -> None:
     """Three of four push 1e7 bytes at once over 1e8 bytes per second, then pull as much."""
     sizes = {"gradient_bytes": 1e7, "uplink": 1e8, "options": {"staleness": 0}}
     found = of("ssp", num_microbatches=1, **sizes)
@@ -251,7 +251,7 @@ def test_a_server_shares_its_connection_among_all_who_push() -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_one_pipeline_alone_waits_for_nobody(policy: str) -> None:
+def test_single_pipeline_never_waits(policy: str) -> None:
     found = of(policy, num_pipelines=1, num_microbatches=1)
     assert found.ends[0] == pytest.approx([0.3 * (step + 1) for step in range(40)])
     assert set(found.group_sizes) <= {1}
@@ -331,7 +331,7 @@ NAN, INF = float("nan"), float("inf")
         ({"backward": -0.1}, "backward of stage 0"),
         ({"forward": NAN}, "forward of stage 0"),
         ({"backward": INF}, "backward of stage 0"),
-        ({"forward": 0.0, "backward": 0.0}, "computes nothing"),
+        ({"forward": 0.0, "backward": 0.0}, "has no compute"),
         ({"activation_bytes": -1.0}, "activation_bytes of stage 0"),
         ({"gradient_bytes": NAN}, "gradient_bytes of stage 0"),
         ({"in_flight": (2,)}, "in_flight"),
@@ -385,6 +385,6 @@ def test_a_schedule_that_cannot_run_is_refused(spoil: Callable) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [0, -1])
-def test_no_steps_are_refused(num_steps: int) -> None:
+def test_non_positive_num_steps_are_refused(num_steps: int) -> None:
     with pytest.raises(UserError, match="num_steps"):
         simulate(plain(), num_steps=num_steps)
