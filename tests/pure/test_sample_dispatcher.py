@@ -98,7 +98,7 @@ ranges = st.lists(st.integers(0, 60), max_size=12, unique=True).map(
 
 
 @given(ranges)
-def test_merged_ranges_are_the_same_positions_in_fewer(given_ranges: list[Range]) -> None:
+def test_merged_ranges_have_the_same_positions_in_fewer_ranges(given_ranges: list[Range]) -> None:
     touching = [(start, middle) for start, end in given_ranges for middle in [(start + end) // 2]]
     touching += [((start + end) // 2, end) for start, end in given_ranges]
     parts = [(start, end) for start, end in touching if start < end]

@@ -224,7 +224,7 @@ def test_price_counts_hours_and_egress(plan: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--cluster", "case5_worldwide"], "a device of cluster"),
         (["--sync", "adaptiv"], "did you mean 'adaptive'?"),
@@ -243,11 +243,11 @@ def test_price_counts_hours_and_egress(plan: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_bad_input_is_refused_with_a_fix(
-    plan: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    plan: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, _, err = run_simulate([str(plan), *arguments], capsys)
     assert status == 2
-    assert words in err
+    assert message in err
     assert "fix:" in err
 
 

@@ -304,7 +304,7 @@ def test_no_switch_with_one_pipeline_or_without_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (lambda: JobShape(shares=(1, 0)), "shares="),
         (lambda: JobShape(shares=(1, 1), sync_modes=(BALANCED,)), "sync_modes=balanced"),
@@ -316,8 +316,8 @@ def test_no_switch_with_one_pipeline_or_without_steps() -> None:
         (lambda: decide_once([[1.0], [float("nan")]]), "pipeline 1: StepTiming"),
     ],
 )
-def test_invalid_shapes_and_timings_are_refused(make: Callable[[], Any], words: str) -> None:
-    with pytest.raises(PolicyError, match=words):
+def test_invalid_shapes_and_timings_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
         make()
 
 

@@ -31,9 +31,8 @@ from polyrhythm.sync.registry import POLICIES
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Group, Worker
-from tests.pure.scheduler_grid import HEARTBEAT, Grid
-from tests.pure.test_sync_pipelines import grid_of, seeds
-from tests.pure.test_sync_scheduler import LIMITS, A, B, C, Scripted, ready, scheduler_of
+from tests.pure.scheduler_cases import LIMITS, A, B, C, ScriptedPolicy, ready, scheduler_of
+from tests.pure.scheduler_grid import HEARTBEAT, Grid, grid_of, seeds
 
 
 def request_average_all(
@@ -214,7 +213,7 @@ def test_passive_worker_finishes_its_exchange_before_average_all() -> None:
 
 def test_average_all_aborts_queued_groups() -> None:
     groups = [Group((A, B), "1st"), Group((B, C), "2nd")]
-    policy = Scripted({A: groups})
+    policy = ScriptedPolicy({A: groups})
     scheduler = Scheduler([policy], 3, limits=LIMITS)
     for worker in (A, B, C):
         scheduler.step(Join(worker, "node", 0))
@@ -227,13 +226,15 @@ def test_average_all_aborts_queued_groups() -> None:
 
 
 def test_average_all_aborts_a_group_waiting_for_its_worker() -> None:
-    policy = Scripted({B: [Group((A, B), "asked ahead")]})
+    policy = ScriptedPolicy({B: [Group((A, B), "asked ahead")]})
     scheduler = Scheduler([policy], 2, limits=LIMITS)
     for worker in (A, B):
         scheduler.step(Join(worker, "node", 0))
         scheduler.step(Request(worker, 1, now=1.0))
     assert ready(scheduler, A) == []
-    assert request_average_all(scheduler, B, clock=0) == [Abort(1, (A, B), "s0p1 waits for the global average")]
+    assert request_average_all(scheduler, B, clock=0) == [
+        Abort(1, (A, B), "s0p1 waits for the global average")
+    ]
     assert policy.calls[-4:] == ["done s0p0 s0p1 False", "leave s0p1", "request s0p0", "ready s0p0"]
 
 
@@ -369,7 +370,7 @@ def test_average_all_ends_despite_crashes_and_failures(
 
         at_event[data.draw(st.integers(1, 80).filter(lambda e: e not in at_event))] = crash
     fails = data.draw(st.sampled_from([0.0, 0.0, 0.3]))
-    more = {"average_all_at": average_all_at, "at_event": at_event, "chance_to_fail": fails}
+    more = {"average_all_at": average_all_at, "at_event": at_event, "failure_probability": fails}
     grid = grid_of(name, shape, seed, **more).run()
     assert grid.unfinished({p for p in range(shape[1]) if p not in lost or p % 2}) == []
     waiting = [w for w, s in grid.workers.items() if s.is_alive and s.averages_all and s.program]

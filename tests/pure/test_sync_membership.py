@@ -9,9 +9,7 @@ from polyrhythm.sync.policies.all_reduce import AllReduce
 from polyrhythm.sync.protocol import Abort, Assign, CopyFrom, Dead, Join, Leave, Ready, Skip
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.types import Worker
-from tests.pure.test_sync_scheduler import ready, scheduler_of
-
-A, B = Worker(0, 0), Worker(0, 1)
+from tests.pure.scheduler_cases import A, B, ready, scheduler_of
 
 
 def test_death_deactivates_its_pipeline_at_every_stage() -> None:
