@@ -162,7 +162,7 @@ def test_devices_and_boxes_do_not_overlap(sizes: list[int], num_stages: int) -> 
     devices = [
         (box.x + p.x - WIDTH / 2, box.y + p.y - HEIGHT / 2, box.x + p.x + WIDTH / 2, box.y + p.y)
         for box in boxes
-        for p in box.places
+        for p in box.positions
     ]
     for kind in (corners(boxes), devices):
         for i, a in enumerate(kind):
@@ -170,6 +170,6 @@ def test_devices_and_boxes_do_not_overlap(sizes: list[int], num_stages: int) -> 
                 apart = a[0] >= b[2] or b[0] >= a[2] or a[1] >= b[3] or b[1] >= a[3]
                 assert apart, (a, b)
     for box in boxes:
-        for place in box.places:
-            assert WIDTH / 2 < place.x < box.width - WIDTH / 2
-            assert HEIGHT / 2 < place.y < box.height - HEIGHT / 2 - 13  # the name is below
+        for position in box.positions:
+            assert WIDTH / 2 < position.x < box.width - WIDTH / 2
+            assert HEIGHT / 2 < position.y < box.height - HEIGHT / 2 - 13  # the name is below

@@ -119,7 +119,7 @@ def test_repeated_command_is_counted_once() -> None:
 
 def test_only_failed_averages_count_as_missed() -> None:
     skips = [Skip(WORKERS[0], 1, "alone", failed=True), Skip(WORKERS[1], 1, "alone")]
-    assert dict(Decisions.of([(EVENTS[0], skips)]).alone) == {"s0p0": 1}
+    assert dict(Decisions.of([(EVENTS[0], skips)]).unaveraged) == {"s0p0": 1}
 
 
 def test_run_with_both_logs_reports_both(
