@@ -166,7 +166,7 @@ class Lab:
             return None
         return (
             f"all hosts sending at once need {show(traffic, BytesPerSecond)}, and the switch "
-            f"carries about {show(SWITCH_LIMIT, BytesPerSecond)}: it delivers on time with messages "
+            f"carries about {show(SWITCH_LIMIT, BytesPerSecond)} on time: use messages "
             f"{math.ceil(traffic / SWITCH_LIMIT)} times smaller (--byte-scale)"
         )
 

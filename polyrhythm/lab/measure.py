@@ -1,7 +1,7 @@
 """Measure a lab against its description: one pair of hosts, several at once, or every pair.
 
 Each link carries one measurement at a time; pairs are measured concurrently only within the
-switch's capacity. Results limited by the switch are marked with a doubt, not counted as wrong links.
+switch's capacity. A result that the switch may have limited is marked with a doubt.
 """
 
 from collections.abc import Callable, Iterator, Sequence

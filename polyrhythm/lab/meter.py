@@ -202,7 +202,7 @@ def _connected(address: tuple[str, int], deadline: Seconds) -> socket.socket:
 
 
 def _receive(begin: Seconds, end: Seconds, loss_timeout: Seconds, port: int) -> float:
-    """Return wire bytes per second from `begin` to `end`, or in a window as long, slightly later."""
+    """Return wire bytes per second from `begin` to `end`, or slightly later for as long."""
     with socket.create_server(("", port)) as server:
         server.settimeout(_remaining(end))
         connection, _ = server.accept()
