@@ -135,7 +135,7 @@ class CoordinatorCommand:
             f"in each worker: GroupSync(model, optimizer, {self.policy!r}, {arguments}"
             f"coordinator={address!r}, keys={str(self.keys)!r})",
             *([] if log is None else [f"log: {log}"]),
-            "it ends when all workers have left; Ctrl-C ends it earlier",
+            "it ends when all workers have left; Ctrl-C ends it before",
         ):
             print_line(console, line)
 

@@ -70,7 +70,7 @@ class Probe:
             check_target(self.out, (".toml",))
         if ctx is not None and self.local is not None:
             raise LaunchError(
-                f"--local {self.local} under torchrun",
+                f"--local {self.local} in a process of torchrun's",
                 expected="torchrun's processes, or --local",
                 fix="omit --local, or start without torchrun",
             )

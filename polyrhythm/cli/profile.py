@@ -108,7 +108,7 @@ class Profile:
             raise DescriptionError(
                 f"{option} for {self.model}, which is computed, not measured",
                 expected="--repeat and --device only with module:factory",
-                fix=f"omit {option.split()[0]}, or pass module:factory",
+                fix=f"leave {option.split()[0]} out, or pass module:factory",
             )
         sizes = self.sizes or (1,)
         repeated = len(set(sizes)) < len(sizes)
@@ -122,5 +122,5 @@ class Profile:
             raise DescriptionError(
                 f"--flops {self.flops:g} for {self.model}, which is measured",
                 expected="--flops only with a built-in model",
-                fix="omit --flops",
+                fix="leave --flops out",
             )
