@@ -1,7 +1,7 @@
-"""Speeds of devices that fit a profile: 1 is the device that the model was profiled on.
+"""Compute device speeds relative to a profile: 1 is the device that the model was profiled on.
 
 `probe` measures the operations per second of every device, `profile` those of its own: the speed of
-a device is the ratio. Descriptions without them say speeds as somebody wrote them.
+a device is the ratio. Descriptions without flops keep their written speeds.
 """
 
 from dataclasses import replace
@@ -13,10 +13,10 @@ from polyrhythm.errors import DescriptionError
 
 
 def fit_speeds(cluster: Cluster, profile: ModelProfile) -> Cluster:
-    """The cluster with speeds relative to the profile's device, where both say their flops.
+    """Return the cluster with speeds relative to the profile's device, if both have flops.
 
-    Without flops speeds stay as they are. Raises DescriptionError for flops of two types of number,
-    where both say theirs: one device would have two speeds.
+    Without flops, speeds stay unchanged. Raises DescriptionError if both name the dtype of their
+    flops and the dtypes differ: one device would have two speeds.
     """
     unknown = [device.name for device in cluster.devices if device.flops is None]
     if profile.flops is None or len(unknown) == len(cluster.devices):
