@@ -63,8 +63,8 @@ class WorkerError(RuntimeError):
     def __init__(
         self, rank: int, name: str, reason: str, *, status: int, output: str | None
     ) -> None:
-        said = "" if output is None else f"\n  its output: {output}"
-        super().__init__(f"{name} {reason}{said}")
+        details = "" if output is None else f"\n  its output: {output}"
+        super().__init__(f"{name} {reason}{details}")
         self.rank, self.reason, self.status, self.output = rank, reason, status, output
 
 

@@ -38,8 +38,8 @@ def call_factory(source: str) -> object:
 
 def error_summary(error: BaseException) -> str:
     """Format an error of the user's code in one line, with its location."""
-    said = (str(error).strip() or "without a word").splitlines()[0]
-    return f"{type(error).__name__}: {said}{_place(error.__traceback__)}"
+    message = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {message}{_place(error.__traceback__)}"
 
 
 def _module(name: str) -> ModuleType:

@@ -28,9 +28,9 @@ def device_flops(device: torch.device, dtype: torch.dtype, *, repeat: int) -> Sa
         operations = product_operations(size)
         return Sample.of([operations / product(size, device, dtype) for _ in range(repeat)])
     except RuntimeError as error:  # out of memory too
-        said = str(error).strip().splitlines()[0]
+        message = str(error).strip().splitlines()[0]
         raise DescriptionError(
-            f"{device} cannot multiply matrices of {dtype}: {said}",
+            f"{device} cannot multiply matrices of {dtype}: {message}",
             expected="a device with free memory that computes with this type of number",
             fix="end what else uses the device, or try --dtype float32 or --device cpu",
         ) from None
@@ -49,10 +49,10 @@ def product(size: int, device: torch.device, dtype: torch.dtype) -> Seconds:
         left.requires_grad_()
         right.requires_grad_()
         finish(device)
-        began = time.perf_counter()
+        start = time.perf_counter()
         torch.autograd.backward([left @ right], [gradient])
         finish(device)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def device_of(name: str, *, index: int = 0) -> torch.device:
