@@ -1,4 +1,4 @@
-"""How much of this machine's time its host gave to others, and a time without that."""
+"""Measure CPU steal (time that the hypervisor gave to other machines), and wait for its end."""
 
 import time
 from pathlib import Path
@@ -8,7 +8,7 @@ SAMPLE_TIME, TIMEOUT = 2.0, 60.0
 
 
 class CpuSteal:
-    """The share of the time, over all cores, since this was made."""
+    """The fraction of stolen CPU time, over all cores, since this object was created."""
 
     def __init__(self) -> None:
         self._before = _ticks()
@@ -19,7 +19,7 @@ class CpuSteal:
 
 
 def wait_for_low_steal() -> None:
-    """Until a look of some seconds finds (almost) nothing stolen, or patience ends."""
+    """Wait until a sample of some seconds has little steal, or until the timeout."""
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
         sample = CpuSteal()
@@ -29,7 +29,7 @@ def wait_for_low_steal() -> None:
 
 
 def _ticks() -> tuple[int, int]:
-    """(stolen, all), from the kernel's count since boot."""
+    """Return (stolen, total) ticks since boot."""
     first = Path("/proc/stat").read_text().split("\n", 1)[0]
     ticks = [int(field) for field in first.split()[1:9]]
     return ticks[7], sum(ticks)

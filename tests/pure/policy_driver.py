@@ -1,4 +1,4 @@
-"""Drives one policy in virtual time, as a scheduler would: timers first, then by worker."""
+"""Drive one policy in virtual time, as a scheduler would: timers first, then by worker."""
 
 import heapq
 import math
@@ -29,7 +29,7 @@ def join_all(policy: Policy, num_workers: int, now: Seconds = 0.0) -> None:
 
 
 def replay(policy: Policy, ready_at: Sequence[Seconds]) -> list[FormedGroup]:
-    """Each worker (by index) is ready once; what becomes of them, until no timer is left."""
+    """Make each worker (by index) ready once; return the groups until no timer is left."""
     return train(policy, len(ready_at), lambda worker: ready_at[worker.pipeline], num_steps=1)
 
 
@@ -43,7 +43,7 @@ def train(
     averaging: Seconds = 0.0,
     joined: bool = False,
 ) -> list[FormedGroup]:
-    """Workers that compute for `step`, say so, wait for a group, average, and begin again."""
+    """Simulate workers that compute for `step`, report ready, wait for a group, and average."""
     if not joined:
         join_all(policy, num_workers)
     formed: list[FormedGroup] = []

@@ -1,10 +1,10 @@
-"""A grid of stages and pipelines in virtual time, under a scheduler: the shell that tests need.
+"""A grid of stages and pipelines in virtual time under a scheduler, for tests.
 
 Each worker runs 1F1B without flush over its batches (stage s of M runs M - s forwards ahead), makes
-a local update after each backward, says Ready and waits for the answer. Messages take a random time
+a local update after each backward, sends Ready and waits for the reply. Messages take a random time
 and keep their order per sender. An average needs all members of its group; if one is dead, the
-others hang in it until they are told to abort. At some clocks a worker gathers before it goes on.
-Workers leave when they have finished.
+others block in it until Abort. At some clocks a worker requests a global average before it
+continues. Workers leave when they have finished.
 """
 
 import heapq
@@ -35,7 +35,7 @@ from polyrhythm.sync.protocol import (
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.types import Action, Op, Seconds, Worker
 
-HEARTBEAT = 30.0  # how long a death goes unnoticed
+HEARTBEAT = 30.0  # until a death is detected
 
 
 def one_f_one_b(num_ahead: int, batches: range) -> list[Action]:
@@ -54,8 +54,8 @@ class SimulatedWorker:
     clock: int = 0
     is_alive: bool = True
     is_computing: bool = False
-    waits_since: Seconds | None = None  # Ready was sent, or Gather
-    averages_all: bool = False  # since then, and it was Gather
+    waits_since: Seconds | None = None  # since Ready or AverageAll was sent
+    averages_all: bool = False  # the last message was AverageAll
     average_all_clock: int = -1  # the clock at which it did last
     requested_clock: int = 0  # the clock of its last Request
     last_arrival: Seconds = 0.0  # when its last message arrived
@@ -105,7 +105,7 @@ class Grid:
         }
 
     def run(self, most_events: int = 20_000) -> "Grid":
-        """Until nothing happens any more."""
+        """Run until no event is left."""
         for worker in self.workers:
             self.send(worker, lambda now, w=worker: Join(w, f"node{w.pipeline // 2}", 0, 0, now))
             self._schedule(0.1, lambda w=worker: self._go_on(w))
@@ -119,14 +119,14 @@ class Grid:
             else:
                 self.now, _, happen = heapq.heappop(self._heap)
                 happen()
-        raise AssertionError("it goes on for ever")
+        raise AssertionError("the simulation does not end")
 
     def unfinished(self, pipelines: Iterable[int] | None = None) -> list[Worker]:
         wanted = range(self.num_pipelines) if pipelines is None else pipelines
         return [w for w, state in self.workers.items() if state.program and w.pipeline in wanted]
 
     def deliver(self, event: Event) -> None:
-        """One event reaches the scheduler, and its commands go out."""
+        """Pass one event to the scheduler and send its commands."""
         commands = self.scheduler.step(event)
         self.log.append((event, commands))
         for command in commands:
@@ -135,7 +135,7 @@ class Grid:
             self.at_event[len(self.log)](self)
 
     def send(self, worker: Worker, event_at: Callable[[Seconds], Event]) -> None:
-        """A worker sends a message, which comes after those it has sent before."""
+        """Send a worker's message, which arrives after its earlier ones."""
         state = self.workers[worker]
         arrives = self.now + self.chance.uniform(0, self.latency)
         state.last_arrival = max(arrives, state.last_arrival + 1e-9)
@@ -151,7 +151,7 @@ class Grid:
             )
 
     def revive(self, worker: Worker) -> None:
-        """The worker joins again, and its pipeline starts over with the batches that are left."""
+        """Let the worker rejoin; its pipeline restarts with the remaining batches."""
         state = self.workers[worker]
         pipeline = [w for w in self.workers if w.pipeline == worker.pipeline]
         first = max(self.workers[w].clock for w in pipeline)
@@ -175,7 +175,7 @@ class Grid:
         heapq.heappush(self._heap, (self.now + seconds, self._count, happen))
 
     def _go_on(self, worker: Worker) -> None:
-        """Begin the next action, if it has what it needs."""
+        """Start the next action if its inputs are available."""
         state = self.workers[worker]
         if not state.is_alive or state.is_computing or state.waits_since is not None:
             return
@@ -252,7 +252,7 @@ class Grid:
             self._close(command)
 
     def _check_average_all(self, command: Assign) -> None:
-        """Everybody who takes part is in it, and nobody who did not ask for it."""
+        """Check that a global average has all its participants and only those that requested it."""
         stage = self.scheduler.membership.stages[command.members[0].stage]
         event, _ = self.log[-1]
         new = event.worker.pipeline if isinstance(event, Join) else None  # it was lost before
@@ -290,7 +290,7 @@ class Grid:
         self._schedule(self.chance.uniform(0, self.latency), lambda: self._go_on(worker))
 
     def _reach_group(self, worker: Worker, gid: int) -> None:
-        """A member that is ready comes to its group; when all have come, it averages."""
+        """Let a ready member arrive at its group; average when all have arrived."""
         state, assigned = self.workers[worker], self._assigned.get(gid)
         if assigned is None or not state.is_alive or state.open != gid:
             return

@@ -1,4 +1,4 @@
-"""Small jobs to simulate, and what came of them, for tests of the simulator."""
+"""Small jobs to simulate, and helpers for their results, for tests of the simulator."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ def region_per_device(
     uplink: float | None = NO_LIMIT,
     speeds: Sequence[float] | None = None,
 ) -> Cluster:
-    """Devices d0, d1, ... in regions r0, r1, ... of their own."""
+    """Return devices d0, d1, ..., each in its own region r0, r1, ..."""
 
     def rows(value: Rows | float) -> tuple[tuple[float, ...], ...]:
         if isinstance(value, int | float):
@@ -60,7 +60,7 @@ def one_pipeline(
     in_flight: tuple[int, ...] | None = None,
     scenario: Scenario = EMPTY_SCENARIO,
 ) -> SimulatedJob:
-    """Stage s on device s, and nobody to average with."""
+    """Return a job with stage s on device s, without replicas."""
     num_stages = len(forward)
     sizes = activation_bytes or [0.0] * num_stages
     return SimulatedJob(
@@ -82,7 +82,7 @@ def one_pipeline(
 
 
 def three_pipelines(policy: str, scenario: Scenario, **more: object) -> SimulatedJob:
-    """Of two stages, or of one where it must be; d0 and d1 are the first one's, and so on."""
+    """Return a job of three pipelines with two stages, or one if required; d0, d1 are the first."""
     given: dict[str, object] = {
         "num_stages": 1 if policy == "balanced" else 2,
         "num_pipelines": 3,
@@ -99,7 +99,7 @@ def three_pipelines(policy: str, scenario: Scenario, **more: object) -> Simulate
 
 
 def one_step(job: SimulatedJob, ready: Sequence[float] | None = None) -> list[list[ActionRecord]]:
-    """What each run executes in its first step, which begins when it is ready."""
+    """Return what each run executes in its first step, which starts when it is ready."""
     engine = Engine(job, records=True)
     num_runs = engine.first_run[-1]
     for run in range(num_runs):
@@ -113,7 +113,7 @@ def one_step(job: SimulatedJob, ready: Sequence[float] | None = None) -> list[li
 
 
 def actions_of(folder: Path) -> dict[str, list[Event]]:
-    """By worker, in order of time."""
+    """Return the actions of each worker, sorted by time."""
     found: dict[str, list[Event]] = {}
     for event in read_run(folder):
         if event.kind == "action":
@@ -152,7 +152,7 @@ windows = st.sampled_from([(0.0, None), (0.0, 7.0), (3.0, None), (2.5, 11.0)])
 
 @st.composite
 def slow_entries(draw: st.DrawFn, device: str = "*") -> Slow:
-    """One of the three ways, in some of the time."""
+    """Draw a slow entry of one of the three kinds, limited in time."""
     start, until = draw(windows)
     way = draw(st.integers(0, 2))
     if way == 0:
@@ -176,6 +176,6 @@ def slow_entries(draw: st.DrawFn, device: str = "*") -> Slow:
 
 
 def steps_after_first(found: SimulationResult) -> float:
-    """Seconds per step from the end of each pipeline's first to that of its last."""
+    """Return the seconds per step between the ends of each pipeline's first and last step."""
     spans = [(one[-1] - one[0]) / (len(one) - 1) for one in found.ends if len(one) > 1]
     return sum(spans) / len(spans)

@@ -1,4 +1,4 @@
-"""The picture of a plan: valid XML in which every device, group and pipeline has its place."""
+"""The picture of a plan is valid XML with every device, group and pipeline."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -89,7 +89,7 @@ def test_devices_of_a_group_share_a_tint_and_those_of_a_pipeline_a_colour() -> N
     for found, number in ((tints, 3), (colours, 2)):
         assert len(found) == number
         assert all(len(values) == 1 for values in found.values())
-        assert len(set.union(*found.values())) == number  # and no other's
+        assert len(set.union(*found.values())) == number  # different from all others
 
 
 def test_a_line_goes_from_device_to_device_in_the_order_of_stages() -> None:
