@@ -239,7 +239,7 @@ class SimulateCommand:
         path = resolve_relative(source, self.plan)
         if not is_name(source) and not Path(path).exists():
             raise PlanError(
-                f"{self.plan} was made from {source}, which does not exist",
+                f"{self.plan} was made from {source}, which is not there",
                 expected=f"the {kind} that it was made for, relative to the plan's folder",
                 fix=f"add --{kind} FILE, or put it back",
             )
