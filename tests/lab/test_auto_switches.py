@@ -1,4 +1,4 @@
-"""`auto` finds out about a slow network by itself, from the messages of the training."""
+"""`auto` detects a slow network from the messages of the training itself."""
 
 from pathlib import Path
 

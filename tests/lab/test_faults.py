@@ -1,4 +1,4 @@
-"""Hosts die, stand still and come back on a scenario's clock."""
+"""Hosts are killed, paused and revived at a scenario's times."""
 
 import signal
 import socket
@@ -137,7 +137,7 @@ def test_overlapping_pauses_end_with_the_last(tmp_path: Path) -> None:
             lab.pause(host, paused=False)
         output = tmp_path / "out.txt"
         pinging = lab.spawn("a", round_trips, lab.address("b"), 1, 20.0, output=output)
-        assert pinging.wait(1) is None, "b stands still"
+        assert pinging.wait(1) is None, "b is paused"
         lab.pause("b", paused=False)
         assert pinging.wait(20) == 0
     assert "lost" not in output.read_text()

@@ -1,4 +1,4 @@
-"""The lab: real TCP over links as described, and changed while it runs."""
+"""The lab: real TCP over links as described, also when they change at run time."""
 
 import socket
 import sys
