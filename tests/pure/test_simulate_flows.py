@@ -89,7 +89,9 @@ def fluid(flows: Sequence[Flow], rates: Shares) -> list[float]:
     return ends
 
 
-def run_flows(hosts: Hosts, flows: Sequence[Flow], check_rates: Callable[[Engine], None] | None = None):
+def run_flows(
+    hosts: Hosts, flows: Sequence[Flow], check_rates: Callable[[Engine], None] | None = None
+):
     """When the engine says that each has ended; `check_rates` is called whenever rates have changed."""
     engine = hosts.engine()
     ends, owner_of = [math.inf] * len(flows), {}

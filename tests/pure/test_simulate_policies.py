@@ -202,7 +202,10 @@ def test_all_reduce_runs_at_the_speed_of_the_slowest() -> None:
 
 @pytest.mark.parametrize("policy", ["adaptive", "age", "pairwise", "balanced", "local"])
 def test_other_policies_are_not_slowed_by_one_straggler(policy: str) -> None:
-    assert run_policy(policy, slow=ONE_SLOW).step_time < 0.6 * run_policy("all_reduce", slow=ONE_SLOW).step_time
+    assert (
+        run_policy(policy, slow=ONE_SLOW).step_time
+        < 0.6 * run_policy("all_reduce", slow=ONE_SLOW).step_time
+    )
 
 
 def test_balanced_gives_stragglers_fewer_microbatches() -> None:

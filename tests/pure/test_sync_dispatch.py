@@ -137,7 +137,9 @@ def test_broken_pipeline_gets_a_reason_and_restarts_its_chunk_numbers() -> None:
     assert acquired.why == "it requests chunk 1; its pipeline has acquired 0"
     scheduler.step(Dead(Worker(1, 1), 1, 3.0))
     assert scheduler.step(Acquire(A, 0, 4, None, 1)) == [Acquired(A, 0, None, ((0, 4),))]
-    assert scheduler.step(Acquire(neighbour, 0, 4, None, 2)) == [Acquired(neighbour, 0, None, ((0, 4),))]
+    assert scheduler.step(Acquire(neighbour, 0, 4, None, 2)) == [
+        Acquired(neighbour, 0, None, ((0, 4),))
+    ]
 
 
 def test_restarted_worker_returns_its_samples() -> None:
@@ -157,7 +159,9 @@ def test_rejoined_stage_resets_its_pipeline() -> None:
         scheduler.step(Acquire(A, number, 4, None, 1))
     scheduler.step(Leave(neighbour, 1))
     scheduler.step(Join(neighbour, "node", 0, 2, 1.0))
-    assert scheduler.step(Acquire(neighbour, 0, 4, None, 2)) == [Acquired(neighbour, 0, None, ((0, 4),))]
+    assert scheduler.step(Acquire(neighbour, 0, 4, None, 2)) == [
+        Acquired(neighbour, 0, None, ((0, 4),))
+    ]
     [progress] = scheduler.step(QueryProgress(B, 0, 1))
     assert progress.sampler_state == SamplerState(next=8, pool=((4, 8),), outstanding=((0, 4),))
 
