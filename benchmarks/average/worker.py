@@ -130,7 +130,7 @@ def _prepared(trial: AverageTrial, flat: Tensor, connections: PeerConnections) -
 
 @dataclass(slots=True)
 class _Average:
-    """Averages over `connections`, as GroupSync does, or over a process group, made in the first run.
+    """Averages over `connections`, as GroupSync does, or over a process group of its own.
 
     Not by torch.distributed.new_group: with local synchronisation it names a group after its
     members and the number of groups they have. Members with unequal numbers never find each other,

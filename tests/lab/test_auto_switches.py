@@ -6,6 +6,8 @@ from benchmarks.pipeline.networks import FAST, FULL, PipelineNetwork, cluster
 from benchmarks.pipeline.worker import StageLoad, StagePool
 from polyrhythm.lab.lab import Lab
 
+pytestmark = pytest.mark.alone  # measures time
+
 FORWARD = 0.06  # a busy machine delays messages by some milliseconds
 
 

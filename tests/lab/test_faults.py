@@ -12,6 +12,8 @@ from polyrhythm.describe.scenario import Kill, LinkChange, Pause, Scenario
 from polyrhythm.lab.lab import Lab
 from tests.lab.hosts import PORT, cluster, echo, measure, round_trips, sleep_with_a_child
 
+pytestmark = pytest.mark.alone  # measures time
+
 
 @pytest.mark.timeout(60)
 def test_scenario_events_happen_on_time(tmp_path: Path) -> None:

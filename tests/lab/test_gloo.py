@@ -13,6 +13,8 @@ import torch.distributed as dist
 from polyrhythm.lab.lab import Lab
 from tests.lab.hosts import cluster
 
+pytestmark = pytest.mark.alone  # measures time
+
 RENDEZVOUS_TIMEOUT, TIMEOUT = 30.0, 5.0
 
 

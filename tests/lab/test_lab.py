@@ -12,6 +12,8 @@ from polyrhythm.lab.lab import Lab
 from polyrhythm.processes import BAD_INPUT
 from tests.lab.hosts import PORT, cluster, echo, measure, median
 
+pytestmark = pytest.mark.alone  # measures time
+
 
 @pytest.mark.timeout(60)
 def test_a_round_trip_takes_both_latencies(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from polyrhythm.types import Op
 from tests.lab.hosts import cluster
 from tests.lab.stages import lines, start
 
+pytestmark = pytest.mark.alone  # measures time
+
 LATENCY = 0.02
 BANDWIDTH = 2.5e6
 NUM_MICROBATCHES = 6

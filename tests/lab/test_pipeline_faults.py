@@ -20,6 +20,8 @@ from polyrhythm.run.pipeline.pipeline import Pipeline
 from tests.lab.hosts import cluster
 from tests.lab.stages import lines, start, wait_for_lines
 
+pytestmark = pytest.mark.alone  # measures time
+
 NUM_STAGES = 3
 NUM_MICROBATCHES = 6
 WIDTH = 128

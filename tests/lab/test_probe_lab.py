@@ -10,6 +10,8 @@ import pytest
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.write import write_cluster
 
+pytestmark = pytest.mark.alone  # measures time
+
 MEGABIT = 125e3
 OF_LATENCY, OF_BANDWIDTH = 0.25, 0.15  # a described bandwidth counts headers too: 3.5 %
 

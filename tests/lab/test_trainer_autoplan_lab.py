@@ -23,6 +23,8 @@ from polyrhythm.run.trainer.plan_cache import CLUSTER
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.trainer_jobs import samples
 
+pytestmark = pytest.mark.alone  # measures time
+
 MEGABIT = 125e3
 BATCH, NUM_STEPS, TIMEOUT = 24, 4, 20.0
 

@@ -92,7 +92,7 @@ def fluid(flows: Sequence[Flow], rates: Shares) -> list[float]:
 def run_flows(
     hosts: Hosts, flows: Sequence[Flow], check_rates: Callable[[Engine], None] | None = None
 ):
-    """When the engine says that each has ended; `check_rates` is called whenever rates have changed."""
+    """Return when each flow ends; call `check_rates` whenever rates have changed."""
     engine = hosts.engine()
     ends, owner_of = [math.inf] * len(flows), {}
     waiting = sorted(range(len(flows)), key=lambda i: flows[i].start)

@@ -104,7 +104,7 @@ def test_timeouts_stay_within_their_bounds(story: list[float | None]) -> None:
     ],
 )
 def test_invalid_limits_are_refused(make: object) -> None:
-    with pytest.raises(PolicyError, match="floor=|ready_timeout="):
+    with pytest.raises(PolicyError, match=r"floor=|ready_timeout="):
         make()  # type: ignore[operator]
 
 
