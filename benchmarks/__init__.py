@@ -1,4 +1,4 @@
-"""How fast, or how true: one file per benchmark, each a ratio of two things in one run."""
+"""Benchmarks: each measures two sides in one run and reports their ratio."""
 
 from benchmarks.registry import names, print_names, run
 

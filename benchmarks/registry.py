@@ -1,65 +1,33 @@
-"""The benchmarks by name. A module is imported when it is run: some load torch.
+"""The benchmarks by name.
 
-A benchmark is a module with `run(*, quick, console) -> Result`, which prints its table. What it
-measures is said here in a line, so that `polyrhythm bench --help` can say it without the module.
+A benchmark is a module with `run(*, quick, console) -> Result`, which prints its tables. The module
+is imported only to run it, since some load torch; so the line about it stands here.
 """
 
 import importlib
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from polyrhythm.errors import UserError
 
-if TYPE_CHECKING:  # --help needs neither
+if TYPE_CHECKING:  # not needed to print the names
     from rich.console import Console
 
-    from benchmarks.result import Result
+    from benchmarks.harness.report import Result
 
 
-class Benchmark(NamedTuple):
-    module: str
-    about: str
-
-
-BENCHMARKS = {
-    "average": Benchmark(
-        "benchmarks.average.bench",
-        "how a group should exchange its average",
-    ),
-    "converge": Benchmark(
-        "benchmarks.converge.bench",
-        "loss over time and samples, of groups and of all-reduce",
-    ),
-    "decoupled": Benchmark(
-        "benchmarks.decoupled.bench",
-        "all-reduce in two halves against DDP and FSDP2 on slow links",
-    ),
-    "endtoend": Benchmark(
-        "benchmarks.endtoend.bench",
-        "the Trainer against torch's 1F1B and DDP, in a storm and in a quiet room",
-    ),
-    "lab": Benchmark("benchmarks.lab.bench", "how true the lab is, and where its limit lies"),
-    "pipeline": Benchmark(
-        "benchmarks.pipeline.bench",
-        "the adaptive schedule against 1F1B on slow networks",
-    ),
-    "plan": Benchmark(
-        "benchmarks.plan.bench",
-        "how good plans are: known optima, against DT-FM's, and in the lab",
-    ),
-    "predict": Benchmark(
-        "benchmarks.predict.bench",
-        "how true the simulator is: predicted steps against those in the lab",
-    ),
-    "scale": Benchmark(
-        "benchmarks.scale.bench",
-        "how many workers can be simulated, and in what time",
-    ),
-    "sync": Benchmark(
-        "benchmarks.sync.bench",
-        "every way to average against all-reduce, with slow workers",
-    ),
+BENCHMARKS = {  # each is the module benchmarks.NAME.bench
+    "average": "averages over kept pairs of workers against process groups",
+    "converge": "loss over time and samples: group averages against all-reduce",
+    "decoupled": "reduce-scatter and all-gather apart (DeAR) against DDP and FSDP2 on slow links",
+    "endtoend": "the Trainer against torch's 1F1B and DDP, heterogeneous and homogeneous clusters",
+    "lab": "how accurate the lab is, and where its limit lies",
+    "pipeline": "the adaptive schedule against 1F1B on slow networks",
+    "plan": "how good plans are: known optima, against DT-FM's plans, and in the lab",
+    "predict": "how accurate the simulator is: predicted steps against steps in the lab",
+    "scale": "how many workers can be simulated, and in what time",
+    "sync": "every sync policy against all-reduce, with stragglers",
 }
 
 
@@ -67,7 +35,7 @@ def print_names(console: "Console") -> None:
     """Print each benchmark and what it measures."""
     from polyrhythm.tables import print_table
 
-    rows = [(name, BENCHMARKS[name].about) for name in names()]
+    rows = [(name, BENCHMARKS[name]) for name in names()]
     print_table(console, ["benchmark", "what it measures"], rows)
 
 
@@ -78,7 +46,7 @@ def names() -> tuple[str, ...]:
 def run(
     name: str, *, quick: bool = False, out: Path | None = None, console: "Console | None" = None
 ) -> "Result":
-    """Measure, print the table and, as the last line, the result as JSON; both also into `out`."""
+    """Measure, print the tables and, as the last line, the result as JSON; save it in `out`."""
     if name not in BENCHMARKS:
         raise UserError(
             f"unknown benchmark {name!r}",
@@ -90,12 +58,12 @@ def run(
     from polyrhythm.tables import print_line
 
     console = console or Console()
-    began = time.monotonic()
-    module = importlib.import_module(BENCHMARKS[name].module)
+    start = time.monotonic()
+    module = importlib.import_module(f"benchmarks.{name}.bench")
     result: Result = module.run(quick=quick, console=console)
-    took = time.monotonic() - began
+    duration = time.monotonic() - start
     if out is not None:
-        path = result.save(out, quick=quick, took=took)
+        path = result.save(out, quick=quick, duration=duration)
         print_line(console, f"rows: {path}")
-    print_line(console, result.line(quick=quick, took=took))
+    print_line(console, result.line(quick=quick, duration=duration))
     return result

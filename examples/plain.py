@@ -1,4 +1,4 @@
-"""Learn which byte comes next in Python's own source: a plain PyTorch script for one device."""
+"""Train a next-byte model on Python source code: a plain PyTorch script for one device."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 text = torch.tensor(list(Path(argparse.__file__).read_bytes()), device=device)
-windows = text.unfold(0, 17, 1)  # 16 bytes, and the one that follows
+windows = text.unfold(0, 17, 1)  # 16 bytes and the next one
 data = TensorDataset(windows[:-2000, :-1], windows[:-2000, -1])
 held_out = TensorDataset(windows[-2000:, :-1], windows[-2000:, -1])
 

@@ -1,4 +1,4 @@
-"""Learn which byte comes next in Python's own source, on whatever there is to train on."""
+"""Train a next-byte model on Python source code, on any number of processes and machines."""
 
 import argparse
 from pathlib import Path
@@ -12,7 +12,7 @@ import polyrhythm as pr
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 text = torch.tensor(list(Path(argparse.__file__).read_bytes()), device=device)
-windows = text.unfold(0, 17, 1)  # 16 bytes, and the one that follows
+windows = text.unfold(0, 17, 1)  # 16 bytes and the next one
 data = TensorDataset(windows[:-2000, :-1], windows[:-2000, -1])
 held_out = TensorDataset(windows[-2000:, :-1], windows[-2000:, -1])
 
@@ -30,6 +30,6 @@ torch.manual_seed(0)
 trainer = pr.Trainer(
     build, functional.cross_entropy, lambda p: torch.optim.AdamW(p, lr=2e-3), data, batch_size=256
 )
-trainer.fit(steps=len(data) // 256)  # an epoch
+trainer.fit(steps=len(data) // 256)  # one epoch
 loss = trainer.evaluate(held_out)
 print(f"held-out loss {loss:.3f}")

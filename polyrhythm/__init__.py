@@ -1,4 +1,4 @@
-"""Train one PyTorch model on machines that keep different time."""
+"""Train one PyTorch model on machines of unequal and changing speed."""
 
 __version__ = "0.1.0"  # above the imports: the event log, imported below, records it
 
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-_LAZY = {  # what needs torch, SciPy or Numba is imported when it is first used
+_LAZY = {  # names that need torch, SciPy or Numba: imported at first use
     "DistributedOptimizer": "polyrhythm.run.decoupled.optimizer",
     "GroupSync": "polyrhythm.run.averaging.group_sync",
     "ParameterServer": "polyrhythm.run.averaging.parameter_server",

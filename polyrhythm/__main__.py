@@ -1,4 +1,4 @@
-"""`python -m polyrhythm`, which is also how torchrun starts it."""
+"""Run the command as `python -m polyrhythm`, also under torchrun."""
 
 from polyrhythm.cli import main
 

@@ -1,10 +1,10 @@
-"""Inner loops as machine code: `@compiled` is Numba, with what it made kept on disk.
+"""Compile inner loops to machine code: `@compiled` is Numba with a cache on disk.
 
-The first call of all compiles, which takes seconds; later processes load what it wrote. Files that
-use this are imported inside of functions: Numba takes a third of a second to import, and
-`polyrhythm --help` must not wait for it. Compiled code is plain loops over arrays that it is given:
-every function of NumPy takes Numba up to a second more, and making the first array takes four. Its
-random numbers are those of Numba, see `seed`.
+The first call ever compiles, which takes seconds; later processes load the cache. Files that use
+this are imported inside functions: Numba takes a third of a second to import, and
+`polyrhythm --help` must not wait for it. Compiled code is plain loops over arrays passed to it:
+every function of NumPy takes Numba up to a second more, and allocating the first array takes four.
+Its random numbers come from Numba's generator, see `seed`.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ Flags = NDArray[np.bool_]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _HERE = Path(__file__).parent
-_NUM_KEPT = 4  # folders of other states of the sources: of a branch, or of a running process
+_NUM_KEPT = 4  # cache folders of other source versions: of a branch, or of a running process
 _config: Any = numba.config  # its attributes come from the environment, so mypy knows none
 
 
 def compiled(function: _Function) -> _Function:
-    """The same function, faster. As in C, no index is checked, and other threads run beside it."""
+    """Compile a function. As in C, indices are not checked; the GIL is released."""
     part = function.__module__.split(".")[1]
     given, _config.CACHE_DIR = _config.CACHE_DIR, str(_folder(part))
     try:
@@ -41,19 +41,19 @@ def compiled(function: _Function) -> _Function:
 
 
 def inlined(function: _Function) -> _Function:
-    """The same for what compiled code calls, and which becomes part of that.
+    """Mark a function that compiled code calls, to be inlined there.
 
-    From Python it is what it was, slow: a way in for Python takes as long to compile again.
+    Called from Python it runs uncompiled: a compiled entry point would double the compile time.
     """
     return register_jitable(function)
 
 
 @cache
 def _folder(part: str) -> Path:
-    """One for each part of the package that has compiled code, and each state of its sources.
+    """Return the cache folder of one part of the package and the present version of its sources.
 
-    Numba compiles a function anew if its file has changed, but not if that of a function it calls
-    has: by itself it would go on running code that is no longer there. No part calls another's.
+    Numba recompiles a function if its file has changed, but not if the file of a function that it
+    calls has: it would run stale code. No part calls compiled code of another part.
     """
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for source in sorted((_HERE / part).rglob("*.py")):
@@ -72,19 +72,19 @@ def _folder(part: str) -> Path:
 
 
 def remove_oldest(parent: Path, part: str) -> None:
-    """Keep what the newest few states of the sources were compiled to."""
+    """Remove all but the newest few cache folders."""
     folders = sorted(parent.glob(f"compiled-{part}-*"), key=lambda folder: folder.stat().st_mtime)
     for folder in folders[:-_NUM_KEPT]:
-        shutil.rmtree(folder, ignore_errors=True)  # another process may be at it, too
+        shutil.rmtree(folder, ignore_errors=True)  # another process may remove it concurrently
 
 
 @compiled
 def seed(value: int) -> None:
-    """Fix what compiled code draws from here on: Numba's generator is not NumPy's."""
+    """Seed the generator of compiled code: Numba's generator is not NumPy's."""
     np.random.seed(value)
 
 
 @inlined
 def random_below(count: int) -> int:
-    """A random number from 0 on; NumPy's own takes seconds more to compile."""
+    """Return a random integer from 0 to `count` - 1; NumPy's own takes seconds more to compile."""
     return int(np.random.random() * count)

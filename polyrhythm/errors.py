@@ -1,10 +1,10 @@
-"""Errors that say what was wrong, what was expected and how to fix it."""
+"""Errors that state what was wrong, what was expected and how to fix it."""
 
 from typing import Self
 
 
 class UserError(ValueError):
-    """Something the caller can put right."""
+    """An error that the caller can fix."""
 
     def __init__(self, wrong: str, *, expected: str, fix: str) -> None:
         super().__init__(f"{wrong}\n  expected: {expected}\n  fix: {fix}")
@@ -14,7 +14,7 @@ class UserError(ValueError):
         return _rebuild, (type(self), self.wrong, self.expected, self.fix)
 
     def at(self, where: str) -> Self:
-        """The same error with the place it came from, such as a file and a key, in front."""
+        """Return the same error prefixed with its location, such as a file and a key."""
         return type(self)(f"{where}: {self.wrong}", expected=self.expected, fix=self.fix)
 
 
@@ -31,7 +31,7 @@ class ScheduleError(UserError):
 
 
 class PolicyError(UserError):
-    """A way to synchronise that does not exist, cannot work here, or is used out of turn."""
+    """A policy or sync mode that does not exist, cannot work here, or is used out of order."""
 
 
 class EventError(UserError):
@@ -47,7 +47,7 @@ class LabError(UserError):
 
 
 class PeerError(RuntimeError):
-    """A peer that died or fell silent."""
+    """A peer that died or timed out."""
 
     def __init__(self, peer: str, *, action: str, waited: float, cause: str) -> None:
         super().__init__(f"lost {peer} during {action} after {waited:.1f} s: {cause}")
@@ -63,8 +63,8 @@ class WorkerError(RuntimeError):
     def __init__(
         self, rank: int, name: str, reason: str, *, status: int, output: str | None
     ) -> None:
-        said = "" if output is None else f"\n  its output: {output}"
-        super().__init__(f"{name} {reason}{said}")
+        details = "" if output is None else f"\n  its output: {output}"
+        super().__init__(f"{name} {reason}{details}")
         self.rank, self.reason, self.status, self.output = rank, reason, status, output
 
 

@@ -1,9 +1,9 @@
-"""The one event record: what happened, when, to whom and why, as JSON lines.
+"""The event record: kind, time, worker, step, reason and values, as JSON lines.
 
 Every worker writes its own log in `RUN/workers/`; `merge` joins them into `RUN/events.jsonl` when
 the run is over. A log can be read while it is being written: a line counts once its newline is
-there, so a torn last line (a killed worker, a full disk) is left out and everything before it is
-kept. The first line of a log names its schema; a reader refuses a newer one than it knows.
+written, so a torn last line (a killed worker, a full disk) is ignored and all lines before it
+count. The first line of a log names its schema; a reader refuses a newer one than it knows.
 """
 
 import heapq
@@ -23,20 +23,20 @@ from polyrhythm.errors import EventError
 from polyrhythm.types import Seconds, Worker
 
 SCHEMA = 2
-WORKERS = "workers"  # the folder of their logs, in that of the run
+WORKERS = "workers"  # folder of the workers' logs in the run's folder
 Value = float | int | str
 # Schema 1 had other names for these kinds; its logs are read under the present names.
 _KINDS_OF_SCHEMA_1 = {"way": "sync_mode", "average_mended": "average_repaired"}
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`time` is wall-clock time; of something that lasted, its start, and `duration` its length."""
+    """One event; `time` is wall-clock time, the start of an event that has a `duration`."""
 
     kind: str  # "log" (first line of a file), "run", "action", "step", ...
     time: Seconds
     worker: Worker | None = None
     step: int | None = None
-    name: str | None = None  # what exactly: an action prints as F3
+    name: str | None = None  # such as F3 for an action
     duration: Seconds | None = None
     why: str | None = None
     values: dict[str, Value] = {}
@@ -47,12 +47,12 @@ _decoder = msgspec.json.Decoder(Event)
 
 
 def _writable(value: Value) -> Value:
-    """JSON has no nan and no inf, and a loss can be both: they are written by name ("nan")."""
+    """Convert nan and inf, which a loss can be and JSON lacks, to strings such as "nan"."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class EventLog:
-    """Appends events to one file, a whole line per system call; never stops the work it records."""
+    """Append events to one file, a whole line per system call; a full disk only warns."""
 
     def __init__(self, path: Path, worker: Worker | None = None) -> None:
         self.path, self.worker = path, worker
@@ -60,7 +60,7 @@ class EventLog:
         self._file: int | None = os.open(
             path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666
         )
-        # Read the wall clock once: order and durations must survive a clock that is set meanwhile.
+        # Read the wall clock once: order and durations must survive changes of the clock.
         self._epoch = time.time() - time.perf_counter()
         self.write("log", values={"schema": SCHEMA, "polyrhythm": __version__})
 
@@ -68,7 +68,7 @@ class EventLog:
         return self.at(time.perf_counter())
 
     def at(self, moment: Seconds) -> Seconds:
-        """A moment of time.perf_counter() as a time of this log."""
+        """Convert a time of time.perf_counter() to a time of this log."""
         return self._epoch + moment
 
     def write(
@@ -82,7 +82,7 @@ class EventLog:
         why: str | None = None,
         values: Mapping[str, Value] | None = None,
     ) -> None:
-        """Record something that happens now, or that lasted from `start` until `end` or now."""
+        """Record an event of now, or one that lasted from `start` until `end` (default: now)."""
         now = self.now() if end is None else end
         self._append(
             Event(
@@ -128,7 +128,7 @@ class EventLog:
 
 
 def write_events(path: Path, events: Iterable[Event]) -> None:
-    """A whole log at once, of events that did not happen on a clock; in order of time."""
+    """Write a whole log of simulated events, sorted by time."""
     first = Event(kind="log", time=0.0, values={"schema": SCHEMA, "polyrhythm": __version__})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -139,7 +139,7 @@ def write_events(path: Path, events: Iterable[Event]) -> None:
 
 
 class LogReader:
-    """Reads one log from where it left off; call `new` again for what was written since."""
+    """Read one log incrementally: each call of `new` yields the events written since the last."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -154,7 +154,7 @@ class LogReader:
             raise EventError(
                 f"{self.path}: {error.strerror}",
                 expected="an event log",
-                fix="give the folder of a run, or check that the run wrote one",
+                fix="pass the folder of a run, or check that the run wrote an event log",
             ) from None
         with file:
             file.seek(self._offset)
@@ -201,23 +201,23 @@ def merged_log(run: Path) -> Path:
 
 
 def read_run(run: Path | str) -> Iterator[Event]:
-    """All events of a run in order of time, whether it is over, still going or was cut off."""
+    """Return all events of a finished, running or killed job, sorted by time."""
     run = Path(run)
     logs = sorted((run / WORKERS).glob("*.jsonl"))
     try:
-        # The merged log is complete as soon as it is there; workers' logs may be gone after it.
+        # The merged log is complete once it exists; the workers' logs may be removed after that.
         return _by_time([merged_log(run)] if merged_log(run).exists() or not logs else logs)
     except EventError:
         if not merged_log(run).exists():
             raise
-        return _by_time([merged_log(run)])  # it came while we read
+        return _by_time([merged_log(run)])  # written while we read
 
 
 def merge(run: Path) -> Path:
-    """Join the workers' logs into one; until that one is complete, theirs stay."""
+    """Join the workers' logs into one, and remove them once it is complete."""
     logs = sorted((run / WORKERS).glob("*.jsonl"))
     if merged_log(run).exists() or not logs:
-        _remove(logs)  # left by a merge that was cut off after its last step but one
+        _remove(logs)  # left by a merge that was interrupted before removing them
         return merged_log(run)
     partial = merged_log(run).with_suffix(".partial")
     with EventLog(partial) as log:
@@ -239,6 +239,6 @@ def _remove(logs: list[Path]) -> None:
 
 
 def _by_time(paths: list[Path]) -> Iterator[Event]:
-    # A log is in the order in which things ended, not began: sort each before merging them.
+    # A log is in the order of ends, not of starts: sort each log before merging.
     logs = [sorted(LogReader(path).new(), key=lambda event: event.time) for path in paths]
     return heapq.merge(*logs, key=lambda event: event.time)

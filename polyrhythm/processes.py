@@ -1,7 +1,7 @@
-"""Child processes that have an owner: forked to run one function, and gone when the owner is.
+"""Child processes with an owner: each is forked to run one function and ends with its owner.
 
-A child leads a session of its own, so that ending it ends whatever it started. The kernel kills it
-when its owner ends, however that happens. Its exit status says why it ended.
+A child leads its own session, so that ending it ends all processes that it started. The kernel
+kills it when its owner ends, even by a kill. Its exit status tells why it ended.
 """
 
 import contextlib
@@ -20,16 +20,16 @@ from typing import TextIO
 from polyrhythm.errors import PeerError, UserError
 from polyrhythm.types import Seconds
 
-# Exit statuses of a child; a negative one is the signal that ended it. A program has its own, so
-# ours are unlikely numbers.
+# Exit statuses of a child; a negative one is the signal that ended it. Programs have their own
+# statuses, so these are unlikely numbers.
 FAILED, BAD_INPUT, PEER_LOST = 1, 222, 223
-TERMINATED = 128 + signal.SIGTERM  # as a shell has it: SIGTERM came, and it left in good order
+TERMINATED = 128 + signal.SIGTERM  # as in a shell: a clean exit after SIGTERM
 
 _fork = multiprocessing.get_context("fork")
 
 
 class Child:
-    """`work` in a forked process; its stdout and stderr go to `output` where one is given."""
+    """A forked process that runs `work`; its stdout and stderr go to `output`, if given."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Child:
     ) -> None:
         self.output = output
         owner = os.getpid() if dies_with_owner else None
-        # Opened here: the file is there from the start, and if it cannot be, the owner hears of it.
+        # Opened by the owner, so that the file exists at once and the owner gets an error.
         file = None if output is None else output.open("w", buffering=1)
         self._process = _fork.Process(target=_run, args=(work, owner, file))
         self._process.start()
@@ -52,40 +52,40 @@ class Child:
 
     @property
     def sentinel(self) -> int:
-        """Becomes ready when the child ends."""
+        """A file descriptor that becomes readable when the child ends."""
         return self._process.sentinel
 
     @property
     def status(self) -> int | None:
-        """None while it runs."""
+        """The exit status; None while the child runs."""
         if self._status is None and (status := self._process.exitcode) is not None:
             self._status = status
             self._process.close()  # and with it a descriptor
         return self._status
 
     def wait(self, timeout: Seconds) -> int | None:
-        """Its exit status, or None if it still runs after `timeout`."""
+        """Return the exit status, or None if the child still runs after `timeout`."""
         if self.status is None:
             self._process.join(timeout)
         return self.status
 
     def signal(self, what: signal.Signals) -> None:
-        """To the child and everything it started; nothing happens if they are gone."""
+        """Signal the child and all processes that it started, if they still exist."""
         if self.status is not None and Path(f"/proc/{self.pid}").exists():
-            return  # the number belongs to another process by now, so nothing of ours is left
+            return  # the process id belongs to another process now: none of ours is left
         try:
             os.killpg(self.pid, what)
-        except ProcessLookupError:  # gone, or so young that it leads no session yet
+        except ProcessLookupError:  # ended, or so new that it leads no session yet
             if self.status is None:
                 os.kill(self.pid, what)
 
     def end(self) -> None:
-        """Kill it and what it started, and see it gone."""
+        """Kill the child and all processes that it started, and wait for its end."""
         end_all([self])
 
     @property
     def reason(self) -> str:
-        """Why it ended, in words."""
+        """Why the child ended, as text."""
         status = self.status
         if status is None or status == 0:
             return "still runs" if status is None else "ended well"
@@ -103,13 +103,13 @@ class Child:
 
 
 def end_all(children: Sequence[Child]) -> None:
-    """Kill them and what they started, all at once, and see them gone."""
+    """Kill all children and the processes that they started, and wait for their ends."""
     for child in children:  # stopped first: a survivor would report the others as lost
         child.signal(signal.SIGSTOP)
     for child in children:
         child.signal(signal.SIGKILL)
     for child in children:
-        while child.wait(1.0) is None:  # the kernel is at it: SIGKILL cannot be refused
+        while child.wait(1.0) is None:  # SIGKILL cannot be refused, only delayed
             pass
 
 
@@ -122,15 +122,15 @@ def signal_name(number: int) -> str:
 
 def wait_for_any(children: Sequence[Child], timeout: Seconds) -> None:
     """Return when one of the running `children` ends, none runs, or `timeout` has passed."""
-    # Whose end nobody has seen yet, without looking anew: an end between the caller's last look and
-    # this one would be left out here, and unknown to a caller that goes on to wait for the others.
+    # Children whose end was not seen yet, without a new check: a child that ends between the
+    # caller's check and this one would be skipped here, and the caller would wait for the others.
     running = [child.sentinel for child in children if child._status is None]
     if running:
         multiprocessing.connection.wait(running, max(0.0, timeout))
 
 
 def wait_for_all(children: Sequence[Child], timeout: Seconds) -> bool:
-    """Whether all have ended within `timeout`."""
+    """Return whether all children end within `timeout`."""
     ends = time.monotonic() + timeout
     return all(child.wait(max(0.0, ends - time.monotonic())) is not None for child in children)
 
@@ -140,7 +140,7 @@ def _die_with(owner: int) -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != owner:  # it ended before we asked
+    if os.getppid() != owner:  # the owner ended before the request
         os._exit(FAILED)
 
 
@@ -154,7 +154,7 @@ def _run(work: Callable[[], object], owner: int | None, file: TextIO | None) -> 
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     status = FAILED
-    with contextlib.suppress(OSError):  # a disk too full for the last words is no failure
+    with contextlib.suppress(OSError):  # a full disk is no failure of the work
         status = _status_of(work)
         sys.stdout.flush()
         sys.stderr.flush()

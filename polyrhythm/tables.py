@@ -1,6 +1,6 @@
-"""Tables for people: as wide as their content, and every text as it is.
+"""Print tables as wide as their content, without truncation or markup.
 
-A number cut short to fit a narrow screen is a wrong number, and brackets in a user's names are not
+A number truncated to fit a narrow screen is a wrong number, and brackets in a user's names are not
 markup.
 """
 
@@ -21,7 +21,7 @@ def print_table(
     title: str | None = None,
     numbers: bool = False,
 ) -> None:
-    """`numbers`: columns after the first stand right."""
+    """Print a table; with `numbers`, all columns after the first are right-aligned."""
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -32,7 +32,7 @@ def print_table(
         table.add_column(Text(name), justify="right" if numbers and place else "left")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    if title is not None:  # on its own: inside it would be broken at the table's width
+    if title is not None:  # printed separately: inside the table it would wrap at the table's width
         console.print(Text(title, style="italic"), soft_wrap=not console.is_terminal)
     endless = console.options.update(max_width=10_000)
     width = Measurement.get(console, endless, table).maximum

@@ -1,4 +1,4 @@
-"""The vocabulary: the few words that every other file shares.
+"""The vocabulary: the few types that all other files share.
 
 Quantities are plain numbers in base units (seconds, bytes, bytes per second). Their types carry the
 unit, so that a signature shows it and the file reader knows how to read "34ms".
@@ -14,7 +14,7 @@ from polyrhythm.errors import ScheduleError
 
 @dataclass(frozen=True, slots=True, eq=False)  # eq by identity: a unit is hashed inside Annotated
 class Unit:
-    """How a quantity is written: `scale[suffix]` base units make one of it."""
+    """How a quantity is written; one unit `suffix` is `scale[suffix]` base units."""
 
     quantity: str
     scale: Mapping[str, float]
@@ -60,9 +60,9 @@ class Worker(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Workers of one stage that average together; one alone just goes on."""
+    """Workers of one stage that average together; a single member skips the average."""
 
-    members: tuple[Worker, ...]  # sorted, so that all name it alike
+    members: tuple[Worker, ...]  # sorted, so that all members name the group alike
     why: str
 
 
@@ -72,7 +72,7 @@ class Op(StrEnum):
 
 
 class Action(NamedTuple):
-    """One thing a stage does; a schedule is a list of them."""
+    """The forward or backward of one micro-batch; a schedule is a list of actions."""
 
     op: Op
     microbatch: int

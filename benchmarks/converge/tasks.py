@@ -1,9 +1,9 @@
-"""What is learned: Python's own source by a byte-level GPT, and noisy digits by a small CNN.
+"""Learning tasks: Python's own source for a byte-level GPT, and noisy digits for a small CNN.
 
 Both are small enough that eight workers with real gradients leave two cores half idle, and hard
-enough that a loss stays to be compared: clean digits are learned to a loss near zero, of which two
-per cent are chance, so these are shifted and covered with noise. The loss that counts is the mean
-cross-entropy over a part of the data that no worker trains on.
+enough that a loss remains to compare: clean digits are learned to a loss near zero, of which two
+per cent are chance, so these are shifted and covered with noise. The loss is the mean cross-entropy
+over a part of the data that no worker trains on.
 """
 
 import dataclasses
@@ -25,25 +25,25 @@ from polyrhythm.run.demo.text import ByteText, standard_library
 Batch = tuple[Tensor, Tensor]
 
 
-class Task(Protocol):
-    """A model, its data, and how it is trained; a seed fixes the weights and the batches."""
+class LearningTask(Protocol):
+    """A model, its data and its optimizer; a seed fixes the weights and the batches."""
 
     name: str
-    largest_norm: float  # of a worker's gradient: longer ones are clipped
+    max_grad_norm: float  # of a worker's gradient: longer ones are clipped
     held_out: Batch
 
     def build(self, seed: int) -> nn.Module: ...
     def optimizer(self, model: nn.Module, lr: float, *, of_models: bool) -> Optimizer:
-        """`of_models`: what is averaged is models, after its steps, and not gradients before."""
+        """`of_models`: models are averaged after its steps, instead of gradients before them."""
 
     def draw(self, seed: int, worker: int, step: int) -> Batch:
-        """The batch of one worker's step; each worker has a sampler of its own."""
+        """Return the batch of one worker's step; each worker has its own sampler."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor: ...
 
 
-def num_weights(task: Task) -> int:
-    """Without building the model: a process that has computed must not fork."""
+def num_weights(task: LearningTask) -> int:
+    """Count without computing: a process that has computed must not fork."""
     with torch.device("meta"):
         return sum(p.numel() for p in task.build(0).parameters())
 
@@ -52,7 +52,7 @@ class SourceText:
     """Next bytes of Python's standard library; a tenth of it, at the end, is held out."""
 
     name = "gpt"
-    largest_norm = 0.3  # without, some seeds spend half of so short a training recovering
+    max_grad_norm = 0.3  # without it, some seeds spend half of the training recovering
 
     def __init__(self, *, batch_size: int = 32, num_held_out: int = 256) -> None:
         self.shape = GPTShape(num_blocks=2, width=48, context=32)
@@ -89,7 +89,7 @@ class NoisyDigits:
     """scikit-learn's 8x8 digits, shifted by up to a pixel, in noise; a fifth is held out."""
 
     name = "cnn"
-    largest_norm = 1.0
+    max_grad_norm = 1.0
     NOISE = 0.7  # of the standard deviation of all pixels
 
     def __init__(self, *, batch_size: int = 32, num_copies: int = 4) -> None:
@@ -131,7 +131,7 @@ class NoisyDigits:
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
-    """Images (count, 8, 8) with mean 0 and deviation 1 over all pixels, and their labels."""
+    """Return images (count, 8, 8) with mean 0 and deviation 1 over all pixels, and labels."""
     try:
         from sklearn.datasets import load_digits  # here: it takes a second to import
     except ImportError:
@@ -146,7 +146,7 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _disturbed(images: np.ndarray, noise: float, chance: np.random.Generator) -> np.ndarray:
-    """Shifted by -1, 0 or 1 pixels each way, with noise, as (count, 1, 8, 8)."""
+    """Return images (count, 1, 8, 8), shifted by up to a pixel in each direction, with noise."""
     count, height, width = images.shape
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1)), mode="edge")
     down, right = chance.integers(3, size=(2, count, 1, 1))

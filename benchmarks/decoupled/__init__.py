@@ -1,1 +1,1 @@
-"""Decoupled all-reduce against DDP and FSDP2, where gradients travel slowly."""
+"""Benchmark: reduce-scatter and all-gather apart (DeAR) against DDP and FSDP2 on slow links."""

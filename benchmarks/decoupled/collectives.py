@@ -1,15 +1,16 @@
-"""An all-reduce and its two halves by size, gloo's and ours: the paper's Figure 5."""
+"""Times of an all-reduce and of its two halves by size, gloo's and ours: the paper's Figure 5."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.decoupled.settings import HalvesPlan
-from benchmarks.decoupled.training import DEADLINE
+from benchmarks.decoupled.settings import TIMEOUT, CollectiveSetting
+from benchmarks.harness.report import median_of
+from benchmarks.harness.timing import time_together
 from polyrhythm.run.comm.process_groups import new_gloo_group
 from polyrhythm.run.comm.reduce_scatter import GlooCollectives
 from polyrhythm.types import Bytes, Seconds
@@ -17,15 +18,15 @@ from polyrhythm.types import Bytes, Seconds
 ALL_REDUCE = "all-reduce"
 SCATTER, GATHER, BOTH = "reduce-scatter", "all-gather", "both"
 GLOO, PEERS = "gloo", "ours"
-_NOTICE: Seconds = 0.02  # from agreeing on a moment until it comes
-_TRIPS = 9  # that agreeing takes, at most, of messages between four workers
+_HEAD_START: Seconds = 0.02  # from agreeing on a start until it comes
+_TRIPS = 9  # one-way messages that agreeing takes at most, among four workers
 
-Way = tuple[str, str]  # whose, and what
+Collective = tuple[str, str]  # GLOO or PEERS, and its name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HalfRow:
-    """One collective, until the last worker has it."""
+class CollectiveRow:
+    """One collective, until the last worker has the result."""
 
     num_workers: int
     size: Bytes
@@ -35,36 +36,43 @@ class HalfRow:
     seconds: Seconds
 
 
-def measure_halves(plan: HalvesPlan) -> list[HalfRow]:
-    """As one of the workers: all have the same rows."""
-    group = new_gloo_group(range(dist.get_world_size()), "halves", timeout=DEADLINE)
-    peers = GlooCollectives(group, timeout=DEADLINE)
+def time_collectives(setting: CollectiveSetting) -> list[CollectiveRow]:
+    """Return the same rows on all workers; a warm-up round goes before them."""
+    group = new_gloo_group(range(dist.get_world_size()), "halves", timeout=TIMEOUT)
+    peers = GlooCollectives(group, timeout=TIMEOUT)
     rows = []
-    for size in plan.sizes:
-        ways = _ways(torch.ones(size // 4), peers)
-        for number in range(plan.num_rounds + 1):
-            for (whose, what), actions in ways.items():
-                row = HalfRow(
+    for size in setting.sizes:
+        collectives = _collectives(torch.ones(size // 4), peers)
+        for number in range(setting.num_rounds + 1):
+            for (whose, what), actions in collectives.items():
+                row = CollectiveRow(
                     num_workers=peers.num_workers,
                     size=size,
                     whose=whose,
                     what=what,
                     round=number,
-                    seconds=_timed(actions),
+                    seconds=time_together(partial(_run, actions), head_start=_HEAD_START),
                 )
                 if number > 0:
                     rows.append(row)
     return rows
 
 
-def _ways(flat: Tensor, peers: GlooCollectives) -> dict[Way, Sequence[Callable[[], object]]]:
-    """What each does, one thing after the other."""
+def _run(actions: Sequence[Callable[[], object]]) -> None:
+    for action in actions:
+        action()
+
+
+def _collectives(
+    flat: Tensor, peers: GlooCollectives
+) -> dict[Collective, Sequence[Callable[[], object]]]:
+    """Return the actions of each collective, one after the other."""
     own = flat.view(peers.num_workers, -1)[peers.rank].clone()
     world = dist.group.WORLD
-    assert world is not None, "the job has begun"
+    assert world is not None, "the process group is initialised"
 
     def scatter() -> None:
-        # Its public name depends on the release.
+        # Its public name depends on torch's release.
         world._reduce_scatter_base(own, flat, dist.ReduceScatterOptions()).wait()
 
     def gather() -> None:
@@ -88,33 +96,34 @@ def _ways(flat: Tensor, peers: GlooCollectives) -> dict[Way, Sequence[Callable[[
 
 
 def message_time(size: Bytes, latency: Seconds) -> Seconds:
-    """Of a plain message from the first worker to the last; `latency` is what they are apart.
+    """Time a plain message from the first worker to the last; `latency` is that of their link.
 
-    In one direction: with traffic in both, acknowledgements wait behind data, and TCP gets about
-    three quarters of it. That is to count against whoever sends so.
+    In one direction only: with traffic in both, acknowledgements wait behind data, and TCP gets
+    about three quarters of the bandwidth. That counts against a side which sends so.
     """
     message, last = torch.ones(size // 4), dist.get_world_size() - 1
 
-    def pass_on() -> None:
+    def send() -> None:
         if dist.get_rank() == 0:
             dist.send(message, last)
         elif dist.get_rank() == last:
             dist.recv(message, 0)
 
-    return _timed([pass_on], notice=_NOTICE + _TRIPS * latency)
+    return time_together(send, head_start=_HEAD_START + _TRIPS * latency)
 
 
-def _timed(actions: Sequence[Callable[[], object]], *, notice: Seconds = _NOTICE) -> Seconds:
-    """From a moment that all agree on until the last is done."""
-    began = _latest(time.monotonic() + notice)
-    time.sleep(max(0.0, began - time.monotonic()))
-    for action in actions:
-        action()
-    return _latest(time.monotonic()) - began
+def milliseconds(
+    rows: Sequence[CollectiveRow], num_workers: int, size: int, of: Collective
+) -> float:
+    """Return the median time of a collective."""
+    whose, what = of
+    case = {"num_workers": num_workers, "size": size, "whose": whose, "what": what}
+    return 1e3 * median_of(rows, "seconds", **case)
 
 
-def _latest(time_of_mine: Seconds) -> Seconds:
-    """The largest of all workers, who have the same clock; a barrier, too."""
-    largest = torch.tensor(time_of_mine, dtype=torch.float64)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest.item()
+def over_all_reduce(
+    rows: Sequence[CollectiveRow], num_workers: int, size: int, of: Collective
+) -> float:
+    """Return the median time of a collective over that of gloo's all-reduce."""
+    all_reduce = milliseconds(rows, num_workers, size, (GLOO, ALL_REDUCE))
+    return milliseconds(rows, num_workers, size, of) / all_reduce

@@ -1,93 +1,77 @@
-"""The whole of it against torch alone: a stormy world, a quiet room, saving, and a script."""
+"""The Trainer against torch: heterogeneous and homogeneous clusters, checkpoints, a script."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 
-from benchmarks.bars import print_bars
+from benchmarks.endtoend.heterogeneous import heterogeneous
+from benchmarks.endtoend.homogeneous import checkpoint, homogeneous
+from benchmarks.endtoend.job import TurnRow
 from benchmarks.endtoend.lines import lines_to_change
-from benchmarks.endtoend.quiet import quiet
-from benchmarks.endtoend.saving import saving
-from benchmarks.endtoend.stormy import StormyRow, stormy
-from benchmarks.endtoend.turns import TurnRow
-from benchmarks.result import Result
-from polyrhythm.tables import print_line, print_table
+from benchmarks.harness.report import (
+    Bar,
+    Result,
+    print_bars,
+    print_rows,
+    progress_printer,
+    select,
+)
 
-BARS = {"stormy": 3.0, "stormy_loss": 0.02, "quiet": 1.0, "checkpoint": 1.05, "lines": 10.0}
-AT_MOST = ("stormy_loss", "checkpoint", "lines")
+BARS = (
+    Bar("stormy", ">=", 3.0, "samples per second over torch's, heterogeneous cluster"),
+    Bar("stormy_loss", "<=", 0.02, "held-out loss above that of one process on equal batches"),
+    Bar("quiet", ">=", 1.0, "steps per second over torch's, homogeneous cluster"),
+    Bar("checkpoint", "<=", 1.05, "a step with asynchronous checkpoints over one without"),
+    Bar("lines", "<=", 10.0, "lines of a plain script that change"),
+)
 
 
 def run(*, quick: bool, console: Console) -> Result:
-    def say(line: str) -> None:
-        if console.is_terminal:
-            print_line(console, line)
-
-    lines = lines_to_change()
-    quiet_ratio, quiet_rows = quiet(quick=quick, say=say)
-    _show_turns(console, quiet_rows, "equal machines, fast network: a step of each turn, s")
-    checkpoint, saving_rows = saving(quick=quick, say=say)
-    _show_turns(console, saving_rows, "two local processes: a step of each turn, s")
-    storm = stormy(quick=quick, say=say)
-    _show_storm(console, storm.rows)
+    show = progress_printer(console)
+    lines = lines_to_change()  # first: it refuses to run outside a checkout
+    quiet_ratio, quiet_rows = homogeneous(quick=quick, show=show)
+    _print_turns(console, quiet_rows, "equal machines, fast network: a step of each turn, s")
+    checkpoint_ratio, checkpoint_rows = checkpoint(quick=quick, show=show)
+    _print_turns(console, checkpoint_rows, "two local processes: a step of each turn, s")
+    stormy_ratios, figures, stormy_rows = heterogeneous(quick=quick, show=show)
+    print_rows(
+        console,
+        stormy_rows,
+        {
+            "side": lambda row: row.side + (" (disturbed)" if row.disturbed else ""),
+            "places": lambda row: row.layout,
+            "micro-batch": lambda row: f"{row.microbatch_size}",
+            "steps": lambda row: f"{row.num_steps}",
+            "s": lambda row: f"{row.seconds:.1f}",
+            "samples/s": lambda row: f"{row.rate:.2f}",
+            "second half": lambda row: f"{row.steady_rate:.2f}",
+            "cores' load": lambda row: f"{row.load:.2f}",
+        },
+        title="16 workers around the world, slow at random, on bursty links",
+    )
     ratios = {
-        **storm.ratios,
+        **stormy_ratios,
         "quiet": quiet_ratio,
-        "checkpoint": checkpoint,
+        "checkpoint": checkpoint_ratio,
         "lines": float(lines),
     }
-    _show(console, ratios, quick=quick)
+    print_bars(console, BARS, ratios, quick=quick)
     return Result(
         bench="endtoend",
         ratios=ratios,
-        figures=storm.figures,
-        rows=[*storm.rows, *quiet_rows, *saving_rows],
+        figures=figures,
+        rows=[*stormy_rows, *quiet_rows, *checkpoint_rows],
     )
 
 
-def _show_turns(console: Console, rows: Sequence[TurnRow], title: str) -> None:
-    sides = list(dict.fromkeys(row.side for row in rows))
-    print_table(
+def _print_turns(console: Console, rows: Sequence[TurnRow], title: str) -> None:
+    print_rows(
         console,
-        ["side", "turns"],
-        [[side, "  ".join(f"{r.step:.3f}" for r in rows if r.side == side)] for side in sides],
+        dict.fromkeys(row.side for row in rows),
+        {
+            "side": lambda side: side,
+            "turns": lambda side: "  ".join(f"{row.step:.3f}" for row in select(rows, side=side)),
+        },
         title=title,
+        numbers=False,
     )
-
-
-def _show_storm(console: Console, rows: Sequence[StormyRow]) -> None:
-    print_table(
-        console,
-        ["side", "places", "micro-batch", "steps", "s", "samples/s", "at last", "cores' load"],
-        [
-            [
-                row.side + (" (disturbed)" if row.disturbed else ""),
-                row.layout,
-                str(row.microbatch_size),
-                str(row.num_steps),
-                f"{row.seconds:.1f}",
-                f"{row.rate:.2f}",
-                f"{row.steady_rate:.2f}",
-                f"{row.load:.2f}",
-            ]
-            for row in rows
-        ],
-        title="16 workers around the world, slow at random, on bursty links",
-        numbers=True,
-    )
-
-
-def _show(console: Console, ratios: Mapping[str, float], *, quick: bool) -> None:
-    rows = (
-        (
-            name,
-            f"{ratios[name]:.4g}",
-            f"{'<=' if name in AT_MOST else '>='} {bar:g}",
-            "reached" if _reached(name, ratios[name]) else "MISSED",
-        )
-        for name, bar in BARS.items()
-    )
-    print_bars(console, rows, quick=quick)
-
-
-def _reached(name: str, ratio: float) -> bool:
-    return ratio <= BARS[name] if name in AT_MOST else ratio >= BARS[name]

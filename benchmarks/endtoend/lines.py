@@ -1,8 +1,8 @@
 """`lines`: how many lines of a plain PyTorch script change until the Trainer runs it.
 
-The two scripts of the examples are compared line by line. Of each place where they differ, the
-larger number counts: of the lines that go, or of those that come. The docstring that says what a
-script is does not count, nor do empty lines.
+The two scripts of the examples are compared line by line. Each place where they differ counts by
+the larger number of lines, removed or added. The docstring of a script does not count, nor do empty
+lines.
 """
 
 import ast
@@ -16,7 +16,7 @@ PLAIN, TRAINER = "plain.py", "trainer.py"
 
 
 def examples() -> Path:
-    """The folder of examples, which comes with the source."""
+    """Return the folder of the example scripts."""
     folder = Path(polyrhythm.__file__).parents[1] / "examples"
     if not (folder / PLAIN).is_file():
         raise LaunchError(
@@ -29,24 +29,23 @@ def examples() -> Path:
 
 def lines_to_change() -> int:
     folder = examples()
-    return changed(*((folder / name).read_text() for name in (PLAIN, TRAINER)))
+    return num_changed(*((folder / name).read_text() for name in (PLAIN, TRAINER)))
 
 
-def changed(before: str, after: str) -> int:
-    old, new = counted(before), counted(after)
-    found = SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes()
-    return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in found if tag != "equal")
+def num_changed(before: str, after: str) -> int:
+    old, new = counted_lines(before), counted_lines(after)
+    changes = SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes()
+    return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in changes if tag != "equal")
 
 
-def counted(script: str) -> list[str]:
-    """The lines of a script that count."""
+def counted_lines(script: str) -> list[str]:
     lines, first = script.splitlines(), ast.parse(script).body[0]
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
         lines = lines[first.end_lineno :]
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def shown(before: str, after: str) -> list[str]:
-    """What changes, as `diff` shows it, without its places and what stays."""
-    found = unified_diff(counted(before), counted(after), n=0, lineterm="")
+def diff_lines(before: str, after: str) -> list[str]:
+    """Return the removed and added lines as `diff` shows them, without positions and context."""
+    found = unified_diff(counted_lines(before), counted_lines(after), n=0, lineterm="")
     return [line for line in list(found)[2:] if not line.startswith("@@")]

@@ -1,1 +1,1 @@
-"""Is the emulated network what its description says?"""
+"""How accurate the emulated network is."""

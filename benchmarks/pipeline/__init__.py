@@ -1,1 +1,1 @@
-"""What a schedule gains on slow and changing networks."""
+"""Benchmark: the adaptive schedule against 1F1B on slow and changing networks."""

@@ -1,4 +1,4 @@
-"""The networks of the pipeline benchmark: how long a transfer takes, in forwards of a stage."""
+"""The networks of the pipeline benchmark: the time of a transfer, in forwards of a stage."""
 
 import random
 from collections.abc import Iterator
@@ -16,21 +16,21 @@ LATENCY: Seconds = 0.0002
 # A full TCP segment takes 1,500 bytes on the wire and carries 1,448.
 _OVERHEAD = 1500 / 1448
 
-QUICK_LINK, PREEMPTED_LINK = 0.2, 1.5  # bursty: transfers in forwards
+FREE_LINK, PREEMPTED_LINK = 0.2, 1.5  # bursty: transfers in forwards
 PREEMPTED_SHARE = 0.4  # of draws
 MEAN_DWELL = 6.7  # forwards until the next draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """`transfers[link]` in forwards, both directions alike; a bursty one draws them again."""
+class PipelineNetwork:
+    """`transfers[link]`: time in forwards, in both directions; a bursty network redraws it."""
 
     name: str
     transfers: tuple[float, ...]
     bursty: bool = False
 
     def times(self, forward: Seconds) -> PipelineTimes:
-        """What an ideal machine would measure."""
+        """Return what an ideal machine would measure."""
         links = tuple(
             LinkTimes(busy=(c * forward - LATENCY,), latency=LATENCY) for c in self.transfers
         )
@@ -43,7 +43,7 @@ class Network:
         )
 
     def changes(self, forward: Seconds, message: Bytes) -> list[LinkChange]:
-        """That make any network this one, at its start."""
+        """Return the changes that turn any network into the start of this one."""
         return [
             LinkChange(
                 at=0.0,
@@ -57,19 +57,19 @@ class Network:
 
 
 def bandwidth(transfer: float, forward: Seconds, message: Bytes) -> BytesPerSecond:
-    """At which a message takes `transfer` forwards from sent to arrived."""
+    """Return the bandwidth at which a message arrives after `transfer` forwards."""
     return message * _OVERHEAD / (transfer * forward - LATENCY)
 
 
 def bursts(forward: Seconds, message: Bytes, *, until: Seconds, seed: int) -> Iterator[LinkChange]:
-    """Every direction of every link, preempted or not, drawn again after a random dwell."""
+    """Redraw each direction of each link, preempted or not, after random dwell times."""
     draw = random.Random(seed)
     for source, target in pairwise(HOSTS):
         for one, other in ((source, target), (target, source)):
             at = 0.0
             while at < until:
                 preempted = draw.random() < PREEMPTED_SHARE
-                transfer = PREEMPTED_LINK if preempted else QUICK_LINK
+                transfer = PREEMPTED_LINK if preempted else FREE_LINK
                 yield LinkChange(
                     at=at,
                     source=one,
@@ -80,8 +80,8 @@ def bursts(forward: Seconds, message: Bytes, *, until: Seconds, seed: int) -> It
                 at += draw.expovariate(1 / (MEAN_DWELL * forward))
 
 
-def ideal(network: Network, forward: Seconds, num_microbatches: int) -> Seconds:
-    """The shortest simulated length, of kFkB and of generous limits."""
+def ideal(network: PipelineNetwork, forward: Seconds, num_microbatches: int) -> Seconds:
+    """Return the shortest simulated length of kFkB and of generous in-flight limits."""
     specs = [ScheduleSpec("kfkb", k=k) for k in range(1, num_microbatches + 1)]
     size = len(HOSTS)
     specs += [
@@ -94,7 +94,7 @@ def ideal(network: Network, forward: Seconds, num_microbatches: int) -> Seconds:
 
 
 def cluster() -> Cluster:
-    """Hosts in a row; links get their rate from a network."""
+    """Return hosts in a row; a network sets the bandwidth of their links."""
     size = len(HOSTS)
     return Cluster(
         name="pipeline",
@@ -105,10 +105,10 @@ def cluster() -> Cluster:
     )
 
 
-def uniform(name: str, transfer: float) -> Network:
-    return Network(name=name, transfers=(transfer,) * (len(HOSTS) - 1))
+def uniform(name: str, transfer: float) -> PipelineNetwork:
+    return PipelineNetwork(name=name, transfers=(transfer,) * (len(HOSTS) - 1))
 
 
 HALF, FULL, FAST = uniform("half", 0.5), uniform("full", 1.0), uniform("fast", 0.02)
-BURSTY = Network(name="bursty", transfers=(0.72,) * 3, bursty=True)
-SLOW_LINK = Network(name="slowlink", transfers=(0.05, 1.0, 0.05))
+BURSTY = PipelineNetwork(name="bursty", transfers=(0.72,) * 3, bursty=True)
+SLOW_LINK = PipelineNetwork(name="slowlink", transfers=(0.05, 1.0, 0.05))

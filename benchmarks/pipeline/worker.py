@@ -1,33 +1,38 @@
-"""One stage of the benchmarked pipelines, on a host of the lab, doing what it is told.
+"""Four stages on four hosts of the lab, and a pool that drives them step by step.
 
-The same stage (a sleep in place of compute) runs under torch's Schedule1F1B and under our pipeline:
-what differs is the executor and the schedule.
+The same emulated stage runs under torch's Schedule1F1B and under our Pipeline: only the executor
+and the schedule differ. A third comparison, in one process, has real compute and no network.
 """
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch._dynamo  # before the fork: it takes a second
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn import functional
 
+from benchmarks.harness.compute import EmulatedCompute, EmulatedLayer
+from benchmarks.harness.pool import LocalHosts, PoolWorker, WorkerPool
+from benchmarks.pipeline.networks import PipelineNetwork, bursts
+from polyrhythm.describe.scenario import LinkChange
+from polyrhythm.lab.lab import Lab
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.types import Seconds
 
-_DEADLINE: Seconds = 60.0
-_PORT = 29500
+BASELINE = "torch"
+_TIMEOUT: Seconds = 60.0  # of a wait for another stage
+_STEP_TIMEOUT: Seconds = 90.0  # for one step of the slowest side on the slowest network
+_NUM_MICROBATCHES, _MICROBATCH_SIZE, _WIDTH = 8, 16, 256  # of the plain loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What every stage does: `backward` takes twice as long as `forward`."""
-
+class StageLoad:
     num_microbatches: int
     num_floats: int  # of a message
 
@@ -37,122 +42,151 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """Run one step under a side; `anew`: make the side again first, as it is at the start."""
-
-    side: str  # torch, auto, or a schedule of ours
-    forward: Seconds
-    anew: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    seconds: Seconds  # from the moment all were ready until all were done
-    spec: str
+class StepAnswer:
+    seconds: Seconds  # from when all stages were ready until all were done
+    schedule: str
     peak_in_flight: int
 
 
-class _Sleep(torch.autograd.Function):
-    """The compute of a stage that uses no core: forward and backward are sleeps."""
+class StagePool(WorkerPool):
+    """One process per host and stage."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, stage: "SleepingStage") -> Tensor:
-        ctx.stage = stage
-        time.sleep(stage.seconds)
-        return x.clone()
+    def __init__(self, lab: Lab, load: StageLoad) -> None:
+        super().__init__(lab, _work, load, timeout=_TIMEOUT, serves_orders=True)
+        self._lab, self._load = lab, load
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.stage.seconds)
-        return gradients[0], None
+    def set_network(self, network: PipelineNetwork, forward: Seconds) -> None:
+        for change in network.changes(forward, self._load.message_bytes):
+            self._lab.change(change)
+
+    def step(
+        self,
+        side: str,
+        forward: Seconds,
+        network: PipelineNetwork,
+        *,
+        seed: int,
+        restart: bool = False,
+    ) -> list[StepAnswer]:
+        """Run one step of a side: BASELINE, or a schedule of ours.
+
+        `forward`: of a micro-batch; a backward takes twice as long. A bursty network changes in the
+        same way for the same `seed`. `restart`: as if the side had not run before.
+        """
+        changes: Sequence[LinkChange] = ()
+        if network.bursty:
+            drawn = bursts(forward, self._load.message_bytes, until=_STEP_TIMEOUT, seed=seed)
+            changes = sorted(drawn, key=lambda change: change.at)
+        order = side, forward, restart
+        return self.call("step", *order, timeout=_STEP_TIMEOUT, links=changes)
 
 
-class SleepingStage(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.seconds: Seconds = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        slept: Tensor = _Sleep.apply(x * self.weight, self)  # type: ignore[no-untyped-call]
-        return slept
-
-
-def work(rank: int, num_stages: int, master: str, load: Load, orders: Connection) -> None:
-    """Serve orders until there are no more."""
+def _work(worker: PoolWorker, load: StageLoad) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{master}:{_PORT}",
-        rank=rank,
-        world_size=num_stages,
-        timeout=timedelta(seconds=_DEADLINE),
-    )
-    sides = _Sides(load)
-    orders.send("ready")
-    while (order := orders.recv()) is not None:
-        orders.send(sides.run(order))
-    sides.close()
-    dist.barrier()
-    dist.destroy_process_group()
+    with worker.process_group():
+        sides = _Sides(worker, load)
+        worker.serve(sides)
+        sides.close()
 
 
 class _Sides:
-    """Every side with a stage of its own, made when it is first asked for."""
+    """The executors of this stage by side, each made when it is first needed."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, worker: PoolWorker, load: StageLoad) -> None:
+        self._rank, self._num_stages = worker.rank, worker.world_size
         self._load = load
-        self._made: dict[str, tuple[SleepingStage, Any]] = {}
+        self._made: dict[str, tuple[EmulatedCompute, Any]] = {}
         self._batch = torch.ones(load.num_microbatches, load.num_floats)
 
-    def run(self, order: Order) -> Answer:
-        stage, pipeline = self._side(order.side, anew=order.anew)
-        stage.seconds = order.forward
-        arguments = (self._batch,) if dist.get_rank() == 0 else ()
-        last = dist.get_rank() == dist.get_world_size() - 1
+    def step(self, side: str, forward: Seconds, restart: bool) -> StepAnswer:
+        compute, executor = self._side(side, restart)
+        compute.forward, compute.backward = forward, 2 * forward
+        inputs = (self._batch,) if self._rank == 0 else ()
+        target = self._batch if self._rank == self._num_stages - 1 else None
         dist.barrier()
         start = time.perf_counter()
-        pipeline.step(*arguments, target=self._batch if last else None, return_outputs=False)
+        executor.step(*inputs, target=target, return_outputs=False)
         dist.barrier()
         seconds = time.perf_counter() - start
-        if not isinstance(pipeline, Pipeline):
-            return Answer(seconds=seconds, spec="torch", peak_in_flight=0)
-        return Answer(
+        if not isinstance(executor, Pipeline):
+            return StepAnswer(seconds=seconds, schedule=BASELINE, peak_in_flight=0)
+        return StepAnswer(
             seconds=seconds,
-            spec=str(pipeline.last_spec),
-            peak_in_flight=pipeline.peak_in_flight,
+            schedule=str(executor.last_spec),
+            peak_in_flight=executor.peak_in_flight,
         )
 
     def close(self) -> None:
-        for _, pipeline in self._made.values():
-            if isinstance(pipeline, Pipeline):
-                pipeline.close()
+        for _, executor in self._made.values():
+            if isinstance(executor, Pipeline):
+                executor.close()
 
-    def _side(self, name: str, *, anew: bool) -> tuple[SleepingStage, Any]:
-        if anew and name in self._made and isinstance(self._made[name][1], Pipeline):
+    def _side(self, name: str, restart: bool) -> tuple[EmulatedCompute, Any]:
+        if restart and name in self._made and name != BASELINE:
             self._made.pop(name)[1].close()
         if name not in self._made:
-            stage = SleepingStage()
-            make: Callable[[str, SleepingStage], Any] = (
-                self._torch if name == "torch" else self._own
-            )
-            self._made[name] = stage, make(name, stage)
+            compute = EmulatedCompute(start=0.0)
+            stage = EmulatedLayer(torch.ones(1), compute)
+            self._made[name] = compute, self._executor(name, stage)
         return self._made[name]
 
-    def _torch(self, name: str, stage: SleepingStage) -> Schedule1F1B:
-        rank, num_stages = dist.get_rank(), dist.get_world_size()
-        wrapped = PipelineStage(stage, rank, num_stages, torch.device("cpu"))
-        return Schedule1F1B(wrapped, self._load.num_microbatches, loss_fn=_loss)
+    def _executor(self, name: str, stage: EmulatedLayer) -> Schedule1F1B | Pipeline:
+        number = self._load.num_microbatches
+        if name != BASELINE:
+            return Pipeline(
+                stage,
+                loss_fn=functional.mse_loss,
+                num_microbatches=number,
+                schedule=name,
+                timeout=_TIMEOUT,
+            )
+        wrapped = PipelineStage(stage, self._rank, self._num_stages, torch.device("cpu"))
+        return Schedule1F1B(wrapped, number, loss_fn=functional.mse_loss)
 
-    def _own(self, name: str, stage: SleepingStage) -> Pipeline:
-        return Pipeline(
-            stage,
-            loss_fn=_loss,
-            num_microbatches=self._load.num_microbatches,
-            schedule=name,
-            timeout=_DEADLINE,
-        )
+
+def plain_loop(num_rounds: int) -> float:
+    """Return the time of a plain gradient-accumulation loop over that of a one-stage Pipeline.
+
+    The median over rounds, in turns, of real compute: what the executor itself costs.
+    """
+    # In a process of its own: this one must stay able to fork.
+    with WorkerPool(LocalHosts(), _compare_with_plain_loop, num_rounds, timeout=_TIMEOUT) as pool:
+        (ratio,) = pool.gather(f"{num_rounds} rounds of a plain loop")
+    return float(ratio)
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
+def _compare_with_plain_loop(worker: PoolWorker, num_rounds: int) -> None:
+    torch.set_num_threads(1)
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        layers += [nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH)]
+    model = nn.Sequential(*layers)
+    pipeline = Pipeline(model, loss_fn=functional.mse_loss, num_microbatches=_NUM_MICROBATCHES)
+    inputs = torch.randn(_NUM_MICROBATCHES * _MICROBATCH_SIZE, _WIDTH)
+    target = torch.randn_like(inputs)
+
+    def ours() -> None:
+        pipeline.step(inputs, target=target, return_outputs=False)
+
+    def plain() -> None:
+        chunks = inputs.chunk(_NUM_MICROBATCHES), target.chunk(_NUM_MICROBATCHES)
+        for x, y in zip(*chunks, strict=True):
+            torch.autograd.backward(functional.mse_loss(model(x), y) / _NUM_MICROBATCHES)
+
+    sides = (plain, ours)
+    for side in sides:
+        _timed(side, model)
+    ratios = []
+    for number in range(num_rounds):
+        first, second = sides if number % 2 else sides[::-1]
+        times = {first: _timed(first, model), second: _timed(second, model)}
+        ratios.append(times[plain] / times[ours])
+    worker.send(statistics.median(ratios))
+
+
+def _timed(side: Callable[[], None], model: nn.Module) -> Seconds:
+    start = time.perf_counter()
+    for _ in range(3):
+        side()
+        model.zero_grad()
+    return time.perf_counter() - start

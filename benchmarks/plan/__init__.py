@@ -1,1 +1,1 @@
-"""How good the planner's plans are, and what they take to find."""
+"""How good plans are."""

@@ -1,1 +1,1 @@
-"""How true the simulator is: steps that it predicts, and the same steps in the lab."""
+"""How accurate the simulator is: predicted steps against steps in the lab."""

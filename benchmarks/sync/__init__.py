@@ -1,1 +1,1 @@
-"""What group averaging gains on machines that are slow."""
+"""Benchmark: every sync policy against all-reduce, with stragglers."""

@@ -1,46 +1,60 @@
-"""How much a scheduler can take: one coordinator over loopback, and workers that only speak.
+"""The load that one coordinator sustains, over loopback, from workers that only send messages.
 
-Throughput: cycles of workers per second (Ready, Assign, Done, Commit), each worker beginning anew
-as soon as it is through; the median of half-second windows. Answers: how long workers wait, at half
-of that load, for what is not meant to make them wait. An answer's time is
-- of a Commit: from when the last member of the group has sent Done until each member has it;
-- of an Assign: until each member has it, from when it was due. It is due when a window closes, or,
-  if no timer had to pass, when the message was sent that made the group possible. A replay of the
-  decision log tells which, and when; so it is also a test that the log replays.
-Connections with CURVE, policy `age`, the decision log written. Both sides share this machine.
+Throughput: cycles of workers per second (Ready, Assign, Done, Commit), where each worker starts its
+next cycle at once; the median of half-second windows. Answer times: how long workers wait, at half
+that load, for messages that should not make them wait. The answer time is
+- of a Commit: from when the last member of the group has sent Done until each member receives it;
+- of an Assign: from when it was due until each member receives it. It is due when a window closes
+  or, if no timer had to pass, when the message was sent that made the group possible. A replay of
+  the decision log shows which of the two, and when; so this also tests that the log replays.
+Connections use CURVE, the policy is `age`, the decision log is written. The coordinator and the
+load share this machine.
 """
 
 import gc
+import heapq
+import math
 import os
+import random
 import signal
 import statistics
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import psutil  # type: ignore[import-untyped]
+import zmq
 from rich.console import Console
 
-from benchmarks.sync.scheduler_load import Load, Times, loaded
+from polyrhythm.errors import PeerError
 from polyrhythm.processes import Child
 from polyrhythm.run.coordinator.coordinator import Coordinator
 from polyrhythm.run.coordinator.keys import JobKeys
+from polyrhythm.run.coordinator.wire import PROTOCOL, Accepted, FromWorker, Hello, Welcome
 from polyrhythm.sync.decision_log import LOG_NAME, DecisionReader
-from polyrhythm.sync.protocol import Assign, Commit, Done, Event, Ready
+from polyrhythm.sync.protocol import Assign, Commit, Done, Event, Ready, Skip
 from polyrhythm.sync.setup import Setup
 from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Seconds, Worker
 
-ENDING: Seconds = 5.0  # for a coordinator to end by itself
+_INCARNATION = 1
+_JOIN_TIMEOUT: Seconds = 30.0
+_STOP_TIMEOUT: Seconds = 5.0  # for the coordinator to end by itself
+_STANDSTILL: Seconds = 30.0  # of a machine that is busy elsewhere
+_BATCH = 64  # messages between two checks for workers whose next cycle is due
+_JITTER = 0.1  # of a worker's period, so that workers do not fall into step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerFigures:
-    """Of one connection per worker, where nothing else is said."""
+    """Figures with one connection per worker, unless stated otherwise."""
 
     num_workers: int
     per_s: float  # cycles of workers at saturation
@@ -56,7 +70,7 @@ class SchedulerFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class SchedulerSetting:
     num_stages: int
     num_pipelines: int
     fewer_connections: tuple[int, ...]
@@ -69,7 +83,7 @@ class _Plan:
         return Setup(policy="age", num_stages=self.num_stages, num_pipelines=self.num_pipelines)
 
 
-FULL = _Plan(
+FULL = SchedulerSetting(
     num_stages=8,
     num_pipelines=125,
     fewer_connections=(125, 8),
@@ -77,7 +91,7 @@ FULL = _Plan(
     num_windows=7,
     timed=4.0,
 )
-QUICK = _Plan(
+QUICK = SchedulerSetting(
     num_stages=8,
     num_pipelines=16,
     fewer_connections=(8,),
@@ -87,30 +101,36 @@ QUICK = _Plan(
 )
 
 
+@dataclass(slots=True)
+class MessageTimes:
+    """When messages were sent or received, on the clock that the coordinator has, too."""
+
+    ready: dict[tuple[Worker, int], Seconds] = field(default_factory=dict)  # sent, by clock
+    done: dict[tuple[Worker, int], Seconds] = field(default_factory=dict)  # sent, by gid
+    assigned: dict[tuple[Worker, int], Seconds] = field(default_factory=dict)
+    committed: dict[tuple[Worker, int], Seconds] = field(default_factory=dict)
+
+
 def measure(*, quick: bool, console: Console) -> SchedulerFigures:
-    """Under 25 s, or 4 s if quick."""
-    plan = QUICK if quick else FULL
-    num_workers = plan.num_stages * plan.num_pipelines
+    """Measure and print the figures: under 25 s, or 4 s if quick."""
+    setting = QUICK if quick else FULL
+    num_workers = setting.num_stages * setting.num_pipelines
+    per_s = {}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / LOG_NAME
-        per_s = {}
-        with (
-            _coordinator(plan.setup, log) as (address, keys, process),
-            loaded(address, keys, plan.setup, num_workers) as load,
-        ):
-            per_s[num_workers], cpu = _saturate(load, plan, process)
-            load.pace(per_s[num_workers] / 2)
-            load.run(2 * plan.window)  # until they do not march in step any more
-            times = load.times = Times()
-            half = load.run(plan.timed)
-        assigns, commits, num_replayed = _answers(log, times)
-    for num_connections in plan.fewer_connections:
+        with _loaded_coordinator(setting.setup, log, num_workers) as (load, process):
+            per_s[num_workers], cpu = _saturate(load, setting, process)
+            load.set_rate(per_s[num_workers] / 2)
+            load.run(2 * setting.window)  # until workers are out of step
+            times = load.times = MessageTimes()
+            half = load.run(setting.timed)
+        assigns, commits, num_replayed = _answer_times(log, times)
+    for number in setting.fewer_connections:
         with (
             tempfile.TemporaryDirectory() as folder,
-            _coordinator(plan.setup, Path(folder) / LOG_NAME) as (address, keys, process),
-            loaded(address, keys, plan.setup, num_connections) as load,
+            _loaded_coordinator(setting.setup, Path(folder) / LOG_NAME, number) as (load, process),
         ):
-            per_s[num_connections], _ = _saturate(load, plan, process)
+            per_s[number], _ = _saturate(load, setting, process)
     figures = SchedulerFigures(
         num_workers=num_workers,
         per_s=per_s[num_workers],
@@ -124,18 +144,20 @@ def measure(*, quick: bool, console: Console) -> SchedulerFigures:
         num_replayed=num_replayed,
         per_s_by_connections=per_s,
     )
-    _show(figures, console)
+    _print_figures(figures, console)
     return figures
 
 
-def _saturate(load: Load, plan: _Plan, process: psutil.Process) -> tuple[float, Seconds]:
-    """Cycles per second, and the coordinator's processor time per cycle."""
-    load.begin()
-    load.run(plan.window)
-    before, spent = load.num_cycles, _processor_time(process)
-    windows = [load.run(plan.window) for _ in range(plan.num_windows)]
-    spent = _processor_time(process) - spent
-    return statistics.median(windows), spent / max(load.num_cycles - before, 1)
+def _saturate(
+    load: "CoordinatorLoad", setting: SchedulerSetting, process: psutil.Process
+) -> tuple[float, Seconds]:
+    """Return the cycles per second, and the coordinator's processor time per cycle."""
+    load.start()
+    load.run(setting.window)
+    cycles, cpu = load.num_cycles, _processor_time(process)
+    windows = [load.run(setting.window) for _ in range(setting.num_windows)]
+    cpu = _processor_time(process) - cpu
+    return statistics.median(windows), cpu / max(load.num_cycles - cycles, 1)
 
 
 def _processor_time(process: psutil.Process) -> Seconds:
@@ -144,35 +166,194 @@ def _processor_time(process: psutil.Process) -> Seconds:
 
 
 @contextmanager
-def _coordinator(setup: Setup, log: Path) -> Iterator[tuple[str, JobKeys, psutil.Process]]:
-    """In a process of its own: its address, its keys, the process."""
+def _loaded_coordinator(
+    setup: Setup, log: Path, num_connections: int
+) -> Iterator[tuple["CoordinatorLoad", psutil.Process]]:
+    """Run a coordinator in a process of its own; yield its load, joined, and the process."""
     keys = JobKeys.new()
     read, write = os.pipe()
     child = Child(partial(_serve, setup, keys, log, write))
     try:
         os.close(write)
-        with os.fdopen(read) as told:
-            address = told.readline().strip()
+        with os.fdopen(read) as pipe:
+            address = pipe.readline().strip()
         assert address, f"the coordinator {child.reason}"
-        yield address, keys, psutil.Process(child.pid)
+        load = CoordinatorLoad(address, keys, setup, num_connections)
+        gc.disable()  # a pause of this process would count as one of the coordinator
+        try:
+            load.join(_JOIN_TIMEOUT)
+            yield load, psutil.Process(child.pid)
+        finally:
+            gc.enable()
+            load.close()
         child.signal(signal.SIGTERM)
-        assert child.wait(ENDING) == 0, f"the coordinator {child.reason}"
+        assert child.wait(_STOP_TIMEOUT) == 0, f"the coordinator {child.reason}"
     finally:
         child.end()
 
 
 def _serve(setup: Setup, keys: JobKeys, log: Path, write: int) -> None:
-    gc.freeze()  # what was forked with it is not its own to go through
+    gc.freeze()  # objects of the parent are not this process's to collect
     until = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: until.set())
     coordinator = Coordinator.of(setup, bind="tcp://127.0.0.1:0", keys=keys, log=log)
-    with os.fdopen(write, "w") as tell:
-        tell.write(coordinator.address + "\n")
+    with os.fdopen(write, "w") as pipe:
+        pipe.write(coordinator.address + "\n")
     coordinator.serve(until)
 
 
-def _answers(log: Path, times: Times) -> tuple[list[Seconds], list[Seconds], int]:
-    """How long each member waited for Assign, and for Commit; and how much was replayed."""
+class _Assign(msgspec.Struct, frozen=True, array_like=True, tag="Assign", gc=False):
+    """The part that a worker with a connection of its own needs: decoding is not measured."""
+
+    gid: int
+
+
+class _Commit(msgspec.Struct, frozen=True, array_like=True, tag="Commit", gc=False):
+    gid: int
+
+
+class CoordinatorLoad:
+    """Workers that only send messages, all in one process and one thread.
+
+    One socket holds all connections (a ROUTER that connects many times, each time under another
+    name), so each worker has a TCP connection with CURVE of its own, as in a job; or fewer
+    connections serve several workers each. A worker sends Ready, answers Assign with Done at once,
+    and ends its cycle at Commit (or Skip).
+    """
+
+    def __init__(self, address: str, keys: JobKeys, setup: Setup, num_connections: int) -> None:
+        self.num_cycles = 0
+        self.times: MessageTimes | None = None  # recorded if set
+        self._workers = [
+            Worker(s, p) for s in range(setup.num_stages) for p in range(setup.num_pipelines)
+        ]
+        self._clocks = dict.fromkeys(self._workers, 0)
+        self._encode = msgspec.msgpack.Encoder().encode
+        has_own = num_connections == len(self._workers)
+        kinds = Accepted | Welcome | Skip | (_Assign | _Commit if has_own else Assign | Commit)
+        self._decode = msgspec.msgpack.Decoder(kinds).decode
+        self._period: Seconds = 0.0  # of a worker; 0: the next cycle starts at once
+        self._in_step: set[Worker] = set()  # workers that still cycle in step
+        self._due: list[tuple[Seconds, Worker]] = []  # heap of next cycles
+        self._random = random.Random(0)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.CURVE_SERVERKEY, keys.server_public.encode()),
+            (zmq.CURVE_PUBLICKEY, keys.client_public.encode()),
+            (zmq.CURVE_SECRETKEY, keys.client_secret.encode()),
+            (zmq.SNDHWM, 0),
+            (zmq.RCVHWM, 0),
+            (zmq.LINGER, 0),
+        ):
+            self._socket.setsockopt(option, value)
+        self._send_frame = super(zmq.Socket, self._socket).send
+        self._names: dict[Worker, bytes] = {}
+        self._workers_of: dict[bytes, tuple[Worker, ...]] = {}  # by connection
+        for number in range(num_connections):
+            name = b"%04d" % number
+            self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, name)
+            self._socket.connect(address)
+            self._workers_of[name] = tuple(self._workers[number::num_connections])
+            for worker in self._workers_of[name]:
+                self._names[worker] = name
+                self._send(worker, Hello(PROTOCOL, worker, "load", 0, _INCARNATION, setup.text, ()))
+
+    def join(self, timeout: Seconds) -> None:
+        """Wait until the coordinator has welcomed all connections."""
+        start, awaited = time.monotonic(), set(self._names.values())
+        while awaited:
+            waited = time.monotonic() - start
+            if waited > timeout:
+                raise PeerError(
+                    "coordinator",
+                    action="joining",
+                    waited=waited,
+                    cause=f"{len(awaited)} of {len(self._names)} workers have not joined",
+                )
+            for name, message in self._messages(0.1):
+                if isinstance(message, Welcome):
+                    awaited.discard(name)
+                assert isinstance(message, Welcome | Accepted), message
+
+    def start(self) -> None:
+        for worker in self._workers:
+            self._send_ready(worker, time.monotonic())
+
+    def set_rate(self, per_s: float) -> None:
+        """From now on, all workers together run `per_s` cycles per second."""
+        self._period = len(self._workers) / per_s
+        self._in_step = set(self._workers)
+
+    def run(self, seconds: Seconds) -> float:
+        """Run for `seconds` and until a cycle has ended; return the cycles per second."""
+        start, before = time.monotonic(), self.num_cycles
+        now = start
+        while now < start + (seconds if self.num_cycles > before else max(seconds, _STANDSTILL)):
+            while self._due and self._due[0][0] <= now:
+                self._send_ready(heapq.heappop(self._due)[1], now)
+            until = self._due[0][0] if self._due else math.inf
+            for name, message in self._messages(max(min(until, start + seconds) - now, 0.001)):
+                self._answer(name, message, time.monotonic())
+            now = time.monotonic()
+        return (self.num_cycles - before) / (now - start)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def _messages(self, timeout: Seconds) -> Iterator[tuple[bytes, Any]]:
+        if not self._socket.poll(max(0, math.ceil(1e3 * timeout))):
+            return
+        receive, decode = self._socket.recv, self._decode
+        try:
+            for _ in range(_BATCH):
+                name = receive(1)
+                yield name, decode(receive(1))
+        except zmq.Again:
+            return
+
+    def _answer(self, name: bytes, message: Any, now: Seconds) -> None:
+        if isinstance(message, Skip):
+            self._end_cycle(message.worker, now)
+            return
+        workers, times = self._workers_of[name], self.times
+        if isinstance(message, Assign | Commit):
+            workers = tuple(worker for worker in message.members if self._names[worker] == name)
+        for worker in workers:
+            if isinstance(message, Assign | _Assign):
+                if times is not None:
+                    times.assigned[worker, message.gid] = times.done[worker, message.gid] = now
+                self._send(worker, Done(worker, message.gid, True, _INCARNATION))
+            else:
+                if times is not None:
+                    times.committed[worker, message.gid] = now
+                self._end_cycle(worker, now)
+
+    def _end_cycle(self, worker: Worker, now: Seconds) -> None:
+        self.num_cycles += 1
+        if self._period:
+            pause = 1 + self._random.uniform(-_JITTER, _JITTER)
+            if worker in self._in_step:
+                self._in_step.remove(worker)
+                pause = self._random.random()
+            heapq.heappush(self._due, (now + pause * self._period, worker))
+        else:
+            self._send_ready(worker, now)
+
+    def _send_ready(self, worker: Worker, now: Seconds) -> None:
+        self._clocks[worker] += 1
+        if self.times is not None:
+            self.times.ready[worker, self._clocks[worker]] = now
+        self._send(worker, Ready(worker, self._clocks[worker], _INCARNATION))
+
+    def _send(self, worker: Worker, message: FromWorker) -> None:
+        self._send_frame(self._names[worker], 2)  # SNDMORE
+        self._send_frame(self._encode(message), 0)
+
+
+def _answer_times(log: Path, times: MessageTimes) -> tuple[list[Seconds], list[Seconds], int]:
+    """Replay the log; return each member's wait for Assign and for Commit, and the decisions."""
     reader = DecisionReader(log)
     scheduler = reader.setup.scheduler()
     assigns: list[Seconds] = []
@@ -185,26 +366,26 @@ def _answers(log: Path, times: Times) -> tuple[list[Seconds], list[Seconds], int
         for command in decision.commands:
             if isinstance(command, Assign):
                 due = timer if timer <= event.now else _sent(event, times)
-                assigns += _since(due, times.assigned, command)
+                assigns += _waits(due, times.assigned, command)
             elif isinstance(command, Commit):
                 sent = [times.done.get((worker, command.gid)) for worker in command.members]
                 last = None if None in sent else max(at for at in sent if at is not None)
-                commits += _since(last, times.committed, command)
+                commits += _waits(last, times.committed, command)
     return assigns, commits, num_replayed
 
 
-def _since(
-    due: Seconds | None, came: Mapping[tuple[Worker, int], Seconds], command: Assign | Commit
+def _waits(
+    due: Seconds | None, received: Mapping[tuple[Worker, int], Seconds], command: Assign | Commit
 ) -> list[Seconds]:
-    """For each member, as far as it was recorded."""
+    """Return the recorded waits of the group's members."""
     if due is None:
         return []
-    at = [came.get((worker, command.gid)) for worker in command.members]
+    at = [received.get((worker, command.gid)) for worker in command.members]
     return [moment - due for moment in at if moment is not None]
 
 
-def _sent(event: Event, times: Times) -> Seconds | None:
-    """When the message was sent that an event stands for; None if that was not recorded."""
+def _sent(event: Event, times: MessageTimes) -> Seconds | None:
+    """Return when the message of an event was sent; None if that was not recorded."""
     if isinstance(event, Ready):
         return times.ready.get((event.worker, event.clock))
     return times.done.get((event.worker, event.gid)) if isinstance(event, Done) else None
@@ -214,7 +395,7 @@ def _p99(waits: list[Seconds]) -> Seconds:
     return statistics.quantiles(waits, n=100)[98]
 
 
-def _show(figures: SchedulerFigures, console: Console) -> None:
+def _print_figures(figures: SchedulerFigures, console: Console) -> None:
     print_table(
         console,
         ["connections", "worker cycles/s at saturation"],

@@ -1,8 +1,7 @@
-"""The command `polyrhythm`: parses, joins the parts, and turns errors into exit statuses.
+"""The command `polyrhythm`: parse arguments, run the subcommand, map errors to exit statuses.
 
-0 done; 1 it failed while running; 2 something the user can put right; 130 interrupted, 143
-terminated.
-Everything heavy is imported inside its command, so that --help stays quick.
+0: success; 1: failure at run time; 2: an error that the user can fix; 130: interrupted; 143:
+terminated. Commands import heavy modules when they run, so that --help stays fast.
 """
 
 import sys
@@ -49,7 +48,7 @@ Command = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console entry point; ends the process with the exit status."""
+    """Run a command as the console entry point and exit with its status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if list(arguments) == ["--version"]:
         print(f"polyrhythm {__version__}")
@@ -59,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             Command,
             prog="polyrhythm",
             args=arguments,
-            description="Train one PyTorch model on machines that keep different time. (--version)",
+            description="Train one PyTorch model on machines of unequal and changing speed. "
+            "(--version)",
         )
         from rich.console import Console
 
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         status, message = 2, str(error)
     except WorkerError as error:
         status, message = (2 if error.status == BAD_INPUT else 1), str(error)
-    except (PeerError, OSError) as error:  # a full disk, a folder taken away
+    except (PeerError, OSError) as error:  # for example, a full disk or a removed folder
         status, message = 1, str(error)
     except KeyboardInterrupt:
         status, message = 130, "interrupted"

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Run a benchmark: a table, and as the last line one JSON object with the ratios."""
+    """Run a benchmark; print a table and, as the last line, one JSON object with the ratios."""
 
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")] = "list"
-    """Name of the benchmark; `list` prints all of them with what each measures."""
+    """Name of the benchmark; `list` prints all names and what each measures."""
     quick: bool = False
     """Run a smoke test in seconds; its figures prove nothing."""
     out: Path | None = None

@@ -1,4 +1,4 @@
-"""`polyrhythm coordinator`: the scheduler of a job as a process of its own. It ends with the job."""
+"""`polyrhythm coordinator`: run a job's coordinator as a separate process; it ends with the job."""
 
 import contextlib
 import gc
@@ -23,35 +23,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorCommand:
-    """Decide who averages with whom, for workers on any machines that have the job's keys.
+    """Form averaging groups for the workers of one job, on any machines with the job's keys.
 
-    Without it the process of rank 0 does so. On its own it outlives any worker. It serves one job
-    and ends with it: when all workers have left (status 0), or all are lost (1). The next job needs
-    a new one. Ctrl-C ends it before.
+    By default the process of rank 0 does this; a separate coordinator survives the loss of any
+    worker. It serves one job and ends when all workers have left (status 0) or are lost (1).
+    Ctrl-C ends it earlier.
     """
 
     bind: str = "tcp://0.0.0.0:29600"
-    """Address and port that workers connect to; port 0 for any that is free."""
+    """Address and port that workers connect to; port 0 selects a free one."""
     policy: str = "adaptive"
-    """By its name, such as adaptive, age, partial_reduce or all_reduce."""
+    """Name of the group policy, such as adaptive, age, partial_reduce or all_reduce."""
     stages: int = 1
-    """Stages of the model, which average each on its own."""
+    """Number of stages of the model; each stage averages separately."""
     pipelines: int
-    """Replicas of all stages."""
+    """Number of pipelines, each of which has all stages."""
     options: tuple[str, ...] = ()
-    """Of the policy: name=value, once or more, or one JSON object."""
+    """Options of the policy: name=value, repeatable, or one JSON object."""
     every: int | None = None
-    """Steps from one average to the next, as the workers have it."""
+    """Steps between two averages; must match the workers' value."""
     seed: int = 0
-    """Of policies that choose at random, as the workers have it."""
+    """Seed of random policies; must match the workers' value."""
     keys: Path = Path("job.keys")
-    """The job's keys: written if the file is not there; each worker needs a copy."""
+    """File with the job's keys; written if it does not exist. Each worker needs a copy."""
     log: Path | None = None
-    """Folder for scheduler.jsonl: all that happened and was decided, to be replayed."""
+    """Folder for scheduler.jsonl, the log of all events and decisions, for `polyrhythm replay`."""
     heartbeat_timeout: float = 15.0
-    """Seconds after which a worker that is not heard is taken to be dead."""
+    """Seconds without a heartbeat after which a worker counts as dead."""
     startup_timeout: float = 60.0
-    """Seconds that the first worker waits for the last, before they begin."""
+    """Seconds that the first worker waits for the others before training starts."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.observe.counters import counters_text
@@ -60,11 +60,11 @@ class CoordinatorCommand:
 
         setup = self._setup()
         log = None if self.log is None else self.log / LOG_NAME
-        here: list[Worker] = []  # when one came or went last, and anybody was left
+        last_present: list[Worker] = []  # the last non-empty set of present workers
 
         def log_info(line: str) -> None:
-            _say(console, line)
-            here[:] = coordinator.present or here
+            _print(console, line)
+            last_present[:] = coordinator.present or last_present
 
         coordinator = Coordinator.of(
             setup,
@@ -76,19 +76,19 @@ class CoordinatorCommand:
             log_info=log_info,
         )
         exit_on_sigterm()
-        gc.freeze()  # all that was imported: to go through it, now and then, took 40 ms
+        gc.freeze()  # collecting the imported modules' objects took 40 ms each time
         with coordinator:
             try:
                 self._print_banner(coordinator, setup, log, console)
                 _wait_until_over(coordinator, console)
-                status, why = _exit_status(coordinator.scheduler, here)
+                status, why = _exit_status(coordinator.scheduler, last_present)
                 if coordinator.is_over:
-                    _say(console, why)
-            except KeyboardInterrupt:  # the way to end it before the job does
+                    _print(console, why)
+            except KeyboardInterrupt:  # the user ends it before the job ends
                 status = 130
-                _say(console, "stopped")
+                _print(console, "stopped")
             finally:
-                _say(console, f"in all: {counters_text(coordinator.counters)}")
+                _print(console, f"in all: {counters_text(coordinator.counters)}")
         return status
 
     def _setup(self) -> "Setup":
@@ -125,14 +125,14 @@ class CoordinatorCommand:
         from polyrhythm.tables import print_line
 
         address = coordinator.address
-        for anywhere in ("//0.0.0.0:", "//[::]:"):
-            address = address.replace(anywhere, f"//{socket.gethostname()}:")
-        alike = {"options": setup.options, "every": self.every, "seed": self.seed}
-        given = "".join(f"{name}={value!r}, " for name, value in alike.items() if value)
+        for any_address in ("//0.0.0.0:", "//[::]:"):
+            address = address.replace(any_address, f"//{socket.gethostname()}:")
+        shared = {"options": setup.options, "every": self.every, "seed": self.seed}
+        arguments = "".join(f"{name}={value!r}, " for name, value in shared.items() if value)
         for line in (
             f"scheduler at {coordinator.address}: {setup.text}, {self.stages} stages x "
             f"{self.pipelines} pipelines = {self.stages * self.pipelines} workers",
-            f"in each worker: GroupSync(model, optimizer, {self.policy!r}, {given}"
+            f"in each worker: GroupSync(model, optimizer, {self.policy!r}, {arguments}"
             f"coordinator={address!r}, keys={str(self.keys)!r})",
             *([] if log is None else [f"log: {log}"]),
             "it ends when all workers have left; Ctrl-C ends it before",
@@ -140,25 +140,25 @@ class CoordinatorCommand:
             print_line(console, line)
 
 
-def _say(console: "Console", line: str) -> None:
-    """A reader that has gone (`| head`) does not end the job."""
+def _print(console: "Console", line: str) -> None:
+    """Print a line; a closed pipe (`| head`) must not end the job."""
     from polyrhythm.tables import print_line
 
-    with contextlib.suppress(OSError, SystemExit):  # rich makes the one of the other
+    with contextlib.suppress(OSError, SystemExit):  # rich turns a BrokenPipeError into SystemExit
         print_line(console, line)
 
 
 def _wait_until_over(coordinator: "Coordinator", console: "Console") -> None:
-    """Or until it has failed, which closing it will tell."""
+    """Wait until the job is over or the coordinator has failed; closing it raises its error."""
     has_refused = False
     while not coordinator.wait(1.0) and not coordinator.is_over:
         if not has_refused and coordinator.counters["unauthenticated"]:
-            has_refused = True  # once: whoever has no keys tries again and again
-            _say(console, "refused: a connection without this job's keys")
+            has_refused = True  # print it once: a client without keys tries again and again
+            _print(console, "refused: a connection without this job's keys")
 
 
 def _exit_status(scheduler: "Scheduler", last: Sequence["Worker"]) -> tuple[int, str]:
-    """The exit status, and why: a job has ended well if the last to go has left in good order."""
+    """Return the exit status and its reason: 0 if the last present worker left in good order."""
     from polyrhythm.sync.members import MemberStatus
 
     statuses = {worker: member.status for worker, member in scheduler.membership.members.items()}

@@ -1,4 +1,4 @@
-"""`polyrhythm demo`: a real training run, here or in torchrun's processes, with live progress."""
+"""`polyrhythm demo`: run a real training job, locally or under torchrun, with live progress."""
 
 import os
 import threading
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 class Demo:
     """Train a small GPT on Python's own source, on stages x pipelines processes of this machine.
 
-    Under torchrun it takes the processes that torchrun started instead:
+    Under torchrun it uses the processes that torchrun started:
     torchrun --nproc-per-node=4 -m polyrhythm demo
     """
 
     settings: tyro.conf.OmitArgPrefixes[DemoConfig] = field(default_factory=DemoConfig)
     out: Path = Path("runs")
-    """Folder in which the run gets a folder of its own."""
+    """Parent folder of the new run's folder."""
 
     def run(self, console: "Console") -> int:
         job = DemoJob.of(self.settings)
@@ -69,7 +69,7 @@ class Demo:
         return run
 
     def _run_at(self, ctx: "DistContext", job: DemoJob, console: "Console") -> Path | None:
-        """As one process of torchrun's; rank 0 also shows the progress. None on the other ranks."""
+        """Train as one of torchrun's processes; rank 0 shows progress and returns the folder."""
         from polyrhythm.events import merge
         from polyrhythm.run.demo.train import load_text, train
 
@@ -129,7 +129,7 @@ class Demo:
         summary = Summary.of(read_run(run))
         summary.show(console)
         if len(summary.losses) < self.settings.steps:
-            print_line(console, "warning: the event log is not complete; is the disk full?")
+            print_line(console, "warning: the event log is incomplete; is the disk full?")
         print_line(console, f"run folder: {run}")
 
 

@@ -1,4 +1,4 @@
-"""`polyrhythm export RUN`: the model of a run as safetensors, for whoever has no Polyrhythm."""
+"""`polyrhythm export RUN`: write a run's model as safetensors, for use without Polyrhythm."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 class ExportCommand:
     """Write the whole model of a checkpoint as safetensors, in Hugging Face's layout.
 
-    One model.safetensors, or several and an index above 5 GB; with config.json where the model came
-    from transformers, whose from_pretrained then loads the folder. Needs no GPU and no job.
+    Writes one model.safetensors, or several and an index above 5 GB. A model from transformers also
+    gets its config.json, so that from_pretrained loads the folder. Needs no GPU and no running job.
     """
 
     run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """The run's folder, or a folder of checkpoints, or one checkpoint."""
+    """The run's folder, a folder of checkpoints, or one checkpoint."""
     step: int | None = None
-    """Which checkpoint; by default the latest that is whole."""
+    """Step of the checkpoint; by default the latest complete one."""
     out: Path | None = None
-    """The folder to write, which must be new or empty; by default RUN/export/step-NNNNNNNN."""
+    """Target folder, new or empty; by default RUN/export/step-NNNNNNNN."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.run.checkpoint.export import export

@@ -1,4 +1,4 @@
-"""What a plan is for: a cluster and a model, each by a file or by the name of what comes along."""
+"""Load the cluster and the model of a plan, each from a file or by a built-in name."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_cluster(source: str) -> "Cluster":
-    """Raises DescriptionError, which says so if this is a model."""
+    """Load a cluster; raise DescriptionError, which points out a model in its place."""
     from polyrhythm.describe.cluster import Cluster
 
     try:
@@ -32,10 +32,10 @@ def load_model(
     dtype: str | None,
     sizes: Sequence[int],
 ) -> "ModelProfile":
-    """Raises DescriptionError, which says so if this is a cluster.
+    """Load a model; raise DescriptionError, which points out a cluster in its place.
 
-    A model that comes along is counted, for micro-batches of these sizes, on a device that does
-    `flops` operations per second; without them on the cluster's first device.
+    A built-in model is computed for micro-batches of these sizes on a device with `flops`
+    operations per second, by default those of the cluster's first device.
     """
     from polyrhythm.describe.bundled import is_name
     from polyrhythm.describe.model import ModelProfile
@@ -52,22 +52,22 @@ def load_model(
         raise
     if flops is not None or dtype is not None:
         raise DescriptionError(
-            f"--flops or --dtype for {source}, which says what its layers take",
-            expected="them with a model that comes along only",
-            fix="leave them out",
+            f"--flops or --dtype for {source}, which contains the times of its layers",
+            expected="--flops and --dtype only with a built-in model",
+            fix="omit them",
         )
     return profile
 
 
 def relative_to(source: str, file: Path) -> str:
-    """A file as seen from the folder of another one; the name of what comes along as it is."""
+    """Return a path relative to the folder of `file`; built-in names stay unchanged."""
     from polyrhythm.describe.bundled import is_name
 
     return source if is_name(source) else os.path.relpath(source, file.absolute().parent)
 
 
 def resolve_relative(source: str, file: Path) -> str:
-    """The same the other way round."""
+    """Resolve a path that is relative to the folder of `file`; the inverse of `relative_to`."""
     from polyrhythm.describe.bundled import is_name
 
     return source if is_name(source) else str(file.parent / source)
@@ -76,12 +76,12 @@ def resolve_relative(source: str, file: Path) -> str:
 def _counted(name: str, flops: float | None, dtype: str, sizes: Sequence[int]) -> "ModelProfile":
     from polyrhythm.describe.profiles import builtin_profile, layers_of
 
-    layers_of(name)  # refuses an unknown one first
+    layers_of(name)  # refuses an unknown name first
     if flops is None:
         raise DescriptionError(
             f"{name} without --flops",
             expected="the operations per second of a device of speed 1, here or in the cluster",
-            fix="add --flops 6e13 or whatever it does; `polyrhythm probe` measures it",
+            fix="add --flops, such as --flops 6e13; `polyrhythm probe` measures it",
         )
     return builtin_profile(
         name, flops=flops, microbatch_size=sizes[0], other_sizes=sizes[1:], dtype=dtype
@@ -112,5 +112,5 @@ def _swapped(source: str, found: str, expected: str) -> DescriptionError:
     return DescriptionError(
         f"{source} describes {found}",
         expected=f"{expected} in its place",
-        fix="give the cluster first and the profile second: polyrhythm plan CLUSTER PROFILE",
+        fix="pass the cluster first and the profile second: polyrhythm plan CLUSTER PROFILE",
     )

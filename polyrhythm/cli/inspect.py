@@ -1,4 +1,4 @@
-"""`polyrhythm doctor` and `polyrhythm show`: look before you leap."""
+"""`polyrhythm doctor` and `polyrhythm show`: check this machine, and check a description."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doctor:
-    """Say what this machine has for training and the lab, and how to get what is missing."""
+    """Check this machine for training and the lab, and print how to install what is missing."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.lab import abilities
         from polyrhythm.observe import doctor
         from polyrhythm.run import machine
 
-        broken = doctor.show(
+        is_incomplete = doctor.show(
             console,
             training=machine.check_results(),
             lab=abilities.check_results(),
             extras=doctor.extras(),
         )
-        return 1 if broken else 0
+        return 1 if is_incomplete else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Show:
     kind: tyro.conf.Positional[Literal["cluster", "model", "scenario"]]
     """What the file describes."""
     file: tyro.conf.Positional[str]
-    """The file, or the name of what is bundled, such as case5_worldwide or sdpipe_b."""
+    """The file, or the name of a bundled description, such as case5_worldwide or sdpipe_b."""
     cluster: str | None = None
-    """For a scenario: check that this cluster has all it names."""
+    """For a scenario: check that this cluster has all devices and links that it names."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.observe import description

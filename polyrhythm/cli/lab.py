@@ -1,4 +1,4 @@
-"""`polyrhythm lab`: rehearse a cluster on this machine, measure it, look inside, disturb it."""
+"""`polyrhythm lab`: rehearse a cluster on this machine, measure it, enter hosts, inject faults."""
 
 import os
 import sys
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScaledCluster:
-    """Which cluster, with how many hosts, at what scale."""
+    """A cluster with a number of hosts and a scale."""
 
     cluster: tyro.conf.Positional[str]
     """A TOML or JSON file, or the name of a bundled network."""
     hosts: int | None = None
-    """Only so many of its devices, spread over its regions."""
+    """Use only this many of its devices, spread over its regions."""
     time_scale: float = 1.0
     """Rehearsal seconds per real second: 0.1 is ten times as fast."""
     byte_scale: float = 1.0
@@ -55,17 +55,17 @@ class LabRun(_ScaledCluster):
     """Run a program on every host, with torchrun's variables set: lab run CLUSTER -- python x.py"""
 
     program: tyro.conf.Positional[tuple[str, ...]] = ()
-    """After --: what to run, once per host."""
+    """After --: the program and its arguments, run once per host."""
     scenario: str | None = None
-    """What happens meanwhile: a file, or a bundled scenario such as sdpipe_b."""
+    """Slowdowns, link changes and faults: a file, or a bundled scenario such as sdpipe_b."""
     name: str | None = None
     """Name of the lab, for `lab status`, `shell`, `change`, `kill`, `revive`, `pause`, `resume`."""
     output: Path | None = None
     """Folder for one file of output per host, instead of this terminal."""
     timeout: float | None = None
-    """End everything after so many seconds."""
+    """Seconds after which all programs are ended."""
     in_process: bool = False
-    """No network of its own, which needs no rights: only slow workers are played."""
+    """Use this machine's network, which needs no privileges; only slow workers are played."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.describe.bundled import is_name
@@ -83,7 +83,7 @@ class LabRun(_ScaledCluster):
             raise LabError(
                 f"--timeout {self.timeout}",
                 expected="seconds above 0",
-                fix="leave --timeout out to wait as long as it takes",
+                fix="omit --timeout to wait without a limit",
             )
         environment = {}
         scenario = Scenario(name="nothing happens")
@@ -112,8 +112,6 @@ class LabRun(_ScaledCluster):
 class LabCheck(_ScaledCluster):
     """Measure every pair of hosts against its description and print the table."""
 
-    # No options but those of the scale.
-
     def run(self, console: "Console") -> int:
         from polyrhythm.lab import check_table, measure
         from polyrhythm.lab.lab import Lab
@@ -134,7 +132,7 @@ class _RunningLab:
     """A running lab."""
 
     lab: str | None = None
-    """Its name; not needed while only one is running."""
+    """Name of the lab; not needed while only one is running."""
 
     def connect(self) -> "Control":
         from polyrhythm.lab.control import attach, running_labs
@@ -146,7 +144,7 @@ class _RunningLab:
             raise LabError(
                 f"{len(running)} labs are running" + (f": {', '.join(running)}" if running else ""),
                 expected="one, or the name of one",
-                fix="give its name with --lab"
+                fix="pass its name with --lab"
                 if running
                 else "start one with `polyrhythm lab run`",
             )
@@ -160,7 +158,7 @@ class LabShell(_RunningLab):
     host: tyro.conf.Positional[str]
     """Name of the host."""
     program: tyro.conf.Positional[tuple[str, ...]] = ()
-    """After --: instead of your shell."""
+    """After --: a program to run instead of your shell."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.lab.attach import enter_host
@@ -169,12 +167,12 @@ class LabShell(_RunningLab):
         enter_host(self.connect(), self.host)
         sys.stdout.flush()
         exec_program(self.program or (os.environ.get("SHELL", "/bin/sh"),), {})
-        raise AssertionError("this process is another program by now")
+        raise AssertionError("exec does not return")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabStatus(_RunningLab):
-    """Hosts, traffic per pair and punctuality of a running lab."""
+    """Print the hosts, traffic per pair and lateness of a running lab."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.lab.attach import show_status
@@ -190,15 +188,15 @@ class LabChange(_RunningLab):
     source: tyro.conf.Positional[str]
     """Name of a host."""
     target: tyro.conf.Positional[str]
-    """Name of another."""
+    """Name of another host."""
     latency: str | None = None
-    """Such as 34ms."""
+    """One-way latency, such as 34ms."""
     bandwidth: str | None = None
-    """Such as 100Mbit/s."""
+    """Bandwidth, such as 100Mbit/s."""
     up: bool | None = None
-    """False: packets are lost; True: they get through again."""
+    """False: all packets are lost; True: packets arrive again."""
     one_way: bool = False
-    """Only what the first sends to the second."""
+    """Change only the direction from the first host to the second."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.lab.attach import change_link
@@ -223,7 +221,7 @@ class _HostCommand(_RunningLab):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabKill(_HostCommand):
-    """Kill a host of a running lab as a power cut would: its peers hear nothing."""
+    """Kill a host of a running lab as a power cut would: peers receive no FIN or RST."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.lab import attach
@@ -234,7 +232,7 @@ class LabKill(_HostCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabRevive(_HostCommand):
-    """Join a killed host to the network again; `lab shell` can start something on it."""
+    """Connect a killed host to the network again; `lab shell` starts programs on it."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.lab import attach
@@ -245,7 +243,7 @@ class LabRevive(_HostCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabPause(_HostCommand):
-    """Let a host of a running lab stand still."""
+    """Pause a host of a running lab: its processes stop and its packets wait."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.lab import attach
@@ -256,7 +254,7 @@ class LabPause(_HostCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabResume(_HostCommand):
-    """Let a paused host go on."""
+    """Resume a paused host."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.lab import attach
@@ -267,7 +265,7 @@ class LabResume(_HostCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabCommand:
-    """Rehearse any cluster on this machine: real TCP over chosen latency and bandwidth, faults."""
+    """Rehearse any cluster on this machine: real TCP, chosen latency and bandwidth, faults."""
 
     command: tyro.conf.OmitSubcommandPrefixes[
         Annotated[LabRun, tyro.conf.subcommand("run")]

@@ -1,4 +1,4 @@
-"""`polyrhythm plan`: who runs what on a cluster, how long a step takes, and how good that is."""
+"""`polyrhythm plan`: place a model on a cluster; predict the step time and bound it from below."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from polyrhythm.plan.problem import Problem
     from polyrhythm.plan.search import PlanResult
 
-_LARGEST = 64  # samples in a micro-batch of a model that is counted, not measured
+_LARGEST = 64  # samples in a micro-batch of a built-in model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCommand:
-    """Place a model on a cluster: stages, layers, who averages with whom, micro-batches, schedule.
+    """Place a model on a cluster: stages, layers, averaging groups, micro-batches, schedule.
 
     polyrhythm plan cluster.toml profile.json --batch 512 -o plan.json
     """
@@ -30,45 +30,45 @@ class PlanCommand:
     cluster: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CLUSTER")]
     """A TOML or JSON file, or the name of a bundled network."""
     profile: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROFILE")]
-    """A TOML or JSON file, or a model that comes along, such as gpt-24x2048x2048."""
+    """A TOML or JSON file, or a built-in model such as gpt-24x2048x2048."""
     batch: int | None = None
-    """Samples of a step, of all pipelines together; else those of --running."""
+    """Samples per step, over all pipelines; by default those of --running."""
     objective: Literal["time", "cost", "both"] = "time"
-    """The fastest step, the cheapest, or all plans that nothing beats in both."""
+    """The fastest step, the cheapest step, or the Pareto front of both."""
     pick: str = "fastest"
-    """With --objective both, which plan to take: fastest, cheapest, or its number in the table."""
+    """With --objective both, the plan to choose: fastest, cheapest, or its number in the table."""
     sync: Literal["all_reduce", "decoupled", "groups"] | None = None
-    """How replicas stay together: all_reduce, unless --running says otherwise."""
+    """Sync mode of the replicas; by default that of --running, or all_reduce."""
     stages: int | None = None
-    """So many, instead of the best number."""
+    """Number of stages, instead of the best one."""
     pipelines: int | None = None
-    """So many, instead of the best number."""
+    """Number of pipelines, instead of the best one."""
     microbatch_size: int | None = None
-    """Samples, instead of the best of those that were profiled."""
+    """Samples per micro-batch, instead of the best profiled size."""
     schedule: str = "auto"
-    """Such as 1f1b, instead of the best for each pipeline."""
+    """Schedule of all pipelines, such as 1f1b, instead of the best for each."""
     unequal: bool = True
     """Pipelines may differ in their numbers of micro-batches and of devices."""
     gradient_bytes: float = 1.0
-    """Per byte of parameters: 2 for float32 gradients of float16 weights."""
+    """Gradient bytes per byte of parameters: 2 for float32 gradients of float16 weights."""
     optimizer_bytes: float = 2.0
-    """Per byte of parameters: 2 for Adam, 6 for Adam in float32 with float16 weights."""
+    """Optimizer bytes per byte of parameters: 2 for Adam, 6 for float32 Adam on float16 weights."""
     memory_reserve: float = 0.1
-    """Share of each device's memory that is left free."""
+    """Fraction of each device's memory that stays free."""
     flops: float | None = None
-    """For a model that comes along: operations per second of a device of speed 1, such as 6e13."""
+    """For a built-in model: operations per second of a device of speed 1, such as 6e13."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """For a model that comes along: the type of its numbers, float32 unless given."""
+    """For a built-in model: its dtype; float32 by default."""
     running: Path | None = None
-    """A plan that is being carried out: go on with it, or move to a better one if that pays."""
+    """The plan of a running job: keep it, or switch to a better one if that pays off."""
     steps: int | None = None
-    """With --running: how many steps are still to be done."""
+    """With --running: the number of remaining steps."""
     seed: int = 0
-    """Of the search: the same seed and the same files give the same plan."""
+    """Seed of the search: the same seed and files give the same plan."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """The file for the plan, .json."""
+    """File for the plan, .json."""
     svg: Path | None = None
-    """A file for a picture of regions, pipelines and groups."""
+    """File for a picture of regions, pipelines and groups, .svg."""
 
     def run(self, console: "Console") -> int:
         self._check()
@@ -95,25 +95,25 @@ class PlanCommand:
                 "--steps without --running"
                 if self.running is None
                 else "--running without --steps",
-                expected="both, or neither: what a move takes is weighed against what is left",
-                fix="add --running plan.json --steps 1000, or leave both out",
+                expected="both or neither: the remaining steps must pay for a migration",
+                fix="add --running plan.json --steps 1000, or omit both",
             )
-        for flag, number, least in (("--steps", self.steps, 1), ("--seed", self.seed, 0)):
-            if number is not None and number < least:
+        for flag, number, minimum in (("--steps", self.steps, 1), ("--seed", self.seed, 0)):
+            if number is not None and number < minimum:
                 raise PlanError(
-                    f"{flag} {number}", expected=f"{least} or more", fix=f"correct {flag}"
+                    f"{flag} {number}", expected=f"{minimum} or more", fix=f"correct {flag}"
                 )
         if self.running is not None and self.objective == "both":
             raise PlanError(
                 "--objective both with --running",
-                expected="one plan to go on with",
+                expected="an objective with one best plan",
                 fix="use --objective time or --objective cost",
             )
         if self.pick != "fastest" and self.objective != "both":
             raise PlanError(
                 f"--pick {self.pick} with --objective {self.objective}",
-                expected="--pick where there are several plans to choose from",
-                fix="add --objective both, or leave --pick out",
+                expected="--pick only with --objective both, which finds several plans",
+                fix="add --objective both, or omit --pick",
             )
         if self.pick not in ("fastest", "cheapest") and not self.pick.isdecimal():
             raise self._no_such_plan("fastest, cheapest, or the number of a plan in the table")
@@ -146,8 +146,8 @@ class PlanCommand:
         if batch is None:
             raise PlanError(
                 "no --batch",
-                expected="how many samples a step has, of all pipelines together",
-                fix="add --batch 512, or whatever the model is trained with",
+                expected="the number of samples per step, over all pipelines",
+                fix="add --batch, such as --batch 512",
             )
         return TrainingJob(
             batch=batch,
@@ -168,15 +168,15 @@ class PlanCommand:
         from polyrhythm.plan.job import Objective
         from polyrhythm.plan.search import make_plan, pareto_front
 
-        def searched(which: "Problem") -> "PlanResult":
+        def search(problem: "Problem") -> "PlanResult":
             with PlanProgress(console) as progress:
-                return make_plan(which, seed=self.seed, on_progress=progress.update)
+                return make_plan(problem, seed=self.seed, on_progress=progress.update)
 
         if self.objective != "both":
-            return searched(problem)
-        # The cheapest first: it refuses devices without a price.
-        cheap = searched(replace(problem, job=replace(problem.job, objective=Objective.COST)))
-        fast = searched(problem)
+            return search(problem)
+        # The cheapest first: this search refuses devices without a price.
+        cheap = search(replace(problem, job=replace(problem.job, objective=Objective.COST)))
+        fast = search(problem)
         return replace(fast, front=tuple(pareto_front([*fast.front, *cheap.front])))
 
     def _chosen(self, planned: "PlanResult", console: "Console") -> "Prediction":
@@ -199,7 +199,7 @@ class PlanCommand:
         from polyrhythm.plan.predict import predict
         from polyrhythm.plan.replan import replan, reset_schedules
 
-        assert self.steps is not None, "checked"
+        assert self.steps is not None, "_check requires --steps with --running"
         try:
             now: Prediction | str = predict(reset_schedules(running, problem), problem)
         except PlanError as error:
@@ -252,7 +252,7 @@ def _check_target(path: Path | None, ending: str, flag: str) -> None:
 
 
 def _sizes(job: "TrainingJob") -> list[int]:
-    """Micro-batches to count a model for: as asked for, or 1 and the powers of 2 that divide."""
+    """Return a built-in model's micro-batch sizes: the job's, or powers of 2 dividing its batch."""
     if job.microbatch_size is not None:
         return [job.microbatch_size]
     powers = (2**power for power in range(_LARGEST.bit_length()))

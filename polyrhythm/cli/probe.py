@@ -1,4 +1,4 @@
-"""`polyrhythm probe`: measure devices and links, here or in torchrun's processes, into a file."""
+"""`polyrhythm probe`: measure devices and links, locally or under torchrun, into a cluster file."""
 
 import os
 import socket
@@ -26,32 +26,32 @@ MAX_LOCAL = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Measure every device and every link between two of them, into a cluster's description.
+    """Measure all devices and all links between them, and write a cluster description.
 
-    A process on each device, started by torchrun on all machines:
+    Start one process per device on all machines with torchrun:
     torchrun --nnodes=4 --nproc-per-node=8 ... -m polyrhythm probe -o cluster.toml
     """
 
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("cluster.toml")
-    """The file, on the machine of rank 0."""
+    """The cluster file to write, on the machine of rank 0."""
     local: int | None = None
-    """So many processes on this machine, instead of torchrun's."""
+    """Number of processes to start on this machine, instead of using torchrun."""
     name: str | None = None
-    """Name of the cluster; else that of the file."""
+    """Name of the cluster; by default that of the file."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Whose speed and memory to measure: auto takes the GPUs if there are any."""
+    """Device whose speed and memory is measured: auto uses the GPUs if there are any."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the numbers that a device's speed is measured with."""
+    """Dtype for measuring a device's speed."""
     all_at_once: bool = False
-    """Measure pairs of the same machines side by side: quicker, but they share network cards."""
+    """Measure pairs of the same machines concurrently: faster, but they share network cards."""
     seconds: float = 0.2
-    """How long a transfer lasts, at the least, that a bandwidth is taken from."""
+    """Minimum duration of a transfer that measures a bandwidth."""
     repeat: int = 5
-    """Measurements of each thing: their median and spread are written."""
+    """Number of measurements of each value; their median and spread are written."""
     pair_timeout: float = 20.0
-    """Seconds for one pair, after which a bandwidth that still climbs is taken as it is."""
+    """Seconds for one pair, after which its bandwidth is accepted even if it still grows."""
     timeout: float = 60.0
-    """Seconds to wait for a message of another process before giving it up as lost."""
+    """Seconds to wait for a message of another process before it counts as lost."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.describe.write import check_target
@@ -66,13 +66,13 @@ class Probe:
         from polyrhythm.run.comm.launch import DistContext  # loads torch
 
         ctx = DistContext.from_environment(os.environ)
-        if ctx is None or ctx.rank == 0:  # who writes it
+        if ctx is None or ctx.rank == 0:  # the process that writes the file
             check_target(self.out, (".toml",))
         if ctx is not None and self.local is not None:
             raise LaunchError(
                 f"--local {self.local} in a process of torchrun's",
-                expected="processes of torchrun, or --local",
-                fix="leave --local out, or start without torchrun",
+                expected="torchrun's processes, or --local",
+                fix="omit --local, or start without torchrun",
             )
         if ctx is not None:
             self._run_as(ctx, self._options(effort), console)
@@ -103,7 +103,7 @@ class Probe:
         if self.local is None or not 1 <= self.local <= MAX_LOCAL:
             raise LaunchError(
                 "no processes to measure with" if self.local is None else f"--local {self.local}",
-                expected=f"torchrun's, one for each device, or --local with 1 to {MAX_LOCAL}",
+                expected=f"torchrun's processes, one per device, or --local with 1 to {MAX_LOCAL}",
                 fix="polyrhythm probe --local 2, or torchrun --nproc-per-node=2 -m polyrhythm "
                 "probe",
             )
@@ -130,22 +130,22 @@ class Probe:
     def _run_as(self, ctx: "DistContext", options: "ProbeOptions", console: "Console") -> None:
         with console.status("measuring") if ctx.rank == 0 else nullcontext() as status:
 
-            def say(text: str) -> None:
+            def show_progress(text: str) -> None:
                 if status is not None:
                     status.update(f"measuring {text}")
 
-            self._measure(ctx, options, say)
+            self._measure(ctx, options, show_progress)
 
     def _measure(
-        self, ctx: "DistContext", options: "ProbeOptions", say: Callable[[str], object]
+        self, ctx: "DistContext", options: "ProbeOptions", show_progress: Callable[[str], object]
     ) -> None:
-        """As one process; rank 0 says how far it is, and writes the file."""
+        """Measure as one process; rank 0 shows progress and writes the file."""
         from polyrhythm.describe.write import write_cluster
         from polyrhythm.run.probe.probe import probe
 
         host = socket.gethostname()
         device = os.environ.get("POLYRHYTHM_DEVICE", f"{host}/{ctx.local_rank}")
-        cluster = probe(ctx, device, options, say if ctx.rank == 0 else lambda text: None)
+        cluster = probe(ctx, device, options, show_progress if ctx.rank == 0 else lambda text: None)
         if cluster is not None:
             write_cluster(cluster, self.out)
 

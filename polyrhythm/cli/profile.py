@@ -1,4 +1,4 @@
-"""`polyrhythm profile`: what the layers of a model take, measured or counted, into a file."""
+"""`polyrhythm profile`: write a model's profile, with times and bytes per layer."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,29 +18,29 @@ _REPEAT = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Measure the layers of a torch model, or count those of a model that comes along.
+    """Measure the layers of a torch model, or compute those of a built-in model.
 
     The factory returns the model (an nn.Sequential, or a list of layers) and an example input:
     polyrhythm profile my_model:build -o profile.json
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """module:factory, to be measured; or, with --flops, bert-base, bert-large, resnet50, or
-    gpt-24x2048x2048 for 24 layers, a width of 2048 and 2048 tokens."""
+    """module:factory of a model to measure; or a built-in model, with --flops: bert-base,
+    bert-large, resnet50, or gpt-24x2048x2048 for 24 layers, a width of 2048 and 2048 tokens."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("profile.json")
-    """The file, .json or .toml."""
+    """The profile to write, .json or .toml."""
     sizes: tuple[int, ...] = ()
-    """Samples in a micro-batch, once or more: the first is the profile's own. Else that of the
-    example, then half, a quarter, and one."""
+    """Micro-batch sizes in samples; the first is the profile's main size. By default the size of
+    the example input, then half, a quarter, and one."""
     repeat: int = _REPEAT
-    """Runs whose median counts."""
+    """Number of runs; the profile has their median."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to measure: auto takes a GPU if there is one."""
+    """Device to measure on: auto uses a GPU if there is one."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Turn the model's numbers into this type; else they are as the factory made them. Of a model
-    that comes along: float32 unless given."""
+    """Convert the model to this dtype; by default it stays as the factory made it. For a built-in
+    model: its dtype, by default float32."""
     flops: float | None = None
-    """Operations per second of the device, for a model that comes along, such as 6e13."""
+    """For a built-in model: operations per second of the device, such as 6e13."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.describe.write import check_target, write_model
@@ -57,12 +57,12 @@ class Profile:
     def _counted(self) -> "ModelProfile":
         from polyrhythm.describe.profiles import builtin_profile, layers_of
 
-        layers_of(self.model)  # refuses an unknown one first
+        layers_of(self.model)  # refuses an unknown name first
         if self.flops is None:
             raise DescriptionError(
                 f"{self.model} without --flops",
-                expected="the operations per second of the device that is to be of speed 1",
-                fix="add --flops 6e13 or whatever it does; `polyrhythm probe` measures it",
+                expected="the operations per second of a device of speed 1",
+                fix="add --flops, such as --flops 6e13; `polyrhythm probe` measures it",
             )
         return builtin_profile(
             self.model,
@@ -101,14 +101,14 @@ class Profile:
             raise DescriptionError(
                 f"--repeat {self.repeat}",
                 expected="1 to 1000",
-                fix=f"leave --repeat out for {_REPEAT}",
+                fix=f"omit --repeat for {_REPEAT}",
             )
         if ":" not in self.model and (self.repeat != _REPEAT or self.device != "auto"):
-            given = f"--repeat {self.repeat}" if self.repeat != _REPEAT else "--device"
+            option = f"--repeat {self.repeat}" if self.repeat != _REPEAT else "--device"
             raise DescriptionError(
-                f"{given} for {self.model}, of which nothing is measured",
-                expected="--repeat and --device with module:factory only",
-                fix=f"leave {given.split()[0]} out, or name a module and a function in it",
+                f"{option} for {self.model}, which is computed, not measured",
+                expected="--repeat and --device only with module:factory",
+                fix=f"leave {option.split()[0]} out, or pass module:factory",
             )
         sizes = self.sizes or (1,)
         repeated = len(set(sizes)) < len(sizes)
@@ -116,11 +116,11 @@ class Profile:
             raise DescriptionError(
                 f"--sizes {' '.join(map(str, sizes))}",
                 expected=f"numbers of samples, 1 to {MAX_SAMPLES}, each once",
-                fix="write them like --sizes 8 4 2 1",
+                fix="for example --sizes 8 4 2 1",
             )
         if self.flops is not None and ":" in self.model:
             raise DescriptionError(
                 f"--flops {self.flops:g} for {self.model}, which is measured",
-                expected="--flops with a model that comes along",
+                expected="--flops only with a built-in model",
                 fix="leave --flops out",
             )

@@ -1,6 +1,4 @@
-"""`polyrhythm report RUN`: where the time of a run went, as a table or as a trace to look at; and
-what its scheduler decided.
-"""
+"""`polyrhythm report RUN`: a run's time by activity, as a table or a trace, and its decisions."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportCommand:
-    """Say how a run went, over or not: steps, loss, where the time went, plan switches, groups.
+    """Report on a finished or running job: steps, loss, time by activity, plan switches, groups.
 
-    Of a folder that `polyrhythm coordinator --log` wrote: what the scheduler decided.
+    For a folder that `polyrhythm coordinator --log` wrote: the scheduler's decisions.
     """
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -43,13 +41,13 @@ def _show(folder: Path, console: "Console") -> None:
     from polyrhythm.sync.decision_log import decision_log_paths
     from polyrhythm.tables import print_line
 
-    decided = decision_log_paths(folder)
-    is_run = merged_log(folder).exists() or (folder / WORKERS).exists() or not decided
+    logs = decision_log_paths(folder)
+    is_run = merged_log(folder).exists() or (folder / WORKERS).exists() or not logs
     if is_run:
         events = _read(folder)
         RunReport.of(events).show(console)
         Groups.of(events).show(console)
-    for number, path in enumerate(decided):
+    for number, path in enumerate(logs):
         if is_run or number:
             print_line(console, "")
         _show_decisions(path, console)
@@ -60,10 +58,10 @@ def _show_decisions(path: Path, console: "Console") -> None:
     from polyrhythm.sync.decision_log import DecisionReader
 
     reader = DecisionReader(path)
-    decided = Decisions.of((each.event, each.commands) for _, each in reader.decisions())
+    decisions = Decisions.of((entry.event, entry.commands) for _, entry in reader.decisions())
     setup = reader.setup
     plan = f"{setup.num_stages} stages x {setup.num_pipelines} pipelines"
-    decided.show(console, f"{setup.text}, {plan}")
+    decisions.show(console, f"{setup.text}, {plan}")
 
 
 def _read(folder: Path) -> "list[Event]":
@@ -75,9 +73,9 @@ def _read(folder: Path) -> "list[Event]":
         runs = [*folder.glob("*/events.jsonl"), *folder.glob("*/workers")]
         if (folder / "events.jsonl").exists() or (folder / "workers").exists() or not runs:
             raise
-        newest = max(path.parent for path in runs)  # by name, which has the time in it
+        newest = max(path.parent for path in runs)  # names contain the time
         raise EventError(
-            error.wrong, expected="the folder of one run", fix=f"give a run in it: {newest}"
+            error.wrong, expected="the folder of one run", fix=f"pass a run in it: {newest}"
         ) from None
 
 
@@ -88,7 +86,7 @@ def _write_trace(events: "list[Event]", path: Path, console: "Console") -> None:
     if path.suffix == ".jsonl":
         raise UserError(
             f"--trace {path}",
-            expected="a file that is no event log; writing would destroy it",
+            expected="a file that is not an event log, which would be overwritten",
             fix=f"--trace {path.with_suffix('.json').name}",
         )
     trace = chrome_trace(events)

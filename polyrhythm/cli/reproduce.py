@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReproduceCommand:
-    """Simulate what a paper has measured: a table, a page with plots, and how many rows pass.
+    """Simulate a paper's measurements: print a table and the number of rows that pass; plot them.
 
-    A row passes within 20 % of the printed figure, with a printed gain or loss kept and methods in
-    the printed order.
+    A row passes if it is within 20 % of the printed figure, keeps a printed gain or loss, and
+    ranks the methods in the printed order.
     """
 
     paper: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PAPER")] = "list"

@@ -1,4 +1,4 @@
-"""Being terminated is an ending like any other: `with` and `finally` get their turn."""
+"""End on SIGTERM like on an exception, so that `with` and `finally` blocks run."""
 
 import signal
 import sys
@@ -7,5 +7,8 @@ from polyrhythm.processes import TERMINATED
 
 
 def exit_on_sigterm() -> None:
-    """Not for a process of torchrun: while gloo waits no Python handler runs, and it must end."""
+    """Exit with status 143 on SIGTERM.
+
+    Not for torchrun's processes: no Python handler runs while gloo waits, and they must end.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))

@@ -1,4 +1,4 @@
-"""`polyrhythm simulate`: a plan in virtual time, by several policies and schedules, what if."""
+"""`polyrhythm simulate`: run a plan in virtual time with several policies and schedules."""
 
 import re
 import sys
@@ -24,59 +24,59 @@ if TYPE_CHECKING:
     from polyrhythm.types import Seconds
 
 _AS_PLANNED = "planned"
-# Commas are also between the limits of one; what follows a limit is no schedule's name.
+# Commas also separate the limits of one schedule; only a comma before a name separates schedules.
 _BETWEEN_SCHEDULES = re.compile(r";|,(?=\s*(?:[a-z]|\d+f))", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateCommand:
-    """Run a plan in virtual time: step time, waiting, staleness, bytes and money, side by side.
+    """Run a plan in virtual time and compare step time, waiting, staleness, bytes and price.
 
-    Which policy copes with stragglers:
+    Compare policies under stragglers:
 
     polyrhythm simulate plan.json --scenario sdpipe_b --sync all_reduce,adaptive
 
-    Which schedule, and what if a device is slower:
+    Compare schedules, also with a slower device:
 
     polyrhythm simulate plan.json --schedule 1f1b,gpipe --what-if "device 3 slow x4"
 
-    What losses of spot instances cost:
+    Show the cost of lost spot instances:
 
     polyrhythm simulate plan.json --spot bamboo_aws_p3 --spot-duration 10min
     """
 
     plan: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PLAN")]
-    """What `polyrhythm plan -o` wrote."""
+    """A plan that `polyrhythm plan -o` wrote."""
     cluster: str | None = None
-    """Instead of what the plan was made for: a file, or the name of a bundled network."""
+    """Cluster file or bundled network; by default the one that the plan was made for."""
     profile: str | None = None
-    """Instead of what the plan was made for: a file, or a model that comes along."""
+    """Profile file or built-in model; by default the one that the plan was made for."""
     flops: float | None = None
-    """For a model that comes along: operations per second of a device of speed 1."""
+    """For a built-in model: operations per second of a device of speed 1."""
     sync: str = _AS_PLANNED
-    """Policies with commas between them, such as all_reduce,decoupled,adaptive; else the plan's."""
+    """Comma-separated policies, such as all_reduce,decoupled,adaptive; by default the plan's."""
     schedule: str = _AS_PLANNED
-    """Schedules with commas between them, such as 1f1b,kfkb:2,bounded:7,5,3,1; or auto."""
+    """Comma-separated schedules, such as 1f1b,kfkb:2,bounded:7,5,3,1; or auto."""
     overlap: bool = False
-    """Go on at once, and take in averages at the end of the next step, where a policy can."""
+    """Overlap averaging with the next step and apply the average at its end, if supported."""
     scenario: str | None = None
-    """What befalls the cluster: a file, or one that comes along, such as sdpipe_b."""
+    """Slowdowns, link changes and faults: a file, or a bundled scenario such as sdpipe_b."""
     spot: str | None = None
-    """Devices are taken away and come back as recorded: a file, or one that comes along."""
+    """Recording of preempted and returning devices: a file, or a bundled one."""
     spot_duration: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
-    """Squeeze that recording into so much time, such as 10min."""
+    """Scale that recording to this duration, such as 10min."""
     what_if: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Such as "link Tokyo-Seoul x0.5" or "device 3 slow x4": once more with that, too."""
+    """Also simulate with a change such as "link Tokyo-Seoul x0.5" or "device 3 slow x4"."""
     converge: Literal["quadratic", "perceptron"] | None = None
-    """Train a small problem as well, and show loss and how far workers are apart."""
+    """Also train a small problem, and show its loss and the distance between workers' models."""
     lr: float = 0.05
     """With --converge: the learning rate."""
     steps: int = 20
     """Global steps to simulate."""
     seed: int = 0
-    """Of policies that draw."""
+    """Seed of random policies."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """A folder for the logs of all runs, which `polyrhythm report` reads."""
+    """Folder for the logs of all runs, which `polyrhythm report` reads."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.simulate.compare import show_links, show_variants
@@ -91,8 +91,8 @@ class SimulateCommand:
         show_links(variants[0], console)
         if self.converge is not None:
             self._show_curves(variants, console)
-        for words in dict.fromkeys(str(each.message) for each in caught):
-            _warn(words)
+        for message in dict.fromkeys(str(warning.message) for warning in caught):
+            _warn(message)
         return 0
 
     def _check(self) -> None:
@@ -106,14 +106,14 @@ class SimulateCommand:
             except OSError as error:
                 raise PlanError(
                     f"--out {self.out}: {error.strerror}",
-                    expected="a folder that can be made and written to",
-                    fix="give another one",
+                    expected="a writable folder",
+                    fix="pass another one",
                 ) from None
         if self.spot_duration is not None and self.spot is None:
             raise PlanError(
                 "--spot-duration without --spot",
-                expected="a recording to squeeze",
-                fix="add --spot bamboo_aws_p3, or leave it out",
+                expected="--spot with a recording to scale",
+                fix="add --spot bamboo_aws_p3, or omit --spot-duration",
             )
 
     def _show_curves(self, variants: "list[Variant]", console: "Console") -> None:
@@ -138,25 +138,28 @@ class SimulateCommand:
         from polyrhythm.simulate.compare import show_losses
         from polyrhythm.types import Seconds
 
-        length = self._squeezed or SpotTrace.load(spot).length
-        show_losses(variants, self._taken(spot, variants[0].job.cluster).kill, length, console)
+        length = self._scaled_length or SpotTrace.load(spot).length
+        kills = self._spot_scenario(spot, variants[0].job.cluster).kill
+        show_losses(variants, kills, length, console)
         longest = max(variant.result.duration for variant in variants)
         if longest > length:
-            ends = f"the recording {spot} ends after {show(length, Seconds)} of the"
-            _warn(f"{ends} {show(longest, Seconds)} that were simulated, and is held at its end")
+            _warn(
+                f"the recording {spot} ends after {show(length, Seconds)} of "
+                f"{show(longest, Seconds)} simulated; its last state stays in effect"
+            )
 
     def _variants(self, console: "Console") -> "Iterator[Variant]":
         from polyrhythm.cli.simulation_progress import SimulationProgress
         from polyrhythm.simulate.compare import Variant
         from polyrhythm.simulate.simulator import simulate
 
-        jobs = list(self._jobs(console))  # what is wrong with any is said before all
+        jobs = list(self._jobs(console))  # check all jobs before simulating the first
         with SimulationProgress() as progress:
             for name, job in jobs:
                 run = None if self.out is None else self.out / _file_name(name)
                 observers = progress.observers_for(name, job, self.steps)
-                found = simulate(job, num_steps=self.steps, observers=observers, run=run)
-                yield Variant(name=name, job=job, result=found)
+                result = simulate(job, num_steps=self.steps, observers=observers, run=run)
+                yield Variant(name=name, job=job, result=result)
 
     def _jobs(self, console: "Console") -> "Iterator[tuple[str, SimulatedJob]]":
         from polyrhythm.plan.plan import Plan
@@ -166,13 +169,13 @@ class SimulateCommand:
         plan = Plan.load(self.plan)
         problem, scenario = self._problem(plan)
         if plan.cluster and plan.cluster != problem.cluster.name:
-            there = f"{plan.cluster!r}, simulated on {problem.cluster.name!r}"
-            print_line(console, f"note: planned for {there}")
-        changed = [what_if(sentence, problem.cluster, scenario) for sentence in self.what_if]
-        for changed_scenario in (scenario, *(one for _, one in changed)):
+            clusters = f"{plan.cluster!r}, simulated on {problem.cluster.name!r}"
+            print_line(console, f"note: planned for {clusters}")
+        changes = [what_if(sentence, problem.cluster, scenario) for sentence in self.what_if]
+        for changed_scenario in (scenario, *(changed for _, changed in changes)):
             self._check_converges(changed_scenario)
         yield from self._named(plan, problem, scenario, "")
-        for sentence, (cluster, changed_scenario) in zip(self.what_if, changed, strict=True):
+        for sentence, (cluster, changed_scenario) in zip(self.what_if, changes, strict=True):
             yield from self._named(plan, _with(problem, cluster), changed_scenario, sentence)
 
     def _named(
@@ -181,8 +184,8 @@ class SimulateCommand:
         from polyrhythm.simulate.from_plan import planned_job
 
         for schedule in _BETWEEN_SCHEDULES.split(self.schedule):
-            for given in self.sync.split(","):
-                policy = plan.sync if given == _AS_PLANNED else given.strip()
+            for option in self.sync.split(","):
+                policy = plan.sync if option == _AS_PLANNED else option.strip()
                 job = planned_job(
                     plan,
                     problem,
@@ -192,17 +195,17 @@ class SimulateCommand:
                     scenario=scenario,
                     seed=self.seed,
                 )
-                named = [f"{policy} overlap" if job.overlap else policy]
-                named += [schedule.strip()] if self.schedule != _AS_PLANNED else []
-                named += [f"if {sentence}"] if sentence else []
-                yield ", ".join(named), job
+                names = [f"{policy} overlap" if job.overlap else policy]
+                names += [schedule.strip()] if self.schedule != _AS_PLANNED else []
+                names += [f"if {sentence}"] if sentence else []
+                yield ", ".join(names), job
 
     def _check_converges(self, scenario: "Scenario") -> None:
         if self.converge is not None and (scenario.kill or scenario.join):
             raise PlanError(
-                "--converge with devices that are lost or come back",
-                expected="workers that stay: else models of those that are gone would count",
-                fix="leave --converge out, or --spot and what kills devices",
+                "--converge with devices that are lost or join",
+                expected="a fixed set of workers, since lost workers' models would count",
+                fix="omit --converge, or omit --spot and a scenario's kills and joins",
             )
 
     def _problem(self, plan: "Plan") -> "tuple[Problem, Scenario]":
@@ -210,37 +213,37 @@ class SimulateCommand:
         from polyrhythm.plan.plan import Sources
         from polyrhythm.simulate.from_plan import problem_of
 
-        made = plan.sources or Sources(cluster="", profile="")
-        cluster = load_cluster(self.cluster or self._made_for("cluster", made.cluster))
-        own = self.profile is None
+        sources = plan.sources or Sources(cluster="", profile="")
+        cluster = load_cluster(self.cluster or self._source("cluster", sources.cluster))
+        as_planned = self.profile is None
         profile = load_model(
-            self.profile or self._made_for("profile", made.profile),
+            self.profile or self._source("profile", sources.profile),
             cluster,
-            flops=self.flops or (made.flops if own else None),
-            dtype=made.dtype if own else None,
+            flops=self.flops or (sources.flops if as_planned else None),
+            dtype=sources.dtype if as_planned else None,
             sizes=[plan.microbatch_size or 1],
         )
         problem = problem_of(plan, cluster, profile)
         return problem, self._scenario(cluster)
 
-    def _made_for(self, what: str, source: str) -> str:
+    def _source(self, kind: str, source: str) -> str:
         from polyrhythm.cli.inputs import resolve_relative
         from polyrhythm.describe.bundled import is_name
 
         if not source:
             raise PlanError(
-                f"{self.plan} does not say what {what} it was made for",
-                expected=f"--{what}, or a plan that `polyrhythm plan -o` wrote",
-                fix=f"add --{what} FILE",
+                f"{self.plan} does not name the {kind} that it was made for",
+                expected=f"--{kind}, or a plan that `polyrhythm plan -o` wrote",
+                fix=f"add --{kind} FILE",
             )
-        found = resolve_relative(source, self.plan)
-        if not is_name(source) and not Path(found).exists():
+        path = resolve_relative(source, self.plan)
+        if not is_name(source) and not Path(path).exists():
             raise PlanError(
-                f"{self.plan} was made from {source}, which is not there beside it",
-                expected=f"the {what} that it was made for",
-                fix=f"add --{what} FILE, or put it back",
+                f"{self.plan} was made from {source}, which is not there",
+                expected=f"the {kind} that it was made for, relative to the plan's folder",
+                fix=f"add --{kind} FILE, or put it back",
             )
-        return found
+        return path
 
     def _scenario(self, cluster: "Cluster") -> "Scenario":
         from dataclasses import replace
@@ -254,22 +257,22 @@ class SimulateCommand:
             raise error.at(str(self.scenario)) from None
         if self.spot is None:
             return scenario
-        taken = self._taken(self.spot, cluster)
+        spot = self._spot_scenario(self.spot, cluster)
         return replace(
-            scenario, kill=(*scenario.kill, *taken.kill), join=(*scenario.join, *taken.join)
+            scenario, kill=(*scenario.kill, *spot.kill), join=(*scenario.join, *spot.join)
         )
 
     @property
-    def _squeezed(self) -> "Seconds | None":
+    def _scaled_length(self) -> "Seconds | None":
         from polyrhythm.describe.units import parse
         from polyrhythm.types import Seconds
 
         return None if self.spot_duration is None else parse(self.spot_duration, Seconds)
 
-    def _taken(self, spot: str, cluster: "Cluster") -> "Scenario":
+    def _spot_scenario(self, spot: str, cluster: "Cluster") -> "Scenario":
         from polyrhythm.describe.spot import spot_scenario
 
-        return spot_scenario(spot, cluster, duration=self._squeezed)
+        return spot_scenario(spot, cluster, duration=self._scaled_length)
 
 
 def _with(problem: "Problem", cluster: "Cluster") -> "Problem":
@@ -280,8 +283,8 @@ def _with(problem: "Problem", cluster: "Cluster") -> "Problem":
     )
 
 
-def _warn(words: str) -> None:
-    print(f"warning: {words}", file=sys.stderr)
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _file_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""How far a simulation has got: a bar on a terminal that is gone when it is over, else nothing."""
+"""Show simulations' progress as bars that vanish at the end; nothing without a terminal."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -11,11 +11,11 @@ from polyrhythm.simulate.averaging import Observer
 from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.types import Seconds, Worker
 
-_DRAWN = 200  # times at the most: to draw takes longer than a step of a worker
+_MAX_UPDATES = 200  # per bar: drawing takes longer than simulating a worker's step
 
 
 class SimulationProgress:
-    """One bar per simulation, the last one below."""
+    """Progress bars, one per simulation."""
 
     def __init__(self, console: Console | None = None) -> None:
         console = console or Console(stderr=True)
@@ -42,34 +42,34 @@ class SimulationProgress:
         self._bars.stop()
 
     def observers_for(self, name: str, job: SimulatedJob, num_steps: int) -> list[Observer]:
-        """What counts the steps of this one; nothing where nobody looks."""
+        """Return an observer that counts the job's steps; none without a terminal."""
         if self._bars.disable:
             return []
         self._finish()
         return [_StepCounter(self._bars, name, num_steps * len(job.sync.workers))]
 
     def show_busy(self, name: str) -> None:
-        """At something that is not counted."""
+        """Show a bar for work without a known length."""
         self._finish()
         self._bars.add_task(name, total=None)
 
     def _finish(self) -> None:
-        """What came before is over."""
+        """Complete all earlier bars."""
         for bar in self._bars.tasks:
             self._bars.update(bar.id, total=bar.total or 1, completed=bar.total or 1)
 
 
 class _StepCounter:
-    """Of all that an observer is told, the steps."""
+    """An observer that only counts steps."""
 
     def __init__(self, bars: Progress, name: str, total: int) -> None:
-        self._bars, self._every, self._made = bars, max(1, total // _DRAWN), 0
+        self._bars, self._every, self._count = bars, max(1, total // _MAX_UPDATES), 0
         self._bar = bars.add_task(name, total=total)
 
     def on_step(self, worker: Worker, now: Seconds) -> None:
-        self._made += 1
-        if self._made % self._every == 0:
-            self._bars.update(self._bar, completed=self._made)
+        self._count += 1
+        if self._count % self._every == 0:
+            self._bars.update(self._bar, completed=self._count)
 
     def on_begin(self, worker: Worker, now: Seconds) -> None: ...
     def on_average(

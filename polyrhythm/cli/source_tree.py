@@ -1,4 +1,4 @@
-"""Benchmarks and reproductions: top-level packages of the source tree, not part of the wheel."""
+"""Import benchmarks/ and reproduction/: packages of the source tree that the wheel lacks."""
 
 import importlib
 import sys
@@ -10,7 +10,7 @@ from polyrhythm.errors import UserError
 
 
 def import_from_source_tree(package: str, command: str) -> ModuleType:
-    """Import a top-level package that lies beside `polyrhythm/` in a source checkout."""
+    """Import a package next to `polyrhythm/` in a source checkout."""
     root = Path(polyrhythm.__file__).parents[1]
     if not (root / package / "__init__.py").is_file():
         raise UserError(

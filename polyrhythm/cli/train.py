@@ -1,4 +1,4 @@
-"""`polyrhythm train`: a script that uses the Trainer, on processes of this machine or of a lab."""
+"""`polyrhythm train`: run a script that uses the Trainer, on this machine or in a lab."""
 
 import os
 import shlex
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from polyrhythm.types import Seconds
 
 
-_POLL_INTERVAL: "Seconds" = 60.0  # at processes, at least that often
+_POLL_INTERVAL: "Seconds" = 60.0  # between checks of the processes
 _TRAINER = "polyrhythm.run.trainer.trainer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainCommand:
-    """Run a training script in several processes, each of which makes the same Trainer.
+    """Run a training script in several processes, each of which creates the same Trainer.
 
     polyrhythm train script.py --local 4
 
@@ -42,50 +42,51 @@ class TrainCommand:
     script: tyro.conf.Positional[Path]
     """A Python file."""
     arguments: tyro.conf.Positional[tuple[str, ...]] = ()
-    """After --: what the script gets."""
+    """After --: arguments of the script."""
     local: int | None = None
-    """Processes on this machine; by default as many as the plan has workers, or one."""
+    """Number of processes on this machine; by default the plan's number of workers, or one."""
     lab: str | None = None
-    """A cluster to rehearse on this machine, one process per device, or as the plan has it."""
+    """A cluster to rehearse in a lab, with one process per device, or as the plan assigns them."""
     scenario: str | None = None
-    """What happens in the lab meanwhile: a file, or a bundled scenario such as sdpipe_b."""
+    """Slowdowns and faults in the lab: a file, or a bundled scenario such as sdpipe_b."""
     plan: Path | None = None
-    """Who does what, from `polyrhythm plan`; a plan that the script itself names comes first."""
+    """A plan from `polyrhythm plan`; a plan that the script itself passes takes precedence."""
     output: Path = Path("runs/output")
-    """Folder for the output of all processes but the first, whose output is shown."""
+    """Folder for the output of all processes except the first, whose output is shown."""
     timeout: float | None = None
-    """End everything after so many seconds."""
+    """Seconds after which all processes are ended."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.plan.plan import PLAN_VARIABLE, Plan
 
         self._check()
+        num_fits = _num_fits()  # before the fork: workers inherit the count
         plan = None if self.plan is None else Plan.load(self.plan)
         if self.plan is not None:
             os.environ[PLAN_VARIABLE] = str(self.plan.absolute())
         try:
             if self.lab is not None:
-                return self._run_in_lab(self.lab, plan, console)
-            return self._run_here(plan)
+                return self._run_in_lab(self.lab, plan, num_fits, console)
+            return self._run_here(plan, num_fits)
         except WorkerError as error:
             if error.status == TERMINATED:
                 return TERMINATED
             raise _without_shown_output(error) from None
 
-    def _run_here(self, plan: "Plan | None") -> int:
+    def _run_here(self, plan: "Plan | None", num_fits: int) -> int:
         from polyrhythm.lab.program import PRELOADED, preload, run_program
         from polyrhythm.lab.rehearsal import TIMED_OUT
         from polyrhythm.run.comm.launch import LocalJob
 
         program = self._program()
-        number = self.local or (1 if plan is None else plan.num_workers)
+        num_processes = self.local or (1 if plan is None else plan.num_workers)
         preload(program, (*PRELOADED, _TRAINER))
 
         def work(ctx: "DistContext") -> None:
             run_program(program, {})
-            self._check_fitted()
+            self._check_fitted(num_fits)
 
-        with LocalJob(work, number, output_folder=self.output, shown_ranks=(0,)) as job:
+        with LocalJob(work, num_processes, output_folder=self.output, shown_ranks=(0,)) as job:
             _forward_sigterm(job.request_stop)
             if self.timeout is not None and not job.wait(self.timeout):
                 print(f"timeout after {self.timeout:g} s", file=sys.stderr)
@@ -94,7 +95,9 @@ class TrainCommand:
                 pass
         return 0
 
-    def _run_in_lab(self, cluster: str, plan: "Plan | None", console: "Console") -> int:
+    def _run_in_lab(
+        self, cluster: str, plan: "Plan | None", num_fits: int, console: "Console"
+    ) -> int:
         from polyrhythm.describe.bundled import is_name
         from polyrhythm.describe.cluster import Cluster
         from polyrhythm.describe.scenario import Scenario
@@ -119,16 +122,15 @@ class TrainCommand:
             log=lambda line: print_line(console, line),
             rank_hosts=assign_hosts(plan, described),
             shown_ranks=(0,),
-            on_success=self._check_fitted,
+            on_success=lambda: self._check_fitted(num_fits),
             is_one_job=True,
             preloaded=(*PRELOADED, _TRAINER),
         )
         _forward_sigterm(rehearsal.request_stop)
         return rehearsal.run(name=None, timeout=self.timeout)
 
-    def _check_fitted(self) -> None:
-        trainer = sys.modules.get(_TRAINER)
-        if trainer is None or not trainer.Trainer.num_fits:
+    def _check_fitted(self, num_fits_before: int) -> None:
+        if _num_fits() == num_fits_before:
             raise LaunchError(
                 f"{self.script} has ended without training",
                 expected="a script that makes a polyrhythm.Trainer and calls its fit",
@@ -139,7 +141,7 @@ class TrainCommand:
         return [sys.executable, str(self.script), *self.arguments]
 
     def _check(self) -> None:
-        written = shlex.join(["polyrhythm", "train", str(self.script)])
+        command = shlex.join(["polyrhythm", "train", str(self.script)])
         if not self.script.is_file():
             raise LaunchError(
                 f"{self.script}: no such file", expected="a Python script", fix="check its path"
@@ -148,28 +150,33 @@ class TrainCommand:
             raise LaunchError(
                 f"--timeout {self.timeout:g}",
                 expected="seconds above 0",
-                fix="leave --timeout out to wait as long as it takes",
+                fix="omit --timeout to wait without a limit",
             )
         if self.local is not None and self.local < 1:
             raise LaunchError(
-                f"--local {self.local}", expected="1 process or more", fix=f"{written} --local 4"
+                f"--local {self.local}", expected="1 process or more", fix=f"{command} --local 4"
             )
         if self.local is not None and self.lab is not None:
             raise LaunchError(
                 f"--local {self.local} with --lab {self.lab}",
                 expected="one of the two: a lab has a process per device",
-                fix=f"{written} --lab {self.lab}",
+                fix=f"{command} --lab {self.lab}",
             )
         if self.scenario is not None and self.lab is None:
             raise LaunchError(
                 f"--scenario {self.scenario} without a lab",
-                expected="a cluster that it happens to",
-                fix=f"{written} --lab CLUSTER --scenario {self.scenario}",
+                expected="--lab with a cluster in which to play it",
+                fix=f"{command} --lab CLUSTER --scenario {self.scenario}",
             )
 
 
+def _num_fits() -> int:
+    trainer = sys.modules.get(_TRAINER)
+    return 0 if trainer is None else int(trainer.Trainer.num_fits)
+
+
 def _forward_sigterm(request_stop: "Callable[[], None]") -> None:
-    """SIGTERM is a notice to the job, which saves and leaves; a second one ends it at once."""
+    """Forward the first SIGTERM to the job, which saves and stops; exit at once on the second."""
 
     def on_sigterm(*_: object) -> None:
         exit_on_sigterm()
@@ -179,7 +186,7 @@ def _forward_sigterm(request_stop: "Callable[[], None]") -> None:
 
 
 def _without_shown_output(error: WorkerError) -> WorkerError:
-    """Without what a process whose output is shown has said itself."""
+    """Shorten the error of a process whose output, with its own error, is already shown."""
     if error.output is not None or error.status not in (BAD_INPUT, FAILED, PEER_LOST):
         return error
     name = str(error).removesuffix(f" {error.reason}")

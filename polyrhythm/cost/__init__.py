@@ -1,1 +1,1 @@
-"""What things take: seconds and bytes, from measured numbers."""
+"""Costs as pure functions: seconds and bytes from measured numbers."""

@@ -1,15 +1,15 @@
-"""How long a step of replicas takes when its all-reduce hides behind compute: the bounds.
+"""Bounds of a step's time if the all-reduce overlaps with compute.
 
-An all-reduce is a reduce-scatter and an all-gather, of half its time each. The first can hide
-behind the backward; the second, if it is put off, behind the next forward. These are the times of a
-step whose compute and communication overlap as far as they can at all, with no regard for layers;
-what layers and buckets make of it, `sync/fusion/timeline.py` plays through.
+An all-reduce is a reduce-scatter and an all-gather, of half its time each. The first can overlap
+with the backward; the second, if deferred, with the next forward. These are the times of a step
+with the best possible overlap, ignoring layers; `sync/fusion/timeline.py` simulates layers and
+buckets.
 
 Source: Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
 Pipelining", ICDCS 2023, equations 3 to 9. Departures: sizes are bytes, not elements; equation 9 is
 for any ratio of backward and forward, where the paper has the backward take two forwards. With
-longer backwards the gain can be negative: then a plain all-reduce, whose second half hides in the
-backward, too, is the better one.
+longer backwards the gain can be negative: then a plain all-reduce, whose all-gather also overlaps
+with the backward, is better.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from polyrhythm.types import Bytes, Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """Between any two of the workers, which all send and receive at the same time."""
+    """The link between any two workers, which all send and receive at the same time."""
 
     latency: Seconds  # alpha: of each message
     bandwidth: float  # bytes per second; 1 / beta
@@ -30,7 +30,7 @@ class Ring:
             raise DescriptionError(
                 f"latency={self.latency:g} bandwidth={self.bandwidth:g}",
                 expected="seconds from 0 on, and more than 0 bytes per second",
-                fix="give what was measured between two workers",
+                fix="use values measured between two workers",
             )
 
     def reduce_scatter(self, size: Bytes, num_workers: int) -> Seconds:
@@ -48,7 +48,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Of one worker: what it computes, and what its gradients take to travel."""
+    """Times of one worker: its compute, and the communication of its gradients."""
 
     forward: Seconds
     backward: Seconds
@@ -61,13 +61,13 @@ class StepTimes:
 
     @property
     def decoupled(self) -> Seconds:
-        """Equation 7: the gather hides behind the next forward."""
+        """Equation 7: the all-gather overlaps with the next forward."""
         hidden_forward = max(self.forward, self.all_gather)
         return hidden_forward + max(self.backward, self.reduce_scatter)
 
     @property
     def coupled(self) -> Seconds:
-        """Equation 8: all of it hides behind the backward, or does not."""
+        """Equation 8: the whole all-reduce overlaps with the backward, as far as it can."""
         return self.forward + max(self.backward, self.reduce_scatter + self.all_gather)
 
     @property
@@ -76,7 +76,7 @@ class StepTimes:
         return self.coupled - self.decoupled
 
     def max_speedup(self, num_workers: int) -> float:
-        """Equation 6, S_max: of so many workers over one, whatever the schedule."""
+        """Equation 6, S_max: the speedup of `num_workers` over one, for any schedule."""
         exposed = self.reduce_scatter - min(self.reduce_scatter, self.backward)
         exposed += self.all_gather - min(self.all_gather, self.forward)
         return num_workers * self.compute / (self.compute + exposed)

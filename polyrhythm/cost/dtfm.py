@@ -1,15 +1,15 @@
-"""What DT-FM says a layout costs: gradients within each stage, activations from stage to stage.
+"""DT-FM's cost of a layout: gradients within each stage, activations between stages.
 
 A layout has one row of devices per stage and one column per pipeline. Devices of a row average
 their gradients, all rows at once, so the slowest device of all decides. Neighbours in a column
 exchange activations and their gradients, one hop after another, and the slowest column of a hop
-decides. Eq. 1 leaves the columns and the order of the rows to the cost: the rows alone are given,
-and `best_layout` finds both. `layout_cost` prices a layout as it stands.
+decides. In eq. 1 only the rows are given: `best_layout` finds the best columns and order of rows.
+`layout_cost` prices a layout with given columns and order.
 
 Source: Yuan et al., "Decentralized Training of Foundation Models in Heterogeneous Environments",
 arXiv:2206.01288, equations 1 to 4. Departures: none in the equations. The factor 2 is inside of a
 hop, as printed; the published code has it outside, which is the same. `PUBLISHED` reproduces the
-published planner: it reckons activations in GiB but bandwidth in 1e9 bit/s, has 2024 for 2048
+published planner: it counts activations in GiB but bandwidth in 1e9 bit/s, has 2024 for 2048
 tokens, and takes 61.035 sequences per pipeline whatever the batch. Latency in ms and bandwidth in
 Gbit/s, as it stores them, are read into seconds and bytes per second with nothing lost.
 """
@@ -34,7 +34,7 @@ MAX_STAGES = 16  # Held-Karp takes 2^stages * stages^2 steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """How much is sent in one step."""
+    """Bytes sent in one step."""
 
     gradient_bytes: float  # c_DP: the gradients of one stage
     activation_bytes: float  # c_PP: the activations of one pipeline's share of the batch
@@ -100,10 +100,10 @@ def device_links(cluster: Cluster) -> tuple[Matrix, Matrix]:
 def pair_times(
     latency: Matrix, bandwidth: Matrix, traffic: Traffic, *, num_stages: int
 ) -> PairTimes:
-    """Both weights of all pairs; a link is the mean of its two directions, as in section 2.
+    """Return both weights of all pairs; a link is the mean of its two directions, as in section 2.
 
-    Raises PlanError if the devices cannot be dealt into stages of one size, DescriptionError if
-    a link cannot be.
+    Raises PlanError if the number of stages does not divide the number of devices,
+    DescriptionError for an invalid link.
     """
     num_devices = len(latency)
     if num_stages < 1 or num_devices % num_stages or not num_devices:
@@ -134,14 +134,14 @@ def group_sync(group: Sequence[int], times: PairTimes) -> Seconds:
 def best_matching(
     left: Sequence[int], right: Sequence[int], times: PairTimes
 ) -> tuple[Seconds, tuple[int, ...]]:
-    """Eq. 3: the hop, and the device of `right` for each of `left`, so that the worst is best.
+    """Eq. 3: the bottleneck matching of `left` and `right`, and its slowest hop.
 
-    The answer is the matching of the smallest threshold that has one. (The published code returns
-    what it found after the last feasible threshold, which may be worse than what it reports.)
+    The result is the matching of the smallest feasible threshold. (The published code returns the
+    matching after the last feasible threshold, which may be worse than the cost it reports.)
     """
     weights = times.hop[np.ix_(left, right)]
     thresholds = np.unique(weights)
-    # Every row and column has to be matched, so nothing below the largest minimum will do.
+    # Every row and column must be matched, so the threshold is at least the largest minimum.
     least = max(weights.min(axis=0).max(), weights.min(axis=1).max())
     low, high = int(np.searchsorted(thresholds, least)), len(thresholds) - 1
     while low < high:
@@ -196,14 +196,14 @@ def best_layout(groups: Groups, times: PairTimes) -> LayoutCost:
 
 
 def layout_cost(layout: Groups, times: PairTimes) -> LayoutCost:
-    """The cost of these columns in this order. Raises PlanError unless each device is in once."""
+    """Return the cost of these columns in this order. Raises PlanError unless all devices occur."""
     sizes = [len(row) for row in layout]
     devices = sorted(device for row in layout for device in row)
     if sizes != [times.num_pipelines] * times.num_stages or devices != [*range(times.num_devices)]:
         raise PlanError(
             f"a layout with stages of {sizes} for {times.num_devices} devices",
             expected=f"{times.num_stages} stages of {times.num_pipelines}, every device once",
-            fix="deal all devices, each to one stage and one pipeline",
+            fix="assign every device to one stage and one pipeline",
         )
     rows = np.array(layout)
     return LayoutCost(
@@ -214,7 +214,7 @@ def layout_cost(layout: Groups, times: PairTimes) -> LayoutCost:
 
 
 def _matching(allowed: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """For each row its column, or -1, with as many pairs as there can be."""
+    """Return a maximum matching: the column of each row, or -1."""
     pairing: NDArray[np.int32] = maximum_bipartite_matching(csr_array(allowed), perm_type="column")
     return pairing
 

@@ -1,8 +1,9 @@
-"""How long messages really occupied a link, from the times its receiver saw.
+"""Compute how long messages occupied a link, from times measured at the receiver.
 
-A message begins to leave when it was sent, when the sender has heard that its receive was posted,
-and when the one before it has left, whichever comes last. Each of these is seen here one latency
-later: the word of the posting crosses the link too, and what has left arrives one latency after.
+A message starts to leave at the latest of three times: when it is sent, when the sender learns that
+its receive is posted, and when the previous message has left. The receiver sees each one latency
+later: the notice of the posted receive also crosses the link, and data arrives one latency after it
+has left.
 """
 
 from collections.abc import Iterable
@@ -20,11 +21,11 @@ class MessageTiming(NamedTuple):
 
 
 def busy_times(messages: Iterable[MessageTiming], *, latency: Seconds) -> list[Seconds]:
-    """How long each message, in order of arrival, occupied the link."""
-    found = []
+    """Return how long each message, in order of arrival, occupied the link."""
+    durations = []
     previous = float("-inf")
     for sent, posted, arrived in messages:
-        begins = max(sent + latency, posted + 2 * latency, previous)
-        found.append(max(0.0, arrived - begins))
+        start = max(sent + latency, posted + 2 * latency, previous)
+        durations.append(max(0.0, arrived - start))
         previous = arrived
-    return found
+    return durations

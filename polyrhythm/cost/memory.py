@@ -1,7 +1,7 @@
-"""What a stage needs in memory, as a sum that can be read, and how many micro-batches fit.
+"""The memory of a stage as a sum of terms, and how many micro-batches fit.
 
-Two terms depend on the schedule, and they are all that a schedule can change: the activations of
-the micro-batches in flight, and the messages between stages.
+Two terms depend on the schedule: the activations of the micro-batches in flight, and the messages
+between stages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from polyrhythm.types import Action, Bytes, Op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """What one stage holds, for micro-batches of one size."""
+    """Memory of one stage, for one micro-batch size."""
 
     weights: Bytes
     gradients: Bytes
@@ -28,7 +28,7 @@ class StageMemory:
 
 
 def needed(stage: StageMemory, *, in_flight: int, window: int) -> Bytes:
-    """The most bytes the stage holds at once, for `in_flight` micro-batches.
+    """Return the peak bytes of the stage with `in_flight` micro-batches.
 
     Counted: weights, gradients, optimizer state, `in_flight` times what a forward leaves for its
     backward, and `window` boundary messages: receives posted ahead and sends under way, of both
@@ -40,7 +40,7 @@ def needed(stage: StageMemory, *, in_flight: int, window: int) -> Bytes:
 
 
 def peak_in_flight(actions: Sequence[Action]) -> int:
-    """The most micro-batches whose forward is done and whose backward is not: held activations."""
+    """Return the peak number of micro-batches between forward and backward: held activations."""
     live = peak = 0
     for op, _ in actions:
         live += 1 if op is Op.F else -1
@@ -50,7 +50,7 @@ def peak_in_flight(actions: Sequence[Action]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """What the stages of a pipeline hold with micro-batches of each size, and what they may."""
+    """Memory of a pipeline's stages by micro-batch size, and their limits."""
 
     stages: Mapping[int, Sequence[StageMemory]]  # by micro-batch size, then per stage
     limits: Sequence[Bytes]  # per stage
@@ -67,14 +67,14 @@ class MemoryBudget:
                 )
 
     def needed(self, microbatch_size: int, in_flight: Sequence[int]) -> tuple[Bytes, ...]:
-        """Per stage."""
+        """Return the bytes that each stage needs."""
         stages = zip(self.stages[microbatch_size], in_flight, strict=True)
         return tuple(needed(stage, in_flight=n, window=self.window) for stage, n in stages)
 
     def max_in_flight(self, microbatch_size: int, num_microbatches: int) -> tuple[int, ...]:
-        """Per stage, how many micro-batches fit, out of `num_microbatches`; 0 if not even one.
+        """Return per stage how many of `num_microbatches` fit; 0 if not even one.
 
-        A size whose memory `stages` does not tell does not fit.
+        A size that is not in `stages` does not fit.
         """
         if microbatch_size not in self.stages:
             return (0,) * len(self.limits)

@@ -1,10 +1,10 @@
-"""How long a pipeline takes to run lists of actions, from measured times.
+"""Compute how long a pipeline takes to run lists of actions, from measured times.
 
 The model: a stage runs its list one action after another. A forward needs the activations of the
-stage before, a backward the gradients of the stage after. A message is sent as soon as it is there
-and never holds up its sender. Each direction of a link carries one message at a time, in the order
-sent, and receives are posted ahead. No event queue is needed: every time is the maximum of times
-known before, so the stages may be taken in any order, each run until it has to wait.
+previous stage, a backward the gradients of the next stage. A message is sent as soon as it is
+computed and never blocks its sender. Each direction of a link carries one message at a time, in the
+order sent, and receives are posted ahead. No event queue is needed: every time is the maximum of
+earlier times, so the stages may be processed in any order, each until it has to wait.
 
 Transfer times may be recorded ones, replayed in order, because bursts matter and a mean hides them.
 """
@@ -20,15 +20,15 @@ from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import DescriptionError, ScheduleError
 from polyrhythm.types import Action, Op, Seconds
 
-_Arrivals = list[Seconds | None]  # index = micro-batch; None until it is known
+_Arrivals = list[Seconds | None]  # index = micro-batch; None until known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTimes:
     """One direction of one link.
 
-    Message i, that of micro-batch i, occupies it for `busy[i % len(busy)]`, after the messages sent
-    before it, and arrives `latency` after that.
+    The message of micro-batch i occupies the link for `busy[i % len(busy)]` after earlier messages,
+    and arrives `latency` later.
     """
 
     busy: tuple[Seconds, ...]
@@ -45,13 +45,13 @@ class LinkTimes:
 
     @property
     def transfer(self) -> Seconds:
-        """From sent to arrived on an idle link, on average."""
+        """The mean time from send to arrival on an idle link."""
         return fmean(self.busy) + self.latency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineTimes:
-    """What was measured with micro-batches of one size."""
+    """Times measured with one micro-batch size."""
 
     forward: tuple[Seconds, ...]  # per stage
     backward: tuple[Seconds, ...]
@@ -66,7 +66,7 @@ class PipelineTimes:
                 f"times of {num_stages} forwards, {found[0]} backwards, "
                 f"{found[1]} and {found[2]} links",
                 expected="one of each per stage, and one link fewer each way",
-                fix="give the times of all stages, first to last",
+                fix="pass the times of all stages, first to last",
             )
         for name in ("forward", "backward"):
             for time in getattr(self, name):
@@ -78,31 +78,31 @@ class PipelineTimes:
 
     @property
     def period(self) -> Seconds:
-        """Forward and backward of the slowest stage: no schedule does a micro-batch in less."""
+        """Forward plus backward of the slowest stage: no schedule runs a micro-batch in less."""
         return max(f + b for f, b in zip(self.forward, self.backward, strict=True))
 
     @property
     def first(self) -> Seconds:
-        """From the first stage to the last and back, of one micro-batch alone."""
+        """The time of a single micro-batch from the first stage to the last and back."""
         links = self.activations + self.gradients
         return sum(self.forward) + sum(self.backward) + sum(link.transfer for link in links)
 
     @property
     def pace(self) -> Seconds:
-        """Of the slowest stage or link: no schedule does a micro-batch in less, on average."""
+        """The period of the slowest stage or link: a lower bound per micro-batch, on average."""
         links = self.activations + self.gradients
         return max([self.period, *(fmean(link.busy) for link in links)])
 
     @property
     def transfers(self) -> tuple[Seconds, ...]:
-        """Per link, the mean of both directions."""
+        """The mean transfer time of both directions per link."""
         links = zip(self.activations, self.gradients, strict=True)
         return tuple((there.transfer + back.transfer) / 2 for there, back in links)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """When everything happens; `starts[stage][i]` belongs to the i-th action of that stage."""
+    """The times of a step; `starts[stage][i]` is the start of that stage's i-th action."""
 
     starts: tuple[tuple[Seconds, ...], ...]
     ends: tuple[tuple[Seconds, ...], ...]
@@ -117,10 +117,10 @@ def simulate(
     first_message: int = 0,
     ready: Sequence[Seconds] | None = None,
 ) -> Timeline:
-    """Execute the lists; `first_message` says where in the recorded transfers the step begins.
+    """Execute the lists; `first_message` is the index in the recorded transfers to start with.
 
-    `ready` is when each stage may begin, 0 without it. Raises ScheduleError if the stages end up
-    waiting for each other.
+    `ready` is the time at which each stage may start, by default 0. Raises ScheduleError for a
+    deadlock.
     """
     starts = _execute(schedule, times, first_message, ready)
     ends, works = [], []
@@ -140,9 +140,9 @@ def simulate(
 def length(
     schedule: Sequence[Sequence[Action]], times: PipelineTimes, *, num_replays: int = 4
 ) -> Seconds:
-    """How long one step takes, the mean over `num_replays` places to begin in recorded transfers.
+    """Return the length of a step: the mean over `num_replays` starts in the recorded transfers.
 
-    With constant transfers one run tells all. Raises ScheduleError like `simulate`.
+    With constant transfers one run is enough. Raises ScheduleError like `simulate`.
     """
     num_samples = max((len(link.busy) for link in times.activations + times.gradients), default=1)
     num_replays = min(num_replays, num_samples)
@@ -156,7 +156,7 @@ _NOTHING = LinkTimes(busy=(0.0,))
 
 
 class _Work(NamedTuple):
-    """One direction through one stage: what it takes, waits for and sends."""
+    """The forwards or backwards of one stage: durations, inputs and outputs."""
 
     takes: Seconds
     arrivals: _Arrivals
@@ -171,11 +171,11 @@ def _execute(
     first_message: int,
     ready: Sequence[Seconds] | None = None,
 ) -> list[list[Seconds]]:
-    """When each action starts."""
+    """Return the start time of each action."""
     if len(schedule) != times.num_stages:
         raise ScheduleError(
             f"a schedule of {len(schedule)} stages with times of {times.num_stages}",
-            expected="as many of one as of the other",
+            expected="equal numbers of stages",
             fix="build the schedule for the stages that were measured",
         )
     size = 1 + max(map(itemgetter(1), chain.from_iterable(schedule)), default=-1)
@@ -193,7 +193,7 @@ def _execute(
             raise _deadlock(schedule, starts)
         for stage_run in waiting:
             next(stage_run, None)
-        waiting.reverse()  # activations travel down, gradients up: fewer rounds either way
+        waiting.reverse()  # activations go down, gradients up: alternate to need fewer rounds
         done, before = sum(map(len, starts)), done
     return starts
 
@@ -205,7 +205,7 @@ def _run(
     starts: list[Seconds],
     now: Seconds,
 ) -> Iterator[None]:
-    """Run one stage, yielding when it has to wait; `starts` grows. The hot path: plain names."""
+    """Run one stage, appending to `starts`; yield when it has to wait. The hot path."""
     forward_takes, activations, sent_down, busy_down, latency_down = forward
     backward_takes, gradients, sent_up, busy_up, latency_up = backward
     free_down = free_up = 0.0
@@ -236,13 +236,13 @@ def _run(
 
 
 def _works(times: PipelineTimes, size: int, first_message: int) -> tuple[list[_Work], list[_Work]]:
-    """The forward and the backward of every stage, joined by what they send to each other."""
+    """Return the forward and backward of every stage, connected by their messages."""
     last = times.num_stages - 1
     activations: list[_Arrivals] = [[None] * size for _ in range(last + 1)]
     gradients: list[_Arrivals] = [[None] * size for _ in range(last + 1)]
     activations[0] = [0.0] * size
-    # At both ends nothing travels. The last stage turns round: its own forward is what its
-    # backward waits for; the gradients of the first go nowhere.
+    # No messages at both ends: the last stage's backward waits for its own forward, and the
+    # first stage sends no gradients.
     downs = [*activations[1:], gradients[last]]
     ups: list[_Arrivals] = [[None] * size, *gradients[:-1]]
     forwards = [
@@ -281,7 +281,7 @@ def _deadlock(schedule: Sequence[Sequence[Action]], starts: list[list[Seconds]])
         if len(done) < len(actions)
     ]
     return ScheduleError(
-        f"deadlock: {', '.join(stuck)} wait for what nobody will send",
+        f"deadlock: {', '.join(stuck)} wait for messages that are never sent",
         expected="stages that can all finish their lists",
         fix="check the schedule with schedule.check, which names the defect",
     )

@@ -1,12 +1,12 @@
-"""How long a step of several pipelines takes: they run their schedules, then agree on gradients.
+"""Compute the step time of several pipelines: they run their schedules, then average gradients.
 
 Each pipeline executes its lists of actions (`cost/pipeline.py`) with the compute of its devices and
 the transfers of its links. As soon as all replicas of a stage have ended their last backward, they
-synchronise (`cost/sync.py`), while other stages still compute; after that a stage may begin its
-next step, while others still synchronise. So a step is the time from one to the next once that is
-steady, not the sum of everything.
+synchronise (`cost/sync.py`), while other stages still compute; after that a stage may start its
+next step, while others still synchronise. So a step is the steady-state time from one step to the
+next, not the sum of all parts.
 
-Where replicas average in groups, nobody waits for all: each pipeline has a step of its own, and the
+If replicas average in groups, no pipeline waits for all others: each has its own step time, and the
 step of the job is the time in which all together process a batch.
 """
 
@@ -19,14 +19,14 @@ from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, Timeline, simulat
 from polyrhythm.cost.sync import Links, ReplicaGroup, Sync, reduce_scatter_times
 from polyrhythm.types import Action, Seconds
 
-_MAX_STEPS = 8  # simulated until the time from one to the next is steady
+_MAX_STEPS = 8  # simulated until the step time is steady
 _STEADY = 1e-3  # relative
 
 Schedule = Sequence[Sequence[Action]]
 
 
 class StageRun(NamedTuple):
-    """Stages in a row on one device; a half-open range of stages."""
+    """Consecutive stages on one device; a half-open range of stages."""
 
     device: int
     first: int
@@ -35,18 +35,18 @@ class StageRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """What a stage takes on a device of speed 1, for one micro-batch."""
+    """Times and bytes of a stage on a device of speed 1, for one micro-batch."""
 
     forward: Seconds
     backward: Seconds
     activation_bytes: float  # to the next stage
     gradient_bytes: float  # of its parameters, for a step
-    parameter_bytes: float | None = None  # where models are averaged; None: as many
+    parameter_bytes: float | None = None  # where models are averaged; None: equal to gradient_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """One pipeline: who runs what, in which order."""
+    """One pipeline: its devices with their stages, and its schedule."""
 
     runs: tuple[StageRun, ...]
     schedule: Schedule  # a list of actions for each run
@@ -67,13 +67,13 @@ class StepSpec:
 
     @property
     def num_microbatches(self) -> int:
-        """Of all pipelines together."""
+        """The number of micro-batches of all pipelines together."""
         return sum(len(replica.schedule[0]) // 2 for replica in self.replicas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """The parts of a step: what each adds to those before. They sum up to `total`."""
+    """The parts of a step's time, which sum up to `total`."""
 
     total: Seconds
     compute: Seconds  # of the device that has most to do
@@ -83,7 +83,7 @@ class StepTime:
 
 
 def step_time(step: StepSpec) -> StepTime:
-    """Simulate it, then again without what it waits for, to see what each part is due to."""
+    """Simulate the step, then again without sync and transfers, to attribute its time to parts."""
     times = [pipeline_times(replica.runs, step) for replica in step.replicas]
     scatter_times = reduce_scatter_times(
         groups_of(step), step.links, step.sync, coordinator=step.coordinator
@@ -91,11 +91,11 @@ def step_time(step: StepSpec) -> StepTime:
     total = _steady(step, times, scatter_times)
     at_once = [0.0] * len(step.stages)
     unsynced = _steady(step, times, at_once)
-    near = _steady(step, [_without_links(one) for one in times], at_once)
+    near = _steady(step, [_without_links(pipeline_time) for pipeline_time in times], at_once)
     works = [
-        max(f + b for f, b in zip(one.forward, one.backward, strict=True))
+        max(f + b for f, b in zip(pipeline_time.forward, pipeline_time.backward, strict=True))
         * (len(replica.schedule[0]) // 2)
-        for one, replica in zip(times, step.replicas, strict=True)
+        for pipeline_time, replica in zip(times, step.replicas, strict=True)
     ]
     compute = min(max(works), near)
     return StepTime(
@@ -108,7 +108,7 @@ def step_time(step: StepSpec) -> StepTime:
 
 
 def pipeline_times(runs: Sequence[StageRun], step: StepSpec) -> PipelineTimes:
-    """What the devices of one pipeline and the links between them take."""
+    """Return the times of one pipeline's devices and links."""
     stages = step.stages
     there: list[LinkTimes] = []
     back: list[LinkTimes] = []
@@ -127,7 +127,7 @@ def pipeline_times(runs: Sequence[StageRun], step: StepSpec) -> PipelineTimes:
 
 
 def groups_of(step: StepSpec) -> list[ReplicaGroup]:
-    """The devices of each stage, and its gradients."""
+    """Return the replicas of each stage, with the bytes of its gradients."""
     return [
         ReplicaGroup(
             members=tuple(
@@ -153,9 +153,9 @@ def _without_links(times: PipelineTimes) -> PipelineTimes:
 def _steady(
     step: StepSpec, times: Sequence[PipelineTimes], scatter_times: Sequence[Seconds]
 ) -> Seconds:
-    """From the end of a step to the end of the next; the mean where steps take turns.
+    """Return the time between the ends of consecutive steps; the mean if step times alternate.
 
-    `scatter_times` are of the synchronisation of each stage.
+    `scatter_times` are the times of each stage's reduce-scatter or all-gather.
     """
     if step.sync is Sync.GROUPS:
         return _in_groups(step, times, scatter_times)
@@ -167,7 +167,7 @@ def _steady(
         period, last = steps[-1] - steps[-2], steps[-2] - steps[max(0, len(steps) - 3)]
         if abs(period - last) <= _STEADY * period:
             return period
-    # A long one and a short one may follow each other for ever: the mean of an even number.
+    # Long and short steps may alternate for ever: take the mean of an even number.
     half = _MAX_STEPS // 2
     return (steps[-1] - steps[half]) / half
 
@@ -178,45 +178,43 @@ def _next_summed(
     scatter_times: Sequence[Seconds],
     summed: Sequence[Seconds],
 ) -> list[Seconds]:
-    """When the first half of each stage is done, from when it was in the step before.
+    """Return when each stage's reduce-scatter is done, from those times of the step before.
 
-    Decoupled, the first half hides behind the last backward of a step, that of whoever is last,
-    and the second behind the first forward of the next, layer by layer.
+    Decoupled, the reduce-scatter overlaps with the last replica's last backward, and the all-gather
+    with the first forward of the next step, layer by layer.
     """
     hides = 1.0 if step.sync is Sync.DECOUPLED else 0.0
-    ends, lasts = (
-        [0.0] * len(scatter_times),
-        [0.0] * len(scatter_times),
-    )  # of and before the last backward
-    known: dict[tuple[int, PipelineTimes, tuple[Seconds, ...]], Timeline] = {}  # alike, alike
-    for replica, one in zip(step.replicas, times, strict=True):
-        begins = []
+    ends = [0.0] * len(scatter_times)  # of each stage's last backward
+    lasts = [0.0] * len(scatter_times)  # when its reduce-scatter may start
+    cache: dict[tuple[int, PipelineTimes, tuple[Seconds, ...]], Timeline] = {}  # equal pipelines
+    for replica, pipeline_time in zip(step.replicas, times, strict=True):
+        starts = []
         for device, first, end in replica.runs:
             forwards = [work.forward / step.speeds[device] for work in step.stages[first:end]]
             late = zip(summed[first:end], scatter_times[first:end], forwards, strict=True)
-            begins.append(max(at + max(0.0, half - hides * hidden) for at, half, hidden in late))
-        key = id(replica.schedule), one, tuple(begins)
-        if key not in known:
-            known[key] = simulate(replica.schedule, one, ready=begins)
-        timeline = known[key]
+            starts.append(max(at + max(0.0, time - hides * hidden) for at, time, hidden in late))
+        key = id(replica.schedule), pipeline_time, tuple(starts)
+        if key not in cache:
+            cache[key] = simulate(replica.schedule, pipeline_time, ready=starts)
+        timeline = cache[key]
         for (device, first, end), done in zip(replica.runs, timeline.ends, strict=True):
             for stage in range(first, end):
                 backward = step.stages[stage].backward / step.speeds[device]
                 ends[stage] = max(ends[stage], done[-1])
                 lasts[stage] = max(lasts[stage], done[-1] - hides * backward)
     return [
-        max(end, last + half) for end, last, half in zip(ends, lasts, scatter_times, strict=True)
+        max(end, last + time) for end, last, time in zip(ends, lasts, scatter_times, strict=True)
     ]
 
 
 def _in_groups(
     step: StepSpec, times: Sequence[PipelineTimes], scatter_times: Sequence[Seconds]
 ) -> Seconds:
-    """Pipelines do not wait for one another: their rates add up."""
+    """Return the step time in groups: pipelines do not wait for one another, so rates add up."""
     rate = 0.0
-    for replica, one in zip(step.replicas, times, strict=True):
+    for replica, pipeline_time in zip(step.replicas, times, strict=True):
         alone = replace(step, replicas=(replica,), sync=Sync.ALL_REDUCE)
-        takes = _steady(alone, [one], scatter_times)
+        takes = _steady(alone, [pipeline_time], scatter_times)
         if takes == 0:
             return 0.0
         rate += (len(replica.schedule[0]) // 2) / takes

@@ -1,14 +1,14 @@
-"""How long the replicas of each stage need to agree on their gradients, by how they do it.
+"""Compute how long the replicas of each stage need to average their gradients, by algorithm.
 
-Every member of a group owns one part of the buffer. In a first half all send each owner its part,
-in a second one each owner sends what it made of them to all (`run/average/exchange.py`). All links
-are used at once, so the slowest one decides; but no device sends faster in all than its uplink. A
-transfer begins when its sender hears that it is awaited, so it takes a latency each way. Where a
-coordinator says who averages with whom (`GroupSync`), it is asked before, and told after.
+Every member of a group owns one shard of the buffer. In the reduce-scatter all members send each
+owner its shard, in the all-gather each owner sends its result to all (`run/averaging/exchange.py`).
+All links are used at once, so the slowest one decides; but no device sends faster in total than its
+uplink. A transfer starts when its sender learns that the receive is posted, so it takes a latency
+each way. If a coordinator forms the groups (`GroupSync`), it is asked before, and notified after.
 
-For comparison there are two others: a ring, which is what all-reduce mostly means elsewhere, in
-which every part crosses the slowest link of the ring; and DT-FM's sharded servers (eq. 2), which
-serve one peer after the other.
+For comparison there are two others: a ring, the common all-reduce elsewhere, in which every shard
+crosses the slowest link of the ring; and DT-FM's sharded servers (eq. 2), which serve one peer
+after the other.
 """
 
 import math
@@ -29,20 +29,20 @@ from polyrhythm.describe.cluster import Cluster
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 Matrix = NDArray[np.float64]
-# Buffers up to this have one owner, the first member of their group: it takes 0.1 ms at 1 Gbit/s,
-# about as long as any message.
+# Buffers up to this size have one owner, the first member of their group: sending one takes 0.1 ms
+# at 1 Gbit/s, about as long as any message.
 SMALL: Bytes = 16 * 2**10
-BUCKET: Bytes = 4 * 2**20  # of what is gathered while a forward runs
-GROUP_SIZE = 4  # what policies that average in groups aim at
+BUCKET: Bytes = 4 * 2**20  # of the all-gather during a forward
+GROUP_SIZE = 4  # the size that group policies aim at
 _NUM_DRAWS = 16  # of groups, for a mean
-_MAX_EXACT = 8  # members of a ring whose best order is found for certain
-_NUM_IMPROVED = 8  # of larger rings, that are worked on
+_MAX_EXACT = 8  # members of a ring whose order is optimised exactly
+_NUM_IMPROVED = 8  # starts that are improved, for larger rings
 
 
 class Sync(StrEnum):
-    ALL_REDUCE = "all_reduce"  # in two halves, over all links at once
-    DECOUPLED = "decoupled"  # the same, behind the last backward and the next forward
-    GROUPS = "groups"  # some of the replicas at a time; nobody waits for all
+    ALL_REDUCE = "all_reduce"  # reduce-scatter and all-gather, over all links at once
+    DECOUPLED = "decoupled"  # the same, overlapped with the last backward and the next forward
+    GROUPS = "groups"  # some of the replicas at a time; no replica waits for all
     RING = "ring"
     SEQUENTIAL = "sequential"
 
@@ -52,7 +52,7 @@ _COORDINATED = (Sync.ALL_REDUCE, Sync.GROUPS)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Links:
-    """Between devices, row = from, column = to, in the cluster's order."""
+    """Links between devices, row = from, column = to, in the cluster's order."""
 
     latency: Matrix
     bandwidth: Matrix
@@ -75,7 +75,7 @@ class Links:
 
 
 def uplinks_of(cluster: Cluster) -> list[BytesPerSecond]:
-    """Of each device; one that does not say has that of its fastest link."""
+    """Return the uplink of each device; by default the bandwidth of its fastest link."""
     sizes = Counter(device.region for device in cluster.devices)
     fastest = {}
     for here, row in zip(cluster.regions, cluster.bandwidth, strict=True):
@@ -84,7 +84,7 @@ def uplinks_of(cluster: Cluster) -> list[BytesPerSecond]:
             for there, bandwidth in zip(cluster.regions, row, strict=True)
             if sizes[there] > (here == there)
         ]
-        fastest[here] = max(others, default=0.0) or math.inf  # one alone sends nothing
+        fastest[here] = max(others, default=0.0) or math.inf  # a single device sends nothing
     return [
         fastest[device.region] if device.uplink is None else device.uplink
         for device in cluster.devices
@@ -93,7 +93,7 @@ def uplinks_of(cluster: Cluster) -> list[BytesPerSecond]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaGroup:
-    """Devices that hold the same layers, and the bytes of their gradients."""
+    """Devices with the same layers, and the bytes of their gradients."""
 
     members: tuple[int, ...]
     size: float
@@ -102,19 +102,19 @@ class ReplicaGroup:
 def reduce_scatter_times(
     groups: Sequence[ReplicaGroup], links: Links, sync: Sync, *, coordinator: int | None = None
 ) -> tuple[Seconds, ...]:
-    """One half, the reduce-scatter or the all-gather, of each group; all groups at once.
+    """Return the time of each group's reduce-scatter (or all-gather), with all groups at once.
 
-    With a coordinator, on that device, one word to it and one back.
+    With a coordinator on a device, add one message to it and one back.
     """
     scatter_times = _reduce_scatter_times(groups, links, sync)
     if coordinator is None or sync not in _COORDINATED:
         return scatter_times
-    words = (links.latency + links.latency.T)[coordinator]
+    round_trips = (links.latency + links.latency.T)[coordinator]
     return tuple(
-        half + max((float(words[m]) for m in group.members if m != coordinator), default=0.0)
+        time + max((float(round_trips[m]) for m in group.members if m != coordinator), default=0.0)
         if len(group.members) > 1
-        else half
-        for group, half in zip(groups, scatter_times, strict=True)
+        else time
+        for group, time in zip(groups, scatter_times, strict=True)
     )
 
 
@@ -127,7 +127,7 @@ def _reduce_scatter_times(
         return tuple(_sequential(group, links) for group in groups)
     if sync is Sync.GROUPS:
         return tuple(_in_groups(group, links) for group in groups)
-    # Two devices may be in several groups together: what they send adds up.
+    # Two devices may share several groups: their traffic adds up.
     sent = np.zeros(links.latency.shape)
     for group in groups:
         sent[np.ix_(group.members, group.members)] += group.size / len(group.members)
@@ -136,9 +136,9 @@ def _reduce_scatter_times(
 
 
 def _exchange(members: Sequence[int], sent: Matrix, links: Links) -> Seconds:
-    """All members at once; `sent` bytes from each device to each other one, in one half.
+    """Return the time of a reduce-scatter among `members`; `sent[a, b]` are bytes of all groups.
 
-    What a member sends to devices of other groups goes through the same uplink.
+    A member's traffic to devices of other groups shares its uplink.
     """
     if len(members) == 1:
         return 0.0
@@ -158,7 +158,7 @@ def _sequential(group: ReplicaGroup, links: Links) -> Seconds:
 
 
 def _ring(group: ReplicaGroup, links: Links) -> Seconds:
-    """The best of all rings; of many members, the best that going to the nearest one next finds."""
+    """Return the time of the best ring; for many members, of the best nearest-neighbour ring."""
     size, share = len(group.members), group.size / len(group.members)
     if size == 1:
         return 0.0
@@ -177,7 +177,7 @@ def _ring(group: ReplicaGroup, links: Links) -> Seconds:
 
 
 def _best_slowest(takes: Matrix) -> Seconds:
-    """The slowest link of the best ring, from paths by the set of members that they visit."""
+    """Return the slowest link of the best ring, by dynamic programming over sets of members."""
     size = len(takes)
     best = np.full((1 << size, size), np.inf)
     best[1, 0] = 0.0
@@ -199,19 +199,19 @@ def _nearest_next(start: int, takes: Sequence[Sequence[Seconds]]) -> list[int]:
 
 
 def _slowness(ring: Sequence[int], takes: Sequence[Sequence[Seconds]]) -> tuple[Seconds, Seconds]:
-    """The slowest link, and all of them; the same to the last bit wherever the ring begins."""
+    """Return the slowest link and the sum of all, bit-identical for every start of the ring."""
     links = [takes[a][b] for a, b in pairwise([*ring, ring[0]])]
     return max(links), math.fsum(links)
 
 
 def _improved(ring: list[int], takes: Sequence[Sequence[Seconds]]) -> list[int]:
-    """Without its slowest link, as long as another way to go round does with faster ones."""
+    """Replace the slowest link by faster ones while a local change achieves that."""
     size = len(ring)
     while True:
         first = max(range(size), key=lambda i: takes[ring[i - 1]][ring[i]])
-        ring = ring[first:] + ring[:first]  # the slowest link closes it
-        others = [ring[:i][::-1] + ring[i:] for i in range(2, size)]  # a stretch turned round
-        others += [[*ring[1:i], ring[0], *ring[i:]] for i in range(2, size)]  # an end moved
+        ring = ring[first:] + ring[:first]  # the slowest link closes the ring
+        others = [ring[:i][::-1] + ring[i:] for i in range(2, size)]  # reverse a segment
+        others += [[*ring[1:i], ring[0], *ring[i:]] for i in range(2, size)]  # move an end
         others += [[*ring[:i], ring[-1], *ring[i:-1]] for i in range(1, size - 1)]
         better = min(others, key=lambda other: _slowness(other, takes))
         if _slowness(better, takes) >= _slowness(ring, takes):
@@ -220,7 +220,7 @@ def _improved(ring: list[int], takes: Sequence[Sequence[Seconds]]) -> list[int]:
 
 
 def _in_groups(group: ReplicaGroup, links: Links) -> Seconds:
-    """The mean over groups as a policy may draw them."""
+    """Return the mean over random groups, as a policy may form them."""
     size = min(GROUP_SIZE, len(group.members))
     draw = random.Random(len(group.members))
     scatter_times = []

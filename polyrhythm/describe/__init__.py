@@ -1,1 +1,1 @@
-"""What we have: clusters, models and scenarios as plain data."""
+"""Describe clusters, models and scenarios as plain data."""

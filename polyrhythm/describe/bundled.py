@@ -1,4 +1,4 @@
-"""What comes along: a bare word names a description inside the package, anything else is a file."""
+"""Find bundled descriptions: a bare word names one inside the package, anything else is a file."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,18 +10,18 @@ from polyrhythm.describe.read import unknown
 
 
 def bundled(folder: str) -> tuple[str, ...]:
-    """The names of what comes along in this folder of the package."""
+    """Return the names of the descriptions bundled in this folder of the package."""
     return tuple(sorted(_files(folder)))
 
 
 def is_name(source: str | Path) -> bool:
-    """Whether this can only be meant as a name: files end in .toml or .json, or lie in folders."""
+    """Return whether `source` is a name: files end in .toml or .json, or contain a folder."""
     return isinstance(source, str) and "/" not in source and not Path(source).suffix
 
 
 @contextmanager
 def locate(what: str, source: str | Path, folder: str) -> Iterator[Path]:
-    """The file that is meant by `source`, while it is being read."""
+    """Yield the path of the description named `source`, valid inside the `with` block."""
     if not is_name(source):
         yield Path(source)
         return

@@ -1,4 +1,4 @@
-"""A cluster: devices in regions, and what a message costs from each region to each other one.
+"""A cluster: devices in regions, and latency and bandwidth between regions.
 
 Latency and bandwidth are matrices over regions (row = from, column = to): 64 devices in 8 regions
 need 64 links, not 4096, and devices of one region are alike for a planner. The diagonal is the
@@ -20,7 +20,7 @@ from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Something that computes: a GPU, or a machine without one."""
+    """A GPU, or a machine without one."""
 
     name: str
     region: str
@@ -29,7 +29,7 @@ class Device:
     price_per_hour: float | None = None  # in any currency, the same for all devices
     flops: float | None = None  # operations per second, forward and backward, as `probe` measures
     flops_spread: float | None = None  # see Sample
-    uplink: BytesPerSecond | None = None  # to all others together; without it, its fastest link
+    uplink: BytesPerSecond | None = None  # total to all others; None: that of its fastest link
 
     def __post_init__(self) -> None:
         check_amount(f"speed of {self.name}", self.speed, zero=False)
@@ -47,7 +47,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One direction between two devices, in which n bytes take latency + n / bandwidth."""
+    """One direction between two devices: n bytes take latency + n / bandwidth."""
 
     latency: Seconds  # alpha: fixed cost of one message, one way
     bandwidth: BytesPerSecond
@@ -65,11 +65,11 @@ class Cluster:
     regions: tuple[str, ...]
     latency: tuple[tuple[Seconds, ...], ...]
     bandwidth: tuple[tuple[BytesPerSecond, ...], ...]
-    measured_at: str = ""  # ISO 8601, where somebody measured
-    latency_spread: tuple[tuple[float, ...], ...] = ()  # see Sample; none where nobody measured
+    measured_at: str = ""  # ISO 8601; empty if not measured
+    latency_spread: tuple[tuple[float, ...], ...] = ()  # see Sample; empty if not measured
     bandwidth_spread: tuple[tuple[float, ...], ...] = ()
-    egress_price_per_gb: tuple[float, ...] = ()  # of what leaves each region; none if it is free
-    flops_dtype: str = ""  # type of the numbers that all flops are of, such as bfloat16
+    egress_price_per_gb: tuple[float, ...] = ()  # of traffic that leaves each region; empty if free
+    flops_dtype: str = ""  # dtype of all flops, such as bfloat16
 
     def __post_init__(self) -> None:
         check_measured_at(self.measured_at)
@@ -93,12 +93,12 @@ class Cluster:
         self._check_prices()
 
     def link(self, a: str, b: str) -> Link:
-        """The link from device `a` to another device `b`."""
+        """Return the link from device `a` to another device `b`."""
         if a == b:
             raise DescriptionError(
                 f"link from {a!r} to itself",
                 expected="two devices",
-                fix="leave out what a device sends to itself: it costs nothing",
+                fix="skip what a device sends to itself: it costs nothing",
             )
         return self._region_link(self._region_index(a), self._region_index(b))
 
@@ -112,7 +112,7 @@ class Cluster:
             return read_cluster(path)
 
     def _region_index(self, device_name: str) -> int:
-        # A scan: an index kept beside the fields would travel into every file and message.
+        # A scan: an index as a field would be written into every file and message.
         for device in self.devices:
             if device.name == device_name:
                 return self.regions.index(device.region)
@@ -122,7 +122,7 @@ class Cluster:
         return Link(latency=self.latency[row][column], bandwidth=self.bandwidth[row][column])
 
     def _check_one_meaning_per_name(self) -> None:
-        """A device may share a region's name only if it is that region: "a" must mean one thing."""
+        """Refuse a device with the name of a region, unless it is that region's only device."""
         num_devices = Counter(device.region for device in self.devices)
         for device in self.devices:
             alone = device.name == device.region and num_devices[device.region] == 1
@@ -148,7 +148,7 @@ class Cluster:
         for row, a in enumerate(self.regions):
             for column, b in enumerate(self.regions):
                 try:
-                    if a == b and num_devices[a] < 2:  # no such link: any amount will do
+                    if a == b and num_devices[a] < 2:  # no such link: any value is allowed
                         check_amount("latency", self.latency[row][row], Seconds)
                         check_amount("bandwidth", self.bandwidth[row][row], BytesPerSecond)
                     else:
@@ -158,7 +158,7 @@ class Cluster:
 
 
 def bundled_networks() -> tuple[str, ...]:
-    """The names of the clusters that come with Polyrhythm."""
+    """Return the names of the bundled clusters."""
     return bundled("networks")
 
 

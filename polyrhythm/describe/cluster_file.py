@@ -1,7 +1,7 @@
-"""A cluster as people write it: devices by the dozen, links as two matrices or one by one.
+"""Read a cluster file: devices singly or by count, links as two matrices or one by one.
 
-`docs/describe.md` shows both forms. They give equal clusters, so nothing past this file knows
-which one was used.
+`docs/describe.md` shows both forms. They give equal clusters, so other files do not know which one
+was used.
 """
 
 import itertools
@@ -14,11 +14,11 @@ from polyrhythm.describe.read import read, unknown
 from polyrhythm.errors import DescriptionError
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
-MAX_DEVICES = 100_000  # in one entry: beyond, it is a slip of the finger
+MAX_DEVICES = 100_000  # in one entry; more is a typing error
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster that the file describes."""
+    """Return the cluster that the file describes."""
     form = read(path, _ClusterForm)
     try:
         return form.cluster()
@@ -28,10 +28,10 @@ def read_cluster(path: Path) -> Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DeviceForm:
-    """One device with a name, or `count` alike ones that are numbered in their region."""
+    """One device with a name, or `count` equal ones that are numbered in their region."""
 
     name: str | None = None
-    region: str | None = None  # without one, the device is a region of its own
+    region: str | None = None  # None: the device is its own region
     count: int = 1
     memory: Bytes | None = None
     speed: float = 1.0
@@ -53,10 +53,10 @@ class _DeviceForm:
                 expected=f"1 to {MAX_DEVICES}, and 1 for a device with a name",
                 fix="correct count, or leave the name out to have the devices numbered",
             )
-        self.device(number=0)  # refuses an impossible one while its place in the file is known
+        self.device(number=0)  # refuses an invalid device while its location in the file is known
 
     def device(self, number: int) -> Device:
-        """The device, or the one with this number in its region."""
+        """Return the device, or the one with this number in its region."""
         region = self.region or self.name
         assert region is not None, "__post_init__ refuses an entry without name and region"
         return Device(
@@ -80,7 +80,7 @@ class _LinkForm:
     one_way: bool = False
 
     def __post_init__(self) -> None:
-        Link(latency=self.latency, bandwidth=self.bandwidth)  # refuses what no link can be
+        Link(latency=self.latency, bandwidth=self.bandwidth)  # refuses an invalid link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class _ClusterForm:
     name: str
     source: str = ""
     devices: tuple[_DeviceForm, ...]
-    regions: tuple[str, ...] | None = None  # without them, those of the devices in order
+    regions: tuple[str, ...] | None = None  # None: those of the devices, in their order
     latency: tuple[tuple[Seconds, ...], ...] | None = None
     bandwidth: tuple[tuple[BytesPerSecond, ...], ...] | None = None
     links: tuple[_LinkForm, ...] = ()
@@ -150,7 +150,7 @@ def _numbered(entries: tuple[_DeviceForm, ...]) -> tuple[Device, ...]:
 def _matrices(
     links: tuple[_LinkForm, ...], devices: tuple[Device, ...], regions: tuple[str, ...]
 ) -> tuple[tuple[tuple[Seconds, ...], ...], tuple[tuple[BytesPerSecond, ...], ...]]:
-    """Latency and bandwidth over regions, once every pair has its link."""
+    """Return latency and bandwidth over regions; every pair must have a link."""
     num_devices = Counter(device.region for device in devices)
     # A region with one device has no link inside; Cluster allows zeros there.
     table = {(a, a): (0.0, 0.0) for a in regions if num_devices[a] < 2}
@@ -170,7 +170,7 @@ def _matrices(
 def _entry_of_pair(
     links: tuple[_LinkForm, ...], devices: tuple[Device, ...], regions: tuple[str, ...]
 ) -> dict[tuple[str, str], int]:
-    """Which of `links` says what a message from one region to another costs; never two."""
+    """Map each pair of regions to its entry in `links`; refuse two entries for one pair."""
     entry_of: dict[tuple[str, str], int] = {}
     for i, link in enumerate(links):
         a = _region(link.source, devices, regions, f"links[{i}].from")
@@ -187,7 +187,7 @@ def _entry_of_pair(
 
 
 def _region(host: str, devices: tuple[Device, ...], regions: tuple[str, ...], where: str) -> str:
-    """The region that `host` names, or the one that the device of that name has to itself."""
+    """Return the region that `host` names, or the region whose only device it names."""
     if host in regions:
         return host
     region = {device.name: device.region for device in devices}.get(host)

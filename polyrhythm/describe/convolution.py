@@ -1,18 +1,18 @@
-"""A convolution by its shape: its weights, and what it computes and gives for one sample."""
+"""Count a convolution by its shape: weights, and operations and outputs for one sample."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convolution:
-    """Without a bias, since a batch norm stands before or behind it."""
+    """A convolution without a bias, since a batch norm precedes or follows it."""
 
     inputs: int  # channels
     outputs: int
     height: int  # of its kernel
     width: int
-    before: int  # the side of what it takes
-    side: int  # of what it gives
+    before: int  # side of the input
+    side: int  # side of the output
 
     @property
     def weights(self) -> int:

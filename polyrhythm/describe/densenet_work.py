@@ -1,11 +1,11 @@
 """DenseNet-201 by its shape: a stem, 98 dense layers with transitions between them, a head.
 
-A dense layer takes all that the block has made so far and adds 32 channels to it. As a chain each
-layer hands on everything: what it took, and what it made.
+A dense layer takes all earlier outputs of its block and adds 32 channels. In a chain of layers each
+one outputs its input and its own channels.
 
 Source: Huang et al., arXiv:1608.06993, table 1. Departure: none; counted as in torchvision.
 
-A batch norm keeps its input, and the convolution behind it what the norm and the ReLU gave.
+A batch norm keeps its input, and the convolution after it keeps the output of norm and ReLU.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from polyrhythm.describe.layer_work import LayerWork
 from polyrhythm.errors import DescriptionError
 
 _BLOCKS = (6, 12, 48, 32)  # dense layers
-_FIRST = 64  # channels that the stem gives
+_FIRST = 64  # output channels of the stem
 _GROWTH = 32  # channels that a dense layer adds
-_NARROW = 4 * _GROWTH  # to which its 1 x 1 convolution leads
+_NARROW = 4 * _GROWTH  # output channels of its 1 x 1 convolution
 _INDEX = 8  # bytes
-_LARGEST_IMAGE = 100_000  # beyond, it is a slip of the finger
+_LARGEST_IMAGE = 100_000  # more is a typing error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseLayer:
-    """Norm, ReLU, 1 x 1; norm, ReLU, 3 x 3; what comes out is put beside what went in."""
+    """Norm, ReLU, 1 x 1; norm, ReLU, 3 x 3; the output is concatenated to the input."""
 
     name: str
     narrow: Convolution
@@ -40,7 +40,7 @@ class Transition:
 
 
 def densenet201(*, image: int = 224, num_classes: int = 1000) -> list[LayerWork]:
-    """For images of `image` x `image` points."""
+    """Return the layers for images of `image` x `image` points."""
     first = stem_of(image)
     side = _halved(first.side)
     stem = LayerWork(
@@ -49,7 +49,7 @@ def densenet201(*, image: int = 224, num_classes: int = 1000) -> list[LayerWork]
         operations=first.operations,
         outputs=_FIRST * side**2,
         stored=3 * image**2 + 2 * first.num_outputs,
-        other_bytes=_INDEX * _FIRST * side**2,  # where each maximum was
+        other_bytes=_INDEX * _FIRST * side**2,  # index of each maximum
         backward_ratio=1.0,  # images need no gradient
     )
     blocks = blocks_of(image)
@@ -71,7 +71,7 @@ def stem_of(image: int) -> Convolution:
     if not 32 <= image <= _LARGEST_IMAGE:
         raise DescriptionError(
             f"images of {image} x {image}",
-            expected="at least 32 x 32 points, which the five halvings leave one of, "
+            expected="at least 32 x 32 points, one of which is left after five halvings, "
             f"at most {_LARGEST_IMAGE} x {_LARGEST_IMAGE}",
             fix="use images of 224, as DenseNet-201 was made for",
         )
@@ -79,7 +79,7 @@ def stem_of(image: int) -> Convolution:
 
 
 def blocks_of(image: int) -> list[DenseLayer | Transition]:
-    """All between stem and head, in order."""
+    """Return all layers between stem and head, in order."""
     side, channels = _halved(stem_of(image).side), _FIRST
     found: list[DenseLayer | Transition] = []
     for block, num_layers in enumerate(_BLOCKS):
@@ -116,5 +116,5 @@ def _work(layer: DenseLayer | Transition) -> LayerWork:
 
 
 def _halved(side: int) -> int:
-    """By a stride of 2, with the padding that convolution and maximum of the stem have."""
+    """Return the side after a stride of 2 with the padding of the stem's layers."""
     return (side + 1) // 2

@@ -1,6 +1,6 @@
-"""A function of the user's by its name, `module:function`, called; whatever it does wrong is told.
+"""Call a user's function by its name, `module:function`, and report its errors in one line.
 
-No torch here: what the function returns is for the caller to understand.
+No torch here: the caller interprets the function's result.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from polyrhythm.errors import DescriptionError
 
 
 def call_factory(source: str) -> object:
-    """What `function()` of `module:function` returns; raises DescriptionError."""
+    """Return the result of `function()` of `module:function`; raise DescriptionError."""
     module_name, colon, name = source.partition(":")
     if not colon or not module_name or not name.isidentifier():
         raise DescriptionError(
@@ -37,14 +37,14 @@ def call_factory(source: str) -> object:
 
 
 def error_summary(error: BaseException) -> str:
-    """An error of the user's code in one line, with its place there."""
-    said = (str(error).strip() or "without a word").splitlines()[0]
-    return f"{type(error).__name__}: {said}{_place(error.__traceback__)}"
+    """Format an error of the user's code in one line, with its location."""
+    message = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {message}{_place(error.__traceback__)}"
 
 
 def _module(name: str) -> ModuleType:
     here = str(Path.cwd())
-    if here not in sys.path:  # as for `python -m`; the program itself lies elsewhere
+    if here not in sys.path:  # as `python -m` does; the command itself is in another folder
         sys.path.insert(0, here)
     importlib.invalidate_caches()
     try:
@@ -85,7 +85,7 @@ def _factory(module: ModuleType, name: str) -> Callable[[], object]:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """The innermost line that is not of an installed package: most often the user's own."""
+    """Return the innermost line outside of installed packages: usually the user's own."""
     frames = traceback.extract_tb(trace)
     own = [frame for frame in frames if _is_own(frame.filename)]
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""

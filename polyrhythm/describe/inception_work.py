@@ -1,12 +1,12 @@
 """Inception-v4 by its shape: a stem, three kinds of blocks of parallel branches, a head.
 
-A block is a number of branches that all take its input, and whose outputs are put side by side.
-A branch is a chain of convolutions, each with a batch norm and a ReLU behind it; it may begin with
-a pooling, or end in two convolutions beside each other.
+A block has branches that all take its input, and whose outputs are concatenated. A branch is a
+chain of convolutions, each followed by a batch norm and a ReLU; it may begin with a pooling, or
+end in two parallel convolutions.
 
 Source: Szegedy et al., arXiv:1602.07261, figures 3 to 9. Departures: none known; no dropout, as in
-the implementation that everybody trains. Convolutions that are not padded lose points at the
-border, so that sides are not halves: 25, 12 and 5 of 224.
+the common implementation. Convolutions without padding lose points at the border, so that sides
+are not halves: 25, 12 and 5 of 224.
 
 A convolution keeps its input and a batch norm its own; a ReLU keeps its output, also at the end of
 a branch, as the output of the block is a copy.
@@ -25,14 +25,14 @@ _SMALLEST_IMAGE, _LARGEST_IMAGE = 75, 100_000  # one point is left of the first
 
 class Pooling(StrEnum):
     NONE = "none"
-    MEAN = "mean"  # of 3 x 3 points, as many as before
-    LARGEST = "largest"  # of 3 x 3 points, every second, nothing padded
+    MEAN = "mean"  # of 3 x 3 points, with stride 1 and padding
+    LARGEST = "largest"  # of 3 x 3 points, with stride 2 and no padding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
     convolutions: tuple[Convolution, ...]  # in the order in which they are computed
-    num_outputs: int  # numbers that go on into the output of the block
+    num_outputs: int  # its part of the block's output
     pooling: Pooling = Pooling.NONE
 
 
@@ -40,8 +40,8 @@ class Branch:
 class InceptionBlock:
     name: str
     inputs: int  # channels
-    before: int  # the side of what it takes
-    side: int  # of what it gives
+    before: int  # side of the input
+    side: int  # side of the output
     branches: tuple[Branch, ...]
 
     @property
@@ -54,7 +54,7 @@ class InceptionBlock:
 
     @property
     def channels(self) -> int:
-        """Those that it gives."""
+        """Output channels."""
         return self.num_outputs // self.side**2
 
     @property
@@ -63,7 +63,7 @@ class InceptionBlock:
 
 
 def inceptionv4(*, image: int = 299, num_classes: int = 1000) -> list[LayerWork]:
-    """For images of `image` x `image` points."""
+    """Return the layers for images of `image` x `image` points."""
     blocks = blocks_of(image)
     channels = blocks[-1].channels
     head = LayerWork(
@@ -77,7 +77,7 @@ def inceptionv4(*, image: int = 299, num_classes: int = 1000) -> list[LayerWork]
 
 
 def blocks_of(image: int) -> list[InceptionBlock]:
-    """All before the head, in order."""
+    """Return all blocks before the head, in order."""
     if not _SMALLEST_IMAGE <= image <= _LARGEST_IMAGE:
         raise DescriptionError(
             f"images of {image} x {image}",
@@ -186,7 +186,7 @@ def _reduction_b(before: int) -> InceptionBlock:
 
 
 def _block_c(name: str, side: int) -> InceptionBlock:
-    """Two of its branches end in a row and a column beside each other."""
+    """Return block C; two of its branches end in a row and a column in parallel."""
     short = (_point(1536, 384, side), _row(384, 256, side, 3), _column(384, 256, side, 3))
     long = (
         _point(1536, 384, side),
@@ -238,15 +238,15 @@ def _column(inputs: int, outputs: int, side: int, height: int = 7) -> Convolutio
 
 
 def _halved(side: int) -> int:
-    """By a stride of 2 without padding: 3 points for the first, 2 for each other one."""
+    """Return the side after a stride of 2 without padding: 3 points give one, then 2 each."""
     return (side - 1) // 2
 
 
 def _work(block: InceptionBlock) -> LayerWork:
-    # Its input, and of each convolution what it gives, before and after norm and ReLU.
+    # The input, and the output of each convolution before and after norm and ReLU.
     stored = block.num_inputs + sum(2 * each.num_outputs for each in block.convolutions)
     if len(block.branches) == 1:
-        stored -= block.num_outputs  # no copy of it: the next block counts it
+        stored -= block.num_outputs  # counted by the next block as its input
     poolings = [branch.pooling for branch in block.branches]
     stored += poolings.count(Pooling.MEAN) * block.num_inputs
     largest = [b.num_outputs for b in block.branches if b.pooling is Pooling.LARGEST]
@@ -256,6 +256,6 @@ def _work(block: InceptionBlock) -> LayerWork:
         operations=sum(each.operations for each in block.convolutions),
         outputs=block.num_outputs,
         stored=stored,
-        other_bytes=_INDEX * sum(largest),  # where each maximum was
+        other_bytes=_INDEX * sum(largest),  # index of each maximum
         backward_ratio=1.0 if block.inputs == 3 else 2.0,  # images need no gradient
     )

@@ -1,8 +1,7 @@
-"""A layer by its shape: what it computes and keeps for one sample, counted instead of measured.
+"""Count a layer by its shape: operations and stored numbers for one sample, not measured.
 
-A profile follows from it for a device of known speed. Time is operations over operations per
-second: layers that only move numbers (an embedding, a norm) take none, which a measured profile
-knows better.
+This gives a profile for a device of known speed. Time is operations over operations per second:
+layers that only move numbers (an embedding, a norm) take none, unlike in a measured profile.
 """
 
 from collections.abc import Sequence
@@ -18,14 +17,14 @@ BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
-    """Numbers of one sample; a multiplication and its addition are two operations."""
+    """Counts for one sample; a multiplication and its addition are two operations."""
 
     name: str
     parameters: int
     operations: int  # of products of matrices, in the forward
     outputs: int
     stored: int  # kept from the forward to the backward, the layer's input among them
-    other_bytes: Bytes = 0  # kept too, but of a type of their own: indices
+    other_bytes: Bytes = 0  # also stored, with their own type: indices
     backward_ratio: float = 2.0  # of a backward's operations: gradients of weights and of the input
 
 
@@ -38,7 +37,7 @@ def profile_of(
     other_sizes: Sequence[int] = (),
     dtype: str = "float32",
 ) -> ModelProfile:
-    """The profile on a device that does `flops` operations per second; all numbers are `dtype`."""
+    """Return the profile on a device with `flops` operations per second and tensors of `dtype`."""
     check_amount("flops", flops, zero=False)
     for size in (microbatch_size, *other_sizes):
         check_size(size)

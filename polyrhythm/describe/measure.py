@@ -1,6 +1,6 @@
-"""How fast this machine computes, measured by a product of matrices. [torch]
+"""Measure the operations per second of a device by a product of matrices. [torch]
 
-`probe` measures every device of a cluster so, and `profile` the one that it runs on: the ratio of
+`probe` measures every device of a cluster in this way, and `profile` its own device: the ratio of
 the two is the speed of a device relative to a profile.
 """
 
@@ -15,48 +15,48 @@ from polyrhythm.errors import DescriptionError
 from polyrhythm.types import Seconds
 
 _SMALLEST, _LARGEST = 256, 16_384  # rows of a matrix; the largest takes 1 GiB in float32
-_LONG_ENOUGH: Seconds = 0.05  # for a product forward and backward: then its launch does not count
+_LONG_ENOUGH: Seconds = 0.05  # for a product forward and backward: its launch is negligible then
 
 
 def device_flops(device: torch.device, dtype: torch.dtype, *, repeat: int) -> Sample:
-    """Operations per second of a product of square matrices, forward and backward.
+    """Return operations per second of a product of square matrices, forward and backward.
 
-    Raises DescriptionError for a device that cannot do even a small one.
+    Raises DescriptionError for a device that cannot compute even a small product.
     """
     try:
         size = _fitting_size(device, dtype)
         operations = product_operations(size)
         return Sample.of([operations / product(size, device, dtype) for _ in range(repeat)])
     except RuntimeError as error:  # out of memory too
-        said = str(error).strip().splitlines()[0]
+        message = str(error).strip().splitlines()[0]
         raise DescriptionError(
-            f"{device} cannot multiply matrices of {dtype}: {said}",
+            f"{device} cannot multiply matrices of {dtype}: {message}",
             expected="a device with free memory that computes with this type of number",
             fix="end what else uses the device, or try --dtype float32 or --device cpu",
         ) from None
 
 
 def product_operations(size: int) -> int:
-    """Of a product of square matrices: n^3 multiplications and additions, and twice backward."""
+    """Count a product of square matrices: n^3 multiplications and additions, and twice backward."""
     return 6 * size**3
 
 
 def product(size: int, device: torch.device, dtype: torch.dtype) -> Seconds:
-    """How long a product of square matrices takes, forward and backward."""
+    """Return the duration of a product of square matrices, forward and backward."""
     # Random: a GPU multiplies equal numbers with less power, and so faster than a model's.
     left, right, gradient = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(3))
     with torch.enable_grad():
         left.requires_grad_()
         right.requires_grad_()
         finish(device)
-        began = time.perf_counter()
+        start = time.perf_counter()
         torch.autograd.backward([left @ right], [gradient])
         finish(device)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def device_of(name: str, *, index: int = 0) -> torch.device:
-    """`auto` takes a GPU if there is one; of several, by this index. Raises DescriptionError."""
+    """Return the device; `auto` is the GPU of this index, if any. Raises DescriptionError."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -69,7 +69,7 @@ def device_of(name: str, *, index: int = 0) -> torch.device:
 
 
 def device_text(device: torch.device) -> str:
-    """The processor, its threads and torch's version: what a time depends on."""
+    """Describe what a time depends on: the processor, its threads and torch's version."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     info = Path("/proc/cpuinfo")
@@ -81,13 +81,13 @@ def device_text(device: torch.device) -> str:
 
 
 def finish(device: torch.device) -> None:
-    """Wait until all that was started on the device is done: its end is what a time is of."""
+    """Wait until all kernels on the device are done, so that their end is timed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _fitting_size(device: torch.device, dtype: torch.dtype) -> int:
-    """Rows for a product that takes long enough, or as long as memory allows."""
+    """Return the rows for a product that takes long enough, or the most that memory allows."""
     size = _SMALLEST
     taken = _better_of_two(size, device, dtype)
     while taken < _LONG_ENOUGH and size < _LARGEST:
@@ -102,7 +102,7 @@ def _fitting_size(device: torch.device, dtype: torch.dtype) -> int:
 
 
 def _better_of_two(size: int, device: torch.device, dtype: torch.dtype) -> Seconds:
-    """The first one may have to load a library."""
+    """Return the shorter of two measurements: the first may include loading a library."""
     return min(product(size, device, dtype) for _ in range(2))
 
 

@@ -1,8 +1,8 @@
-"""A model as a table of layers: what each takes in time and bytes, for one micro-batch.
+"""A model's profile: the time and bytes of each layer for one micro-batch.
 
-This is all that planning and simulation need to know of a model. Times are those of a device of
-speed 1; a stage of consecutive layers takes the sum of theirs. A profile that was measured with
-micro-batches of several sizes can be asked for any size between them.
+Planning and simulation need nothing else of a model. Times are those of a device of speed 1; a
+stage of consecutive layers takes their sum. A profile that was measured with several micro-batch
+sizes is interpolated for any size between them.
 """
 
 import itertools
@@ -16,12 +16,12 @@ from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import DescriptionError
 from polyrhythm.types import Bytes, Seconds
 
-MAX_SAMPLES = 1_000_000_000  # in a micro-batch: beyond, it is a slip of the finger
+MAX_SAMPLES = 1_000_000_000  # in a micro-batch; more is a typing error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtSize:
-    """What a layer takes with micro-batches of one size."""
+    """Times and bytes of a layer for one micro-batch size."""
 
     microbatch_size: int
     forward: Seconds
@@ -40,11 +40,11 @@ class Layer:
     forward: Seconds
     backward: Seconds
     parameter_bytes: Bytes
-    activation_bytes: Bytes  # the output, which travels if the next layer is on another device
+    activation_bytes: Bytes  # the output, which is sent if the next layer is on another device
     stored_bytes: Bytes  # kept from the forward of a micro-batch to its backward
     forward_spread: float | None = None  # see Sample
     backward_spread: float | None = None
-    sizes: tuple[AtSize, ...] = ()  # with micro-batches of other sizes than the profile's
+    sizes: tuple[AtSize, ...] = ()  # for other micro-batch sizes than the profile's
 
     def __post_init__(self) -> None:
         _check_layer(self)
@@ -59,9 +59,9 @@ class ModelProfile:
     microbatch_size: int  # samples in the micro-batch that was measured
     layers: tuple[Layer, ...]
     source: str = ""  # who measured this, and on what machine
-    measured_at: str = ""  # ISO 8601, where somebody measured
+    measured_at: str = ""  # ISO 8601; empty if not measured
     flops: float | None = None  # of that machine, as `probe` measures them: its speed is 1
-    flops_dtype: str = ""  # type of the numbers that `flops` are of, such as bfloat16
+    flops_dtype: str = ""  # dtype of `flops`, such as bfloat16
 
     def __post_init__(self) -> None:
         check_measured_at(self.measured_at)
@@ -85,14 +85,14 @@ class ModelProfile:
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
-        """All sizes that were measured, from the smallest."""
+        """All measured sizes in ascending order."""
         others = (each.microbatch_size for each in self.layers[0].sizes)
         return tuple(sorted((self.microbatch_size, *others)))
 
     def at(self, microbatch_size: int) -> "ModelProfile":
-        """The profile for micro-batches of another size; between two measured ones, in proportion.
+        """Return the profile for another micro-batch size, interpolated between measured sizes.
 
-        Raises DescriptionError for a size beyond those that were measured.
+        Raises DescriptionError for a size outside the measured range.
         """
         known = self.microbatch_sizes
         if not known[0] <= microbatch_size <= known[-1]:

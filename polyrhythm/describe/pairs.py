@@ -1,4 +1,4 @@
-"""Rounds in which every pair is measured once, next to pairs that do not disturb it."""
+"""Arrange pairs in rounds, so that pairs measured concurrently do not share a member."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -7,11 +7,11 @@ T = TypeVar("T")
 
 
 def round_robin_pairs(members: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
-    """Rounds of pairs without a common member; every directed pair is in one of them.
+    """Yield rounds of pairs without a common member; every ordered pair is in one of them.
 
-    The circle method of tournaments: the first stays, the others move on by one place each round.
+    The circle method of tournaments: the first stays, the others rotate by one each round.
     """
-    # The number of a member, not itself: None is a free round.
+    # Indices instead of members: None is a bye.
     circle: list[int | None] = [*range(len(members)), *([None] if len(members) % 2 else [])]
     half = len(circle) // 2
     for _ in range(len(circle) - 1):
@@ -26,18 +26,18 @@ def round_robin_pairs(members: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
 def disjoint_rounds(
     pairs: Sequence[tuple[T, T]], place: Mapping[T, str]
 ) -> Iterator[list[tuple[T, T]]]:
-    """The pairs in rounds of their own, in none of which two pairs have a place in common.
+    """Yield rounds of pairs, such that no two pairs of a round share a `place` (a machine).
 
     First fit: a pair joins the first round in which both of its places are free.
     """
     rounds: list[tuple[set[str], list[tuple[T, T]]]] = []
     for a, b in pairs:
-        here = {place[a], place[b]}
-        for taken, together in rounds:
-            if not taken & here:
-                taken |= here
-                together.append((a, b))
+        places = {place[a], place[b]}
+        for taken, batch in rounds:
+            if not taken & places:
+                taken |= places
+                batch.append((a, b))
                 break
         else:
-            rounds.append((here, [(a, b)]))
-    yield from (together for _, together in rounds)
+            rounds.append((places, [(a, b)]))
+    yield from (batch for _, batch in rounds)

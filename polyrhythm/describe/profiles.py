@@ -1,6 +1,6 @@
-"""Models that come along, by name: `bert-large`, `resnet50`, `gpt-24x2048x2048`.
+"""Built-in models by name: `bert-large`, `resnet50`, `gpt-24x2048x2048`.
 
-Nothing is measured: their layers are counted by formulas, for a device of a given speed.
+Nothing is measured: their layers are computed by formulas for a device of a given speed.
 """
 
 import re
@@ -23,7 +23,7 @@ NAMES = (
     "densenet201[-IMAGE]",
     "inceptionv4[-IMAGE]",
 )
-_LARGEST = 10_000_000  # of any number in a name: beyond, it is a slip of the finger
+_LARGEST = 10_000_000  # of any number in a name; more is a typing error
 _LONGEST = 80  # characters of a name in an error
 _GPT = re.compile(r"gpt-(\d+)x(\d+)x(\d+)(?:x(\d+))?(?:x(\d+))?", re.ASCII)
 _BERT = re.compile(r"bert-(base|large)(?:-(\d+))?", re.ASCII)
@@ -38,9 +38,9 @@ def builtin_profile(
     other_sizes: Sequence[int] = (),
     dtype: str = "float32",
 ) -> ModelProfile:
-    """The model of that name on a device that does `flops` operations per second.
+    """Return the profile of a built-in model on a device with `flops` operations per second.
 
-    Its layers have `sizes` for micro-batches of other sizes, as if they had been measured.
+    Its layers have `sizes` for other micro-batch sizes, like a measured profile.
     """
     return profile_of(
         name,
@@ -53,7 +53,7 @@ def builtin_profile(
 
 
 def layers_of(name: str) -> list[LayerWork]:
-    """What the layers of the model of that name compute and keep; raises DescriptionError."""
+    """Return the layers of the model of that name; raise DescriptionError if unknown."""
     try:
         if found := _GPT.fullmatch(name):
             blocks, hidden, sequence, heads, vocabulary = found.groups()
@@ -74,7 +74,7 @@ def layers_of(name: str) -> list[LayerWork]:
 
 
 def _of_images(model: str, side: str | None) -> list[LayerWork]:
-    """For the images that it was made for, unless their side is given."""
+    """Return an image model's layers, by default for the image size that it was designed for."""
     if model == "inceptionv4":
         return inceptionv4(image=_number(side or "299"))
     image = _number(side or "224")

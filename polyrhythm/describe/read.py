@@ -1,7 +1,7 @@
-"""Read a TOML or JSON file into a frozen dataclass; refuse what is wrong, and say where it stands.
+"""Read a TOML or JSON file into a frozen dataclass; report errors with their location.
 
 The dataclass is the format: its fields are the keys (`field(metadata={"key": "from"})` renames
-one), its type hints say what a value must be, and its `__post_init__` says what makes sense.
+one), its type hints define the values, and its `__post_init__` checks them.
 
 A quantity carries its unit in the value (`latency = "34ms"`) or in the key (`latency_ms = 34`,
 `latency_ms = [[5, 67], [67, 5]]`). A bare number is refused: nobody remembers which unit it was.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 
-# What Python and msgspec call a type, for people who write TOML.
+# Names of Python's and msgspec's types for people who write TOML.
 _WORDS = {
     "str": "a text",
     "int": "a whole number",
@@ -51,7 +51,7 @@ _WORDS = {
 
 
 def read(path: Path, kind: type[T]) -> T:
-    """The `kind` that the file describes."""
+    """Return the `kind` that the file describes."""
     try:
         return build(parse_file(path), kind)
     except UserError as error:
@@ -61,7 +61,7 @@ def read(path: Path, kind: type[T]) -> T:
 def unknown(
     what: str, name: str, known: Iterable[str], near: Iterable[str] = ()
 ) -> DescriptionError:
-    """The error for a name that nobody knows; `near` holds further spellings to suggest."""
+    """Return the error for an unknown name; `near` has further spellings to suggest."""
     known = list(known)
     best = difflib.get_close_matches(name, [*known, *near], n=1)
     listed = ", ".join(known[:8]) + (f" ... ({len(known)} in all)" if len(known) > 8 else "")
@@ -73,7 +73,7 @@ def unknown(
 
 
 def parse_file(path: Path) -> object:
-    """What the file holds, before anything of it is understood; its errors do not name it."""
+    """Parse a file without interpreting it; errors do not name the file."""
     parsers: dict[str, Callable[[str], object]] = {".toml": tomllib.loads, ".json": _parse_json}
     if path.suffix not in parsers and path.is_file():
         raise DescriptionError(
@@ -107,7 +107,7 @@ def _parse_json(text: str) -> object:
 
 
 def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """JSON lets the last of two equal keys win in silence; TOML does not, and neither do we."""
+    """Refuse duplicate keys, as TOML does: JSON would silently take the last one."""
     for key, count in Counter(key for key, _ in pairs).items():
         if count > 1:
             raise ValueError(f"the key {key!r} appears twice in one object")
@@ -116,14 +116,14 @@ def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """One way to write a field: `latency` and `latency_ms` are two."""
+    """One spelling of a field's key: `latency` and `latency_ms` are two."""
 
     field: str
     main: str  # the key without a unit in it
     written: str
     hint: Any
     quantity: object | None  # Seconds, Bytes, ... or None
-    scale: float | None = None  # base units in a bare number, when the key tells
+    scale: float | None = None  # base units of a bare number, if the key names a unit
 
 
 def _keys(kind: type[T]) -> dict[str, _Key]:
@@ -145,7 +145,7 @@ def _main_key(field: dataclasses.Field[Any]) -> str:
 
 
 def build(table: object, kind: type[T], where: str = "") -> T:
-    """The `kind` that a table describes, which stands at this place of a file."""
+    """Return the `kind` that a table describes; `where` is its location in the file."""
     if not isinstance(table, dict):
         raise _misfit(where, expected="dict", got=type(table).__name__)
     keys = _keys(kind)
@@ -195,14 +195,14 @@ def _is_optional(hint: Any) -> bool:
 
 
 def _table_kind(hint: Any) -> Any:
-    """The dataclass that a hint such as `Wire` or `Wire | None` asks for; None without one."""
+    """Return the dataclass in a hint such as `Wire` or `Wire | None`; None without one."""
     kinds = [each for each in get_args(hint) if each is not NoneType]
     kind = kinds[0] if _is_optional(hint) and len(kinds) == 1 else hint
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
 def _numbers(value: object, key: _Key, where: str) -> object:
-    """`value` with its quantities in base units; anything else is left for the type check."""
+    """Convert quantities in `value` to base units; other values are left for the type check."""
     if isinstance(value, list):
         return [_numbers(item, key, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,7 +1,7 @@
 """ResNet-50 by its shape: a stem, sixteen bottleneck blocks, a head.
 
-Source: He et al., arXiv:1512.03385, table 1. Departure: as in torchvision, which everybody trains,
-the stride is in the 3 x 3 convolution.
+Source: He et al., arXiv:1512.03385, table 1. Departure: as in torchvision, the stride is in the
+3 x 3 convolution.
 
 A convolution keeps its input and a batch norm keeps its own, which is the convolution's output. A
 ReLU keeps its output, which is the input of the next convolution: the next layer counts it.
@@ -15,15 +15,15 @@ from polyrhythm.errors import DescriptionError
 _STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))  # width, blocks, first stride
 _EXPANSION = 4
 _INDEX = 8  # bytes
-_LARGEST_IMAGE = 100_000  # beyond, it is a slip of the finger
+_LARGEST_IMAGE = 100_000  # more is a typing error
 
 
 def resnet50(*, image: int = 224, num_classes: int = 1000) -> list[LayerWork]:
-    """For images of `image` x `image` points."""
+    """Return the layers for images of `image` x `image` points."""
     if not 32 <= image <= _LARGEST_IMAGE or num_classes < 1:
         raise DescriptionError(
             f"images of {image} x {image} in {num_classes} classes",
-            expected="at least 32 x 32 points, which the five halvings leave one of, "
+            expected="at least 32 x 32 points, one of which is left after five halvings, "
             f"at most {_LARGEST_IMAGE} x {_LARGEST_IMAGE}, and a class",
             fix="use images of 224, as ResNet-50 was made for",
         )
@@ -36,7 +36,7 @@ def resnet50(*, image: int = 224, num_classes: int = 1000) -> list[LayerWork]:
         operations=first.operations,
         outputs=64 * side**2,
         stored=3 * image**2 + 2 * first.num_outputs,
-        other_bytes=_INDEX * 64 * side**2,  # where each maximum was
+        other_bytes=_INDEX * 64 * side**2,  # index of each maximum
         backward_ratio=1.0,  # images need no gradient
     )
     layers, channels = [stem], 64
@@ -46,7 +46,7 @@ def resnet50(*, image: int = 224, num_classes: int = 1000) -> list[LayerWork]:
             layers.append(_bottleneck(name, channels, width, side, stride if number == 0 else 1))
             channels = _EXPANSION * width
             side = _halved(side) if number == 0 and stride == 2 else side
-    # What the last ReLU gives, nobody after it keeps: only its mean goes on.
+    # No layer keeps the output of the last ReLU: only its mean is used.
     layers[-1] = replace(layers[-1], stored=layers[-1].stored + layers[-1].outputs)
     head = LayerWork(
         name="head",
@@ -60,12 +60,12 @@ def resnet50(*, image: int = 224, num_classes: int = 1000) -> list[LayerWork]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Convolution:
-    """With the batch norm behind it, and without a bias of its own."""
+    """A convolution without bias and the batch norm after it."""
 
     inputs: int
     outputs: int
     kernel: int
-    side: int  # of what it gives
+    side: int  # side of the output
 
     @property
     def _weights(self) -> int:
@@ -85,7 +85,7 @@ class _Convolution:
 
 
 def _bottleneck(name: str, channels: int, width: int, side: int, stride: int) -> LayerWork:
-    """1 x 1, 3 x 3, 1 x 1; where the shape changes, a 1 x 1 convolution beside them."""
+    """Return a block of 1 x 1, 3 x 3, 1 x 1; if the shape changes, with a parallel 1 x 1."""
     after, outputs = (_halved(side) if stride == 2 else side), _EXPANSION * width
     narrow = _Convolution(inputs=channels, outputs=width, kernel=1, side=side)
     middle = _Convolution(inputs=width, outputs=width, kernel=3, side=after)
@@ -93,7 +93,7 @@ def _bottleneck(name: str, channels: int, width: int, side: int, stride: int) ->
     every = [narrow, middle, wide]
     if stride == 2 or channels != outputs:
         every.append(_Convolution(inputs=channels, outputs=outputs, kernel=1, side=after))
-    # Its input, what each convolution gives, and two of those again after norm and ReLU.
+    # The input, the output of each convolution, and two of those again after norm and ReLU.
     kept = [*every, narrow, middle]
     return LayerWork(
         name=name,
@@ -105,5 +105,5 @@ def _bottleneck(name: str, channels: int, width: int, side: int, stride: int) ->
 
 
 def _halved(side: int) -> int:
-    """By a stride of 2, with the padding that all of these have."""
+    """Return the side after a stride of 2 with padding."""
     return (side + 1) // 2

@@ -1,4 +1,4 @@
-"""A figure that was measured several times: its median, and how far the times lie apart."""
+"""A value that was measured several times: its median and spread."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from polyrhythm.errors import DescriptionError
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The median counts: one pause of the machine spoils a mean."""
+    """Median and spread; not the mean, which one pause of the machine would spoil."""
 
     median: float
-    spread: float  # a fraction of the median: the middle half of the values lies so far apart
+    spread: float  # interquartile range as a fraction of the median
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
@@ -27,7 +27,7 @@ class Sample:
 
 
 def check_measured_at(text: str) -> None:
-    """Refuse what is no time of day; an empty text is fine: nobody wrote it down."""
+    """Refuse a text that is not a date and time; empty means unknown."""
     try:
         if text:
             datetime.fromisoformat(text)
@@ -35,5 +35,5 @@ def check_measured_at(text: str) -> None:
         raise DescriptionError(
             f"measured_at is {text!r}",
             expected="a date and a time as ISO 8601 has them",
-            fix='write it like "2026-05-12T14:30:00+00:00", or leave it out',
+            fix='write it like "2026-05-12T14:30:00+00:00", or omit it',
         ) from None

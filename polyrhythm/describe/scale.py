@@ -1,8 +1,8 @@
-"""Scaling: the same cluster and the same story, shorter, with smaller messages, on fewer devices.
+"""Scale a cluster and a scenario: shorter times, smaller messages, fewer devices.
 
 `time_scale` is rehearsal seconds per real second and `byte_scale` rehearsal bytes per real byte. A
 message with `byte_scale` times the bytes takes `time_scale` times as long, so every ratio of times
-stays; work that is emulated must be given `time_scale` times its seconds by whoever emulates it.
+stays the same; code that emulates compute must scale its seconds by `time_scale` itself.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from polyrhythm.types import BytesPerSecond, Seconds
 
 
 def scaled_cluster(cluster: Cluster, *, time_scale: float, byte_scale: float) -> Cluster:
-    """The cluster for a rehearsal: latencies and bandwidths are scaled, devices otherwise not.
+    """Return the cluster for a rehearsal: latencies and bandwidths are scaled, devices are not.
 
     Speed is a ratio already. Memory decides what a plan may place where; a rehearsal carries out
     the plan of the real cluster, so it keeps the real memory.
@@ -35,10 +35,10 @@ def scaled_cluster(cluster: Cluster, *, time_scale: float, byte_scale: float) ->
 
 
 def scaled_scenario(scenario: Scenario, *, time_scale: float, byte_scale: float) -> Scenario:
-    """The scenario for a rehearsal: what it says about time and links is scaled.
+    """Return the scenario for a rehearsal: its times and links are scaled.
 
-    Factors and probabilities are ratios already. Raises where a trace is to be played at its
-    recorded length, which the scenario does not know.
+    Factors and probabilities are ratios already. Raises DescriptionError for a trace without
+    trace_duration, since the scenario does not know its recorded length.
     """
     _check_scales(time_scale, byte_scale)
     return replace(
@@ -55,9 +55,9 @@ def scaled_scenario(scenario: Scenario, *, time_scale: float, byte_scale: float)
 
 
 def fewer_devices(cluster: Cluster, num_devices: int) -> Cluster:
-    """A smaller cluster: each region keeps its share, at least one device if there is room for it.
+    """Return a smaller cluster: each region keeps its share, at least one device if possible.
 
-    Of a region the first devices stay, all in their order; a region without any is dropped.
+    A region keeps its first devices in their order; a region without devices is dropped.
     """
     if not 1 <= num_devices <= len(cluster.devices):
         raise DescriptionError(
@@ -87,12 +87,12 @@ def fewer_devices(cluster: Cluster, num_devices: int) -> Cluster:
 
 
 def _part(matrix: tuple[tuple[float, ...], ...], kept: list[int]) -> tuple[tuple[float, ...], ...]:
-    """Rows and columns that are kept; a matrix that is not there stays so."""
+    """Return the kept rows and columns of a matrix, which may be empty."""
     return tuple(tuple(matrix[i][j] for j in kept) for i in kept) if matrix else ()
 
 
 def _shares(cluster: Cluster, num_devices: int) -> Counter[str]:
-    """How many devices each region keeps, by Sainte-Lague's method after one for each.
+    """Return how many devices each region keeps: one each, the rest by Sainte-Lague's method.
 
     No region is given more than it has: its quotient is above 1/2 while it has room and below
     1/2 once it is full.

@@ -1,7 +1,7 @@
-"""A scenario: what befalls a cluster, on a clock that starts at 0 when training starts.
+"""A scenario: slowdowns, link changes and faults of a cluster; time 0 is the start of training.
 
-It is data, and says nothing about how it is done: a rehearsal with real processes and a simulation
-in virtual time play the same file. What chance decides is drawn from `seed` alone.
+A scenario is plain data: a rehearsal with real processes and a simulation in virtual time play the
+same file. All random draws come from `seed`.
 """
 
 import itertools
@@ -17,25 +17,25 @@ from polyrhythm.errors import DescriptionError
 from polyrhythm.types import BytesPerSecond, Seconds
 
 EVERY_DEVICE = "*"
-SLOWEST = 1e6  # times: what is slower stands still
-LONGEST: Seconds = 100 * 365 * 86_400  # a time beyond is a slip of the finger
+SLOWEST = 1e6  # largest factor of slowness; use a pause beyond
+LONGEST: Seconds = 100 * 365 * 86_400  # more is a typing error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
-    """A device, or every device, computes slower in one of three ways; entries that overlap add up.
+    """A device, or every device, computes slower in one of three ways; overlapping entries add up.
 
-    A real machine can be held back but not sped up, so a factor below 1 could be simulated and
-    never rehearsed: it is refused.
+    A factor below 1 is refused: a simulation could play it, but a rehearsal cannot speed up a real
+    machine.
     """
 
-    device: str  # or EVERY_DEVICE, each with draws of its own
-    factor: float | None = None  # every action takes so many times as long
+    device: str  # or EVERY_DEVICE, each with independent draws
+    factor: float | None = None  # multiplies the duration of every action
     probability: float | None = None  # of a sleep before an action, drawn for each action
-    sleep_factor: float | None = None  # the sleep, in times of one forward plus one backward
+    sleep_factor: float | None = None  # the sleep, in units of one forward plus one backward
     trace: str | None = None  # a recording to play from `start` on: a bundled one, or its file
-    trace_worker: int | None = None  # whose series; None: the device's place in the cluster decides
-    trace_duration: Seconds | None = None  # of the whole recording here; None: as it was recorded
+    trace_worker: int | None = None  # index of the series; None: the device's index in the cluster
+    trace_duration: Seconds | None = None  # scales the whole recording; None: as recorded
     start: Seconds = 0.0
     until: Seconds | None = None  # None: to the end
 
@@ -99,15 +99,15 @@ class Slow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkChange:
-    """The links between two devices or regions are different from `at` on."""
+    """Links between two devices or regions change at time `at`."""
 
     at: Seconds
     source: str = field(metadata={"key": "from"})
     target: str = field(metadata={"key": "to"})  # the same region: the links inside it
     latency: Seconds | None = None  # None: as before
     bandwidth: BytesPerSecond | None = None
-    up: bool | None = None  # False: lost, until a later change says True
-    one_way: bool = False  # only what `source` sends to `target`
+    up: bool | None = None  # False: lost, until a later change to True
+    one_way: bool = False  # only the direction from `source` to `target`
 
     def __post_init__(self) -> None:
         _check_time("at", self.at)
@@ -126,13 +126,13 @@ class LinkChange:
             raise DescriptionError(
                 f"the link from {self.source!r} to {self.target!r} is lost, yet has measures",
                 expected="no latency or bandwidth next to up = false",
-                fix="give them where the link comes back, next to up = true",
+                fix="set them in the entry with up = true, when the link returns",
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """A device does nothing for a while, and goes on as if nothing had been."""
+    """A device stops for a while and then continues."""
 
     device: str
     at: Seconds
@@ -145,7 +145,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """A device is gone, without a word."""
+    """A device fails silently."""
 
     device: str
     at: Seconds
@@ -156,7 +156,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """A device comes (back); one that was not killed before has been away from the start."""
+    """A device joins or returns; one that was not killed before is absent from the start."""
 
     device: str
     at: Seconds
@@ -167,7 +167,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    name: str = ""  # of a file without one: the file's
+    name: str = ""  # by default the file's name
     seed: int = 0
     slow: tuple[Slow, ...] = ()
     link: tuple[LinkChange, ...] = ()
@@ -191,7 +191,7 @@ class Scenario:
     def load(cls, source: str | Path) -> "Scenario":
         """Read a .toml or .json file, or one of `bundled_scenarios()` by its name.
 
-        A trace's path is relative to the scenario's file, and absolute once loaded.
+        A trace's path is relative to the scenario's file; loading makes it absolute.
         """
         with locate("scenario", source, "scenarios") as path:
             scenario = read(path, cls)
@@ -230,7 +230,7 @@ class Scenario:
 
 
 def bundled_scenarios() -> tuple[str, ...]:
-    """The names of the scenarios that come with Polyrhythm."""
+    """Return the names of the bundled scenarios."""
     return bundled("scenarios")
 
 

@@ -1,8 +1,8 @@
-"""Slowness: how long one device is held back before an action, as a scenario's `slow` entries say.
+"""Slowness: the delay of one device before each action, from a scenario's `slow` entries.
 
-A real worker sleeps for the delay and a simulator adds it to its clock: both ask this object, once
-for each action. What holds at the start of an action holds for all of it; delays of entries that
-overlap add up, so factors 2 and 3 together take 1 + 1 + 2 = 4 times as long.
+A real worker sleeps for the delay and a simulator adds it to its clock; both call `delay` once per
+action. The state at the start of an action holds for all of it; delays of overlapping entries add
+up, so factors 2 and 3 together take 1 + 1 + 2 = 4 times as long.
 """
 
 import math
@@ -22,7 +22,7 @@ _NO_TRACES: Mapping[str, Trace] = MappingProxyType({})
 
 
 def load_traces(scenario: Scenario) -> dict[str, Trace]:
-    """Every trace that the scenario plays, by the name it is given there."""
+    """Load all traces of the scenario, by the names that it uses."""
     names = dict.fromkeys(slow.trace for slow in scenario.slow if slow.trace is not None)
     return {name: Trace.load(name) for name in names}
 
@@ -44,14 +44,14 @@ class _Playback:
             warnings.warn(
                 f"the trace {self.trace.name!r} has ended after {show(self.duration, Seconds)}: "
                 "held at its last value",
-                stacklevel=4,  # whoever asked for the delay
+                stacklevel=4,  # the caller of Slowness.delay
             )
         return self.trace.slowdown(self.worker, part, luck)
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One `slow` entry as it befalls one device."""
+    """One `slow` entry applied to one device."""
 
     slow: Slow
     chance: random.Random
@@ -59,8 +59,8 @@ class _Entry:
 
     def delay(self, now: Seconds, work: Seconds, forward_and_backward: Seconds) -> Seconds:
         slow = self.slow
-        # Drawn for every action, in the entry's time or not: then the k-th action has the k-th
-        # draw, and a start that falls between two other actions moves nobody's luck.
+        # Drawn for every action, also outside the entry's time: then the k-th action has the k-th
+        # draw, and a slightly different start changes no other draws.
         luck = self.chance.random()
         if not slow.start <= now < (math.inf if slow.until is None else slow.until):
             return 0.0
@@ -75,7 +75,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class Slowness:
-    """What holds one device back. It has a state: the next draw of each entry."""
+    """The slowness of one device; stateful: each entry has a random generator."""
 
     _entries: tuple[_Entry, ...] = ()
 
@@ -88,14 +88,14 @@ class Slowness:
         index: int | None = None,
         traces: Mapping[str, Trace] = _NO_TRACES,
     ) -> "Slowness":
-        """The slowness of `device`, the `index`-th of its cluster; `traces`: see `load_traces`.
+        """Return the slowness of `device`, the `index`-th of its cluster; `traces`: `load_traces`.
 
-        Only an entry with a trace needs them, the index unless it has a `trace_worker`.
+        Only entries with a trace need `traces`, and those without `trace_worker` the index.
         """
         entries = []
         for i, slow in enumerate(scenario.slow):
             if slow.applies_to(device):
-                # Random hashes a text by itself, unlike `hash`: the same draws in every process.
+                # Random's own hash of a string is equal in all processes, unlike `hash`.
                 chance = random.Random(f"{scenario.seed}/{i}/{device}")
                 try:
                     entries.append(_Entry(slow, chance, _playback(slow, index, traces)))
@@ -104,9 +104,9 @@ class Slowness:
         return cls(tuple(entries))
 
     def delay(self, now: Seconds, work: Seconds, forward_and_backward: Seconds) -> Seconds:
-        """How long to hold back an action that starts at `now` and takes `work` at full speed.
+        """Return the delay of an action that starts at `now` and takes `work` at full speed.
 
-        Call it once for each action, in order: each call draws anew.
+        Call it once for each action, in order: each call advances the random draws.
         """
         total = 0.0
         for entry in self._entries:
@@ -123,11 +123,11 @@ def _playback(slow: Slow, index: int | None, traces: Mapping[str, Trace]) -> _Pl
 def find_playback(
     slow: Slow, index: int | None, traces: Mapping[str, Trace]
 ) -> tuple[Trace, int, Seconds, Seconds]:
-    """The trace of an entry that has one, whose series, from when on, and for how long."""
+    """Return an entry's trace, the worker whose series is played, its start and duration."""
     assert slow.trace is not None, "it has one"
     if slow.trace not in traces:
         raise DescriptionError(
-            f"the trace {slow.trace!r} is not at hand",
+            f"the trace {slow.trace!r} is not loaded",
             expected="every trace of the scenario",
             fix="pass traces=load_traces(scenario)",
         )
@@ -135,7 +135,7 @@ def find_playback(
     duration = trace.duration if slow.trace_duration is None else slow.trace_duration
     if duration is None:
         raise DescriptionError(
-            f"nobody knows how long the trace {slow.trace!r} was",
+            f"the length of the trace {slow.trace!r} is unknown",
             expected="a time for the whole recording",
             fix='add trace_duration = "10min", or how long the run will be',
         )
@@ -143,7 +143,7 @@ def find_playback(
 
 
 def _worker(slow: Slow, index: int | None, trace: Trace) -> int:
-    """Whose series is played: as the entry says, else by the device's place in its cluster."""
+    """Return the worker whose series is played: the entry's, or by the device's index."""
     num_workers = len(trace.workers)
     if slow.trace_worker is None:
         if index is None:

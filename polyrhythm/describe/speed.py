@@ -1,7 +1,7 @@
-"""Speeds of devices that fit a profile: 1 is the device that the model was profiled on.
+"""Compute device speeds relative to a profile: 1 is the device that the model was profiled on.
 
 `probe` measures the operations per second of every device, `profile` those of its own: the speed of
-a device is the ratio. Descriptions without them say speeds as somebody wrote them.
+a device is the ratio. Descriptions without flops keep their written speeds.
 """
 
 from dataclasses import replace
@@ -13,10 +13,10 @@ from polyrhythm.errors import DescriptionError
 
 
 def fit_speeds(cluster: Cluster, profile: ModelProfile) -> Cluster:
-    """The cluster with speeds relative to the profile's device, where both say their flops.
+    """Return the cluster with speeds relative to the profile's device, if both have flops.
 
-    Without flops speeds stay as they are. Raises DescriptionError for flops of two types of number,
-    where both say theirs: one device would have two speeds.
+    Without flops, speeds stay unchanged. Raises DescriptionError if both name the dtype of their
+    flops and the dtypes differ: one device would have two speeds.
     """
     unknown = [device.name for device in cluster.devices if device.flops is None]
     if profile.flops is None or len(unknown) == len(cluster.devices):
@@ -40,14 +40,18 @@ def fit_speeds(cluster: Cluster, profile: ModelProfile) -> Cluster:
 
 
 def _check_types(cluster: Cluster, profile: ModelProfile) -> None:
-    ours, theirs = cluster.flops_dtype, profile.flops_dtype
-    if not ours or not theirs or ours == theirs:
+    cluster_dtype, profile_dtype = cluster.flops_dtype, profile.flops_dtype
+    if not cluster_dtype or not profile_dtype or cluster_dtype == profile_dtype:
         return
-    commands = (f"polyrhythm probe --dtype {theirs}", f"polyrhythm profile --dtype {ours}")
-    usable = [c for c, dtype in zip(commands, (theirs, ours), strict=True) if dtype in BYTES_OF]
+    commands = (
+        f"polyrhythm probe --dtype {profile_dtype}",
+        f"polyrhythm profile --dtype {cluster_dtype}",
+    )
+    dtypes = (profile_dtype, cluster_dtype)
+    usable = [c for c, dtype in zip(commands, dtypes, strict=True) if dtype in BYTES_OF]
     raise DescriptionError(
-        f"flops of cluster {cluster.name!r} are of {ours}, those of model {profile.name!r} "
-        f"of {theirs}",
-        expected="flops of one type of number in both, as a speed is their ratio",
+        f"flops of cluster {cluster.name!r} are of {cluster_dtype}, those of model "
+        f"{profile.name!r} of {profile_dtype}",
+        expected="flops of one dtype in both, as a speed is their ratio",
         fix=f"measure one of them again: {' or '.join(usable or commands)}",
     )

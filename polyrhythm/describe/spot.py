@@ -1,13 +1,13 @@
-"""Spot instances: when somebody's machines came and went, as a scenario for another cluster.
+"""Spot instances: recorded arrivals and preemptions of machines as a scenario for another cluster.
 
-A recording has nodes with names, each of which came and went, or only how many there were. Either
-way it is a number of places that nodes take and leave, and a device of the cluster stands in each:
-it is killed when the node in its place is taken, and joins when another one comes. Recorded nodes
-seldom come back themselves; their successors do, and for a job that is the same.
+A recording has the times of each node, or only the number of nodes over time. Both are converted to
+slots that nodes occupy and leave (`places`). A device of the cluster stands for each slot: it is
+killed when the node in its slot is preempted, and joins when another node occupies the slot.
+Recorded nodes seldom return; their successors do, which is the same for a job.
 
-What is not recorded is decided evenly, so that a cluster smaller than the recording sees its share:
-where only numbers are known, those leave first that have been there longest, and a node that comes
-takes the place that has been empty longest.
+Unrecorded choices are spread evenly, so that a cluster smaller than the recording sees its share of
+events: if only counts are known, the oldest nodes leave first, and a new node takes the slot that
+has been empty longest.
 """
 
 from collections import deque
@@ -29,15 +29,15 @@ _FOLDER = "spot_traces"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotTrace:
-    """Either `nodes`, or `times` and `counts`."""
+    """A recording: either `nodes`, or `times` and `counts`."""
 
     name: str
     source: str = ""  # who recorded this, and what was changed since
     licence: str = ""
-    duration: Seconds | None = None  # of the recording; None: until the last that happened
-    nodes: tuple[tuple[Seconds, ...], ...] = ()  # [node] = when it came, went, came again, ...
-    times: tuple[Seconds, ...] = ()  # from when on there were ...
-    counts: tuple[int, ...] = ()  # ... so many
+    duration: Seconds | None = None  # of the recording; None: until its last event
+    nodes: tuple[tuple[Seconds, ...], ...] = ()  # [node] = times of arrival, loss, arrival, ...
+    times: tuple[Seconds, ...] = ()  # times at which the count changed
+    counts: tuple[int, ...] = ()  # number of nodes from each of `times` on
 
     def __post_init__(self) -> None:
         if bool(self.nodes) == bool(self.times) or len(self.times) != len(self.counts):
@@ -45,7 +45,7 @@ class SpotTrace:
                 f"spot trace {self.name!r} has {len(self.nodes)} nodes, {len(self.times)} times "
                 f"and {len(self.counts)} counts",
                 expected="nodes, or times and as many counts",
-                fix="give when each node came and went, or else how many there were and when",
+                fix="give each node's times, or the counts and their times",
             )
         for place, times in enumerate(self.nodes):
             _check_times(f"nodes[{place}]", times)
@@ -54,7 +54,7 @@ class SpotTrace:
             if self.times[0] != 0:
                 raise DescriptionError(
                     f"times[0] is {show(self.times[0], Seconds)}",
-                    expected="0: how many there were at the beginning",
+                    expected="0: the count at the beginning",
                     fix="subtract the first time from all of them",
                 )
         for place, count in enumerate(self.counts):
@@ -63,8 +63,8 @@ class SpotTrace:
             raise DescriptionError(
                 f"duration is {show(self.duration, Seconds)}, and something happened at "
                 f"{show(self._last, Seconds)}",
-                expected="a recording that lasts until the last that happened, at least",
-                fix="correct duration, or leave it out",
+                expected="a duration that includes the last event",
+                fix="correct duration, or omit it",
             )
 
     @classmethod
@@ -79,14 +79,14 @@ class SpotTrace:
 
     @property
     def places(self) -> tuple[tuple[Seconds, ...], ...]:
-        """[place] = when it was taken, left, taken again, ..."""
+        """[slot] = times at which it was occupied, left, occupied again, ..."""
         intervals = [
             interval for times in self.nodes or self._node_times() for interval in _intervals(times)
         ]
         places: list[list[Seconds]] = []
-        empty: deque[int] = deque()  # the longest first
-        taken: dict[int, int] = {}  # life -> place
-        # At one moment who comes is first: a device cannot be killed and join at the same time.
+        empty: deque[int] = deque()  # longest empty first
+        taken: dict[int, int] = {}  # lifetime -> slot
+        # Of simultaneous events, arrivals first: a device cannot be killed and join at one time.
         coming = [(start, False, interval) for interval, (start, _) in enumerate(intervals)]
         going = [
             (end, True, interval) for interval, (_, end) in enumerate(intervals) if end is not None
@@ -108,7 +108,7 @@ class SpotTrace:
         return max((*self.times, *(times[-1] for times in self.nodes)))
 
     def _node_times(self) -> list[list[Seconds]]:
-        """As many nodes as are counted; those leave that have been there longest."""
+        """Return nodes that match the counts; the oldest nodes leave first."""
         nodes: list[list[Seconds]] = []
         there: deque[list[Seconds]] = deque()
         for time, count in zip(self.times, self.counts, strict=True):
@@ -123,11 +123,10 @@ class SpotTrace:
 def spot_scenario(
     source: str | Path | SpotTrace, cluster: Cluster, *, duration: Seconds | None = None
 ) -> Scenario:
-    """Kill and join the devices of a cluster as the nodes of a recording came and went.
+    """Return a scenario that kills and joins devices as the recorded nodes came and went.
 
-    The whole recording is squeezed or stretched into `duration`, if one is given; after its end
-    everybody stays as they are. The first place is the first device's, and so on: devices beyond
-    the places are never taken.
+    The whole recording is scaled to `duration`, if given; after its end nothing changes. The n-th
+    device has the n-th slot; devices beyond the slots are never killed.
     """
     trace = source if isinstance(source, SpotTrace) else SpotTrace.load(source)
     if duration is not None:
@@ -138,7 +137,7 @@ def spot_scenario(
         for turn, time in enumerate(times):
             if turn % 2:
                 kills.append(Kill(device=device.name, at=time * pace))
-            elif time > 0:  # else it is there from the start
+            elif time > 0:  # at time 0 it is present from the start
                 joins.append(Join(device=device.name, at=time * pace))
     return Scenario(
         name=trace.name,
@@ -148,14 +147,14 @@ def spot_scenario(
 
 
 def bundled_spot_traces() -> tuple[str, ...]:
-    """The names of the recordings of spot instances that come with Polyrhythm."""
+    """Return the names of the bundled recordings of spot instances."""
     return bundled(_FOLDER)
 
 
 def _intervals(
     times: tuple[Seconds, ...] | list[Seconds],
 ) -> Iterator[tuple[Seconds, Seconds | None]]:
-    """From when to when a node was there; None for one that stayed."""
+    """Yield the start and end of each presence of a node; None if it stayed."""
     for turn in range(0, len(times), 2):
         yield times[turn], times[turn + 1] if turn + 1 < len(times) else None
 
@@ -172,5 +171,5 @@ def _check_times(name: str, times: tuple[Seconds, ...]) -> None:
             raise DescriptionError(
                 f"{name}: {show(first, Seconds)}, then {show(second, Seconds)}",
                 expected="each time after the one before",
-                fix="sort them, and give one that came and went at once no place",
+                fix="sort them, and remove a node that came and went at the same time",
             )

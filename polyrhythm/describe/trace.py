@@ -1,7 +1,7 @@
-"""A trace: how fast each worker of a real job once was, to be played back to another job.
+"""A trace: the recorded speeds of each worker of a real job, to be played back in another job.
 
-Speeds are fractions of full speed. Each worker's bins share the recording evenly, and a bin has a
-lowest and a highest speed: a plot, or a counter that is read now and then, shows no more than that.
+Speeds are fractions of full speed. A worker's bins divide the recording evenly, and a bin has a
+lowest and a highest speed: a plot, or a counter that is polled, shows no more than that.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import DescriptionError
 from polyrhythm.types import Seconds
 
-# Slower is refused, not clipped: nothing divides by 0, and nobody waits for ever by a slip of data.
+# Slower is refused, not clipped: no division by 0, and no endless wait due to a data error.
 _SLOWEST = 0.001
 
 
@@ -22,7 +22,7 @@ class Trace:
     name: str
     source: str = ""  # who recorded this, and what was changed since
     licence: str = ""
-    duration: Seconds | None = None  # of the recording; None: nobody knows
+    duration: Seconds | None = None  # of the recording; None: unknown
     workers: tuple[tuple[tuple[float, float], ...], ...]  # [worker][bin] = lowest, highest speed
 
     def __post_init__(self) -> None:
@@ -42,13 +42,13 @@ class Trace:
                     raise DescriptionError(
                         f"workers[{worker}][{i}]: speed from {lowest:g} to {highest:g}",
                         expected=f"lowest, then highest, between {_SLOWEST:g} and 1 (full speed)",
-                        fix="divide by the highest of all; standing still is a [[pause]], no speed",
+                        fix="divide by the highest of all; use a [[pause]] for speed 0",
                     )
 
     def slowdown(self, worker: int, part: float, luck: float) -> float:
-        """How many times as long work takes when `part` of the recording, 0 to 1, has passed.
+        """Return the factor of slowness when `part` (0 to 1) of the recording has passed.
 
-        Between the two speeds of a bin, `luck` (0 to 1) decides evenly. Past its end, the
+        `luck` (0 to 1) chooses uniformly between the two speeds of a bin. Past its end, the
         recording stays at its last bin.
         """
         bins = self.workers[worker]
@@ -63,5 +63,5 @@ class Trace:
 
 
 def bundled_traces() -> tuple[str, ...]:
-    """The names of the traces that come with Polyrhythm."""
+    """Return the names of the bundled traces."""
     return bundled("traces")

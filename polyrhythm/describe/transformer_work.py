@@ -15,8 +15,8 @@ from polyrhythm.describe.layer_work import LayerWork
 from polyrhythm.errors import DescriptionError
 
 _INDEX = 8  # bytes
-_HEAD = 64  # numbers of a head, where their count is not given
-_MAX_BLOCKS = 10_000  # beyond, it is a slip of the finger
+_HEAD = 64  # width of a head, if the number of heads is not given
+_MAX_BLOCKS = 10_000  # more is a typing error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def gpt(
     num_heads: int | None = None,
     vocabulary: int = 50257,
 ) -> list[LayerWork]:
-    """Of the shape of GPT-2 and GPT-3; heads have 64 numbers each unless their count is given."""
+    """Return the layers of a GPT-2 or GPT-3; heads are 64 wide unless their number is given."""
     if num_heads is None and hidden % _HEAD:
         raise DescriptionError(
             f"hidden {hidden} without a number of heads",
@@ -92,7 +92,7 @@ def gpt(
 
 
 def bert(size: str, *, sequence: int = 512) -> list[LayerWork]:
-    """`base` or `large`, with the head that guesses masked words."""
+    """Return the layers of BERT `base` or `large`, with the masked-language-model head."""
     if size not in ("base", "large"):
         raise DescriptionError(
             f"BERT {size!r}", expected="base or large", fix="use bert-base or bert-large"
@@ -110,7 +110,7 @@ def bert(size: str, *, sequence: int = 512) -> list[LayerWork]:
 
 
 def bert_of(shape: TransformerShape, *, num_positions: int = 512) -> list[LayerWork]:
-    """A BERT of another shape."""
+    """Return the layers of a BERT of another shape."""
     hidden, sequence, vocabulary = shape.hidden, shape.sequence, shape.vocabulary
     if sequence > num_positions:
         raise DescriptionError(
@@ -138,7 +138,7 @@ def bert_of(shape: TransformerShape, *, num_positions: int = 512) -> list[LayerW
 
 
 def _blocks(shape: TransformerShape) -> list[LayerWork]:
-    """Norms before (GPT) or after (BERT): the counts are the same.
+    """Return the blocks; norms before (GPT) or after (BERT) have the same counts.
 
     Weights: 4 h^2 of attention and 8 h^2 of the inner layer, which is 4 h wide, and their biases
     and norms. Kept, in h numbers per token: the input, two inputs or outputs of norms and one more

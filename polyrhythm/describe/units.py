@@ -1,4 +1,4 @@
-"""Quantities as people write them: "34ms" is 0.034 seconds, and back.
+"""Parse and format quantities: "34ms" is 0.034 seconds, and back.
 
 A `kind` is Seconds, Bytes or BytesPerSecond of `polyrhythm.types`: a number that carries a Unit.
 """
@@ -13,17 +13,17 @@ from polyrhythm.types import Unit
 
 _WRITTEN = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*)", re.ASCII)
 
-# People compare what is shown, so one quantity is always shown in one family of units.
+# People compare printed values, so a quantity is always printed in one family of units.
 _SHOWN = {"size": ("B", "KiB", "MiB", "GiB"), "rate": ("kbit/s", "Mbit/s", "Gbit/s")}
 
 
 def parse(text: str, kind: object) -> float:
-    """The value of `text` in base units; a whole number when `kind` is one of integers."""
+    """Return the value of `text` in base units; an integer if `kind` is an integer quantity."""
     unit = unit_of(kind)
     written = _WRITTEN.fullmatch(text.strip())
     number, spelling = written.groups() if written else ("", "")
     if spelling not in unit.scale:
-        # Only another way to write the same unit is suggested: obeying must not change the value.
+        # Suggest only another spelling of the same unit: the fix must not change the value.
         near = [u for u in unit.scale if spelling.lower() in (u.lower(), _ending(u))]
         lacks = "has no unit" if written and not spelling else f"is not a {unit.quantity}"
         raise DescriptionError(
@@ -35,7 +35,7 @@ def parse(text: str, kind: object) -> float:
 
 
 def in_base_units(number: float, scale: float, kind: object) -> float:
-    """`number` units of size `scale`, through decimals: 9 ms is 0.009, but 9 * 1e-3 is not."""
+    """Return `number` units of size `scale`, via decimals: 9 ms is 0.009, but 9 * 1e-3 is not."""
     written = Decimal(number if isinstance(number, int) else repr(number))
     exact = written * Decimal(repr(scale))
     if not math.isfinite(float(exact)):
@@ -48,7 +48,7 @@ def in_base_units(number: float, scale: float, kind: object) -> float:
 
 
 def show(value: float, kind: object) -> str:
-    """`value` for people, four digits long, in the unit that makes it shortest."""
+    """Format `value` with four digits in the unit that makes it shortest."""
     if not math.isfinite(value):
         return str(value)
     unit = unit_of(kind)
@@ -68,13 +68,13 @@ def check_amount(name: str, value: float, kind: object = None, *, zero: bool = T
 
 
 def unit_of(kind: object) -> Unit:
-    """The unit that a kind such as Seconds carries."""
+    """Return the unit of a kind such as Seconds."""
     found: Unit = get_args(kind)[1]
     return found
 
 
 def kind_in(hint: object) -> object | None:
-    """The kind inside a hint such as `Bytes | None` or a matrix of Seconds; None without one."""
+    """Return the kind in a hint such as `Bytes | None` or a matrix of Seconds; None without one."""
     args = get_args(hint)
     if get_origin(hint) is Annotated:
         return hint if isinstance(args[1], Unit) else None
@@ -82,10 +82,10 @@ def kind_in(hint: object) -> object | None:
 
 
 def keys_with_unit(key: str, kind: object) -> dict[str, float]:
-    """How `key` is written with a unit in it, and what one such unit is: {"latency_ms": 1e-3, ...}.
+    """Return the spellings of `key` with a unit, and their scales: {"latency_ms": 1e-3, ...}.
 
-    Bytes per second cannot be written so: next to `_gbps`, a `_gbs` would invite a slip by 8.
-    A key named x_bytes names a unit already: its others are x_kib, x_mib, ...
+    Bytes per second have none: next to `_gbps`, a `_gbs` would invite an error by a factor of 8.
+    A key named x_bytes has a unit already: its other spellings are x_kib, x_mib, ...
     """
     stem = key.removesuffix("_bytes")
     return {
@@ -96,7 +96,7 @@ def keys_with_unit(key: str, kind: object) -> dict[str, float]:
 
 
 def both_ways(key: str, kind: object) -> str:
-    """An example of the two ways to write a quantity, for an error's fix."""
+    """Return an example of the two spellings of a quantity, for an error's fix."""
     example = unit_of(kind).example
     written = _WRITTEN.fullmatch(example)
     assert written, f"the example {example!r} of a Unit must be one"

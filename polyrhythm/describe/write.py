@@ -1,6 +1,6 @@
-"""A description as a file that `read` reads again: six digits, and rows that a person can follow.
+"""Write a description to a file that `read` reads: six digits, one line per matrix row.
 
-Files are replaced in one move: whoever reads meanwhile has the old one or the new one, whole.
+Files are replaced atomically: a concurrent reader sees the old or the new file, complete.
 """
 
 import json
@@ -19,7 +19,7 @@ _MILLISECOND, _MEGABIT = 1e-3, 125e3
 
 
 def check_target(path: Path, endings: Sequence[str], *, flag: str = "-o") -> None:
-    """Refuse, before anything is measured, a file that could not be written; `flag` names it."""
+    """Refuse a file that cannot be written, before anything is measured; `flag` is its option."""
     if path.suffix not in endings:
         raise DescriptionError(
             f"a file named {path.name!r}",
@@ -31,13 +31,13 @@ def check_target(path: Path, endings: Sequence[str], *, flag: str = "-o") -> Non
         problem = "is a folder" if path.is_dir() else f"cannot be made in {folder.absolute()}"
         raise DescriptionError(
             f"{path} {problem}",
-            expected="a file in a folder that is there and can be written to",
-            fix=f"mkdir -p {folder}, or give another file with {flag}",
+            expected="a file in an existing, writable folder",
+            fix=f"mkdir -p {folder}, or pass another file with {flag}",
         )
 
 
 def write_cluster(cluster: Cluster, path: Path) -> None:
-    """As TOML, with matrices."""
+    """Write a cluster as TOML, with matrices."""
     origin = {
         "source": cluster.source,
         "measured_at": cluster.measured_at,
@@ -58,7 +58,7 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
 
 
 def write_model(profile: ModelProfile, path: Path) -> None:
-    """As TOML or as JSON: the ending decides."""
+    """Write a model's profile as TOML or JSON, by the file's suffix."""
     origin: dict[str, object] = {
         "source": profile.source,
         "measured_at": profile.measured_at,
@@ -78,7 +78,7 @@ def write_model(profile: ModelProfile, path: Path) -> None:
 
 
 def _matrix(key: str, rows: Sequence[Sequence[float]], unit: float, digits: int = 6) -> str:
-    """One line for each row; nothing for a matrix that is not there."""
+    """Return one line per row; nothing for an empty matrix."""
     if not rows:
         return ""
     lines = ["  [" + ", ".join(str(_digits(v / unit, digits)) for v in row) + "]," for row in rows]
@@ -107,7 +107,7 @@ def _layer(layer: Layer) -> dict[str, object]:
 
 
 def _taken(layer: Layer | AtSize) -> dict[str, object]:
-    """Times in milliseconds, bytes as they are."""
+    """Return a layer's times in milliseconds and its bytes."""
     table: dict[str, object] = asdict(layer)
     for key in ("forward", "backward"):
         time = table.pop(key)
@@ -121,12 +121,12 @@ def _rounded(value: object) -> object:
 
 
 def _digits(value: float, digits: int = 6) -> float:
-    """Six are more than any of this is measured to."""
+    """Round to significant digits; six exceed the precision of any measurement here."""
     return float(f"{value:.{digits}g}")
 
 
 def replace_file(path: Path, text: str) -> None:
-    """In one move: no reader ever finds half of it."""
+    """Replace a file atomically: readers never see a partial file."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""What the lab can do on this machine, found out by really trying it in a child that then ends.
+"""Check what the lab needs on this machine by trying each operation in a short-lived child.
 
-The child may leave this process's namespaces, and takes everything it made with it when it ends:
-a namespace without a name, and a TUN device inside it, last as long as the process that holds them.
+The child may leave this process's namespaces. Nothing remains after it ends: an unnamed namespace
+and a TUN device inside it exist only while a process holds them.
 """
 
 import ctypes
@@ -26,9 +26,9 @@ from polyrhythm.types import Seconds
 
 TIMEOUT: Seconds = 5.0  # for one attempt; each takes milliseconds
 
-_ONLY_LAB = "; everything but the lab works without it"
+_ONLY_LAB = "; only the lab needs it"
 
-# What switches namespaces off: the setting, the value that does it, the one to set.
+# Settings that disable namespaces: the name, the value that disables, the value that enables.
 _NAMESPACE_SETTINGS = (
     ("user.max_net_namespaces", "0", "10000"),
     ("user.max_user_namespaces", "0", "10000"),
@@ -39,7 +39,7 @@ _IN_CONTAINER = "docker run --privileged"  # less leaves /proc/sys read-only
 
 
 class ProbeOutcome(NamedTuple):
-    """How an attempt ended; `error` is 0 after success, None when nothing came back."""
+    """The outcome of an attempt; `error` is 0 after success, None if the child sent nothing."""
 
     text: str
     error: int | None = 0
@@ -50,7 +50,7 @@ class ProbeOutcome(NamedTuple):
 
 
 def check_results() -> list[CheckResult]:
-    """What the lab needs, tried one by one; nothing is left behind and nothing changes here."""
+    """Try everything that the lab needs; nothing remains and nothing changes here."""
     if sys.platform != "linux":
         return [CheckResult("lab", f"this is {sys.platform}", False, "use Linux" + _ONLY_LAB)]
     tun, network = attempt(_open_tun), attempt(_enter_network)
@@ -73,19 +73,19 @@ def check_results() -> list[CheckResult]:
             real_time,
             f"{_unless_root()}ulimit -r {REAL_TIME_PRIORITY}, or in a container: "
             "docker run --cap-add SYS_NICE",
-            without="; without it the lab's packets may be some milliseconds late on busy cores",
+            consequence="; without it the lab's packets may be milliseconds late on busy cores",
         ),
         _pyroute2(),
     ]
 
 
 def attempt(probe: Callable[[], str], timeout: Seconds = TIMEOUT) -> ProbeOutcome:
-    """What `probe` says or raises in a forked child, which has ended when this returns."""
+    """Run `probe` in a forked child; return its text or OSError after the child has ended."""
     fork = multiprocessing.get_context("fork")
     receiving, sending = fork.Pipe(duplex=False)
     child = fork.Process(target=_run_probe, args=(probe, sending), daemon=True)
     child.start()
-    sending.close()  # so that the child's end is the only one: its death reads as end of file
+    sending.close()  # only the child holds it open: its death reads as end of file
     try:
         if not receiving.poll(timeout):
             return ProbeOutcome(f"no answer within {timeout:g} s", None)
@@ -108,7 +108,7 @@ def _open_tun() -> str:
 
 
 def _enter_network() -> str:
-    """Move this process into a network namespace of its own; raises OSError if it may not."""
+    """Move this process into a new network namespace; raise OSError if not permitted."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(NEWNET) == 0:
         return "made with this process's own privileges"
@@ -122,10 +122,10 @@ def _make_tun_in_network() -> str:
     import fcntl  # not on every platform, and only needed in the child
 
     _enter_network()
-    device = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)  # it belongs to the namespace it is opened in
+    device = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)  # belongs to the current namespace
     name = b"probe0"
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", name, IFF_TUN | IFF_NO_PI))
-    socket.if_nametoindex(name.decode())  # raises OSError unless it is really there
+    socket.if_nametoindex(name.decode())  # raises OSError unless the device exists
     Path("/proc/sys/net/ipv4/tcp_no_metrics_save").write_text("1")  # the lab adjusts its hosts
     return "created"
 
@@ -143,9 +143,10 @@ def _run_probe(probe: Callable[[], str], sending: "multiprocessing.connection.Co
 
 
 def _finding(
-    subject: str, outcome: ProbeOutcome, advice: str, without: str = _ONLY_LAB
+    subject: str, outcome: ProbeOutcome, advice: str, consequence: str = _ONLY_LAB
 ) -> CheckResult:
-    return CheckResult(subject, outcome.text, outcome.ok, "" if outcome.ok else advice + without)
+    advice = "" if outcome.ok else advice + consequence
+    return CheckResult(subject, outcome.text, outcome.ok, advice)
 
 
 def _tun_advice(error: int | None) -> str:
@@ -154,7 +155,7 @@ def _tun_advice(error: int | None) -> str:
             f"as root: modprobe tun; mkdir -p /dev/net; mknod -m 0666 {TUN} c 10 200 "
             f"(in a container: docker run --device {TUN})"
         )
-    if error == errno.EPERM:  # the mode allows it, a container's list of devices does not
+    if error == errno.EPERM:  # the file mode permits it, the container's device list does not
         return f"docker run --device {TUN}"
     return f"as root: chmod 0666 {TUN}; or run as root"
 
@@ -164,7 +165,7 @@ def _unless_root() -> str:
 
 
 def _network_advice() -> str:
-    """Name the setting that forbids it where there is one: the error number does not tell."""
+    """Name the setting that forbids namespaces, if any: the error number does not show it."""
     forbidding = [
         f"{setting}={allowing}"
         for setting, forbids, allowing in _NAMESPACE_SETTINGS
@@ -180,7 +181,7 @@ def _may_equal(setting: str, value: str) -> bool:
         return Path("/proc/sys", *setting.split(".")).read_text().strip() == value
     except FileNotFoundError:
         return False
-    except PermissionError:  # it exists on this kernel, and only root may see how it is set
+    except PermissionError:  # the setting exists, and only root may read its value
         return True
 
 

@@ -1,7 +1,7 @@
-"""An agent: a process on a host that does what it is asked, one thing after another, and answers.
+"""An agent: a process on a host that runs submitted tasks one by one and returns their results.
 
-One process for many requests: forking anew for every pair of hosts would take longer than most
-measurements, and leave a file open for each.
+One process serves many tasks: a fork for every pair of hosts would take longer than most
+measurements, and each would leave a file open.
 """
 
 import math
@@ -15,29 +15,29 @@ from polyrhythm.lab.lab import Lab
 from polyrhythm.processes import end_all
 from polyrhythm.types import Seconds
 
-Task = Callable[..., float]  # a function of a module, or a partial one: it is sent by its name
+Task = Callable[..., float]  # a module's function, or a partial of one: pickled by name
 
 
 class Agent:
-    """`ask`, then `answer`: meanwhile others work too."""
+    """One process on a host. Call `submit`, then `result`; agents work concurrently."""
 
     def __init__(self, lab: Lab, host: str) -> None:
         self.host = host
-        self._action, self._asked = "nothing", 0.0
+        self._action, self._submitted_at = "nothing", 0.0
         self.connection, other_end = multiprocessing.Pipe()
         self.child = lab.spawn(host, _serve, other_end)
-        other_end.close()  # the agent's is the only one, so that its death is seen at once
+        other_end.close()  # only the agent holds it open: its death closes the pipe at once
 
-    def ask(self, action: str, task: Task, *args: object) -> None:
-        """`action` says in an error what was going on."""
-        self._action, self._asked = action, time.monotonic()
+    def submit(self, action: str, task: Task, *args: object) -> None:
+        """Start the task; a PeerError of `result` names `action`."""
+        self._action, self._submitted_at = action, time.monotonic()
         self.connection.send((task, args))
 
-    def answer(self, deadline: Seconds) -> float:
-        """Of the last task asked for; `deadline` is a time of time.monotonic(). Raises PeerError."""
+    def result(self, deadline: Seconds) -> float:
+        """Return the last task's result by `deadline` (time.monotonic()), or raise PeerError."""
         try:
             if not self.connection.poll(max(0.0, deadline - time.monotonic())):
-                raise self._lost("no answer")
+                raise self._lost("no result")
             value, wrong = self.connection.recv()
         except (EOFError, ConnectionError):
             self.child.wait(1.0)
@@ -47,12 +47,12 @@ class Agent:
         return float(value)
 
     def _lost(self, cause: str) -> PeerError:
-        waited = time.monotonic() - self._asked
+        waited = time.monotonic() - self._submitted_at
         return PeerError(f"host {self.host}", action=self._action, waited=waited, cause=cause)
 
 
 class AgentPool:
-    """As many agents on each host as are busy at once."""
+    """Reusable agents: a host gets a new one only when all of its agents are busy."""
 
     def __init__(self, lab: Lab) -> None:
         self._lab = lab
@@ -60,7 +60,7 @@ class AgentPool:
         self._idle: dict[str, list[Agent]] = {host: [] for host in lab.hosts}
 
     def acquire(self, host: str) -> Agent:
-        """One that nobody else uses; give it back after its answer."""
+        """Return an idle agent of the host, or start one; release it after its result."""
         if idle := self._idle.get(host):
             return idle.pop()
         agent = Agent(self._lab, host)
@@ -82,6 +82,6 @@ def _serve(connection: Connection) -> None:
         value, wrong = math.nan, None
         try:
             value = task(*args)
-        except OSError as error:  # of the network: what it was asked to find out about
+        except OSError as error:  # a network error is a result, not a crash
             wrong = str(error)
         connection.send((value, wrong))

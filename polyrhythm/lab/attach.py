@@ -1,4 +1,4 @@
-"""What another process may do with a running lab: look, step inside, and disturb it."""
+"""Operations of other processes on a running lab: status, enter a host, change links, faults."""
 
 import os
 
@@ -23,7 +23,7 @@ from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 
 def enter_host(control: Control, host: str) -> None:
-    """Move this process into the host's network; what it starts from here on runs there."""
+    """Move this process, and those that it starts later, into the host's network namespace."""
     hosts = control.request(GetHosts()).hosts
     path = hosts[_number(hosts, host)].namespace
     try:
@@ -71,10 +71,10 @@ def change_link(
 
 
 def kill(control: Control, host: str) -> str:
-    """These four do what they say, and say what they did."""
+    """Kill the host; like `revive`, `pause` and `resume`, return a message for the user."""
     number, entry = _entry(control, host)
     if entry.killed:
-        return f"{host} was killed before"
+        return f"{host} is killed already"
     control.request(KillHost(host=number))
     return f"{host} is killed"
 
@@ -90,22 +90,22 @@ def revive(control: Control, host: str) -> str:
 def pause(control: Control, host: str) -> str:
     number, entry = _entry(control, host)
     if entry.pauses:
-        return f"{host} stands still already"
+        return f"{host} is paused already"
     control.request(PauseHost(host=number, paused=True))
-    return f"{host} stands still"
+    return f"{host} is paused"
 
 
 def resume(control: Control, host: str) -> str:
     number, entry = _entry(control, host)
     for _ in range(entry.pauses):  # a scenario may have paused it more than once
         control.request(PauseHost(host=number, paused=False))
-    return f"{host} goes on" if entry.pauses else f"{host} was not paused"
+    return f"{host} is resumed" if entry.pauses else f"{host} was not paused"
 
 
 def show_status(control: Control, console: Console) -> None:
     hosts = control.request(GetHosts()).hosts
     report = control.request(GetReport()).report
-    assert report is not None, "a report was asked for"
+    assert report is not None, "the reply to GetReport has a report"
     print_table(
         console,
         ["host", "address", "processes", ""],
@@ -127,14 +127,15 @@ def show_status(control: Control, console: Console) -> None:
     print_line(
         console,
         f"switch: {late}; half of them at most {1e3 * late.late_p50:.2f} ms, "
-        f"the latest {1e3 * late.late_max:.2f} ms; {report.strays} packets for nobody here",
+        f"the latest {1e3 * late.late_max:.2f} ms; "
+        f"{report.strays} packets to addresses outside the lab",
     )
     if trouble := report.switch_timing.trouble:
-        print_line(console, f"not to be trusted: {trouble}")
+        print_line(console, f"measurements are unreliable: {trouble}")
 
 
 def _state(host: HostEntry) -> str:
-    return "killed" if host.killed else "stands still" if host.pauses else ""
+    return "killed" if host.killed else "paused" if host.pauses else ""
 
 
 def _entry(control: Control, host: str) -> tuple[int, HostEntry]:

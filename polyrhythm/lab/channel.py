@@ -1,10 +1,9 @@
-"""One direction between two hosts: packets leave one after the other, then travel.
+"""One direction of a link: packets leave one after the other, then travel for one latency.
 
-Pure: time comes in. A packet waits for those before it, takes wire bytes / bandwidth to leave, and
-arrives one latency later, never before an earlier one. When the backlog is longer than the queue, a
-packet is dropped, as a router would. What is changed while packets are on their way applies to
-those that have not left: the one that is leaving has sent its part, the rest goes at the new
-bandwidth.
+Pure: `now` is an argument. A packet waits for earlier ones, takes wire bytes / bandwidth to leave,
+and arrives one latency later, never before an earlier packet. A packet that finds the backlog
+above the queue's limit is dropped, as in a router. A change applies to packets that have not left
+completely: the unsent bytes of the packet being sent leave at the new bandwidth.
 """
 
 import math
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 MIN_QUEUE: Bytes = 256 * 1024  # several bursts of 64 KB: a shorter queue starves TCP
-QUEUE_TIME: Seconds = 1.0  # deep enough for any round trip here, so that a full pipe stays full
+QUEUE_TIME: Seconds = 1.0  # above any emulated round trip, so that TCP can keep the link full
 
 
 @dataclass(slots=True)
@@ -28,17 +27,18 @@ class _Packet:
 
 @dataclass(slots=True)
 class Channel:
-    """`lost`: packets vanish. `held`: they wait, up to the queue's length (a host stands still).
+    """A queue with bandwidth and latency. `lost`: packets are dropped.
 
-    What would have arrived meanwhile arrives at once when it is let go.
+    `held` (a host is paused): packets wait, up to the queue's limit; on release, those that are
+    overdue arrive at once.
     """
 
     latency: Seconds
     bandwidth: BytesPerSecond
     lost: bool = False
     held: bool = False
-    packets: int = 0  # delivered, as are the wire bytes
-    wire_bytes: int = 0
+    packets: int = 0  # delivered
+    wire_bytes: int = 0  # delivered
     drops: int = 0
     peak_backlog: int = 0  # bytes
     _free_at: Seconds = 0.0  # when the last packet has left
@@ -47,7 +47,7 @@ class Channel:
     _queue: deque[_Packet] = field(default_factory=deque)
 
     def offer(self, now: Seconds, wire_bytes: int, data: bytes) -> None:
-        """A packet comes in; `wire_bytes` is its length on a real wire, headers counted."""
+        """Queue or drop a packet; `wire_bytes` is its length on a real wire with headers."""
         if self.lost:
             self.drops += 1
             return
@@ -71,11 +71,11 @@ class Channel:
         self.packets = self.wire_bytes = self.drops = self.peak_backlog = 0
 
     def next_arrival(self) -> Seconds:
-        """When to call `arrived`; inf if there is nothing to wait for."""
+        """Return when to call `arrived`; inf if the queue is empty or held."""
         return self._queue[0].arrives if self._queue and not self.held else math.inf
 
     def arrived(self, now: Seconds) -> Iterator[tuple[Seconds, bytes]]:
-        """Take out what has arrived by `now`, with the time at which it was due."""
+        """Remove and yield packets that arrive by `now`, each with its arrival time."""
         while self.next_arrival() <= now:
             packet = self._queue.popleft()
             self._queued -= packet.wire_bytes
@@ -92,8 +92,8 @@ class Channel:
         lost: bool | None = None,
         held: bool | None = None,
     ) -> None:
-        """Change it from `now` on; what is None stays."""
-        was_held, before = self.held, self.bandwidth
+        """Change the channel from `now` on; arguments that are None change nothing."""
+        was_held, old_bandwidth = self.held, self.bandwidth
         self.latency = self.latency if latency is None else latency
         self.bandwidth = self.bandwidth if bandwidth is None else bandwidth
         self.lost = self.lost if lost is None else lost
@@ -104,16 +104,16 @@ class Channel:
             self._queued = 0
             self._free_at = 0.0
         elif not self.held:
-            self._retime(now, before, released=was_held)
+            self._retime(now, old_bandwidth, released=was_held)
 
-    def _retime(self, now: Seconds, bandwidth_before: float, *, released: bool) -> None:
-        """Give new times to what has not left; after a standstill, to everything that is late."""
+    def _retime(self, now: Seconds, old_bandwidth: float, *, released: bool) -> None:
+        """Reschedule packets that have not left and, if `released`, overdue arrivals."""
         free_at = now
         last_arrival = 0.0
         for packet in self._queue:
             if packet.leaves > now:
-                start = packet.leaves - packet.wire_bytes / bandwidth_before
-                unsent = packet.wire_bytes - max(0.0, now - start) * bandwidth_before
+                start = packet.leaves - packet.wire_bytes / old_bandwidth
+                unsent = packet.wire_bytes - max(0.0, now - start) * old_bandwidth
                 free_at += unsent / self.bandwidth
                 packet.leaves = free_at
                 packet.arrives = free_at + self.latency

@@ -1,4 +1,4 @@
-"""A check as a table: what every link should be and what it is, and whether to believe it."""
+"""Print a check of all links as a table: described and measured values, errors, doubts."""
 
 from rich.console import Console
 
@@ -42,7 +42,7 @@ def _cells(row: PairCheck) -> list[str]:
 
 
 def _megabits(rate: BytesPerSecond) -> str:
-    """Four digits, but none that are only zeros of an exponent."""
+    """Format with four significant digits, and large values without an exponent."""
     return f"{rate / MEGABIT:.4g}" if rate < 1e4 * MEGABIT else f"{rate / MEGABIT:.0f}"
 
 
@@ -60,10 +60,10 @@ def _summary(check: LinkCheck) -> list[str]:
         ]
     if doubtful := len(check.rows) - len(certain):
         lines.append(
-            f"{doubtful} links are in doubt, since the switch may have been the limit: "
+            f"{doubtful} links are in doubt: the switch may have been the bottleneck; "
             "use fewer --hosts, or a smaller --byte-scale"
         )
     lines.append(
-        f"switch: {check.switch_timing}; {check.num_rejected} rounds were repeated as it was late"
+        f"switch: {check.switch_timing}; {check.num_rejected} rounds repeated because it was late"
     )
     return lines

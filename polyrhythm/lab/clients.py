@@ -1,6 +1,6 @@
-"""Those who give orders to the switch; none of them can make it wait.
+"""Non-blocking connections of the processes that send commands to the switch.
 
-A client that does not read its answers, or sends a line without an end, is dropped.
+A client that does not read its replies, or sends an endless line, is disconnected.
 """
 
 import contextlib
@@ -8,8 +8,8 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-MAX_BYTES = 1 << 20  # of an order, and of answers that are not read
-MAX_LINES = 16  # of one client in a turn
+MAX_BYTES = 1 << 20  # of one command, and of unread replies
+MAX_LINES = 16  # of one client per `serve`
 
 
 @dataclass(slots=True)
@@ -20,10 +20,10 @@ class _Client:
 
 
 class Clients:
-    """`answer` gets a line and gives one."""
+    """All connections; `reply_to` maps a line with a command to a line with its reply."""
 
-    def __init__(self, listening: socket.socket, answer: Callable[[bytes], bytes]) -> None:
-        self._listening, self._answer = listening, answer
+    def __init__(self, listening: socket.socket, reply_to: Callable[[bytes], bytes]) -> None:
+        self._listening, self._reply_to = listening, reply_to
         self._listening.setblocking(False)
         self._clients: dict[int, _Client] = {}
 
@@ -40,9 +40,9 @@ class Clients:
         return [file for file, client in self._clients.items() if client.unsent]
 
     def serve(self, file: int) -> None:
-        """One of those files is ready."""
+        """Accept or exchange data on one file of `reading` or `writing` that is ready."""
         if file == self._listening.fileno():
-            with contextlib.suppress(OSError):  # gone again, or no descriptors: only this one waits
+            with contextlib.suppress(OSError):  # closed again, or out of descriptors
                 self.add(self._listening.accept()[0])
             return
         if (client := self._clients.get(file)) is None:
@@ -64,7 +64,7 @@ class Clients:
         *lines, rest = bytes(client.unread).split(b"\n", MAX_LINES)
         client.unread[:] = rest
         for line in lines:
-            client.unsent += self._answer(line) + b"\n"
+            client.unsent += self._reply_to(line) + b"\n"
         if max(len(client.unread), len(client.unsent)) > MAX_BYTES:
             raise EOFError
         self._send(client)

@@ -1,4 +1,4 @@
-"""What the switch can be told and asked, as JSON lines. Hosts are numbers; names stay outside."""
+"""Commands to the switch and its replies, as JSON lines. The switch knows hosts by number."""
 
 from typing import Annotated
 
@@ -7,19 +7,19 @@ import msgspec
 from polyrhythm.types import Seconds
 
 HostNumber = Annotated[int, msgspec.Meta(ge=0)]
-ProcessId = Annotated[int, msgspec.Meta(gt=0, lt=2**22)]  # no Linux gives a higher one
+ProcessId = Annotated[int, msgspec.Meta(gt=0, lt=2**22)]  # Linux's upper limit
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class SwitchCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """`at` is a time of time.monotonic(), which all processes of a machine share; None is now."""
+    """A command to run at time `at` of time.monotonic() (shared machine-wide); None is now."""
 
     at: Seconds | None = None
 
 
 class ChangeLinks(SwitchCommand, frozen=True, kw_only=True):
-    """These directed pairs of hosts are different from now on; what is None stays."""
+    """Change the links of these ordered pairs of hosts; fields that are None change nothing."""
 
     pairs: tuple[tuple[HostNumber, HostNumber], ...]
     latency: NotNegative | None = None  # seconds
@@ -28,49 +28,49 @@ class ChangeLinks(SwitchCommand, frozen=True, kw_only=True):
 
 
 class KillHost(SwitchCommand, frozen=True, kw_only=True):
-    """Kill what runs on the host. `silent`: cut it off first, as when the power fails."""
+    """Kill the host's processes. `silent`: cut the network first, as in a power failure."""
 
     host: HostNumber
     silent: bool = True
 
 
 class ReviveHost(SwitchCommand, frozen=True, kw_only=True):
-    """The host is joined to the network again; starting something on it is the owner's part."""
+    """Connect the host to the network again; the lab's owner starts its processes."""
 
     host: HostNumber
 
 
 class PauseHost(SwitchCommand, frozen=True, kw_only=True):
-    """What runs on the host stands still, and packets from and to it wait.
+    """Pause the host's processes and hold packets from and to it, or undo one pause.
 
-    A host that was paused twice goes on when it was let go on twice.
+    Pauses are counted: a host that is paused twice resumes after two commands to resume.
     """
 
     host: HostNumber
-    paused: bool  # False: it goes on
+    paused: bool  # False: undo one pause
 
 
 class OwnProcess(SwitchCommand, frozen=True, kw_only=True):
-    """This process is about to move to the host."""
+    """Register a process that is about to enter the host's namespace."""
 
     pid: ProcessId
     host: HostNumber
 
 
 class EndLab(SwitchCommand, frozen=True, kw_only=True):
-    """Kill what runs on the hosts and stop."""
+    """Kill all host processes and end the switch."""
 
 
 class GetHosts(SwitchCommand, frozen=True, kw_only=True):
-    """Who is there, and how to get in."""
+    """Ask for all hosts, with the paths of their namespaces."""
 
 
 class ResetReport(SwitchCommand, frozen=True, kw_only=True):
-    """Count from here."""
+    """Set all counters to zero."""
 
 
 class GetReport(SwitchCommand, frozen=True, kw_only=True):
-    """What was carried since the last reset, and how punctually."""
+    """Ask for the traffic and the lateness since the last reset."""
 
 
 AnySwitchCommand = (
@@ -89,24 +89,24 @@ AnySwitchCommand = (
 class HostEntry(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     address: str
-    namespace: str  # path in /proc of its network namespace
-    processes: int  # that run on it
+    namespace: str  # path of its network namespace in /proc
+    processes: int  # number of running processes
     killed: bool
-    pauses: int  # above 0: it stands still
+    pauses: int  # above 0: paused
 
 
 class PairCounters(msgspec.Struct, frozen=True, kw_only=True):
     source: int
     target: int
     packets: int
-    wire_bytes: int  # headers counted
+    wire_bytes: int  # with headers
     drops: int
-    backlog: int  # bytes that have not left
+    backlog: int  # bytes that have not left yet
     peak_backlog: int
 
 
 class SwitchTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """Is the emulation to be believed? `late` is how long after its time a packet was delivered."""
+    """Lateness of deliveries (delivery minus due time): shows whether to trust the emulation."""
 
     late_p50: Seconds
     late_p99: Seconds
@@ -116,13 +116,13 @@ class SwitchTiming(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return f"99% of packets at most {1e3 * self.late_p99:.2f} ms late, busy {self.busy:.0%}"
 
-    # A network of milliseconds is spoilt by them; above 0.9 of a core real-time work is throttled.
+    # 2 ms distort links of milliseconds; above 0.9 of a core real-time work is throttled.
     LATE = 2e-3
     BUSY = 0.9
 
     @property
     def trouble(self) -> str | None:
-        """Why figures measured meanwhile are not to be trusted; None if they are."""
+        """Why measurements of this period are unreliable; None if they are reliable."""
         if self.late_p99 > self.LATE:
             return f"1% of the packets were more than {1e3 * self.LATE:g} ms late"
         if self.busy > self.BUSY:
@@ -132,13 +132,13 @@ class SwitchTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 class SwitchReport(msgspec.Struct, frozen=True, kw_only=True):
     elapsed: Seconds
-    strays: int  # packets for nobody in the lab
-    pairs: tuple[PairCounters, ...]  # those that carried or dropped something
+    strays: int  # packets to addresses outside the lab
+    pairs: tuple[PairCounters, ...]  # pairs with traffic or drops
     switch_timing: SwitchTiming
 
 
 class CommandReply(msgspec.Struct, frozen=True, kw_only=True):
-    """To every order one answer; `refused` says why it was not obeyed."""
+    """The reply to one command; `refused` is the reason if the command was not executed."""
 
     refused: str | None = None
     report: SwitchReport | None = None

@@ -1,7 +1,7 @@
-"""The processes on a host: whoever is in its network namespace, however it got there.
+"""Find and signal the processes of a host: all processes in its network namespace.
 
-A process group would not do: a shell with job control, `timeout`, or a visitor from another
-terminal leads a group of its own, and must end with the lab all the same.
+A process group is not enough: a shell with job control, `timeout`, or a process attached from
+another terminal leads its own group, and must end with the lab, too.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
-_ROUNDS = 20  # of looking for processes that were started while others were being signalled
+_ROUNDS = 20  # of searching for processes that were started while others were being signalled
 
 
 def namespace_id(descriptor: int) -> int:
@@ -18,7 +18,7 @@ def namespace_id(descriptor: int) -> int:
 
 
 def namespace_pids(namespace: int) -> set[int]:
-    """Process ids in the network namespace with this id."""
+    """Return the ids of the processes in the network namespace with this id."""
     found = set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and _is_inside(int(folder.name), namespace):
@@ -27,7 +27,7 @@ def namespace_pids(namespace: int) -> set[int]:
 
 
 def signal_namespace(namespace: int, what: signal.Signals, others: Iterable[int] = ()) -> None:
-    """Signal everybody in the namespace, also who is started meanwhile, and `others`."""
+    """Signal all processes in the namespace, also those started meanwhile, and `others`."""
     for pid in others:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, what)
@@ -42,8 +42,7 @@ def signal_namespace(namespace: int, what: signal.Signals, others: Iterable[int]
 
 
 def _signal_if_inside(pid: int, namespace: int, what: signal.Signals) -> None:
-    # The descriptor fixes who is meant: looked at again through it, the number cannot have been
-    # given to another process in between.
+    # The pidfd pins the process: after the check, the id cannot belong to another process.
     with contextlib.suppress(ProcessLookupError):
         process = os.pidfd_open(pid)
         try:
@@ -56,5 +55,5 @@ def _signal_if_inside(pid: int, namespace: int, what: signal.Signals) -> None:
 def _is_inside(pid: int, namespace: int) -> bool:
     try:
         return Path(f"/proc/{pid}/ns/net").stat().st_ino == namespace
-    except OSError:  # it has ended, or belongs to somebody else
+    except OSError:  # the process has ended, or belongs to another user
         return False

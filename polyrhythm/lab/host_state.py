@@ -1,4 +1,4 @@
-"""Who is on the hosts, and what has befallen each host: dead, cut off, paused, or none of these."""
+"""The state of each host (dead, cut off, paused) and the signals to its processes."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from polyrhythm.lab.host_processes import namespace_pids, signal_namespace
 
 
 class HostStates:
-    """Hosts are numbers; `namespaces` are the ids of their network namespaces."""
+    """The state of all hosts, by number; `namespaces` are the ids of their namespaces."""
 
     def __init__(self, namespaces: Sequence[int]) -> None:
         self._namespaces = namespaces
@@ -20,7 +20,7 @@ class HostStates:
         self._pauses: Counter[int] = Counter()
 
     def add_process(self, pid: int, host: int) -> None:
-        """A process that is about to move to a host shares its fate."""
+        """Kill or pause a process that is about to enter the host, if the host is in that state."""
         self._starting = {p: h for p, h in self._starting.items() if _parent(p) is not None}
         self._starting[pid] = host
         if host in self._dead:
@@ -31,7 +31,7 @@ class HostStates:
     def kill(self, host: int, *, silent: bool) -> None:
         self._dead.add(host)
         if silent:
-            self._cut_off.add(host)  # first: nobody is to hear the kernel say goodbye
+            self._cut_off.add(host)  # first: peers must not receive the kernel's FIN or RST
         self._signal(host, signal.SIGKILL)
 
     def revive(self, host: int) -> None:
@@ -55,22 +55,21 @@ class HostStates:
         return len(namespace_pids(self._namespaces[host]))
 
     def end(self) -> None:
-        """Kill everybody on every host."""
+        """Kill all processes on all hosts."""
         for host in range(len(self._namespaces)):
             self._signal(host, signal.SIGKILL)
 
     def _signal(self, host: int, what: signal.Signals) -> None:
-        # A number is surely still that of whom we mean while it is our own parent's child, which
-        # has yet to be reaped.
+        # A child of our parent is not reaped yet, so its process id is not reused.
         owner = os.getppid()
         starting = [p for p, h in self._starting.items() if h == host and _parent(p) == owner]
         signal_namespace(self._namespaces[host], what, starting)
 
 
 def _parent(pid: int) -> int | None:
-    """None if there is no such process."""
+    """Return the parent's process id; None if the process does not exist."""
     try:
-        # The name of the program, in brackets, may hold anything; what follows it does not.
+        # The program's name, in brackets, may contain anything: parse what follows it.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None

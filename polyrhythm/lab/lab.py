@@ -1,12 +1,12 @@
-"""A lab: every device of a cluster as a host on this machine, joined by links as described.
+"""Emulate a cluster on this machine: one host per device, with links as described.
 
     with Lab(cluster, scenario) as lab:
         workers = [lab.spawn(host, train, rank) for rank, host in enumerate(lab.hosts)]
-        lab.play()  # the scenario's clock starts
+        lab.play()  # start the scenario's clock
         lab.wait(workers, timeout=60)
 
-What runs on a host is real and uses the kernel's own TCP, over the device `lab0`. When the block
-ends, or this process does, in whatever way, everything in the lab ends.
+Programs on a host are real processes and use the kernel's own TCP over the device `lab0`. All
+processes of the lab end when the `with` block or this process ends, even if it is killed.
 """
 
 import contextlib
@@ -46,16 +46,16 @@ from polyrhythm.lab.timeline import link_command, scenario_commands
 from polyrhythm.processes import Child, end_all, wait_for_any
 from polyrhythm.types import BytesPerSecond, Seconds
 
-# What all pairs together may ask for without a doubt: `polyrhythm bench lab` finds that the switch
-# carries 3.2 Gbit/s between 16 hosts on time, and 10 Gbit/s at the most, on two shared cores.
+# Total traffic that the switch carries on time: `polyrhythm bench lab` measures 3.2 Gbit/s on time
+# between 16 hosts, and 10 Gbit/s at most, on two shared cores.
 SWITCH_LIMIT: BytesPerSecond = 3e9 / 8
-SHUTDOWN_TIMEOUT: Seconds = 5.0  # for a switch that was told to end
+SHUTDOWN_TIMEOUT: Seconds = 5.0  # for the switch, after EndLab
 
 _count = itertools.count()
 
 
 class Lab:
-    """Hosts are named as the cluster's devices; `name` is how other processes find this lab."""
+    """A running lab. Hosts have the names of devices; other processes attach to it by `name`."""
 
     def __init__(
         self, cluster: Cluster, scenario: Scenario | None = None, *, name: str | None = None
@@ -70,9 +70,9 @@ class Lab:
         self.scenario = scenario or Scenario(name="nothing happens")
         self.scenario.check(cluster)
         self.name = name or f"lab-{os.getpid()}-{next(_count)}"
-        control.socket_path(self.name)  # refuses a name that cannot be one
+        control.socket_path(self.name)  # raises LabError for an invalid name
         self.hosts = tuple(device.name for device in cluster.devices)
-        self.started_at: Seconds | None = None  # of time.monotonic(), once the scenario plays
+        self.started_at: Seconds | None = None  # time.monotonic() at `play`
         self._network: list[namespace.Host] = []
         self._switch: Child | None = None
         self.children: list[Child] = []
@@ -86,27 +86,27 @@ class Lab:
             )
         namespace.enter_user_namespace()
         listening = control.claim(self.name)
-        ours, theirs = socket.socketpair()
-        self._control = control.Control(self.name, ours)
+        owner_socket, switch_socket = socket.socketpair()
+        self._control = control.Control(self.name, owner_socket)
         try:
-            with listening, theirs:
+            with listening, switch_socket:
                 for number in range(len(self.hosts)):
                     self._network.append(namespace.make_host(number))
-                self._start_switch(listening, theirs)
+                self._start_switch(listening, switch_socket)
         except BaseException:
             self._end_switch()
             self._release()
             raise
         return self
 
-    def _start_switch(self, listening: socket.socket, theirs: socket.socket) -> None:
+    def _start_switch(self, listening: socket.socket, switch_socket: socket.socket) -> None:
         gc.collect()
-        gc.freeze()  # children share this process's memory as long as nobody touches it
+        gc.freeze()  # a collection would touch, and so copy, the memory that forks share
         named = list(zip(self.hosts, self._network, strict=True))
         channels, owner = _channels(self.cluster), os.getpid()
-        # Not killed with its owner: it outlives it by a moment, to clean up.
+        # The switch outlives its owner briefly, to kill the host processes and remove the socket.
         self._switch = Child(
-            lambda: serve(named, channels, listening, owner, theirs), dies_with_owner=False
+            lambda: serve(named, channels, listening, owner, switch_socket), dies_with_owner=False
         )
 
     def __exit__(
@@ -120,8 +120,8 @@ class Lab:
         self._release()
 
     def _end_switch(self) -> None:
-        # It must be told: of a connection that closes it thinks no more than of any other client's.
-        with contextlib.suppress(LabError):  # it is gone already, or was never started
+        # Closing the connection is not enough: the switch drops it like any other client's.
+        with contextlib.suppress(LabError):  # the switch has ended, or was never started
             self._control.request(EndLab())
         self._control.close()
         if self._switch is not None and self._switch.wait(SHUTDOWN_TIMEOUT) is None:
@@ -160,18 +160,18 @@ class Lab:
         return self.spawn(host, run_program, tuple(command), environment or {}, output=output)
 
     def overload(self) -> str | None:
-        """A warning if all hosts at full speed would ask for more than the switch carries."""
-        asked = sum(max(row, default=0.0) for row in self._bandwidths())
-        if asked <= SWITCH_LIMIT:
+        """Return a warning if all hosts at full speed exceed what the switch carries."""
+        traffic = sum(max(row, default=0.0) for row in self._bandwidths())
+        if traffic <= SWITCH_LIMIT:
             return None
         return (
-            f"all hosts sending at once would ask for {show(asked, BytesPerSecond)}, and the "
-            f"switch carries about {show(SWITCH_LIMIT, BytesPerSecond)}: messages "
-            f"{math.ceil(asked / SWITCH_LIMIT)} times smaller (--byte-scale) keep it punctual"
+            f"all hosts sending at once need {show(traffic, BytesPerSecond)}, and the switch "
+            f"carries about {show(SWITCH_LIMIT, BytesPerSecond)} on time: use messages "
+            f"{math.ceil(traffic / SWITCH_LIMIT)} times smaller (--byte-scale)"
         )
 
     def _bandwidths(self) -> list[list[BytesPerSecond]]:
-        """Of each host to every other, at the most that the scenario gives it."""
+        """Return, per ordered pair of hosts, the highest bandwidth during the scenario."""
         best = [
             [0.0 if a == b else channel.bandwidth for b, channel in enumerate(row)]
             for a, row in enumerate(_channels(self.cluster))
@@ -182,17 +182,17 @@ class Lab:
         return best
 
     def check_switch(self) -> None:
-        """Raise LabError if the switch has ended, by itself or killed for its memory."""
+        """Raise LabError if the switch has ended or was killed (for example, out of memory)."""
         assert self._switch is not None, "inside the with block"
         if self._switch.status is not None:
             raise LabError(
                 f"the switch of lab {self.name!r} {self._switch.reason}",
-                expected="it to run as long as the lab",
+                expected="a switch that runs until the lab ends",
                 fix="start the lab again, with fewer hosts if memory is short",
             )
 
     def wait_for_any(self, children: Sequence[Child], timeout: Seconds) -> None:
-        """Return when one of them ends or `timeout` has passed; LabError if the switch ends."""
+        """Return when a child ends or after `timeout`; raise LabError if the switch ends."""
         assert self._switch is not None, "inside the with block"
         wait_for_any([*children, self._switch], timeout)
         self.check_switch()
@@ -204,7 +204,7 @@ class Lab:
             self._control.request(command)
 
     def wait(self, children: Sequence[Child], timeout: Seconds) -> bool:
-        """Whether all of them have ended within `timeout`. Raises LabError if the switch ends."""
+        """Return whether all children end within `timeout`; raise LabError if the switch ends."""
         deadline = time.monotonic() + timeout
         while running := [child for child in children if child.status is None]:
             if (left := deadline - time.monotonic()) <= 0:
@@ -213,26 +213,26 @@ class Lab:
         return True
 
     def change(self, change: LinkChange) -> None:
-        """Change links at once, whatever the time in `change`."""
+        """Change links at once; `change.at` is ignored."""
         Scenario(name="change", link=(change,)).check(self.cluster)
         self._control.request(link_command(change, self.cluster))
 
     def kill(self, host: str, *, silent: bool = True) -> None:
-        """Kill what runs on the host; silent as a power cut, or with the kernel's goodbyes."""
+        """Kill the host's processes. `silent`: peers see no FIN or RST, as after a power cut."""
         self._control.request(KillHost(host=self._index(host), silent=silent))
 
     def revive(self, host: str) -> None:
-        """Join a killed host to the network again; spawn on it what should run."""
+        """Connect a killed host to the network again. No process is started on it."""
         self._control.request(ReviveHost(host=self._index(host)))
 
     def pause(self, host: str, *, paused: bool = True) -> None:
-        """Stop what runs on the host and hold its packets; `paused=False` lets both go on."""
+        """Stop the host's processes and hold its packets; `paused=False` resumes both."""
         self._control.request(PauseHost(host=self._index(host), paused=paused))
 
     def report(self, *, reset: bool = False) -> SwitchReport:
-        """Counters per pair, and whether the switch was punctual; then count anew if `reset`."""
+        """Return counters per pair and the switch's lateness; then reset them if `reset`."""
         report = self._control.request(GetReport()).report
-        assert report is not None, "a report was asked for"
+        assert report is not None, "the reply to GetReport has a report"
         if reset:
             self._control.request(ResetReport())
         return report
@@ -248,7 +248,7 @@ def _channels(cluster: Cluster) -> list[list[Channel]]:
     regions = [cluster.regions.index(device.region) for device in cluster.devices]
     return [
         [
-            # A host alone in its region has no link inside it, and sends nothing to itself.
+            # A region with one host describes no link inside it: bandwidth 0, and never used.
             Channel(cluster.latency[a][b], cluster.bandwidth[a][b] or 1.0)
             for b in regions
         ]

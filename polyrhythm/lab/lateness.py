@@ -1,4 +1,4 @@
-"""How late things were, without keeping every value: counts in buckets that grow by a quarter."""
+"""A histogram of lateness in constant memory: each bucket is a quarter wider than the last."""
 
 import math
 from collections import Counter
@@ -19,7 +19,7 @@ class LatenessHistogram:
         self._counts[0 if late <= _LEAST else math.ceil(math.log(late / _LEAST) / _GROWTH)] += 1
 
     def quantile(self, share: float) -> Seconds:
-        """An upper bound, at most a quarter too high; 0 when nothing was counted."""
+        """Return an upper bound of the quantile, at most 25 % too high; 0 without values."""
         counted, total = 0, self._counts.total()
         for bucket, count in sorted(self._counts.items()):
             counted += count

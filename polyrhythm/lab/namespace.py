@@ -1,7 +1,7 @@
-"""A host of the lab: a network namespace without a name, with one TUN device that the switch reads.
+"""A host of the lab: an unnamed network namespace with one TUN device that the switch reads.
 
-Nothing has to be removed: a namespace lasts as long as a process or an open file of it, and its
-devices with it. Whoever is not root first moves into a user namespace of its own (`enter_user_namespace`).
+No cleanup is needed: the kernel removes a namespace and its devices with its last process and open
+file. A process that is not root first enters its own user namespace (`enter_user_namespace`).
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from pathlib import Path
 from polyrhythm.errors import LabError
 
 DEVICE = "lab0"
-PREFIX = "10.77.0"  # seen inside the namespaces only
+PREFIX = "10.77.0"  # visible only inside the namespaces
 MAX_HOSTS = 253
 TUN = "/dev/net/tun"
 VNET_HEADER = 10  # bytes of struct virtio_net_hdr in front of every packet
@@ -26,11 +26,11 @@ NEWUSER, NEWNET = 0x10000000, 0x40000000
 TUNSETIFF, _TUNSETOFFLOAD, _TUNSETVNETHDRSZ = 0x400454CA, 0x400454D0, 0x400454D8
 IFF_TUN, IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 _TUN_F_CSUM, _TUN_F_TSO4 = 0x01, 0x02
-_KERNEL, _LINK_SCOPE = 2, 253  # of a route: who made it, how far it reaches
+_KERNEL, _LINK_SCOPE = 2, 253  # a route's origin (RTPROT_KERNEL) and scope (RT_SCOPE_LINK)
 
-# Per namespace. Buffers for fast, long links; fewer, larger bursts at low rates, since the switch
-# pays per packet; no memory of earlier connections, and no slow start after each pause of a
-# training step, so that two runs are alike.
+# Per namespace: buffers for fast, long links; fewer and larger bursts at low rates, since the
+# switch pays per packet; no cached metrics of earlier connections and no slow start after each
+# pause of a training step, so that runs are repeatable.
 _SYSCTLS = {
     "net/ipv6/conf/all/disable_ipv6": "1",
     "net/ipv4/tcp_no_metrics_save": "1",
@@ -45,15 +45,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Both files are owned by whoever made the host."""
+    """A host's address and two open files, which the caller of `make_host` closes."""
 
     address: str
-    namespace: int  # descriptor, to enter it
-    tun: int  # descriptor, to carry its packets
+    namespace: int  # file descriptor of the network namespace
+    tun: int  # file descriptor of the TUN device
 
 
 def make_host(number: int) -> Host:
-    """Host 0, 1, ... of a lab, up and with its address; the caller's own network stays as it is."""
+    """Make a host with its device up and its address set; the caller stays in its own network."""
     address = f"{PREFIX}.{number + 1}"
     with ExitStack() as undo, _restore_namespace():
         if _libc.unshare(NEWNET):
@@ -64,7 +64,7 @@ def make_host(number: int) -> Host:
         tun = _open_tun()
         undo.callback(os.close, tun)
         _configure(address)
-        undo.pop_all()  # all went well: the host keeps them
+        undo.pop_all()  # success: the host keeps both files
     return Host(address, namespace, tun)
 
 
@@ -77,7 +77,7 @@ def _set_sysctls() -> None:
         except OSError as error:
             raise LabError(
                 f"{path}: {error.strerror}",
-                expected="settings of a new network namespace that can be written",
+                expected="writable settings in a new network namespace",
                 fix="in a container, mount /proc/sys writable: docker run --privileged",
             ) from None
 
@@ -88,10 +88,10 @@ def enter(namespace: int) -> None:
 
 
 def enter_by_path(path: str) -> None:
-    """Enter a namespace of another process: of root's labs, or of one's own user namespace."""
-    theirs = Path(path).parents[1] / "ns" / "user"
-    if not theirs.samefile("/proc/self/ns/user"):
-        user = os.open(theirs, os.O_RDONLY)
+    """Enter the network namespace of another process, and its user namespace if it differs."""
+    user_namespace = Path(path).parents[1] / "ns" / "user"
+    if not user_namespace.samefile("/proc/self/ns/user"):
+        user = os.open(user_namespace, os.O_RDONLY)
         if _libc.setns(user, NEWUSER):
             raise _refused("entering the lab's user namespace")
         os.close(user)
@@ -101,9 +101,9 @@ def enter_by_path(path: str) -> None:
 
 
 def enter_user_namespace() -> None:
-    """Unless root: move this process, for good, into a user and network namespace that it rules.
+    """Unless root: move this process permanently into a new user and network namespace, as root.
 
-    It keeps its files and its user outside, and cannot reach the network any more.
+    Outside, the process keeps its user and files; it cannot reach the machine's network any more.
     """
     if os.geteuid() == 0:
         return
@@ -112,7 +112,7 @@ def enter_user_namespace() -> None:
         if ctypes.get_errno() == errno.EINVAL:
             raise LabError(
                 "a process with threads cannot make a user namespace",
-                expected="a lab before anything that starts threads, such as importing torch",
+                expected="a lab that starts before any thread, for example before importing torch",
                 fix="set OMP_NUM_THREADS=1, or run as root",
             )
         raise _refused("making a user namespace")
@@ -135,7 +135,7 @@ def _restore_namespace() -> Iterator[None]:
 
 
 def _open_tun() -> int:
-    """With offload: TCP hands over bursts of up to 64 KB, so that Python keeps up."""
+    """Open a TUN device with offload: TCP sends bursts of up to 64 KB, so that Python keeps up."""
     try:
         tun = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -159,11 +159,11 @@ def _configure(address: str) -> None:
             (loopback,) = netlink.link_lookup(ifname="lo")
             (device,) = netlink.link_lookup(ifname=DEVICE)
             netlink.link("set", index=loopback, state="up")
-            # A long queue in front of the switch: packets are to be dropped by the channel alone.
+            # A long queue in front of the switch: only the channel may drop packets.
             netlink.link("set", index=device, mtu=1500, txqlen=10000, state="up")
             netlink.addr("add", index=device, address=address, prefixlen=24)
-            # On the route: in a namespace the system's setting takes only what the machine allows,
-            # and machines differ. The kernel made this route; replace it.
+            # Set the algorithm on the kernel's route: the sysctl of a namespace accepts only
+            # algorithms that the machine allows, and machines differ.
             netlink.route(
                 "replace",
                 dst=f"{PREFIX}.0/24",
@@ -177,10 +177,10 @@ def _configure(address: str) -> None:
         raise _refused(f"setting up {DEVICE}", error.code) from None
 
 
-def _refused(doing: str, number: int | None = None) -> LabError:
+def _refused(action: str, number: int | None = None) -> LabError:
     number = ctypes.get_errno() if number is None else number
     return LabError(
-        f"{doing}: {os.strerror(number)}",
-        expected="root, or user namespaces and a /dev/net/tun that everybody may open",
-        fix="`polyrhythm doctor` says what is missing here and how to get it",
+        f"{action}: {os.strerror(number)}",
+        expected="root, or user namespaces and a /dev/net/tun that every user may open",
+        fix="run `polyrhythm doctor`: it lists what is missing and how to install it",
     )

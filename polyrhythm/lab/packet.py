@@ -1,4 +1,4 @@
-"""What the switch must know of a packet: where it goes, and how long it is on a real wire."""
+"""Read a packet's destination host and its length on a real wire from its headers."""
 
 from polyrhythm.lab.namespace import VNET_HEADER
 
@@ -11,7 +11,7 @@ _LEAST = _IP + 20
 
 
 def destination(packet: bytes, num_hosts: int) -> int | None:
-    """The number of the host it goes to; None for what is not for a host of the lab."""
+    """Return the number of the target host; None for an address outside the lab."""
     if len(packet) < _LEAST or packet[_VERSION] >> 4 != 4:
         return None
     host = packet[_LAST_BYTE_OF_DESTINATION] - 1
@@ -19,7 +19,7 @@ def destination(packet: bytes, num_hosts: int) -> int | None:
 
 
 def wire_bytes(packet: bytes) -> int:
-    """Its length as if cut to the MTU: a burst of TCP counts the headers of each part."""
+    """Return the length as if split to the MTU: a TCP burst counts the headers of each segment."""
     length = len(packet) - _IP
     if packet[1] == 0:  # gso_type of the virtio header: one ordinary packet
         return length

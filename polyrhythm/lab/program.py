@@ -1,7 +1,7 @@
-"""Start a program quickly: a Python script runs in a fork of this interpreter, modules loaded.
+"""Start a program quickly: a Python script runs in a fork of this interpreter with loaded modules.
 
 Sixteen interpreters that each import torch take half a minute and 200 MB each on two cores; sixteen
-forks of one that has imported it take a second and share its memory. Anything else is executed.
+forks of an interpreter with torch take a second and share its memory. Other programs use exec.
 """
 
 import atexit
@@ -22,7 +22,7 @@ PRELOADED = ("torch", "torch._dynamo")
 
 
 def preload(program: Sequence[str], modules: Sequence[str] = PRELOADED) -> None:
-    """Import what the forks of this process will need, if `program` is one that is forked."""
+    """Import the modules in this process if `program` is a Python script that runs in forks."""
     if _is_this_python(program[0]):
         for name in modules:
             if importlib.util.find_spec(name.partition(".")[0]) is not None:
@@ -30,7 +30,7 @@ def preload(program: Sequence[str], modules: Sequence[str] = PRELOADED) -> None:
 
 
 def run_program(program: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run the program in this process, which it owns from here on."""
+    """Run the program in this process: a Python script in this interpreter, others by exec."""
     script = _script(program)
     if script is None:
         exec_program(program, environment)
@@ -38,7 +38,7 @@ def run_program(program: Sequence[str], environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
     option, target, arguments = script
     sys.argv = [target, *arguments]
-    atexit._clear()  # what this process had to do at its end is not the script's
+    atexit._clear()  # exit handlers of the parent process must not run here
     try:
         if option == "-m":
             sys.path.insert(0, str(Path.cwd()))
@@ -54,7 +54,7 @@ def run_program(program: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def _script(program: Sequence[str]) -> tuple[str, str, Sequence[str]] | None:
-    """("-m", module, arguments) or ("", file, arguments) of a program that can run in a fork."""
+    """Return ("-m", module, arguments) or ("", file, arguments); None if it cannot be forked."""
     if not _is_this_python(program[0]) or len(program) < 2:
         return None
     if program[1] == "-m" and len(program) > 2:
@@ -68,7 +68,7 @@ def _is_this_python(command: str) -> bool:
     found, here = shutil.which(command), Path(sys.executable)
     if found is None or Path(found).parent != here.parent:  # another environment
         return False
-    return Path(found).resolve() == here.resolve()  # not its neighbour of another version
+    return Path(found).resolve() == here.resolve()  # not another version in the same folder
 
 
 def is_on_path(command: str) -> bool:
@@ -82,6 +82,6 @@ def exec_program(program: Sequence[str], environment: Mapping[str, str]) -> None
     except OSError as error:
         raise LabError(
             f"{program[0]}: {error.strerror}",
-            expected="a program that can be run",
+            expected="an executable program",
             fix="check its name and the PATH",
         ) from None

@@ -1,7 +1,6 @@
 """Run one program on every host of a lab, as torchrun would, while a scenario plays.
 
-Programs on hosts are each other's peers, or have nothing to do with one another: what a failure of
-one means for the rest is for whoever asks (`is_one_job`).
+The caller decides whether the processes form one job, so that a failure ends all (`is_one_job`).
 """
 
 import os
@@ -25,24 +24,23 @@ from polyrhythm.processes import BAD_INPUT, PEER_LOST, TERMINATED, Child, end_al
 from polyrhythm.types import Seconds
 
 TIMED_OUT = 124  # as the program `timeout` has it
-_LAB_PORT = 29500  # every lab has a network of its own: the port is free
-_FAILURE_TIMEOUT: Seconds = 2.0  # until whoever was lost is seen to have failed
+_LAB_PORT = 29500  # free: every lab has its own network
+_FAILURE_TIMEOUT: Seconds = 2.0  # wait for the failed process itself, after its peers lost it
 
 
 @dataclass(slots=True, kw_only=True)
 class Rehearsal:
-    """`log` gets a line about whatever ends or goes wrong.
+    """One program on every host; `log` is called with a line per failure, end or warning.
 
-    `rank_hosts` are the hosts of the processes, by rank: every one once, unless it is said. Output goes
-    to a file per process in the folder `output`, but for the ranks `shown_ranks`. `on_success` is called on
-    the host when the program has ended well. In `is_one_job` the first process that fails ends
-    all: `run` raises WorkerError.
+    `rank_hosts` maps ranks to hosts, by default one rank per host. Each process writes to a file in
+    the folder `output`, except the ranks `shown_ranks`. `on_success` runs on the host after the
+    program succeeds. With `is_one_job` the first failure ends all: `run` raises WorkerError.
     """
 
     cluster: Cluster
     scenario: Scenario
     program: Sequence[str]
-    environment: dict[str, str]  # beside torchrun's
+    environment: dict[str, str]  # in addition to torchrun's variables
     output: Path | None
     log: Callable[[str], None]
     rank_hosts: tuple[str, ...] = ()
@@ -51,7 +49,7 @@ class Rehearsal:
     is_one_job: bool = False
     preloaded: Sequence[str] = PRELOADED  # modules
     _running: dict[int, Child] = field(default_factory=dict, init=False)  # by rank
-    _started: dict[int, Seconds] = field(default_factory=dict, init=False)  # on the clock
+    _started: dict[int, Seconds] = field(default_factory=dict, init=False)  # scenario time
     _num_starts: Counter[int] = field(default_factory=Counter, init=False)
     _failed: dict[int, Child] = field(default_factory=dict, init=False)
     _failed_at: Seconds | None = field(default=None, init=False)  # the first of them
@@ -63,7 +61,7 @@ class Rehearsal:
         if not is_on_path(self.program[0]):
             raise LabError(
                 f"program {self.program[0]!r} cannot be run",
-                expected="a program on the PATH, or the path of one that may be executed",
+                expected="a program on the PATH, or the path of an executable file",
                 fix="check its name; a script needs its interpreter: -- python my_script.py",
             )
         if self.output is not None:
@@ -72,20 +70,20 @@ class Rehearsal:
             except OSError as error:
                 raise LabError(
                     f"output folder {self.output}: {error.strerror}",
-                    expected="a folder that can be written",
-                    fix="give another one: --output FOLDER",
+                    expected="a writable folder",
+                    fix="pass another one: --output FOLDER",
                 ) from None
 
     def request_stop(self) -> None:
-        """SIGTERM to every program, which may save what it has; `run` goes on until they end."""
+        """Send SIGTERM to all programs, which may save a checkpoint; `run` waits for their end."""
         self._stop_requested = True
         for child in self._running.values():
             if child.status is None:
                 os.kill(child.pid, signal.SIGTERM)
 
     def run(self, *, name: str | None, timeout: Seconds | None) -> int:
-        """On hosts with a network of their own; 0, or 1 if a program failed that nobody killed."""
-        enter_user_namespace()  # before torch is loaded: it starts threads, and then it would be too late
+        """Run in a lab; return 0, or 1 if a program failed that the scenario did not kill."""
+        enter_user_namespace()  # before importing torch: its threads would make this fail
         preload(self.program, self.preloaded)
         with Lab(self.cluster, self.scenario, name=name) as lab:
             if warning := lab.overload():
@@ -97,11 +95,11 @@ class Rehearsal:
             switch_timing = lab.report().switch_timing
             self.log(f"switch: {switch_timing}")
             if switch_timing.trouble:
-                self.log(f"warning: the lab was not punctual: {switch_timing.trouble}")
+                self.log(f"warning: the lab was late: {switch_timing.trouble}")
         return status
 
     def run_in_process(self, *, timeout: Seconds | None) -> int:
-        """On this machine's own network: only slow workers of the scenario are played."""
+        """Run on this machine's own network; of the scenario only slow workers are played."""
         ignored = [
             kind for kind in ("link", "pause", "kill", "join") if getattr(self.scenario, kind)
         ]
@@ -117,17 +115,17 @@ class Rehearsal:
             end_all(list(self._running.values()))
 
     def _run_all(self, lab: Lab | None, master: str, port: int, timeout: Seconds | None) -> int:
-        """Start everybody who is there, then whoever joins, until all have ended."""
-        began = lab.started_at if lab and lab.started_at else time.monotonic()
+        """Start all hosts that are present, then those that join; wait until all have ended."""
+        start = lab.started_at if lab and lab.started_at else time.monotonic()
         absent = absent_at_start(self.scenario) if lab else frozenset()
         joins = sorted((join.at, join.device) for join in self.scenario.join) if lab else []
         size = str(len(self.rank_hosts))
         common = {"MASTER_ADDR": master, "MASTER_PORT": str(port), "WORLD_SIZE": size}
         for rank, host in enumerate(self.rank_hosts):
             if host not in absent:
-                self._start(lab, rank, common, began)
+                self._start(lab, rank, common, start)
         while self._running or joins:
-            now = time.monotonic() - began
+            now = time.monotonic() - start
             if timeout is not None and now >= timeout:
                 running = ", ".join(dict.fromkeys(self.rank_hosts[rank] for rank in self._running))
                 self.log(f"timeout after {timeout:g} s, still running: {running}")
@@ -135,18 +133,18 @@ class Rehearsal:
             if joins and joins[0][0] <= now:
                 joined = joins.pop(0)[1]
                 for rank in (rank for rank, host in enumerate(self.rank_hosts) if host == joined):
-                    self._start(lab, rank, common, began)
+                    self._start(lab, rank, common, start)
             wait_time = min(1.0, joins[0][0] - now if joins else 1.0)
             if lab is not None:
                 lab.wait_for_any(list(self._running.values()), wait_time)
             else:
                 wait_for_any(list(self._running.values()), wait_time)
-            self._collect(time.monotonic() - began)
-        if self.is_one_job and self._failed:  # and it was no failure
+            self._collect(time.monotonic() - start)
+        if self.is_one_job and self._failed:  # all were terminated: real failures have raised
             return TERMINATED
         return 1 if self._failed else 0
 
-    def _start(self, lab: Lab | None, rank: int, common: dict[str, str], began: Seconds) -> None:
+    def _start(self, lab: Lab | None, rank: int, common: dict[str, str], start: Seconds) -> None:
         host = self.rank_hosts[rank]
         local_rank = self.rank_hosts[:rank].count(host)
         index = [device.name for device in self.cluster.devices].index(host)
@@ -158,7 +156,7 @@ class Rehearsal:
             "LOCAL_WORLD_SIZE": str(self.rank_hosts.count(host)),
             "POLYRHYTHM_DEVICE": host,
             "POLYRHYTHM_DEVICE_INDEX": str(index),
-            "POLYRHYTHM_STARTED_AT": str(began),
+            "POLYRHYTHM_STARTED_AT": str(start),
             **self.environment,
         }
         output = None
@@ -172,7 +170,7 @@ class Rehearsal:
         else:
             child = Child(partial(self._work, environment), output=output)
         self._running[rank] = child
-        self._started[rank] = time.monotonic() - began
+        self._started[rank] = time.monotonic() - start
 
     def _work(self, environment: dict[str, str]) -> None:
         run_program(self.program, environment)
@@ -199,13 +197,13 @@ class Rehearsal:
             self._raise_failure(now)
 
     def _raise_failure(self, now: Seconds) -> None:
-        """Of one that failed by itself, not of those that lost it as a peer.
+        """Raise WorkerError for the process that failed by itself, not for peers that lost it.
 
-        They may be seen first, and what is refused is refused by all: they have a moment. Who was
-        told to end may be saving, and is left alone.
+        Peers may end first, and every process refuses bad input, so wait up to `_FAILURE_TIMEOUT`
+        for another cause. Terminated processes may be saving, and raise nothing.
         """
         status = {rank: child.status or 0 for rank, child in self._failed.items()}
-        if self._stop_requested:  # some may not have begun to listen
+        if self._stop_requested:  # some may not have installed their handler yet
             status = {rank: TERMINATED if s == -signal.SIGTERM else s for rank, s in status.items()}
         by_itself = set(status.values()) - {PEER_LOST, TERMINATED}
         if not status or (TERMINATED in status.values() and not by_itself):
@@ -213,8 +211,8 @@ class Rehearsal:
         if self._failed_at is None:
             self._failed_at = now
         if by_itself - {BAD_INPUT} or not self._running or now - self._failed_at > _FAILURE_TIMEOUT:
-            later = (BAD_INPUT, PEER_LOST, TERMINATED)  # in this order
-            rank = min(status, key=lambda r: (status[r] in later and later.index(status[r]) + 1, r))
+            last = (BAD_INPUT, PEER_LOST, TERMINATED)  # other statuses first, then in this order
+            rank = min(status, key=lambda r: (status[r] in last and last.index(status[r]) + 1, r))
             raise self._error(rank)
 
     def _error(self, rank: int) -> WorkerError:

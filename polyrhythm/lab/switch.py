@@ -1,8 +1,8 @@
-"""The switch: one process that carries every packet of the lab, each by the channel of its pair.
+"""The switch: one process that carries every packet of the lab through its pair's channel.
 
-It reads the hosts' TUN devices, delivers what is due, obeys orders on Unix sockets, and watches
-itself. It ends when it is told to, or when its owner ends, in whatever way: then it kills what
-runs on the hosts and removes its socket.
+It reads the hosts' TUN devices, delivers due packets, executes commands from Unix sockets, and
+measures its own lateness. It ends on EndLab or when its owner ends, even by a kill; then it kills
+all host processes and removes its socket.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ from polyrhythm.lab.namespace import Host
 from polyrhythm.lab.packet import MAX_BYTES, destination, wire_bytes
 from polyrhythm.types import Seconds
 
-POLL_INTERVAL: Seconds = 2e-4  # looks at the devices at most so often: packets are read in batches
-MAX_READS = 64  # packets of one host in a turn, so that none is forgotten for another
+POLL_INTERVAL: Seconds = 2e-4  # at least this long between polls, to read packets in batches
+MAX_READS = 64  # packets of one host per poll, so that no host starves another
 REAL_TIME_PRIORITY = 10
 MAX_WAIT: Seconds = 1.0
 
@@ -60,12 +60,15 @@ def serve(
     owner: int,
     owner_socket: socket.socket,
 ) -> None:
-    """Carry packets while `owner`, our parent, lives. `channels[i][j]` goes from host i to j."""
-    gc.disable()  # nothing here makes cycles, and a collection is a pause
+    """Run the switch until EndLab or the end of `owner`, the parent process.
+
+    `channels[i][j]` carries packets from host i to host j.
+    """
+    gc.disable()  # nothing here makes cycles, and a collection delays packets
     _raise_priority()
     owner_pidfd = os.pidfd_open(owner)
     switch = Switch(hosts, channels)
-    clients = Clients(listening, switch.answer)
+    clients = Clients(listening, switch.reply_to)
     clients.add(owner_socket)
     try:
         if os.getppid() == owner:
@@ -77,12 +80,14 @@ def serve(
 
 
 class Switch:
+    """The state of the switch: channels, due packets, scheduled commands, counters."""
+
     def __init__(self, hosts: Sequence[tuple[str, Host]], channels: list[list[Channel]]) -> None:
         self._hosts, self._channels = hosts, channels
         self._tuns = [host.tun for _, host in hosts]
         self._number = {tun: number for number, tun in enumerate(self._tuns)}
         self.host_states = HostStates([namespace_id(host.namespace) for _, host in hosts])
-        # One entry for each channel that carries something: (next arrival, number, channel, TUN)
+        # One entry for each channel with packets: (next arrival, number, channel, TUN)
         self._due: list[tuple[Seconds, int, Channel, int]] = []
         self._scheduled: list[tuple[Seconds, int, AnySwitchCommand]] = []
         self._num_commands = 0
@@ -147,15 +152,13 @@ class Switch:
             _, number, channel, tun = heapq.heappop(due)
             for arrival, packet in channel.arrived(now):
                 self._lateness.add(time.monotonic() - arrival)
-                with contextlib.suppress(
-                    OSError
-                ):  # its device is full or gone: lost, as on any host
+                with contextlib.suppress(OSError):  # device full or gone: lost, as on any host
                     os.write(tun, packet)
             if (next_deadline := channel.next_arrival()) < math.inf:
                 heapq.heappush(due, (next_deadline, number, channel, tun))
 
-    def answer(self, line: bytes) -> bytes:
-        """To an order, as JSON, its answer."""
+    def reply_to(self, line: bytes) -> bytes:
+        """Execute or schedule the command in a line of JSON; return the reply as JSON."""
         try:
             command = decode_command(line)
             self._check(command)
@@ -174,9 +177,7 @@ class Switch:
         if hasattr(command, "host"):
             named.append(command.host)
         if any(host >= len(self._hosts) for host in named):
-            raise ValueError(
-                f"there are {len(self._hosts)} hosts, not one with number {max(named)}"
-            )
+            raise ValueError(f"no host {max(named)}: there are {len(self._hosts)}")
 
     def _execute_due(self, now: Seconds) -> None:
         while self._scheduled and self._scheduled[0][0] <= now:
@@ -280,7 +281,7 @@ class Switch:
 
 
 def _raise_priority() -> None:
-    """Wake up on time, and before the hosts' own work; without the right to, as well as it goes."""
+    """Use real-time priority, so that packets go before host processes; otherwise a high nice."""
     pr_set_timerslack = 29
     ctypes.CDLL(None).prctl(pr_set_timerslack, 1)  # 1 ns; the default is 50 us
     try:

@@ -1,4 +1,4 @@
-"""A scenario as orders to the switch: what happens to links and hosts, and when. Pure."""
+"""Translate a scenario into timed commands to the switch. Pure."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from polyrhythm.types import Seconds
 def scenario_commands(
     scenario: Scenario, cluster: Cluster, start: Seconds
 ) -> Iterator[AnySwitchCommand]:
-    """Every order with its time, for a scenario whose clock starts at `start`."""
+    """Yield all commands with their times; the scenario's clock starts at `start`."""
     number = {device.name: i for i, device in enumerate(cluster.devices)}
     for change in scenario.link:
         yield link_command(change, cluster, at=start + change.at)
@@ -26,7 +26,7 @@ def scenario_commands(
 
 
 def link_command(change: LinkChange, cluster: Cluster, at: Seconds | None = None) -> ChangeLinks:
-    """The change for every directed pair of hosts that it names."""
+    """Return the command for all ordered pairs of hosts that the change names."""
     sources = _numbers(change.source, cluster)
     targets = _numbers(change.target, cluster)
     pairs = {(a, b) for a in sources for b in targets if a != b}
@@ -42,7 +42,7 @@ def link_command(change: LinkChange, cluster: Cluster, at: Seconds | None = None
 
 
 def absent_at_start(scenario: Scenario) -> frozenset[str]:
-    """Devices that join without having been killed before: they are away from the start."""
+    """Return the devices whose first event is a join: they are absent at the start."""
     first: dict[str, tuple[Seconds, bool]] = {}
     events = [(kill.device, kill.at, False) for kill in scenario.kill]
     events += [(join.device, join.at, True) for join in scenario.join]

@@ -1,4 +1,4 @@
-"""Measure in a lab only while its switch keeps time: a round in which it did not is repeated."""
+"""Repeat measurements in a lab whose switch delivered packets late."""
 
 import math
 import time
@@ -17,12 +17,12 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedRounds(Generic[Value]):
-    """`values` of the rounds that count; if none was punctual, of the last one, with `trouble`."""
+    """The values of all rounds on time; if every round was late, the last one and `trouble`."""
 
     values: list[Value]
     switch_timing: SwitchTiming  # of the last round
-    num_rejected: int  # rounds in which the switch was late, and which do not count
-    trouble: str | None  # why the value is not to be trusted, though it was tried several times
+    num_rejected: int  # rounds not in `values`, because the switch was late
+    trouble: str | None  # why the value is unreliable, if every round was late
 
 
 def rounds_on_time(
@@ -33,9 +33,9 @@ def rounds_on_time(
     tries: int = MAX_ATTEMPTS,
     deadline: Seconds = math.inf,
 ) -> TimedRounds[Value]:
-    """Do `work` deadline it was done so many times with a punctual switch, or `tries` times in all.
+    """Repeat `work` until `num_rounds` rounds were on time, or for `tries` rounds in all.
 
-    Once it is `deadline`, a time of time.monotonic(), one round that counts is enough, or none.
+    After `deadline` (time.monotonic()) no further round starts.
     """
     values: list[Value] = []
     late: list[Value] = []

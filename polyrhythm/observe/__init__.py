@@ -1,1 +1,1 @@
-"""What happened: progress, metrics and traces from the event log."""
+"""Show a run from its event log: progress, metrics, reports, traces, plan pictures."""

@@ -1,18 +1,18 @@
-"""What a coordinator has counted, in words for people."""
+"""Format a coordinator's counters for people."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 
 class _CounterText(NamedTuple):
-    """Of some kinds of count: what one and many of all of them are called, and what each kind."""
+    """The text for the sum of some counters, and a label for each; "" if there is only one."""
 
-    one: str
-    many: str
-    kinds: Mapping[str, str]  # without a word where there is but one
+    singular: str
+    plural: str
+    kinds: Mapping[str, str]
 
 
-_WORDS = (
+_TEXTS = (
     _CounterText("group averaged", "groups averaged", {"committed": ""}),
     _CounterText("group given up", "groups given up", {"aborted": ""}),
     _CounterText("step without an average", "steps without an average", {"skipped": ""}),
@@ -23,42 +23,42 @@ _WORDS = (
             "unauthenticated": "unauthenticated",
             "malformed": "malformed",
             "oversized": "too long",
-            "frames": "in several parts",
-            "unknown_worker": "of strangers",
-            "hello_protocol": "of another version",
+            "frames": "several frames",
+            "unknown_worker": "unknown worker",
+            "hello_protocol": "other protocol version",
             "hello_outside": "not in the plan",
-            "hello_policy": "of another policy",
-            "hello_shape": "of another model",
-            "hello_incarnation": "of an earlier life",
-            "clock_backwards": "going back in time",
+            "hello_policy": "other policy",
+            "hello_shape": "other model",
+            "hello_incarnation": "earlier incarnation",
+            "clock_backwards": "clock went backwards",
         },
     ),
     _CounterText(
         "message ignored",
         "messages ignored",
-        {"duplicate": "repeated", "late": "late", "out_of_order": "out of turn"},
+        {"duplicate": "duplicate", "late": "late", "out_of_order": "out of order"},
     ),
     _CounterText(
         "message not delivered",
         "messages not delivered",
-        {"unreachable": "to nobody", "full": "not taken in"},
+        {"unreachable": "unreachable", "full": "queue full"},
     ),
-    _CounterText("message ahead of its turn", "messages ahead of their turn", {"early": ""}),
-    _CounterText("connection made again", "connections made again", {"reconnected": ""}),
-    _CounterText("standstill of this process", "standstills of this process", {"stalled": ""}),
+    _CounterText("early message", "early messages", {"early": ""}),
+    _CounterText("reconnection", "reconnections", {"reconnected": ""}),
+    _CounterText("stall of this process", "stalls of this process", {"stalled": ""}),
 )
 
 
 def counters_text(counters: Mapping[str, int]) -> str:
-    """In one line; a kind that has no words here is named as it is."""
-    left = {kind: count for kind, count in counters.items() if count}
+    """Format all counters in one line; unknown kinds are shown by their names."""
+    rest = {kind: count for kind, count in counters.items() if count}
     parts = []
-    for one, many, kinds in _WORDS:
-        counted = {word: left.pop(kind) for kind, word in kinds.items() if kind in left}
-        if counted:
-            total = sum(counted.values())
-            each = ", ".join(f"{word} {count:,}" for word, count in counted.items() if word)
-            what = f"{total:,} {one if total == 1 else many}"
-            parts.append(f"{what} ({each})" if each else what)
-    parts += [f"{left[kind]:,} {kind.replace('_', ' ')}" for kind in sorted(left)]
+    for singular, plural, kinds in _TEXTS:
+        counts = {label: rest.pop(kind) for kind, label in kinds.items() if kind in rest}
+        if counts:
+            total = sum(counts.values())
+            details = ", ".join(f"{label} {count:,}" for label, count in counts.items() if label)
+            text = f"{total:,} {singular if total == 1 else plural}"
+            parts.append(f"{text} ({details})" if details else text)
+    parts += [f"{rest[kind]:,} {kind.replace('_', ' ')}" for kind in sorted(rest)]
     return ", ".join(parts) or "nothing happened"

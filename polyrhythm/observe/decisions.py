@@ -1,6 +1,6 @@
-"""What a scheduler decided: how its groups ended and why, who died or left, and when.
+"""Summarize a scheduler's decision log: group outcomes with reasons, workers that died or left.
 
-Times are seconds after the first worker had joined; the scheduler's clock is no clock of the day.
+Times are seconds after the first worker joined; the scheduler's clock is not wall-clock time.
 """
 
 import re
@@ -15,24 +15,26 @@ from polyrhythm.sync.protocol import Abort, Command, Commit, Dead, Event, Join, 
 from polyrhythm.tables import print_line
 from polyrhythm.types import Seconds, Worker
 
-_HOW_LONG = re.compile(r" within \S+ s$")  # differs from one to the next, and says little
-MAX_NAMED = 12  # who are named when they have left; those who died are named all
+_TIMEOUT_TEXT = re.compile(r" within \S+ s$")  # cut off, so that equal reasons are counted together
+MAX_NAMED = 12  # workers that left and are listed by name; those that died are all listed
 
-_Gone = tuple[Worker, Seconds]
+_Loss = tuple[Worker, Seconds]
 
 
 @dataclass(slots=True, kw_only=True)
 class Decisions:
+    """Counts of a decision log."""
+
     num_decisions: int = 0
     num_averaged: int = 0
-    given_up: Counter[str] = field(default_factory=Counter)  # groups, by reason
-    alone: Counter[str] = field(default_factory=Counter)  # steps without an average, by worker
-    died: list[_Gone] = field(default_factory=list)
-    left: list[_Gone] = field(default_factory=list)
+    aborted: Counter[str] = field(default_factory=Counter)  # groups, by reason
+    unaveraged: Counter[str] = field(default_factory=Counter)  # steps without an average, by worker
+    died: list[_Loss] = field(default_factory=list)
+    left: list[_Loss] = field(default_factory=list)
     _ended: set[int] = field(default_factory=set)  # groups
     _skipped: dict[Worker, Skip] = field(default_factory=dict)
-    _incarnations: dict[Worker, int] = field(default_factory=dict)  # of those who are here
-    _began: Seconds | None = None
+    _incarnations: dict[Worker, int] = field(default_factory=dict)  # of present workers
+    _start: Seconds | None = None
 
     @classmethod
     def of(cls, log: Iterable[tuple[Event, Sequence[Command]]]) -> "Decisions":
@@ -45,30 +47,29 @@ class Decisions:
         return decisions
 
     def show(self, console: Console, setup: str) -> None:
-        """`setup` says what the scheduler was made of."""
-        groups = f"{self.num_averaged:,} averaged, {self.given_up.total():,} given up"
-        if self.given_up:
-            groups += f": {most_frequent(self.given_up)}"
+        """Print the counts; `setup` describes the scheduler."""
+        groups = f"{self.num_averaged:,} averaged, {self.aborted.total():,} given up"
+        if self.aborted:
+            groups += f": {most_frequent(self.aborted)}"
         rows = [("scheduler", f"{setup}: {self.num_decisions:,} decisions"), ("groups", groups)]
-        if self.alone:
-            missed = f"{self.alone.total():,} steps without the average that was due"
-            rows.append(("alone", f"{missed}: {most_frequent(self.alone)}"))
+        if self.unaveraged:
+            missed = f"{self.unaveraged.total():,} steps without the average that was due"
+            rows.append(("missed", f"{missed}: {most_frequent(self.unaveraged)}"))
         if self.died:
-            rows.append(("died", _each(self.died)))
+            rows.append(("died", _list_all(self.died)))
         if self.left:
-            rows.append(
-                ("left", _each(self.left) if len(self.left) <= MAX_NAMED else _all(self.left))
-            )
+            to_text = _list_all if len(self.left) <= MAX_NAMED else _summarize
+            rows.append(("left", to_text(self.left)))
         for name, shown in rows:
             print_line(console, f"{name:<11}{shown}")
 
     def _on_event(self, event: Event) -> None:
-        if self._began is None:
-            self._began = event.now
-        after = event.now - self._began
+        if self._start is None:
+            self._start = event.now
+        after = event.now - self._start
         if isinstance(event, Join):
             incarnation = self._incarnations.get(event.worker, -1)
-            if 0 <= incarnation < event.incarnation:  # it has died and nobody noticed
+            if 0 <= incarnation < event.incarnation:  # died without a Dead event
                 self.died.append((event.worker, after))
             if incarnation < event.incarnation:
                 self._incarnations[event.worker] = event.incarnation
@@ -81,23 +82,23 @@ class Decisions:
         return self._incarnations.get(worker) == incarnation
 
     def _count(self, command: Command) -> None:
-        """Once, though a worker that asks again is told again."""
+        """Count a decision once, although the scheduler may resend its command."""
         if isinstance(command, Commit | Abort) and command.gid not in self._ended:
             self._ended.add(command.gid)
             if isinstance(command, Commit):
                 self.num_averaged += 1
             else:
-                self.given_up[_HOW_LONG.sub(" in time", command.reason)] += 1
+                self.aborted[_TIMEOUT_TEXT.sub(" in time", command.reason)] += 1
         elif isinstance(command, Skip) and self._skipped.get(command.worker) != command:
             self._skipped[command.worker] = command
             if command.failed:
-                self.alone[str(command.worker)] += 1
+                self.unaveraged[str(command.worker)] += 1
 
 
-def _each(gone: Sequence[_Gone]) -> str:
-    return ", ".join(f"{worker} after {after:.1f} s" for worker, after in gone)
+def _list_all(losses: Sequence[_Loss]) -> str:
+    return ", ".join(f"{worker} after {after:.1f} s" for worker, after in losses)
 
 
-def _all(gone: Sequence[_Gone]) -> str:
-    (first, from_), (last, until) = gone[0], gone[-1]
-    return f"{len(gone):,} workers, from {first} after {from_:.1f} s to {last} after {until:.1f} s"
+def _summarize(losses: Sequence[_Loss]) -> str:
+    (first, start), (last, end) = losses[0], losses[-1]
+    return f"{len(losses):,} workers, from {first} after {start:.1f} s to {last} after {end:.1f} s"

@@ -1,4 +1,4 @@
-"""A description as a table: what a cluster, model or scenario file says, once understood."""
+"""Print a description as tables: the content of a cluster, model or scenario file."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ def show(
     *,
     cluster: str | None = None,
 ) -> None:
-    """Load it, which checks it, and print it; raises DescriptionError.
+    """Load, check and print a description; raise DescriptionError if it is wrong.
 
-    A scenario is also checked against a `cluster`, where one is given.
+    A scenario is also checked against `cluster`, if given.
     """
     if kind == "cluster":
         _show_cluster(Cluster.load(source), console)
@@ -78,9 +78,9 @@ def _print_matrix(
     num_devices = Counter(device.region for device in cluster.devices)
     rows = []
     for row, region in enumerate(cluster.regions):
-        alone = num_devices[region] < 2  # nobody to talk to inside its region
+        has_no_link = num_devices[region] < 2  # no second device inside the region
         cells = [
-            "-" if alone and row == column else f"{value / unit:.6g}"
+            "-" if has_no_link and row == column else f"{value / unit:.6g}"
             for column, value in enumerate(matrix[row])
         ]
         rows.append([region, *cells])
@@ -133,31 +133,31 @@ def _show_sizes(model: ModelProfile, console: Console) -> None:
 
 def _show_scenario(scenario: Scenario, console: Console) -> None:
     print_line(console, f"{scenario.name}: seed {scenario.seed}")
-    events = [(slow.start, "slow", slow.device, _how(slow)) for slow in scenario.slow]
+    events = [(slow.start, "slow", slow.device, _slowdown(slow)) for slow in scenario.slow]
     for change in scenario.link:
         arrow = "->" if change.one_way else "<->"
-        whom = f"{change.source} {arrow} {change.target}"
-        events.append((change.at, "link", whom, _changes(change)))
+        target = f"{change.source} {arrow} {change.target}"
+        events.append((change.at, "link", target, _changes(change)))
     for pause in scenario.pause:
         events.append((pause.at, "pause", pause.device, f"until {text(pause.until, Seconds)}"))
     events += [(kill.at, "kill", kill.device, "") for kill in scenario.kill]
     events += [(join.at, "join", join.device, "") for join in scenario.join]
-    rows = [[text(at, Seconds), *words] for at, *words in sorted(events)]
-    print_table(console, ["at", "event", "whom", "what"], rows)
+    rows = [[text(at, Seconds), *cells] for at, *cells in sorted(events)]
+    print_table(console, ["at", "event", "target", "change"], rows)
 
 
-def _how(slow: Slow) -> str:
+def _slowdown(slow: Slow) -> str:
     if slow.factor is not None:
-        how = f"{slow.factor:g} times as slow"
+        change = f"{slow.factor:g} times as slow"
     elif slow.trace is not None:
-        how = f"as recorded in {slow.trace}"
+        change = f"as recorded in {slow.trace}"
         if slow.trace_worker is not None:
-            how += f" by worker {slow.trace_worker}"
+            change += f" by worker {slow.trace_worker}"
         if slow.trace_duration is not None:
-            how += f", squeezed into {text(slow.trace_duration, Seconds)}"
+            change += f", scaled to {text(slow.trace_duration, Seconds)}"
     else:
-        how = f"sleeps {slow.sleep_factor:g} (F+B) with probability {slow.probability:g}"
-    return how if slow.until is None else f"{how} until {text(slow.until, Seconds)}"
+        change = f"sleeps {slow.sleep_factor:g} (F+B) with probability {slow.probability:g}"
+    return change if slow.until is None else f"{change} until {text(slow.until, Seconds)}"
 
 
 def _changes(change: LinkChange) -> str:

@@ -1,7 +1,7 @@
-"""The doctor's report: what this machine has, group by group, and what to do about the rest.
+"""Print the doctor's report: what this machine has, group by group, and how to fix the rest.
 
-Only the training group decides whether something essential is missing: the lab and the extras are
-conveniences. A terminal gets a table, anything else plain lines that are never wrapped or styled.
+Only the training group is essential; the lab and the extras are optional. A terminal shows a table,
+other outputs get plain lines that are never wrapped or styled.
 """
 
 import importlib.metadata
@@ -18,7 +18,7 @@ _STYLES = {"ok": "green", "no": "bold red", "note": "yellow", "": ""}
 
 
 def extras() -> list[CheckResult]:
-    """What the optional dependencies add, beside those of the lab, which the lab looks for."""
+    """Check the optional dependencies, except those of the lab, which the lab checks itself."""
     names = ("starlette", "uvicorn")
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
@@ -37,17 +37,17 @@ def show(
     lab: Sequence[CheckResult],
     extras: Sequence[CheckResult],
 ) -> bool:
-    """Print all findings; True when something essential is missing: training fails."""
+    """Print all results; return True if something essential for training is missing."""
     groups = {"Training": training, "Lab": lab, "Extras": extras}
     if console.is_terminal:
         console.print(_table(groups))
     else:
         console.print(_plain(groups), soft_wrap=True)
     console.print(_verdict(groups), highlight=False)
-    return _lacks(training)
+    return _is_incomplete(training)
 
 
-def _lacks(check_results: Sequence[CheckResult]) -> bool:
+def _is_incomplete(check_results: Sequence[CheckResult]) -> bool:
     return any(result.ok is False for result in check_results)
 
 
@@ -57,7 +57,7 @@ def _mark(result: CheckResult) -> str:
     return "ok" if result.ok else "no"
 
 
-# Text, not str: brackets as in 'polyrhythm[lab]' would be taken for markup and vanish.
+# Text, not str: rich would remove brackets as in 'polyrhythm[lab]' as markup.
 def _table(groups: dict[str, Sequence[CheckResult]]) -> Table:
     table = Table("", "what", "found", title="polyrhythm doctor", title_justify="left")
     for group, check_results in groups.items():
@@ -74,7 +74,7 @@ def _table(groups: dict[str, Sequence[CheckResult]]) -> Table:
 
 def _plain(groups: dict[str, Sequence[CheckResult]]) -> Text:
     lines = []
-    width = max((len(each.subject) for group in groups.values() for each in group), default=0)
+    width = max((len(item.subject) for group in groups.values() for item in group), default=0)
     for group, check_results in groups.items():
         lines.append(group)
         for result in check_results:
@@ -87,6 +87,6 @@ def _plain(groups: dict[str, Sequence[CheckResult]]) -> Text:
 def _verdict(groups: dict[str, Sequence[CheckResult]]) -> str:
     training, lab = groups["Training"], groups["Lab"]
     return (
-        f"Training {'does not work' if _lacks(training) else 'works'} on this machine; "
-        f"the lab {'lacks something' if _lacks(lab) else 'works'}."
+        f"Training {'does not work' if _is_incomplete(training) else 'works'} on this machine; "
+        f"the lab {'lacks something' if _is_incomplete(lab) else 'works'}."
     )

@@ -1,4 +1,4 @@
-"""The groups of a run, as its workers logged them: who averaged how often, and with how many."""
+"""Count the groups that a run's workers logged: averages, group sizes and failures per worker."""
 
 import re
 from collections import Counter, defaultdict
@@ -12,15 +12,17 @@ from polyrhythm.observe.report import pipeline_then_stage
 from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Worker
 
-_LOST = re.compile(r"lost (s\d+p\d+) ")  # how a PeerError begins
+_LOST = re.compile(r"lost (s\d+p\d+) ")  # the start of a PeerError's text
 
 
 @dataclass(slots=True, kw_only=True)
 class Groups:
+    """Averages of a run by worker."""
+
     sizes: dict[Worker, list[int]] = field(default_factory=lambda: defaultdict(list))
-    groups: set[tuple[str | None, str]] = field(default_factory=set)  # a number and its members
+    groups: set[tuple[str | None, str]] = field(default_factory=set)  # (number, members)
     failed: Counter[Worker] = field(default_factory=Counter)
-    lost: Counter[str] = field(default_factory=Counter)  # in averages that failed
+    lost: Counter[str] = field(default_factory=Counter)  # workers lost in failed averages
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "Groups":
@@ -31,7 +33,7 @@ class Groups:
             if event.kind == "average":
                 members = str(event.values.get("members", event.worker))
                 groups.sizes[event.worker].append(len(members.split()))
-                groups.groups.add((event.name, members))  # each member has logged it
+                groups.groups.add((event.name, members))  # every member logs the group
             elif event.kind == "average_failed":
                 groups.failed[event.worker] += 1
                 if found := _LOST.match(event.why or ""):
@@ -39,7 +41,7 @@ class Groups:
         return groups
 
     def show(self, console: Console) -> None:
-        """Nothing if nobody has averaged, or tried to."""
+        """Print a table of the averages; nothing if the run has none."""
         workers = sorted({*self.sizes, *self.failed}, key=pipeline_then_stage)
         if not workers:
             return
@@ -48,8 +50,8 @@ class Groups:
         print_table(console, header, map(self._row, workers), title="groups", numbers=True)
         if self.groups:
             size = sum(len(members.split()) for _, members in self.groups) / len(self.groups)
-            what = "group" if len(self.groups) == 1 else "groups"
-            print_line(console, f"{len(self.groups):,} {what} of {size:.2f} workers on average")
+            noun = "group" if len(self.groups) == 1 else "groups"
+            print_line(console, f"{len(self.groups):,} {noun} of {size:.2f} workers on average")
         if self.failed:
             lost = f", lost {most_frequent(self.lost)}" if self.lost else ""
             print_line(console, f"averages that failed: {self.failed.total():,}{lost}")
@@ -60,11 +62,11 @@ class Groups:
         return [str(worker), f"{len(sizes):,}", mean, f"{self.failed[worker]:,}"]
 
 
-def most_frequent(counts: Counter[str], most: int = 5) -> str:
-    """With how often each; equal ones by name."""
+def most_frequent(counts: Counter[str], limit: int = 5) -> str:
+    """List the most frequent keys with their counts; sort equal counts by key."""
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    others = sum(count for _, count in ranked[most:])
+    others = sum(count for _, count in ranked[limit:])
     return ", ".join(
-        [f"{what} ({count:,})" for what, count in ranked[:most]]
+        [f"{key} ({count:,})" for key, count in ranked[:limit]]
         + ([f"others ({others:,})"] if others else [])
     )

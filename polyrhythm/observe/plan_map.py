@@ -1,7 +1,7 @@
-"""Where everything of a plan's picture stands: devices in regions, and regions beside one another.
+"""Compute positions for a plan's picture: devices in boxes of regions, boxes in rows.
 
-Regions come in the order of their stages, row by row, to and fro: whoever follows in a pipeline is
-mostly beside. So do devices within a region.
+Regions are sorted by stage and fill rows in alternating direction, so that successors in a pipeline
+are mostly neighbours. Devices within a region are arranged likewise.
 """
 
 import math
@@ -13,19 +13,19 @@ from polyrhythm.describe.cluster import Cluster
 from polyrhythm.plan.plan import Plan
 
 WIDTH, HEIGHT = 46, 26  # of a device, in pixels
-_CELL_WIDTH, _CELL_HEIGHT = 66, 58  # of a device with its name and room for lines
+_CELL_WIDTH, _CELL_HEIGHT = 66, 58  # of a device with its name and space for lines
 _PADDING, _NAME = 8, 26  # inside a region's box
 _GAP = 44  # between boxes
-_NARROWEST, _WIDEST = 640, 1400  # of the whole
+_MIN_WIDTH, _MAX_WIDTH = 640, 1400  # of the picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePosition:
-    """One device; x and y are its centre, from the corner of its box."""
+    """One device; x and y are its centre relative to the corner of its box."""
 
     device: str
     region: str
-    pipeline: int | None = None  # none if it is left out
+    pipeline: int | None = None  # None if the plan leaves the device out
     stages: range = range(0)
     x: float = 0.0
     y: float = 0.0
@@ -33,10 +33,10 @@ class DevicePosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """One region."""
+    """The box of one region."""
 
     name: str
-    places: tuple[DevicePosition, ...]
+    positions: tuple[DevicePosition, ...]
     width: float
     height: float
     x: float = 0.0
@@ -44,7 +44,7 @@ class Box:
 
 
 def place_devices(plan: Plan, cluster: Cluster) -> list[Box]:
-    """A box for each region with its devices in it, in the order of their stages."""
+    """Return a box with devices for each region, sorted by mean stage."""
     parts = {
         part.device: (number, range(part.first, part.end))
         for number, pipeline in enumerate(plan.pipelines)
@@ -53,63 +53,63 @@ def place_devices(plan: Plan, cluster: Cluster) -> list[Box]:
     regions: dict[str, list[DevicePosition]] = {}
     for device in cluster.devices:
         pipeline, stages = parts.get(device.name, (None, range(0)))
-        place = DevicePosition(
+        position = DevicePosition(
             device=device.name, region=device.region, pipeline=pipeline, stages=stages
         )
-        regions.setdefault(device.region, []).append(place)
-    boxes = [_filled(name, places) for name, places in regions.items()]
+        regions.setdefault(device.region, []).append(position)
+    boxes = [_fill_box(name, positions) for name, positions in regions.items()]
     return sorted(boxes, key=_mean_stage)
 
 
 def arrange_boxes(boxes: Sequence[Box], *, left: float, top: float) -> list[Box]:
-    """The same boxes in rows, every other row from right to left."""
+    """Return the boxes placed in rows; every second row runs from right to left."""
     area = sum((box.width + _GAP) * (box.height + _GAP) for box in boxes)
-    limit = min(_WIDEST, max(_NARROWEST, 1.5 * math.sqrt(area), *(box.width for box in boxes)))
+    limit = min(_MAX_WIDTH, max(_MIN_WIDTH, 1.5 * math.sqrt(area), *(box.width for box in boxes)))
     rows: list[list[Box]] = [[]]
     for box in boxes:
-        if rows[-1] and sum(each.width + _GAP for each in rows[-1]) + box.width > limit:
+        if rows[-1] and sum(other.width + _GAP for other in rows[-1]) + box.width > limit:
             rows.append([])
         rows[-1].append(box)
-    found: list[Box] = []
+    placed: list[Box] = []
     for number, row in enumerate(rows):
         x = left
         for box in row if number % 2 == 0 else row[::-1]:
-            found.append(replace(box, x=x, y=top))
+            placed.append(replace(box, x=x, y=top))
             x += box.width + _GAP
         top += max(box.height for box in row) + _GAP
-    return found
+    return placed
 
 
-def _filled(name: str, places: Sequence[DevicePosition]) -> Box:
-    """Those of one pipeline, or of one stage, beside one another, whichever are more."""
-    num_pipelines = len({place.pipeline for place in places})
-    num_stages = len({place.stages for place in places})
+def _fill_box(name: str, positions: Sequence[DevicePosition]) -> Box:
+    """Place devices of a pipeline next to each other, or those of a stage if stages are fewer."""
+    num_pipelines = len({position.pipeline for position in positions})
+    num_stages = len({position.stages for position in positions})
 
-    def order(place: DevicePosition) -> tuple[int, ...]:
-        if place.pipeline is None:
+    def order(position: DevicePosition) -> tuple[int, ...]:
+        if position.pipeline is None:
             return 1, 0, 0
-        ends = place.pipeline, place.stages.start
-        return 0, *(ends if num_pipelines < num_stages else reversed(ends))
+        key = position.pipeline, position.stages.start
+        return 0, *(key if num_pipelines < num_stages else reversed(key))
 
-    num_columns = math.ceil(math.sqrt(1.6 * len(places)))
-    num_columns = min(len(places), num_columns)
+    num_columns = math.ceil(math.sqrt(1.6 * len(positions)))
+    num_columns = min(len(positions), num_columns)
     inside = []
-    for number, place in enumerate(sorted(places, key=order)):
+    for number, position in enumerate(sorted(positions, key=order)):
         row, column = divmod(number, num_columns)
         column = column if row % 2 == 0 else num_columns - 1 - column
         x = _PADDING + (column + 0.5) * _CELL_WIDTH
         y = _NAME + (row + 0.5) * _CELL_HEIGHT - 4
-        inside.append(replace(place, x=x, y=y))
-    num_rows = -(-len(places) // num_columns)
+        inside.append(replace(position, x=x, y=y))
+    num_rows = -(-len(positions) // num_columns)
     return Box(
         name=name,
-        places=tuple(inside),
+        positions=tuple(inside),
         width=max(2 * _PADDING + num_columns * _CELL_WIDTH, 110),
         height=_NAME + num_rows * _CELL_HEIGHT + 4,
     )
 
 
 def _mean_stage(box: Box) -> float:
-    """Regions without any come last."""
-    stages = [place.stages.start for place in box.places if place.pipeline is not None]
+    """Return the mean first stage of a region's devices; inf if none has a stage."""
+    stages = [position.stages.start for position in box.positions if position.pipeline is not None]
     return fmean(stages) if stages else math.inf

@@ -1,4 +1,4 @@
-"""How far a search for a plan has got: one line that changes on a terminal, else a few lines."""
+"""Show the progress of a plan search: a status line on a terminal, otherwise a few lines."""
 
 from types import TracebackType
 from typing import Self
@@ -9,16 +9,16 @@ from rich.markup import escape
 from polyrhythm.plan.search import SearchProgress
 from polyrhythm.tables import print_line
 
-MAX_LINES = 5  # where there is no terminal
+MAX_LINES = 5  # without a terminal
 
 
 class PlanProgress:
-    """Give `update` to the search."""
+    """The progress display; pass `update` to the search as its callback."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._status = console.status("planning") if console.is_terminal else None
-        self._next_line = 0.0  # as a share of the search
+        self._next_line = 0.0  # as a fraction of the search
 
     def __enter__(self) -> Self:
         if self._status:

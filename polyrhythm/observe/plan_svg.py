@@ -1,9 +1,8 @@
-"""A picture of a plan: regions as boxes, pipelines as lines through their devices, and its groups.
+"""Draw a plan as SVG: regions as boxes, pipelines as lines through their devices, and groups.
 
-Devices that hold the same stage, and so average with one another, have the same tint and number.
-Below the map a table has one row for each such group, and is the legend as well: its heads show the
-tint of every stage and the colour of every pipeline. Where there are many pipelines and few stages,
-groups are columns.
+Devices of the same stage, which average together, have the same tint and number. A table below the
+map has one row for each such group (one column, if there are many pipelines and few stages). It is
+also the legend: its headers show the tint of each stage and the colour of each pipeline.
 """
 
 import colorsys
@@ -27,30 +26,30 @@ from polyrhythm.plan.plan import Plan
 
 _MARGIN = 24
 _TOP = 94  # title and explanation
-_LETTER = 0.62  # width of a letter, in its size; a little more than it is
+_LETTER = 0.62  # width of a letter relative to its size, rounded up
 _ROW = 26
 _HEAD = 128  # of a row of the table
 _MAX_LETTERS = 18  # of a name in the table
 _MAX_COLUMNS = 10
-_LONG, _ROUND = 1.6 * WIDTH, 2 * HEIGHT  # lines that are curved, and how far they are drawn aside
+_LONG, _ROUND = 1.6 * WIDTH, 2 * HEIGHT  # length from which lines are curved, and by how much
 _GREY, _INK, _LINE = "#9aa0a6", "#202124", "#dadce0"
 
 
 def draw_plan(plan: Plan, cluster: Cluster) -> str:
-    """The picture as the text of an SVG file; every pipeline of the plan names its devices."""
+    """Return the picture as SVG text; every pipeline of the plan must name its devices."""
     assert all(pipeline.devices for pipeline in plan.pipelines), "a plan to draw has devices"
     boxes = arrange_boxes(place_devices(plan, cluster), left=_MARGIN, top=_TOP)
     bottom = max(box.y + box.height for box in boxes) + 2 * _MARGIN
     table = _Table.of(plan, bottom)
     width = max(*(box.x + box.width for box in boxes), _MARGIN + table.width, 760) + _MARGIN
-    parts = [*_title(plan), *map(_box, boxes)]  # what comes later lies on top
-    places = {place.device: (place, box) for box in boxes for place in box.places}
+    parts = [*_title(plan), *map(_box, boxes)]  # later parts are drawn on top
+    positions = {position.device: (position, box) for box in boxes for position in box.positions}
     for number, pipeline in enumerate(plan.pipelines):
-        way = [_centre(*places[part.device]) for part in pipeline.parts]
-        parts += _line(way, number, plan.num_pipelines)
+        points = [_centre(*positions[part.device]) for part in pipeline.parts]
+        parts += _line(points, number, plan.num_pipelines)
     parts += map(_name, boxes)
-    parts += [_device(place, box, plan) for box in boxes for place in box.places]
-    parts += table.drawn(plan)
+    parts += [_device(position, box, plan) for box in boxes for position in box.positions]
+    parts += table.draw(plan)
     height = table.top + table.height + _MARGIN
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
@@ -67,9 +66,9 @@ def _title(plan: Plan) -> Iterator[str]:
     if plan.predicted is not None:
         step, bound = in_seconds(plan.predicted.step), in_seconds(plan.predicted.bound)
         yield _text(_MARGIN, 54, f"a step takes {step}; no plan takes less than {bound}", 12)
-    how = "a box is a region, a line a pipeline, a tint and its number a stage"
-    left = "; what is dashed is left out" if plan.left_out else ""
-    yield _text(_MARGIN, 74, how + left, 12)
+    legend = "a box is a region, a line a pipeline, a tint and its number a stage"
+    dashed = "; dashed devices are left out" if plan.left_out else ""
+    yield _text(_MARGIN, 74, legend + dashed, 12)
 
 
 def _box(box: Box) -> str:
@@ -84,20 +83,20 @@ def _name(box: Box) -> str:
     return _text(box.x + 10, box.y + 18, name, 12, bold=True, halo=True, title=box.name)
 
 
-def _device(place: DevicePosition, box: Box, plan: Plan) -> str:
-    """With its stages in it and its name below, without what it shares with its region."""
-    x, y = _centre(place, box)
-    if place.pipeline is None:
+def _device(position: DevicePosition, box: Box, plan: Plan) -> str:
+    """Draw a device with its stages inside and its name below, without the region's prefix."""
+    x, y = _centre(position, box)
+    if position.pipeline is None:
         label, fill, edge = "", "white", f'stroke="{_GREY}" stroke-dasharray="4 3"'
-        about = f"{place.device}: left out"
+        about = f"{position.device}: left out"
     else:
-        last = place.stages.stop - 1
-        label = str(last) if len(place.stages) == 1 else f"{place.stages.start}-{last}"
-        fill = _tint(place.stages.start, plan.num_stages)
-        edge = f'stroke="{_colour(place.pipeline)}" stroke-width="3"'
-        about = f"{place.device}: stage {label} of pipeline {place.pipeline}"
-    name = place.device.removeprefix(f"{box.name}/")
-    ink = _GREY if place.pipeline is None else _INK
+        last = position.stages.stop - 1
+        label = str(last) if len(position.stages) == 1 else f"{position.stages.start}-{last}"
+        fill = _tint(position.stages.start, plan.num_stages)
+        edge = f'stroke="{_colour(position.pipeline)}" stroke-width="3"'
+        about = f"{position.device}: stage {label} of pipeline {position.pipeline}"
+    name = position.device.removeprefix(f"{box.name}/")
+    ink = _GREY if position.pipeline is None else _INK
     return (
         f'<g class="device"><title>{_plain(about)}</title>'
         f'<rect x="{x - WIDTH / 2:.1f}" y="{y - HEIGHT / 2:.1f}" width="{WIDTH}" '
@@ -110,17 +109,18 @@ def _device(place: DevicePosition, box: Box, plan: Plan) -> str:
     )
 
 
-def _line(way: Sequence[tuple[float, float]], number: int, of: int) -> Iterator[str]:
-    """Curved: a long one goes round the devices between, and each pipeline a little differently."""
+def _line(points: Sequence[tuple[float, float]], number: int, num_pipelines: int) -> Iterator[str]:
+    """Draw a pipeline; long lines curve around devices, differently for each pipeline."""
     side = 1 if number % 2 else -1
-    path = [f"M {way[0][0]:.1f} {way[0][1]:.1f}"]
-    for (x, y), (to_x, to_y) in pairwise(way):
+    path = [f"M {points[0][0]:.1f} {points[0][1]:.1f}"]
+    for (x, y), (to_x, to_y) in pairwise(points):
         length = math.hypot(to_x - x, to_y - y)
-        bend = side * (_ROUND + min(60, 0.1 * length) * number / of) if length > _LONG else 0.0
+        spread = min(60, 0.1 * length) * number / num_pipelines
+        bend = side * (_ROUND + spread) if length > _LONG else 0.0
         middle_x = (x + to_x) / 2 - bend * (to_y - y) / length
         middle_y = (y + to_y) / 2 + bend * (to_x - x) / length
         path.append(f"Q {middle_x:.1f} {middle_y:.1f} {to_x:.1f} {to_y:.1f}")
-    if len(way) > 1:
+    if len(points) > 1:
         yield (
             f'<path class="pipeline" d="{" ".join(path)}" fill="none" '
             f'stroke="{_colour(number)}" stroke-width="2.5" stroke-opacity="0.75"/>'
@@ -129,10 +129,10 @@ def _line(way: Sequence[tuple[float, float]], number: int, of: int) -> Iterator[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
-    """Stages x pipelines, or the other way round."""
+    """The table of stages x pipelines, or of pipelines x stages if `is_turned`."""
 
     top: float
-    column: float  # width of one
+    column: float  # width of a column
     num_rows: int
     num_columns: int
     is_turned: bool  # pipelines are rows
@@ -160,10 +160,11 @@ class _Table:
     def height(self) -> float:
         return _ROW * (self.num_rows + 1) + 28
 
-    def drawn(self, plan: Plan) -> Iterator[str]:
-        who = "column" if self.is_turned else "row"
-        says = f"the devices of a {who} average with one another"
-        yield _text(_MARGIN, self.top, says if plan.num_pipelines > 1 else "who runs what", 13)
+    def draw(self, plan: Plan) -> Iterator[str]:
+        line = "column" if self.is_turned else "row"
+        caption = f"the devices of a {line} average with one another"
+        caption = caption if plan.num_pipelines > 1 else "stages and their devices"
+        yield _text(_MARGIN, self.top, caption, 13)
         for stage in range(plan.num_stages):
             layers = plan.layers(stage)
             last = f"-{layers.stop - 1}" if len(layers) > 1 else ""
@@ -191,14 +192,14 @@ class _Table:
                 yield _text(x + 6, y + 17, name, 11, title=device)
 
     def _corner(self, stage: int, pipeline: int) -> tuple[float, float]:
-        """Of a cell; -1 is a head."""
+        """Return the corner of a cell; an index of -1 is a header."""
         row, column = (pipeline, stage) if self.is_turned else (stage, pipeline)
         x = _MARGIN + (0 if column < 0 else _HEAD + column * self.column)
         return x, self.top + 12 + (row + 1) * _ROW
 
 
-def _centre(place: DevicePosition, box: Box) -> tuple[float, float]:
-    return box.x + place.x, box.y + place.y
+def _centre(position: DevicePosition, box: Box) -> tuple[float, float]:
+    return box.x + position.x, box.y + position.y
 
 
 def _text(
@@ -223,15 +224,15 @@ def _text(
 
 
 def _plain(text: str) -> str:
-    """What a name may hold and XML may not, such as control characters, is replaced."""
+    """Escape a text for XML and replace characters that XML forbids, such as control characters."""
     return escape(
         "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
     )
 
 
-def _shortened(name: str, most: int) -> str:
-    """Names differ in their ends."""
-    return name if len(name) <= most else "\N{HORIZONTAL ELLIPSIS}" + name[len(name) - most + 1 :]
+def _shortened(name: str, limit: int) -> str:
+    """Shorten a name at its start, since names differ at their ends."""
+    return name if len(name) <= limit else "\N{HORIZONTAL ELLIPSIS}" + name[len(name) - limit + 1 :]
 
 
 def _tint(stage: int, num_stages: int) -> str:
@@ -239,7 +240,7 @@ def _tint(stage: int, num_stages: int) -> str:
 
 
 def _colour(pipeline: int) -> str:
-    """Golden steps around the circle of hues: neighbours are far apart, however many there are."""
+    """Return a colour by golden-ratio steps of hue: consecutive pipelines always differ clearly."""
     return _hex((0.58 + pipeline * (math.sqrt(5) - 1) / 2) % 1, 0.42, 0.72)
 
 

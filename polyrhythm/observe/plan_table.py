@@ -1,8 +1,8 @@
-"""A plan for people: who runs what, how long a step takes and why, and how much better it could be.
+"""Print a plan: the devices of each stage, a step's time and its parts, and the lower bound.
 
-Few devices get a row each. Of many, those of one region share a row if they are replicas of one
-stage, or neighbours in one pipeline, whichever makes fewer rows: 64 devices mostly fit on a screen.
-Figures are then those of the device that has most of it.
+Up to `MAX_ROWS` devices get a row each. Otherwise devices of one region share a row if they are
+replicas of one stage, or neighbours in one pipeline, whichever gives fewer rows: 64 devices mostly
+fit on a screen. Such a row shows the largest figures of its devices.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,13 +19,13 @@ from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Bytes, Seconds
 
 MAX_ROWS = 24  # devices that get a row each
-MAX_NAMES = 12  # devices that a line names
-_NUM_PARTS = 3  # of a step, that are named
+MAX_NAMES = 12  # devices named in a line
+_NUM_PARTS = 3  # parts of a step's time that are shown
 _MILLION = 1_000_000
 
 
 def show_plan(prediction: Prediction, planned: PlanResult, console: Console) -> None:
-    """Who does what, then what to expect of it, and how much better any plan could be."""
+    """Print the assignment of devices, then the predicted step and the bound of any plan."""
     plan = prediction.plan
     print_line(console, f"{degrees(plan)}, {_settings(plan)}")
     print_line(console, "")
@@ -41,25 +41,25 @@ def show_plan(prediction: Prediction, planned: PlanResult, console: Console) -> 
 
 
 def show_front(front: Sequence[Prediction], *, taken: int, console: Console) -> None:
-    """The plans of which none is both slower and dearer than another; `taken` is one's place."""
+    """Print the Pareto front of time and price; `taken` is the index of the chosen plan."""
     rows = []
-    for place, each in enumerate(front):
-        plan = each.plan
+    for index, prediction in enumerate(front):
+        plan = prediction.plan
         rows.append(
             [
-                str(place + 1),
-                in_seconds(each.time.total),
-                f"{each.samples_per_second:.4g}",
-                *_prices(each),
+                str(index + 1),
+                in_seconds(prediction.time.total),
+                f"{prediction.samples_per_second:.4g}",
+                *_prices(prediction),
                 degrees(plan),
                 str(plan.microbatch_size),
-                str(len(each.uses)),
-                "this one" if place == taken else "",
+                str(len(prediction.uses)),
+                "this one" if index == taken else "",
             ]
         )
     header = ["plan", "step", "samples/s", "price/step", "price/million samples"]
     header += ["degrees", "micro-batch", "devices", ""]
-    title = "fastest to cheapest: nothing is both faster and cheaper than one of these"
+    title = "fastest to cheapest: no plan is both faster and cheaper than one of these"
     print_table(console, header, rows, title=title)
     print_line(console, "")
 
@@ -67,7 +67,7 @@ def show_front(front: Sequence[Prediction], *, taken: int, console: Console) -> 
 def show_change(
     change: ReplanResult, *, running: Prediction | str, num_steps: int, console: Console
 ) -> None:
-    """What becomes of a running plan, which takes so long now, or cannot go on for a reason."""
+    """Print the re-planning decision; `running` is today's prediction, or why it cannot go on."""
     chosen = change.planned.best
     if isinstance(running, str):
         now, saved = f"cannot go on: {running}", 0.0
@@ -75,9 +75,9 @@ def show_change(
         now = f"{in_seconds(running.time.total)} a step on this cluster"
         saved = running.time.total - chosen.time.total
     lines = [("running", now), ("decision", change.why)]
-    kept = len({use.device for use in chosen.uses} - set(change.moved))
+    num_kept = len({use.device for use in chosen.uses} - set(change.moved))
     if change.moved:
-        lines.append(("moves", f"{_devices(change.moved)} with new layers; {kept} as before"))
+        lines.append(("moves", f"{_devices(change.moved)} with new layers; {num_kept} as before"))
     else:
         lines.append(("moves", "nothing: every device keeps its layers"))
     if change.from_checkpoint:
@@ -86,7 +86,7 @@ def show_change(
     if not change.stays:
         takes = f"{in_seconds(change.migration)}, then {in_seconds(chosen.time.total)} a step"
         if saved > 0:
-            takes += f"; won back after {change.migration / saved:,.0f} of {num_steps:,} steps"
+            takes += f"; pays off after {change.migration / saved:,.0f} of {num_steps:,} steps"
         lines.append(("migration", takes))
     for name, shown in lines:
         print_line(console, f"{name:<11}{shown}")
@@ -94,12 +94,12 @@ def show_change(
 
 
 def degrees(plan: Plan) -> str:
-    """Such as 8 stages x 1 pipeline."""
+    """Format the degrees of parallelism, as in `8 stages x 1 pipeline`."""
     return f"{_count(plan.num_stages, 'stage')} x {_count(plan.num_pipelines, 'pipeline')}"
 
 
 def in_seconds(time: Seconds) -> str:
-    """Seconds, unless they are less than one or many: people compare them."""
+    """Format a time in seconds, which are easy to compare; below 1 or from 1000 in other units."""
     return f"{time:.4g}s" if 1 <= time < 1000 else text(time, Seconds)
 
 
@@ -151,7 +151,7 @@ def _stage_and_region(use: DeviceUse) -> tuple[object, ...]:
 def _in_rows(
     uses: Iterable[DeviceUse], key: Callable[[DeviceUse], tuple[object, ...]]
 ) -> Iterator[list[DeviceUse]]:
-    return (list(alike) for _, alike in groupby(uses, key))
+    return (list(equal) for _, equal in groupby(uses, key))
 
 
 def _fullness(use: DeviceUse) -> tuple[float, Bytes]:
@@ -159,13 +159,13 @@ def _fullness(use: DeviceUse) -> tuple[float, Bytes]:
 
 
 def _show_pipelines(prediction: Prediction, console: Console) -> None:
-    """Those that are alike share a row."""
+    """Print the pipelines; equal ones share a row."""
     regions = {use.device: use.region for use in prediction.uses}
-    alike: dict[tuple[str, ...], list[str]] = {}
+    equal: dict[tuple[str, ...], list[str]] = {}
     for number, pipeline in enumerate(prediction.plan.pipelines):
-        key = str(pipeline.num_microbatches), pipeline.schedule, _way(pipeline, regions)
-        alike.setdefault(key, []).append(str(number))
-    rows = [[_ranges(numbers), *key] for key, numbers in alike.items()]
+        key = str(pipeline.num_microbatches), pipeline.schedule, _route(pipeline, regions)
+        equal.setdefault(key, []).append(str(number))
+    rows = [[_ranges(numbers), *key] for key, numbers in equal.items()]
     print_table(console, ["pipeline", "micro-batches", "schedule", "through"], rows)
 
 
@@ -189,9 +189,9 @@ def _expected(prediction: Prediction, planned: PlanResult) -> Iterable[tuple[str
 
 
 def _prices(prediction: Prediction) -> tuple[str, str]:
-    """Of a step and of a million samples."""
+    """Return the prices of a step and of a million samples."""
     price, batch = prediction.price, prediction.plan.batch
-    assert batch, "predict refuses a plan without one"
+    assert batch, "predict refuses a plan without a batch size"
     return ("-", "-") if price is None else (_money(price), _money(price / batch * _MILLION))
 
 
@@ -215,8 +215,8 @@ def _percent(share: float) -> str:
     return "<1 %" if 0 < share < 0.01 else f"{100 * share:.0f} %"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _devices(names: Sequence[str]) -> str:
@@ -229,7 +229,7 @@ def _range(numbers: range) -> str:
 
 
 def _ranges(numbers: Iterable[str]) -> str:
-    """Such as 0-3, 7; in the order that they have."""
+    """Format numbers in their given order, as in `0-3, 7`."""
     runs: list[range] = []
     for number in map(int, numbers):
         if runs and runs[-1].stop == number:
@@ -240,7 +240,7 @@ def _ranges(numbers: Iterable[str]) -> str:
 
 
 def _within(uses: Sequence[DeviceUse]) -> str:
-    """Devices of a region, which are mostly numbered there: Oregon/0 to Oregon/3 are 0-3."""
+    """Format the devices of a region, which are mostly numbered: Oregon/0 to Oregon/3 are 0-3."""
     names = [use.device for use in uses]
     numbers = [name.removeprefix(f"{uses[0].region}/") for name in names]
     if all(number.isascii() and number.isdigit() for number in numbers):
@@ -248,8 +248,8 @@ def _within(uses: Sequence[DeviceUse]) -> str:
     return ", ".join(names)
 
 
-def _way(pipeline: PipelinePlan, regions: dict[str, str]) -> str:
-    """The regions of its devices, from the first stage to the last."""
-    passed = groupby(regions[part.device] for part in pipeline.parts)
-    counted = [(region, len(list(alike))) for region, alike in passed]
+def _route(pipeline: PipelinePlan, regions: dict[str, str]) -> str:
+    """Format the regions of a pipeline's devices, from the first stage to the last."""
+    runs = groupby(regions[part.device] for part in pipeline.parts)
+    counted = [(region, len(list(devices))) for region, devices in runs]
     return " > ".join(name if count == 1 else f"{name} x{count}" for name, count in counted)

@@ -1,6 +1,6 @@
-"""Live progress of a run, read from its event logs while the workers write them.
+"""Show the live progress of a run from the event logs that its workers are writing.
 
-A terminal gets a table that is redrawn in place; anything else gets a plain line now and then.
+A terminal shows a table that is redrawn in place; other outputs get a plain line now and then.
 """
 
 import math
@@ -21,7 +21,7 @@ WINDOW = 20  # steps over which tokens per second are counted
 
 
 class RunReader:
-    """New events of every worker of a run, each time it is asked."""
+    """Read the new events of all workers of a run."""
 
     def __init__(self, run: Path) -> None:
         self._folder = run / "workers"
@@ -34,19 +34,19 @@ class RunReader:
 
 
 class PipelineProgress:
-    """Where one pipeline is: known from the last stage, which has the loss."""
+    """The progress of one pipeline, from the events of its last stage, which has the loss."""
 
     def __init__(self) -> None:
         self.step = 0
         self.loss = float("nan")
-        self.losses: dict[int, float] = {}  # by steps done, until all pipelines have got there
+        self.losses: dict[int, float] = {}  # by finished steps, until all pipelines reach them
         self._recent: deque[tuple[Seconds, float]] = deque(maxlen=WINDOW + 1)
 
     def update(self, event: Event) -> None:
         self.step = (event.step or 0) + 1
         self.loss = self.losses[self.step] = float(event.values["loss"])
-        ended = event.time + (event.duration or 0.0)
-        self._recent.append((ended, float(event.values["tokens"])))
+        end = event.time + (event.duration or 0.0)
+        self._recent.append((end, float(event.values["tokens"])))
 
     @property
     def tokens_per_second(self) -> float:
@@ -58,7 +58,7 @@ class PipelineProgress:
 
 
 class RunProgress:
-    """Shows a run while it goes on; call `update` often, it draws when there is something new."""
+    """Show a running job; call `update` often: it draws only when there are new events."""
 
     def __init__(self, run: Path, *, num_steps: int, num_pipelines: int, console: Console) -> None:
         self._reader = RunReader(run)
@@ -94,27 +94,27 @@ class RunProgress:
 
     def _table(self) -> Table:
         table = Table("pipeline", "step", "loss", "tokens/s", title="training", min_width=44)
-        for pipeline, seen in self._pipelines.items():
+        for pipeline, progress in self._pipelines.items():
             table.add_row(
                 f"p{pipeline}",
-                f"{seen.step}/{self._num_steps}",
-                f"{seen.loss:.3f}",
-                _rate(seen.tokens_per_second),
+                f"{progress.step}/{self._num_steps}",
+                f"{progress.loss:.3f}",
+                _rate(progress.tokens_per_second),
             )
         return table
 
     def _print_line(self) -> None:
-        """One line per twentieth of the run: a log file should stay readable."""
-        step = min(seen.step for seen in self._pipelines.values())  # that all have done
+        """Print a line per twentieth of the run, so that a log file stays readable."""
+        step = min(progress.step for progress in self._pipelines.values())
         if step < min(self._next_line, self._num_steps):
             return
         self._next_line = step + max(1, self._num_steps // 20)
-        losses = [seen.losses[step] for seen in self._pipelines.values()]
-        for seen in self._pipelines.values():
-            seen.losses = {s: loss for s, loss in seen.losses.items() if s > step}
+        losses = [progress.losses[step] for progress in self._pipelines.values()]
+        for progress in self._pipelines.values():
+            progress.losses = {s: loss for s, loss in progress.losses.items() if s > step}
         rates = [
-            f"p{pipeline} {_rate(seen.tokens_per_second)}"
-            for pipeline, seen in self._pipelines.items()
+            f"p{pipeline} {_rate(progress.tokens_per_second)}"
+            for pipeline, progress in self._pipelines.items()
         ]
         self._console.print(
             f"step {step:>4}/{self._num_steps}  loss {sum(losses) / len(losses):.3f}"

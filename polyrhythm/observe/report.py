@@ -1,7 +1,7 @@
-"""The report of a run: how far it got, how fast, where each worker's time went, and its plans.
+"""The report of a run: steps, step times, loss, each worker's time by activity, plan switches.
 
-Shares are of the time of finished steps: whoever is cut off in the middle of one has logged its
-actions but not the step, and what it did there would count against nothing.
+Percentages refer to the time of finished steps. A worker that ends within a step has logged actions
+of that step but not its duration, so such actions do not count.
 """
 
 import math
@@ -22,7 +22,9 @@ _Decision = tuple[int | None, str | None, str | None]  # step, name, why
 
 @dataclass(slots=True, kw_only=True)
 class RunReport:
-    steps: set[int] = field(default_factory=set)  # that a worker has finished
+    """Sums over a run's events."""
+
+    steps: set[int] = field(default_factory=set)  # finished by at least one worker
     num_planned: int | None = None
     workers: dict[Worker, WorkerTime] = field(default_factory=lambda: defaultdict(WorkerTime))
     step_times: dict[Worker, list[Seconds]] = field(default_factory=lambda: defaultdict(list))
@@ -50,7 +52,7 @@ class RunReport:
         return report
 
     def _add_plan(self, event: Event) -> None:
-        decision = (event.step, event.name, event.why)  # once, though each worker may write it
+        decision = (event.step, event.name, event.why)  # counted once, even if all workers log it
         if is_switch(event):
             self.switches[decision] = None
         else:
@@ -72,7 +74,7 @@ class RunReport:
                     self.losses[event.step].append(_number(event.values["loss"]))
 
     def show(self, console: Console) -> None:
-        print_line(console, f"steps      {self._made}")
+        print_line(console, f"steps      {self._steps_text}")
         times = [seconds for times in self.step_times.values() for seconds in times]
         if times:
             print_line(console, f"step time  {_milliseconds(times)} (median)")
@@ -88,23 +90,21 @@ class RunReport:
             print_table(console, header, map(self._row, workers), numbers=True)
         if self.switches:
             print_line(console, "")
-            rows = _written(self.switches)
+            rows = _decision_rows(self.switches)
             print_table(console, ["step", "plan", "why"], rows, title="plan switches")
         if self.stays:
             print_line(console, f"decisions to keep the plan: {len(self.stays)}")
         if self.sync_modes:
             print_line(console, "")
-            title = "how replicas kept together"
-            print_table(
-                console, ["step", "sync_mode", "why"], _written(self.sync_modes), title=title
-            )
+            rows = _decision_rows(self.sync_modes)
+            print_table(console, ["step", "sync mode", "why"], rows, title="sync mode switches")
 
     @property
-    def _made(self) -> str:
-        """In groups the fast may make more steps than are planned, which the slow then do not."""
+    def _steps_text(self) -> str:
+        """Format the number of steps: with groups, fast workers may run more than planned."""
         if self.num_planned is not None and len(self.steps) > self.num_planned:
-            made = [len(times) for times in self.step_times.values()]
-            return f"{min(made)} to {max(made)} a worker, {self.num_planned} planned on average"
+            counts = [len(times) for times in self.step_times.values()]
+            return f"{min(counts)} to {max(counts)} a worker, {self.num_planned} planned on average"
         planned = "" if self.num_planned is None else f" of {self.num_planned}"
         return f"{len(self.steps)}{planned}"
 
@@ -120,27 +120,27 @@ class RunReport:
 
 
 def pipeline_then_stage(worker: Worker | None) -> tuple[int, int]:
-    """The order of workers for people; what belongs to no worker comes first."""
+    """Sort key for workers in tables; events without a worker come first."""
     return (-1, -1) if worker is None else (worker.pipeline, worker.stage)
 
 
-def _written(decisions: Iterable[_Decision]) -> list[list[str]]:
-    return [["-" if part is None else str(part) for part in each] for each in decisions]
+def _decision_rows(decisions: Iterable[_Decision]) -> list[list[str]]:
+    return [["-" if part is None else str(part) for part in decision] for decision in decisions]
 
 
 def is_switch(event: Event) -> bool:
-    """Whether a `plan` event put another plan in use; it can also be a decision to stay."""
+    """Return whether a `plan` event switched the plan, rather than decided to keep it."""
     return event.kind == "plan" and event.values.get("switched", 1) == 1
 
 
 def waited(event: Event) -> Seconds:
-    """How much of an action, at its beginning, was waiting for a neighbour."""
+    """Return how long an action waited for a neighbour at its beginning."""
     wait = event.values.get("wait", 0.0)
     return 0.0 if isinstance(wait, str) else min(max(0.0, wait), event.duration or 0.0)
 
 
 def _number(value: Value) -> float:
-    """A loss that is nan or inf is written as a text."""
+    """Convert a loss, which the log has as a string if it is nan or inf."""
     try:
         return float(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The summary of a run: did the loss fall, how fast was it, and where did each worker's time go."""
+"""The summary of a run: loss, tokens per second, and each worker's time by activity."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -13,6 +13,8 @@ from polyrhythm.types import Seconds, Worker
 
 @dataclass(slots=True)
 class WorkerTime:
+    """Seconds of one worker by activity."""
+
     steps: int = 0
     total: Seconds = 0.0  # of all its steps
     compute: Seconds = 0.0
@@ -26,11 +28,13 @@ class WorkerTime:
 
 @dataclass(slots=True)
 class Summary:
+    """Sums over a run's events."""
+
     workers: dict[Worker, WorkerTime] = field(default_factory=lambda: defaultdict(WorkerTime))
     losses: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     tokens: float = 0.0
-    began: Seconds = float("inf")
-    ended: Seconds = float("-inf")
+    start: Seconds = float("inf")
+    end: Seconds = float("-inf")
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "Summary":
@@ -51,8 +55,8 @@ class Summary:
         elif event.kind == "step":
             spent.steps += 1
             spent.total += duration
-            self.began = min(self.began, event.time)
-            self.ended = max(self.ended, event.time + duration)
+            self.start = min(self.start, event.time)
+            self.end = max(self.end, event.time + duration)
             if event.step is not None and "loss" in event.values:
                 self.losses[event.step].append(float(event.values["loss"]))
                 self.tokens += float(event.values["tokens"])
@@ -66,14 +70,14 @@ class Summary:
             console.print("no step was finished")
             return
         steps = sorted(self.losses)
-        few = steps[-max(1, len(steps) // 20) :]  # one step's loss is noisy
-        seconds = self.ended - self.began
+        last = steps[-max(1, len(steps) // 20) :]  # a mean: one step's loss is noisy
+        seconds = self.end - self.start
         header = ["worker", "step time", "compute", "wait", "sync", "other"]
         print_table(console, header, map(self._row, sorted(self.workers)), title="per worker")
         print_line(
             console,
             f"loss {self.mean_loss(steps[:1]):.3f} at the first step, "
-            f"{self.mean_loss(few):.3f} over the last {len(few)} of {len(steps)} steps",
+            f"{self.mean_loss(last):.3f} over the last {len(last)} of {len(steps)} steps",
         )
         print_line(
             console,

@@ -1,9 +1,9 @@
-"""A run as a Chrome trace: what every worker did, what it waited for and who sent it.
+"""Convert a run to a Chrome trace: every worker's actions, waits and transfers with their senders.
 
 It opens in Perfetto and in chrome://tracing. A worker is a process of the trace with up to three
-rows: `events` (plan switches and other moments), `work` (its steps, and in them waits, actions and
-syncs) and `transfers` (what it received, an arrow from the sender's action to each). A viewer wants
-the slices of a row nested or apart, so whatever crosses gets a further row.
+rows: `events` (plan switches and other instants), `work` (its steps, and in them waits, actions and
+syncs) and `transfers` (received tensors, each with an arrow from the sender's action). A viewer
+needs the slices of a row nested or disjoint, so slices that overlap partly get a further row.
 
 Format: the JSON object format of Google's "Trace Event Format". Perfetto follows its sort indices
 since October 2025 (its pull request 3273) and wants row numbers that are unique in the whole trace.
@@ -44,7 +44,7 @@ class TraceEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     cat: str | None = None
     ts: int | None = None
     dur: int | None = None
-    s: str | None = None  # how far an instant reaches
+    s: str | None = None  # scope of an instant
     id: int | None = None
     bp: str | None = None  # "e": the arrow ends in the slice around it, not in the next one
     cname: str | None = None
@@ -53,7 +53,7 @@ class TraceEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 @dataclass(slots=True, eq=False)
 class _Mark:
-    """What one event, or one part of an action, looks like; an instant has no end."""
+    """One slice or instant (without end): an event, or one part of an action."""
 
     name: str
     category: str
@@ -69,10 +69,10 @@ class _Mark:
 
     @property
     def last(self) -> int:
-        """The last moment inside: where one slice ends the next may begin."""
+        """The last microsecond inside; the next slice may start at the end of this one."""
         return max(self.start, self.until - 1)
 
-    def drawn(self) -> TraceEvent:
+    def draw(self) -> TraceEvent:
         event = self.event
         args = dict(event.values)
         if event.step is not None:
@@ -94,7 +94,7 @@ class _Mark:
 
 
 def chrome_trace(events: Iterable[Event]) -> list[TraceEvent]:
-    """The whole trace; times count from the first event, and equal events give equal traces."""
+    """Return the whole trace; times start at the first event, and the result is deterministic."""
     events = list(events)
     begin = min((event.time for event in events), default=0.0)
     marks: dict[Worker | None, list[_Mark]] = defaultdict(list)
@@ -102,7 +102,7 @@ def chrome_trace(events: Iterable[Event]) -> list[TraceEvent]:
         marks[event.worker] += _marks(event, begin)
     metadata: list[TraceEvent] = []
     placed: list[_Mark] = []
-    tid = len(marks) + 1  # a row whose number is that of a process would be its main thread
+    tid = len(marks) + 1  # a row with the number of a process would be its main thread
     for pid, worker in enumerate(sorted(marks, key=pipeline_then_stage), 1):
         metadata += _metadata("process", pid, tid, "run" if worker is None else str(worker))
         for row, members in _rows(marks[worker]):
@@ -111,7 +111,7 @@ def chrome_trace(events: Iterable[Event]) -> list[TraceEvent]:
                 mark.pid, mark.tid = pid, tid
             placed += members
             tid += 1
-    return [*metadata, *(mark.drawn() for mark in placed), *_arrows(placed)]
+    return [*metadata, *(mark.draw() for mark in placed), *_arrows(placed)]
 
 
 def write_trace(trace: Iterable[TraceEvent], path: Path) -> None:
@@ -122,8 +122,8 @@ def write_trace(trace: Iterable[TraceEvent], path: Path) -> None:
     except OSError as error:
         raise UserError(
             f"{path}: {error.strerror}",
-            expected="a file that can be written",
-            fix="give a file in a folder that exists: --trace trace.json",
+            expected="a writable file",
+            fix="pass a file in an existing folder: --trace trace.json",
         ) from None
 
 
@@ -161,22 +161,22 @@ def _microseconds(seconds: Seconds) -> int:
     return round(seconds * 1e6)
 
 
-def _metadata(what: str, pid: int, tid: int, name: str) -> Iterator[TraceEvent]:
-    yield TraceEvent(name=f"{what}_name", ph="M", pid=pid, tid=tid, args={"name": name})
-    index = pid if what == "process" else tid
+def _metadata(kind: str, pid: int, tid: int, name: str) -> Iterator[TraceEvent]:
+    yield TraceEvent(name=f"{kind}_name", ph="M", pid=pid, tid=tid, args={"name": name})
+    index = pid if kind == "process" else tid
     yield TraceEvent(
-        name=f"{what}_sort_index", ph="M", pid=pid, tid=tid, args={"sort_index": index}
+        name=f"{kind}_sort_index", ph="M", pid=pid, tid=tid, args={"sort_index": index}
     )
 
 
 def _rows(marks: list[_Mark]) -> list[tuple[str, list[_Mark]]]:
-    """The rows of one worker, by name and from top to bottom."""
-    moments = [mark for mark in marks if mark.end is None]
+    """Return the rows of one worker with their names, from top to bottom."""
+    instants = [mark for mark in marks if mark.end is None]
     slices = [mark for mark in marks if mark.end is not None]
-    work = _fitted([mark for mark in slices if mark.event.kind != "transfer"], nested=True)
-    received = _fitted([mark for mark in slices if mark.event.kind == "transfer"], nested=False)
+    work = _pack_rows([mark for mark in slices if mark.event.kind != "transfer"], nested=True)
+    received = _pack_rows([mark for mark in slices if mark.event.kind == "transfer"], nested=False)
     return [
-        *([("events", moments)] if moments else []),
+        *([("events", instants)] if instants else []),
         *((f"work {n}" if n > 1 else "work", row) for n, row in enumerate(work, 1)),
         *((f"transfers {n}" if n > 1 else "transfers", row) for n, row in enumerate(received, 1)),
     ]
@@ -184,11 +184,11 @@ def _rows(marks: list[_Mark]) -> list[tuple[str, list[_Mark]]]:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    nested: bool  # or every slice apart from all others
+    nested: bool  # False: all slices are disjoint
     marks: list[_Mark] = field(default_factory=list)
-    around: list[_Mark] = field(default_factory=list)  # what the last slice lies in, and itself
+    around: list[_Mark] = field(default_factory=list)  # the last slice and those that contain it
 
-    def takes(self, mark: _Mark) -> bool:
+    def try_add(self, mark: _Mark) -> bool:
         while self.around and self.around[-1].until <= mark.start:
             self.around.pop()
         if self.around and not (self.nested and mark.until <= self.around[-1].until):
@@ -198,22 +198,22 @@ class _Row:
         return True
 
 
-def _fitted(slices: list[_Mark], *, nested: bool) -> list[list[_Mark]]:
+def _pack_rows(slices: list[_Mark], *, nested: bool) -> list[list[_Mark]]:
     rows: list[_Row] = []
-    # Outer slices come before what is in them, and a step is around an action of the same length.
+    # Outer slices come before inner ones; a step contains an action of the same length.
     for mark in sorted(slices, key=lambda mark: (mark.start, -mark.until, mark.category != "step")):
-        if not any(row.takes(mark) for row in rows):
+        if not any(row.try_add(mark) for row in rows):
             rows.append(_Row(nested))
-            rows[-1].takes(mark)
+            rows[-1].try_add(mark)
     return [row.marks for row in rows]
 
 
 def _arrows(marks: list[_Mark]) -> Iterator[TraceEvent]:
-    """From the action that made a tensor to its transfer.
+    """Yield an arrow from the action that computed a tensor to its transfer.
 
-    It starts at the end of the action, or inside where that is when the transfer began. Clocks of
-    machines differ: an arrow that would go back in time ends later in its transfer, and there is
-    none where even that does not do.
+    The arrow starts inside the action when the transfer starts, at the latest at the action's end.
+    Clocks of machines differ: an arrow that would go back in time ends later within its transfer,
+    and is omitted if that is not enough.
     """
     actions: dict[tuple[str, int | None, str | None], list[_Mark]] = defaultdict(list)
     for mark in marks:
@@ -223,16 +223,17 @@ def _arrows(marks: list[_Mark]) -> Iterator[TraceEvent]:
     for mark in marks:
         if mark.event.kind != "transfer" or mark.end is None:
             continue
-        made = actions.get((str(mark.event.values.get("peer")), mark.event.step, mark.event.name))
-        # A step that was done again has the action twice: the last one before the arrival made it.
-        begun = [action for action in made or [] if action.start <= mark.last]
-        if not begun:
+        peer = str(mark.event.values.get("peer"))
+        candidates = actions.get((peer, mark.event.step, mark.event.name), [])
+        # A repeated step has the action twice: the last one before the arrival is the sender.
+        started = [action for action in candidates if action.start <= mark.last]
+        if not started:
             continue
         number += 1
-        maker = max(begun, key=lambda action: action.start)
-        sent = min(max(maker.start, mark.start), maker.last)
-        got = max(sent, mark.start)
-        for place, phase, at in ((maker, "s", sent), (mark, "f", got)):
+        sender = max(started, key=lambda action: action.start)
+        sent = min(max(sender.start, mark.start), sender.last)
+        received = max(sent, mark.start)
+        for end, phase, at in ((sender, "s", sent), (mark, "f", received)):
             yield TraceEvent(
                 name="transfer",
                 cat="transfer",
@@ -240,6 +241,6 @@ def _arrows(marks: list[_Mark]) -> Iterator[TraceEvent]:
                 id=number,
                 ts=at,
                 bp="e" if phase == "f" else None,
-                pid=place.pid,
-                tid=place.tid,
+                pid=end.pid,
+                tid=end.tid,
             )

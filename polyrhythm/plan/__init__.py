@@ -1,1 +1,1 @@
-"""Who does what: which layers and which worker each device gets."""
+"""Plans: which stages and layers each device runs."""

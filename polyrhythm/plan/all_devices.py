@@ -1,9 +1,9 @@
-"""A plan in which every device runs one stage: for processes that are there, and wait for work.
+"""Make a plan in which every device runs one stage: for processes that are already started.
 
-The planner may leave devices out, or give one several stages in a row. A job whose processes are
-started already has a seat for each: stages times pipelines are then as many as there are devices.
-Every such pair of numbers is searched by itself, the most promising first, until no other can be
-better by its lower bound.
+The general planner may leave devices out, or give one several stages in a row. A job whose
+processes are already started uses all of them: stages times pipelines equals the number of devices.
+Every such pair of degrees is searched separately, the most promising first, until by its lower
+bound no other can be better.
 """
 
 from collections.abc import Callable
@@ -27,9 +27,9 @@ def plan_all_devices(
     seed: int = 0,
     on_progress: Callable[[SearchProgress], None] = lambda _: None,
 ) -> Plan:
-    """The best one found; raises PlanError if none is feasible.
+    """Return the best plan found; raise PlanError if none is feasible.
 
-    Stages end where one of `layer_blocks` ends: so many layers each that are not to be cut.
+    `layer_blocks` are numbers of consecutive layers that must stay on one stage.
     """
     counts = layer_blocks or (1,) * problem.num_layers
     grouped = replace(problem, profile=merge_layers(problem.profile, counts))
@@ -49,14 +49,16 @@ def plan_all_devices(
         plan = found.best.plan
         best = plan if best is None else min(best, plan, key=_step)
     if best is None:
-        raise refusals[max(refusals)]  # more stages need less memory each: what is lacking at best
+        raise refusals[
+            max(refusals)
+        ]  # more stages need less memory each: report the least that is missing
     ends = list(accumulate(counts, initial=0))
     cuts = [ends[end] for end in accumulate(best.layers_per_stage, initial=0)]
     return replace(best, layers_per_stage=tuple(b - a for a, b in pairwise(cuts)))
 
 
 def merge_layers(profile: ModelProfile, counts: tuple[int, ...]) -> ModelProfile:
-    """So many layers in a row as one, for each of `counts`."""
+    """Merge `counts[i]` consecutive layers into one, for each i."""
     ends = pairwise(accumulate(counts, initial=0))
     return replace(profile, layers=tuple(_one(profile.layers[a:b]) for a, b in ends))
 
@@ -85,11 +87,11 @@ def _one(layers: tuple[Layer, ...]) -> Layer:
 
 
 def _bound(problem: Problem, num_stages: int) -> Seconds:
-    """No plan of so many stages, on all devices, makes a step in less."""
+    """Return a lower bound of the step time with `num_stages` stages on all devices."""
     number = problem.num_devices // num_stages
     return min(least_step(problem, size, number) for size in sizes_for(problem))
 
 
 def _step(plan: Plan) -> Seconds:
-    assert plan.predicted is not None, "the search says what it expects"
+    assert plan.predicted is not None, "the search fills in the predicted step"
     return plan.predicted.step

@@ -1,8 +1,8 @@
-"""A plan in outline for given degrees: devices placed and layers dealt, in turn, by estimates.
+"""Make a draft of a plan for given degrees: place devices and assign layers, by estimates.
 
-Where devices are unequal, how many layers a stage gets depends on who runs it, and who should run
-it on how many layers it has. So both are done in turn, from layouts of different kinds, until
-nothing changes. What comes out is simulated later, if its estimate is among the best.
+If devices are unequal, the best layers of a stage depend on its devices, and the best devices on
+its layers. So both are optimised alternately, from layouts of different kinds, until nothing
+changes. The drafts with the best estimates are simulated later.
 """
 
 import heapq
@@ -31,11 +31,11 @@ from polyrhythm.plan.problem import Problem
 if TYPE_CHECKING:
     from polyrhythm.plan.layout_kernel import LayoutPrices
 
-_NUM_STARTS = 2  # of those made in one go, that are worked on
-_MAX_ROUNDS = 3  # of placing and dealing
-_NUM_HALVINGS = 40  # of a time, until hardly any micro-batch is left between
-_NEVER = 1e-12  # seconds: a pace that is none
-_WORTHWHILE = 0.01  # a share of the step that unequal numbers of micro-batches must save
+_NUM_STARTS = 2  # constructed layouts that are improved
+_MAX_ROUNDS = 3  # of placing devices and assigning layers
+_NUM_HALVINGS = 40  # of a time interval, until hardly any micro-batch is left in it
+_NEVER = 1e-12  # seconds: smallest period, to avoid a division by 0
+_WORTHWHILE = 0.01  # fraction of the step that unequal numbers of micro-batches must save
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -68,12 +68,12 @@ class PlanDraft:
 
 
 def make_draft(problem: Problem, shape: PlanShape, *, num_moves: int, seed: int) -> PlanDraft:
-    """The best outline found, which may not fit into memory; for `predict` to say."""
+    """Return the best draft found; it may not fit into memory, which `predict` checks."""
     found, unfit = [], None
     for devices, idle in initial_layouts(problem, shape.num_stages, shape.num_pipelines):
         try:
             found.append(_partitioned(problem, shape, devices, idle))
-        except PlanError:  # not with these devices; annealing may bring others
+        except PlanError:  # infeasible with these devices; annealing may choose others
             unfit = unfit or _partitioned_by_memory(problem, shape, devices, idle)
     if not found and unfit is not None:
         found = [unfit]
@@ -88,14 +88,14 @@ def make_draft(problem: Problem, shape: PlanShape, *, num_moves: int, seed: int)
 def draft_with_devices(
     problem: Problem, shape: PlanShape, devices: Sequence[Sequence[int]]
 ) -> PlanDraft:
-    """This layout, with layers dealt to it."""
+    """Return the draft of a given layout, with layers assigned to it."""
     placed = np.array(devices, np.int64)
     idle = np.setdiff1d(np.arange(problem.num_devices), placed)
     return _partitioned(problem, shape, placed, idle)
 
 
 def improve_draft(problem: Problem, draft: PlanDraft, *, num_moves: int, seed: int) -> PlanDraft:
-    """Going on from there; never worse."""
+    """Improve a draft by annealing; the result is never worse."""
     best = draft
     for round_number in range(_MAX_ROUNDS):
         prices = _prices(problem, best.shape, best.layers_per_stage)
@@ -108,19 +108,19 @@ def improve_draft(problem: Problem, draft: PlanDraft, *, num_moves: int, seed: i
         )
         moved = replace(best, layout=layout)
         try:
-            dealt = _partitioned(problem, best.shape, layout.devices, layout.idle)
-        except PlanError:  # still not with these devices
-            best = min(best, moved, key=lambda one: one.value)
+            partitioned = _partitioned(problem, best.shape, layout.devices, layout.idle)
+        except PlanError:  # still infeasible with these devices
+            best = min(best, moved, key=lambda each: each.value)
             break
-        same = dealt.layers_per_stage == best.layers_per_stage
-        best = min(best, moved, dealt, key=lambda one: one.value)
+        same = partitioned.layers_per_stage == best.layers_per_stage
+        best = min(best, moved, partitioned, key=lambda draft: draft.value)
         if same:
             break
     return best
 
 
 def draft_to_plan(draft: PlanDraft, problem: Problem) -> Plan:
-    """The plan, with micro-batches dealt and schedules left open."""
+    """Return the plan with micro-batches assigned and schedules left open."""
     names = [device.name for device in problem.cluster.devices]
     numbers = assign_microbatches(
         problem.job.batch // draft.shape.microbatch_size,
@@ -149,9 +149,9 @@ def draft_to_plan(draft: PlanDraft, problem: Problem) -> Plan:
 def assign_microbatches(
     count: int, first: Sequence[float] | Floats, period: Sequence[float] | Floats, *, even: bool
 ) -> tuple[int, ...]:
-    """One after another to the pipeline that would be done with it first; at least one to each.
+    """Assign micro-batches one by one to the pipeline that finishes first; each gets at least one.
 
-    Evenly, as far as that goes, if nothing is to be gained.
+    They are assigned evenly if unequal numbers gain too little.
     """
     num_pipelines = len(first)
     plain = [count // num_pipelines + (p < count % num_pipelines) for p in range(num_pipelines)]
@@ -162,7 +162,7 @@ def assign_microbatches(
     def done_by(time: float) -> list[int]:
         return [1 + max(0, int((time - first[p]) / paces[p])) for p in range(num_pipelines)]
 
-    # Most of them at once: what each has done by a time at which not all are done.
+    # Assign most of them at once: those that each finishes by a time at which not all are done.
     early, late = 0.0, max(first) + count * max(period)
     for _ in range(_NUM_HALVINGS):
         middle = (early + late) / 2
@@ -175,8 +175,8 @@ def assign_microbatches(
         numbers[p] += 1
         heapq.heappush(queue, (done + period[p], p))
 
-    def takes(dealt: Sequence[int]) -> float:
-        return max(first[p] + (dealt[p] - 1) * period[p] for p in range(num_pipelines))
+    def takes(counts: Sequence[int]) -> float:
+        return max(first[p] + (counts[p] - 1) * period[p] for p in range(num_pipelines))
 
     if takes(plain) <= takes(numbers) * (1 + _WORTHWHILE):
         return tuple(plain)
@@ -184,7 +184,7 @@ def assign_microbatches(
 
 
 def _partitioned(problem: Problem, shape: PlanShape, devices: Ints, idle: Ints) -> PlanDraft:
-    """Layers for this layout, by work alone or with their gradients, and what it takes with them.
+    """Return the best draft of this layout, with layers balanced by work with or without gradients.
 
     Raises PlanError if nothing fits.
     """
@@ -201,7 +201,7 @@ def _partitioned(problem: Problem, shape: PlanShape, devices: Ints, idle: Ints) 
 def _partitioned_by_memory(
     problem: Problem, shape: PlanShape, devices: Ints, idle: Ints
 ) -> PlanDraft:
-    """Layers in proportion to room, though they do not fit: what is missing costs time."""
+    """Return a draft with layers in proportion to memory; missing memory costs time."""
     least = problem.least_memory(shape.microbatch_size)
     single = [float(least[layer, layer + 1]) for layer in range(problem.num_layers)]
     room = problem.memory_limits[devices].min(axis=1)
@@ -214,10 +214,10 @@ def _partitioned_by_memory(
 def layers_for(
     problem: Problem, shape: PlanShape, devices: Ints, *, with_gradients: bool
 ) -> tuple[int, ...]:
-    """The best way to deal layers to stages of these devices.
+    """Return the best numbers of layers for stages of these devices.
 
-    Work is that of a micro-batch, to which a layer's gradients may be added: what they take to be
-    exchanged, over the micro-batches of a step.
+    The work of a layer is that of a micro-batch, optionally plus its gradient exchange, divided by
+    the micro-batches of a step.
     """
     layers = problem.layers(shape.microbatch_size)
     count = problem.job.batch / shape.microbatch_size / shape.num_pipelines
@@ -233,7 +233,7 @@ def layers_for(
 
 
 def _sync_per_byte(problem: Problem, devices: Ints) -> float:
-    """Seconds that a byte of parameters adds to a step, in the mean over stages."""
+    """Return the seconds that a byte of parameters adds to a step, averaged over stages."""
     num_pipelines = devices.shape[1]
     if num_pipelines == 1:
         return 0.0
@@ -277,7 +277,7 @@ def _fits(problem: Problem, shape: PlanShape, devices: Ints) -> NDArray[np.bool_
 
 
 def _unlike(drafts: list[PlanDraft]) -> list[PlanDraft]:
-    """The first of each value: starts that cost the same are mostly the same."""
+    """Return the first draft of each value: starts of equal cost are mostly the same."""
     seen: dict[float, PlanDraft] = {}
     for draft in drafts:
         seen.setdefault(round(draft.value, 9), draft)

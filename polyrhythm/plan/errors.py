@@ -1,4 +1,4 @@
-"""Why no plan fits into memory: which stage lacks how much, at best, and what would help."""
+"""Explain why no plan fits into memory: the stage that lacks memory, how much, and fixes."""
 
 from itertools import accumulate, pairwise
 
@@ -12,7 +12,7 @@ _GIB = 2**30
 
 
 def out_of_memory_error(problem: Problem, microbatch_size: int) -> PlanError:
-    """The smallest micro-batches, as many stages as there may be, the roomiest devices."""
+    """Return the error for the most favourable case: smallest micro-batches and most stages."""
     least = problem.least_memory(microbatch_size)
     limits = problem.memory_limits
     single = [float(least[i, i + 1]) for i in range(problem.num_layers)]
@@ -35,10 +35,10 @@ def out_of_memory_error(problem: Problem, microbatch_size: int) -> PlanError:
             zip(kept.tolist(), pairwise(accumulate(counts, initial=0)), strict=True)
         )
     ]
-    most, stage, device, layers = max(lacking, key=lambda one: one[0])
+    most, stage, device, layers = max(lacking, key=lambda item: item[0])
     name = problem.cluster.devices[device].name
     has = limits[device]
-    if most <= 0:  # one pipeline fits: it is their number, or who is next to whom
+    if most <= 0:  # one pipeline fits: the number of pipelines or the layout is the cause
         return PlanError(
             "no plan was found that fits into memory",
             expected="every device to hold its layers, with gradients, optimizer state and one "
@@ -46,7 +46,7 @@ def out_of_memory_error(problem: Problem, microbatch_size: int) -> PlanError:
             fix="use fewer pipelines, more stages, or smaller micro-batches",
         )
     return PlanError(
-        f"no plan was found that fits: of {stages} stages, dealt by memory, stage {stage} (layers "
+        f"no plan was found that fits: of {stages} stages, split by memory, stage {stage} (layers "
         f"{layers.start} to {layers.stop - 1}) needs {(has + most) / _GIB:.2f} GiB and {name!r} "
         f"has {has / _GIB:.2f} GiB to give",
         expected="every stage to fit, with its weights, gradients, optimizer state and one "

@@ -1,4 +1,4 @@
-"""Which host of a rehearsed cluster runs which process of a plan. No torch."""
+"""Assign the processes of a plan to the hosts of a rehearsed cluster. No torch."""
 
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.read import unknown
@@ -7,10 +7,10 @@ from polyrhythm.plan.plan import Plan
 
 
 def assign_hosts(plan: Plan | None, cluster: Cluster) -> tuple[str, ...]:
-    """The device of each process, by rank; without a plan, every device has one.
+    """Return the device of each process by rank; without a plan, one process per device.
 
-    A device with several stages has as many processes, and one that is left out has none. A plan
-    that names no devices takes all there are, in order. Raises PlanError if it does not fit.
+    A device has as many processes as stages, and none if the plan leaves it out. A plan without
+    device names uses all devices in order. Raises PlanError if the plan does not fit.
     """
     names = tuple(device.name for device in cluster.devices)
     if plan is None:

@@ -1,4 +1,4 @@
-"""What is to be trained, as far as a plan depends on it."""
+"""The training job, as far as a plan depends on it."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,18 +8,18 @@ from polyrhythm.errors import PlanError
 
 class Objective(StrEnum):
     TIME = "time"  # of a step
-    COST = "cost"  # in money, of a step and so of a token
+    COST = "cost"  # price of a step, and so of a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    batch: int  # samples of a step, of all pipelines together
-    sync: str = "all_reduce"  # how replicas of a stage stay together; see cost.sync.Sync
+    batch: int  # samples per step, over all pipelines
+    sync: str = "all_reduce"  # sync mode of the replicas; see cost.sync.Sync
     objective: Objective = Objective.TIME
     gradient_bytes: float = 1.0  # per byte of parameters: 2.0 for fp32 gradients of fp16 weights
     optimizer_bytes: float = 2.0  # per byte of parameters: what Adam keeps
-    memory_reserve: float = 0.1  # share of each device's memory that is not planned for
-    num_stages: int | None = None  # where they are not to be chosen
+    memory_reserve: float = 0.1  # fraction of each device's memory that stays free
+    num_stages: int | None = None  # fixed number; None: the planner chooses
     num_pipelines: int | None = None
     microbatch_size: int | None = None
     schedule: str = "auto"

@@ -1,8 +1,8 @@
-"""Who runs which stage of which pipeline, for a step as it really runs.
+"""Place devices on stages and pipelines, by an estimate of the step as it really runs.
 
-From layouts made in one go (`construct.py`), with near devices side by side as pipelines, as stages
-or in between, and with equally fast or equally large ones together, annealing (`layout_anneal.py`)
-goes on. Stages are given: `draft.py` deals layers and places devices in turn.
+Annealing (`layout_anneal.py`) starts from constructed layouts (`construction.py`): near devices
+next to each other as pipelines, stages or between, and equally fast or large ones together. Stages
+are given: `draft.py` alternates between assigning layers and placing devices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,9 +27,9 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _NUM_NEAR = 8  # devices that annealing brings next to one another
-_NO_ROOM = 1e3  # steps that a device costs that cannot hold its stage
+_NO_ROOM = 1e3  # penalty in steps for a device that cannot hold its stage
 _HOUR = 3600.0
-_HOT, _COLD = 0.05, 0.001  # temperatures as shares of the value at the start
+_HOT, _COLD = 0.05, 0.001  # temperatures as fractions of the initial value
 _SEQUENTIAL = (Sync.SEQUENTIAL, Sync.RING)  # a ring is about as slow as one peer after the other
 
 
@@ -43,7 +43,7 @@ class DeviceLayout:
 
 
 def distances(problem: Problem) -> Floats:
-    """Seconds for a message of typical size between two devices, both ways."""
+    """Return the seconds for a message of typical size between two devices, both ways."""
     links = problem.links
     layers = problem.profile.layers
     size = max(1.0, float(np.mean([layer.activation_bytes for layer in layers])))
@@ -57,7 +57,7 @@ def distances(problem: Problem) -> Floats:
 def initial_layouts(
     problem: Problem, num_stages: int, num_pipelines: int
 ) -> Iterator[tuple[Ints, Ints]]:
-    """Layouts and who is idle; devices that are far, slow or dear are left out first."""
+    """Yield layouts with their idle devices: far, slow or expensive ones."""
     spread = distances(problem)
     for kept in _kept(problem, num_stages * num_pipelines, spread):
         idle = np.setdiff1d(np.arange(problem.num_devices), kept)
@@ -70,7 +70,7 @@ def initial_layouts(
         yield from ((layout, idle) for layout in made)
         speeds = np.array(problem.speeds)[kept]
         if speeds.max() > speeds.min():
-            # Equally fast ones together, near ones next to one another: as stages, as pipelines.
+            # Equally fast devices together, near ones adjacent: as stages and as pipelines.
             row = made[0].T.ravel()
             row = row[np.argsort(-np.array(problem.speeds)[row], kind="stable")]
             yield from _both_ways(row, num_stages, num_pipelines, idle)
@@ -84,7 +84,7 @@ def initial_layouts(
 def _both_ways(
     row: Ints, num_stages: int, num_pipelines: int, idle: Ints
 ) -> Iterator[tuple[Ints, Ints]]:
-    """A row of devices dealt as stages, and as pipelines."""
+    """Yield two layouts of a row of devices: filled by stages, and by pipelines."""
     yield np.ascontiguousarray(row.reshape(num_stages, num_pipelines)), idle
     yield np.ascontiguousarray(row.reshape(num_pipelines, num_stages).T), idle
 
@@ -92,7 +92,7 @@ def _both_ways(
 def evaluate_layout(
     problem: Problem, prices: "LayoutPrices", devices: Ints, idle: Ints
 ) -> DeviceLayout:
-    """A layout as it stands."""
+    """Return a given layout with its estimated value."""
     from polyrhythm.plan.layout_kernel import FIRST, PERIOD, make_state, values
 
     state = make_state(devices.astype(np.int64), idle.astype(np.int64), prices)
@@ -106,7 +106,7 @@ def evaluate_layout(
 
 
 def reorder_stages(problem: Problem, prices: "LayoutPrices", start: DeviceLayout) -> DeviceLayout:
-    """The same stages in a better order."""
+    """Return the layout with its stages in a better order."""
     from polyrhythm.plan.layout_anneal import order_rows
 
     devices, idle = start.devices.astype(np.int64), start.idle.astype(np.int64)
@@ -117,7 +117,7 @@ def reorder_stages(problem: Problem, prices: "LayoutPrices", start: DeviceLayout
 def anneal_layout(
     problem: Problem, prices: "LayoutPrices", start: DeviceLayout, *, num_moves: int, seed: int
 ) -> DeviceLayout:
-    """The best layout found from there."""
+    """Return the best layout that annealing finds from `start`."""
     from polyrhythm import compiled
     from polyrhythm.plan.layout_anneal import anneal_step
 
@@ -185,7 +185,7 @@ def prices_of(
 def _over(
     problem: Problem, layers_per_stage: Sequence[int], microbatch_size: int, work: float
 ) -> Floats:
-    """[stage, device]: what a device costs that cannot hold the stage with a micro-batch."""
+    """Return the penalty [stage, device] of a device that cannot hold a stage and a micro-batch."""
     over = np.zeros((len(layers_per_stage), problem.num_devices))
     if np.isinf(problem.memory_limits).all():
         return over
@@ -200,7 +200,7 @@ def _over(
 
 
 def _egress(problem: Problem) -> Floats:
-    """[device, device]: price per byte from one to the other."""
+    """Return the egress price per byte, [source, target]."""
     cluster = problem.cluster
     if not cluster.egress_price_per_gb:
         return np.zeros((problem.num_devices, problem.num_devices))
@@ -210,7 +210,7 @@ def _egress(problem: Problem) -> Floats:
 
 
 def _kept(problem: Problem, count: int, distance: Floats) -> list[Ints]:
-    """Which devices to begin with if not all are used: the nearest ones, fast ones, cheap ones."""
+    """Yield the devices to start with if not all are used: nearest, fastest or cheapest ones."""
     everyone = np.arange(problem.num_devices)
     if count == problem.num_devices:
         return [everyone]

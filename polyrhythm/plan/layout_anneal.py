@@ -1,8 +1,8 @@
-"""Annealing of a layout by what a step really takes, compiled: two microseconds per move.
+"""Anneal a layout by the estimated step time, compiled: two microseconds per move.
 
-Moves: two devices change places, at random or so that near ones become neighbours; two pipelines
-change places from some stage on; a run of stages turns round. As in DT-FM's cost (`dtfm/anneal.py`)
-maxima tell a search little, so means are blended in while it is hot.
+Moves: swap two devices, at random or so that near ones become neighbours; swap two pipelines from
+some stage on; reverse a run of stages. As in DT-FM's cost (`dtfm/anneal.py`) maxima guide a search
+poorly, so means are blended in at high temperatures.
 """
 
 import math
@@ -22,13 +22,13 @@ from polyrhythm.plan.layout_kernel import (
 )
 
 _ROUNDING = 1e-12
-_SUFFIXES, _ROWS = 0.30, 0.04  # shares of moves; else two devices change places
+_SUFFIXES, _ROWS = 0.30, 0.04  # fractions of moves; the others swap two devices
 _GUIDED = 0.5  # of those: to where a near device is
 
 
 @compiled
 def _swap(state: LayoutState, prices: LayoutPrices, a: int, b: int) -> None:
-    """Places a and b, counted stage by stage, change devices; places beyond the layout are idle."""
+    """Swap the devices of positions a and b, counted by stage, then idle devices."""
     num_columns = state.layout.shape[1]
     num_places = state.layout.size
     first, second = device_at(state, a), device_at(state, b)
@@ -46,7 +46,7 @@ def _swap(state: LayoutState, prices: LayoutPrices, a: int, b: int) -> None:
 
 @compiled
 def _swap_suffix(state: LayoutState, prices: LayoutPrices, s: int, p: int, q: int) -> None:
-    """Columns change places from stage s on; rows keep their members."""
+    """Swap columns p and q from stage s on; rows keep their members."""
     num_columns = state.layout.shape[1]
     for t in range(s, len(state.layout)):
         a, b = state.layout[t, p], state.layout[t, q]
@@ -58,7 +58,7 @@ def _swap_suffix(state: LayoutState, prices: LayoutPrices, s: int, p: int, q: in
 
 @compiled
 def _reverse_rows(state: LayoutState, prices: LayoutPrices, s: int, t: int) -> None:
-    """Stages s to t in reverse order."""
+    """Reverse the order of stages s to t."""
     num_columns = state.layout.shape[1]
     for i in range((t - s + 1) // 2):
         for p in range(num_columns):
@@ -73,7 +73,7 @@ def _reverse_rows(state: LayoutState, prices: LayoutPrices, s: int, t: int) -> N
 
 @compiled
 def order_rows(layout: Ints, idle: Ints, prices: LayoutPrices) -> float:
-    """Turn stages round, one after another and moved on, as long as that helps."""
+    """Reverse runs of stages and move single stages, while that improves the value."""
     state = make_state(layout, idle, prices)
     best = values(state, prices)[0]
     num_stages, better = len(layout), True
@@ -81,7 +81,7 @@ def order_rows(layout: Ints, idle: Ints, prices: LayoutPrices) -> float:
         better = False
         for s in range(num_stages):
             for t in range(s + 1, num_stages):
-                # A run turned round; and a stage moved to the other end of a run: turned twice.
+                # Reverse a run; or move a stage to the other end of a run, by two reversals.
                 for kind in range(3):
                     _reverse_rows(state, prices, s, t)
                     if kind == 1:
@@ -110,7 +110,7 @@ def anneal_step(
     hot: float,
     cold: float,
 ) -> float:
-    """Improve `layout` and `idle` in place; returns the value, never worse than at the start.
+    """Improve `layout` and `idle` in place; return the value, never worse than at the start.
 
     Temperatures are in the unit of the value; `near[d]` lists devices near d.
     """

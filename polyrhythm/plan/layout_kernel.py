@@ -1,10 +1,10 @@
-"""What a step takes by estimate, compiled: per pipeline and per stage, so that moves are cheap.
+"""Estimate a step's time, compiled: per pipeline and per stage, so that moves are cheap.
 
-A layout has one row of devices per stage and one column per pipeline; devices beyond are idle. A
-column takes what its devices and links need for the first micro-batch, and for each further one as
-long as its slowest device or link. Rows synchronise their gradients. Micro-batches are dealt to
-columns by how fast they are, or evenly. Kept are the numbers of each column and of each row; a move
-(`layout_anneal.py`) recomputes the columns and rows that it touches.
+A layout has one row of devices per stage and one column per pipeline; the other devices are idle. A
+column takes the sum of its devices and links for the first micro-batch, and its slowest device or
+link for each further one. Rows synchronise their gradients. Micro-batches are assigned to columns
+by speed, or evenly. The state has the numbers of each column and row; a move (`layout_anneal.py`)
+recomputes only the columns and rows that it touches.
 """
 
 from typing import NamedTuple
@@ -13,44 +13,45 @@ import numpy as np
 
 from polyrhythm.compiled import Floats, Ints, compiled
 
-_NEVER = 1e-12  # seconds: a period that is none
+_NEVER = 1e-12  # seconds: smallest period, to avoid a division by 0
 
 
 class LayoutPrices(NamedTuple):
-    """What a step is made of, in numbers that do not depend on the layout.
+    """The parts of a step that do not depend on the layout.
 
-    Tables with a name for each row: Numba takes seconds more for each array that it passes on.
+    Tables with named rows: Numba takes seconds more to compile for each array argument.
     """
 
     stages: Floats  # [WORK, ACTIVATION or SHARE, stage]
     devices: Floats  # [SLOWNESS, SENDS or RENT, device]
     pairs: Floats  # [ROUND_TRIP, BUSY, BOTH or EGRESS, device, device]
-    over: Floats  # [stage, device]: seconds to add for memory that the device does not have
+    over: Floats  # [stage, device]: penalty in seconds for missing memory
     num_microbatches: float  # of all columns
-    num_peers: float  # that a member of a row serves at a time
-    by_price: bool  # what is annealed: the price of a step, else its time
+    num_peers: float  # peers that a member of a row serves at a time
+    by_price: bool  # anneal the price of a step instead of its time
     even: bool  # the same number of micro-batches for each column
-    concurrent: bool  # a member of a row serves all peers at once, else one after the other
+    concurrent: bool  # a member of a row serves all peers at once, not one after the other
 
 
 WORK, ACTIVATION, SHARE = 0, 1, 2
-# of a micro-batch at speed 1, seconds; bytes to the next stage; bytes to each replica, per half
+# seconds of a micro-batch at speed 1; bytes to the next stage; bytes to each replica, per
+# reduce-scatter or all-gather
 SLOWNESS, SENDS, RENT = 0, 1, 2  # 1 / speed; seconds per byte to all others; price per second
 ROUND_TRIP, BUSY, BOTH, EGRESS = 0, 1, 2, 3
-# latencies; seconds per byte, of the slower direction; of both; price per byte, of both
+# sum of both latencies; seconds per byte of the slower direction; of both; price per byte of both
 
 
 class LayoutState(NamedTuple):
     layout: Ints  # [stage, column]
     idle: Ints
-    where: Ints  # [device]: its place, counted stage by stage, idle ones after all stages
+    where: Ints  # [device]: its position, counted by stage; idle devices come after all stages
     columns: Floats  # [FIRST, PERIOD or SENT, column]
     rows: Floats  # [SYNC, MEAN or SENT, stage]
 
 
 FIRST, PERIOD = 0, 1  # seconds of a column's first micro-batch, and of each further one
 SYNC, MEAN = 0, 1  # seconds of a row's slowest member, and of its mean one
-SENT = 2  # price of what is sent: for a micro-batch, for the gradients of a step
+SENT = 2  # egress price: of a micro-batch (columns), of a step's gradients (rows)
 
 
 @compiled
@@ -75,30 +76,32 @@ def column_times(state: LayoutState, prices: LayoutPrices, p: int) -> None:
 def row_times(state: LayoutState, prices: LayoutPrices, s: int) -> None:
     size, share = state.layout.shape[1], prices.stages[SHARE, s]
     worst, total, sent = 0.0, 0.0, 0.0
-    trips = 2.0 if prices.concurrent else 1.0  # latencies both ways, of both halves
+    trips = 2.0 if prices.concurrent else 1.0  # both latencies, for reduce-scatter and all-gather
     for i in range(size):
         a = state.layout[s, i]
         slowest, in_turn = 0.0, 0.0
         for j in range(size):
             if i != j:
                 b = state.layout[s, j]
-                # Both halves; the slower direction, since somebody is at its other end.
+                # Reduce-scatter and all-gather use both directions, so the slower one counts.
                 one = trips * prices.pairs[ROUND_TRIP, a, b] + 2 * share * prices.pairs[BUSY, a, b]
                 slowest = max(slowest, one)
                 in_turn += one
-                sent += share * prices.pairs[EGRESS, a, b]  # each pair is met twice, for two halves
+                sent += (
+                    share * prices.pairs[EGRESS, a, b]
+                )  # each pair is visited twice: reduce-scatter and all-gather
         if prices.concurrent:
             in_turn = max(slowest, 2 * share * prices.num_peers * prices.devices[SENDS, a])
         worst = max(worst, in_turn)
         total += in_turn
-    sent *= prices.num_peers / max(size - 1, 1)  # some of them, in groups
+    sent *= prices.num_peers / max(size - 1, 1)  # a part of them, in groups
     rows = state.rows
     rows[SYNC, s], rows[MEAN, s], rows[SENT, s] = worst, total / size, sent
 
 
 @compiled
 def values(state: LayoutState, prices: LayoutPrices) -> tuple[float, float]:
-    """What is annealed, the time or the price of a step; and that with means for maxima."""
+    """Return the annealed value, time or price of a step, and the same with means for maxima."""
     step, mean = step_times(state, prices)
     if not prices.by_price:
         return step, mean
@@ -114,7 +117,7 @@ def values(state: LayoutState, prices: LayoutPrices) -> tuple[float, float]:
 
 @compiled
 def step_times(state: LayoutState, prices: LayoutPrices) -> tuple[float, float]:
-    """The step, and the same with means for maxima."""
+    """Return the step time, and the same with means instead of maxima."""
     num_columns = state.layout.shape[1]
     slowest_first, mean_first, rate, mean_period = 0.0, 0.0, 0.0, 0.0
     worst_column = 0.0

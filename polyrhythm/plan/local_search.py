@@ -1,9 +1,8 @@
-"""The last touches to a plan, by simulating each: what estimates do not tell apart.
+"""Refine a plan by simulating small changes, which estimates do not distinguish.
 
-Layers go from one stage to another, micro-batches from one pipeline to another, stages change
-places. A change that makes the simulated step better is kept, until none does or enough were tried.
-Then the pipeline whose first device is nearest to all others becomes the first one: rank 0 has the
-coordinator.
+Layers move between stages, micro-batches between pipelines, and stages swap. A change that improves
+the simulated step is kept, until none does or enough were tried. Then the pipeline whose first
+device is nearest to all others becomes the first one: rank 0 has the coordinator.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.predict import Prediction, paces, predict
 from polyrhythm.plan.problem import Problem
 
-_MAX_ACTIONS = 120_000  # of one step each, over all changes: a second or two
+_MAX_ACTIONS = 120_000  # simulated, over all changes: a second or two
 _MAX_CHANGES = 100
 _WORTHWHILE = 1e-4  # relative
 
@@ -23,7 +22,7 @@ _WORTHWHILE = 1e-4  # relative
 def refine_plan(
     prediction: Prediction, problem: Problem, value: Callable[[Prediction], float]
 ) -> Prediction:
-    """The same plan or a better one by `value`."""
+    """Return the same plan or a better one by `value`."""
     best = _first_pipeline(prediction, problem)
     batch = problem.job.batch // (best.plan.microbatch_size or 1)
     left = min(_MAX_CHANGES, _MAX_ACTIONS // (2 * batch * best.plan.num_stages))
@@ -36,7 +35,7 @@ def refine_plan(
                 return best
             try:
                 changed = predict(plan, problem)
-            except UserError:  # it does not fit
+            except UserError:  # the changed plan does not fit
                 continue
             if value(changed) < value(best) * (1 - _WORTHWHILE):
                 best, better = changed, True
@@ -60,7 +59,7 @@ def _first_pipeline(prediction: Prediction, problem: Problem) -> Prediction:
 
 
 def _changed(plan: Plan, problem: Problem) -> Iterator[Plan]:
-    """Plans that differ a little, with schedules chosen anew if they are free."""
+    """Yield plans with one small change, with schedules chosen again unless the job fixes them."""
     opened = tuple(replace(p, schedule=problem.job.schedule) for p in plan.pipelines)
     plan = replace(plan, pipelines=opened, predicted=None)
     for changed in (*_stages_swapped(plan), *_layers_moved(plan)):
@@ -72,7 +71,7 @@ def _changed(plan: Plan, problem: Problem) -> Iterator[Plan]:
 
 
 def _reassigned(plan: Plan, problem: Problem) -> Plan:
-    """The same with micro-batches dealt by what its pipelines take now."""
+    """Return the plan with micro-batches reassigned by its pipelines' present times."""
     first, pace = zip(*paces(plan, problem), strict=True)
     count = sum(pipeline.num_microbatches or 0 for pipeline in plan.pipelines)
     numbers = assign_microbatches(count, first, pace, even=False)
@@ -111,7 +110,7 @@ def _microbatches_moved(plan: Plan) -> Iterator[Plan]:
 
 
 def _stages_swapped(plan: Plan) -> Iterator[Plan]:
-    """Two stages, or all in reverse; where every device runs one."""
+    """Yield plans with two stages swapped or all reversed, if every device runs one stage."""
     num_stages = plan.num_stages
     if any(len(pipeline.parts) != num_stages for pipeline in plan.pipelines):
         return

@@ -1,8 +1,8 @@
-"""From one plan to another: which devices must get which layers, from whom, and how long it takes.
+"""Migrate from one plan to another: which devices receive which layers, and how long it takes.
 
-A device keeps the layers that it has. What it lacks, weights and optimizer state, it gets from the
-device that sends it soonest; layers that nobody has any more come from a checkpoint, which is not
-timed here. All devices are served at once; each gets its layers one after another.
+A device keeps the layers that it has. It receives missing weights and optimizer state from the
+device with the fastest transfer; layers that no device has come from a checkpoint, which is not
+timed here. All devices receive concurrently, each its layers one after another.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ LayersByDevice = Mapping[str, frozenset[int]]  # the layers on each device
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Migration:
     takes: Seconds
-    moved: tuple[str, ...]  # devices that get layers
-    size: Bytes  # of all that is sent
-    lost: tuple[int, ...]  # layers that nobody has any more
+    moved: tuple[str, ...]  # devices that receive layers
+    size: Bytes  # of all transfers
+    lost: tuple[int, ...]  # layers that no device has
 
     @property
     def is_none(self) -> bool:
@@ -40,7 +40,7 @@ def layers_by_device(plan: Plan) -> dict[str, frozenset[int]]:
 
 
 def migration(before: Plan, after: Plan, problem: Problem) -> Migration:
-    """`problem` has the cluster as it is now: devices that it lacks are gone."""
+    """Return the migration; `problem` has the present cluster: other devices are lost."""
     has = {
         device: layers
         for device, layers in layers_by_device(before).items()
@@ -70,7 +70,7 @@ def migration(before: Plan, after: Plan, problem: Problem) -> Migration:
 
 
 def minimize_moves(before: Plan, after: Plan, problem: Problem) -> Plan:
-    """The same plan, with devices that are alike exchanged so that the least has to move."""
+    """Return the plan with equal devices exchanged so that the fewest bytes move."""
     has, wants = layers_by_device(before), layers_by_device(after)
     states = np.array([_state(layer, problem) for layer in range(problem.num_layers)])
     alike: dict[tuple[object, ...], list[str]] = {}
@@ -102,11 +102,11 @@ def _renamed(pipeline: PipelinePlan, names: Mapping[str, str]) -> PipelinePlan:
 
 
 def _kind(device: Device) -> tuple[object, ...]:
-    """Devices of one kind may change places: links depend on the region only."""
+    """Return a key of interchangeable devices: links depend only on the region."""
     return device.region, device.speed, device.memory, device.price_per_hour, device.uplink
 
 
 def _state(layer: int, problem: Problem) -> Bytes:
-    """Weights and optimizer state."""
+    """Return the bytes of a layer's weights and optimizer state."""
     weights = problem.profile.layers[layer].parameter_bytes
     return int(weights * (1 + problem.job.optimizer_bytes))

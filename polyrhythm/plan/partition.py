@@ -1,10 +1,10 @@
-"""Layers to stages: so that the slowest stage is as fast as can be, whatever its devices.
+"""Partition layers into stages so that the slowest stage is as fast as possible.
 
-A dynamic programme over stages and layers finds the cut whose slowest stage, or slowest transfer
-between two, is fastest; among those with the same bottleneck, the one whose stages are most alike.
-A stage is as slow as its slowest replica, and holds no more than its smallest one can. Once in a
-step it waits for all stages before it (`step_bound.py`), so with few micro-batches late stages
-should have less to do.
+A dynamic programme over stages and layers finds the partition whose slowest stage, or slowest
+transfer between stages, is fastest; among those with the same bottleneck, the one whose stages are
+most equal. A stage is as slow as its slowest replica and holds no more than its smallest one. Once
+per step it waits for all stages before it (`step_bound.py`), so with few micro-batches late stages
+should have less work.
 """
 
 import math
@@ -26,10 +26,10 @@ def partition_layers(
     transfers: Floats | None = None,
     fits: NDArray[np.bool_] | None = None,
 ) -> tuple[int, ...]:
-    """How many layers each stage gets.
+    """Return the number of layers of each stage.
 
     `work` is per layer, `slowness` per stage; micro-batches are those of a pipeline in a step.
-    `transfers[s, n]` is what the link after stage s takes if n layers are before it;
+    `transfers[s, n]` is the time of the link after stage s if n layers are before it;
     `fits[s, a, b]` whether stage s can hold layers a to b. Raises PlanError if nothing fits.
     """
     num_layers, num_stages = len(work), len(slowness)
@@ -57,7 +57,7 @@ def partition_layers(
         if transfers is not None and stage < num_stages - 1:
             longest = np.maximum(longest, transfers[stage][None, :])
         squares = spread[:, None] + np.where(np.isfinite(takes), takes, np.inf) ** 2
-        # Of equal bottlenecks, up to rounding, the one that is shortest before.
+        # Of equal bottlenecks, up to rounding, the one with the smallest sum of squares.
         lowest = longest.min(axis=0)
         good = longest <= lowest[None, :] * (1 + 1e-9)
         choice = np.where(good, squares, np.inf).argmin(axis=0)
@@ -66,7 +66,7 @@ def partition_layers(
         choices.append(choice)
     if not np.isfinite(worst[-1]):
         raise PlanError(
-            f"no way to deal {num_layers} layers to {num_stages} stages",
+            f"no partition of {num_layers} layers into {num_stages} stages",
             expected="every stage to fit into the memory of its devices",
             fix="use more stages, smaller micro-batches, or devices with more memory",
         )

@@ -1,12 +1,12 @@
 """The plan: which layers make a stage, and which device runs which stages of which pipeline.
 
-All pipelines are cut into the same stages, so that those who hold the same layers can average. They
-need not be alike otherwise: one may have more micro-batches than another, and one device may run
-several stages in a row, so that a pipeline of two large devices stands beside one of six small
-ones. Devices that would only slow the others down are left out.
+All pipelines have the same stages, so that replicas of a stage can average. Otherwise they may
+differ: one may have more micro-batches than another, and one device may run several consecutive
+stages, so that a pipeline of two large devices can train with one of six small ones. Devices that
+would only slow the others down are left out.
 
-Ranks are dealt pipeline by pipeline: neighbours in a pipeline, which talk most, get neighbouring
-ranks, which torchrun puts on one machine.
+Ranks are numbered pipeline by pipeline: neighbours in a pipeline, which communicate most, get
+neighbouring ranks, which torchrun puts on one machine.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from typing import NamedTuple
 from polyrhythm.errors import PlanError
 from polyrhythm.types import Seconds, Worker
 
-AUTO = "auto"  # a schedule that the pipeline finds while it runs
+AUTO = "auto"  # the tuner chooses the schedule while the pipeline runs
 PLAN_VARIABLE = (
     "POLYRHYTHM_PLAN"  # of the environment: the file that a Trainer's plan="auto" stands for
 )
 
 
 class DevicePart(NamedTuple):
-    """Stages in a row that one device runs; a half-open range of stages."""
+    """Consecutive stages on one device; a half-open range of stages."""
 
     device: str
     first: int
@@ -36,24 +36,24 @@ class DevicePart(NamedTuple):
 class PipelinePlan:
     """One replica of all stages."""
 
-    devices: tuple[str, ...] = ()  # per stage; none where any device will do
-    num_microbatches: int | None = None  # in a step; None where that is not planned
-    schedule: str = AUTO  # or a recipe, such as 1f1b, for as many stages as it has parts
+    devices: tuple[str, ...] = ()  # per stage; empty for any devices
+    num_microbatches: int | None = None  # per step; None if not planned
+    schedule: str = AUTO  # or a spec, such as 1f1b, for as many stages as it has parts
 
     def __post_init__(self) -> None:
         if self.num_microbatches is not None and self.num_microbatches < 1:
             raise PlanError(
                 f"a pipeline with {self.num_microbatches} micro-batches",
                 expected="at least 1",
-                fix="give it a micro-batch, or leave its devices out",
+                fix="assign it a micro-batch, or leave its devices out",
             )
         names = [device for device, _ in groupby(self.devices)]
         for name in names:
             if names.count(name) > 1:
                 raise PlanError(
                     f"{name!r} runs stages that are not next to one another",
-                    expected="stages in a row for each device",
-                    fix="move its stages together, or use another device",
+                    expected="consecutive stages for each device",
+                    fix="make its stages consecutive, or use another device",
                 )
 
     @property
@@ -65,7 +65,7 @@ class PipelinePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePart:
-    """A piece of the time of a step, and what it is spent on."""
+    """A part of a step's time, with its activity."""
 
     name: str
     takes: Seconds
@@ -73,7 +73,7 @@ class TimePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedStep:
-    """What the planner expects of a step."""
+    """The planner's prediction of a step."""
 
     step: Seconds
     bound: Seconds  # no plan for this job is faster
@@ -82,13 +82,13 @@ class PredictedStep:
 
     @property
     def gap(self) -> float:
-        """The share of the step that another plan could save at most."""
+        """The fraction of the step that another plan could save at most."""
         return max(0.0, 1 - self.bound / self.step) if self.step else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """What a plan was made from, as `polyrhythm plan` was told; files relative to the plan's."""
+    """The inputs of `polyrhythm plan` for a plan; paths are relative to the plan's file."""
 
     cluster: str
     profile: str
@@ -104,10 +104,10 @@ class Plan:
     layers_per_stage: tuple[int, ...]
     pipelines: tuple[PipelinePlan, ...]
     microbatch_size: int | None = None  # samples
-    sync: str = "all_reduce"  # how replicas of a stage stay together
-    cluster: str = ""  # the names of what it was made for
+    sync: str = "all_reduce"  # sync mode of the replicas
+    cluster: str = ""  # name of the cluster that it was made for
     model: str = ""
-    left_out: tuple[str, ...] = ()  # devices that have no part in it
+    left_out: tuple[str, ...] = ()  # devices without work
     predicted: PredictedStep | None = None
     sources: Sources | None = None
 
@@ -146,7 +146,7 @@ class Plan:
 
     @property
     def batch(self) -> int | None:
-        """Samples of a step, of all pipelines together; None where that is not planned."""
+        """Samples per step over all pipelines; None if not planned."""
         numbers = [pipeline.num_microbatches for pipeline in self.pipelines]
         if self.microbatch_size is None or None in numbers:
             return None
@@ -163,17 +163,17 @@ class Plan:
         return range(*self._bounds[stage])
 
     def replicas(self, stage: int) -> tuple[Worker, ...]:
-        """The workers that hold the same layers and average with one another."""
+        """Return the workers of one stage, which average with one another."""
         return tuple(Worker(stage, pipeline) for pipeline in range(self.num_pipelines))
 
     def save(self, path: str | Path) -> None:
-        from polyrhythm.plan.plan_file import write_plan  # it builds plans, so it imports this
+        from polyrhythm.plan.plan_file import write_plan  # late: it imports this module
 
         write_plan(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        """Read what `save` wrote, or what somebody wrote by hand; raises UserError."""
+        """Read a plan from a file, written by `save` or by hand; raise UserError if it is wrong."""
         from polyrhythm.plan.plan_file import read_plan
 
         return read_plan(Path(path))
@@ -208,7 +208,7 @@ class Plan:
 
 
 def even_plan(*, num_layers: int, num_stages: int, num_pipelines: int) -> Plan:
-    """Equal machines: layers dealt as evenly as they go, earlier stages taking the remainder."""
+    """Return a plan for equal devices: layers split evenly, the remainder to earlier stages."""
     if not 1 <= num_stages <= num_layers:
         raise PlanError(
             f"{num_stages} stages for {num_layers} layers",

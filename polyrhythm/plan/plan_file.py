@@ -1,9 +1,8 @@
-"""A plan as a file that people read, edit and hand to others: JSON, or TOML, with its schema.
+"""Read and write a plan as JSON or TOML, with a schema, for people to read and edit.
 
-Its keys are the fields of `Plan`, and its units stand in the keys, as in a description. The schema
-is looked at before anything else: what another version wrote is refused as such, and not for the
-first key that is unknown here. What the file predicts is information for people: whoever uses a
-plan predicts it anew.
+Its keys are the fields of `Plan`, with units in the keys, as in a description. The schema is
+checked first, so that a plan of another version is refused as such, not for an unknown key. The
+prediction in the file is for people: code that uses a plan predicts it again.
 """
 
 import json
@@ -19,11 +18,11 @@ from polyrhythm.plan.plan import Plan, PredictedStep
 from polyrhythm.types import Seconds
 
 SCHEMA = 2
-_WIDTH = 100  # a table that is not longer stands on one line
+_WIDTH = 100  # a table up to this length is written on one line
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in a .json or .toml file; raises UserError."""
+    """Return the plan in a .json or .toml file; raise UserError if it is wrong."""
     try:
         table = parse_file(path)
         if isinstance(table, dict):
@@ -40,13 +39,13 @@ def read_plan(path: Path) -> Plan:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """As JSON; raises UserError for a file that cannot be one."""
+    """Write a plan as JSON; raise UserError for a file with another suffix."""
     check_target(path, (".json",), flag="save")
     replace_file(path, _text(plan_table(plan), indent="") + "\n")
 
 
 def plan_table(plan: Plan) -> dict[str, object]:
-    """What is written of it."""
+    """Return the plan as the table that is written to a file."""
     return {"schema": SCHEMA, **_table(plan)}
 
 
@@ -55,7 +54,7 @@ def _check_schema(table: dict[str, object]) -> None:
     if type(schema) is int and schema == SCHEMA:
         return
     raise PlanError(
-        "no schema: this is no plan" if schema is None else f"a plan of schema {schema!r}",
+        "no schema: this is not a plan" if schema is None else f"a plan of schema {schema!r}",
         expected=f'"schema": {SCHEMA}, the only one that is known here',
         fix="make a new plan: polyrhythm plan CLUSTER PROFILE --batch N -o plan.json",
     )
@@ -70,7 +69,7 @@ def _check_predicted(predicted: PredictedStep) -> None:
 
 
 def _table(plan: Plan) -> dict[str, object]:
-    """What is not known, or empty, is left out."""
+    """Return the plan's table without unknown or empty fields."""
     given = asdict(plan)
     table = {
         key: given[key]
@@ -100,12 +99,12 @@ def _known(table: dict[str, object]) -> dict[str, object]:
 
 
 def _digits(value: float | None) -> float | None:
-    """Six are more than anybody can predict."""
+    """Round to six digits, which exceed the precision of any prediction."""
     return None if value is None else float(f"{value:.6g}")
 
 
 def _text(value: object, indent: str) -> str:
-    """JSON with every list of plain values on one line, and every table that fits on one."""
+    """Return JSON with lists of plain values, and tables that fit, on one line each."""
     line = json.dumps(value, ensure_ascii=False)
     inner = indent + " "
     if isinstance(value, dict) and (not indent or len(inner) + len(line) > _WIDTH):

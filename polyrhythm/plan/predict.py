@@ -1,4 +1,4 @@
-"""What a plan will do: the time of a step and its parts, the memory of every device, the price.
+"""Predict a plan: the time of a step and its parts, the memory of every device, the price.
 
 The step is simulated (`cost/step.py`). A schedule that is left open is chosen here, within the
 memory of the devices.
@@ -30,7 +30,7 @@ from polyrhythm.types import Bytes, Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """What one device does in a plan."""
+    """The use of one device in a plan."""
 
     device: str
     region: str
@@ -38,27 +38,27 @@ class DeviceUse:
     stages: range
     layers: range
     memory: Bytes  # at most
-    limit: Bytes | None  # that the plan may use
+    limit: Bytes | None  # memory that the plan may use
     busy: Seconds  # computing, in a step
     in_flight: int  # micro-batches at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    plan: Plan  # with the schedules that were chosen
+    plan: Plan  # with the chosen schedules
     time: StepTime
     parts: tuple[TimePart, ...]  # of the time, the largest first
     uses: tuple[DeviceUse, ...]
-    price: float | None  # of a step; None where a device has no price
+    price: float | None  # of a step; None if a device has no price
 
     @property
     def samples_per_second(self) -> float:
-        assert self.plan.batch is not None, "predict refuses a plan without one"
+        assert self.plan.batch is not None, "predict refuses a plan without a batch size"
         return self.plan.batch / self.time.total if self.time.total else math.inf
 
 
 def predict(plan: Plan, problem: Problem) -> Prediction:
-    """Raises PlanError if the plan does not fit the cluster, the model or the memory."""
+    """Predict a plan; raise PlanError if it does not fit the cluster, the model or the memory."""
     check(plan, problem)
     step = _step(plan, problem)
     runs = [_runs(pipeline, problem) for pipeline in plan.pipelines]
@@ -84,14 +84,14 @@ def predict(plan: Plan, problem: Problem) -> Prediction:
 
 
 def paces(plan: Plan, problem: Problem) -> list[tuple[Seconds, Seconds]]:
-    """What each pipeline takes for its first micro-batch, and for each further one, at best."""
+    """Return each pipeline's best times for its first micro-batch and for each further one."""
     step = _step(plan, problem)
     times = [pipeline_times(_runs(pipeline, problem), step) for pipeline in plan.pipelines]
     return [(one.first, one.pace) for one in times]
 
 
 def check(plan: Plan, problem: Problem) -> None:
-    """Whether the plan is for this cluster and this model, and complete."""
+    """Raise PlanError unless the plan is complete and fits this cluster and model."""
     if sum(plan.layers_per_stage) != problem.num_layers:
         raise PlanError(
             f"stages of {sum(plan.layers_per_stage)} layers in all",
@@ -127,7 +127,7 @@ def check(plan: Plan, problem: Problem) -> None:
 
 
 def _step(plan: Plan, problem: Problem) -> StepSpec:
-    """Without its replicas, whose schedules are not known yet."""
+    """Return the step without its replicas, whose schedules are not known yet."""
     assert plan.microbatch_size is not None, "checked"
     return StepSpec(
         replicas=(),
@@ -149,7 +149,7 @@ def _layers(plan: Plan, first: int, end: int) -> range:
 
 
 def _scheduled(number: int, plan: Plan, times: PipelineTimes, problem: Problem) -> PipelinePlan:
-    """The pipeline with a schedule that fits the memory of its devices."""
+    """Return the pipeline with a schedule that fits the memory of its devices."""
     pipeline = plan.pipelines[number]
     assert plan.microbatch_size is not None, "checked"
     assert pipeline.num_microbatches is not None, "checked"
@@ -172,7 +172,7 @@ def _scheduled(number: int, plan: Plan, times: PipelineTimes, problem: Problem) 
 
 
 def _built(plan: Plan, problem: Problem) -> list[Schedule]:
-    """Of each pipeline; those that are alike share it, so that they are simulated once."""
+    """Return the schedule of each pipeline; equal pipelines share one, to be simulated once."""
     built: dict[tuple[str, int, int], Schedule] = {}
     schedules = []
     for pipeline in plan.pipelines:

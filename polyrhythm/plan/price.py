@@ -1,4 +1,4 @@
-"""What a step costs in money: devices by the hour, and what leaves a region by the gigabyte."""
+"""The price of a step: devices by the hour, and egress from regions by the gigabyte."""
 
 from itertools import pairwise, permutations
 
@@ -12,7 +12,7 @@ _GIGABYTE = 1e9
 
 
 def price_of(step: StepSpec, takes: Seconds, cluster: Cluster) -> float | None:
-    """None where a device of the step has no price."""
+    """Return the price of a step; None if one of its devices has no price."""
     used = {run.device for replica in step.replicas for run in replica.runs}
     prices = [cluster.devices[device].price_per_hour for device in sorted(used)]
     if any(price is None for price in prices):
@@ -22,7 +22,7 @@ def price_of(step: StepSpec, takes: Seconds, cluster: Cluster) -> float | None:
 
 
 def egress_price(step: StepSpec, cluster: Cluster) -> float:
-    """Of all that a step sends from one region to another."""
+    """Return the price of all bytes that a step sends between regions."""
     if not cluster.egress_price_per_gb:
         return 0.0
     price = dict(zip(cluster.regions, cluster.egress_price_per_gb, strict=True))
@@ -40,7 +40,7 @@ def egress_price(step: StepSpec, cluster: Cluster) -> float:
     for group in groups_of(step):
         members, share = group.members, 2 * group.size / len(group.members)
         if step.sync is Sync.GROUPS and len(members) > GROUP_SIZE:
-            # Whoever is drawn sends to few others, but to each a larger part.
+            # In groups a member sends to few others, but a larger shard to each.
             share *= (GROUP_SIZE - 1) / (len(members) - 1) * len(members) / GROUP_SIZE
         total += sum(sent(a, b, share) for a, b in permutations(members, 2))
     return total

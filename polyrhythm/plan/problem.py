@@ -1,7 +1,7 @@
-"""What a plan has to solve, in numbers: devices, links, layers, the job, and schedules to choose.
+"""The planning problem in numbers: devices, links, layers, the job, and a source of schedules.
 
-Schedules come from outside (`schedule/planned.py`): planning and scheduling are neighbours that do
-not know one another.
+Schedules are passed in (`schedule/plan_schedules.py`), so that planning and scheduling do not
+import each other.
 """
 
 from collections.abc import Sequence
@@ -26,17 +26,17 @@ from polyrhythm.errors import PlanError
 from polyrhythm.plan.job import TrainingJob
 from polyrhythm.types import Bytes
 
-_MAX_LEVELS = 64  # bandwidths looked at for islands
+_MAX_LEVELS = 64  # bandwidths considered for islands
 
 
 class Schedules(Protocol):
     def build(self, spec: str, *, num_stages: int, num_microbatches: int) -> Schedule:
-        """The actions of every stage under a recipe by name."""
+        """Return the actions of every stage for a spec."""
 
     def choose(
         self, times: PipelineTimes, *, num_microbatches: int, max_in_flight: Sequence[int]
     ) -> str:
-        """The best recipe with at most so many micro-batches in flight on each stage."""
+        """Return the best spec with at most `max_in_flight` micro-batches on each stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +74,12 @@ class Problem:
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Of each device by its name."""
+        """The index of each device by its name."""
         return {device.name: number for number, device in enumerate(self.cluster.devices)}
 
     @cached_property
     def islands(self) -> tuple[NDArray[np.int64], ...]:
-        """For bandwidths from the lowest: which island each device is on without slower links."""
+        """Per bandwidth, from the lowest: each device's island (component) without slower links."""
         both = self.links.both_ways
         levels = np.unique(both[both > 0])
         kept = np.unique(np.linspace(0, len(levels) - 1, _MAX_LEVELS).round().astype(int))
@@ -99,18 +99,18 @@ class Problem:
         return len(self.profile.layers)
 
     def limit(self, device: int) -> Bytes | None:
-        """The memory that a plan may use of a device."""
+        """Return the memory of a device that a plan may use."""
         memory = self.cluster.devices[device].memory
         return None if memory is None else int(memory * (1 - self.job.memory_reserve))
 
     @cached_property
     def memory_limits(self) -> NDArray[np.float64]:
-        """The same for all devices; inf where there is no limit."""
+        """The memory limits of all devices; inf without a limit."""
         limits = [self.limit(device) for device in range(self.num_devices)]
         return np.array([np.inf if limit is None else limit for limit in limits], np.float64)
 
     def layers(self, microbatch_size: int) -> tuple[Layer, ...]:
-        """Of the model, with micro-batches of this size."""
+        """Return the model's layers for this micro-batch size."""
         if microbatch_size not in self._layers:
             self._layers[microbatch_size] = self.profile.at(microbatch_size).layers
         return self._layers[microbatch_size]
@@ -136,9 +136,9 @@ class Problem:
         return self._stages[key]
 
     def memory(self, layers: range, microbatch_size: int) -> StageMemory:
-        """What consecutive layers need on one device.
+        """Return the memory of consecutive layers on one device.
 
-        A micro-batch in flight also holds a message from the stage before and one to it.
+        A micro-batch in flight also holds a message from the previous stage and one to it.
         """
         table = self.layers(microbatch_size)
         inside = table[layers.start : layers.stop]
@@ -153,7 +153,7 @@ class Problem:
         )
 
     def least_memory(self, microbatch_size: int) -> NDArray[np.float64]:
-        """[a, b]: what layers a to b need on one device, with one micro-batch; inf if b <= a."""
+        """Return [a, b]: the memory of layers a to b with one micro-batch; inf if b <= a."""
         if microbatch_size not in self._least:
             layers = self.layers(microbatch_size)
             weights = np.cumsum([0, *(layer.parameter_bytes for layer in layers)])
@@ -169,7 +169,7 @@ class Problem:
     def max_in_flight(
         self, device: int, layers: range, microbatch_size: int, num_microbatches: int
     ) -> int:
-        """How many micro-batches fit; 0 if not even one does, -1 if not even the weights do."""
+        """Return how many micro-batches fit; 0 if none does, -1 if the weights do not fit."""
         limit, memory = self.limit(device), self.memory(layers, microbatch_size)
         if limit is None:
             return num_microbatches

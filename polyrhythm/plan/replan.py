@@ -1,12 +1,12 @@
-"""A running plan and a changed cluster: go on as before, mend the plan, or move to another one?
+"""Re-plan for a changed cluster: keep the running plan, repair it, or migrate to another one.
 
-What counts is the time, or the price, of the steps that are left and of the migration before them.
-Considered are the running plan, if all its devices are there; the running plan mended, where lost
-devices are replaced or their pipelines dropped; what annealing makes of the running plan; and plans
-from scratch. Devices that are alike keep what they have as far as possible.
+The options are compared by the time, or price, of the remaining steps and of the migration before
+them. Options are the running plan, if all its devices exist; the repaired plan, in which lost
+devices are replaced or their pipelines dropped; annealing from the running plan; and new plans.
+Equal devices keep their layers as far as possible.
 
-Like `make_plan`, the answer depends on its arguments only: every node that has the same
-measurements and knows the running plan comes to the same one.
+Like `make_plan`, the result depends only on the arguments: all nodes with the same measurements and
+the running plan reach the same result.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ from polyrhythm.plan.step_bound import step_bound
 from polyrhythm.types import Seconds
 
 _MOVES = 30_000  # of annealing, from the running plan
-_RESTART: Seconds = 5.0  # to stop, connect anew and go on, beside what is sent
+_RESTART: Seconds = 5.0  # to stop, reconnect and restart, in addition to transfers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplanResult:
-    planned: PlanResult  # what to go on with, perhaps the running plan
+    planned: PlanResult  # the plan to use, possibly the running one
     migration: Seconds  # 0 if nothing changes
-    moved: tuple[str, ...]  # devices that get other layers
-    from_checkpoint: tuple[int, ...]  # layers that no device has any more
+    moved: tuple[str, ...]  # devices that receive layers
+    from_checkpoint: tuple[int, ...]  # layers that no device has
     why: str
 
     @property
@@ -60,7 +60,7 @@ class _Option:
         return self.migration.takes + _RESTART if self.changes else 0.0
 
     def value(self, problem: Problem, steps: int) -> float:
-        """What is left, with this."""
+        """Return the time or price of the remaining steps with this option."""
         time = self.prediction.time.total
         if problem.job.objective is not Objective.COST:
             return self.pause + steps * time
@@ -76,14 +76,16 @@ def replan(
     seed: int = 0,
     on_progress: Callable[[SearchProgress], None] = lambda _: None,
 ) -> ReplanResult:
-    """`problem` has the cluster as it is now; `steps` are those left to do."""
+    """Choose a plan for the present cluster of `problem` and `steps` remaining steps."""
     if steps < 0:
-        raise PlanError(f"{steps} steps", expected="0 or more", fix="give the steps left to do")
+        raise PlanError(
+            f"{steps} steps", expected="0 or more", fix="pass the number of remaining steps"
+        )
     if sum(running.layers_per_stage) != problem.num_layers:
         raise PlanError(
             f"a running plan of {sum(running.layers_per_stage)} layers",
             expected=f"one for the {problem.num_layers} layers of {problem.profile.name!r}",
-            fix="give the plan that runs, and the profile of its model",
+            fix="pass the running plan and the profile of its model",
         )
     options = list(_options(running, problem, seed, on_progress))
     if not options:
@@ -103,8 +105,8 @@ def _options(
     running: Plan, problem: Problem, seed: int, on_progress: Callable[[SearchProgress], None]
 ) -> Iterator[_Option]:
     near = [
-        ("as it runs", [running] if running.batch == problem.job.batch else []),
-        ("mended", _repaired(running, problem)),
+        ("unchanged", [running] if running.batch == problem.job.batch else []),
+        ("repaired", _repaired(running, problem)),
         ("improved", _annealed(running, problem, seed)),
     ]
     for what, plans in near:
@@ -132,23 +134,22 @@ def _meets_constraints(plan: Plan, problem: Problem) -> bool:
 
 def _option(what: str, running: Plan, plan: Plan, problem: Problem) -> _Option:
     prediction = predict(plan, problem)
-    there = migration(running, plan, problem)
     return _Option(
         prediction=prediction,
-        migration=there,
+        migration=migration(running, plan, problem),
         changes=_work(plan) != _work(running),
         what=what,
     )
 
 
 def _work(plan: Plan) -> object:
-    """What a change of means a restart: schedules may change while the job runs."""
+    """Return the parts of a plan whose change needs a restart; schedules may change at run time."""
     pipelines = {(p.devices, p.num_microbatches) for p in plan.pipelines}
     return plan.layers_per_stage, plan.microbatch_size, plan.sync, pipelines
 
 
 def reset_schedules(plan: Plan, problem: Problem) -> Plan:
-    """With schedules chosen anew for the cluster as it is."""
+    """Return the plan with schedules to be chosen again for the present cluster."""
     pipelines = tuple(replace(p, schedule=problem.job.schedule) for p in plan.pipelines)
     used = {device for pipeline in pipelines for device in pipeline.devices}
     return replace(
@@ -161,8 +162,8 @@ def reset_schedules(plan: Plan, problem: Problem) -> Plan:
 
 
 def _repaired(running: Plan, problem: Problem) -> Iterator[Plan]:
-    """Lost devices replaced by idle ones, as far as there are any, the other pipelines dropped;
-    or the batch dealt anew, if it is another one.
+    """Yield plans with lost devices replaced by idle ones or their pipelines dropped, and with
+    the batch reassigned if its size has changed.
     """
     used = {device for pipeline in running.pipelines for device in pipeline.devices}
     lost = sorted(used - set(problem.index))
@@ -170,23 +171,23 @@ def _repaired(running: Plan, problem: Problem) -> Iterator[Plan]:
         return
     idle = [device.name for device in problem.cluster.devices if device.name not in used]
     for spares in (idle, []) if lost and idle else ([],):
-        stand_in = dict(zip(lost, spares, strict=False))
+        substitutes = dict(zip(lost, spares, strict=False))
         kept = [
-            replace(p, devices=tuple(stand_in.get(device, device) for device in p.devices))
+            replace(p, devices=tuple(substitutes.get(device, device) for device in p.devices))
             for p in running.pipelines
-            if all(device in problem.index or device in stand_in for device in p.devices)
+            if all(device in problem.index or device in substitutes for device in p.devices)
         ]
         if kept:
             yield from _with_batch(running, kept, problem)
 
 
 def _with_batch(running: Plan, kept: list[PipelinePlan], problem: Problem) -> Iterator[Plan]:
-    """The batch dealt to these pipelines, in proportion to what they had, if it can be."""
+    """Yield a plan with the batch split over these pipelines in their old proportion."""
     size = running.microbatch_size or sizes_for(problem)[0]
     count, rest = divmod(problem.job.batch, size)
     if rest:
         return
-    kept = kept[:count]  # each has a micro-batch at least
+    kept = kept[:count]  # each needs at least one micro-batch
     pace = [1 / (pipeline.num_microbatches or 1) for pipeline in kept]
     numbers = assign_microbatches(count, [0.0] * len(kept), pace, even=False)
     yield replace(
@@ -202,7 +203,7 @@ def _with_batch(running: Plan, kept: list[PipelinePlan], problem: Problem) -> It
 
 
 def _annealed(running: Plan, problem: Problem, seed: int) -> Iterator[Plan]:
-    """The running plan as a start, if each of its devices is there and runs one stage."""
+    """Yield plans annealed from the running one, if all its devices exist and run one stage."""
     if running.microbatch_size is None or problem.job.batch % running.microbatch_size:
         return
     columns = [[problem.index.get(d, -1) for d in p.devices] for p in running.pipelines]
@@ -225,12 +226,12 @@ def _why(best: _Option, options: list[_Option], problem: Problem, steps: int) ->
     if best is stays:
         others = [option for option in options if option.changes]
         if not others:
-            return f"goes on as it is, a step of {step:.3g} s: no other plan was found"
+            return f"keep the running plan, a step of {step:.3g} s: no other plan was found"
         other = min(others, key=lambda option: option.value(problem, steps))
         return (
-            f"goes on as it is: a step of {step:.3g} s, and the best change, to "
+            f"keep the running plan: a step of {step:.3g} s, and the best change, to "
             f"{other.prediction.time.total:.3g} s after a pause of {other.pause:.3g} s, "
-            f"does not pay in {steps} steps"
+            f"does not pay off in {steps} steps"
         )
     if stays is None:
         return f"the running plan cannot go on; {best.what}: a step of {step:.3g} s"

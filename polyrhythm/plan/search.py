@@ -1,12 +1,12 @@
-"""From a problem to a plan: degrees, devices, layers, micro-batches and schedules.
+"""Search for a plan: degrees, devices, layers, micro-batches and schedules.
 
-1. Every shape (stages x pipelines, size of micro-batches) that could beat the best one so far by
-   its lower bound gets a sketch: devices and layers, by estimates.
-2. The best sketches are worked on longer, also from DT-FM's layout.
-3. Pipelines of unequal numbers of devices are tried.
-4. The best are predicted: schedules chosen, a step simulated. What is best then is polished.
+1. Every shape (stages x pipelines, micro-batch size) that could beat the best one so far by its
+   lower bound gets a draft: devices and layers, by estimates.
+2. The best drafts are improved further, also from DT-FM's layout.
+3. Pipelines with unequal numbers of devices are tried.
+4. The best are predicted: schedules chosen, a step simulated. The best of these is refined.
 
-The result depends on the problem and the seed only, never on a clock: all nodes that have the same
+The result depends only on the problem and the seed, never on a clock: all nodes with the same
 measurements make the same plan.
 """
 
@@ -36,7 +36,10 @@ from polyrhythm.types import Seconds
 
 _QUICK_MOVES, _MOVES = 8_000, 150_000
 _NUM_IMPROVED, _NUM_PREDICTED = 6, 6
-_FEW_SIZES, _NUM_DEGREES = 3, 8  # sizes that are all tried; degrees tried with all others
+_FEW_SIZES, _NUM_DEGREES = (
+    3,
+    8,
+)  # if there are more sizes, only this many degrees are tried with all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +47,14 @@ class SearchProgress:
     doing: str  # such as "8 stages x 8 pipelines, micro-batches of 1"
     done: int
     total: int
-    best: str  # so far, such as "8.04 s, 8 stages x 8 pipelines, ..."; empty if nothing is
+    best: str  # so far, such as "8.04 s, 8 stages x 8 pipelines, ..."; empty at first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
     best: Prediction  # by the job's objective; its plan has `predicted` filled in
     bound: Seconds  # no plan takes less
-    front: tuple[Prediction, ...]  # none is slower and dearer; fastest first; () without prices
+    front: tuple[Prediction, ...]  # Pareto front, fastest first; () without prices
     price_bound: float | None = None  # no plan's step costs less; None without prices
 
 
@@ -61,14 +64,14 @@ def make_plan(
     seed: int = 0,
     on_progress: Callable[[SearchProgress], None] = lambda _: None,
 ) -> PlanResult:
-    """Raises PlanError if there is no feasible plan."""
+    """Search for the best plan; raise PlanError if none is feasible."""
     found = predictions(problem, seed=seed, on_progress=on_progress)
     bound = step_bound(problem, sizes=sizes_for(problem))
-    best = min(found, key=lambda one: _value(one, problem))
+    best = min(found, key=lambda each: _value(each, problem))
     return PlanResult(
         best=with_predicted_step(best, bound),
         bound=bound,
-        front=tuple(with_predicted_step(one, bound) for one in pareto_front(found)),
+        front=tuple(with_predicted_step(each, bound) for each in pareto_front(found)),
         price_bound=least_price(problem, sizes_for(problem)),
     )
 
@@ -76,7 +79,7 @@ def make_plan(
 def predictions(
     problem: Problem, *, seed: int, on_progress: Callable[[SearchProgress], None]
 ) -> list[Prediction]:
-    """Of the plans that seem best; at least one. Raises PlanError like `make_plan`."""
+    """Return predictions of the most promising plans; at least one. Raises PlanError."""
     if not 0 <= seed < 2**31:
         raise PlanError(f"seed={seed}", expected="0 or more, below 2**31", fix="use 0")
     _check_prices(problem)
@@ -93,25 +96,25 @@ def predictions(
         reporter.report(f"simulating plan {number + 1} of {len(plans)}")
         try:
             found.append(predict(plan, problem))
-        except UserError as error:  # too large once all is counted, or not for this schedule
+        except UserError as error:  # too large once all memory is counted, or with this schedule
             reasons.append(error)
     if not found:
         asked = [reason for reason in reasons if isinstance(reason, ScheduleError)]
         raise asked[0] if asked else infeasible_error(problem)
-    reporter.report("polishing the best of them")
-    best = min(range(len(found)), key=lambda place: _value(found[place], problem))
-    found[best] = refine_plan(found[best], problem, lambda one: _value(one, problem))
+    reporter.report("refining the best plan")
+    best = min(range(len(found)), key=lambda index: _value(found[index], problem))
+    found[best] = refine_plan(found[best], problem, lambda found: _value(found, problem))
     return found
 
 
 def pareto_front(predictions: list[Prediction]) -> list[Prediction]:
-    """Those that no other one beats in time and in money; fastest first. None without prices."""
+    """Return the Pareto front of time and price, fastest first; empty without prices."""
     front: list[Prediction] = []
-    priced = [one for one in predictions if one.price is not None]
-    for one in sorted(priced, key=lambda one: (one.time.total, one.price)):
-        assert one.price is not None, "chosen for it"
-        if not front or one.price < (front[-1].price or 0.0):
-            front.append(one)
+    priced = [each for each in predictions if each.price is not None]
+    for prediction in sorted(priced, key=lambda each: (each.time.total, each.price)):
+        assert prediction.price is not None, "filtered above"
+        if not front or prediction.price < (front[-1].price or 0.0):
+            front.append(prediction)
     return front
 
 
@@ -123,7 +126,7 @@ def _value(prediction: Prediction, problem: Problem) -> float:
 
 
 def with_predicted_step(prediction: Prediction, bound: Seconds) -> Prediction:
-    """With what its plan should say about itself."""
+    """Return the prediction with its plan's `predicted` filled in."""
     predicted = PredictedStep(
         step=prediction.time.total,
         bound=bound,
@@ -134,7 +137,7 @@ def with_predicted_step(prediction: Prediction, bound: Seconds) -> Prediction:
 
 
 class _ProgressReporter:
-    """Tells how far the search is, and what the best sketch so far is estimated at."""
+    """Report the progress of the search and the estimate of the best draft so far."""
 
     def __init__(self, on_progress: Callable[[SearchProgress], None], problem: Problem) -> None:
         self._on_progress, self._unit = on_progress, "s"
@@ -154,10 +157,10 @@ class _ProgressReporter:
 
 
 def _drafts(problem: Problem, seed: int, reporter: _ProgressReporter) -> Iterator[PlanDraft]:
-    """One for each shape that may be worth it, in the order of what they could be at best.
+    """Return a draft for each promising shape, in the order of their lower bounds.
 
-    Where there are many sizes of micro-batches, two of them tell which degrees are good; only those
-    are tried with the others.
+    If there are many micro-batch sizes, two of them decide which degrees are good; only those are
+    tried with the other sizes.
     """
     every = list(shapes(problem))
     sizes = sorted({shape.microbatch_size for shape in every})
@@ -175,17 +178,17 @@ def _drafts(problem: Problem, seed: int, reporter: _ProgressReporter) -> Iterato
 
 
 class _DraftSearch:
-    """Sketches of shapes, except where even their bound is above the best so far."""
+    """Make drafts of shapes whose lower bound is below the best draft so far."""
 
     def __init__(self, problem: Problem, seed: int, reporter: _ProgressReporter) -> None:
         self._problem, self._seed, self._reporter = problem, seed, reporter
         self._best = float("inf")
 
-    def of(self, some: list[PlanShape]) -> Iterator[PlanDraft]:
+    def of(self, plan_shapes: list[PlanShape]) -> Iterator[PlanDraft]:
         problem = self._problem
         bounds = [
-            (least_step(problem, one.microbatch_size, one.num_pipelines, one.num_places), one)
-            for one in some
+            (least_step(problem, each.microbatch_size, each.num_pipelines, each.num_places), each)
+            for each in plan_shapes
         ]
         by_time = problem.job.objective is Objective.TIME
         for bound, shape in sorted(bounds):
@@ -201,34 +204,34 @@ class _DraftSearch:
 def _improved(
     problem: Problem, drafts: list[PlanDraft], seed: int, reporter: _ProgressReporter
 ) -> list[PlanDraft]:
-    """The best of them worked on, then all, best first."""
+    """Improve the best drafts, then return all, best first."""
     drafts = sorted(drafts, key=lambda draft: draft.value)
     better = []
     for draft in drafts[:_NUM_IMPROVED]:
         reporter.report(f"improving {draft.shape}")
         candidates = [improve_draft(problem, draft, num_moves=_MOVES, seed=seed + 1)]
         if draft.shape.num_places == problem.num_devices and draft.shape.num_stages > 1:
-            with contextlib.suppress(PlanError):  # DT-FM does not look at memory
+            with contextlib.suppress(PlanError):  # DT-FM ignores memory
                 start = dtfm_start(problem, draft, seed)
                 candidates.append(
                     improve_draft(problem, start, num_moves=_MOVES // 2, seed=seed + 2)
                 )
-        better.append(min(candidates, key=lambda one: one.value))
+        better.append(min(candidates, key=lambda each: each.value))
         reporter.found(better[-1].value, str(draft.shape))
     return sorted([*better, *drafts[_NUM_IMPROVED:]], key=lambda draft: draft.value)
 
 
 def _most_promising(drafts: list[PlanDraft]) -> list[PlanDraft]:
-    """The best, and the best of each size of micro-batches: memory may rule out the others."""
+    """Return the best drafts, and the best of each micro-batch size: others may exceed memory."""
     of_size: dict[int, PlanDraft] = {}
     for draft in drafts:
         of_size.setdefault(draft.shape.microbatch_size, draft)
-    others = [one for one in of_size.values() if one not in drafts[:_NUM_PREDICTED]]
+    others = [each for each in of_size.values() if each not in drafts[:_NUM_PREDICTED]]
     return [*drafts[:_NUM_PREDICTED], *others]
 
 
 def dtfm_start(problem: Problem, draft: PlanDraft, seed: int) -> PlanDraft:
-    """The same shape, placed by DT-FM's cost."""
+    """Return a draft of the same shape with devices placed by DT-FM's cost."""
     from polyrhythm.plan.dtfm.placement import SearchEffort, place
 
     shape = draft.shape
@@ -254,6 +257,6 @@ def _check_prices(problem: Problem) -> None:
         if device.price_per_hour is None:
             raise PlanError(
                 f"device {device.name!r} has no price",
-                expected="price_per_hour of every device, to plan for money",
+                expected="price_per_hour of every device, to plan for cost",
                 fix=f"add price_per_hour to {device.name!r}, or plan for time",
             )

@@ -1,4 +1,4 @@
-"""Which degrees of a plan are worth a look: stages x pipelines, and sizes of micro-batches."""
+"""Enumerate the degrees to try for a plan: stages x pipelines, and micro-batch sizes."""
 
 from collections.abc import Iterator
 
@@ -7,17 +7,17 @@ from polyrhythm.plan.draft import PlanShape
 from polyrhythm.plan.errors import out_of_memory_error
 from polyrhythm.plan.problem import Problem
 
-_ALL_STAGES = 16  # every number of stages up to this one, then fewer and fewer
-_USED = (1.0, 0.75, 0.5, 0.25)  # shares of the pipelines that there are devices for
+_ALL_STAGES = 16  # every number of stages up to this one, then ever fewer
+_USED = (1.0, 0.75, 0.5, 0.25)  # fractions of the largest possible number of pipelines
 
 
 def sizes_for(problem: Problem) -> tuple[int, ...]:
-    """Sizes of micro-batches: those that were measured, and powers of two between, if they divide
+    """Return the micro-batch sizes: measured ones and powers of two between, if they divide
     the batch.
     """
     job, known = problem.job, problem.profile.microbatch_sizes
     if job.microbatch_size is not None:
-        problem.profile.at(job.microbatch_size)  # refuses one that is not known
+        problem.profile.at(job.microbatch_size)  # refuses a size outside the profile
         sizes = {job.microbatch_size}
     else:
         powers = {2**n for n in range(known[-1].bit_length()) if known[0] <= 2**n <= known[-1]}
@@ -33,7 +33,7 @@ def sizes_for(problem: Problem) -> tuple[int, ...]:
 
 
 def shapes(problem: Problem) -> Iterator[PlanShape]:
-    """Those with a device for every place; some leave devices out."""
+    """Yield the shapes with enough devices; some leave devices out."""
     job = problem.job
     for size in sizes_for(problem):
         most = job.batch // size  # pipelines: each has a micro-batch at least

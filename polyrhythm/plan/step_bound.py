@@ -1,4 +1,4 @@
-"""What no plan can beat: a lower bound of the time of a step, and so how good a plan is at most.
+"""A lower bound of the step time of any plan, which shows how good a plan is.
 
 For P pipelines, M micro-batches that take W seconds each at speed 1, and devices of speeds v that
 sum up to V, four arguments; the largest of them holds.
@@ -32,7 +32,7 @@ _NEVER = 1e-300
 
 
 def step_bound(problem: Problem, *, sizes: tuple[int, ...]) -> Seconds:
-    """No plan for this problem with micro-batches of these sizes takes less time for a step."""
+    """Return a lower bound of the step time of any plan with these micro-batch sizes."""
     job = problem.job
     bounds = []
     for size in sizes:
@@ -45,7 +45,7 @@ def step_bound(problem: Problem, *, sizes: tuple[int, ...]) -> Seconds:
 def least_step(
     problem: Problem, microbatch_size: int, num_pipelines: int, num_devices: int | None = None
 ) -> Seconds:
-    """The same for so many pipelines, of at most so many devices in all."""
+    """Return the bound for `num_pipelines` pipelines on at most `num_devices` devices."""
     layers = problem.layers(microbatch_size)
     count = problem.job.batch / microbatch_size
     works = [layer.forward + layer.backward for layer in layers]
@@ -73,7 +73,7 @@ def least_step(
 
 
 def least_price(problem: Problem, sizes: tuple[int, ...]) -> float | None:
-    """No plan pays less for the compute of a step; None where a device has no price."""
+    """Return a lower bound of a step's compute price; None if a device has no price."""
     prices = [device.price_per_hour for device in problem.cluster.devices]
     if any(price is None for price in prices):
         return None
@@ -88,9 +88,9 @@ def least_price(problem: Problem, sizes: tuple[int, ...]) -> float | None:
 
 
 def _sent(problem: Problem, num_pipelines: int) -> Seconds:
-    """What the gradients of all layers take in both halves, one after another, at best."""
+    """Return the least time of reduce-scatter plus all-gather of all layers' gradients."""
     if num_pipelines == 1 or problem.job.sync != Sync.ALL_REDUCE:
-        return 0.0  # nobody waits for all of it, or it does not add up over stages
+        return 0.0  # no device waits for all of it, or it does not add up over stages
     gradients = sum(layer.parameter_bytes for layer in problem.profile.layers)
     fastest = float(problem.links.uplinks.max())
     share = 2 * (num_pipelines - 1) / num_pipelines
@@ -105,7 +105,7 @@ def _divided(
     crossing: Seconds,
     sent: float,
 ) -> Seconds:
-    """Argument 4: over how many pipelines leave their island, the least time."""
+    """Argument 4: the least time over the number of pipelines that leave their island."""
     leaving = np.arange(num_pipelines + 1)
     largest = np.concatenate([[0.0], np.cumsum(islands)])
     inside = largest[np.minimum(num_pipelines - leaving, len(islands))]
@@ -117,7 +117,7 @@ def _divided(
 
 
 def _islands(problem: Problem) -> Iterator[tuple[NDArray[np.float64], float]]:
-    """Sums of speeds, largest first, and the fastest link that leads from one to another."""
+    """Yield the islands' sums of speeds, largest first, and the fastest link between islands."""
     both = problem.links.both_ways
     speeds = np.array(problem.speeds)
     for island in problem.islands:

@@ -1,4 +1,4 @@
-"""Names for the parts of a step's time: what computes, and which links are waited for."""
+"""Name the parts of a step's time: compute, and the links that a step waits for."""
 
 from collections.abc import Sequence
 

@@ -1,10 +1,10 @@
-"""Pipelines of unequal numbers of devices, each cut as suits its own devices.
+"""Plan pipelines with unequal numbers of devices, each partitioned for its own devices.
 
-Teams of near devices make a pipeline each: those of an island (`Problem.islands`), or stretches of
-a row in which near ones are neighbours. Every team deals all layers to its devices by their speed.
-The cuts of all teams together make the stages, so a device runs several in a row where others cut
-more finely. Micro-batches go to the teams by how fast they are. Then devices move from
-team to team, or out, as long as the estimate gets better.
+Each pipeline has a team of near devices: those of an island (`Problem.islands`), or a stretch of a
+row in which near ones are neighbours. Every team splits all layers over its devices by speed. The
+boundaries of all teams together define the stages, so a device runs several stages where other
+teams split more finely. Micro-batches are assigned to teams by speed. Then devices move between
+teams, or out, while the estimate improves.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,8 +30,11 @@ Teams = tuple[tuple[int, ...], ...]  # devices of each pipeline, in the order of
 
 _MAX_TEAMS = 8
 _NUM_CLIMBED = 2  # starts that are improved
-_PROMISING, _NEAR = 1.3, 1.05  # times the best estimate so far: worth to improve, to be offered
-_MAX_OUTLINES = 400  # looked at from one start
+_PROMISING, _NEAR = (
+    1.3,
+    1.05,
+)  # multiples of the best estimate: limits for improving and for returning a plan
+_MAX_OUTLINES = 400  # evaluated from one start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +47,9 @@ class _Outline:
 
 
 def unequal_plans(problem: Problem, sizes: Sequence[int], *, below: Seconds) -> list[Plan]:
-    """The best few; none if the job asks for a number of stages, or for money.
+    """Return the best few plans; none if the job fixes the number of stages or minimises cost.
 
-    Nor if their estimates are far above that of the best other plan, which is `below`.
+    None either if their estimates are far above `below`, that of the best other plan.
     """
     if problem.job.num_stages is not None or problem.job.objective is Objective.COST:
         return []
@@ -87,7 +90,7 @@ def _island_teams(problem: Problem, row: list[int]) -> Iterator[tuple[int, Teams
 
 
 def _stretches(problem: Problem, row: list[int], number: int) -> Teams:
-    """Of about equal speed in all."""
+    """Split the row into stretches of about equal total speed."""
     done = np.cumsum([problem.speeds[device] for device in row])
     ends = [int(np.searchsorted(done, done[-1] * i / number - 1e-9)) + 1 for i in range(number)]
     ends = [0, *ends[1:], len(row)]
@@ -95,7 +98,7 @@ def _stretches(problem: Problem, row: list[int], number: int) -> Teams:
 
 
 class _Outliner:
-    """Outlines with micro-batches of one size; a team that it has seen is dealt its layers once."""
+    """Make outlines with one micro-batch size; layers of a team are assigned once and cached."""
 
     def __init__(self, problem: Problem, size: int) -> None:
         self.problem, self._size = problem, size
@@ -103,13 +106,13 @@ class _Outliner:
         self._partitioned: dict[tuple[int, ...], tuple[StageRun, ...] | None] = {}
 
     def outline(self, teams: Teams) -> _Outline | None:
-        """Layers and micro-batches for these teams; None if something does not fit."""
+        """Return layers and micro-batches for these teams; None if something does not fit."""
         runs = [self._runs(team) for team in teams]
         if not teams or len(teams) > self.count or any(run is None for run in runs):
             return None
-        dealt = tuple(run for run in runs if run is not None)
+        team_runs = tuple(run for run in runs if run is not None)
         problem, size = self.problem, self._size
-        stages, cut = _cut(problem, dealt, size)
+        stages, cut = _cut(problem, team_runs, size)
         step = StepSpec(
             replicas=(),
             stages=stages,
@@ -118,7 +121,7 @@ class _Outliner:
             sync=Sync(problem.job.sync),
         )
         times = [pipeline_times(team, step) for team in cut]
-        first, period = [one.first for one in times], [one.pace for one in times]
+        first, period = [each.first for each in times], [each.pace for each in times]
         numbers = assign_microbatches(self.count, first, period, even=False)
         groups = [
             ReplicaGroup(members=members, size=stage.gradient_bytes)
@@ -128,7 +131,7 @@ class _Outliner:
         columns = max(f + (n - 1) * p for f, n, p in zip(first, numbers, period, strict=True))
         return _Outline(
             teams=teams,
-            runs=dealt,
+            runs=team_runs,
             num_microbatches=numbers,
             microbatch_size=size,
             takes=columns + sync,
@@ -146,13 +149,13 @@ class _Outliner:
 
 
 def _members(cut: Sequence[Sequence[StageRun]]) -> Iterator[tuple[int, ...]]:
-    """The devices of each stage."""
+    """Return the devices of each stage."""
     holders = [[run.device for run in team for _ in range(run.first, run.end)] for team in cut]
     return zip(*holders, strict=True)
 
 
 def _partitioned(problem: Problem, team: Sequence[int], size: int) -> tuple[StageRun, ...]:
-    """Layers for each of its devices; the slowest stay idle if there are more than layers."""
+    """Return the layers of each device of a team; the slowest of more devices than layers idle."""
     fastest = sorted(team, key=lambda device: (-problem.speeds[device], device))
     kept = set(fastest[: problem.num_layers])
     devices = [device for device in team if device in kept]
@@ -174,7 +177,7 @@ def _partitioned(problem: Problem, team: Sequence[int], size: int) -> tuple[Stag
 def _cut(
     problem: Problem, runs: Sequence[Sequence[StageRun]], size: int
 ) -> tuple[tuple[StageWork, ...], list[list[StageRun]]]:
-    """The stages that all cuts make, and the runs in stages instead of layers."""
+    """Return the stages defined by all boundaries, and the runs in stages instead of layers."""
     ends = sorted({run.end for team in runs for run in team})
     stage_at = {0: 0} | {end: number + 1 for number, end in enumerate(ends)}
     counts = [b - a for a, b in pairwise([0, *ends])]
@@ -186,7 +189,7 @@ def _cut(
 
 
 def _climbed(outline: _Outline, outliner: _Outliner) -> _Outline:
-    """Take the first change that helps, again and again."""
+    """Repeatedly apply the first change that improves the estimate."""
     looked_at, better = 0, True
     while better:
         better = False
@@ -202,7 +205,7 @@ def _climbed(outline: _Outline, outliner: _Outliner) -> _Outline:
 
 
 def _changed(teams: Teams, problem: Problem) -> Iterator[Teams]:
-    """A device at an end moves to another team or out; an idle one comes in; a team dissolves."""
+    """Yield changes: move an end device to another team or out, add an idle one, drop a team."""
     used = {device for team in teams for device in team}
     for i, team in enumerate(teams):
         others = [*teams[:i], *teams[i + 1 :]]

@@ -1,8 +1,8 @@
-"""Compute that is as slow as a scenario says: a real worker is held back by sleeping. No torch.
+"""Emulate a slow device: a worker sleeps for as long as its scenario prescribes. No torch.
 
-A slow machine is emulated where it hurts: between the end of an action's work and the sending of
-its result. `emulate` also stands in for the work itself, so that sixteen workers fit two cores.
-`polyrhythm lab run --scenario` tells its processes by environment variables which device they are.
+The delay is inserted between the end of an action's compute and the sending of its result.
+`emulate` also replaces the compute itself, so that sixteen workers fit on two cores.
+`polyrhythm lab run --scenario` names each process's device in its environment variables.
 """
 
 import time
@@ -22,7 +22,7 @@ STARTED_AT, TIME_SCALE = "POLYRHYTHM_STARTED_AT", "POLYRHYTHM_TIME_SCALE"
 
 @dataclass(slots=True)
 class EmulatedCompute:
-    """What one worker's compute takes; `started_at` is when the scenario's clock began."""
+    """The compute delays of one worker; `started_at` is the time at which the scenario starts."""
 
     slowness: Slowness = field(default_factory=Slowness)
     started_at: Seconds = field(default_factory=time.monotonic)
@@ -30,7 +30,7 @@ class EmulatedCompute:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self:
-        """As the lab that started this process says; at full speed outside of a lab."""
+        """Read the device and scenario that the lab has set; without a lab, add no delay."""
         if SCENARIO not in environ:
             return cls()
         try:
@@ -38,7 +38,7 @@ class EmulatedCompute:
             time_scale = float(environ.get(TIME_SCALE, "1"))
         except (KeyError, ValueError) as error:
             raise LaunchError(
-                f"{SCENARIO} is set, but not what goes with it: {error}",
+                f"{SCENARIO} is set, but a variable that goes with it is missing or bad: {error}",
                 expected=f"{DEVICE}, {INDEX} and {STARTED_AT}, as `polyrhythm lab run` sets them",
                 fix=f"unset {SCENARIO}, or start with `polyrhythm lab run --scenario`",
             ) from None
@@ -49,21 +49,21 @@ class EmulatedCompute:
         return cls(slowness, started_at)
 
     def slow_down(self, op: Op, work: Seconds) -> Seconds:
-        """After `work` seconds of real compute, sleep as long as this device is slower."""
-        began = max(0.0, time.monotonic() - self.started_at - work)
-        delay = self._delay(op, work, began)
+        """Sleep after `work` seconds of real compute; return the added delay."""
+        start = max(0.0, time.monotonic() - self.started_at - work)
+        delay = self._delay(op, work, start)
         time.sleep(delay)
         return delay
 
     def emulate(self, op: Op, work: Seconds) -> Seconds:
-        """In place of `work` seconds of compute: sleep them, and what this device is slower."""
+        """Sleep for `work` seconds of compute plus this device's delay; return the delay."""
         delay = self._delay(op, work, time.monotonic() - self.started_at)
         time.sleep(work + delay)
         return delay
 
     def _delay(self, op: Op, work: Seconds, now: Seconds) -> Seconds:
         self._last[op] = work
-        # Until both have been seen: a backward takes about two forwards.
+        # Until both have been measured: a backward takes about two forwards.
         forward = self._last.get(Op.F, self._last.get(Op.B, 0.0) / 2)
         backward = self._last.get(Op.B, 2 * forward)
         return self.slowness.delay(now, work, forward + backward)

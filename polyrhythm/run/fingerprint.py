@@ -1,6 +1,6 @@
-"""What tensors hold, in a few letters: replicas that are equal already need not be sent.
+"""A short hash of tensors, to find out whether replicas are already equal.
 
-Most begin with the same seed or the same checkpoint, and models are what takes long to send.
+Most replicas start from the same seed or checkpoint; comparing hashes avoids sending the model.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """The same for the same bytes of the same number of tensors, and only for those."""
+    """Hash the bytes and the boundaries of `tensors`; equal exactly for equal contents."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

@@ -1,7 +1,7 @@
-"""What training can use on this machine: torch, a real all-reduce, GPUs, cores, memory, disk.
+"""Check what training can use on this machine: torch, an all-reduce, GPUs, cores, memory, disk.
 
-torch is asked in a fresh interpreter with a deadline: an install that cannot be imported, crashes
-or hangs becomes a finding like any other. `python -m polyrhythm.run.machine` is that interpreter.
+torch is checked in a fresh interpreter with a timeout: an install that fails to import, crashes or
+hangs becomes a check result like any other. `python -m polyrhythm.run.machine` is that interpreter.
 """
 
 import json
@@ -30,16 +30,16 @@ from polyrhythm.types import Bytes, Seconds
 if TYPE_CHECKING:
     from polyrhythm.run.comm.launch import DistContext
 
-TORCH_TIMEOUT: Seconds = 120.0  # a first import from a slow disk takes its time
+TORCH_TIMEOUT: Seconds = 120.0  # a first import from a slow disk is slow
 GLOO_TIMEOUT: Seconds = 20.0
-LOW_SPACE = 2**30  # bytes of memory, shared memory or disk below which we speak up
+LOW_SPACE = 2**30  # give advice below these bytes of memory, shared memory or disk
 
 _BACKENDS = ("gloo", "nccl", "mpi")
 _REINSTALL = "pip install --force-reinstall 'torch>=2.11'"
 
 
 def check_results(runs: Path = Path("runs")) -> list[CheckResult]:
-    """What training needs; `runs` is the folder that run folders will be made in. Takes seconds."""
+    """Check what training needs, in seconds; run folders will be created inside `runs`."""
     version = sys.version.split()[0]
     python = _required("Python", version, sys.version_info >= (3, 11), "use Python 3.11 or newer")
     return [
@@ -58,7 +58,7 @@ def _required(subject: str, found: str, ok: bool, advice: str) -> CheckResult:
 
 
 def _torch_in_subprocess() -> list[CheckResult]:
-    """Findings of a fresh interpreter that searches for modules where this one does."""
+    """Check torch in a fresh interpreter that has the module search path of this one."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", __name__],
@@ -74,33 +74,37 @@ def _torch_in_subprocess() -> list[CheckResult]:
     if done.returncode == 0:
         return [CheckResult(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
     if done.returncode < 0:
-        how = f"crashed with {signal_name(-done.returncode)}"
+        failure = f"crashed with {signal_name(-done.returncode)}"
     else:
-        how = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
-    return [CheckResult("torch", how, False, _REINSTALL)]
+        failure = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+    return [CheckResult("torch", failure, False, _REINSTALL)]
 
 
 def _torch_check_results() -> Iterator[CheckResult]:
     try:
         import torch
-    except Exception as error:  # whatever a broken install raises: OSError for a lost library, ...
+    except Exception as error:  # a broken install can raise anything, as OSError for a library
         yield CheckResult("torch", f"import fails: {_first_line(error)}", False, _REINSTALL)
         return
     dist = torch.distributed
     release = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     yield _required("torch", torch.__version__, release >= (2, 11), "pip install 'torch>=2.11'")
-    has = {name: dist.is_available() and dist.is_backend_available(name) for name in _BACKENDS}
-    backends = ", ".join(f"{'' if there else 'no '}{name}" for name, there in has.items())
-    yield _required("backends", backends, has["gloo"], f"get a torch with gloo: {_REINSTALL}")
-    if has["gloo"]:
-        yield _gloo()  # before CUDA starts: a process that has it must not be forked
+    available = {
+        name: dist.is_available() and dist.is_backend_available(name) for name in _BACKENDS
+    }
+    backends = ", ".join(
+        f"{'' if is_available else 'no '}{name}" for name, is_available in available.items()
+    )
+    yield _required("backends", backends, available["gloo"], f"get a torch with gloo: {_REINSTALL}")
+    if available["gloo"]:
+        yield _gloo()  # before CUDA starts: a process with CUDA must not be forked
     yield _gpus()
 
 
 def _gloo() -> CheckResult:
-    """Two processes sum numbers, started as local jobs are; one alone would open no connection."""
+    """Run an all-reduce in a local job of two processes; one alone would open no connection."""
     subject = "all-reduce (gloo)"
-    advice = "check that lo is up (ip link set lo up) and GLOO_SOCKET_IFNAME is unset or right"
+    advice = "check that lo is up (ip link set lo up) and GLOO_SOCKET_IFNAME is unset or correct"
     try:
         from polyrhythm.run.comm.launch import LocalJob
 
@@ -113,7 +117,7 @@ def _gloo() -> CheckResult:
                 return CheckResult(subject, f"not done within {GLOO_TIMEOUT:g} s", False, advice)
     except Exception as error:
         return CheckResult(subject, _first_line(error), False, advice)
-    return CheckResult(subject, f"2 processes, {time.monotonic() - start:.1f} s in all", True)
+    return CheckResult(subject, f"2 processes, {time.monotonic() - start:.1f} s in total", True)
 
 
 def _all_reduce(ctx: "DistContext") -> None:
@@ -130,11 +134,11 @@ def _gpus() -> CheckResult:
     import torch
 
     try:
-        torch.cuda.init()  # unlike is_available() it says why not
+        torch.cuda.init()  # unlike is_available(), its error has the reason
         gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     except (AssertionError, RuntimeError) as error:
         num_present = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-        advice = f"for the {num_present} of NVIDIA here: check CUDA_VISIBLE_DEVICES, driver, torch"
+        advice = f"{num_present} NVIDIA GPUs exist: check CUDA_VISIBLE_DEVICES, driver, torch"
         return CheckResult(
             "GPUs", f"none: {_first_line(error)}", None, advice if num_present else ""
         )
@@ -152,8 +156,8 @@ def _port() -> CheckResult:
 
 
 def _cores() -> CheckResult:
-    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    return CheckResult("CPU cores", f"{usable} of {os.cpu_count()} usable by this process", None)
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return CheckResult("CPU cores", f"{num_cores} of {os.cpu_count()} usable by this process", None)
 
 
 def _memory() -> CheckResult:
@@ -162,27 +166,27 @@ def _memory() -> CheckResult:
     text = f"{show(machine.total, Bytes)}, {show(machine.available, Bytes)} free"
     if limit < machine.total:
         text += f"; this process's cgroup may use {show(limit, Bytes)}"
-    little = min(machine.available, limit) < LOW_SPACE
-    advice = "use few workers: each of the demo's takes about 0.3GiB" if little else ""
+    is_low = min(machine.available, limit) < LOW_SPACE
+    advice = "use few workers: each worker of the demo takes about 0.3GiB" if is_low else ""
     return CheckResult("memory", text, None, advice)
 
 
 def usable_memory() -> Bytes:
-    """What this machine has, or what the process's cgroup may use of it."""
+    """Return the memory of this machine, or the limit of this process's cgroup if lower."""
     limit = _cgroup_limit(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     total: Bytes = psutil.virtual_memory().total
     return int(min(total, limit))
 
 
-def _cgroup_limit(own: Path, root: Path) -> float:
-    """Bytes that this process's cgroup and those above it allow; inf without a limit."""
+def _cgroup_limit(cgroup_file: Path, root: Path) -> float:
+    """Return the lowest limit in bytes of the cgroup and its parents; inf without a limit."""
     limits = [math.inf]
-    for line in own.read_text().splitlines() if own.exists() else ():
+    for line in cgroup_file.read_text().splitlines() if cgroup_file.exists() else ():
         _, controllers, group = line.split(":", 2)
-        if controllers in ("", "memory"):  # version 2, or the one of version 1 that counts memory
+        if controllers in ("", "memory"):  # cgroup v2, or the memory controller of v1
             name = "memory.limit_in_bytes" if controllers else "memory.max"
             folder = root / controllers / group.lstrip("/")
-            files = (above / name for above in (folder, *folder.parents))
+            files = (parent / name for parent in (folder, *folder.parents))
             texts = (file.read_text() for file in files if file.is_file())
             limits += [float(text.replace("max", "inf")) for text in texts]
     return min(limits)
@@ -191,7 +195,7 @@ def _cgroup_limit(own: Path, root: Path) -> float:
 def _shared_memory() -> CheckResult:
     advice = "raise it (docker run --shm-size=2g), or use DataLoader(num_workers=0)"
     if not Path("/dev/shm").exists():
-        return CheckResult("/dev/shm", "not there", None, advice)
+        return CheckResult("/dev/shm", "missing", None, advice)
     usage = shutil.disk_usage("/dev/shm")
     text = f"{show(usage.total, Bytes)}, {show(usage.free, Bytes)} free"
     return CheckResult("/dev/shm", text, None, advice if usage.free < LOW_SPACE else "")
@@ -206,7 +210,7 @@ def _disk(runs: Path) -> CheckResult:
     except OSError as error:
         advice = f"choose another folder with --out, or make {folder} writable"
         return CheckResult("run folder", f"{folder}: {error.strerror}", False, advice)
-    advice = "free some, or choose another folder with --out" if free < LOW_SPACE else ""
+    advice = "free disk space, or choose another folder with --out" if free < LOW_SPACE else ""
     return CheckResult("run folder", f"{show(free, Bytes)} free in {folder}", None, advice)
 
 

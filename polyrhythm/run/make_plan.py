@@ -1,4 +1,4 @@
-"""A plan in one call, for scripts: `polyrhythm plan` without the command line."""
+"""Make a plan in one call from a script: `polyrhythm plan` without the command line."""
 
 from pathlib import Path
 from typing import Literal
@@ -30,10 +30,10 @@ def make_plan(
     memory_reserve: float = 0.1,
     seed: int = 0,
 ) -> Plan:
-    """The best plan found, with what to expect of it in `predicted`; raises PlanError if none fits.
+    """Return the best plan found, its prediction in `predicted`; raises PlanError if none fits.
 
-    `batch` counts the samples of a step, of all pipelines together. The same arguments give the
-    same plan on every machine.
+    `batch` is the number of samples per step over all pipelines. The same arguments give the same
+    plan on every machine.
     """
     if objective not in set(Objective):
         raise PlanError(

@@ -1,1 +1,1 @@
-"""In which order: the actions of every stage."""
+"""Schedules: the order of actions of every stage."""

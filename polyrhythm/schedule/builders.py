@@ -1,8 +1,8 @@
-"""Builders of schedules: which micro-batch a stage works on next, from integers alone.
+"""Build schedules from integers alone: gpipe, 1f1b, kfkb, bounded.
 
 A schedule is one list of actions per stage. There is one loop: a stage runs as many forwards as it
 may hold in flight, then alternates backward and forward, then drains. 1F1B and GPipe choose that
-number, bounded takes it from outside, and kFkB is 1F1B over groups of k micro-batches, so k=1 is
+number, bounded takes it as an argument, and kFkB is 1F1B over groups of k micro-batches, so k=1 is
 1F1B and k >= the number of micro-batches is GPipe.
 """
 
@@ -44,8 +44,8 @@ def bounded(
 ) -> list[Action]:
     """At most `limits[stage]` micro-batches in flight; one limit per stage, never increasing.
 
-    A stage that held more than the stage before it would wait for a forward that is still to be
-    sent, while the stage before waits for the backward in front of it: deadlock.
+    A stage with a higher limit than the stage before it would deadlock: it waits for an activation
+    that the stage before sends only after a backward of this stage.
     """
     _check_shape(stage, num_stages, num_microbatches)
     _check_limits(limits, num_stages)
@@ -68,7 +68,7 @@ def build(
     k: int | None = None,
     limits: Sequence[int] | None = None,
 ) -> Schedule:
-    """The named schedule for every stage; `k` belongs to kfkb alone, `limits` to bounded."""
+    """Build the named schedule for every stage; only kfkb takes `k`, only bounded `limits`."""
     if name not in BUILDERS:
         raise ScheduleError(
             f"schedule {name!r}", expected=f"one of {', '.join(BUILDERS)}", fix="use 1f1b"
@@ -105,7 +105,7 @@ def _holding(limit: int, num_microbatches: int) -> list[Action]:
     return order
 
 
-@lru_cache(maxsize=64)  # actions are values: searching over many schedules need not make them anew
+@lru_cache(maxsize=64)  # actions are values, so a search over many schedules can share them
 def _in_order(op: Op, num_microbatches: int) -> tuple[Action, ...]:
     return tuple(Action(op, m) for m in range(num_microbatches))
 

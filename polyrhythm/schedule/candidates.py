@@ -1,9 +1,9 @@
-"""Which schedules are worth considering for micro-batches of one size, by simulating many.
+"""Find good schedules for one micro-batch size by simulating many candidates.
 
 Candidates are 1F1B, kFkB while a larger k helps, GPipe, and in-flight limits: those of the rule
-(`schedule.limits`), and better ones found from there. The search knows two steps. It gives one link
-more slack, by raising the limits of all stages before it, as long as that makes the step shorter;
-then it takes limits away again as long as the step stays within a tolerance of the shortest.
+(`schedule.limits`), and better ones found from there. The search has two steps. It gives one link
+more slack, by raising the limits of all stages before it, while that shortens the step; then it
+lowers limits again while the step stays within a tolerance of the shortest.
 
 Source: Yang et al., "Ada-Grouper", arXiv:2303.01675, sections 4.2 and 4.3, for choosing among kFkB
 by predicted length within a memory limit. Departures: limits per stage, which hold less for the
@@ -23,13 +23,13 @@ from polyrhythm.types import Seconds
 
 Limits = tuple[int, ...]
 
-# A step of the search must shorten the pipeline by this share: less is not worth the memory.
+# A search step must shorten the pipeline by this fraction; less is not worth the memory.
 _WORTHWHILE = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleCandidate:
-    """A way to run a step: how the batch is cut, and in which order the pieces run."""
+    """A schedule with a micro-batch size and number."""
 
     microbatch_size: int
     num_microbatches: int
@@ -49,7 +49,7 @@ class ScheduleCandidate:
         )
 
     def build(self) -> Schedule:
-        """The actions of every stage."""
+        """Return the actions of every stage."""
         return self.spec.build(
             num_stages=len(self.in_flight), num_microbatches=self.num_microbatches
         )
@@ -59,7 +59,7 @@ class ScheduleCandidate:
 
 
 def spec_for_limits(limits: Limits, num_microbatches: int) -> ScheduleSpec:
-    """The recipe for these limits, under its plainest name."""
+    """Return the simplest spec for these limits: 1f1b or gpipe, if equal, otherwise bounded."""
     limits = tuple(min(limit, num_microbatches) for limit in limits)
     plain = one_f_one_b_limits(len(limits))
     if limits == tuple(min(limit, num_microbatches) for limit in plain):
@@ -72,7 +72,7 @@ def spec_for_limits(limits: Limits, num_microbatches: int) -> ScheduleSpec:
 def shortlist(
     times: PipelineTimes, *, num_microbatches: int, max_in_flight: Sequence[int], tolerance: float
 ) -> dict[ScheduleSpec, Seconds]:
-    """Recipes worth a look and their predicted lengths; `max_in_flight` in flight fit on each stage."""
+    """Return good specs with their predicted lengths, within `max_in_flight` on each stage."""
     search = _Search(times, num_microbatches, max_in_flight)
     found = dict(_kfkb(times, num_microbatches, max_in_flight))
     starts = [search.within(one_f_one_b_limits(times.num_stages))]
@@ -90,7 +90,7 @@ def shortlist(
 def _kfkb(
     times: PipelineTimes, num_microbatches: int, max_in_flight: Sequence[int]
 ) -> Iterator[tuple[ScheduleSpec, Seconds]]:
-    """kFkB from k=2 on, while it fits and the last two brought something."""
+    """Yield kFkB from k=2 on, while it fits and one of the last two was an improvement."""
     shortest, idle = float("inf"), 0
     for k in range(2, num_microbatches):
         schedule = build(
@@ -106,13 +106,13 @@ def _kfkb(
 
 
 class _Search:
-    """Limits that fit, and what they take; each is simulated once."""
+    """Limits that fit, with their simulated lengths; each is simulated once."""
 
     def __init__(
         self, times: PipelineTimes, num_microbatches: int, max_in_flight: Sequence[int]
     ) -> None:
         self._times, self._num_microbatches = times, num_microbatches
-        # A stage may not hold more than the one before, so the room of one is that of all after.
+        # Limits never increase along the stages, so a stage's capacity bounds all later stages.
         self._max_in_flight = tuple(
             accumulate((min(m, num_microbatches) for m in max_in_flight), min)
         )
@@ -133,7 +133,7 @@ class _Search:
         return self._lengths[limits]
 
     def grown(self, limits: Limits) -> Limits:
-        """Give slack to the link where it helps most, again and again."""
+        """Repeatedly give slack to the link where it helps most."""
         while True:
             deeper = [
                 raised
@@ -146,7 +146,7 @@ class _Search:
             limits = best
 
     def trimmed(self, limits: Limits, enough: Seconds) -> Limits:
-        """Take the most that leaves the step no longer than `enough`, again and again."""
+        """Repeatedly lower limits by the most that keeps the step within `enough`."""
         while True:
             for _, equal in groupby(sorted(_lowered(limits), key=sum), key=sum):
                 fast = [lower for lower in equal if self.length(lower) <= enough]
@@ -158,12 +158,12 @@ class _Search:
 
 
 def _moved(limits: Limits, link: int, by: int) -> Limits:
-    """Slack of one link: the limits of all stages before it."""
+    """Change the slack of one link: the limits of all stages before it."""
     return (*(limit + by for limit in limits[: link + 1]), *limits[link + 1 :])
 
 
 def _lowered(limits: Limits) -> Iterator[Limits]:
-    """A micro-batch less for all stages up to one, or for that one alone."""
+    """Yield limits lowered by one for all stages up to some stage, or for that stage alone."""
     for stage, (limit, floor) in enumerate(zip(limits, (*limits[1:], 1), strict=True)):
         if limit > floor:
             yield _moved(limits, stage, -1)

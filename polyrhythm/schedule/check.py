@@ -1,4 +1,4 @@
-"""Checks of a schedule before anything runs: complete, in order, free of deadlock.
+"""Check a schedule before it runs: complete, in order, free of deadlock.
 
 Micro-batches travel in order 0, 1, 2, ... on every link and in both directions, so each stage must
 run its forwards in that order and its backwards too. With receives that are posted ahead and sends
@@ -7,7 +7,7 @@ that do not block, such a schedule is free of deadlock if and only if
     f_s(m) >= f_{s+1}(m)   for all stages s and micro-batches m,
 
 where f_s(m) is how many forwards stage s runs before B(m). If it fails, stage s waits in B(m) for a
-gradient that stage s+1 will only produce after a forward whose input stage s has yet to send. The
+gradient that stage s+1 produces only after a forward whose input stage s has not sent yet. The
 tests compare this with executing the lists.
 """
 

@@ -1,8 +1,8 @@
-"""Which micro-batch size to measure next: each once, and again when the network has moved on.
+"""Choose the micro-batch size to measure next: each once, and again when the network has changed.
 
-Times of one size say nothing certain about another, so a size counts only after a step with it.
-Such a step costs time. It is worth repeating for a size only if its times are old and the size in
-use, which is measured all along, shows that transfers have changed since.
+Times of one size do not predict another, so a size is a candidate only after a step with it. Such
+a step costs time. It is repeated for a size only if its times are old and the size in use, which is
+measured continuously, shows that transfers have changed since.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from polyrhythm.cost.pipeline import PipelineTimes
 from polyrhythm.types import Seconds
 
 _CHANGED = 0.2  # of a mean transfer time
-_MATTERS = 0.02  # of the slowest stage's work: a link faster than that may do as it likes
+_MATTERS = 0.02  # of the slowest stage's work: changes of faster links are ignored
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Freshness:
     _then: dict[int, dict[int, tuple[Seconds, ...]]] = field(default_factory=dict, init=False)
 
     def record(self, times: Mapping[int, PipelineTimes]) -> None:
-        """Once per decision; times that differ from the last ones were measured anew."""
+        """Record the times of a decision; those that differ from the last were measured again."""
         self._decisions += 1
         transfers = {size: measured.transfers for size, measured in times.items()}
         for size, measured in times.items():
@@ -40,7 +40,7 @@ class Freshness:
     def wanted(
         self, sizes: Sequence[int], times: Mapping[int, PipelineTimes], in_use: int
     ) -> int | None:
-        """The first of `sizes` without times, or with old ones that are likely to be wrong."""
+        """Return the first of `sizes` without times, or with old times that are likely wrong."""
         for size in sizes:
             if size not in times:
                 return size

@@ -1,12 +1,12 @@
-"""Schedules for a planner: recipes by name, and a good one for pipelines that do not run yet.
+"""Schedules for the planner: build a spec, or choose a good one before a pipeline runs.
 
-A planner asks for many pipelines, so this looks at few recipes, as far as memory allows: 1F1B, the
-rule of `schedule.limits`, and limits by Little's law. Those hold as many micro-batches as leave in
-the time that one takes from a stage to the last and back, or a few more. Where one stage has not
-the room for that, all hold fewer: what later stages took in too early would wait there, in front of
-what the first ones wait for. Of all within a tolerance of the shortest, the one that holds the
-fewest is taken. While the job runs, the tuner looks more closely. Pipelines that take the same
-times get the same answer, from memory.
+The planner needs schedules for many pipelines, so this tries few specs, within memory: 1F1B, the
+rule of `schedule.limits`, and limits by Little's law, which hold as many micro-batches as leave
+during one micro-batch's round trip from a stage to the last one, or a few more. If one stage lacks
+the memory for that, all hold fewer: later stages would only queue micro-batches in front of those
+that the first stages wait for. Among the specs within a tolerance of the shortest, the one with the
+fewest micro-batches in flight wins. While the job runs, the tuner searches further. Results are
+cached by times.
 """
 
 import math
@@ -21,9 +21,9 @@ from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Seconds
 
 _TOLERANCE = 0.01  # a step this much longer than the shortest is as good
-_ENOUGH_MICROBATCHES = 256  # to tell which one is best; more only repeat what these show
-_MORE = (0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 3.0)  # times as many as Little's law says
-_ROUNDING = 1e-9  # a quotient that is whole but for rounding must not cost a micro-batch more
+_ENOUGH_MICROBATCHES = 256  # simulated at most: more do not change the choice
+_MORE = (0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 3.0)  # multiples of Little's law
+_ROUNDING = 1e-9  # a quotient that is an integer except for rounding must not be rounded up
 
 
 class PlannedSchedules:
@@ -38,7 +38,7 @@ class PlannedSchedules:
     def choose(
         self, times: PipelineTimes, *, num_microbatches: int, max_in_flight: Sequence[int]
     ) -> str:
-        """`max_in_flight` micro-batches fit on each stage."""
+        """Return a good spec; `max_in_flight` micro-batches fit on each stage."""
         key = times, num_microbatches, tuple(max_in_flight)
         if key not in self._chosen:
             self._chosen[key] = str(_best(times, num_microbatches, max_in_flight))
@@ -49,7 +49,7 @@ def _best(
     times: PipelineTimes, num_microbatches: int, max_in_flight: Sequence[int]
 ) -> ScheduleSpec:
     few = min(num_microbatches, _ENOUGH_MICROBATCHES)
-    # A stage may not hold more than the one before, so the room of one is that of all after.
+    # Limits never increase along the stages, so a stage's capacity bounds all later stages.
     room = tuple(accumulate((min(m, few) for m in max_in_flight), min))
     lengths = {}
     for limits in dict.fromkeys(
@@ -70,7 +70,7 @@ def _limits(times: PipelineTimes, num_microbatches: int, room: Limits) -> Iterat
     if period > 0:
         yield limits_for(period=period, transfers=times.transfers)
         away = list(accumulate(reversed(_round_trips(times))))[::-1]
-        # Nor is one done sooner than its way to the last stage and back, shared by all with room.
+        # Nor is the period shorter than a round trip divided by the micro-batches that fit.
         tight = max(trip / max_in_flight for trip, max_in_flight in zip(away, room, strict=True))
         for pace in dict.fromkeys((period, max(period, tight))):
             for more in _MORE:
@@ -80,7 +80,7 @@ def _limits(times: PipelineTimes, num_microbatches: int, room: Limits) -> Iterat
 
 
 def _round_trips(times: PipelineTimes) -> list[Seconds]:
-    """Per stage, its own work and the transfers to the next one and back."""
+    """Return per stage its own work plus the transfers to the next stage and back."""
     links = zip(times.activations, times.gradients, strict=True)
     transfers = [there.transfer + back.transfer for there, back in links]
     works = [f + b for f, b in zip(times.forward, times.backward, strict=True)]

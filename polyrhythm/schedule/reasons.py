@@ -1,4 +1,4 @@
-"""Sentences for people: why a tuner moves, stays, or cannot go on."""
+"""Texts that explain why the tuner switches, stays, or fails."""
 
 from polyrhythm.cost.memory import MemoryBudget
 from polyrhythm.cost.pipeline import PipelineTimes
@@ -15,7 +15,7 @@ def faster(
     until_now: Seconds,
     times: PipelineTimes,
 ) -> str:
-    """A switch that makes the step shorter, and the slowest link."""
+    """Explain a switch that shortens the step, with the slowest link."""
     saying = f"predicted {_time(predicted)} instead of {_time(until_now)}"
     if best.microbatch_size != current.microbatch_size:
         saying += f" with micro-batches of {best.microbatch_size}, not {current.microbatch_size}"
@@ -29,7 +29,7 @@ def faster(
 def lighter(
     candidate: ScheduleCandidate, current: ScheduleCandidate, predicted: Seconds, until_now: Seconds
 ) -> str:
-    """A switch that saves memory."""
+    """Explain a switch that saves memory."""
     return (
         f"holds {_held(candidate)} instead of {_held(current)} samples in flight, "
         f"and is predicted to take {_time(predicted)} instead of {_time(until_now)}"
@@ -39,14 +39,14 @@ def lighter(
 def staying(
     best: ScheduleCandidate, current: ScheduleCandidate, predicted: Seconds, until_now: Seconds
 ) -> str:
-    """No switch: `best` is what runs already, or not clearly better."""
+    """Explain a decision not to switch: `best` runs already, or is not clearly better."""
     if best == current:
         return f"predicted {_time(until_now)}, the best there is"
     return f"predicted {_time(until_now)}; {best} would take {_time(predicted)}: no clear gain yet"
 
 
 def too_large(candidate: ScheduleCandidate, budget: MemoryBudget) -> str:
-    """What runs does not fit a budget that came later."""
+    """Explain that the running candidate does not fit a budget that was set later."""
     size = candidate.microbatch_size
     if size not in budget.stages:
         return f"nothing is known of the memory of micro-batches of {size}"
@@ -59,7 +59,7 @@ def too_large(candidate: ScheduleCandidate, budget: MemoryBudget) -> str:
 
 
 def nothing_fits(budget: MemoryBudget, smallest: int) -> PlanError:
-    """Not even one micro-batch of the smallest size at a time."""
+    """Return the error for a budget in which not even one smallest micro-batch fits."""
     if smallest not in budget.stages:
         return PlanError(
             f"nothing is known of the memory of micro-batches of {smallest}",

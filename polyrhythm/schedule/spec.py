@@ -1,7 +1,7 @@
 """A schedule by name, before the number of micro-batches is known.
 
-What a user writes, a tuner chooses and an event log records: `1f1b`, `gpipe`, `kfkb:2`,
-`bounded:7,5,3,1`. It prints as that text, reads it back, and becomes lists of actions by `build`.
+Users, the tuner and the event log write specs as `1f1b`, `gpipe`, `kfkb:2`, `bounded:7,5,3,1`. A
+spec prints as that text and parses it; `build` turns it into lists of actions.
 """
 
 import re
@@ -23,7 +23,7 @@ class ScheduleSpec:
     limits: tuple[int, ...] | None = None  # of bounded: most micro-batches in flight, per stage
 
     def __post_init__(self) -> None:
-        # Whatever is wrong with it, building one micro-batch shows.
+        # Building one micro-batch checks all fields.
         self.build(num_stages=1 if self.limits is None else len(self.limits), num_microbatches=1)
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class ScheduleSpec:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read what `str` writes; spaces and capitals do not matter."""
+        """Parse the output of `str`; spaces and capitals do not matter."""
         written = _WRITTEN.fullmatch(text.strip().lower())
         if written is None or written[1] not in BUILDERS:
             raise _unreadable(text, _EXAMPLES, _nearest(text))
@@ -51,7 +51,7 @@ class ScheduleSpec:
         raise _unreadable(text, *_INSIDE.get(name, (f"{name} alone", f"write {name}")))
 
     def build(self, *, num_stages: int, num_microbatches: int) -> Schedule:
-        """The actions of every stage."""
+        """Return the actions of every stage."""
         return build(
             self.name,
             num_stages=num_stages,
@@ -63,7 +63,7 @@ class ScheduleSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExplicitSchedule:
-    """A schedule written out, for one number of stages and micro-batches: from torch's CSV, say."""
+    """A schedule as lists, for one number of stages and micro-batches: for example torch's CSV."""
 
     actions: tuple[tuple[Action, ...], ...]
 
@@ -79,7 +79,7 @@ class ExplicitSchedule:
         return 1 + max((a.microbatch for actions in self.actions for a in actions), default=-1)
 
     def build(self, *, num_stages: int, num_microbatches: int) -> Schedule:
-        """The actions of every stage; refuses another shape than it was written for."""
+        """Return the actions of every stage; refuse other numbers of stages or micro-batches."""
         if (num_stages, num_microbatches) != (len(self.actions), self._num_microbatches):
             raise ScheduleError(
                 f"a schedule of {len(self.actions)} stages and {self._num_microbatches} "
@@ -101,7 +101,7 @@ def _unreadable(text: str, expected: str, fix: str) -> ScheduleError:
 
 
 def _nearest(text: str) -> str:
-    """2f2b is how kFkB is spoken of, and 1f1b, k=1, is a name of its own."""
+    """Return a fix for spellings such as 2f2b, which means kfkb:2 (and 1f1b for k=1)."""
     if (spoken := re.fullmatch(r"(\d+)f(\d+)b", text.strip().lower())) and spoken[1] == spoken[2]:
         return f"write kfkb:{spoken[1]}"
     return "write 1f1b"

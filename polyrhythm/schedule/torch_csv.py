@@ -1,4 +1,4 @@
-"""Schedules in the CSV that torch.distributed.pipelining reads and writes.
+"""Read and write schedules as the CSV of torch.distributed.pipelining.
 
 One row per rank, one cell per slot: `2F0` is the forward of micro-batch 0 on stage 2, and an empty
 cell is a slot in which the rank waits. This is torch's "compute_only" format, which its runtime
@@ -20,7 +20,7 @@ _CELL = re.compile(r"(\d+)([A-Z_]+)(\d*)", re.ASCII)
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The text of the file; lists that run one after another need no empty cells."""
+    """Return the text of the file; there are no empty cells, since ranks wait by themselves."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerows([f"{s}{action}" for action in row] for s, row in enumerate(schedule))
@@ -28,7 +28,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str) -> Schedule:
-    """The schedule in `text`, checked: complete, in order and free of deadlock."""
+    """Return the schedule in `text` after checking it: complete, in order, free of deadlock."""
     rows = list(csv.reader(io.StringIO(text.rstrip())))
     if not rows:
         raise ScheduleError(

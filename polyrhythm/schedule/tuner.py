@@ -1,11 +1,11 @@
-"""Choosing the schedule while the job runs: predict every candidate, move only when it pays.
+"""Choose the schedule while the job runs: predict every candidate, switch only if it pays off.
 
-A tuner is told the times that were measured and answers with the candidate to run next. It starts
-with 1F1B and knows nothing of the network. Of the candidates whose predicted step is within a
-tolerance of the shortest it wants the one that holds the least memory. It switches to that one when
-the current one is clearly slower; merely to save memory, when two decisions in a row say so.
+`decide` maps measured times to the candidate to run next. The tuner starts with 1F1B, without
+knowledge of the network. Among the candidates whose predicted step is within a tolerance of the
+shortest, it prefers the one with the least memory. It switches when the current one is clearly
+slower; merely to save memory, only after two such decisions in a row.
 
-Every rank runs its own tuner on the same numbers and comes to the same decision.
+Every rank runs its own tuner on the same numbers and reaches the same decision.
 
 Source: Yang et al., "Ada-Grouper", arXiv:2303.01675, sections 4.2, 4.3 and 5.4. Departures: times
 come from real steps, so nothing is suspended to profile; hysteresis; a larger micro-batch is not
@@ -30,11 +30,11 @@ from polyrhythm.types import Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleDecision:
-    """What to run from the next step on, and why."""
+    """The candidate to run from the next step on, and the reason."""
 
     candidate: ScheduleCandidate
-    predicted: Seconds  # a step of it
-    current_predicted: Seconds  # a step of what ran until now
+    predicted: Seconds  # step time of the chosen candidate
+    current_predicted: Seconds  # step time of the candidate in use until now
     switched: bool
     why: str
 
@@ -43,7 +43,7 @@ class ScheduleDecision:
 class _Scored:
     candidate: ScheduleCandidate
     predicted: Seconds
-    memory: int  # bytes of all stages; samples in flight where bytes are not known
+    memory: int  # bytes of all stages; samples in flight if bytes are unknown
 
     @property
     def weight(self) -> tuple[int, Seconds, str]:
@@ -53,7 +53,7 @@ class _Scored:
 @dataclass(slots=True, kw_only=True)
 class ScheduleTuner:
     num_stages: int
-    batch_size: int  # samples of one pipeline in one step, whatever the micro-batch size
+    batch_size: int  # samples of one pipeline per step
     microbatch_sizes: tuple[int, ...]  # each divides the batch; the first is used at the start
     budget: MemoryBudget | None = None  # may be replaced as more is known; None for no limit
     tolerance: float = 0.02  # this much longer than the shortest is as good
@@ -63,7 +63,7 @@ class ScheduleTuner:
     current: ScheduleCandidate = field(init=False)
     _lighter: ScheduleCandidate | None = field(
         default=None, init=False
-    )  # what the last decision liked
+    )  # preferred by the last decision
     _freshness: Freshness = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class ScheduleTuner:
         self.current = (plain or trials)[0]
 
     def trial(self, microbatch_size: int) -> ScheduleCandidate:
-        """What to run to measure a size: 1F1B, or as much of it as fits."""
+        """Return the candidate that measures a size: 1F1B, or its limits as far as they fit."""
         max_in_flight = self._max_in_flight(microbatch_size)
         plain = one_f_one_b_limits(self.num_stages)
         limits = tuple(
@@ -85,13 +85,13 @@ class ScheduleTuner:
         )
 
     def size_to_measure(self, times: Mapping[int, PipelineTimes]) -> int | None:
-        """The micro-batch size to try for one step, if any, given the times there are."""
+        """Return the micro-batch size to measure in the next step, if any."""
         return self._freshness.wanted(self._fitting_sizes(), times, self.current.microbatch_size)
 
     def decide(self, times: Mapping[int, PipelineTimes]) -> ScheduleDecision:
-        """The next candidate, from the times of every micro-batch size measured so far.
+        """Return the next candidate, from the times of all micro-batch sizes measured so far.
 
-        Sizes without times are no candidates. Raises PlanError if no size fits the budget.
+        Sizes without times are not candidates. Raises PlanError if no size fits the budget.
         """
         if self.current.microbatch_size not in times:
             raise ScheduleError(
@@ -124,7 +124,7 @@ class ScheduleTuner:
         )
 
     def _saving(self, best: _Scored, good: list[_Scored]) -> _Scored | None:
-        """What to move to for its memory: good and lighter, now as at the last decision."""
+        """Return a good candidate with less memory, if the last decision also preferred it."""
         memory = self._memory(self.current)
         again = [s for s in good if s.candidate == self._lighter and s.memory < memory]
         if again:
@@ -143,16 +143,16 @@ class ScheduleTuner:
         )
 
     def _pool(self, times: Mapping[int, PipelineTimes]) -> list[_Scored]:
-        """All that may be chosen; never empty."""
+        """Return all candidates; never empty."""
         kept = [c for c in (self.current, self._lighter) if c is not None and self._fits(c)]
         kept_scored = [self._scored(c, self._predicted(c, times)) for c in kept]
-        # If nothing that fits was measured yet: begin again, unpredicted.
+        # If no size that fits was measured yet: start again, without a prediction.
         return [*self._listed(times), *kept_scored] or [
             self._scored(self.trial(self._fitting_sizes()[0]), math.inf)
         ]
 
     def _listed(self, times: Mapping[int, PipelineTimes]) -> Iterator[_Scored]:
-        """What fits and was measured, of every size."""
+        """Return the candidates of all sizes that fit and were measured."""
         sizes = [size for size in self._fitting_sizes() if size in times]
         for size in sizes:
             specs = shortlist(
@@ -201,7 +201,7 @@ class ScheduleTuner:
         )
 
     def _fitting_sizes(self) -> list[int]:
-        """Sizes of which each stage can hold at least one micro-batch; raises if there is none."""
+        """Return the sizes of which every stage holds at least one micro-batch; raise if none."""
         sizes = [size for size in self.microbatch_sizes if min(self._max_in_flight(size)) > 0]
         if not sizes:
             assert self.budget is not None, "without a budget everything fits"

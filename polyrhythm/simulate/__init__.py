@@ -1,1 +1,1 @@
-"""Do it in virtual time: the same plans, schedules and policies, on a clock that costs nothing."""
+"""The simulator: the same plans, schedules and policies in virtual time."""

@@ -1,9 +1,10 @@
-"""How virtual workers average: what `run/average/averager.py` does, without tensors.
+"""Averaging of simulated workers: what `run/averaging/averager.py` does, without tensors.
 
-A worker whose step has ended says Ready. Assigned to a group, it begins to exchange when it is
-ready, or at once under a policy whose workers answer while they compute. When all have begun, two
-halves of the buffer travel; then all say Done, and Commit sends those on whose step ends with it.
-With `overlap` a worker goes on at once, and waits at its next step's end if that was too soon.
+A worker whose step has ended sends Ready. Assigned to a group, it starts the exchange when it is
+ready, or at once under a policy whose workers answer while they compute. When all members have
+started, reduce-scatter and all-gather follow; then all send Done, and Commit ends the step of the
+members that wait for it. With `overlap` a worker continues at once, and waits at the end of its
+next step if the average is not done by then.
 """
 
 from collections import Counter, deque
@@ -20,69 +21,69 @@ from polyrhythm.types import BytesPerSecond, Seconds, Worker
 
 
 class Observer(Protocol):
-    """Is told what happens to models, in the order of time."""
+    """Callbacks for all changes of models, in the order of time."""
 
     def on_begin(self, worker: Worker, now: Seconds) -> None:
-        """It begins a step: a forward, with the weights that it has now."""
+        """The worker starts a step: a forward with its weights of now."""
 
     def on_step(self, worker: Worker, now: Seconds) -> None:
-        """It has made a local update."""
+        """The worker has finished a local update."""
 
     def on_average(
         self, gid: int, members: Sequence[Worker], weights: Sequence[float], now: Seconds
     ) -> None:
-        """These exchange what they have now; nobody has it yet."""
+        """The members start to average their weights of now; none has the result yet."""
 
     def on_applied(self, worker: Worker, gid: int, now: Seconds) -> None:
-        """It takes in the average of a group."""
+        """The worker applies the average of a group."""
 
     def on_copied(self, worker: Worker, source: Worker, now: Seconds) -> None:
-        """One that joins late has copied the weights of another one."""
+        """A worker that joins late has copied the weights of `source`."""
 
     def on_served(self, worker: Worker, is_push: bool, now: Seconds) -> None:
-        """A parameter server has what it pushed, or it has what it pulled."""
+        """A push of the worker has reached the parameter server, or a pull the worker."""
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedWorker:
-    """One worker, as averaging sees it."""
+    """Averaging state of one worker."""
 
     worker: Worker
     device: int
     run: int
-    size: float  # of what it averages
+    size: float  # bytes that it averages
     parameters: float = 0.0  # bytes
-    clock: int = 0  # what it has reported
+    clock: int = 0  # of its last Ready
     incarnation: int = 0
     steps: int = 0
-    pending: int | None = None  # the report whose end it has not been told
-    wants_report: bool = False  # to report again, once it has
-    queued_groups: deque[int] = field(default_factory=deque)  # groups that it has yet to begin
+    pending: int | None = None  # clock of a Ready that has no answer yet
+    wants_report: bool = False  # to report again, once it has an answer
+    queued_groups: deque[int] = field(default_factory=deque)  # groups that it has not started
 
 
 @dataclass(slots=True, eq=False)
 class _Exchange:
     assign: Assign
     members: list[SimulatedWorker]
-    num_begun: int = 0
-    began: Seconds = 0.0
-    owner: int | None = None  # of its flows, while they are under way
+    num_started: int = 0  # members
+    start: Seconds = 0.0
+    owner: int | None = None  # of its active flows
     is_all_gather: bool = False
     is_aborted: bool = False
 
 
 class ModelServer(Protocol):
-    """Has the model, if workers do not average with one another; calls `then` when it is there."""
+    """Holds the model if workers do not average; calls `then` when a transfer has arrived."""
 
     def push(self, member: SimulatedWorker, then: Callable[[SimulatedWorker], None]) -> None:
-        """Before it says Ready."""
+        """Send the worker's update, before its Ready."""
 
     def pull(self, member: SimulatedWorker, then: Callable[[SimulatedWorker], None]) -> None:
-        """Once it may go on."""
+        """Send the model to the worker, once it may continue."""
 
 
 class SimulatedAveraging:
-    """`on_step_done` is called when a worker may begin its next step, with what its forward waits for."""
+    """Averages of all workers; calls `on_step_done` when a worker may start its next step."""
 
     def __init__(
         self,
@@ -102,13 +103,13 @@ class SimulatedAveraging:
         observers: Sequence[Observer] = (),
         finished: list[tuple[Assign, Seconds, Seconds]] | None = None,
     ) -> None:
-        """`decoupled` says when the second half of an average that is certain now is there.
+        """`decoupled` returns when the all-gather of a committed average arrives.
 
-        `finished` is a list to add averages to, with when they began and ended, for a log.
+        Averages are appended to `finished` with their start and end, for a log.
         """
         self.members = {member.worker: member for member in members}
-        self.sizes: Counter[int] = Counter()  # of groups that averaged, by members
-        self.spread: list[int] = []  # steps between the first and the last of each group
+        self.sizes: Counter[int] = Counter()  # number of averages by members
+        self.spread: list[int] = []  # of each group: steps between its first and last member
         self.coordinator = coordinator
         self._clock, self._engine, self._network, self._on_step_done = (
             clock,
@@ -151,7 +152,7 @@ class SimulatedAveraging:
         member.clock += 1
         member.pending = member.clock
         self.coordinator.send(member.worker, Ready, member.clock, member.incarnation)
-        self._begin(member)
+        self._start(member)
 
     def on_command(
         self, worker: Worker, command: Assign | Commit | Abort | Skip | CopyFrom
@@ -169,7 +170,7 @@ class SimulatedAveraging:
             self._abort(member, command.gid)
 
     def flows_ended(self, owner: int) -> None:
-        """The last byte of a half has left; it is there a latency later."""
+        """The last byte of a phase has left; it arrives a latency later."""
         exchange = self._by_owner.pop(owner)
         exchange.owner = None
         self._engine.free_owner(owner)
@@ -177,55 +178,55 @@ class SimulatedAveraging:
         self._clock.at(self._clock.now + latency, self._phase_done, exchange)
 
     def reset(self, member: SimulatedWorker) -> None:
-        """It is gone; what it was in is given up by the scheduler. It may have another life."""
+        """Start a new incarnation of a lost worker; the scheduler aborts its groups."""
         member.incarnation += 1
         member.pending, member.wants_report = None, False
         member.queued_groups.clear()
 
     def max_rate(self) -> dict[tuple[int, int], BytesPerSecond]:
-        """How fast each member of an exchange under way can send, by owner of flows and device."""
-        found = {}
+        """Largest send rate of each member of an active exchange, by flow owner and device."""
+        rates = {}
         for owner, exchange in self._by_owner.items():
             devices, size = [m.device for m in exchange.members], exchange.members[0].size
             phase = self._network.phase_transfers(
                 devices, size, is_all_gather=exchange.is_all_gather
             )
             for source, max_rate in zip(phase.sources, phase.max_rate, strict=False):
-                found[owner, source] = max_rate
-        return found
+                rates[owner, source] = max_rate
+        return rates
 
     def _on_assign(self, member: SimulatedWorker, assign: Assign) -> None:
         if assign.gid not in self._exchanges:
             members = [self.members[worker] for worker in assign.members]
             self._exchanges[assign.gid] = _Exchange(assign, members)
         member.queued_groups.append(assign.gid)
-        self._begin(member)
+        self._start(member)
 
-    def _begin(self, member: SimulatedWorker) -> None:
+    def _start(self, member: SimulatedWorker) -> None:
         is_ready = member.pending is not None or self._answers_while_computing
         while is_ready and member.queued_groups:
             exchange = self._exchanges.get(member.queued_groups.popleft())
-            if exchange is not None:  # else it is given up, and it has not heard so yet
+            if exchange is not None:  # else it is aborted, and the Abort has not arrived yet
                 self._count_ready(exchange)
-                is_ready = False  # one after the other
+                is_ready = False  # one exchange at a time
 
     def _count_ready(self, exchange: _Exchange) -> None:
-        exchange.num_begun += 1
-        if exchange.num_begun == len(exchange.members) and not exchange.is_aborted:
-            exchange.began, assign = self._clock.now, exchange.assign
+        exchange.num_started += 1
+        if exchange.num_started == len(exchange.members) and not exchange.is_aborted:
+            exchange.start, assign = self._clock.now, exchange.assign
             for observer in self.observers:
                 observer.on_average(assign.gid, assign.members, assign.weights, self._clock.now)
             self._exchange(exchange)
 
     def _exchange(self, exchange: _Exchange) -> None:
-        """Both halves, or the first if the second hides."""
+        """Start both phases, or the reduce-scatter if the all-gather is hidden."""
         devices, size = [m.device for m in exchange.members], exchange.members[0].size
         for a, b, sent in self._network.sent(devices, size):
             self._engine.state.sent[a, b] += sent
         if self._engine.averages_share:
             self._send_phase(exchange, devices)
             return
-        # Nothing else matters to it: no event for each half.
+        # No other flow affects it: one event for all phases.
         phase = self._network.max_round_trip(devices) + self._network.phase_time(devices, size)
         num_phases = 1 if self._decoupled is not None else 2
         exchange.is_all_gather = True
@@ -262,20 +263,20 @@ class SimulatedAveraging:
         exchange = self._exchanges.get(commit.gid)
         if exchange is None:
             return
-        place = commit.members.index(member.worker)
-        is_current = member.incarnation == exchange.assign.incarnations[place]
+        index = commit.members.index(member.worker)
+        is_current = member.incarnation == exchange.assign.incarnations[index]
         for observer in self.observers if is_current else ():
             observer.on_applied(member.worker, commit.gid, self._clock.now)
-        exchange.num_begun -= 1
-        if exchange.num_begun == 0:
+        exchange.num_started -= 1
+        if exchange.num_started == 0:
             self._exchanges.pop(commit.gid)
             clocks = [other.clock for other in exchange.members]
             self.sizes[len(clocks)] += 1
             self.spread.append(max(clocks) - min(clocks))
             if self._finished is not None:
-                self._finished.append((exchange.assign, exchange.began, self._clock.now))
+                self._finished.append((exchange.assign, exchange.start, self._clock.now))
         if is_current:
-            self._continue(member, member.incarnation, commit.end_clocks[place], exchange.members)
+            self._continue(member, member.incarnation, commit.end_clocks[index], exchange.members)
 
     def _continue(
         self,
@@ -284,13 +285,13 @@ class SimulatedAveraging:
         clock: int,
         members: Sequence[SimulatedWorker],
     ) -> None:
-        """When what its next forward needs is on its way."""
+        """End the worker's step once the all-gather for its next forward can be sent."""
         buckets = NO_WAIT if self._decoupled is None else self._decoupled(members)
         if buckets.last < float("inf"):
             self._end_report(member, clock, buckets)
-        elif member.incarnation == incarnation:  # over a link that is lost
-            again, given = self._clock.now + RETRY_INTERVAL, (member, incarnation, clock, members)
-            self._clock.at(again, self._continue, *given, priority=PRIORITY_RETRY)
+        elif member.incarnation == incarnation:  # a link is lost
+            retry_at, args = self._clock.now + RETRY_INTERVAL, (member, incarnation, clock, members)
+            self._clock.at(retry_at, self._continue, *args, priority=PRIORITY_RETRY)
 
     def _abort(self, member: SimulatedWorker, gid: int) -> None:
         if gid in member.queued_groups:

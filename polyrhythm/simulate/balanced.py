@@ -1,4 +1,4 @@
-"""Micro-batches dealt by speed while a simulation runs: `balanced`, with the runtime's dealer."""
+"""Policy `balanced` in the simulator: micro-batches by speed, with the runtime's balancer."""
 
 from polyrhythm.cost.step import Schedule
 from polyrhythm.errors import PolicyError
@@ -9,7 +9,7 @@ from polyrhythm.types import Seconds, Worker
 
 
 class SimulatedBalancer:
-    """Everybody's time is known to all when gradients are averaged; then all deal alike."""
+    """Rebalances when the step times of all pipelines are known, as the runtime does."""
 
     def __init__(self, job: SimulatedJob) -> None:
         if any(len(pipeline.runs) > 1 for pipeline in job.pipelines):
@@ -33,24 +33,24 @@ class SimulatedBalancer:
         self._step_times.pop(pipeline, None)
         self._rebalance_if_all_ended()
 
-    def step_ended(self, pipeline: int, took: Seconds) -> None:
-        self._step_times[pipeline] = took
+    def step_ended(self, pipeline: int, duration: Seconds) -> None:
+        self._step_times[pipeline] = duration
         self._rebalance_if_all_ended()
 
     def schedule(self, pipeline: int) -> Schedule:
-        """Of its next step."""
+        """The schedule of the pipeline's next step."""
         count = self._num_microbatches[pipeline]
         if count not in self._built:
             self._built[count] = build("1f1b", num_stages=1, num_microbatches=count)
         return self._built[count]
 
     def _rebalance_if_all_ended(self) -> None:
-        """One who is near may be at its next step before one who is far hears of this one's end."""
+        """Rebalance once all step times are known; latencies may let some start before that."""
         if not self._step_times or set(self._step_times) != self._present:
             return
-        for place, took in sorted(self._step_times.items()):
-            self._balancer.record(Worker(0, place), self._num_microbatches[place], took)
-        shares = self._balancer.assign(Worker(0, place) for place in sorted(self._step_times))
+        for pipeline, duration in sorted(self._step_times.items()):
+            self._balancer.record(Worker(0, pipeline), self._num_microbatches[pipeline], duration)
+        shares = self._balancer.assign(Worker(0, p) for p in sorted(self._step_times))
         for worker, count in shares.items():
             self._num_microbatches[worker.pipeline] = count
         self._step_times = {}

@@ -1,4 +1,4 @@
-"""Whether a job can be simulated at all: what is wrong with it is said before anything happens."""
+"""Checks of a job before it is simulated."""
 
 from collections import Counter
 from itertools import pairwise
@@ -11,7 +11,7 @@ from polyrhythm.types import Seconds
 
 
 def check_job(job: SimulatedJob) -> None:
-    """Raises UserError."""
+    """Raise UserError if the job cannot be simulated."""
     _check_shape(job)
     _check_devices(job)
     for number, stage in enumerate(job.stages):
@@ -21,9 +21,9 @@ def check_job(job: SimulatedJob) -> None:
             check_amount(f"{name} of stage {number}", getattr(stage, name))
         if stage.forward + stage.backward <= 0:
             raise PlanError(
-                f"stage {number} computes nothing",
+                f"stage {number} has no compute",
                 expected="a forward and a backward that take time",
-                fix="profile the model, or join the stage with the one before",
+                fix="profile the model, or merge the stage with the previous one",
             )
     _check_schedules(job)
     _check_sync_mode(job)
@@ -38,23 +38,23 @@ def _check_shape(job: SimulatedJob) -> None:
             raise PlanError(
                 f"pipeline {number} runs stages {list(zip(firsts, ends, strict=True))}",
                 expected=f"each of the {len(job.stages)} stages once, in order",
-                fix="give every stage to one device",
+                fix="assign every stage to one device",
             )
     shape = (job.sync.num_stages, job.sync.num_pipelines)
     if shape != (len(job.stages), len(job.pipelines)):
         raise PlanError(
             f"a scheduler for {shape[0]} stages x {shape[1]} pipelines",
             expected=f"one for {len(job.stages)} x {len(job.pipelines)}, as the job has",
-            fix="make the setup from the plan",
+            fix="create the setup from the plan",
         )
     lengths: list[tuple[str, tuple[object, ...] | None, int]] = [
         ("samples", job.samples, len(job.pipelines)),
         ("nodes", job.nodes, len(job.cluster.devices)),
         ("gateways", job.gateways, len(job.cluster.devices)),
     ]
-    for name, given, expected in lengths:
-        if given is not None and len(given) != expected:
-            raise PlanError(f"{len(given)} {name}", expected=f"{expected}", fix=f"correct {name}")
+    for name, values, expected in lengths:
+        if values is not None and len(values) != expected:
+            raise PlanError(f"{len(values)} {name}", expected=f"{expected}", fix=f"correct {name}")
     if job.num_buckets < 1:
         raise PlanError(f"num_buckets={job.num_buckets}", expected="1 or more", fix="use 8")
 
@@ -62,19 +62,19 @@ def _check_shape(job: SimulatedJob) -> None:
 def _check_devices(job: SimulatedJob) -> None:
     count = len(job.cluster.devices)
     used = [run.device for pipeline in job.pipelines for run in pipeline.runs]
-    asked = [*used, *(job.gateways or ()), *([] if job.coordinator is None else [job.coordinator])]
-    for device in asked:
+    named = [*used, *(job.gateways or ()), *([] if job.coordinator is None else [job.coordinator])]
+    for device in named:
         if not 0 <= device < count:
             raise PlanError(
                 f"device {device} of a cluster of {count}",
                 expected=f"0 to {count - 1}",
                 fix="use the cluster that the plan was made for",
             )
-    for device, times in Counter(used).items():
-        if times > 1:
+    for device, count in Counter(used).items():
+        if count > 1:
             raise PlanError(
-                f"{job.cluster.devices[device].name!r} has {times} parts of pipelines",
-                expected="one, of stages in a row",
+                f"{job.cluster.devices[device].name!r} has {count} parts of pipelines",
+                expected="one part, of consecutive stages",
                 fix="use another device for one of them",
             )
 
@@ -98,41 +98,41 @@ def _check_schedules(job: SimulatedJob) -> None:
 
 
 def _check_in_flight(in_flight: tuple[int, ...], num_runs: int) -> None:
-    falls = all(a >= b for a, b in pairwise(in_flight))
-    if len(in_flight) != num_runs or not falls or min(in_flight) < 1:
+    is_descending = all(a >= b for a, b in pairwise(in_flight))
+    if len(in_flight) != num_runs or not is_descending or min(in_flight) < 1:
         raise PlanError(
             f"in_flight={in_flight}",
-            expected=f"{num_runs} limits, none above the one before, and none below 1",
+            expected=f"{num_runs} limits of 1 or more, none above the previous one",
             fix=f"use {tuple(range(num_runs, 0, -1))}, as 1F1B does",
         )
 
 
 def _check_sync_mode(job: SimulatedJob) -> None:
-    """As the runtime does; decoupled all_reduce is its DistributedOptimizer."""
+    """Check as the runtime does; decoupled all_reduce is its DistributedOptimizer."""
     setup, policy = job.sync, job.sync.policy
     if job.overlap and (job.decoupled or not setup.can_overlap):
         raise PolicyError(
             "overlap with " + ("decoupled" if job.decoupled else policy),
-            expected="a policy that averages models, with whom the scheduler says",
-            fix="use age or adaptive, or leave overlap out",
+            expected="a policy that averages models in groups of the scheduler",
+            fix="use age or adaptive, or omit overlap",
         )
     if job.decoupled and (policy == "balanced" or setup.why_not_decoupled is not None):
         why = setup.why_not_decoupled or "shares differ from step to step"
         raise PolicyError(
             f"decoupled with {policy}",
-            expected=f"a policy whose averages may come in parts; {why}",
-            fix="use all_reduce, age or adaptive, or leave decoupled out",
+            expected=f"a policy whose averages can be decoupled; {why}",
+            fix="use all_reduce, age or adaptive, or omit decoupled",
         )
     if job.in_flight is not None and (policy == "balanced" or job.decoupled):
         raise PolicyError(
             f"{'decoupled' if job.decoupled else 'balanced'} in a pipeline that is never flushed",
             expected="steps of several micro-batches, and one version of the weights",
-            fix="leave in_flight out",
+            fix="omit in_flight",
         )
-    ends = policy == "static" or (job.decoupled and policy == "all_reduce")
-    if ends and (job.scenario.kill or job.scenario.join):
+    ends_on_loss = policy == "static" or (job.decoupled and policy == "all_reduce")
+    if ends_on_loss and (job.scenario.kill or job.scenario.join):
         raise PolicyError(
-            f"{'decoupled' if job.decoupled else policy} with devices that are lost or come back",
-            expected="a policy that goes on without them: here training would end",
-            fix="use all_reduce, adaptive or age, or leave kill and join out of the scenario",
+            f"{'decoupled' if job.decoupled else policy} with devices that are lost or join",
+            expected="a policy that continues without lost devices: here training would end",
+            fix="use all_reduce, adaptive or age, or remove kill and join from the scenario",
         )

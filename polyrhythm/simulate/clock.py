@@ -1,7 +1,7 @@
-"""The clock of a simulation: what is to happen when, in one order.
+"""The virtual clock: callbacks in one order.
 
-Of two things at the same time the one of the lower priority number comes first, and of two of the
-same priority the one that was said first: a simulation comes out alike each time.
+Of two callbacks at the same time, the one with the lower priority number comes first, and of two
+with the same priority, the one that was scheduled first: a simulation is deterministic.
 """
 
 import heapq
@@ -12,14 +12,14 @@ from typing import Any
 from polyrhythm.types import Seconds
 
 PRIORITY_CHANGE, PRIORITY_RETRY, PRIORITY_LAST = -1, 1, 2  # priorities other than 0: see Clock
-RETRY_INTERVAL: Seconds = 1.0  # until one tries again to send over a link that is lost
+RETRY_INTERVAL: Seconds = 1.0  # between two tries to send over a lost link
 _Entry = tuple[Seconds, int, int, Callable[..., None], tuple[Any, ...]]
 
 
 class Clock:
-    """What a scenario changes comes first; TRIES is what happens because nothing else did.
+    """A heap of callbacks: PRIORITY_CHANGE for a scenario, PRIORITY_RETRY for timers and retries.
 
-    All of it comes after what the engine has at the same time.
+    All callbacks come after the engine's events of the same time.
     """
 
     def __init__(self) -> None:
@@ -30,19 +30,19 @@ class Clock:
     def at(
         self, time: Seconds, callback: Callable[..., None], *args: Any, priority: int = 0
     ) -> None:
-        """Call it with what is given, at `time`; what is past happens now."""
+        """Call `callback(*args)` at `time`, or now if that is in the past."""
         self._sequence += 1
         entry = (max(time, self.now), priority, self._sequence, callback, args)
         heapq.heappush(self._heap, entry)
 
     @property
     def next_time(self) -> Seconds:
-        """Of what is to happen first; inf if there is nothing."""
+        """Time of the next callback; inf if there is none."""
         return self._heap[0][0] if self._heap else math.inf
 
     @property
     def only_retries(self) -> bool:
-        """Whether what comes next is that."""
+        """Whether the next callback is a retry."""
         return bool(self._heap) and self._heap[0][1] == PRIORITY_RETRY
 
     def run_next(self) -> None:

@@ -1,4 +1,4 @@
-"""Ways to run a job, side by side: what each takes, waits for, sends and costs."""
+"""Tables that compare variants of a job: time, waits, bytes sent and price."""
 
 import math
 from collections import Counter
@@ -18,14 +18,14 @@ from polyrhythm.types import Bytes, Seconds
 
 _HOUR: Seconds = 3600.0
 _GIGABYTE = 1e9
-_BUSIEST = 5  # links that are listed with what they carry
-# Large to small; people compare the figures of a column.
+_BUSIEST = 5  # links that are listed
+# Largest first; a column has one unit, so that its figures can be compared.
 _UNITS = {"time": ("s", "ms", "us"), "size": ("GiB", "MiB", "KiB", "B")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One of them: a policy, a schedule, what if."""
+    """One variant of a job (a policy, a schedule, a what-if) and its result."""
 
     name: str
     job: SimulatedJob
@@ -33,12 +33,12 @@ class Variant:
 
     @property
     def num_steps(self) -> float:
-        """Global ones, that were made."""
+        """Number of global steps that were simulated."""
         return sum(map(len, self.result.ends)) / len(self.result.ends)
 
     @property
     def price(self) -> float | None:
-        """Of a step; None where a device has no price. Who is gone costs nothing."""
+        """Price of a step; None if a device has no price. An absent device costs nothing."""
         cluster, num_steps = self.job.cluster, self.num_steps
         used = {run.device for pipeline in self.job.pipelines for run in pipeline.runs}
         hours = 0.0
@@ -48,14 +48,14 @@ class Variant:
                 return None
             hours += price * self.result.present[device] / _HOUR
         egress = 0.0
-        for place, price in enumerate(cluster.egress_price_per_gb):
-            sent = self.result.bytes_sent[place].sum() - self.result.bytes_sent[place, place]
+        for region, price in enumerate(cluster.egress_price_per_gb):
+            sent = self.result.bytes_sent[region].sum() - self.result.bytes_sent[region, region]
             egress += price * float(sent) / _GIGABYTE
         return (hours + egress) / num_steps
 
 
 def show_variants(variants: Sequence[Variant], console: Console) -> None:
-    """The first is what the others are compared with."""
+    """Print one row per variant, with throughputs relative to the first."""
     header = [
         *("", "step", "samples/s", "of first", "busy", "bubble", "wait"),
         *("group", "apart", "sent/step", "price/step"),
@@ -71,25 +71,25 @@ def show_variants(variants: Sequence[Variant], console: Console) -> None:
     print_table(console, header, rows, numbers=True)
     for variant in variants:
         if variant.result.cut_short:
-            made, planned = sum(map(len, variant.result.ends)), len(variant.result.ends)
-            steps = f"{made:,} steps of {planned} pipelines"
-            print_line(console, f"* {variant.name}: {variant.result.cut_short}; {steps} were made")
-    seldom = {
+            num_steps, planned = sum(map(len, variant.result.ends)), len(variant.result.ends)
+            steps = f"{num_steps:,} steps of {planned} pipelines"
+            print_line(console, f"* {variant.name}: {variant.result.cut_short}; {steps} were run")
+    with_local_steps = {
         variant.job.sync.policy: variant
         for variant in variants
         if variant.job.sync.steps_between > 1
     }
-    for policy, variant in seldom.items():
-        every = f"note: {policy} averages once in {variant.job.sync.steps_between:,} steps"
-        none = f", and so never in these {variant.num_steps:.4g}"
-        print_line(console, every if variant.result.group_sizes else every + none)
+    for policy, variant in with_local_steps.items():
+        note = f"note: {policy} averages once in {variant.job.sync.steps_between:,} steps"
+        never = f", so never in these {variant.num_steps:.4g}"
+        print_line(console, note if variant.result.group_sizes else note + never)
 
 
 def show_links(variant: Variant, console: Console) -> None:
-    """Which links are in use most of the time, by their own bandwidth."""
+    """Print the busiest links, relative to their bandwidth."""
     sent, regions = variant.result.bytes_sent, variant.job.cluster.regions
-    places = [regions.index(device.region) for device in variant.job.cluster.devices]
-    pairs = Counter((places[a], places[b]) for a, b in _connected(variant.job))
+    region_of = [regions.index(device.region) for device in variant.job.cluster.devices]
+    pairs = Counter((region_of[a], region_of[b]) for a, b in _connected(variant.job))
     busy = {
         (a, b): float(sent[a, b])
         / variant.job.cluster.bandwidth[a][b]
@@ -111,9 +111,9 @@ def show_links(variant: Variant, console: Console) -> None:
 def show_losses(
     variants: Sequence[Variant], kills: Sequence[Kill], length: Seconds, console: Console
 ) -> None:
-    """How many losses of a recording of spot instances fell into the time that was simulated."""
+    """Print how many losses of a spot-instance recording fall into the simulated time."""
     job = variants[0].job
-    used = {job.cluster.devices[run.device].name for one in job.pipelines for run in one.runs}
+    used = {job.cluster.devices[run.device].name for p in job.pipelines for run in p.runs}
     times = [kill.at for kill in kills if kill.device in used]
     first = f", the first after {show(min(times), Seconds)}" if times else ""
     print_line(console, "")
@@ -124,15 +124,15 @@ def show_losses(
     )
     num_lost = [sum(at <= variant.result.duration for at in times) for variant in variants]
     for variant, lost in zip(variants, num_lost, strict=True):
-        simulated = f"in the {show(variant.result.duration, Seconds)} that were simulated"
+        simulated = f"in the simulated {show(variant.result.duration, Seconds)}"
         print_line(console, f"{variant.name}: {lost or 'none'} of them {simulated}")
     if not any(num_lost):
-        more = "more --steps, or a recording that --spot-duration squeezes, may have some"
-        print_line(console, f"nothing was lost, so this says nothing of losses: {more}")
+        more = "use more --steps, or compress the recording by --spot-duration"
+        print_line(console, f"no device was lost, so this shows no effect of losses: {more}")
 
 
 def show_curves(curves: Sequence[tuple[str, ConvergenceCurve]], console: Console) -> None:
-    """When each is as good as the worst one is in the end, and how it ends."""
+    """Print final losses, and the time of each curve to the worst final loss."""
     finals = [curve.final_loss for _, curve in curves if curve.final_loss < curve.losses[0]]
     target = max(finals, default=curves[0][1].losses[0])
     times = _in_one_unit([curve.time_to(target) for _, curve in curves], Seconds)
@@ -142,10 +142,10 @@ def show_curves(curves: Sequence[tuple[str, ConvergenceCurve]], console: Console
             f"{curve.losses[0]:.4g}",
             f"{curve.final_loss:.4g}" if curve.final_loss < curve.losses[0] else "diverged",
             f"{curve.distances[-1]:.3g}",
-            takes,
+            duration,
             f"{curve.steps_to(target):.1f}".replace("inf", "-"),
         ]
-        for (name, curve), takes in zip(curves, times, strict=True)
+        for (name, curve), duration in zip(curves, times, strict=True)
     ]
     to = f"to {target:.4g}"
     header = ["", "first loss", "final loss", "distance", f"time {to}", f"steps {to}"]
@@ -176,11 +176,11 @@ def _each_step(variant: Variant, amount: float) -> float:
 
 
 def _in_one_unit(values: Sequence[float], kind: object) -> list[str]:
-    """The largest in which one of them is at least 1; what never ends is a dash."""
+    """Format values in the largest unit in which one of them is 1 or more; infinity as a dash."""
     unit = unit_of(kind)
-    most = max((value for value in values if math.isfinite(value)), default=0.0)
-    spellings = _UNITS[unit.quantity]
-    shown = next((each for each in spellings if most >= unit.scale[each]), spellings[-1])
+    largest = max((value for value in values if math.isfinite(value)), default=0.0)
+    names = _UNITS[unit.quantity]
+    shown = next((name for name in names if largest >= unit.scale[name]), names[-1])
     return [
         f"{_digits(value / unit.scale[shown])}{shown}" if math.isfinite(value) else "-"
         for value in values
@@ -188,22 +188,22 @@ def _in_one_unit(values: Sequence[float], kind: object) -> list[str]:
 
 
 def _digits(value: float) -> str:
-    """Four of them, or all before the point."""
+    """Format with four digits, or with all digits before the decimal point."""
     return f"{value:.4g}" if value < 9999.5 else f"{value:,.0f}"
 
 
 def _connected(job: SimulatedJob) -> set[tuple[int, int]]:
-    """Devices that may send to one another: neighbours in a pipeline, and who holds a stage."""
+    """Pairs of devices that may communicate: neighbours in a pipeline, holders of one stage."""
     pairs: set[tuple[int, int]] = set()
     for pipeline in job.pipelines:
         for a, b in pairwise(run.device for run in pipeline.runs):
             pairs |= {(a, b), (b, a)}
     server = job.pipelines[0].runs[0].device if job.coordinator is None else job.coordinator
     for stage in range(len(job.stages)):
-        held = {r.device for one in job.pipelines for r in one.runs if r.first <= stage < r.end}
+        holders = {r.device for p in job.pipelines for r in p.runs if r.first <= stage < r.end}
         if job.sync.policy == "ssp":
-            held.discard(server)
-            pairs |= {(server, device) for device in held} | {(device, server) for device in held}
+            holders.discard(server)
+            pairs |= {(server, d) for d in holders} | {(d, server) for d in holders}
         else:
-            pairs |= set(permutations(held, 2))
+            pairs |= set(permutations(holders, 2))
     return pairs

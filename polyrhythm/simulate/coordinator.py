@@ -1,7 +1,7 @@
 """The coordinator in virtual time: the runtime's scheduler, with a latency to and from each worker.
 
-What workers say arrives later, in the order of time; so do its answers. Its log, if it keeps one,
-is that of a real coordinator.
+Messages of workers arrive after a latency, in the order of time; so do the answers. Its optional
+log has the format of a real coordinator's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,26 +42,26 @@ class SimulatedCoordinator:
         self._clock, self._on_command, self._log = clock, on_command, log
         self._latency_to: dict[Worker, Seconds] = {}
         self._latency_from: dict[Worker, Seconds] = {}
-        self._timer: Seconds = float("inf")  # the earliest that is on the clock
+        self._timer: Seconds = float("inf")  # the earliest timer on the clock
 
     def set_latency(self, latency: Mapping[Worker, tuple[Seconds, Seconds]]) -> None:
-        """Of a word of each worker to it, and from it, from now on."""
-        self._latency_to = {worker: there for worker, (there, _) in latency.items()}
+        """Set the latency of messages from each worker to the coordinator, and back."""
+        self._latency_to = {worker: to for worker, (to, _) in latency.items()}
         self._latency_from = {worker: back for worker, (_, back) in latency.items()}
 
     def max_round_trip(self, workers: Sequence[Worker]) -> Seconds:
-        """Until all of them have its answer to what all of them say now."""
-        there = max(self._latency_to[worker] for worker in workers)
-        return there + max(self._latency_from[worker] for worker in workers)
+        """Time until all workers have the answer to messages that all of them send now."""
+        to = max(self._latency_to[worker] for worker in workers)
+        return to + max(self._latency_from[worker] for worker in workers)
 
     def send(self, worker: Worker, kind: Callable[..., Event], *args: Any) -> None:
-        """A worker says something; it arrives a latency later."""
+        """Send a message of a worker; it arrives a latency later."""
         self._clock.at(
             self._clock.now + self._latency_to[worker], self._on_message, kind, worker, *args
         )
 
     def send_all(self, kind: Callable[..., Event], messages: Sequence[tuple[Any, ...]]) -> None:
-        """Several workers say the same at once; each says who it is first."""
+        """Send messages of one kind of several workers; the first argument is the worker."""
         for latency, batch in _by_latency(messages, self._latency_to).items():
             self._clock.at(self._clock.now + latency, self._on_messages, kind, batch)
 
@@ -87,11 +87,11 @@ class SimulatedCoordinator:
         if isinstance(command, Refuse):
             raise PolicyError(
                 f"the scheduler refuses {command.worker}: {command.why}",
-                expected="simulated workers that keep to the protocol",
-                fix="report it, with the job that was simulated",
+                expected="simulated workers that follow the protocol",
+                fix="report it as a bug, with the simulated job",
             )
         assert not isinstance(command, Acquired | SampleProgress), (
-            "simulated workers ask for no positions"
+            "simulated workers request no samples"
         )
         if isinstance(command, Assign | Commit | Abort):
             members = [(member,) for member in command.members]
@@ -106,7 +106,7 @@ class SimulatedCoordinator:
             self._on_command(member, command)
 
     def _on_timer(self, timer: Seconds) -> None:
-        """A timer that was put off since is looked at again when it is due."""
+        """Send a Timer if one is due; set the clock again for a timer that was postponed."""
         if timer != self._timer:
             return
         self._timer = float("inf")
@@ -121,8 +121,8 @@ class SimulatedCoordinator:
 def _by_latency(
     messages: Sequence[_MessageT], latency: Mapping[Worker, Seconds]
 ) -> dict[Seconds, list[_MessageT]]:
-    """What arrives together, by when."""
-    found: dict[Seconds, list[_MessageT]] = {}
-    for one in messages:
-        found.setdefault(latency[one[0]], []).append(one)
-    return found
+    """Group messages that arrive together, by latency."""
+    batches: dict[Seconds, list[_MessageT]] = {}
+    for message in messages:
+        batches.setdefault(latency[message[0]], []).append(message)
+    return batches

@@ -1,9 +1,9 @@
-"""Halves that hide: DeAR's all-reduce, and the second half of a group's average, bucket by bucket.
+"""Hidden communication: DeAR's all-reduce, and the all-gather of a group's average, by buckets.
 
-The gradients of a stage's last layers are there first, so its last bucket travels while the rest of
-the backward runs; buckets leave one after the other, with receives posted ahead. When all have been
-summed up and the optimizer has made its step, buckets are gathered in the order in which the next
-forward needs them, and that waits for each only when it comes to it.
+The gradients of a stage's last layers are ready first, so its last bucket is sent while the rest of
+backward runs; buckets are sent one after another, with receives posted ahead. When all are reduced
+and the optimizer has made its step, buckets are gathered in the order in which the next forward
+needs them; the forward waits for each bucket just before it needs it.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from polyrhythm.types import Seconds
 def all_gather_arrivals(
     now: Seconds, busy: Seconds, latency: Seconds, num_buckets: int
 ) -> BucketArrivals:
-    """When the buckets of a second half that begins now are there, one after the other."""
+    """Arrival times of the buckets of an all-gather that starts now."""
     first = now + latency + busy / num_buckets
     return BucketArrivals(first, now + latency + busy, 1 / num_buckets)
 
@@ -27,21 +27,21 @@ def all_gather_arrivals(
 def reduce_scatter_end(
     backwards: Sequence[tuple[Seconds, Seconds]], busy: Seconds, latency: Seconds, num_buckets: int
 ) -> Seconds:
-    """When the last bucket of a first half is summed up everywhere.
+    """Time at which the last bucket of a reduce-scatter is reduced everywhere.
 
-    From when the last backward of each member began and ended; the last layers come first.
+    `backwards` are start and end of each member's last backward; the last layers come first.
     """
     free = 0.0
     for j in range(num_buckets):
-        there = max(began + (end - began) * (j + 1) / num_buckets for began, end in backwards)
-        free = max(free, there) + busy / num_buckets
+        ready = max(start + (end - start) * (j + 1) / num_buckets for start, end in backwards)
+        free = max(free, ready) + busy / num_buckets
     return free + latency
 
 
 class DecoupledAllReduce:
-    """All replicas of each stage, without a coordinator: `pr.DistributedOptimizer`.
+    """Averages all replicas of each stage without a coordinator: `pr.DistributedOptimizer`.
 
-    Nobody may be lost: training would end. Halves keep the speed that links have when they begin.
+    No worker may be lost: training would end. A phase keeps the link speeds of its start.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class DecoupledAllReduce:
         self._exchange_if_all_ended(member.worker.stage)
 
     def leave(self, member: SimulatedWorker) -> None:
-        """It has made all its steps."""
+        """Remove a worker that has finished all its steps."""
         self._members[member.worker.stage].remove(member)
         self._exchange_if_all_ended(member.worker.stage)
 
@@ -90,16 +90,16 @@ class DecoupledAllReduce:
     ) -> None:
         devices, size = [m.device for m in members], members[0].size
         busy = self._network.phase_time(devices, size) * self._traffic_factor(members)
-        if busy == float("inf"):  # over a link that is lost: nothing hides any more
-            again = self._clock.now + RETRY_INTERVAL
-            late = [(again, again)] * len(members)
-            self._clock.at(again, self._exchange, members, late, priority=PRIORITY_RETRY)
+        if busy == float("inf"):  # a link is lost: at the retry, nothing is hidden any more
+            retry_at = self._clock.now + RETRY_INTERVAL
+            backwards = [(retry_at, retry_at)] * len(members)
+            self._clock.at(retry_at, self._exchange, members, backwards, priority=PRIORITY_RETRY)
             return
         latency = self._network.max_round_trip(devices) / 2
-        summed = reduce_scatter_end(backwards, busy, latency, self._num_buckets)
+        reduced = reduce_scatter_end(backwards, busy, latency, self._num_buckets)
         for a, b, sent in self._network.sent(devices, size):
             self._engine.state.sent[a, b] += sent
-        self._clock.at(summed, self._finish, members, busy, latency)
+        self._clock.at(reduced, self._finish, members, busy, latency)
 
     def _finish(self, members: Sequence[SimulatedWorker], busy: Seconds, latency: Seconds) -> None:
         self._num_averages += 1
@@ -117,7 +117,7 @@ class DecoupledAllReduce:
 def traffic_factor(
     members: Sequence[SimulatedWorker],
 ) -> Callable[[Sequence[SimulatedWorker]], float]:
-    """How many times as much their devices send at once, of those of some, as of one stage alone.
+    """A function: how many times as much devices send at once, compared to one stage alone.
 
     A device with several stages averages all of them at the same time, over one connection.
     """
@@ -125,7 +125,7 @@ def traffic_factor(
     for member in members:
         total[member.device] += member.size  # type: ignore[assignment]
 
-    def times(some: Sequence[SimulatedWorker]) -> float:
-        return max(total[member.device] / member.size if member.size else 1.0 for member in some)
+    def factor(group: Sequence[SimulatedWorker]) -> float:
+        return max(total[member.device] / member.size if member.size else 1.0 for member in group)
 
-    return times
+    return factor

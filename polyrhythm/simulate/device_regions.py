@@ -1,4 +1,4 @@
-"""A cluster in which every device is a region of its own, where a scenario changes single links."""
+"""Splits regions: every device becomes a region, so that a scenario can change single links."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,19 +9,19 @@ from polyrhythm.simulate.job import SimulatedJob
 
 
 def split_regions(job: SimulatedJob) -> SimulatedJob:
-    """The same job, with a region per device if a change of a link names a device."""
+    """Return the job with one region per device, if a link change names a device."""
     cluster, changes = job.cluster, job.scenario.link
     if all({change.source, change.target} <= set(cluster.regions) for change in changes):
         return job
-    pairs = tuple(each for change in changes for each in _device_changes(change, cluster))
+    pairs = tuple(pair for change in changes for pair in _device_changes(change, cluster))
     nodes = job.nodes or tuple(device.region for device in cluster.devices)
     scenario = replace(job.scenario, link=pairs)
     return replace(job, cluster=_region_per_device(cluster), scenario=scenario, nodes=nodes)
 
 
 def _region_per_device(cluster: Cluster) -> Cluster:
-    place = {region: i for i, region in enumerate(cluster.regions)}
-    rows = [place[device.region] for device in cluster.devices]
+    index = {region: i for i, region in enumerate(cluster.regions)}
+    rows = [index[device.region] for device in cluster.devices]
     names = tuple(device.name for device in cluster.devices)
     prices = cluster.egress_price_per_gb
     return replace(
@@ -37,14 +37,14 @@ def _region_per_device(cluster: Cluster) -> Cluster:
 
 
 def _device_changes(change: LinkChange, cluster: Cluster) -> Iterator[LinkChange]:
-    """The same change for every two devices that it is about, one way at a time."""
+    """Yield the change for every pair of devices that it affects, per direction."""
     sources, targets = _devices_in(change.source, cluster), _devices_in(change.target, cluster)
     directions = [(sources, targets)]
     if not change.one_way and sources != targets:
         directions.append((targets, sources))
-    for here, there in directions:
-        for a in here:
-            for b in there:
+    for senders, receivers in directions:
+        for a in senders:
+            for b in receivers:
                 if a != b:
                     yield replace(change, source=a, target=b, one_way=True)
 

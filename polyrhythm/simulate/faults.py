@@ -1,8 +1,8 @@
-"""What befalls a simulated job: links that change, devices that are gone, and that come (back).
+"""Faults of a simulated job: links that change, devices that are lost, and that join (again).
 
-A device that is gone takes its pipeline with it. The others notice after a while. When all devices
-of a pipeline are there, its workers join, copy model and optimizer state from whoever the scheduler
-names, and begin with an empty pipeline.
+A lost device stops its pipeline. The others notice after a delay. When all devices of a pipeline
+are present, its workers join, copy model and optimizer state from the source that the scheduler
+names, and start with an empty pipeline.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,17 @@ from polyrhythm.simulate.network import SimulatedNetwork
 from polyrhythm.sync.protocol import CopyFrom, Dead, Join
 from polyrhythm.types import Seconds, Worker
 
-DETECTION_DELAY: Seconds = 2.0  # after a death: what killed workers of real groups take
-_POLL_INTERVAL: Seconds = 0.01  # how often a worker asks whether what it is to copy is there
-_ROUNDING: Seconds = 1e-6  # what sums of the same times in another order may differ by
-STATE_FACTOR = 3  # times the weights: AdamW's moments are copied with them
+DETECTION_DELAY: Seconds = 2.0  # until a killed worker is noticed, as measured in real groups
+_POLL_INTERVAL: Seconds = 0.01  # of a worker that waits for the state to copy
+_ROUNDING: Seconds = 1e-6  # above the difference of sums of the same times in another order
+STATE_FACTOR = 3  # bytes copied per byte of weights: with AdamW's two moments
 
 
 class FaultInjector:
-    """`begin` starts a pipeline that `has_steps_left` to go on, `end` stops it; `apply_change`: links have."""
+    """Applies a scenario's faults: `begin` starts a pipeline, `end` stops it.
+
+    A pipeline rejoins only if it `has_steps_left`; `on_link_change` follows each change of a link.
+    """
 
     def __init__(
         self,
@@ -52,17 +55,17 @@ class FaultInjector:
         self._network, self._on_link_change = network, on_link_change
         self._has_steps_left, self._begin, self._end = has_steps_left, begin, end
         self._absent: set[int] = _absent_at_start(scenario, names)
-        self._present_since = [0.0] * len(names)  # when each device did, the last time
-        self._present = [0.0] * len(names)  # seconds, up to when it went
-        self._joining: dict[int, dict[Worker, CopyFrom]] = {}  # pipelines; what is to be copied
-        happens: list[tuple[Seconds, Callable[..., None], Any]] = [
+        self._present_since = [0.0] * len(names)  # last join of each device
+        self._present = [0.0] * len(names)  # seconds of presence before its last loss
+        self._joining: dict[int, dict[Worker, CopyFrom]] = {}  # pending copies, by pipeline
+        faults: list[tuple[Seconds, Callable[..., None], Any]] = [
             *((change.at, self._change, change) for change in scenario.link),
             *((kill.at, self._kill, names.index(kill.device)) for kill in scenario.kill),
             *((join.at, self._join, names.index(join.device)) for join in scenario.join),
         ]
-        self.last: Seconds = max((at for at, _, _ in happens), default=0.0)
-        for at, callback, given in happens:
-            clock.at(at, callback, given, priority=PRIORITY_CHANGE)
+        self.last: Seconds = max((at for at, _, _ in faults), default=0.0)
+        for at, callback, argument in faults:
+            clock.at(at, callback, argument, priority=PRIORITY_CHANGE)
 
     def start(self) -> None:
         for pipeline, members in enumerate(self._pipelines):
@@ -71,17 +74,17 @@ class FaultInjector:
                 self._begin(pipeline)
 
     def present(self) -> list[Seconds]:
-        """For how long each device was there until now."""
+        """Seconds for which each device was present until now."""
         now = self._clock.now
         return [
-            before + (0.0 if device in self._absent else now - came)
-            for device, (before, came) in enumerate(
+            before + (0.0 if device in self._absent else now - since)
+            for device, (before, since) in enumerate(
                 zip(self._present, self._present_since, strict=True)
             )
         ]
 
     def copy_from(self, command: CopyFrom) -> None:
-        """A worker copies from another one, then has its clock."""
+        """Start a worker's copy from a source, whose clock it gets."""
         joining = self._joining.get(command.worker.pipeline)
         if joining is not None:
             joining[command.worker] = command
@@ -92,13 +95,11 @@ class FaultInjector:
         source = self._averaging.members[copy_from.source]
         if not self._is_current(copy_from, incarnation):
             return
-        takes = self._network.transfer(
+        duration = self._network.transfer(
             source.device, member.device, STATE_FACTOR * member.parameters
         )
-        has_it = (
-            source.clock > copy_from.clock or source.pending is None
-        )  # that step has ended there
-        if source.clock < copy_from.clock or not has_it:
+        has_ended = source.clock > copy_from.clock or source.pending is None  # that step
+        if source.clock < copy_from.clock or not has_ended:
             self._clock.at(
                 self._clock.now + _POLL_INTERVAL,
                 self._copy,
@@ -106,7 +107,7 @@ class FaultInjector:
                 incarnation,
                 priority=PRIORITY_RETRY,
             )
-        elif takes == float("inf"):  # over a link that is lost
+        elif duration == float("inf"):  # the link is lost
             self._clock.at(
                 self._clock.now + RETRY_INTERVAL,
                 self._copy,
@@ -115,21 +116,21 @@ class FaultInjector:
                 priority=PRIORITY_RETRY,
             )
         else:
-            self._clock.at(self._clock.now + takes, self._copied, copy_from, incarnation)
+            self._clock.at(self._clock.now + duration, self._copied, copy_from, incarnation)
 
     def _copied(self, copy_from: CopyFrom, incarnation: int) -> None:
         if not self._is_current(copy_from, incarnation):
             return
         worker, members = copy_from.worker, self._averaging.members
-        has = copy_from.clock if copy_from.clock >= 0 else members[copy_from.source].clock
-        members[worker].clock = max(members[worker].clock, has)
+        clock = copy_from.clock if copy_from.clock >= 0 else members[copy_from.source].clock
+        members[worker].clock = max(members[worker].clock, clock)
         for observer in self._averaging.observers:
             observer.on_copied(worker, copy_from.source, self._clock.now)
         del self._joining[worker.pipeline][worker]
         self._begin_if_complete(worker.pipeline, incarnation)
 
     def _is_current(self, copy_from: CopyFrom, incarnation: int) -> bool:
-        """Neither has it died meanwhile, nor was it told to copy from another one."""
+        """Whether the worker is still in that incarnation and has no newer CopyFrom."""
         current = self._joining.get(copy_from.worker.pipeline, {}).get(copy_from.worker)
         return (
             current == copy_from
@@ -169,7 +170,7 @@ class FaultInjector:
                 for member in members:
                     member.clock = 0
                 self._send_join(members)
-                # By then all know whether they are to copy from anybody.
+                # By then every CopyFrom has arrived.
                 at = (
                     self._clock.now
                     + _ROUNDING
@@ -184,7 +185,7 @@ class FaultInjector:
                 )
 
     def _begin_if_complete(self, pipeline: int, incarnation: int) -> None:
-        """Once nobody of it copies any more; who was not told to begins with what it has."""
+        """Start a pipeline once all its copies are done; without copies it keeps its weights."""
         is_same = self._pipelines[pipeline][0].incarnation == incarnation
         if is_same and self._joining.get(pipeline) == {}:
             del self._joining[pipeline]
@@ -198,8 +199,8 @@ class FaultInjector:
             node = self._nodes[member.device]
             self._send(member.worker, Join, node, member.clock, member.incarnation)
 
-    def _send(self, worker: Worker, kind: Callable[..., Any], *given: Any) -> None:
-        self._averaging.coordinator.send(worker, kind, *given)
+    def _send(self, worker: Worker, kind: Callable[..., Any], *args: Any) -> None:
+        self._averaging.coordinator.send(worker, kind, *args)
 
     @property
     def no_pipeline_is_complete(self) -> bool:
@@ -211,7 +212,7 @@ class FaultInjector:
 
 
 def _absent_at_start(scenario: Scenario, names: Sequence[str]) -> set[int]:
-    """Who joins without having been killed before."""
+    """Devices that join without having been killed before."""
     killed = {kill.device: kill.at for kill in sorted(scenario.kill, key=lambda kill: -kill.at)}
     return {
         names.index(join.device)

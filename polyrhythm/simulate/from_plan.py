@@ -1,4 +1,4 @@
-"""From a plan to a job that can be simulated: on the cluster and with the model it was made for."""
+"""Converts a plan, with its cluster and model profile, to a job that can be simulated."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from polyrhythm.simulate.job import EMPTY_SCENARIO, SimulatedJob
 from polyrhythm.sync.registry import POLICIES
 from polyrhythm.sync.setup import Setup
 
-# What a plan calls its way to keep replicas together, as a policy that does it.
+# The policy of each sync mode of a plan.
 _POLICIES = {
     "all_reduce": "all_reduce",
     "decoupled": "all_reduce",
@@ -33,14 +33,14 @@ _POLICIES = {
 def problem_of(
     plan: Plan, cluster: Cluster, profile: ModelProfile, *, gradient_bytes: float | None = None
 ) -> Problem:
-    """What the plan was made for, with what it says of gradients and memory, if it does."""
-    made = plan.sources or Sources(cluster="", profile="")
+    """The problem that the plan solves, with the plan's settings of gradients and memory."""
+    sources = plan.sources or Sources(cluster="", profile="")
     job = TrainingJob(
-        batch=plan.batch or 1,  # a plan without one is refused when it is used
+        batch=plan.batch or 1,  # `predict` refuses a plan without a batch
         sync=plan.sync,
-        gradient_bytes=made.gradient_bytes if gradient_bytes is None else gradient_bytes,
-        optimizer_bytes=made.optimizer_bytes,
-        memory_reserve=made.memory_reserve,
+        gradient_bytes=sources.gradient_bytes if gradient_bytes is None else gradient_bytes,
+        optimizer_bytes=sources.optimizer_bytes,
+        memory_reserve=sources.memory_reserve,
     )
     return Problem(cluster=cluster, profile=profile, job=job, schedules=PlannedSchedules())
 
@@ -56,24 +56,23 @@ def planned_job(
     options: Mapping[str, object] | None = None,
     seed: int = 0,
 ) -> SimulatedJob:
-    """`sync` is a policy, or "decoupled"; without, what the plan says. So with the schedule.
+    """Create the job of a plan; `sync` (a policy, or "decoupled") and `schedule` override the plan.
 
-    `overlap` is where the policy can.
+    `overlap` has no effect under a policy that cannot overlap.
     Raises PlanError if the plan is for another cluster or model, or does not fit.
     """
     if schedule is not None:
-        plan = replace(
-            plan, pipelines=tuple(replace(one, schedule=schedule) for one in plan.pipelines)
-        )
-    plan = predict(plan, problem).plan  # which chooses what is left open, and refuses what is wrong
-    assert plan.microbatch_size is not None, "predict refuses a plan without"
+        pipelines = tuple(replace(pipeline, schedule=schedule) for pipeline in plan.pipelines)
+        plan = replace(plan, pipelines=pipelines)
+    plan = predict(plan, problem).plan  # chooses open settings, and refuses invalid ones
+    assert plan.microbatch_size is not None, "predict refuses a plan without micro-batch size"
     mode = plan.sync if sync is None else sync
     if mode not in POLICIES and mode not in _POLICIES:
         raise _unknown(mode)
     replicas = []
     for pipeline in plan.pipelines:
-        assert pipeline.num_microbatches is not None, "predict refuses a plan without"
-        assert pipeline.schedule != AUTO, "predict has chosen"
+        assert pipeline.num_microbatches is not None, "predict sets the number of micro-batches"
+        assert pipeline.schedule != AUTO, "predict sets the schedule"
         built = problem.schedules.build(
             pipeline.schedule,
             num_stages=len(pipeline.parts),
@@ -112,11 +111,11 @@ def _unknown(mode: str) -> PolicyError:
     return PolicyError(
         f"unknown policy: {mode!r}",
         expected=f"one of {', '.join(known)}",
-        fix=f"did you mean {near[0]!r}?" if near else "choose one of these, or leave it out",
+        fix=f"did you mean {near[0]!r}?" if near else "use one of these, or omit it",
     )
 
 
 def _num_buckets(plan: Plan, stages: Sequence[StageWork]) -> int:
-    """A forward waits layer by layer, for buckets of a certain size."""
+    """Buckets of about `BUCKET` bytes, at most one per layer: a forward waits layer by layer."""
     size = max(stage.gradient_bytes for stage in stages)
     return max(1, min(max(plan.layers_per_stage), math.ceil(size / BUCKET)))

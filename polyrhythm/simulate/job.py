@@ -1,6 +1,6 @@
-"""A job to simulate: who runs which layers in which order, on what, and how replicas keep together.
+"""A job to simulate: cluster, stages, pipelines with their schedules, sync setup, scenario.
 
-Everything in it is what the runtime uses: schedules are lists of actions, the setup makes the
+It consists of the runtime's own data: schedules are lists of actions, the setup creates the
 scheduler that a coordinator serves, the scenario is the file that a lab plays.
 """
 
@@ -23,26 +23,26 @@ class SimulatedJob:
     stages: tuple[StageWork, ...]
     pipelines: tuple[Replica, ...]  # runs by index of device; a schedule for each run
     sync: Setup
-    overlap: bool = False  # go on at once, and take in the average at the next step's end
-    decoupled: bool = False  # halves of an average hide behind a backward and a forward
-    num_buckets: int = 8  # of a stage's gradients, where they are decoupled
-    in_flight: tuple[int, ...] | None = None  # per run: a pipeline that is never flushed
+    overlap: bool = False  # continue at once, and apply the average at the next step's end
+    decoupled: bool = False  # reduce-scatter and all-gather are hidden by backward and forward
+    num_buckets: int = 8  # of a stage's gradients, if decoupled
+    in_flight: tuple[int, ...] | None = None  # per run: limits of a pipeline that is never flushed
     scenario: Scenario = EMPTY_SCENARIO
-    coordinator: int | None = None  # the device it runs on; None for that of the first worker
-    samples: tuple[int, ...] | None = None  # of a step of each pipeline; None for micro-batches
+    coordinator: int | None = None  # its device; None for that of the first worker
+    samples: tuple[int, ...] | None = None  # per step of each pipeline; None for micro-batches
     nodes: tuple[str, ...] | None = None  # the machine of each device; None for its region
-    # Of each device, the one (with an uplink) that stands for what its machine shares to reach
-    # others; averages are then rings through these, as NCCL makes them. None: a device has its own.
+    # For each device, the device whose uplink represents the shared uplink of its machine; averages
+    # are then rings through these, as in NCCL. None: every device has its own uplink.
     gateways: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        from polyrhythm.simulate.check_job import check_job  # it knows jobs, so it imports this
+        from polyrhythm.simulate.check_job import check_job  # it imports this module
 
         check_job(self)
 
 
 def replicas(schedule: Schedule, num_pipelines: int) -> tuple[Replica, ...]:
-    """A device for each worker: s + num_stages * p runs (s, p)."""
+    """Pipelines with one device per worker: device s + num_stages * p runs worker (s, p)."""
     count = len(schedule)
     return tuple(
         Replica(
@@ -66,7 +66,7 @@ def equal_job(
     options: Mapping[str, object] | None = None,
     latency: Seconds = 0.0,
     bandwidth: BytesPerSecond = 1e15,
-    uplink: BytesPerSecond | None = None,  # None: no limit but that of each link
+    uplink: BytesPerSecond | None = None,  # None: limited by each link only
     overlap: bool = False,
     decoupled: bool = False,
     in_flight: tuple[int, ...] | None = None,
@@ -74,14 +74,13 @@ def equal_job(
     nodes: tuple[str, ...] | None = None,
     seed: int = 0,
 ) -> SimulatedJob:
-    """As many equal devices as workers, in one region, see `replicas`."""
+    """A job on equal devices in one region, one per worker; see `replicas`."""
     num_devices = num_stages * num_pipelines
-    no_limit = 1e18 if uplink is None else uplink
+    rate = 1e18 if uplink is None else uplink
     cluster = Cluster(
         name="equal",
         devices=tuple(
-            Device(name=f"d{number}", region="here", uplink=no_limit)
-            for number in range(num_devices)
+            Device(name=f"d{number}", region="here", uplink=rate) for number in range(num_devices)
         ),
         regions=("here",),
         latency=((latency,),),

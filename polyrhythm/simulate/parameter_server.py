@@ -1,7 +1,8 @@
-"""A parameter server in virtual time: push, hear that one may go on, pull (`run/average`'s server).
+"""A parameter server in virtual time: push, wait for the scheduler, pull.
 
-Pushes and pulls of all workers share the server's connection. A push is announced, awaited, sent
-and acknowledged; a pull is asked for. How far a worker may run ahead, the scheduler says.
+It models `run/averaging/parameter_server.py`. Pushes and pulls of all workers share the server's
+connection. A push is announced, requested, sent and acknowledged; a pull is requested and sent. The
+scheduler decides how far a worker may run ahead.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from polyrhythm.simulate.network import SimulatedNetwork
 @dataclass(frozen=True, slots=True, eq=False)
 class _Transfer:
     member: SimulatedWorker
-    incarnation: int  # of the member when it began
+    incarnation: int  # of the member at the start
     is_push: bool
     source: int
     target: int
@@ -24,7 +25,7 @@ class _Transfer:
 
 
 class SimulatedParameterServer:
-    """`device` holds the model."""
+    """The parameter server on `device`, which holds the model."""
 
     def __init__(
         self,
@@ -36,23 +37,23 @@ class SimulatedParameterServer:
     ) -> None:
         self._device, self._clock, self._engine, self._network = device, clock, engine, network
         self._observers = observers
-        self._under_way: dict[int, _Transfer] = {}  # by owner of flows
+        self._active: dict[int, _Transfer] = {}  # by owner of flows
 
     def push(self, member: SimulatedWorker, then: Callable[[SimulatedWorker], None]) -> None:
-        self._begin(_Transfer(member, member.incarnation, True, member.device, self._device, then))
+        self._start(_Transfer(member, member.incarnation, True, member.device, self._device, then))
 
     def pull(self, member: SimulatedWorker, then: Callable[[SimulatedWorker], None]) -> None:
-        self._begin(_Transfer(member, member.incarnation, False, self._device, member.device, then))
+        self._start(_Transfer(member, member.incarnation, False, self._device, member.device, then))
 
     def flows_ended(self, owner: int) -> None:
-        transfer = self._under_way.pop(owner)
+        transfer = self._active.pop(owner)
         self._engine.free_owner(owner)
         latency = self._network.latency(transfer.source, transfer.target)
         if transfer.is_push:
             latency += self._network.latency(transfer.target, transfer.source)
         self._clock.at(self._clock.now + latency, self._arrived, transfer)
 
-    def _begin(self, transfer: _Transfer) -> None:
+    def _start(self, transfer: _Transfer) -> None:
         if transfer.source == transfer.target or transfer.member.size <= 0:
             self._arrived(transfer)
             return
@@ -65,7 +66,7 @@ class SimulatedParameterServer:
         if transfer.member.incarnation != transfer.incarnation:
             return
         owner, size = self._engine.new_owner(), transfer.member.size
-        self._under_way[owner] = transfer
+        self._active[owner] = transfer
         source, target, regions = transfer.source, transfer.target, self._network.regions
         self._engine.state.sent[regions[source], regions[target]] += size
         endpoints = self._network.endpoints(source, target)

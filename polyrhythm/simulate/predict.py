@@ -1,4 +1,4 @@
-"""A prediction in one call, for scripts: `polyrhythm simulate` without the command line."""
+"""Prediction in one call, for scripts: `polyrhythm simulate` without the command line."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,11 +28,11 @@ def predict(
     seed: int = 0,
     run: Path | str | None = None,
 ) -> SimulationResult:
-    """What a plan will do, by simulating so many global steps of it under a scenario.
+    """Predict the performance of a plan by simulating `num_steps` global steps in a scenario.
 
-    `sync` is a policy with its `options`, or "decoupled"; without, what the plan says; so with the
-    schedule. `gradient_bytes` are per byte of parameters, else as the plan says; `run` is a folder
-    for the log, as training writes it. Raises UserError.
+    `sync` is a policy with its `options`, or "decoupled"; it and `schedule` default to the plan's.
+    `gradient_bytes` are per byte of parameters, by default the plan's; `run` is a folder for the
+    log, as training writes it. Raises UserError.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     problem = problem_of(

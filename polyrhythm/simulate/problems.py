@@ -1,9 +1,8 @@
-"""Problems to train on in virtual time: small enough for NumPy, yet not the same for all pipelines.
+"""Training problems for virtual time: small enough for NumPy, with unequal shards per pipeline.
 
-Every pipeline has a shard of its own, and draws its k-th mini-batch from the seed, itself and k
-alone: however policies and stragglers change the order of things, it is the same mini-batch. The
-loss is that of all shards together. Parameters are one vector, in the order in which a forward uses
-them, so that the stages of a pipeline are consecutive parts of it.
+Every pipeline has its own shard, and draws its k-th mini-batch from the seed, the shard and k
+alone: policies and stragglers do not change it. The loss is that of all shards together. Parameters
+are one vector, in forward order, so that the stages of a pipeline are consecutive parts of it.
 """
 
 from collections.abc import Sequence
@@ -25,21 +24,21 @@ class TrainingProblem(Protocol):
     def num_shards(self) -> int: ...
 
     def start(self) -> Vector:
-        """The weights that all workers begin with."""
+        """Initial weights of all workers."""
 
     def loss(self, weights: Vector) -> float:
-        """Over all shards."""
+        """Loss over all shards."""
 
     def gradient(self, weights: Vector, shard: int, step: int) -> Vector:
-        """Of a mini-batch of a shard: its `step`-th."""
+        """Gradient of the `step`-th mini-batch of a shard."""
 
 
 @dataclass(frozen=True)
 class Quadratic:
-    """Bowls with minima and curvatures of their own, and gradients with noise.
+    """One quadratic per shard, with its own minimum and curvatures, and noisy gradients.
 
-    The loss is counted from its lowest value. Curvatures that differ are what makes consensus
-    matter: with equal ones, the mean of the workers moves alike wherever each of them is.
+    The loss is relative to its minimum. Consensus matters because curvatures differ: with equal
+    ones, the mean of the workers would not depend on the distances between them.
     """
 
     curvatures: Vector  # [shard, parameter]
@@ -53,21 +52,21 @@ class Quadratic:
 
     @property
     def minimum(self) -> Vector:
-        """Of all shards together."""
-        found: Vector = (self.curvatures * self.minima).sum(0) / self.curvatures.sum(0)
-        return found
+        """Minimum of the loss over all shards."""
+        minimum: Vector = (self.curvatures * self.minima).sum(0) / self.curvatures.sum(0)
+        return minimum
 
     def start(self) -> Vector:
         return np.zeros(self.minima.shape[1])
 
     def loss(self, weights: Vector) -> float:
-        away = weights - self.minimum
-        return float(0.5 * (self.curvatures.mean(0) * away * away).sum())
+        difference = weights - self.minimum
+        return float(0.5 * (self.curvatures.mean(0) * difference * difference).sum())
 
     def gradient(self, weights: Vector, shard: int, step: int) -> Vector:
-        draw = np.random.default_rng((self.seed, shard, step))
+        rng = np.random.default_rng((self.seed, shard, step))
         exact: Vector = self.curvatures[shard] * (weights - self.minima[shard])
-        return exact + self.noise * draw.standard_normal(len(exact))
+        return exact + self.noise * rng.standard_normal(len(exact))
 
 
 def quadratic(
@@ -75,18 +74,18 @@ def quadratic(
     *,
     num_parameters: int = 64,
     condition: float = 20.0,  # of curvatures: the largest over the smallest
-    apart: float = 1.0,  # shards' minima, in their distance from the start; 0: all the same
+    apart: float = 1.0,  # spread of the shards' minima, relative to their distance from the start
     noise: float = 1.0,
     seed: int = 0,
 ) -> Quadratic:
-    draw = np.random.default_rng((seed, num_shards))
+    rng = np.random.default_rng((seed, num_shards))
     scales = np.geomspace(1 / condition, 1.0, num_parameters)
-    draw.shuffle(scales)  # else some stages were all flat
+    rng.shuffle(scales)  # else some stages would have only flat parameters
     shape = (num_shards, num_parameters)
-    common = draw.choice([-1.0, 1.0], num_parameters)
+    common = rng.choice([-1.0, 1.0], num_parameters)
     return Quadratic(
-        curvatures=scales * draw.uniform(0.5, 1.5, shape),
-        minima=common + apart * draw.standard_normal(shape),
+        curvatures=scales * rng.uniform(0.5, 1.5, shape),
+        minima=common + apart * rng.standard_normal(shape),
         noise=noise,
         seed=seed,
     )
@@ -94,12 +93,12 @@ def quadratic(
 
 @dataclass(frozen=True)
 class Perceptron:
-    """A network of a few tanh layers that learns to classify; cross entropy."""
+    """A classifier of a few tanh layers with cross-entropy loss."""
 
     sizes: tuple[int, ...]  # of its layers, inputs and classes included
     inputs: Vector  # [sample, input]
     labels: NDArray[np.int64]
-    shards: tuple[NDArray[np.int64], ...]  # which samples
+    shards: tuple[NDArray[np.int64], ...]  # indexes of samples
     batch_size: int
     seed: int
 
@@ -108,11 +107,10 @@ class Perceptron:
         return len(self.shards)
 
     def start(self) -> Vector:
-        draw = np.random.default_rng((self.seed, 1))
-        return _random_weights(self.sizes, draw)
+        return _random_weights(self.sizes, np.random.default_rng((self.seed, 1)))
 
     def loss(self, weights: Vector) -> float:
-        # In parts: larger products are spread over threads, for which they are not large enough.
+        # In parts: NumPy would split larger products over threads, which costs more than it gains.
         total = 0.0
         for first in range(0, len(self.labels), _PART):
             part = slice(first, first + _PART)
@@ -122,18 +120,18 @@ class Perceptron:
         return total / len(self.labels)
 
     def gradient(self, weights: Vector, shard: int, step: int) -> Vector:
-        draw = np.random.default_rng((self.seed, 2, shard, step))
-        batch = draw.choice(self.shards[shard], self.batch_size)
+        rng = np.random.default_rng((self.seed, 2, shard, step))
+        batch = rng.choice(self.shards[shard], self.batch_size)
         outputs = _outputs(weights, self.sizes, self.inputs[batch])
         error = _softmax(outputs[-1])
         error[np.arange(len(batch)), self.labels[batch]] -= 1
         error /= len(batch)
-        found = []
+        gradients = []
         layers = _layers(weights, self.sizes)
         for (matrix, _), below in zip(reversed(layers), outputs[-2::-1], strict=True):
-            found += [error.sum(0), (below.T @ error).ravel()]
+            gradients += [error.sum(0), (below.T @ error).ravel()]
             error = (error @ matrix.T) * (1 - below * below)
-        return np.concatenate(found[::-1])
+        return np.concatenate(gradients[::-1])
 
 
 def perceptron(
@@ -143,27 +141,27 @@ def perceptron(
     num_inputs: int = 16,
     num_classes: int = 8,
     num_samples: int = 2048,
-    skew: float = 0.5,  # of each shard, the part that has been dealt by class; 0: shards alike
+    skew: float = 0.5,  # fraction of each shard that is sorted by class; 0: equal shards
     batch_size: int = 16,
     seed: int = 0,
 ) -> Perceptron:
-    """Labels come from a wider network, with a tenth of them wrong: no model fits them all."""
+    """Create a problem with labels of a wider network, a tenth of them wrong: none fits all."""
     if not 0 <= skew <= 1 or num_samples < num_shards:
         raise UserError(
             f"skew={skew:g}, {num_samples} samples for {num_shards} shards",
-            expected="a fraction, and at least one sample for each",
+            expected="a fraction, and at least one sample for each shard",
             fix="use skew=0.5 and some thousand samples",
         )
-    draw = np.random.default_rng((seed, 0))
-    inputs = draw.standard_normal((num_samples, num_inputs))
+    rng = np.random.default_rng((seed, 0))
+    inputs = rng.standard_normal((num_samples, num_inputs))
     wider = (num_inputs, 2 * max(hidden, default=16), num_classes)
-    labels = _outputs(3 * _random_weights(wider, draw), wider, inputs)[-1].argmax(1)
-    wrong = draw.random(num_samples) < 0.1
-    labels[wrong] = draw.integers(0, num_classes, int(wrong.sum()))
-    dealt = draw.permutation(num_samples)
-    by_class = dealt[: int(skew * num_samples)]
+    labels = _outputs(3 * _random_weights(wider, rng), wider, inputs)[-1].argmax(1)
+    wrong = rng.random(num_samples) < 0.1
+    labels[wrong] = rng.integers(0, num_classes, int(wrong.sum()))
+    order = rng.permutation(num_samples)
+    by_class = order[: int(skew * num_samples)]
     by_class = by_class[np.argsort(labels[by_class], kind="stable")]
-    rest = dealt[len(by_class) :]
+    rest = order[len(by_class) :]
     return Perceptron(
         sizes=(num_inputs, *hidden, num_classes),
         inputs=inputs,
@@ -179,33 +177,33 @@ def perceptron(
     )
 
 
-def _random_weights(sizes: Sequence[int], draw: np.random.Generator) -> Vector:
-    """Matrices that keep the size of what passes, and no biases yet."""
+def _random_weights(sizes: Sequence[int], rng: np.random.Generator) -> Vector:
+    """Matrices that preserve the variance of activations, and zero biases."""
     parts = []
     for above, below in pairwise(sizes):
-        parts += [draw.standard_normal(above * below) / np.sqrt(above), np.zeros(below)]
+        parts += [rng.standard_normal(above * below) / np.sqrt(above), np.zeros(below)]
     return np.concatenate(parts)
 
 
 def _layers(weights: Vector, sizes: Sequence[int]) -> list[tuple[Vector, Vector]]:
-    found, first = [], 0
+    layers, first = [], 0
     for above, below in pairwise(sizes):
         end = first + above * below
-        found.append((weights[first:end].reshape(above, below), weights[end : end + below]))
+        layers.append((weights[first:end].reshape(above, below), weights[end : end + below]))
         first = end + below
-    return found
+    return layers
 
 
 def _outputs(weights: Vector, sizes: Sequence[int], inputs: Vector) -> list[Vector]:
-    """The inputs, then those of each layer; the last is without tanh."""
-    layers, found = _layers(weights, sizes), [inputs]
+    """The inputs, then the outputs of each layer; the last is without tanh."""
+    layers, outputs = _layers(weights, sizes), [inputs]
     for number, (matrix, bias) in enumerate(layers, 1):
-        sums = found[-1] @ matrix + bias
-        found.append(np.tanh(sums) if number < len(layers) else sums)
-    return found
+        sums = outputs[-1] @ matrix + bias
+        outputs.append(np.tanh(sums) if number < len(layers) else sums)
+    return outputs
 
 
 def _softmax(scores: Vector) -> Vector:
     powers = np.exp(scores - scores.max(1, keepdims=True))
-    found: Vector = powers / powers.sum(1, keepdims=True)
-    return found
+    softmax: Vector = powers / powers.sum(1, keepdims=True)
+    return softmax

@@ -1,4 +1,4 @@
-"""What a simulation found: when every step was over, what workers waited for, what was sent."""
+"""The result of a simulation: ends of all steps, waits of workers, bytes sent."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -8,25 +8,25 @@ from numpy.typing import NDArray
 
 from polyrhythm.types import Seconds, Worker
 
-_START = 0.1  # of all steps, which find pipelines empty and policies without measurements
+_START = 0.1  # fraction of steps left out: pipelines are empty, policies have no measurements
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SimulationResult:
-    ends: tuple[tuple[Seconds, ...], ...]  # [pipeline][step]: over on all its stages
-    samples: tuple[int, ...]  # of a step of each pipeline
+    ends: tuple[tuple[Seconds, ...], ...]  # [pipeline][step]: ended on all its stages
+    samples: tuple[int, ...]  # per step of each pipeline
     duration: Seconds
-    active_time: tuple[Seconds, ...]  # for how long each pipeline was at work
-    present: tuple[Seconds, ...]  # for how long each device of the cluster was there
-    busy: dict[Worker, Seconds]  # computing; of a device with several stages, at the first of them
-    starved: dict[Worker, Seconds]  # waiting for messages of neighbours
-    waited: dict[Worker, Seconds]  # for averages
+    active_time: tuple[Seconds, ...]  # of each pipeline
+    present: tuple[Seconds, ...]  # time of presence of each device of the cluster
+    busy: dict[Worker, Seconds]  # compute; a device with several stages counts at its first one
+    starved: dict[Worker, Seconds]  # waits for messages of neighbours
+    waited: dict[Worker, Seconds]  # waits for averages
     group_sizes: Counter[int]  # of averages; 1 for a step without
-    spread: float  # steps between the most and the least advanced of a group, on average
+    spread: float  # mean number of steps between the first and the last member of a group
     bytes_sent: NDArray[np.float64]  # [region, region]
     num_events: int
     num_actions: int
-    cut_short: str = ""  # why it ended before all steps were made
+    cut_short: str = ""  # why it ended before all steps were done
 
     @property
     def throughput(self) -> float:
@@ -35,28 +35,28 @@ class SimulationResult:
 
     @property
     def step_time(self) -> Seconds:
-        """In which all pipelines together make as many steps as there are pipelines."""
+        """Time in which all pipelines together run as many steps as there are pipelines."""
         rate = self._rate([1.0] * len(self.ends))
         return len(self.ends) / rate if rate else float("inf")
 
     @property
     def bubble(self) -> float:
-        """The share of their time in which workers wait for messages of neighbours."""
+        """Fraction of time in which workers wait for messages of neighbours."""
         return self._share(self.starved)
 
     @property
     def waiting(self) -> float:
-        """The share of their time in which workers wait for averages."""
+        """Fraction of time in which workers wait for averages."""
         return self._share(self.waited)
 
     @property
     def computing(self) -> float:
-        """The share of their time in which workers compute."""
+        """Fraction of time in which workers compute."""
         return self._share(self.busy)
 
     @property
     def group_size(self) -> float:
-        """Of the average worker's step."""
+        """Mean group size over the steps of workers."""
         steps = {size: size * count for size, count in self.group_sizes.items()}
         return sum(size * n for size, n in steps.items()) / max(sum(steps.values()), 1)
 
@@ -67,24 +67,24 @@ class SimulationResult:
         )
 
     def _share(self, seconds: dict[Worker, Seconds]) -> float:
-        there = sum(self.active_time[worker.pipeline] for worker in seconds)
-        return sum(seconds.values()) / there if there else 0.0
+        active = sum(self.active_time[worker.pipeline] for worker in seconds)
+        return sum(seconds.values()) / active if active else 0.0
 
-    def _rate(self, worth: list[float]) -> float:
-        """Progress per second: a step counts by the part of it that is in the time looked at."""
-        ends = sorted(end for one in self.ends for end in one)
+    def _rate(self, weights: list[float]) -> float:
+        """Weighted steps per second; a step counts by its fraction inside the measured time."""
+        ends = sorted(end for pipeline in self.ends for end in pipeline)
         if not ends:
             return 0.0
         left_out = int(len(ends) * _START)
         start, end = ends[left_out - 1] if left_out else 0.0, ends[-1]
         if end <= start:
             return 0.0
-        made = [_progress(one, end) - _progress(one, start) for one in self.ends]
-        return sum(each * count for each, count in zip(worth, made, strict=True)) / (end - start)
+        steps = [_progress(pipeline, end) - _progress(pipeline, start) for pipeline in self.ends]
+        return sum(w * count for w, count in zip(weights, steps, strict=True)) / (end - start)
 
 
 def _progress(ends: tuple[Seconds, ...], time: Seconds) -> float:
-    """Steps made by then; parts of a step count where its end is known."""
+    """Number of steps at `time`, with the fraction of a step whose end is known."""
     if not ends:
         return 0.0
     return float(np.interp(time, [0.0, *ends], range(len(ends) + 1)))

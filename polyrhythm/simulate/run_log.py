@@ -1,6 +1,6 @@
-"""The log of a simulated run: the same records as those of a real one, on a clock that begins at 0.
+"""The log of a simulated run: the same records as those of a real one, with times from 0.
 
-`polyrhythm report` reads both. The same simulation writes the same bytes.
+`polyrhythm report` reads both. Equal simulations write equal bytes.
 """
 
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ from polyrhythm.types import Seconds, Worker
 class _Step(NamedTuple):
     run: int
     number: int
-    began: Seconds
-    ended: Seconds  # its last action
-    sync_end: Seconds  # all that follows
+    start: Seconds
+    end: Seconds  # of its last action
+    sync_end: Seconds
 
 
 class RunLog:
     def __init__(self, folder: Path, job: SimulatedJob) -> None:
         if merged_log(folder).exists():
             raise EventError(
-                f"{folder} has the log of a run already",
+                f"{folder} already has the log of a run",
                 expected="a new folder for each run",
-                fix="give another one, or remove it",
+                fix="use another folder, or remove it",
             )
         self._folder, self._job = folder, job
         self.decisions = DecisionLog(folder / LOG_NAME, job.sync)
@@ -45,9 +45,9 @@ class RunLog:
         self._runs: list[StageRun] = [run for pipeline in job.pipelines for run in pipeline.runs]
 
     def add_step(
-        self, run: int, number: int, began: Seconds, ended: Seconds, sync_end: Seconds
+        self, run: int, number: int, start: Seconds, end: Seconds, sync_end: Seconds
     ) -> None:
-        self._steps.append(_Step(run, number, began, ended, sync_end))
+        self._steps.append(_Step(run, number, start, end, sync_end))
 
     def close(self, actions: Sequence[ActionRecord], num_steps: int) -> None:
         self.decisions.close()
@@ -65,12 +65,12 @@ class RunLog:
         write_events(merged_log(self._folder), events)
 
     def _finished(self, actions: Sequence[ActionRecord]) -> list[ActionRecord]:
-        """Without those of a try that was broken off, of a step that was made later."""
-        began = {(step.run, step.number): step.began for step in self._steps}
-        return [one for one in actions if one.start >= began.get((one.run, one.step), 0.0)]
+        """Drop actions of an interrupted step that was repeated later."""
+        starts = {(step.run, step.number): step.start for step in self._steps}
+        return [r for r in actions if r.start >= starts.get((r.run, r.step), 0.0)]
 
     def _action(self, record: ActionRecord) -> Event:
-        """As a worker logs it: what it waited is at its beginning."""
+        """Create the event as a worker does: it starts with the wait."""
         return Event(
             kind="action",
             time=record.start - record.waited,
@@ -83,33 +83,33 @@ class RunLog:
 
     def _step_events(self) -> list[Event]:
         events = []
-        for run, number, began, ended, sync_end in self._steps:
+        for run, number, start, end, sync_end in self._steps:
             worker = self._workers[run]
             policy = self._job.sync.policy
             sync = Event(
                 kind="sync",
-                time=ended,
+                time=end,
                 worker=worker,
                 step=number,
                 name=policy,
-                duration=sync_end - ended,
+                duration=sync_end - end,
             )
             step = Event(
-                kind="step", time=began, worker=worker, step=number, duration=sync_end - began
+                kind="step", time=start, worker=worker, step=number, duration=sync_end - start
             )
             events += [sync, step]
         return events
 
-    def _average_events(self, assign: Assign, began: Seconds, sync_end: Seconds) -> list[Event]:
+    def _average_events(self, assign: Assign, start: Seconds, sync_end: Seconds) -> list[Event]:
         members = " ".join(map(str, assign.members))
         size = self._job.stages[assign.members[0].stage].gradient_bytes
         return [
             Event(
                 kind="average",
-                time=began,
+                time=start,
                 worker=member,
                 name=str(assign.gid),
-                duration=sync_end - began,
+                duration=sync_end - start,
                 why=assign.why,
                 values={"members": members, "bytes": round(size)},
             )

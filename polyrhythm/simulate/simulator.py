@@ -1,7 +1,7 @@
-"""Simulate: the job's schedules and policies on one clock, until so many steps are made.
+"""The simulator: runs a job's schedules and policies on one virtual clock.
 
-The engine (`engine/`) executes actions and moves bytes; the coordinator asks the runtime's
-scheduler; averaging joins both. Whatever is decided, is decided by the code that also trains.
+The engine (`engine/`) executes actions and sends bytes; the coordinator calls the runtime's
+scheduler; averaging connects both. All decisions are made by the code that also trains.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ from polyrhythm.simulate.step_counter import StepCounter
 from polyrhythm.sync.protocol import Abort, Assign, Commit, CopyFrom, Leave, Skip
 from polyrhythm.types import Seconds, Worker
 
-# Nothing comes any more if this has passed since anybody computed or sent, and since the scenario's
-# last change: it is longer than anything that the scheduler waits for.
+# A job is stalled if this has passed since the engine's last event and the scenario's last change:
+# it is longer than any wait of the scheduler.
 _STALL_TIMEOUT: Seconds = 3600.0
 _STALL_FACTOR = 100  # times the longest step, if that is longer
 
@@ -47,17 +47,18 @@ def simulate(
     observers: Sequence[Observer] = (),
     run: Path | None = None,
 ) -> SimulationResult:
-    """`num_steps` entity each pipeline on average: fast ones may make more; `each`: exactly, and leave.
+    """Simulate `num_steps` steps per pipeline on average: fast pipelines may run more.
 
-    `run` is a folder to write the log of a run to, as training would.
+    With `each`, every pipeline runs exactly `num_steps` and leaves. `run` is a folder for the log,
+    as training writes it.
     """
     if num_steps < 1:
         raise PlanError(f"num_steps={num_steps}", expected="1 or more", fix="simulate 20")
     split = split_regions(job)
-    found = _Simulation(split, num_steps, each, observers, run).result()
+    result = _Simulation(split, num_steps, each, observers, run).result()
     if split is job:
-        return found
-    return replace(found, bytes_sent=_sum_by_region(found.bytes_sent, job.cluster))
+        return result
+    return replace(result, bytes_sent=_sum_by_region(result.bytes_sent, job.cluster))
 
 
 class _Simulation:
@@ -80,10 +81,9 @@ class _Simulation:
         ]
         for member in members:
             self._workers_of_run[member.run].append(member)
-        self._num_pending = [0] * len(
-            self._workers_of_run
-        )  # workers of a run that are not over yet
-        self._buckets = [NO_WAIT] * len(self._workers_of_run)  # that the next forward waits for
+        num_runs = len(self._workers_of_run)
+        self._num_pending = [0] * num_runs  # workers of a run whose step has not ended
+        self._buckets = [NO_WAIT] * num_runs  # that the next forward waits for
         self._steps = StepCounter(self._engine.first_run)
         self._goal = num_steps * len(job.pipelines)
         self._traffic_factor = traffic_factor(members)
@@ -132,8 +132,7 @@ class _Simulation:
             end=self._end,
             on_link_change=self._set_latency,
         )
-
-        # When to take it that nothing comes any more, though the scheduler may try for ever.
+        # Of progress: the scheduler may retry for ever.
         self._deadline = self._faults.last + _STALL_TIMEOUT
 
     def result(self) -> SimulationResult:
@@ -141,14 +140,15 @@ class _Simulation:
         cut_short = self._run()
         self._engine.warn_of_traces()
         if self._log is not None:
-            done = [one for one in self._engine.take_records() if one.end <= self._clock.now]
+            records = self._engine.take_records()
+            done = [record for record in records if record.end <= self._clock.now]
             self._log.close(done, self._num_steps)
         runs, first = (
             self._engine.state.runs,
             [workers[0].worker for workers in self._workers_of_run],
         )
         averaging, job = self._averaging, self._job
-        held = runs["held_before"].tolist()  # in forwards, by buckets
+        held = runs["held_before"].tolist()  # waits of forwards for buckets
         waited = [sum(both) for both in zip(self._steps.waited, held, strict=True)]
         samples = [len(pipeline.schedule[0]) // 2 for pipeline in job.pipelines]
         return SimulationResult(
@@ -189,11 +189,11 @@ class _Simulation:
         if self._faults.no_pipeline_is_complete:
             why = "every pipeline had lost a device"
         if why:
-            last = max((end for one in self._steps.ends for end in one), default=0.0)
-            return f"nobody could go on after {last:.4g} s: {why}"
+            last = max((end for pipeline in self._steps.ends for end in pipeline), default=0.0)
+            return f"no pipeline could continue after {last:.4g} s: {why}"
         raise ScheduleError(
             f"a deadlock after {self._clock.now:.3g} s: {self._steps.total} of {self._goal} steps",
-            expected="stages that can all finish their lists",
+            expected="stages that can all finish their actions",
             fix="check the schedule with schedule.check, which names the defect",
         )
 
@@ -206,16 +206,16 @@ class _Simulation:
         if not self._has_gradients(run):
             self._release(run, NO_WAIT)
             return
-        took = self._steps.end_compute(run, event.time)
+        duration = self._steps.end_compute(run, event.time)
         if self._balancer is not None:
-            self._balancer.step_ended(run, took)
+            self._balancer.step_ended(run, duration)
         self._num_pending[run], self._buckets[run] = len(self._workers_of_run[run]), NO_WAIT
         sync = self._averaging if self._all_reduce is None else self._all_reduce
         for member in self._workers_of_run[run]:
             sync.step_ended(member)
 
     def _has_gradients(self, run: int) -> bool:
-        """A pipeline that is never flushed fills up first."""
+        """Whether the step had a backward: a pipeline that is never flushed fills first."""
         if self._job.in_flight is None:
             return True
         state = self._engine.state.runs[run]
@@ -230,9 +230,9 @@ class _Simulation:
             return
         steps, now = self._steps, self._clock.now
         number = steps.number[run]
-        made = steps.finish_step(run, member.worker.pipeline, now)
+        start_and_end = steps.finish_step(run, member.worker.pipeline, now)
         if self._log is not None:
-            self._log.add_step(run, number, *made, now)
+            self._log.add_step(run, number, *start_and_end, now)
         if self._each and number + 1 >= self._num_steps:
             self._leave(run)
         else:
@@ -254,7 +254,7 @@ class _Simulation:
                 self._averaging.step_began(member)
 
     def _has_steps_left(self, pipeline: int) -> bool:
-        """Whether it has steps to make."""
+        """Whether a pipeline has steps left to run."""
         return not self._each or len(self._steps.ends[pipeline]) < self._num_steps
 
     def _begin(self, pipeline: int) -> None:
@@ -286,14 +286,14 @@ class _Simulation:
             self._averaging.on_command(worker, command)
 
     def _all_gather_arrivals(self, members: Sequence[SimulatedWorker]) -> BucketArrivals:
-        """Of a group's average, which hides behind the next forward."""
+        """Arrivals of a group's all-gather, which the next forward hides."""
         devices = [member.device for member in members]
         busy = self._network.phase_time(devices, members[0].size) * self._traffic_factor(members)
         latency = self._network.max_round_trip(devices)
         return all_gather_arrivals(self._clock.now, busy, latency, self._job.num_buckets)
 
     def _set_latency(self) -> None:
-        """To the coordinator and back; nobody asks one under `static`."""
+        """Set the latencies to the coordinator and back; 0 under `static`, which has none."""
         members = self._averaging.members.values()
         host, latency = self._coordinator_device, self._network.latency
         latencies = {m.worker: (latency(m.device, host), latency(host, m.device)) for m in members}
@@ -303,19 +303,19 @@ class _Simulation:
 
 
 def _sum_by_region(sent: NDArray[np.float64], cluster: Cluster) -> NDArray[np.float64]:
-    """What was sent between devices, each of which was a region."""
-    found = np.zeros((len(cluster.regions),) * 2)
-    places = [cluster.regions.index(device.region) for device in cluster.devices]
-    np.add.at(found, np.ix_(places, places), sent)
-    return found
+    """Sum the bytes between devices, each of which was a region, by the original regions."""
+    total = np.zeros((len(cluster.regions),) * 2)
+    regions = [cluster.regions.index(device.region) for device in cluster.devices]
+    np.add.at(total, np.ix_(regions, regions), sent)
+    return total
 
 
 def _members(job: SimulatedJob, engine: Engine) -> list[list[SimulatedWorker]]:
-    """Of each pipeline."""
+    """The workers of each pipeline."""
     return [
         [
-            _member(Worker(stage, number), device, first + place, job)
-            for place, (device, start, end) in enumerate(pipeline.runs)
+            _member(Worker(stage, number), device, first + i, job)
+            for i, (device, start, end) in enumerate(pipeline.runs)
             for stage in range(start, end)
         ]
         for number, (pipeline, (first, _)) in enumerate(

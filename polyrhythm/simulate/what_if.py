@@ -1,9 +1,9 @@
-"""What if: one sentence changes the cluster, the scenario or both, before they are simulated.
+"""What-if sentences: each changes the cluster or the scenario before they are simulated.
 
-link Tokyo-Seoul x0.5              half the bandwidth, both ways
+link Tokyo-Seoul x0.5              half the bandwidth, in both directions
 link Tokyo-Seoul latency x2
 link Tokyo-Seoul down
-device 3 slow x4                   by its place in the cluster, or by its name
+device 3 slow x4                   by index in the cluster, or by name
 device 3 speed x2
 device 3 gone
 """
@@ -25,15 +25,15 @@ _EXAMPLES = '"link Tokyo-Seoul x0.5", "link Tokyo-Seoul down", "device 3 slow x4
 
 
 def what_if(sentence: str, cluster: Cluster, scenario: Scenario) -> tuple[Cluster, Scenario]:
-    """Both as they would be; raises DescriptionError for what is not understood."""
+    """Return the changed cluster and scenario; raise DescriptionError for an unknown sentence."""
     for pattern, change in _PATTERNS:
-        if found := pattern.fullmatch(sentence.strip()):
+        if match := pattern.fullmatch(sentence.strip()):
             try:
-                return change(*found.groups(), cluster, scenario)
+                return change(*match.groups(), cluster, scenario)
             except UserError as error:
                 raise error.at(f'--what-if "{sentence}"') from None
     raise DescriptionError(
-        f'--what-if "{sentence}"', expected=f"such as {_EXAMPLES}", fix="use one"
+        f'--what-if "{sentence}"', expected=f"such as {_EXAMPLES}", fix="use one of these forms"
     )
 
 
@@ -44,12 +44,12 @@ def _changed_link(
     factor = _factor(times)
     quantity = (quantity or "bandwidth").lower()
     if a in cluster.regions and b in cluster.regions:
-        places = {cluster.regions.index(a), cluster.regions.index(b)}
+        link_ends = {cluster.regions.index(a), cluster.regions.index(b)}
         same = a == b
         matrix = cluster.bandwidth if quantity == "bandwidth" else cluster.latency
         changed = tuple(
             tuple(
-                value * factor if {row, column} == places and (row != column or same) else value
+                value * factor if {row, column} == link_ends and (row != column or same) else value
                 for column, value in enumerate(values)
             )
             for row, values in enumerate(matrix)
@@ -82,8 +82,8 @@ def _changed_device(
     if how.lower() == "slow":
         return cluster, replace(scenario, slow=(*scenario.slow, Slow(device=device, factor=factor)))
     devices = tuple(
-        replace(one, speed=one.speed * factor) if one.name == device else one
-        for one in cluster.devices
+        replace(other, speed=other.speed * factor) if other.name == device else other
+        for other in cluster.devices
     )
     return replace(cluster, devices=devices), scenario
 
@@ -94,7 +94,7 @@ def _lost_device(name: str, cluster: Cluster, scenario: Scenario) -> tuple[Clust
 
 
 def _device(name: str, cluster: Cluster) -> str:
-    """By name, or by its place."""
+    """Name of a device that is given by name or by index."""
     names = [device.name for device in cluster.devices]
     if name in names:
         return name
@@ -103,19 +103,19 @@ def _device(name: str, cluster: Cluster) -> str:
     raise unknown("device", name, names)
 
 
-def _device_in(place: str, cluster: Cluster) -> str:
-    if place in cluster.regions:
-        return next(device.name for device in cluster.devices if device.region == place)
-    return place
+def _device_in(name: str, cluster: Cluster) -> str:
+    if name in cluster.regions:
+        return next(device.name for device in cluster.devices if device.region == name)
+    return name
 
 
 def _ends(text: str, cluster: Cluster) -> tuple[str, str]:
-    """Two regions or devices with a dash between them, which names may have, too."""
+    """Split two regions or devices at the dash between them; names may contain dashes."""
     known = [*cluster.regions, *(device.name for device in cluster.devices)]
     by_lower = {name.lower(): name for name in reversed(known)}
     parts = text.split("-")
-    for cut in range(1, len(parts)):
-        a, b = "-".join(parts[:cut]).strip().lower(), "-".join(parts[cut:]).strip().lower()
+    for i in range(1, len(parts)):
+        a, b = "-".join(parts[:i]).strip().lower(), "-".join(parts[i:]).strip().lower()
         if a in by_lower and b in by_lower:
             return by_lower[a], by_lower[b]
     if text.strip().lower() in by_lower:
@@ -137,7 +137,7 @@ def _factor(text: str) -> float:
         raise DescriptionError(
             f"x{text}",
             expected="a number above 0, such as x0.5",
-            fix='correct it; "down" and "gone" are the words for 0',
+            fix='correct it; use "down" or "gone" for 0',
         )
     return factor
 

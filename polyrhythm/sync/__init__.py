@@ -1,1 +1,1 @@
-"""Who averages when: policies that form groups, and the scheduler that drives them."""
+"""Synchronization: policies that form groups of workers, and the scheduler that drives them."""

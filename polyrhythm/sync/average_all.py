@@ -1,14 +1,14 @@
-"""Gathering: all workers of a stage average together, once, before they go on training.
+"""The global average: all workers of a stage average once, before they continue training.
 
-For evaluation, for saving and for the end of training: there each worker stops and waits for all
-the others. A worker that gathers has left the policy of its stage, so that nobody waits for it
-there, and is ready for this one instead, until the average of all is done or was given up. Those
-who are dead, gone or not there yet are not waited for; one that comes meanwhile is. If somebody has
-not gathered when the first one has waited for `timeout`, all who have go on without an average:
-one that came back from a loss may have passed the place where the others stop, and whoever waits
-for it may hold it up, through the pipeline between them.
+It is used for evaluation, for checkpoints and for the end of training: each worker stops and waits
+for all others. During the global average a worker has left the policy of its stage, so that no
+group waits for it there, and is ready for this policy instead, until the average commits or fails.
+Workers that are dead, have left or have not joined are not waited for; one that joins meanwhile is.
+If a worker has not called average_all() when the first one has waited for `timeout`, all that have
+continue without an average: a worker that recovered from a loss may have passed the step at which
+the others stop, and a worker that waits for it may block it through the pipeline between them.
 
-Source: none; SDPipe and Prague end without a word on whose model is the result.
+Source: none; SDPipe and Prague do not say whose model is the result.
 """
 
 from dataclasses import dataclass, field
@@ -20,15 +20,15 @@ from polyrhythm.types import Group, Seconds, Worker
 
 @dataclass(slots=True)
 class AverageAllPolicy(Policy):
-    """Of one stage. Whoever takes part has joined it; those who gather are ready for it."""
+    """The global average of one stage: workers that call average_all() are ready for it."""
 
     timeout: Seconds
-    # One announced: nobody is expected but those who are here.
+    # One worker announced: it never waits for workers that have not joined.
     _roster: Roster = field(default_factory=lambda: Roster(1, startup=0.0), init=False)
 
     @property
     def has_others(self) -> bool:
-        """Whether there is anybody to average with."""
+        """Whether more than one worker is present."""
         return len(self._roster.present) > 1
 
     def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
@@ -49,7 +49,7 @@ class AverageAllPolicy(Policy):
         late = [
             worker for worker in sorted(self._roster.present) if worker not in self._roster.ready
         ]
-        why = f"{format_workers(late)} did not call consolidate() within {self.timeout:g} s"
+        why = f"{format_workers(late)} did not call average_all() within {self.timeout:g} s"
         return [Group((worker,), why) for worker in self._roster.pop_ready()]
 
     def next_timer(self) -> Seconds:

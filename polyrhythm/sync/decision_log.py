@@ -1,8 +1,8 @@
-"""The decision log: all that a scheduler was told and answered, so that it can be decided again.
+"""The decision log: all events and commands of a scheduler, so that it can be replayed.
 
-The first line says what the scheduler was made of; each further one is an event with the commands
-that it led to, as on the wire, but in JSON. A scheduler has no clock and no chance of its own, so
-the same events give the same commands, on any machine: `replay` tells whether they do.
+The first line is the setup of the scheduler; each further line is an event with the commands that
+it led to, as on the wire, but in JSON. A scheduler has no clock and no randomness of its own, so
+the same events give the same commands on any machine: `replay` checks that they do.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from polyrhythm.sync.setup import Setup
 
 SCHEMA = 2  # 1 had other names of messages and limits
 LOG_NAME, _LATER = "scheduler.jsonl", "scheduler-{}.jsonl"
-_UNWRITABLE = {str(value): value for value in (math.inf, -math.inf)}  # JSON has no name for them
+_INFINITIES = {str(value): value for value in (math.inf, -math.inf)}  # JSON cannot write them
 
 
 class _LogHeader(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class _LogHeader(msgspec.Struct, frozen=True):
 
 
 class LoggedDecision(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What happened, and what was to be done."""
+    """One event and the commands that the scheduler returned."""
 
     event: Event
     commands: Sequence[Command]
@@ -41,7 +41,7 @@ class LoggedDecision(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place where a replay decides otherwise."""
+    """The first line where a replay decides differently."""
 
     line: int
     event: Event
@@ -55,12 +55,12 @@ class Difference:
 
 
 def decision_log_path(run: Path, number: int) -> Path:
-    """Of the scheduler of that number in a run, from 1: it has another one after each move."""
+    """Path of the log of a run's scheduler, from number 1; each switch starts another one."""
     return run / (LOG_NAME if number == 1 else _LATER.format(number))
 
 
 def decision_log_paths(run: Path) -> list[Path]:
-    """All of a run, in order."""
+    """Paths of all decision logs of a run, in order."""
     found: list[Path] = []
     while (path := decision_log_path(run, len(found) + 1)).exists():
         found.append(path)
@@ -68,7 +68,7 @@ def decision_log_paths(run: Path) -> list[Path]:
 
 
 class DecisionLog:
-    """Appends decisions to a file, many at a time; never stops the work it records."""
+    """Appends decisions to a file in batches; a write error ends the log, not the job."""
 
     def __init__(self, path: Path, setup: Setup) -> None:
         self.path = path
@@ -85,7 +85,7 @@ class DecisionLog:
             self._new.append(LoggedDecision(event, commands))
 
     def flush(self) -> None:
-        """Write what was added since the last time."""
+        """Write the decisions added since the last flush."""
         if self._new:
             self._write(self._encoder.encode_lines(self._new))
             self._new.clear()
@@ -104,22 +104,22 @@ class DecisionLog:
             problem = None if written == len(lines) else "the last line was only partly written"
         except OSError as error:
             problem = str(error)
-        if problem:  # the torn line must stay the last one
+        if problem:  # a partly written line must stay the last one
             os.close(self._file)
             self._file = None
-            with contextlib.suppress(UserWarning):  # where warnings are errors, it must not stop
+            with contextlib.suppress(UserWarning):  # the job goes on even if warnings are errors
                 warnings.warn(f"decision log {self.path} ends here: {problem}", stacklevel=3)
 
 
 class DecisionReader:
-    """One log; a line counts once its newline is there."""
+    """Reads one log; ignores a last line without newline."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.setup = self._setup()
 
     def decisions(self) -> Iterator[tuple[int, LoggedDecision]]:
-        """In order, with the number of the line."""
+        """Yield line numbers and decisions, in order."""
         decode = msgspec.json.Decoder(LoggedDecision).decode
         for number, line in self._lines():
             if number > 1:
@@ -129,7 +129,7 @@ class DecisionReader:
                     raise EventError(
                         f"{self.path}:{number}: {error}",
                         expected="an event and its commands as JSON",
-                        fix="the lines before it are good: cut the file there",
+                        fix="truncate the file there: the lines before it are valid",
                     ) from None
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
@@ -142,7 +142,7 @@ class DecisionReader:
             raise EventError(
                 f"{self.path}: {error.strerror}",
                 expected="a decision log",
-                fix=f"give the file {LOG_NAME} that a coordinator has written",
+                fix=f"pass the file {LOG_NAME} that a coordinator has written",
             ) from None
 
     def _setup(self) -> Setup:
@@ -162,7 +162,7 @@ class DecisionReader:
 
 
 def replay(path: Path) -> Difference | None:
-    """Decide all of a log again, from the beginning; None if nothing comes out differently."""
+    """Replay a log from its start; return the first difference, or None."""
     log = DecisionReader(path)
     scheduler = log.setup.scheduler()
     for line, decision in log.decisions():
@@ -173,7 +173,7 @@ def replay(path: Path) -> Difference | None:
 
 
 def _encode_infinity(value: Any) -> Any:
-    """With words for the numbers that JSON cannot write."""
+    """Replace infinities, which JSON cannot write, by strings."""
     if isinstance(value, dict):
         return {key: _encode_infinity(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -182,9 +182,9 @@ def _encode_infinity(value: Any) -> Any:
 
 
 def _decode_infinity(value: Any) -> Any:
-    """The numbers again; no option of a policy is such a word."""
+    """Undo `_encode_infinity`; no policy option is a string like "inf"."""
     if isinstance(value, dict):
         return {key: _decode_infinity(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_decode_infinity(inner) for inner in value]
-    return _UNWRITABLE.get(value, value) if isinstance(value, str) else value
+    return _INFINITIES.get(value, value) if isinstance(value, str) else value

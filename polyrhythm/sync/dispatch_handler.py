@@ -1,15 +1,15 @@
-"""Dispensing: answers workers that ask for positions, and sees that none is forgotten.
+"""The dispatch handler: answers requests for positions, and ensures that every position is used.
 
-All stages of a pipeline ask for its chunks, or those of them that need to know; a chunk is used
-when all that have asked for it have made their update. A worker that is lost takes its pipeline's
-chunks back with it.
+All stages of a pipeline that need to know its chunks request them; a chunk is used when all stages
+that requested it have acknowledged it. When a worker is lost, the unused chunks of its pipeline
+return to the pool.
 
-If there are no positions left, but others still have some, the answer waits: should one of those be
-lost, its positions are dealt again. So a pipeline is told that there are none only when it is over,
-and every position is used, whoever dies in the last moment. Meanwhile nobody waits for it to
-average: who has the last positions may want to, before it goes on.
+If no position is left but other pipelines have outstanding ones, the answer is deferred: if one of
+those pipelines is lost, its positions are dispatched again. So an empty answer means that all
+positions are used, even if a worker dies in the last moment. Meanwhile no group waits for the
+deferred pipeline: the pipelines with the last positions may need to average first.
 
-Source: none; SDPipe and Prague end with the first worker that is lost.
+Source: none; SDPipe and Prague end with the first lost worker.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ from polyrhythm.sync.protocol import (
 )
 from polyrhythm.types import Worker
 
-_RequestKey = tuple[Worker, int, int | None]  # who, for which chunk, before which position
+_RequestKey = tuple[Worker, int, int | None]  # worker, chunk, `until`
 
 
 class DispatchHandler:
@@ -36,13 +36,13 @@ class DispatchHandler:
         self, dispatcher: SampleDispatcher, membership: Membership, counters: Counter[str]
     ) -> None:
         self._dispatcher, self._membership, self._counters = dispatcher, membership, counters
-        # By pipeline and chunk: the stages that have asked for it, and not used it yet.
+        # By pipeline and chunk: the stages that have requested and not yet acknowledged it.
         self._users: dict[int, dict[int, set[int]]] = {}
-        self._acknowledged: dict[Worker, int] = {}  # the last chunk of each
-        self._waiting: dict[_RequestKey, Acquire] = {}  # in the order in which they came
+        self._acknowledged: dict[Worker, int] = {}  # the last chunk of each worker
+        self._waiting: dict[_RequestKey, Acquire] = {}  # deferred, in order of arrival
 
     def handle(self, event: Acquire | Acknowledge | QueryProgress) -> Iterator[Command]:
-        """What a worker that takes part says, and what it, or another one, is answered."""
+        """Handle an event of an alive worker; yield the answers to it and to other workers."""
         if isinstance(event, Acquire):
             yield from self._acquire(event)
         elif isinstance(event, Acknowledge):
@@ -54,13 +54,13 @@ class DispatchHandler:
             yield SampleProgress(event.worker, event.number, self._dispatcher.state())
 
     def idle(self) -> Iterator[MemberState]:
-        """Those whose pipelines have used all they had, and wait for more, if there will be any."""
+        """Yield workers of pipelines that have used all their chunks and wait for more."""
         for pipeline in {worker.pipeline for worker, _, _ in self._waiting}:
             if not self._users.get(pipeline):
                 yield from (stage[pipeline] for stage in self._membership.stages)
 
     def reset_pipeline(self, pipeline: int, why: str) -> Iterator[Command]:
-        """A life of a pipeline is over: those who wait for its chunks are told why."""
+        """End the incarnation of a pipeline; answer its deferred requests with `why`."""
         self._dispatcher.release(pipeline)
         self._users.pop(pipeline, None)
         for worker in [worker for worker in self._acknowledged if worker.pipeline == pipeline]:
@@ -73,7 +73,7 @@ class DispatchHandler:
         yield from self._retry_waiting()
 
     def leave(self, member: MemberState, why: str) -> Iterator[Command]:
-        """A worker has finished; when all of its pipeline have, what they did not use goes back."""
+        """Remove a worker; when its whole pipeline is gone, return the unused chunks."""
         pipeline = self._membership.pipeline(member)
         if all(other.status is not MemberStatus.ALIVE for other in pipeline):
             yield from self.reset_pipeline(member.worker.pipeline, why)
@@ -82,25 +82,25 @@ class DispatchHandler:
                 del self._waiting[key]
 
     def _acquire(self, request: Acquire) -> Iterator[Command]:
-        """At most one answer; what was asked for before is answered as before."""
+        """Yield at most one answer; a repeated request gets the same answer."""
         member, num_acquired = self._membership.members[request.worker], self._num_acquired(request)
         if not member.is_active:
             missing = self._membership.missing(member)
-            yield _no_samples(request, why=f"its pipeline is not whole: {missing}")
+            yield _no_samples(request, why=f"its pipeline is incomplete: {missing}")
         elif request.number > num_acquired and not self._previous_is_waiting(request):
-            why = f"it asks for chunk {request.number}, and its pipeline has taken {num_acquired}"
+            why = f"it requests chunk {request.number}; its pipeline has acquired {num_acquired}"
             yield _no_samples(request, why=why)
         else:
             yield from self._answer(request)
 
     def _previous_is_waiting(self, request: Acquire) -> bool:
-        """Or there is none any more."""
+        """Whether the request for the previous chunk is deferred, or no positions are left."""
         before = request.worker, request.number - 1, request.until
         pipeline = request.worker.pipeline
         return before in self._waiting or self._dispatcher.is_exhausted(pipeline, request.until)
 
     def _acknowledge(self, ack: Acknowledge) -> Iterator[Command]:
-        """Once more is harmless."""
+        """Mark chunks as used by a stage; ignore duplicates."""
         stage, pipeline = ack.worker
         users = self._users.get(pipeline, {})
         chunks = [n for n, stages in users.items() if n <= ack.number and stage in stages]
@@ -116,12 +116,12 @@ class DispatchHandler:
         yield from self._retry_waiting()
 
     def _retry_waiting(self) -> Iterator[Command]:
-        """Some positions were used, or have come back: who waits may be answered."""
+        """Answer deferred requests, after positions were used or returned."""
         for request in list(self._waiting.values()):
             yield from self._answer(request)
 
     def _answer(self, request: Acquire) -> Iterator[Command]:
-        """Now or, if there are no positions at present, later."""
+        """Answer a request, or defer it if no positions are available now."""
         (stage, pipeline), num_acquired = request.worker, self._num_acquired(request)
         key = request.worker, request.number, request.until
         ranges: Ranges = ()

@@ -1,14 +1,14 @@
 """Group buffers: groups planned ahead wait in one order that all their members share.
 
-A planned group begins when it comes first in the buffer of each of its members and each of them has
-asked. Groups are planned one after the other, and every buffer is a sub-sequence of that one order,
-so no two groups can wait for each other: the oldest one comes first for all its members, and begins
-as soon as they have asked. A group that has begun stays first until it is done.
+A planned group starts when it is first in the buffer of each of its members and each of them has
+requested a group. Groups are planned one after another, and every buffer is a sub-sequence of that
+one order, so no two groups can wait for each other: the oldest group is first for all its members,
+and starts as soon as they have made their requests. A started group stays first until it is done.
 
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
 Training", ASPLOS 2020, section 5.1 (Group Buffer).
-Departures: a group that has not begun loses the members that leave; if one is left, it goes on
-alone, so that its place in the order, and what it waits for, stays as it was.
+Departures: a group that has not started loses the members that leave; a single member that is left
+keeps its position in the order as a group of one.
 """
 
 from collections import deque
@@ -35,53 +35,53 @@ class GroupBuffers:
         self._buffers[worker] = deque()
 
     def leave(self, worker: Worker) -> list[Group]:
-        """Take a worker out of what it was planned for; what the others can begin now."""
+        """Remove a worker from its planned groups; return the groups that can start now."""
         self.ledger.leave(worker)
         remaining: set[Worker] = set()
         for planned in self._buffers.pop(worker):
             planned.members = tuple(member for member in planned.members if member != worker)
             planned.why += f", without {worker}, which left"
             remaining.update(planned.members)
-        return self._begin(sorted(remaining))
+        return self._start(sorted(remaining))
 
     def request(self, worker: Worker) -> list[Group]:
-        """A worker wants the next group of its buffer; it begins if all the others asked too."""
+        """Request the next group of a worker's buffer; it starts once all members have asked."""
         self.ledger.wait(worker)
-        return self._begin([worker])
+        return self._start([worker])
 
     def plan(self, groups: Iterable[Group]) -> list[Group]:
-        """Put groups at the end of their members' buffers, in this order; those that can begin."""
+        """Append groups to their members' buffers, in this order; return those that can start."""
         members: set[Worker] = set()
         for group in groups:
             planned = _Planned(group.members, group.why)
             for member in group.members:
                 self._buffers[member].append(planned)
             members.update(group.members)
-        return self._begin(sorted(members))
+        return self._start(sorted(members))
 
     def finish(self, group: Group) -> None:
-        """A group is done. None begins by it: its members have to ask again first."""
-        if len(group.members) > 1:  # one alone was over at once
+        """Close a group. No other group starts now: its members must make a request first."""
+        if len(group.members) > 1:  # a group of one was over at once
             self.ledger.close(group)
             self._drop_first(group)
 
     def depth(self, worker: Worker) -> int:
-        """How many groups a worker is planned for, or in."""
+        """Number of groups that a worker is planned for or in."""
         self.ledger.check(worker)
         return len(self._buffers[worker])
 
-    def _begin(self, workers: Iterable[Worker]) -> list[Group]:
-        begun = []
+    def _start(self, workers: Iterable[Worker]) -> list[Group]:
+        started = []
         for worker in workers:
             planned = self._first(worker)
             if planned is not None and all(
                 self.ledger.is_waiting(member) and self._first(member) is planned
                 for member in planned.members
             ):
-                begun.append(self.ledger.open(planned.members, planned.why))
+                started.append(self.ledger.open(planned.members, planned.why))
                 if len(planned.members) == 1:
-                    self._drop_first(begun[-1])
-        return begun
+                    self._drop_first(started[-1])
+        return started
 
     def _drop_first(self, group: Group) -> None:
         for member in group.members:

@@ -1,9 +1,9 @@
-"""Turns: who is here, who waits for a group, and which groups are open.
+"""The group ledger: which workers are present, which wait for a group, which groups are open.
 
-Several policies keep these three facts, and a driver can get them wrong in the same few ways (a
-report from a stranger, a second report, a group that was never handed out). Here is the one place
-that keeps them and refuses those mistakes; a worker is never in two open groups. A group of one is
-a local step: it is over when it is handed out, whether or not it is reported as done.
+Several policies keep these three facts, and a driver can violate them in the same ways (a report
+from an unknown worker, a second report, the end of a group that was never formed). The ledger
+keeps them in one place and refuses such calls; a worker is never in two open groups. A group of
+one is a local step: it is over once it is formed, whether or not it is reported as done.
 """
 
 from collections.abc import Iterable
@@ -32,15 +32,15 @@ class GroupLedger:
         self.check(worker)
         if worker in self._group_of:
             raise PolicyError(
-                f"worker {worker} leaves in the middle of group {format_group(self._group_of[worker])}",
-                expected="that its group is done, or has given up",
+                f"worker {worker} leaves during group {format_group(self._group_of[worker])}",
+                expected="on_done for its group before on_leave",
                 fix="report the group as done with ok=False first",
             )
         self._workers.remove(worker)
         self._waiting.discard(worker)
 
     def wait(self, worker: Worker) -> None:
-        """A worker asks for a group, and has none until it gets one."""
+        """Register that a worker waits for a group."""
         self.check(worker)
         if worker in self._waiting or worker in self._group_of:
             raise PolicyError(
@@ -51,7 +51,7 @@ class GroupLedger:
         self._waiting.add(worker)
 
     def open(self, members: Iterable[Worker], why: str) -> Group:
-        """Hand out a group: its members wait no longer, and no other has them before it is done."""
+        """Open a group: its members no longer wait, and are in no other group until it closes."""
         group = Group(tuple(sorted(members)), why)
         self._waiting.difference_update(group.members)
         if len(group.members) > 1:
@@ -61,23 +61,23 @@ class GroupLedger:
         return group
 
     def close(self, group: Group) -> None:
-        """A group of two or more is done, or has given up."""
+        """Close a group of two or more, whether it has averaged or failed."""
         if not group.members or self._group_of.get(group.members[0]) != group:
             raise PolicyError(
                 f"group {format_group(group)} is done, but is not open",
-                expected="each group that was handed out, once, as it was handed out",
+                expected="one on_done per group that the policy returned, with the same members",
                 fix="report a group as done once",
             )
         for member in group.members:
             del self._group_of[member]
 
     def check(self, worker: Worker) -> None:
-        """Refuse a worker that has not joined."""
+        """Raise PolicyError if a worker has not joined."""
         if worker not in self._workers:
             raise PolicyError(
-                f"worker {worker} is not here",
-                expected="that a worker joins before it takes part",
-                fix="report that it joined first",
+                f"worker {worker} has not joined",
+                expected="on_join before any other call for a worker",
+                fix="call on_join for it first",
             )
 
     def is_waiting(self, worker: Worker) -> bool:

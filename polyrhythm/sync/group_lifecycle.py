@@ -1,13 +1,13 @@
-"""Progress: sees every group of a policy through, from its members' lines to commit or abort.
+"""The life cycle of a group: from the queues of its members to commit or abort.
 
-A group is assigned when it comes first in all its members' lines. It commits when all members say
-Done. It is given up when one of them fails, dies or leaves, or when its time is over; members that
-were ready are then ready again, for another group with another id, and go on alone when too many
-groups of one step have failed. A group of one averages nothing and waits for no line: its worker is
-told to go on. A worker is in the hands of the policy of its stage, or, while it gathers, of the
-gathering of its stage (`average_all_timeout.py`); all this is the same for both.
+A group is assigned when it is first in the queues of all its members. It commits when all members
+send Done. It aborts when a member fails, dies or leaves, or when it times out; members that were
+ready are then ready again, for another group with another id, and skip the average when too many
+groups of one step have failed. A group of one averages nothing and is not queued: its worker is
+sent a Skip. A worker belongs to the policy of its stage or, during a global average, to that of
+its stage (`average_all.py`); the life cycle is the same for both.
 
-Source: none; in SDPipe and Prague nobody is told whether a group has averaged.
+Source: none; SDPipe and Prague do not report whether a group has averaged.
 """
 
 import math
@@ -27,7 +27,7 @@ from polyrhythm.types import Group, Seconds
 
 
 class GroupLifecycle:
-    """Members come in, commands go to `out`; `now` is set by the scheduler."""
+    """Drives all groups; appends commands to `out`. The scheduler sets `now`."""
 
     def __init__(
         self, policies: Sequence[Policy], membership: Membership, limits: Limits, first_gid: int
@@ -38,7 +38,7 @@ class GroupLifecycle:
         self.queue = GroupQueue(first_gid)
         self._membership, self._limits = membership, limits
         self._late_joins = LateJoins()
-        self._timers: list[Seconds] = []  # of all deciders
+        self._timers: list[Seconds] = []  # of all policies and global averages
         self._policies = [self._make_stage_policy(policy) for policy in policies]
         self._average_alls = [
             self._make_stage_policy(AverageAllPolicy(limits.average_all_timeout)) for _ in policies
@@ -47,19 +47,17 @@ class GroupLifecycle:
         for member in membership.members.values():
             member.stage_policy = self._policies[member.worker.stage]
         self._group_waits = GroupWaits()
-        self._early_members: list[
-            MemberState
-        ] = []  # those who told of a step before the last one ended
+        self._early_members: list[MemberState] = []  # with messages that came before a step ended
 
     def next_timer(self) -> Seconds:
         return min(self.queue.next_deadline(), self._group_waits.next_deadline(), self._first_timer)
 
     def fire_timers(self) -> None:
-        """Do what is due: deadlines, then the timers of policies, by stage, then of gatherings."""
+        """Handle what is due: group deadlines, then timers of policies, then global averages."""
         for group_round in self.queue.expired(self.now):
             slow = " ".join(map(str, sorted(group_round.unready or group_round.pending)))
             if group_round.unready:
-                for worker in group_round.unready:  # it asks again when it is ready after all
+                for worker in group_round.unready:  # it requests again when it becomes ready
                     self._membership.members[worker].has_requested = False
                 group_round.stage_policy.ready_timeout.record_timeout()
                 reason = f"{slow} not ready within {self.now - group_round.opened:.3g} s"
@@ -74,16 +72,16 @@ class GroupLifecycle:
             self._skip_waiting(self._group_waits.pop_next())
 
     def handle_early(self) -> None:
-        """Go on with what workers have told before their last step was over."""
+        """Handle messages that came before the last step of their sender ended."""
         while self._early_members:
             member = self._early_members.pop(0)
-            wants, ahead = member.has_early_request, member.has_early_ready
+            has_request, has_ready = member.has_early_request, member.has_early_ready
             member.has_early_request = member.has_early_ready = False
             if member.status is not MemberStatus.ALIVE:
                 continue
-            if wants and member.is_active:
+            if has_request and member.is_active:
                 self.request_group(member)
-            if ahead:
+            if has_ready:
                 self.mark_ready(member)
             if member.is_stopping:
                 self.average_all(member)
@@ -91,7 +89,7 @@ class GroupLifecycle:
             self.join_policy(joinable)
 
     def join_policy(self, member: MemberState) -> None:
-        """A worker counts from now on."""
+        """Add a worker to the policy and the global average of its stage."""
         if member.has_joined:
             return
         member.has_joined = True
@@ -103,20 +101,20 @@ class GroupLifecycle:
             )
 
     def join_policy_after(self, member: MemberState, source: MemberState, clock: int) -> None:
-        """It counts from when another one has ended the step of a clock."""
-        if member.has_joined:  # when the one that it copied from before had ended a step
-            self.drop(member, "the one that it copied from is gone")
+        """Add a worker to its policy when `source` has ended the step of `clock`."""
+        if member.has_joined:  # because its previous source had ended a step
+            self.drop(member, "the worker it copied from is gone")
         self._late_joins.wait(member, source, clock)
 
     def set_idle(self, member: MemberState) -> None:
-        """A worker has nothing to do for now: nobody is to wait for it, as when it gathers."""
+        """Take a worker without samples out of its policy, so that no group waits for it."""
         if member.is_idle or member.is_ready or member.is_stopping or not member.has_joined:
             return
         head = member.queue[0] if member.queue else None
         if head is None or member.worker in head.unready or not head.is_open:
             member.end_step()
             member.is_stopping = True
-            remaining = self._drain_queue(member, f"{member.worker} has nothing to do")
+            remaining = self._drain_queue(member, f"{member.worker} has no samples")
             member.is_stopping, member.is_idle = False, True
             self._exit(member, member.stage_policy)
             self._resubmit(remaining)
@@ -127,7 +125,7 @@ class GroupLifecycle:
             self._rejoin_policy(member)
 
     def request_group(self, member: MemberState) -> None:
-        """A worker wants a group at the end of its step."""
+        """Register that a worker needs a group at the end of its step."""
         stage_policy = member.stage_policy
         self._clear_idle(member)
         if stage_policy.asks_ahead:
@@ -137,11 +135,11 @@ class GroupLifecycle:
             self._accept(stage_policy, stage_policy.policy.on_request(member.worker, self.now))
 
     def mark_ready(self, member: MemberState) -> None:
-        """A local update is made: the worker wants to average now."""
+        """Submit a worker that has finished its local update and can average now."""
         member.clock, member.is_ready, member.step_end = member.reported_clock, True, None
         if not member.is_active:
             missing = self._membership.missing(member)
-            self._skip(member, f"its pipeline is not whole: {missing}", failed=True)
+            self._skip(member, f"its pipeline is incomplete: {missing}", failed=True)
             return
         self._join_pipeline(member)
         self._clear_idle(member)
@@ -153,10 +151,10 @@ class GroupLifecycle:
                 self._start(head)
 
     def average_all(self, member: MemberState) -> None:
-        """A worker has stopped: it leaves its policy, and is ready to average with all others.
+        """Move a worker from its policy to the global average of its stage, as ready.
 
-        A step that it waits for, and an open group that it only answers to, end before that. A
-        group that waits for it to be ready would wait in vain.
+        A step that it waits for, and an open group in which it is passive, end before that. Groups
+        that wait for it to become ready are aborted: it runs no further step.
         """
         member.is_stopping = True
         if member.is_ready:
@@ -166,19 +164,20 @@ class GroupLifecycle:
         member.end_step()
         member.step_end = None
         head = member.queue[0] if member.queue else None
-        answers = head is not None and head.is_open and member.worker not in head.unready
-        remaining = self._drain_queue(member, f"{member.worker} gathers", down_to=int(answers))
-        if not answers:
+        is_passive = head is not None and head.is_open and member.worker not in head.unready
+        reason = f"{member.worker} waits for the global average"
+        remaining = self._drain_queue(member, reason, down_to=int(is_passive))
+        if not is_passive:
             member.is_stopping = False
             if member.is_active:
                 self._leave_policy(member)
                 member.stage_policy = self._average_alls[member.worker.stage]
         self._resubmit(remaining)
-        if not answers:
+        if not is_passive:
             self.mark_ready(member)
 
     def done(self, member: MemberState, group_round: GroupRound) -> None:
-        """A member has the average."""
+        """Register the Done of a member; commit the group if it is the last one."""
         group_round.pending.remove(member.worker)
         if group_round.pending:
             return
@@ -195,31 +194,30 @@ class GroupLifecycle:
         self._close(group_round, ok=True)
 
     def fail(self, group_round: GroupRound, reason: str) -> None:
-        """A group has failed; those who were ready try another one, unless too many have failed."""
+        """Abort a group; its ready members try another one, unless too many have failed."""
         self._abort(group_round, reason)
-        concerned = _waiting_members(group_round)
-        for member in concerned:
+        waiting = _waiting_members(group_round)
+        for member in waiting:
             member.num_failures += member.is_ready
-        most = max((member.num_failures for member in concerned), default=0)
-        for member in concerned:
-            if (
-                group_round.stage_policy.is_average_all
-            ):  # all go on, or none: who came last would be alone
-                member.num_failures = most
+        max_failures = max((member.num_failures for member in waiting), default=0)
+        for member in waiting:
+            # All skip or none: else the last one would wait for the global average alone.
+            if group_round.stage_policy.is_average_all:
+                member.num_failures = max_failures
             if member.num_failures > self._limits.max_retries and not member.queue:
                 why = f"{member.num_failures} groups failed, the last one: {reason}"
                 self._skip(member, why, failed=True)
-        self._resubmit(concerned)
+        self._resubmit(waiting)
 
     def drop(self, member: MemberState, reason: str) -> None:
-        """A worker is active no more; its groups are given up before the policy hears of it."""
-        was_ready, stopped = member.is_ready, member.is_stopping
+        """Deactivate a worker: abort its groups, then take it out of its policy."""
+        was_ready, was_stopping = member.is_ready, member.is_stopping
         member.end_step()
         member.is_stopping = True
         remaining = self._drain_queue(member, reason)
-        member.is_stopping = stopped
+        member.is_stopping = was_stopping
         if member.has_joined:
-            if not member.stage_policy.is_average_all:  # else it has left its policy before
+            if not member.stage_policy.is_average_all:  # else it has already left its policy
                 self._leave_policy(member)
             self._exit(member, self._average_alls[member.worker.stage])
         self._late_joins.forget(member)
@@ -243,12 +241,13 @@ class GroupLifecycle:
         )
         wait_timeout = None
         if limits.group_timeout < math.inf:
-            # By the quickest step: others may contain such waits, and patience would feed itself.
-            most = max(limits.group_timeout, limits.ready_timeout)
+            # From the shortest step: others may contain such waits, and the timeout would grow
+            # by itself.
+            ceiling = max(limits.group_timeout, limits.ready_timeout)
             wait_timeout = LearnedTimeout(
                 limits.group_timeout_steps,
                 limits.group_timeout,
-                most,
+                ceiling,
                 limits.group_timeout,
                 usual=min,
             )
@@ -257,14 +256,14 @@ class GroupLifecycle:
         )
 
     def _join_pipeline(self, member: MemberState) -> None:
-        """A step of a pipeline needs all its stages: they have copied what they wanted to."""
+        """Let the whole pipeline join: its first step shows that all stages have copied."""
         if not member.has_joined:
-            for fellow in self._membership.pipeline(member):
-                if fellow.is_active:
-                    self.join_policy(fellow)
+            for peer in self._membership.pipeline(member):
+                if peer.is_active:
+                    self.join_policy(peer)
 
     def _rejoin_policy(self, member: MemberState) -> None:
-        """A worker is back in its policy, in the same life."""
+        """Return a worker to its policy in the same incarnation."""
         groups = member.stage_policy.policy.on_return(member.worker, member.node, self.now)
         self._accept(member.stage_policy, groups)
 
@@ -274,23 +273,23 @@ class GroupLifecycle:
         member.is_idle = False
 
     def _exit(self, member: MemberState, stage_policy: StagePolicy) -> None:
-        """The policy hears that a worker is gone; a group of one that it gave out is void."""
+        """Take a worker out of a policy; its pending group of one is void."""
         self._accept(stage_policy, stage_policy.policy.on_leave(member.worker, self.now))
         member.solo_group = None
 
     def _drain_queue(
         self, member: MemberState, reason: str, down_to: int = 0
     ) -> dict[MemberState, None]:
-        """Give up the groups of a worker that stops, but the first ones; who was in them."""
+        """Abort queued groups of a worker until `down_to` are left; return their members."""
         remaining: dict[MemberState, None] = {}
-        while len(member.queue) > down_to:  # the end of one may be the beginning of another
+        while len(member.queue) > down_to:  # an abort may make the policy form a new group
             last = member.queue[-1]
             self._abort(last, reason)
             remaining.update(dict.fromkeys(_waiting_members(last)))
         return remaining
 
     def _submit_ready(self, member: MemberState) -> None:
-        """Tell the policy that a worker is ready; if it has not asked ahead, it asks now."""
+        """Report a worker as ready to its policy, after its request if it made none."""
         if not member.has_requested:
             self.request_group(member)
         if member.solo_group is not None:
@@ -302,14 +301,14 @@ class GroupLifecycle:
                 self._group_waits.add(member, self.now, stage_policy.wait_timeout.current)
 
     def _skip_waiting(self, wait: GroupWait) -> None:
-        """Take a worker out of its policy, and back in: it goes on alone, and waits for nobody."""
+        """Skip a worker whose wait timed out, and reset it in its policy."""
         member = wait.member
         self._skip(member, f"no group within {wait.wait_timeout:.3g} s", failed=True)
         self._exit(member, member.stage_policy)
         self._rejoin_policy(member)
 
     def _accept(self, stage_policy: StagePolicy, groups: Iterable[Group]) -> None:
-        """Put new groups in line, and open those whose turn it is; after every call of a policy."""
+        """Queue the groups that a policy returned, open those that are first, update its timer."""
         for group in groups:
             members = [self._membership.members[worker] for worker in group.members]
             if len(members) > 1:
@@ -354,7 +353,7 @@ class GroupLifecycle:
             self._start(group_round)
 
     def _start(self, group_round: GroupRound) -> None:
-        """Whoever has asked for the group is ready: its deadline runs."""
+        """Start the average: all members with a request are ready."""
         group_round.started = self.now
         self.queue.set_deadline(
             group_round, self.now + group_round.stage_policy.average_timeout.current
@@ -370,7 +369,7 @@ class GroupLifecycle:
         self._close(group_round, ok=False)
 
     def _close(self, group_round: GroupRound, *, ok: bool) -> None:
-        """A group is over: those behind it in line may have their turn, and the policy hears."""
+        """Remove a group, open the groups queued behind it, and notify the policy."""
         self.queue.remove(group_round)
         for member in group_round.members:
             if member.queue:
@@ -381,9 +380,9 @@ class GroupLifecycle:
         self._accept(stage_policy, stage_policy.policy.on_done(group_round.group, ok, self.now))
 
     def _resubmit(self, members: Iterable[MemberState]) -> None:
-        """Members of a group that is no more tell the policy again what they had told it.
+        """Re-submit the pending requests of an aborted group's members.
 
-        All ask before one of them is ready: so a policy finds all of them for another group.
+        All requests come before the first ready report, so that the policy can group all of them.
         """
         ready = []
         for member in members:
@@ -395,7 +394,7 @@ class GroupLifecycle:
             elif member.has_requested:
                 self.request_group(member)
         for member in ready:
-            if member.is_ready:  # else it was told to go on alone when it asked
+            if member.is_ready:  # else its request was answered by a Skip
                 self._submit_ready(member)
 
     def _skip(self, member: MemberState, why: str, *, failed: bool) -> None:
@@ -405,10 +404,10 @@ class GroupLifecycle:
         self._end_step(member)
 
     def _end_step(self, member: MemberState) -> None:
-        """A worker goes on; if it has gathered, it is back in its policy before anything else."""
+        """End a worker's step; after a global average it first returns to its policy."""
         member.end_step()
-        if not member.has_early_request:  # else it has begun its next step before
-            member.began = self.now
+        if not member.has_early_request:  # else its next step has started earlier
+            member.step_start = self.now
         if member.stage_policy.is_average_all:
             member.stage_policy = self._policies[member.worker.stage]
             self._rejoin_policy(member)
@@ -422,6 +421,6 @@ class GroupLifecycle:
 
 
 def _waiting_members(group_round: GroupRound) -> list[MemberState]:
-    """Those whose step a group ends: by contract, a ready worker in a group waits for that one."""
+    """Members whose step the group ends: a ready worker in a group waits for that group."""
     unready = group_round.unready
     return [member for member in group_round.members if member.is_ready or member.worker in unready]

@@ -1,12 +1,12 @@
-"""Lines: all groups in one order, in which each worker has them one at a time.
+"""The group queue: one total order of groups; each worker runs its groups in that order.
 
-Groups are numbered as they are formed. A group is first when it comes first in the line of each of
-its members. The oldest group is first in all its lines, so no two groups can wait for each other,
+Groups are numbered as they are formed. A group is first when it is first in the queue of each of
+its members. The oldest group is first in all its queues, so no two groups can wait for each other,
 and any two workers that share groups see them in the same order.
 
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
 Training", ASPLOS 2020, section 4.1. Departures: a group never overtakes an older one that shares a
-member with it; a group can be taken out of the lines, and has a time by which it is due.
+member with it; a group can be removed from the queues, and has a deadline.
 """
 
 import heapq
@@ -21,12 +21,12 @@ class GroupQueue:
     def __init__(self, first_gid: int) -> None:
         self.groups: dict[int, GroupRound] = {}
         self._next_gid = first_gid
-        self._deadlines: list[tuple[Seconds, int]] = []  # a heap; some are out of date
+        self._deadlines: list[tuple[Seconds, int]] = []  # a heap, including outdated entries
 
     def add(
         self, group: Group, members: list[MemberState], stage_policy: StagePolicy
     ) -> GroupRound:
-        """At the end of its members' lines."""
+        """Append a group to the queues of its members."""
         group_round = GroupRound(self._next_gid, group, members, stage_policy)
         self.groups[group_round.gid] = group_round
         self._next_gid += 1
@@ -50,7 +50,7 @@ class GroupQueue:
         heapq.heappush(self._deadlines, (deadline, group_round.gid))
 
     def next_deadline(self) -> Seconds:
-        """When the first group is due; inf for never."""
+        """The earliest deadline of a group; inf if there is none."""
         while self._deadlines:
             deadline, gid = self._deadlines[0]
             group_round = self.groups.get(gid)
@@ -60,6 +60,6 @@ class GroupQueue:
         return math.inf
 
     def expired(self, now: Seconds) -> Iterator[GroupRound]:
-        """Groups that are due, the first one first; each has to be removed, or given more time."""
+        """Yield groups past their deadline, by deadline; the caller removes or extends each."""
         while self.next_deadline() <= now:
             yield self.groups[heapq.heappop(self._deadlines)[1]]

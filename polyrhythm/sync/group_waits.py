@@ -1,4 +1,4 @@
-"""Waits: who is ready and has no group yet, and when each will have waited too long."""
+"""Deadlines of workers that are ready and have no group yet."""
 
 import heapq
 import math
@@ -9,7 +9,7 @@ from polyrhythm.types import Seconds
 
 
 class GroupWait(NamedTuple):
-    """The number is there so that no others are compared."""
+    """One wait of one worker; `number` makes heap comparisons stop before `member`."""
 
     deadline: Seconds
     number: int
@@ -34,11 +34,11 @@ class GroupWaits:
         heapq.heappush(self._heap, wait)
 
     def next_deadline(self) -> Seconds:
-        """Inf if nobody waits."""
+        """The earliest deadline; inf if no worker waits."""
         while self._heap and not self._heap[0].is_waiting():
             heapq.heappop(self._heap)
         return self._heap[0].deadline if self._heap else math.inf
 
     def pop_next(self) -> GroupWait:
-        """The one of `next_deadline`."""
+        """Remove and return the wait with the deadline of `next_deadline`."""
         return heapq.heappop(self._heap)

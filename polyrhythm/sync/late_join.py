@@ -1,15 +1,15 @@
-"""Entering: from when on a worker that comes late, and copies a model first, counts at its stage.
+"""Late join: from which step on a worker that joins late and copies a model takes part.
 
-Where models are averaged, from its first step on: until then nobody waits for it, and nobody
-averages with what it holds meanwhile.
+With model averaging, from its first step on: until then no group waits for it, and none averages
+with its old weights.
 
-Where all workers go in lockstep and average gradients, it has to hold what the others hold, at each
-stage of its pipeline after the same step: one that nobody has begun to end when it joins. So the
-scheduler names a step of the pipeline that it copies from, and each stage enters, and copies, when
-the source there has ended that step. The others then wait for it before they end the next one. Were
-it in time at one stage and a step behind at another, everybody would wait twice per step, for good.
+In lockstep with gradient averaging it must have the same weights as the others, at each stage of
+its pipeline after the same step: one that no worker has ended when it joins. So the scheduler names
+a step of the source pipeline, and each stage copies and joins when its source has ended that step.
+The other workers then wait for it before they end the next step. If it joined in time at one stage
+and a step later at another, all workers would wait twice in every further step.
 
-Source: none; the workers of SDPipe and Prague are there from the beginning.
+Source: none; the workers of SDPipe and Prague are present from the start.
 """
 
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ from polyrhythm.sync.members import MemberState
 
 
 class LateJoins:
-    """Those who wait for another one to end a step."""
+    """Workers that join when their source has ended a step."""
 
     def __init__(self) -> None:
-        self._waiting: dict[MemberState, tuple[MemberState, int]] = {}  # for whom, and its clock
+        self._waiting: dict[MemberState, tuple[MemberState, int]] = {}  # source and its clock
 
     def wait(self, member: MemberState, source: MemberState, clock: int) -> None:
         self._waiting[member] = source, clock
@@ -30,7 +30,7 @@ class LateJoins:
         self._waiting.pop(member, None)
 
     def joinable(self) -> Iterator[MemberState]:
-        """Those who enter now."""
+        """Remove and yield the workers whose source has ended its step."""
         for member, (source, clock) in list(self._waiting.items()):
             if source.clock > clock or (source.clock == clock and not source.is_ready):
                 del self._waiting[member]

@@ -1,10 +1,10 @@
-"""What the scheduler knows of one worker, of one group on its way, and of who forms groups.
+"""The scheduler's records of one worker, of one round of a group, and of the policy of a stage.
 
-A worker goes through its step: it may ask ahead, it becomes ready, and the end of a group, or being
-told to go on alone, ends the step. A group goes through the lines of its members: it waits in line,
-it is open once it comes first in all of them, it averages once those who have asked are ready. A
-member that has not asked by the time it opens is passive: it answers while it computes. If it is
-ready before the group is done, that is the group it waits for, like any other.
+A step of a worker: it may request a group ahead, it becomes ready, and the end of a round, or a
+Skip, ends the step. A round of a group: it waits in the queues of its members, opens once it is
+first in all of them, and averages once the members that made a request are ready. A member without
+a request when the round opens is passive: it answers while it computes. If it becomes ready before
+the round is done, it waits for that round like any other member.
 """
 
 import math
@@ -19,39 +19,37 @@ from polyrhythm.types import Group, Seconds, Worker
 
 class MemberStatus(Enum):
     ABSENT = "has not joined yet"
-    ALIVE = "is here"
+    ALIVE = "is alive"
     LEFT = "has left"
     DEAD = "is dead"
 
 
 class StagePolicy(NamedTuple):
-    """Who forms groups for a worker: the policy of its stage, or the gathering of its stage."""
+    """The policy that forms groups at a stage, or its global average, with learned timeouts."""
 
     policy: Policy
-    average_timeout: LearnedTimeout  # of averages
-    ready_timeout: (
-        LearnedTimeout  # of members that have asked, and compute when their group is assigned
-    )
-    wait_timeout: LearnedTimeout | None  # of members that are ready; None if it has no end
+    average_timeout: LearnedTimeout  # of an average
+    ready_timeout: LearnedTimeout  # of an assigned group, for members that still compute
+    wait_timeout: LearnedTimeout | None  # of a ready member without a group; None for no limit
     asks_ahead: bool
     is_average_all: bool
-    timer: int  # the place of its timer among all
+    timer: int  # index of its timer in the list of all timers
 
     def record_step(self, duration: Seconds) -> None:
-        """A worker took so long for a step."""
-        if self.asks_ahead:  # else no group is assigned before all that are waited for are ready
+        """Learn from the duration of a worker's step."""
+        if self.asks_ahead:  # else a group is only assigned when all awaited members are ready
             self.ready_timeout.record(duration)
         if self.wait_timeout is not None:
             self.wait_timeout.record(duration)
 
     def max_ready_wait(self) -> Seconds:
-        """Of an assigned group, for those of its members that compute."""
+        """Longest time that an assigned group waits for members that still compute."""
         wait = self.ready_timeout.current
         return wait if self.wait_timeout is None else min(wait, self.wait_timeout.current)
 
 
 class GroupRound:
-    """A group on its way: in the lines of its members, then open, then averaging."""
+    """One round of a group: queued, then open, then averaging."""
 
     __slots__ = (
         "assign",
@@ -71,22 +69,21 @@ class GroupRound:
         self, gid: int, group: Group, members: "list[MemberState]", stage_policy: StagePolicy
     ) -> None:
         self.gid, self.group, self.members, self.stage_policy = gid, group, members, stage_policy
-        self.is_open = False  # it comes first in the line of each of its members
-        self.assign: Assign | None = None  # what they were told then
-        self.unready: set[Worker] = set()  # those who have asked, and are still computing
-        self.pending = set(group.members)  # those who have not said Done
+        self.is_open = False  # it is first in the queue of each member
+        self.assign: Assign | None = None  # sent when it opened
+        self.unready: set[Worker] = set()  # members with a request that still compute
+        self.pending = set(group.members)  # members that have not sent Done
         self.opened: Seconds = 0.0
-        self.started: Seconds = 0.0  # when nobody was unready any more
+        self.started: Seconds = 0.0  # when `unready` became empty
         self.deadline: Seconds = 0.0
 
 
 class MemberState:
-    """What is known of one worker, and where it stands in its step."""
+    """State of one worker and of its current step."""
 
     __slots__ = (
         "aborted_gid",
         "average_all_clock",
-        "began",
         "clock",
         "group_end",
         "has_early_ready",
@@ -107,41 +104,37 @@ class MemberState:
         "stage_policy",
         "status",
         "step_end",
+        "step_start",
         "worker",
     )
 
-    stage_policy: StagePolicy  # its policy; its gathering, from Gather to the end of that
+    stage_policy: StagePolicy  # during a global average, that of the stage; else its policy
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.node = worker, ""
         self.status, self.incarnation, self.is_active = MemberStatus.ABSENT, -1, False
         self.start_over(-1)
-        self.has_joined = False  # the policy and the gathering of its stage know it
-        self.is_idle = False  # it has left the policy, until it has something to do
+        self.has_joined = False  # in the policy and the global average of its stage
+        self.is_idle = False  # it has left the policy until it has samples again
 
     def start_over(self, clock: int) -> None:
-        """Nothing is under way; its model is that of step `clock`."""
+        """Reset to a worker without a step or group, whose model is that of step `clock`."""
         self.clock = clock
-        self.reported_clock = self.requested_clock = (
-            clock  # the last step it has said Ready, or Request, for
-        )
-        self.began: Seconds = math.inf  # when it began to compute; inf if that is not known
-        self.average_all_clock = -1  # the last one that it has said Gather at
-        # To be told again, if it repeats what it has said: what ended its last step, or None from
-        # its Ready or Gather to that end; and what ended the last group that it was in.
+        self.reported_clock = clock  # of the last Ready or AverageAll
+        self.requested_clock = clock  # of the last Request
+        self.step_start: Seconds = math.inf  # when it started to compute; inf if unknown
+        self.average_all_clock = -1  # of the last AverageAll
+        # Sent again in answer to duplicates: the end of its last step, or None between its Ready or
+        # AverageAll and that end; and the end of its last group.
         self.step_end: Commit | Skip | None = None
         self.group_end: Commit | Abort | None = None
-        self.aborted_gid = -1  # the group that was given up before its Done, which may come yet
+        self.aborted_gid = -1  # the group aborted before its Done, which may still arrive
         self.queue: list[GroupRound] = []  # its groups, in the order of their ids
-        self.has_early_ready = self.has_early_request = (
-            False  # Ready, or Request, of the next step came early
-        )
-        self.is_stopping = (
-            False  # Gather came early; or it leaves: no more groups are opened for it
-        )
+        self.has_early_ready = self.has_early_request = False  # received before the step ended
+        self.is_stopping = False  # AverageAll came early, or it leaves: no more groups open for it
         self.end_step()
 
     def end_step(self) -> None:
         self.has_requested = self.is_ready = False
-        self.solo_group: Group | None = None  # a group of one, to be told when it is ready
-        self.num_failures = 0  # of its groups, in this step
+        self.solo_group: Group | None = None  # a group of one, sent as Skip when it is ready
+        self.num_failures = 0  # failed groups in this step

@@ -1,10 +1,10 @@
-"""Who is in the job: lives of workers, pipelines that work only whole, whom to copy a model from.
+"""Membership: the status of workers, which pipelines are active, and sources of model copies.
 
 A pipeline with a dead stage cannot train, so all its workers are inactive, at every stage, until
-the dead one has joined again. If that one has no model (its clock is 0), each worker of the
-pipeline copies the model of its stage from one and the same other pipeline, so that the parts fit
-together. A worker that leaves in good order has finished: the rest of its pipeline finishes too,
-and stays active. Each change of who is active begins an epoch.
+the dead worker has joined again. If that worker has no model (its clock is 0), each worker of the
+pipeline copies the model of its stage from the same other pipeline, so that the stages match. A
+worker that leaves has finished: the rest of its pipeline finishes too, and stays active. Each
+change of the active workers starts an epoch.
 
 Source: none; neither SDPipe nor Prague survives a loss (SDPipe, PVLDB 16(9), 2023, section 4,
 leaves it to future work).
@@ -27,13 +27,13 @@ class Membership:
         self.members = {member.worker: member for stage in self.stages for member in stage}
 
     def change(self, member: MemberState, status: MemberStatus) -> list[MemberState]:
-        """Set the life of a worker; those who become active or inactive by it, by stage."""
+        """Set the status of a worker; return the workers that became active or inactive."""
         member.status = status
         affected = self.pipeline(member) if self.pipelines_die_whole else [member]
-        whole = all(other.status in (MemberStatus.ALIVE, MemberStatus.LEFT) for other in affected)
+        complete = all(o.status in (MemberStatus.ALIVE, MemberStatus.LEFT) for o in affected)
         changed = []
         for other in affected:
-            active = whole and other.status is MemberStatus.ALIVE
+            active = complete and other.status is MemberStatus.ALIVE
             if active != other.is_active:
                 other.is_active = active
                 changed.append(other)
@@ -41,27 +41,28 @@ class Membership:
         return changed
 
     def missing(self, member: MemberState) -> str:
-        """Why a worker that is here is not active."""
+        """Describe the lost workers because of which an alive worker is not active."""
         lost = [
             o for o in self.pipeline(member) if o.status in (MemberStatus.ABSENT, MemberStatus.DEAD)
         ]
         return ", ".join(f"{other.worker} {other.status.value}" for other in lost)
 
     def sources(self, behind: Sequence[MemberState]) -> list[tuple[MemberState, MemberState]]:
-        """Of workers of one pipeline, each with whom to copy from: one pipeline, if there is one.
+        """Pair workers of one pipeline with their sources, all in one pipeline if possible.
 
-        The one that has come furthest, with its stage that has come least; none that has not begun.
+        The source pipeline is the one whose slowest stage is furthest; one without a trained model
+        is no source.
         """
         pipeline = behind[0].worker.pipeline
         columns = zip(*(self.stages[member.worker.stage] for member in behind), strict=True)
         others = [column for column in columns if column[0].worker.pipeline != pipeline]
-        whole = [column for column in others if all(source.is_active for source in column)]
-        if not whole and len(behind) > 1:  # no pipeline has all these stages: each finds its own
+        active = [column for column in others if all(source.is_active for source in column)]
+        if not active and len(behind) > 1:  # no pipeline has all these stages: one source each
             return [pair for member in behind for pair in self.sources([member])]
-        best = max(whole, key=lambda column: min(source.clock for source in column), default=())
+        best = max(active, key=lambda column: min(source.clock for source in column), default=())
         has_begun = any(source.clock > 0 for source in best)
         return list(zip(behind, best, strict=True)) if has_begun else []
 
     def pipeline(self, member: MemberState) -> list[MemberState]:
-        """Its workers, by stage."""
+        """All workers of the member's pipeline, by stage."""
         return [stage[member.worker.pipeline] for stage in self.stages]

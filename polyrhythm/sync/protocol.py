@@ -1,9 +1,9 @@
-"""What the scheduler is told and what it answers: one record per event and per command.
+"""The messages of the scheduler: one record per event (input) and per command (output).
 
-These travel on the wire as they are (MessagePack arrays with a tag) and into the log. Whoever
-receives an event sets `now`, on the clock of the scheduler; a worker's own clock is a count of
-steps. Every message names the incarnation of its sender, which grows each time the worker starts
-anew, so that what an earlier life has sent is told apart from what this one sends.
+Messages are sent on the wire as they are (MessagePack arrays with a tag) and written to the
+decision log. The receiver of an event sets `now` from the scheduler's clock; a worker's own clock
+is a count of steps. Every event names the incarnation of its sender, which grows each time the
+worker restarts, so that messages of an earlier incarnation can be recognized.
 """
 
 from typing import Annotated
@@ -13,8 +13,8 @@ import msgspec
 from polyrhythm.sync.dispatch import Ranges, SamplerState
 from polyrhythm.types import Seconds, Worker
 
-Count = Annotated[int, msgspec.Meta(ge=0)]  # checked when a message comes off the wire
-MAX_CHUNK_SIZE = 1 << 40  # so that sums with positions stay whole numbers of 64 bits
+Count = Annotated[int, msgspec.Meta(ge=0)]  # checked when a message is decoded
+MAX_CHUNK_SIZE = 1 << 40  # so that a position plus a size fits into 64 bits
 MAX_POSITION = 1 << 62
 Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_SIZE)]
 Position = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITION)]
@@ -22,24 +22,24 @@ Name = Annotated[str, msgspec.Meta(max_length=255)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Neither part of a cycle, nor changed once made."""
+    """Base of all messages: immutable, and never part of a reference cycle (gc=False)."""
 
 
 class Join(_Message, frozen=True):
-    """A worker takes part from now on; its model is that of step `clock`, 0 if it has none.
+    """A worker joins; its model is that of step `clock`, 0 if it has no trained model.
 
-    A group it was in, or waited for, in an earlier life or under an earlier scheduler, is void.
+    All groups of its earlier incarnations, or of an earlier scheduler, are void.
     """
 
     worker: Worker
-    node: Name  # the machine it runs on
+    node: Name  # the machine the worker runs on
     clock: Count
     incarnation: Count = 0
     now: Seconds = 0.0
 
 
 class Request(_Message, frozen=True):
-    """A worker begins the step after which its clock will be `clock`; it will want a group then."""
+    """A worker starts the step that ends with `clock`, and will need a group at its end."""
 
     worker: Worker
     clock: Count
@@ -48,7 +48,7 @@ class Request(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """A worker has made the local update of the step that ends with `clock`."""
+    """A worker has finished the local update of the step that ends with `clock`."""
 
     worker: Worker
     clock: Count
@@ -57,7 +57,7 @@ class Ready(_Message, frozen=True):
 
 
 class AverageAll(_Message, frozen=True):
-    """A worker has stopped training, and waits for an average of all workers of its stage."""
+    """A worker pauses training and waits for the global average of its stage."""
 
     worker: Worker
     clock: Count
@@ -66,7 +66,7 @@ class AverageAll(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """A worker has the average of a group, not applied yet; or it failed to get it."""
+    """A worker has computed the average of a group, not applied yet; or `ok` is False."""
 
     worker: Worker
     gid: Count
@@ -76,21 +76,21 @@ class Done(_Message, frozen=True):
 
 
 class Acquire(_Message, frozen=True):
-    """A worker wants to know its pipeline's chunk `number`: `count` positions before `until`.
+    """A worker requests chunk `number` of its pipeline: `count` positions before `until`.
 
-    All stages of a pipeline ask by the same numbers, from 0 in each of its lives, in order.
+    All stages of a pipeline use the same numbers, in order, from 0 in each incarnation.
     """
 
     worker: Worker
     number: Count
     count: Size
-    until: Position | None = None  # None for where training ends
+    until: Position | None = None  # None for the end of training
     incarnation: Count = 0
     now: Seconds = 0.0
 
 
 class Acknowledge(_Message, frozen=True):
-    """A worker has made its updates with all chunks up to `number`."""
+    """A worker has finished its updates with all chunks up to `number`."""
 
     worker: Worker
     number: Count
@@ -99,9 +99,9 @@ class Acknowledge(_Message, frozen=True):
 
 
 class QueryProgress(_Message, frozen=True):
-    """A worker wants to know which positions were used; `number` is for it to know the answer.
+    """A worker asks which positions were used; `number` identifies the answer.
 
-    With `batch`, no more are dealt beyond the end of the batch, of so many, that is being dealt.
+    With `batch`, dispatching ends with the current batch of that many positions.
     """
 
     worker: Worker
@@ -112,13 +112,13 @@ class QueryProgress(_Message, frozen=True):
 
 
 class Timer(_Message, frozen=True):
-    """`Scheduler.next_timer` has come."""
+    """The time `Scheduler.next_timer` is reached."""
 
     now: Seconds = 0.0
 
 
 class Dead(_Message, frozen=True):
-    """A worker is taken to be dead: its process has ended, or it was silent for too long."""
+    """A worker is considered dead: its process ended, or its heartbeat timed out."""
 
     worker: Worker
     incarnation: Count = 0
@@ -126,7 +126,7 @@ class Dead(_Message, frozen=True):
 
 
 class Leave(_Message, frozen=True):
-    """A worker has finished, or is about to be taken away."""
+    """A worker has finished, or is about to be preempted."""
 
     worker: Worker
     incarnation: Count = 0
@@ -134,54 +134,54 @@ class Leave(_Message, frozen=True):
 
 
 class Assign(_Message, frozen=True):
-    """These average with these weights, in the order of `gid`, and say Done within `timeout`."""
+    """The members average with these weights, in `gid` order, and send Done within `timeout`."""
 
     gid: int
-    epoch: int  # of the membership that the group was formed under
+    epoch: int  # of the membership when the group was formed
     members: tuple[Worker, ...]  # sorted; all of one stage
     weights: tuple[float, ...]
-    incarnations: tuple[int, ...]  # of each member; one that has started anew needs new connections
-    timeout: Seconds  # how long it may take, once all members are ready
+    incarnations: tuple[int, ...]  # of each member; a restarted member needs new connections
+    timeout: Seconds  # of the average, once all members are ready
     why: str
 
 
 class Commit(_Message, frozen=True):
-    """All have the average: apply it."""
+    """All members have computed the average: apply it."""
 
     gid: int
     members: tuple[Worker, ...]
-    end_clocks: tuple[int, ...]  # the step of each member that ends with it, by clock; -1 for none
+    end_clocks: tuple[int, ...]  # clock of each member's step that ends with it; -1 for none
 
 
 class Abort(_Message, frozen=True):
-    """Drop the average, and keep the weights as they were; what comes next is another message."""
+    """Discard the average and keep the weights; a further message says how each member goes on."""
 
     gid: int
-    members: tuple[Worker, ...]  # those who were assigned, also the lost ones
+    members: tuple[Worker, ...]  # all assigned members, including lost ones
     reason: str
 
 
 class Skip(_Message, frozen=True):
-    """A worker that was ready at `clock` goes on without an average."""
+    """A worker that is ready at `clock` continues without an average."""
 
     worker: Worker
     clock: int
     why: str
-    failed: bool = False  # there should have been one; else it is in a group of one
+    failed: bool = False  # True if an average was due; False for a group of one
 
 
 class Acquired(_Message, frozen=True):
-    """The positions of a pipeline's chunk; if there are none, all before `until` were used."""
+    """The positions of a pipeline's chunk; empty if all positions before `until` were used."""
 
     worker: Worker
     number: int
-    until: int | None  # as it was asked for
+    until: int | None  # as in the request
     ranges: Ranges
-    why: str = ""  # if it says something, there should have been some, and there are none
+    why: str = ""  # not empty: the request failed for this reason
 
 
 class SampleProgress(_Message, frozen=True):
-    """Which positions were used when `number` was asked."""
+    """The sampler state, in answer to QueryProgress `number`."""
 
     worker: Worker
     number: int
@@ -189,12 +189,12 @@ class SampleProgress(_Message, frozen=True):
 
 
 class CopyFrom(_Message, frozen=True):
-    """A worker takes over model and optimizer state of `source` before its next step.
+    """A worker copies model and optimizer state of `source` before its next step.
 
-    With a `clock`, what the source has when it has ended that step, which is then the worker's
-    clock, too: it is the same at all stages of a pipeline, and the source makes no further update
-    before the worker takes part. Without, whatever it has; the worker's clock becomes the later one
-    of both, so that it never goes back.
+    With a `clock`, it copies the state after that step of the source, and its own clock becomes
+    the same: `clock` is equal at all stages of a pipeline, and the source makes no further update
+    before the worker takes part. Without, it copies the current state; its clock becomes the
+    maximum of both clocks, so that it never decreases.
     """
 
     worker: Worker
@@ -204,9 +204,9 @@ class CopyFrom(_Message, frozen=True):
 
 
 class Refuse(_Message, frozen=True):
-    """What a worker said cannot be right, such as a clock that goes backwards.
+    """A message is invalid, for example its clock goes backwards.
 
-    It should stop, if `clock` is the one it has sent last.
+    The worker should stop if `clock` is the last one it sent.
     """
 
     worker: Worker

@@ -1,9 +1,9 @@
-"""Policies by name: what `sync="adaptive"` and a configuration file mean.
+"""Policies by name, as in `sync="adaptive"` or a configuration file.
 
-A policy is made of what the job knows (how many workers, which stage, the token that all stages
-share, a seed) and of options, which are whatever else its constructor takes. A policy's module is
-imported when the policy is asked for. Policies know nothing of the steps between two averages:
-workers report at every n-th step only, and `default_every` says which n a name stands for.
+A policy is created from facts of the job (number of workers, stage, the token that all stages
+share, a seed) and from options, which are all other parameters of its constructor. The module of a
+policy is imported when the policy is created. Policies do not see the steps between two averages:
+workers report at every n-th step only, and `default_every` is the default n of a policy.
 """
 
 import dataclasses
@@ -33,16 +33,17 @@ POLICIES = {
     "age": "polyrhythm.sync.policies.age:Age",
     "pairwise": "polyrhythm.sync.policies.pairwise:Pairwise",
     "ssp": "polyrhythm.sync.policies.ssp:BoundedStaleness",
-    "balanced": "polyrhythm.sync.policies.all_reduce:AllReduce",  # the shares differ, not the groups
-    "local": "polyrhythm.sync.policies.all_reduce:AllReduce",  # seldom, with an outer step (`local.py`)
+    # Groups as with all_reduce; balanced has other shares, local an outer step (`local.py`).
+    "balanced": "polyrhythm.sync.policies.all_reduce:AllReduce",
+    "local": "polyrhythm.sync.policies.all_reduce:AllReduce",
 }
 ACROSS_STAGES = ("ssp",)  # one policy for the workers of all stages
-EVERY = {"local": 500}  # steps from one average to the next, where it is not 1: as in DiLoCo
-# These wait for certain workers, for as long as it takes. In a pipeline such a worker may be held
-# up by another stage, where somebody waits in the same way for one that this stage holds up.
+EVERY = {"local": 500}  # steps from one average to the next if not 1; 500 as in DiLoCo
+# These wait for certain workers without limit. In a pipeline another stage may block such a worker
+# while it waits in the same way for a worker that this stage blocks.
 UNBOUNDED_WAIT = ("random", "smart", "partial_reduce", "static")
-MAX_GROUP_WAIT: Seconds = 30.0  # or that of ten steps, if it is longer
-# These promise that all have the same model: nobody goes on alone because averages fail.
+MAX_GROUP_WAIT: Seconds = 30.0  # or `Limits.group_timeout_steps` steps, if that is longer
+# These guarantee equal models: no worker continues alone because averages fail.
 EXACT = ("all_reduce", "balanced", "local")
 
 Options = Mapping[str, object]
@@ -58,7 +59,7 @@ def make_policy(
     seed: int = 0,
     options: Options | None = None,
 ) -> Policy:
-    """The policy of one of the stages, with `num_workers` workers."""
+    """Create the policy of one stage with `num_workers` workers."""
     maker, options = _maker(name), options or {}
     takes = inspect.signature(maker, eval_str=True).parameters
     job: dict[str, object] = {
@@ -66,10 +67,10 @@ def make_policy(
         "num_stages": num_stages,
         "stage": stage,
         "token": token,
-        # A seed per stage that differs for neighbours, and is no function of hash().
+        # A seed per stage that differs for neighbours and does not depend on hash().
         "seed": random.Random(f"{seed} {stage}").getrandbits(32),
     }
-    known = {what: value for what, value in job.items() if what in takes}
+    known = {key: value for key, value in job.items() if key in takes}
     values = _checked(name, options, {k: takes[k] for k in takes if k not in job})
     _check_group_size(name, values, num_workers)
     policy: Policy = maker(**known, **values)
@@ -85,7 +86,7 @@ def make_policies(
     seed: int = 0,
     options: Options | None = None,
 ) -> list[Policy]:
-    """One policy per stage, with one enforcement token between them."""
+    """Create one policy per stage; all share one enforcement token."""
     if num_stages < 1:
         raise PolicyError(f"num_stages={num_stages}", expected="at least 1", fix="use 1")
     token = EnforcementToken(lease)
@@ -107,13 +108,13 @@ def make_policies(
 
 
 def default_every(name: str) -> int:
-    """How many steps there are from one average to the next, if nobody says otherwise."""
+    """Default number of steps from one average to the next."""
     _check_name(name)
     return EVERY.get(name, 1)
 
 
 def limits_for(name: str, num_stages: int, limits: Limits | None = None) -> Limits:
-    """The same limits, with an end to waits that could be for ever in a pipeline."""
+    """Adapt limits to a policy: bound waits that could deadlock a pipeline; EXACT ones retry."""
     _check_name(name)
     limits = limits or Limits()
     if name in EXACT:
@@ -126,8 +127,8 @@ def limits_for(name: str, num_stages: int, limits: Limits | None = None) -> Limi
 def _maker(name: str) -> Callable[..., Any]:
     _check_name(name)
     module, _, maker = POLICIES[name].partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), maker)
-    return found
+    constructor: Callable[..., Any] = getattr(importlib.import_module(module), maker)
+    return constructor
 
 
 def _check_name(name: str) -> None:
@@ -140,14 +141,14 @@ def _unknown(what: str, name: str, known: list[str]) -> PolicyError:
     return PolicyError(
         f"unknown {what}: {name!r}",
         expected=f"one of {', '.join(known)}" if known else f"no {what}",
-        fix=f"did you mean {best[0]!r}?" if best else "choose one of these, or leave it out",
+        fix=f"did you mean {best[0]!r}?" if best else "use one of these, or omit it",
     )
 
 
 def _checked(
     name: str, options: Options, takes: Mapping[str, inspect.Parameter]
 ) -> dict[str, object]:
-    """Options that the policy takes, of the types it says they have; all have defaults."""
+    """Convert options to the types of the policy's parameters; refuse unknown ones."""
     values = {}
     for option, value in options.items():
         if option not in takes:
@@ -158,7 +159,7 @@ def _checked(
             raise PolicyError(
                 f"{option}={value!r} for policy {name}",
                 expected=str(error).removesuffix("."),
-                fix=f"give {option} as such a value in options={{...}}",
+                fix=f"pass {option} with that type in options={{...}}",
             ) from None
     return values
 
@@ -169,6 +170,6 @@ def _check_group_size(name: str, values: Mapping[str, object], num_workers: int)
     if isinstance(size, int) and not fewest <= size <= num_workers:
         raise PolicyError(
             f"group_size={size} for policy {name}, in a job with {num_workers} workers per stage",
-            expected=f"{fewest} to {num_workers}: one alone averages with nobody",
-            fix="leave it out for 3, or add pipelines",
+            expected=f"{fewest} to {num_workers}: a group of one does not average",
+            fix="omit it for 3, or add pipelines",
         )

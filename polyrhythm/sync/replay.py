@@ -1,11 +1,12 @@
-"""What a step would take under each way of keeping together, from what pipelines took just now.
+"""What-if replay: the step time under each sync mode, from recently measured steps.
 
-Nothing is modelled: recorded steps are replayed in virtual time. Decoupled, all wait for the
-slowest. Under `balanced` the dealer of that policy deals micro-batches from step to step. In groups
-the policy itself decides who averages with whom, while each pipeline takes what it took.
+Nothing is modelled: measured steps are replayed in virtual time. In `decoupled`, all pipelines wait
+for the slowest. In `balanced`, that policy's MicrobatchBalancer assigns micro-batches from step to
+step. In group modes the policy itself forms the groups, while each pipeline takes its measured
+times.
 
-Source: none. Departures from what happens: a pipeline reports as one worker, though each of its
-stages has groups of its own; a transfer takes what it took, whoever it is between.
+Source: none. Departures from reality: a pipeline reports as one worker, though each of its stages
+has its own groups; a transfer takes its measured time, whichever workers it connects.
 """
 
 import heapq
@@ -22,48 +23,42 @@ from polyrhythm.sync.registry import make_policies
 from polyrhythm.types import Group, Seconds, Worker
 
 DECOUPLED, BALANCED, ADAPTIVE, AGE = "decoupled", "balanced", "adaptive", "age"
-SYNC_MODES = (DECOUPLED, BALANCED, ADAPTIVE, AGE)  # the simplest first: it needs no reason
+SYNC_MODES = (DECOUPLED, BALANCED, ADAPTIVE, AGE)  # simplest first: a later one must pay
 GROUPS = (ADAPTIVE, AGE)
-NUM_PARTS = 6  # of a window: as long as bursts, or longer, and enough to see how they differ
+NUM_PARTS = 6  # of a window: each at least as long as a burst, and enough to see the variance
 
 
 class StepTiming(NamedTuple):
-    """What one step of one pipeline took, as its first stage sees it, which begins and ends it."""
+    """Times of one step of one pipeline, measured at its first stage, which starts and ends it."""
 
-    compute: Seconds  # forwards and backwards; waits for other stages in it, for averages not
-    waited: Seconds  # for averages: until all were there, and what was not hidden of the exchange
-    averaging: Seconds  # the exchange alone, hidden or not; of the whole buffer, there and back
+    compute: Seconds  # forwards and backwards, with waits for other stages, without averages
+    waited: Seconds  # for averages: for other members, and for the exposed part of the exchange
+    averaging: Seconds  # the exchange alone, hidden or not; of the whole buffer, both directions
     num_microbatches: int
-    num_members: int  # who averaged together; 1 if it went on alone
+    num_members: int  # of the group; 1 if it continued alone
 
 
-StepTimings = Sequence[
-    Sequence[StepTiming]
-]  # of each pipeline, its steps; in lockstep, equally many of all
-SlotTimes = list[list[Seconds]]  # of each pipeline, its steps: seconds for a slot
+StepTimings = Sequence[Sequence[StepTiming]]  # steps by pipeline; in lockstep equally many
+SlotTimes = list[list[Seconds]]  # seconds per slot, by pipeline and step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobShape:
-    """What does not change while a job trains."""
+    """Properties of a job that do not change during training."""
 
-    shares: tuple[int, ...]  # micro-batches of each pipeline in a step, if nobody deals by speed
+    shares: tuple[int, ...]  # micro-batches of each pipeline in a step, unless balanced
     num_stages: int = 1
     sync_modes: tuple[str, ...] = SYNC_MODES  # that the job can use
-    max_microbatches: tuple[int, ...] | None = (
-        None  # micro-batches that each pipeline has memory for
-    )
-    overlap: bool = False  # in groups: go on at once, and take in averages a step later
-    coordinator_round_trip: Seconds = (
-        0.0  # of an average in a group: to the coordinator and back, twice
-    )
+    max_microbatches: tuple[int, ...] | None = None  # by pipeline, limited by memory
+    overlap: bool = False  # in groups: continue at once, and apply averages a step later
+    coordinator_round_trip: Seconds = 0.0  # two round trips, of an average in a group
 
     def __post_init__(self) -> None:
         if not set(SYNC_MODES) >= set(self.sync_modes) >= {DECOUPLED}:
             raise PolicyError(
-                f"ways={', '.join(self.sync_modes)}",
-                expected=f"some of {', '.join(SYNC_MODES)}; {DECOUPLED} is one of them",
-                fix="leave it out for all of them",
+                f"sync_modes={', '.join(self.sync_modes)}",
+                expected=f"some of {', '.join(SYNC_MODES)}, including {DECOUPLED}",
+                fix="omit it for all of them",
             )
         if not self.shares or min(self.shares) < 1:
             raise PolicyError(
@@ -77,24 +72,24 @@ class JobShape:
         return len(self.shares)
 
     def slots(self, num_microbatches: int) -> int:
-        """Micro-batches that a pipeline's step is as long as: it fills and drains."""
+        """Length of a pipeline's step in micro-batches, with fill and drain."""
         return num_microbatches + self.num_stages - 1
 
     def units(self, times: StepTimings) -> SlotTimes:
-        return [[took.compute / self.slots(took.num_microbatches) for took in one] for one in times]
+        return [[t.compute / self.slots(t.num_microbatches) for t in steps] for steps in times]
 
 
 class Estimate(NamedTuple):
-    """Of a step in which all pipelines together compute one batch."""
+    """Estimated time of a step in which all pipelines together compute one batch."""
 
-    parts: tuple[Seconds, ...]  # means over equal parts of the steps that were looked at
-    waiting: Seconds = math.inf  # for others, of the average pipeline: no other way gains more
+    parts: tuple[Seconds, ...]  # means over equal parts of the replayed steps
+    waiting: Seconds = math.inf  # mean wait for other pipelines: no other mode gains more
 
     @classmethod
-    def of(cls, lasted: Sequence[Seconds], waiting: Seconds = math.inf) -> Self:
-        number = min(NUM_PARTS, len(lasted))
-        ends = [len(lasted) * part // number for part in range(number + 1)]
-        return cls(tuple(fmean(lasted[start:end]) for start, end in pairwise(ends)), waiting)
+    def from_durations(cls, durations: Sequence[Seconds], waiting: Seconds = math.inf) -> Self:
+        num_parts = min(NUM_PARTS, len(durations))
+        bounds = [len(durations) * part // num_parts for part in range(num_parts + 1)]
+        return cls(tuple(fmean(durations[start:end]) for start, end in pairwise(bounds)), waiting)
 
     @property
     def seconds(self) -> Seconds:
@@ -107,38 +102,39 @@ class Estimate(NamedTuple):
         return self._replace(parts=tuple(part * factor for part in self.parts))
 
 
-def combine(some: Sequence[Estimate]) -> Estimate:
-    """Of several windows of steps."""
-    parts = tuple(part for one in some for part in one.parts)
-    return Estimate(parts, fmean(one.waiting for one in some))
+def combine(estimates: Sequence[Estimate]) -> Estimate:
+    """Combine the estimates of several windows of steps."""
+    parts = tuple(part for estimate in estimates for part in estimate.parts)
+    return Estimate(parts, fmean(estimate.waiting for estimate in estimates))
 
 
-def standard_error(one: Estimate, other: Estimate) -> Seconds:
-    """The standard error of how much they differ: what befell both alike does not count."""
-    apart = [a - b for a, b in zip(one.parts, other.parts, strict=True)]
-    return stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else math.inf
+def standard_error(a: Estimate, b: Estimate) -> Seconds:
+    """Standard error of the difference of two estimates; noise common to both cancels."""
+    differences = [x - y for x, y in zip(a.parts, b.parts, strict=True)]
+    return stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.inf
 
 
 class LinkCost(NamedTuple):
-    """What links make of an average."""
+    """Cost of an average on the links."""
 
-    base: Seconds = 0.0  # to send the whole buffer there and back
-    excess: Seconds = 0.0  # what slow links add to an average of all, a mean over steps
+    base: Seconds = 0.0  # to send the whole buffer in both directions
+    excess: Seconds = 0.0  # mean time that slow links add to an average of all
 
     def cost(self, num_members: int) -> Seconds:
-        """Of a group, while no link is slow: members send all but their own part."""
+        """Cost of a group without slow links: members send all but their own shard."""
         return self.base * (num_members - 1) / num_members
 
-    def of_all(self, num_pipelines: int) -> Seconds:
+    def global_cost(self, num_pipelines: int) -> Seconds:
+        """Cost of an average of all pipelines, including slow links."""
         return self.cost(num_pipelines) + self.excess
 
-    def excess_per_member(self, took: StepTiming) -> Seconds:
-        """What slow links have added, for each of those who averaged."""
-        return max(0.0, took.averaging - self.cost(took.num_members)) / took.num_members
+    def excess_per_member(self, timing: StepTiming) -> Seconds:
+        """Time that slow links added to an average, divided by its members."""
+        return max(0.0, timing.averaging - self.cost(timing.num_members)) / timing.num_members
 
 
 def decoupled(shape: JobShape, units: SlotTimes, exposed: Seconds) -> Estimate:
-    """All wait for the slowest of each step, and for what is not hidden of the average."""
+    """All wait for the slowest of each step, and for the exposed part of the average."""
     slots = [shape.slots(share) for share in shape.shares]
     steps = [[unit * n for unit, n in zip(row, slots, strict=True)] for row in align_steps(units)]
     return _in_lockstep(steps, exposed)
@@ -147,8 +143,8 @@ def decoupled(shape: JobShape, units: SlotTimes, exposed: Seconds) -> Estimate:
 def balanced(shape: JobShape, units: SlotTimes, link_cost: LinkCost) -> Estimate:
     """All wait for the slowest, and for the average, which is not hidden.
 
-    The dealer knows each step when it deals the next; a first round, in which it learns, is left
-    out.
+    The balancer learns from each step before it assigns the next; a first pass over the steps, in
+    which it learns, does not count.
     """
     workers, balancer = (
         [Worker(0, p) for p in range(shape.num_pipelines)],
@@ -158,73 +154,75 @@ def balanced(shape: JobShape, units: SlotTimes, link_cost: LinkCost) -> Estimate
     for row in (*once, *once):
         counts = balancer.assign(workers)
         steps.append([row[w.pipeline] * shape.slots(counts[w]) for w in workers])
-        for worker, took in zip(workers, steps[-1], strict=True):
-            balancer.record(worker, counts[worker], took)
+        for worker, seconds in zip(workers, steps[-1], strict=True):
+            balancer.record(worker, counts[worker], seconds)
         if shape.max_microbatches and any(
             counts[w] > shape.max_microbatches[w.pipeline] for w in workers
         ):
-            return Estimate((math.inf,) * min(NUM_PARTS, len(once)))  # it has no memory for it
-    average = link_cost.of_all(shape.num_pipelines) + shape.coordinator_round_trip
+            return Estimate((math.inf,) * min(NUM_PARTS, len(once)))  # not enough memory
+    average = link_cost.global_cost(shape.num_pipelines) + shape.coordinator_round_trip
     return _in_lockstep(steps[len(once) :], average)
 
 
 def in_groups(shape: JobShape, sync_mode: str, units: SlotTimes, link_cost: LinkCost) -> Estimate:
-    """Each pipeline goes on with its group, and takes what it took, over and over.
+    """Each pipeline repeats its measured steps and waits for its group only.
 
-    A first round, in which the policy learns, is left out.
+    A first pass over the steps, in which the policy learns, does not count.
     """
-    length = max(len(one) for one in units)
-    made = _replay_groups(
+    length = max(len(steps) for steps in units)
+    batch_ends = _replay_groups(
         shape,
         sync_mode,
         units,
         lambda n: link_cost.cost(n) + shape.coordinator_round_trip,
         2 * length,
     )
-    lasted = [end - start for start, end in zip(made[length - 1 :], made[length:], strict=False)]
-    return Estimate.of(lasted)
+    return Estimate.from_durations(
+        [end - start for start, end in pairwise(batch_ends[length - 1 :])]
+    )
 
 
 def with_slow_links(
     shape: JobShape, times: StepTimings, link_cost: LinkCost, *, lockstep: bool
 ) -> SlotTimes:
-    """As if pipelines had computed for as long as their links were slow.
+    """Add the delay of slow links to the compute times of pipelines.
 
-    In lockstep all wait for a slow link, and nobody knows whose it is: one after the other, then.
+    In lockstep all wait for a slow link, and its pipeline is unknown: charge them in turn.
     """
     units = shape.units(times)
     if not lockstep:
-        for one, of_one in zip(units, times, strict=True):
-            for step, took in enumerate(of_one):
-                one[step] += link_cost.excess_per_member(took) / shape.slots(took.num_microbatches)
+        for unit_times, timings in zip(units, times, strict=True):
+            for step, timing in enumerate(timings):
+                excess = link_cost.excess_per_member(timing)
+                unit_times[step] += excess / shape.slots(timing.num_microbatches)
         return units
-    for step, all_took in enumerate(zip(*times, strict=True)):
-        place = step % shape.num_pipelines
-        late = max(0.0, average_time(all_took) - link_cost.cost(shape.num_pipelines))
-        units[place][step] += late / shape.slots(all_took[place].num_microbatches)
+    for step, timings in enumerate(zip(*times, strict=True)):
+        pipeline = step % shape.num_pipelines
+        delay = max(0.0, average_time(timings) - link_cost.cost(shape.num_pipelines))
+        units[pipeline][step] += delay / shape.slots(timings[pipeline].num_microbatches)
     return units
 
 
-def average_time(all_took: Sequence[StepTiming]) -> Seconds:
-    """Of all, in a step in lockstep: whoever comes last waits for nothing but links."""
-    return max(min(took.averaging for took in all_took), min(took.waited for took in all_took))
+def average_time(timings: Sequence[StepTiming]) -> Seconds:
+    """Time of a global average in lockstep: the last pipeline waits for the links alone."""
+    return max(min(t.averaging for t in timings), min(t.waited for t in timings))
 
 
 def align_steps(units: SlotTimes) -> SlotTimes:
-    """Steps side by side that were made at about the same time, if some made more than others."""
-    length = max(len(one) for one in units)
-    return [[one[row * len(one) // length] for one in units] for row in range(length)]
+    """Rows of steps that ran at about the same time, for pipelines with unequal step counts."""
+    length = max(len(steps) for steps in units)
+    return [[steps[row * len(steps) // length] for steps in units] for row in range(length)]
 
 
 def lower_quartile(seconds: Sequence[Seconds]) -> Seconds:
-    """What it takes when nothing is in the way: the lower quartile, as noise only adds."""
+    """Undisturbed duration: the lower quartile, since noise only adds time."""
     return quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
 
 
 def _in_lockstep(steps: Sequence[Sequence[Seconds]], average: Seconds) -> Estimate:
-    lasted = [max(step) for step in steps]
+    durations = [max(step) for step in steps]
     waiting = fmean(max(step) - fmean(step) for step in steps)
-    return Estimate.of(lasted, waiting).plus(average)
+    return Estimate.from_durations(durations, waiting).plus(average)
 
 
 def _replay_groups(
@@ -234,52 +232,54 @@ def _replay_groups(
     cost: Callable[[int], Seconds],
     num_batches: int,
 ) -> list[Seconds]:
-    """When each batch's worth of micro-batches had been computed, by all together."""
+    """Times at which all pipelines together had computed 1, 2, ... batches of micro-batches."""
     policy = make_policies(sync_mode, num_stages=1, num_pipelines=len(units))[0]
     slots, batch = [shape.slots(share) for share in shape.shares], sum(shape.shares)
-    num_begun, pending, waits = [0] * len(units), [False] * len(units), [False] * len(units)
-    events: list[tuple[Seconds, int, int, Group | None]] = []  # ends of groups first, then by place
-    made, ends = 0, list[Seconds]()
+    num_started, pending, waits = [0] * len(units), [False] * len(units), [False] * len(units)
+    # A heap: group ends come before step ends, then by pipeline.
+    events: list[tuple[Seconds, int, int, Group | None]] = []
+    num_computed, batch_ends = 0, list[Seconds]()
 
-    def begin(place: int, now: Seconds) -> None:
-        took = units[place][num_begun[place] % len(units[place])] * slots[place]
-        num_begun[place] += 1
-        heapq.heappush(events, (now + took, 1, place, None))
+    def start_step(pipeline: int, now: Seconds) -> None:
+        steps = units[pipeline]
+        duration = steps[num_started[pipeline] % len(steps)] * slots[pipeline]
+        num_started[pipeline] += 1
+        heapq.heappush(events, (now + duration, 1, pipeline, None))
 
-    def report(place: int, now: Seconds) -> list[Group]:
-        pending[place] = True
+    def report_ready(pipeline: int, now: Seconds) -> list[Group]:
+        pending[pipeline] = True
         if shape.overlap:
-            begin(place, now)
-        return policy.on_ready(Worker(0, place), now)
+            start_step(pipeline, now)
+        return policy.on_ready(Worker(0, pipeline), now)
 
-    def go_on(place: int, now: Seconds) -> list[Group]:
-        pending[place] = False
-        if waits[place]:
-            waits[place] = False
-            return report(place, now)
+    def end_average(pipeline: int, now: Seconds) -> list[Group]:
+        pending[pipeline] = False
+        if waits[pipeline]:
+            waits[pipeline] = False
+            return report_ready(pipeline, now)
         if not shape.overlap:
-            begin(place, now)
+            start_step(pipeline, now)
         return []
 
-    for place in range(len(units)):
-        policy.on_join(Worker(0, place), "", 0.0)
-        begin(place, 0.0)
-    while len(ends) < num_batches:
+    for pipeline in range(len(units)):
+        policy.on_join(Worker(0, pipeline), "", 0.0)
+        start_step(pipeline, 0.0)
+    while len(batch_ends) < num_batches:
         if not events or policy.next_timer() <= events[0][0]:
             now = policy.next_timer()
             groups = policy.on_timer(now)
         else:
-            now, _, place, done = heapq.heappop(events)
+            now, _, pipeline, done = heapq.heappop(events)
             if done is None:
-                made += shape.shares[place]
-                ends += [now] * (made // batch - len(ends))
-                waits[place] = pending[place]  # for the average before, if it overlaps
-                groups = [] if waits[place] else report(place, now)
+                num_computed += shape.shares[pipeline]
+                batch_ends += [now] * (num_computed // batch - len(batch_ends))
+                waits[pipeline] = pending[pipeline]  # for the previous average, if it overlaps
+                groups = [] if waits[pipeline] else report_ready(pipeline, now)
             else:
                 groups = policy.on_done(done, True, now)
                 for member in done.members:
-                    groups += go_on(member.pipeline, now)
+                    groups += end_average(member.pipeline, now)
         for group in groups:
-            lasts = cost(len(group.members)) if len(group.members) > 1 else 0.0
-            heapq.heappush(events, (now + lasts, 0, group.members[0].pipeline, group))
-    return ends
+            duration = cost(len(group.members)) if len(group.members) > 1 else 0.0
+            heapq.heappush(events, (now + duration, 0, group.members[0].pipeline, group))
+    return batch_ends

@@ -1,12 +1,11 @@
-"""The roster of a stage: who takes part, who is ready, and whether that is everybody.
+"""The roster of a stage: which workers are present, which are ready, and whether all are.
 
-A job starts with workers that arrive one after another. "Everybody" is the number announced, until
-that many have been present at once; from then on it is whoever is present, so that one who leaves
-or dies is not waited for, and one who comes later counts from its arrival. A worker that never
-comes is waited for no longer than `startup` after the first one came.
+A job starts with workers that join one after another. "All" means the announced number until that
+many are present at once; from then on it means the present workers, so that a worker that left or
+died is not waited for, and a late one counts from its join. A worker that never joins is waited
+for until `startup` seconds after the first join.
 
-Source: none of the papers says it. SDPipe's and Prague's workers are there from the beginning to
-the end.
+Source: none; the workers of SDPipe and Prague are present from start to end.
 """
 
 import math
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from polyrhythm.errors import PolicyError
 from polyrhythm.types import Seconds, Worker
 
-MAX_NAMED = 4  # how many of the workers that are missing a reason names
+MAX_NAMED = 4  # a reason names at most this many missing workers
 
 
 def format_workers(workers: Sequence[Worker]) -> str:
@@ -24,7 +23,7 @@ def format_workers(workers: Sequence[Worker]) -> str:
 
 
 def format_items(texts: Sequence[str]) -> str:
-    """The first few, and how many more."""
+    """List the first `MAX_NAMED` texts and the number of the others."""
     named = " ".join(texts[:MAX_NAMED])
     return named + (f" and {len(texts) - MAX_NAMED} more" if len(texts) > MAX_NAMED else "")
 
@@ -32,9 +31,9 @@ def format_items(texts: Sequence[str]) -> str:
 @dataclass(slots=True)
 class Roster:
     num_workers: int  # announced
-    startup: Seconds = 60.0  # how long the first one waits for the last
+    startup: Seconds = 60.0  # longest wait of the first worker for the last
     present: dict[Worker, None] = field(default_factory=dict, init=False)
-    ready: dict[Worker, Seconds] = field(default_factory=dict, init=False)  # since when; in order
+    ready: dict[Worker, Seconds] = field(default_factory=dict, init=False)  # times, ascending
     assembly_deadline: Seconds = field(default=math.inf, init=False)  # -inf once assembled
 
     def __post_init__(self) -> None:
@@ -42,13 +41,13 @@ class Roster:
             raise PolicyError(
                 f"num_workers={self.num_workers}",
                 expected="at least one worker per stage",
-                fix="give the number of pipelines",
+                fix="pass the number of pipelines",
             )
         if not self.startup >= 0:
             raise PolicyError(
                 f"startup={self.startup:g}",
                 expected="0 seconds or more",
-                fix="use 0 to begin with whoever is there",
+                fix="use 0 to start with the workers that are present",
             )
 
     def join(self, worker: Worker, now: Seconds) -> None:
@@ -87,35 +86,35 @@ class Roster:
         return self.assembly_deadline > -math.inf
 
     def all_ready(self, now: Seconds) -> bool:
-        """Whether everybody is ready, and somebody is."""
+        """Whether all workers are ready, and at least one is."""
         num_ready = len(self.ready)
         if not num_ready or num_ready < len(self.present):
             return False
         return num_ready >= self.num_workers or not self.is_assembling(now)
 
     def next_timer(self) -> Seconds:
-        """When those who are ready can become everybody by waiting; inf for never."""
+        """Time at which the ready workers become all workers if nothing happens; inf for never."""
         waits = self.assembly_deadline > -math.inf and 0 < len(self.ready) == len(self.present)
         return self.assembly_deadline if waits else math.inf
 
     def next_assembly_deadline(self) -> Seconds:
-        """When those who are ready need not wait any more for who is yet to come; inf for never."""
+        """Time from which ready workers no longer wait for missing ones; inf for never."""
         waits = self.ready and self.assembly_deadline > -math.inf
         return self.assembly_deadline if waits else math.inf
 
     def pop_ready(self) -> tuple[Worker, ...]:
-        """All that are ready, sorted, so that every member names the group alike."""
+        """Remove and return all ready workers, sorted: every member then has the same tuple."""
         members = tuple(sorted(self.ready))
         self.ready.clear()
         return members
 
     def waiting_since(self) -> Seconds:
-        """When the first one became ready; inf if nobody is."""
+        """Time at which the first ready worker became ready; inf if none is."""
         return next(iter(self.ready.values()), math.inf)
 
     def _not_joined_error(self, worker: Worker) -> PolicyError:
         return PolicyError(
-            f"worker {worker} is not here",
-            expected="that a worker joins before anything else",
-            fix="report that it joined first",
+            f"worker {worker} has not joined",
+            expected="on_join before any other call for a worker",
+            fix="call on_join for it first",
         )

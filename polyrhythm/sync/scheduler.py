@@ -1,19 +1,21 @@
-"""The scheduler: hears what workers say, asks the policy of each stage, answers with commands.
+"""The scheduler: takes events of workers, consults the policy of each stage, returns commands.
 
-`step` takes one event and returns commands; `next_timer` says when to send a Timer if nothing else
-happens. There is no clock, no thread and no randomness here: a log of events gives the same
-commands again. For any policy:
-- Group ids are one total order; a worker has its groups in that order, one at a time (`queue.py`).
-- A group commits for all of its members or for none, within a deadline (`lifecycle.py`).
-- A worker that is lost takes its pipeline with it, and one that joins late, without a model, copies
-  it from another one (`membership.py`), and counts from its first step on (`entering.py`).
-- Positions of samples are dealt to whoever asks, if it has a dispenser (`dispensing.py`).
-- What comes twice or late changes nothing: it is counted, and answered as before. What comes early
-  waits for its turn. What cannot be right is refused, with a reason.
+`step` takes one event and returns commands; `next_timer` is when to send a Timer if nothing else
+happens. There is no clock, thread or randomness here: replaying a log of events gives the same
+commands. For any policy:
+- Group ids are one total order; a worker runs its groups in that order, one at a time
+  (`group_queue.py`).
+- A group commits for all of its members or for none, within a timeout (`group_lifecycle.py`).
+- A lost worker deactivates its pipeline. A worker that joins late without a model copies one from
+  a peer (`membership.py`) and takes part from its first step on (`late_join.py`).
+- Positions of samples are dispatched on request, if the job has a dispatcher
+  (`dispatch_handler.py`).
+- Duplicate and late messages change nothing: they are counted, and answered as before. Early
+  messages are deferred. Invalid messages are refused with a reason.
 
 Source: Miao et al., "SDPipe", PVLDB 16(9), 2023, section 3.1 (ready signals in, groups out), and
 Luo et al., "Prague", ASPLOS 2020, section 4.1 (requests ahead, one order of groups). Departures:
-groups are acknowledged, workers come and go, and nothing waits for ever.
+groups are acknowledged, workers join and leave, and every wait is bounded.
 """
 
 import math
@@ -48,9 +50,8 @@ from polyrhythm.sync.protocol import (
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Seconds, Worker
 
-_AnsweredEvent = (
-    Request | Ready | AverageAll | Acquire | QueryProgress
-)  # which have an answer, and be it a refusal
+# These are always answered, if only by a refusal.
+_AnsweredEvent = Request | Ready | AverageAll | Acquire | QueryProgress
 _WorkerEvent = _AnsweredEvent | Done | Acknowledge | Dead | Leave
 
 
@@ -62,14 +63,14 @@ class Scheduler:
         *,
         limits: Limits | None = None,
         pipelines_die_whole: bool = True,
-        first_gid: int = 1,  # above all that an earlier scheduler of the job has used
+        first_gid: int = 1,  # above all group ids of an earlier scheduler of the job
         dispatcher: SampleDispatcher | None = None,
     ) -> None:
         if not policies or num_pipelines < 1:
             raise PolicyError(
                 f"{len(policies)} policies for {num_pipelines} pipelines",
                 expected="one policy per stage, and at least one pipeline",
-                fix="make them with make_policies",
+                fix="create the policies with make_policies",
             )
         self.policies = tuple(policies)
         self.membership = Membership(
@@ -81,8 +82,8 @@ class Scheduler:
         self._dispatch: DispatchHandler | None = None
         if dispatcher is not None:
             self._dispatch = DispatchHandler(dispatcher, self.membership, self.counters)
-        self._has_begun = False  # somebody has a model that was trained
-        self._copying: dict[Worker, CopyFrom] = {}  # what those were told who copy
+        self._has_begun = False  # at least one worker has a trained model
+        self._copying: dict[Worker, CopyFrom] = {}  # pending copies, by receiver
         self._now, self._timer = -math.inf, self._lifecycle.next_timer()
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             Join: self._join,
@@ -100,16 +101,16 @@ class Scheduler:
 
     @property
     def epoch(self) -> int:
-        """How often it has changed who takes part."""
+        """Number of changes of the active workers."""
         return self.membership.epoch
 
     @property
     def counters(self) -> Counter[str]:
-        """Groups by how they ended; messages that were refused, ignored or early, by kind."""
+        """Counts of groups by outcome, and of refused, ignored and early messages by kind."""
         return self._lifecycle.counters
 
     def step(self, event: Event) -> list[Command]:
-        """What to do now that `event` has happened; what is due by then comes before it."""
+        """Handle `event`, after all timers that are due by then, and return the commands."""
         lifecycle = self._lifecycle
         out: list[Command] = []
         lifecycle.out = out
@@ -128,7 +129,7 @@ class Scheduler:
         return out
 
     def next_timer(self) -> Seconds:
-        """When to send Timer if nothing happens before; inf for never."""
+        """Time at which to send Timer if nothing happens before; inf for never."""
         return self._timer
 
     def _join(self, event: Join) -> None:
@@ -140,15 +141,15 @@ class Scheduler:
             if event.incarnation == member.incarnation and event.worker in self._copying:
                 self._lifecycle.out.append(self._copying[event.worker])
         else:
-            if member.status is MemberStatus.ALIVE:  # it has died and nobody noticed
-                self._remove(member, MemberStatus.DEAD, f"{event.worker} has started anew")
-            self._reset_pipeline(event.worker, f"{event.worker} has started anew")
+            if member.status is MemberStatus.ALIVE:  # it died unnoticed
+                self._remove(member, MemberStatus.DEAD, f"{event.worker} has restarted")
+            self._reset_pipeline(event.worker, f"{event.worker} has restarted")
             member.node, member.incarnation = event.node, event.incarnation
             member.start_over(event.clock)
             joined = self.membership.change(member, MemberStatus.ALIVE)
             copying: list[MemberState] = []
             if self._has_begun and any(other.clock == 0 for other in joined):
-                copying = self._order_copies(joined, "its pipeline joins a job that has begun")
+                copying = self._order_copies(joined, "its pipeline joins a running job")
             for other in joined:
                 if other not in copying:
                     self._lifecycle.join_policy(other)
@@ -161,7 +162,7 @@ class Scheduler:
         if event.clock <= member.requested_clock or event.clock <= member.reported_clock:
             self.counters["duplicate" if event.clock == member.requested_clock else "late"] += 1
             return
-        member.requested_clock, member.began = event.clock, self._now
+        member.requested_clock, member.step_start = event.clock, self._now
         if member.is_ready or member.has_requested:
             member.has_early_request = True
         elif member.is_active:
@@ -180,15 +181,15 @@ class Scheduler:
             member.has_early_ready = True
             self.counters["early"] += 1
         else:
-            if member.began < math.inf:
-                member.stage_policy.record_step(self._now - member.began)
+            if member.step_start < math.inf:
+                member.stage_policy.record_step(self._now - member.step_start)
             self._lifecycle.mark_ready(member)
 
     def _average_all(self, event: AverageAll) -> None:
-        """Clocks go as with Ready, but a gather may be at the clock of the last Ready, or Join.
+        """Check the clock as for Ready, except that it may equal that of the last Ready or Join.
 
-        No step is made for it. So there is one step and after it one gather at each clock: a Ready
-        or Gather that repeats the clock of a Gather has come twice, and is answered as before.
+        A global average takes no step. So each clock has one step and then one AverageAll: a Ready
+        or AverageAll that repeats the clock of an AverageAll is a duplicate.
         """
         member = self._sender(event, event.clock)
         if member is None:
@@ -223,7 +224,7 @@ class Scheduler:
         if self._dispatch is not None:
             self._lifecycle.out.extend(self._dispatch.handle(event))
         else:
-            why = "asks for positions, and this job deals none"
+            why = "asks for positions, but this job has no sample dispatcher"
             self._refuse(event.worker, -1, "no_dispatcher", why)
 
     def _dead(self, event: Dead) -> None:
@@ -237,7 +238,7 @@ class Scheduler:
             self._remove(member, MemberStatus.LEFT, f"{event.worker} left")
 
     def _sender(self, event: _WorkerEvent, clock: int) -> MemberState | None:
-        """Who says so, if it takes part in the life it speaks of."""
+        """Return the sender if it is alive in the incarnation that the event names."""
         member = self.membership.members.get(event.worker)
         if member is None:
             self._refuse(event.worker, clock, "unknown_worker", "is not in the plan")
@@ -247,13 +248,13 @@ class Scheduler:
             self.counters["late"] += 1
         else:
             is_known = event.incarnation == member.incarnation
-            why = f"{member.status.value}, and has to join anew" if is_known else "has not joined"
+            why = f"{member.status.value}, and must join again" if is_known else "has not joined"
             self._refuse(event.worker, clock, "unknown_worker", why)
         return None
 
     def _answer_duplicate(self, member: MemberState, clock: int) -> None:
         if clock < member.reported_clock:
-            why = f"goes back from clock {member.reported_clock} to {clock}: it has to join anew"
+            why = f"goes back from clock {member.reported_clock} to {clock}: it must join again"
             self._refuse(member.worker, clock, "clock_backwards", why)
             return
         self.counters["duplicate"] += 1
@@ -265,7 +266,7 @@ class Scheduler:
 
     def _resend_end(self, member: MemberState, gid: int) -> None:
         end = member.group_end
-        if member.aborted_gid == gid:  # it had not heard of the end when it said so
+        if member.aborted_gid == gid:  # it sent Done before it received the Abort
             member.aborted_gid = -1
         elif end is not None and end.gid == gid:
             self._lifecycle.out.append(end)
@@ -275,7 +276,7 @@ class Scheduler:
         self._lifecycle.out.append(Refuse(worker, clock, f"{worker} {why}"))
 
     def _remove(self, member: MemberState, status: MemberStatus, reason: str) -> None:
-        """A worker dies or leaves, perhaps with its whole pipeline."""
+        """Remove a worker that died or left, and its pipeline if that becomes inactive."""
         for lost in self.membership.change(member, status):
             self._lifecycle.drop(lost, reason)
         if status is MemberStatus.DEAD:
@@ -289,21 +290,21 @@ class Scheduler:
                 del self._copying[worker]
                 stranded.setdefault(worker.pipeline, []).append(members[worker])
         for behind in stranded.values():
-            self._order_copies(behind, "the one it copied from is gone")
+            self._order_copies(behind, "the worker it copied from is gone")
 
     def _reset_pipeline(self, worker: Worker, reason: str) -> None:
-        """The life of a pipeline is over, as far as positions are concerned."""
+        """End the incarnation of a pipeline in the sample dispatcher."""
         if self._dispatch is not None:
             self._lifecycle.out.extend(self._dispatch.reset_pipeline(worker.pipeline, reason))
 
     def _end_copying(self, member: MemberState) -> None:
-        """A step of a pipeline needs all its stages: none of them copies any more."""
+        """Forget copies of the member's pipeline: its step shows that all stages have finished."""
         if self._copying:
             for fellow in self.membership.pipeline(member):
                 self._copying.pop(fellow.worker, None)
 
     def _order_copies(self, behind: list[MemberState], why: str) -> list[MemberState]:
-        """Tell workers of a pipeline whom to copy from, and when; those who have somebody."""
+        """Send CopyFrom to workers of one pipeline; return those for which a source exists."""
         pairs = self.membership.sources(behind)
         for member, source in pairs:
             clock = -1

@@ -1,6 +1,7 @@
-"""The setup of a scheduler as plain data: the same setup makes one that decides alike.
+"""The setup of a scheduler as plain data: equal setups make schedulers that decide equally.
 
-It is what `polyrhythm coordinator` reads from its command line, and the first line of a decision log.
+It is what `polyrhythm coordinator` reads from its command line and the first line of a decision
+log.
 """
 
 import math
@@ -17,8 +18,8 @@ from polyrhythm.sync.token import LEASE
 from polyrhythm.types import Seconds, Worker
 
 _NOT_DECOUPLED = {
-    "static": "without a scheduler nobody says when an average counts",
-    "ssp": "a parameter server has the weights",
+    "static": "without a scheduler no average is committed",
+    "ssp": "a parameter server holds the weights",
     "pairwise": "a passive worker is averaged while it computes",
     "local": "the outer optimizer needs the whole mean at once",
 }
@@ -30,15 +31,13 @@ class Setup:
     num_stages: int
     num_pipelines: int
     options: Mapping[str, object] = field(default_factory=dict)
-    every: int | None = None  # steps from one average to the next; None for what the policy says
+    every: int | None = None  # steps from one average to the next; None for the policy's default
     seed: int = 0
     lease: Seconds = LEASE  # of the enforcement token
     limits: Limits = field(default_factory=Limits)
     pipelines_die_whole: bool = True
     first_gid: int = 1
-    sampler_state: SamplerState | None = (
-        None  # of positions that are dealt to pipelines; None if none are
-    )
+    sampler_state: SamplerState | None = None  # None for a job without sample dispatcher
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_pipelines"):
@@ -50,62 +49,62 @@ class Setup:
             raise PolicyError(f"every={self.every}", expected="1 step or more", fix="use 1")
         if not self.limits.ceiling < self.lease < math.inf:
             raise PolicyError(
-                f"deadlines of groups up to {self.limits.ceiling:g} s, and a lease of the "
+                f"group timeouts up to {self.limits.ceiling:g} s, and a lease of the "
                 f"enforcement token of {self.lease:g} s",
-                expected="ceiling < lease: a stage that waits for a worker may not give up while "
-                "that worker's group can still be on its way",
+                expected="ceiling < lease: a stage that waits for a worker must not stop waiting "
+                "before that worker's group can time out",
                 fix="lower the ceiling, or make the lease longer",
             )
         if self.sampler_state is not None and self.policy == "static":
             raise PolicyError(
-                "positions to be dealt under static",
-                expected="another policy: static has no scheduler that would deal them",
-                fix="let each worker find its share by its rank and its step",
+                "a sampler_state under static",
+                expected="another policy: static has no scheduler that could dispatch samples",
+                fix="let each worker compute its share from its rank and its step",
             )
-        self.scheduler()  # refuses what is unknown now, not when workers wait
+        self.scheduler()  # raises for unknown names now, not when workers wait
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """Of all stages and pipelines."""
+        """The workers of all stages and pipelines."""
         stages, pipelines = range(self.num_stages), range(self.num_pipelines)
         return tuple(Worker(stage, pipeline) for stage in stages for pipeline in pipelines)
 
     @property
     def steps_between(self) -> int:
-        """From one average to the next."""
+        """Steps from one average to the next."""
         return default_every(self.policy) if self.every is None else self.every
 
     @property
     def averages_gradients(self) -> bool:
-        """Not with local steps in between, after which only models can be averaged."""
-        is_alone = self.policy == "all_reduce" and self.steps_between == 1
-        return is_alone or self.policy == "balanced"
+        """Whether gradients are averaged; after local steps only models can be."""
+        is_plain = self.policy == "all_reduce" and self.steps_between == 1
+        return is_plain or self.policy == "balanced"
 
     @property
     def why_not_decoupled(self) -> str | None:
-        """Why averages of models cannot come in parts."""
+        """Why model averages cannot be decoupled under this policy; None if they can."""
         return _NOT_DECOUPLED.get(self.policy)
 
     @property
     def can_overlap(self) -> bool:
-        """Whether one may go on, and take in an average one step later."""
+        """Whether a worker may continue and apply an average one step later."""
         return not (self.averages_gradients or self.policy in ("static", "ssp"))
 
     @property
     def asks_ahead(self) -> bool:
-        """Whether the policy is asked at the start of a step."""
+        """Whether the policy takes requests at the start of a step."""
         return type(self.scheduler().policies[0]).on_request is not Policy.on_request
 
     @property
     def text(self) -> str:
-        """The same for two processes if they mean the same policy."""
+        """Text that is equal for two processes if they use the same policy and options."""
         options = [f"{name}={self.options[name]}" for name in sorted(self.options)]
         if self.sampler_state is not None:
-            options.append(f"deals={self.sampler_state.num_used}:{self.sampler_state.limit}")
+            options.append(f"samples={self.sampler_state.num_used}:{self.sampler_state.limit}")
         return " ".join([self.policy, f"every={self.steps_between}", f"seed={self.seed}", *options])
 
     def scheduler(self) -> Scheduler:
-        """A new one."""
+        """Create a new scheduler."""
         policies = make_policies(
             self.policy,
             num_stages=self.num_stages,

@@ -1,19 +1,19 @@
-"""How well groups mix: whether the last ones connect all workers, and how old a group's news is.
+"""Validators of groups: whether the last groups connect all workers, and how old their data is.
 
-Two validators judge the candidate for the next group of one stage. `UnionConnectivity` asks that
-the last P-1 groups and the candidate, each a clique, join all workers into one component.
-`CausalAge` asks for what matters in the end: that no update of anybody, up to the last `max_age`,
-is missing in the candidate's average. `contraction` and `spectral_gap` measure groups afterwards.
+Two validators check the candidate for the next group of one stage. `UnionConnectivity` requires
+that the last P-1 groups and the candidate, each a clique, connect all workers. `CausalAge` bounds
+the staleness itself: of every worker, all updates but the last `max_age` must be in the candidate's
+average. `contraction` and `spectral_gap` measure groups afterwards.
 
 Source: Miao et al., "SDPipe: A Semi-Decentralized Framework for Heterogeneity-aware
 Pipeline-parallel Training", PVLDB 16(9), 2023: equation 2 in section 3.2 (the mixing matrix),
-section 3.3 (sync-graph, Assumption 1), section 3.4 (group validation). Departures: a window asks
-for the workers that were there all through it, and knows no path through one that has left; a
-group that failed connects nobody. Causal age is new: the union of a window ignores the order of its
-groups, so {3,4}, {2,3}, {1,2} over and over is connected though news from 1 needs seven groups to
-reach 4; and a worker that is always slow holds up every window, though nobody misses anything new.
-An average of all workers (`average_all_timeout.py`) begins both measures anew; so does one that has failed,
-since validators hear only that all have left and are back: for once, old news may go unnoticed.
+section 3.3 (sync-graph, Assumption 1), section 3.4 (group validation). Departures: a window
+requires only workers that were present throughout it, and has no path through a worker that left; a
+failed group connects no workers. Causal age is new: the union of a window ignores the order of its
+groups, so {3,4}, {2,3}, {1,2} repeated is connected though an update of 1 needs seven groups to
+reach 4; and a permanent straggler delays every window, though no group misses a recent update.
+A global average (`average_all.py`) resets both measures; so does a failed one, since validators
+only see that all workers left and returned: for once, a stale model may go unnoticed.
 """
 
 from collections import deque
@@ -26,50 +26,53 @@ from numpy.typing import NDArray
 from polyrhythm.errors import PolicyError
 from polyrhythm.types import Group, Worker
 
-_GONE = -(2**62)  # the clock of a worker that is not here: no news of it is ever too old
+_GONE = -(2**62)  # the clock of an absent worker: none of its updates is ever missing
 
 
 class Validator(Protocol):
-    """Judges the candidate: those offered since the last `form`. All are workers of one stage."""
+    """Checks the candidate: the workers of one stage offered since the last `form`."""
 
     def join(self, worker: Worker) -> None: ...
 
     def leave(self, worker: Worker) -> None:
-        """A worker is gone, out of the candidate too; its group is done."""
+        """Remove a worker, also from the candidate; its groups are done."""
 
     def offer(self, worker: Worker) -> None:
-        """A worker that has made one more update comes to the candidate."""
+        """Add a worker with one more update to the candidate."""
 
     def missing_workers(self) -> tuple[Worker, ...]:
-        """Whose updates the candidate does not reach; nobody's if it is valid. Sorted."""
+        """Workers whose updates the candidate lacks, sorted; empty if it is valid."""
 
     def is_valid(self) -> bool: ...
 
     def form(self, group: Group) -> None:
-        """The candidate becomes this group, valid or not."""
+        """Turn the candidate, valid or not, into this group."""
 
     def done(self, group: Group, ok: bool) -> None:
-        """A group has averaged; or it has given up, and its members will be offered again."""
+        """Record that a group averaged; or that it failed, and its members are offered again."""
 
 
 class UnionConnectivity:
-    """The candidate and the last P-1 groups connect the workers; sets of workers are bit masks."""
+    """Requires that the candidate and the last P-1 groups connect all workers.
+
+    Sets of workers are bit masks.
+    """
 
     def __init__(self, last_groups: int) -> None:
         if last_groups < 1:
             raise PolicyError(
                 f"last_groups={last_groups}",
-                expected="P >= 1: how many groups in a row have to connect all workers",
-                fix="use 10, as the paper does, or 1 to average with everybody each time",
+                expected="P >= 1: the number of consecutive groups that must connect all workers",
+                fix="use 10, as the paper does, or 1 to average with all workers each time",
             )
         self.last_groups = last_groups  # P
         self._stage = 0
         self._history: deque[int] = deque(maxlen=last_groups - 1)
         self._num_groups = 0
         self._candidate = 0
-        self._joined: dict[Worker, int] = {}  # how many groups there had been
-        self._required = 0  # those here since the first group of the window
-        self._young: deque[Worker] = deque()  # here, but not as long
+        self._joined: dict[Worker, int] = {}  # number of groups before the worker joined
+        self._required = 0  # workers present since the first group of the window
+        self._young: deque[Worker] = deque()  # workers that joined later
 
     def join(self, worker: Worker) -> None:
         self._stage = worker.stage
@@ -110,26 +113,26 @@ class UnionConnectivity:
         mask = 0
         for worker in group.members:
             mask |= 1 << worker.pipeline
-        for place in reversed(range(len(self._history))):
-            if self._history[place] == mask:
-                self._history[place] = 0
+        for index in reversed(range(len(self._history))):
+            if self._history[index] == mask:
+                self._history[index] = 0
                 return
 
     def _missing(self) -> int:
-        """Whom the candidate is not connected with: all that are not of its component."""
-        # Before P groups there is no whole window, and Assumption 1 speaks of whole ones only.
+        """Required workers outside the candidate's connected component."""
+        # Before P groups there is no complete window; Assumption 1 is about complete ones only.
         if len(self._history) < self.last_groups - 1:
             return 0
         missing, groups = self._required & ~self._candidate, list(self._history)
         reached, grows = self._candidate, True
         while missing and grows:
-            apart = []
+            unreached = []
             for group in groups:
                 if group & reached:
                     reached |= group
                 else:
-                    apart.append(group)
-            grows, groups = len(apart) < len(groups), apart
+                    unreached.append(group)
+            grows, groups = len(unreached) < len(groups), unreached
             missing = self._required & ~reached
         return missing
 
@@ -140,21 +143,21 @@ class UnionConnectivity:
 
 
 class CausalAge:
-    """No update of any worker, up to the last `max_age`, is missing in all of the candidate.
+    """Requires that of every worker, all updates but the last `max_age` are in the candidate.
 
-    `seen[v][u]` is how many updates of u the model of v contains; averaging makes that the largest
-    of the members' for all of them, so the members of a group share one row from then on. Nothing
-    is known of the model of a worker that joins: it counts as having seen nothing of the others.
-    When the last one has left, all counts begin again: those who come then are taken to have a
-    common past, as after an average of all workers, or none.
+    `seen[v][u]` is the number of updates of u that the model of v contains; averaging makes it the
+    maximum over the members, so the members of a group share one row from then on. The model of a
+    worker that joins is unknown: it counts as having seen no update of the others. When the last
+    worker has left, all counts are reset: workers that join then are assumed to have equal models,
+    as after a global average, or no trained ones.
     """
 
     def __init__(self, max_age: int) -> None:
         if max_age < 0:
             raise PolicyError(
                 f"max_age={max_age}",
-                expected="A >= 0: how many updates of a worker a group may miss",
-                fix="use 10, or 0 for groups that miss nothing",
+                expected="A >= 0: the number of updates of a worker that a group may miss",
+                fix="use 10, or 0 for groups that miss no update",
             )
         self.max_age = max_age  # A
         self._stage = 0
@@ -166,13 +169,13 @@ class CausalAge:
         self._seen: list[NDArray[np.int64]] = []  # rows; never changed in place once shared
         self._candidate: dict[int, None] = {}
         self._merged = np.zeros(0, np.int64)  # the row of the candidate
-        self._open: dict[int, NDArray[np.int64]] = {}  # rows of groups under way, by first member
+        self._open: dict[int, NDArray[np.int64]] = {}  # rows of open groups, by first member
 
     def join(self, worker: Worker) -> None:
         self._num_present += 1
         self._stage, pipeline = worker
         self._grow(pipeline + 1)
-        # If it was here before, what it has averaged counts on; what it had not is lost.
+        # If it was present before, its averaged updates still count; the others are lost.
         num_updates = self._seen[pipeline][pipeline]
         self._seen[pipeline] = self._empty_row()
         self._seen[pipeline][pipeline] = self._clock[pipeline] = num_updates
@@ -212,7 +215,7 @@ class CausalAge:
             if ok:
                 self._seen[worker.pipeline] = row
             else:
-                self._clock[worker.pipeline] -= 1  # it comes again with the same update
+                self._clock[worker.pipeline] -= 1  # it is offered again with the same update
 
     def _empty_row(self) -> NDArray[np.int64]:
         return np.zeros(len(self._clock), np.int64)  # several times faster than zeros_like
@@ -222,7 +225,7 @@ class CausalAge:
         self._merged[pipeline] = self._clock[pipeline]
 
     def _grow(self, size: int) -> None:
-        """Make room for pipelines below `size`, and twice as much, so that it is seldom needed."""
+        """Grow the arrays for pipelines below `size` to twice that, so that it is rarely needed."""
         if size <= len(self._clock):
             return
         none = np.zeros(2 * size - len(self._clock), np.int64)
@@ -234,14 +237,14 @@ class CausalAge:
 
 
 def mixing_matrix(members: Sequence[int], num_workers: int) -> NDArray[np.float64]:
-    """W of one group (equation 2): its members average, the others keep what they have."""
+    """W of one group (equation 2): its members average, the others keep their values."""
     mixing = np.eye(num_workers)
     mixing[np.ix_(members, members)] = 1 / len(members)
     return mixing
 
 
 def contraction(groups: Iterable[Sequence[int]], num_workers: int) -> float:
-    """How much of a disagreement is left after the groups, at worst: ||product of W - J||_2."""
+    """Largest fraction of a disagreement that is left after the groups: ||product of W - J||_2."""
     product = np.eye(num_workers)
     for members in groups:
         product[list(members)] = product[list(members)].mean(axis=0)
@@ -249,6 +252,6 @@ def contraction(groups: Iterable[Sequence[int]], num_workers: int) -> float:
 
 
 def spectral_gap(groups: Sequence[Sequence[int]], num_workers: int) -> float:
-    """1 - lambda_2 of the mean of W: the rate of agreement if such groups come in random order."""
+    """1 - lambda_2 of the mean of W: the rate of agreement for such groups in random order."""
     mean = np.mean([mixing_matrix(members, num_workers) for members in groups], axis=0)
     return float(1 - np.linalg.norm(mean - 1 / num_workers, ord=2))

@@ -1,19 +1,19 @@
-"""Windows: how long a stage collects ready workers before it makes them a group.
+"""Windows: how long a stage collects ready workers before they become a group.
 
-A window opens with the first ready worker. Everyone who comes before it closes is in the group, so
-its length decides the size of groups. Three rules:
+A window opens with the first ready worker. All workers that arrive before it closes are in the
+group, so its length determines the size of groups. Three rules:
 - `RateWindow`: (g - 1) / rate, where rate is the measured number of arrivals per second: groups of
-  about g, however many workers there are and however fast they are. Workers that come in a burst,
-  as equal ones do, are not cut apart: it stays open while they come faster than twice the rate.
-- `PaperWindow`: the measured iteration time / N, longer while groups come out too small.
-- `FixedWindow`: so many seconds. 0 is local SGD, infinity is all-reduce.
+  about g, for any number and speed of workers. Workers that arrive in a burst, as equal ones do,
+  stay in one group: the window is open while they arrive faster than twice the rate.
+- `PaperWindow`: the measured iteration time / N, longer while groups are too small.
+- `FixedWindow`: a fixed number of seconds. 0 is local SGD, infinity is all-reduce.
 
 Source: Miao et al., "SDPipe: A Semi-Decentralized Framework for Heterogeneity-aware
 Pipeline-parallel Training", PVLDB 16(9), 2023: section 3.2 (T, and its extremes), section 5.1
 (T is 1/N of the iteration time), section 4 (enlarged when too few are ready). Departures:
-`RateWindow` is new, since iteration time / N yields groups of about two for any N. How much section
-4 enlarges is not said: here a window that caught one worker alone doubles the next one, up to one
-iteration, and any other shortens it by a tenth, down to 1/N. Until something is measured, a window
+`RateWindow` is new, since iteration time / N yields groups of about two for any N. Section 4 does
+not say by how much it enlarges: here a window with a single worker doubles the next one, up to one
+iteration, and any other shortens it by a tenth, down to 1/N. Before the first measurement, a window
 closes with the g-th arrival (the second, for the paper's).
 """
 
@@ -24,34 +24,34 @@ from typing import Protocol
 from polyrhythm.errors import PolicyError
 from polyrhythm.types import Seconds, Worker
 
-TOO_FEW = 2  # a group of fewer is one worker alone
+TOO_FEW = 2  # a group of fewer is a single worker
 LONGER, SHORTER = 2.0, 0.9  # the factors of the authors' published code
-BURST = 0.5  # of the mean gap: who comes sooner after another comes with it
-MEMORY = 2  # means go back about so many arrivals per worker
+BURST = 0.5  # of the mean gap: arrivals closer than this are one burst
+MEMORY = 2  # means cover about this many arrivals per worker
 
 
 class CollectionWindow(Protocol):
     def record_arrival(self, worker: Worker, now: Seconds, num_workers: int) -> None:
-        """A worker of the `num_workers` present is ready."""
+        """Record that one of the `num_workers` present workers is ready."""
 
     def open(self, num_workers: int) -> Seconds:
-        """How long the window that opens now is to be."""
+        """Open a window and return its length."""
 
     def hold_open(self) -> Seconds:
-        """How long it stays open after an arrival, at least."""
+        """Shortest time that the window stays open after an arrival."""
 
     def is_full(self, size: int) -> bool:
-        """Whether to close it with `size` ready workers, whatever the time."""
+        """Whether to close the window at once, with `size` ready workers."""
 
     def record_group(self, size: int, num_workers: int) -> None:
-        """A window has closed with `size` ready workers."""
+        """Record that a window closed with `size` ready workers."""
 
     def record_leave(self, worker: Worker) -> None: ...
 
 
 @dataclass(slots=True)
 class RunningMean:
-    """Exponentially weighted, and the plain mean until it has seen enough for that."""
+    """Exponentially weighted mean; the plain mean of the first `horizon` samples."""
 
     value: float = math.nan
     _count: int = 0
@@ -76,7 +76,7 @@ class FixedWindow:
         if not self.seconds >= 0:
             raise PolicyError(
                 f"window={self.seconds:g}",
-                expected="0 seconds or more, or a rule",
+                expected="0 seconds or more, 'rate' or 'paper'",
                 fix="use 'rate' to have it measured",
             )
 
@@ -128,7 +128,7 @@ class RateWindow:
         pass
 
     def record_leave(self, worker: Worker) -> None:
-        self._last = math.nan  # if all leave for a while, that is a pause, and no gap
+        self._last = math.nan  # if all workers leave for a while, the pause is no gap
 
 
 @dataclass(slots=True)

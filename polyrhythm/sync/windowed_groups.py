@@ -1,19 +1,19 @@
-"""Groups of whoever is ready within a window, made valid by waiting for those it still needs.
+"""Groups of the workers that are ready within a window, enforced to be valid by waiting.
 
-The one state machine behind `adaptive` and `age`. The first ready worker opens a window. When it
-closes, all that are ready are the candidate for a group. A valid candidate becomes the group. One
-that is not valid waits for the workers it lacks, if its stage gets the enforcement token, until it
-is valid or the lease of the token ends. While the stage may not enforce, it becomes a group as it
-is, and that waiver is counted: the token is elsewhere, the lease has ended, or the stage is still
-assembling. Nobody waits for more than the longest window and a lease; a candidate of everybody is
-valid and waits for nobody. A worker that leaves is not waited for any more, whether it was ready,
-needed or neither; one that joins late is in the next group it is ready for.
+The state machine behind `adaptive` and `age`. The first ready worker opens a window. When it
+closes, all ready workers are the candidate for a group. A valid candidate becomes the group. An
+invalid one waits for the workers it lacks, if its stage gets the enforcement token, until it is
+valid or the lease of the token ends. If the stage may not enforce, the candidate becomes a group as
+it is, and that waiver is counted: another stage has the token, the lease has ended, or workers have
+yet to join. No worker waits longer than the longest window and a lease; a candidate of all workers
+is valid and does not wait. A worker that leaves is no longer waited for, whether it was ready,
+required or neither; one that joins late is in the next group it is ready for.
 
 Source: Miao et al., "SDPipe: A Semi-Decentralized Framework for Heterogeneity-aware
 Pipeline-parallel Training", PVLDB 16(9), 2023: Algorithm 2, section 3.2 (groups by window) and
 section 3.4 (validation, waiting, ignoring it while another stage enforces). Departures: the window
-closes early when everybody is ready; after an invalid candidate the paper opens another window
-(line 3 of Algorithm 2), here the group is formed at the very arrival that makes it valid.
+closes early when all workers are ready; after an invalid candidate the paper opens another window
+(line 3 of Algorithm 2), here the group is formed with the arrival that makes it valid.
 """
 
 import math
@@ -28,7 +28,7 @@ from polyrhythm.sync.window import CollectionWindow, FixedWindow, PaperWindow, R
 from polyrhythm.types import Group, Seconds, Worker
 
 WindowRule = str | Seconds  # "rate", "paper" or a fixed length
-TARGET = 3  # members; longer windows make fast workers wait for one another
+TARGET = 3  # members; larger groups make fast workers wait for each other
 
 
 class WindowedGroups(Policy):
@@ -48,13 +48,13 @@ class WindowedGroups(Policy):
         self.window = _make_window(window, target_size(group_size, num_workers), max_window)
         self.validator = validator
         self.stage, self.token = stage, token or EnforcementToken()
-        self.counters: Counter[str] = Counter()  # groups by how they came about
+        self.counters: Counter[str] = Counter()  # groups by why they were formed
         self._max_window = max_window
         self._opened = self._closes = math.inf
-        self._enforces_since = math.inf  # inf if it does not wait for anybody in particular
-        self._enforces_until = math.inf  # the end of its own lease: another stage may have the next
+        self._enforces_since = math.inf  # inf while it does not enforce
+        self._enforces_until = math.inf  # end of its own lease: the token's may be another stage's
         self._awaited = ""
-        self._failed: dict[Worker, Seconds] = {}  # when their groups did
+        self._failed: dict[Worker, Seconds] = {}  # when their groups failed
 
     def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
         self.roster.join(worker, now)
@@ -64,7 +64,7 @@ class WindowedGroups(Policy):
     def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
         roster = self.roster
         roster.add_ready(worker, now)
-        if self._failed.pop(worker, None) != now:  # else it arrived before, and tries again
+        if self._failed.pop(worker, None) != now:  # else it retries, and has arrived before
             self.window.record_arrival(worker, now, len(roster.present))
         self.validator.offer(worker)
         if self._closes == math.inf and len(roster.ready) == 1:
@@ -106,7 +106,7 @@ class WindowedGroups(Policy):
         if roster.all_ready(now):
             return self._form("everybody", "all are ready", now)
         if self._enforces_since < math.inf:
-            return self._go_on_waiting(now)
+            return self._enforce(now)
         if now < self._closes and not self.window.is_full(len(roster.ready)):
             return []
         if self.validator.is_valid():
@@ -114,21 +114,21 @@ class WindowedGroups(Policy):
         if roster.is_assembling(now):
             missing = roster.num_workers - len(roster.present)
             return self._form("waived_start", f"waived: {missing} have yet to join", now)
-        lacking = format_workers(self.validator.missing_workers())
+        missing_workers = format_workers(self.validator.missing_workers())
         if self.token.acquire(self.stage, now):
-            self._enforces_since, self._awaited = now, lacking
+            self._enforces_since, self._awaited = now, missing_workers
             self._enforces_until = self.token.expires
             return []
         why_not = self.token.why_not(self.stage, now)
-        return self._form("waived_token", f"waived: lacks {lacking}, but {why_not}", now)
+        return self._form("waived_token", f"waived: lacks {missing_workers}, but {why_not}", now)
 
-    def _go_on_waiting(self, now: Seconds) -> list[Group]:
+    def _enforce(self, now: Seconds) -> list[Group]:
         waited = now - self._enforces_since
         if self.validator.is_valid():
             return self._form("enforced", f"waited {waited:.3g} s for {self._awaited}", now)
         if now >= self._enforces_until:
-            lacking = format_workers(self.validator.missing_workers())
-            return self._form("waived_lease", f"waived: lacks {lacking} after {waited:.3g} s", now)
+            missing = format_workers(self.validator.missing_workers())
+            return self._form("waived_lease", f"waived: lacks {missing} after {waited:.3g} s", now)
         return []
 
     def _form(self, how: str, why: str, now: Seconds) -> list[Group]:
@@ -148,15 +148,15 @@ class WindowedGroups(Policy):
 
 
 def target_size(group_size: int | None, num_workers: int) -> int:
-    """How many members groups are to have; None for a few, or all of fewer."""
+    """Target number of members per group; None means 3, or all workers if there are fewer."""
     if group_size is None:
         return min(TARGET, num_workers)
     fewest = min(2, num_workers)
     if not fewest <= group_size <= num_workers:
         raise PolicyError(
             f"group_size={group_size} in a job with {num_workers} workers per stage",
-            expected=f"{fewest} to {num_workers}: one alone averages with nobody",
-            fix="leave it out for 3; all_reduce is the policy for groups of everybody",
+            expected=f"{fewest} to {num_workers}: a group of one does not average",
+            fix="omit it for 3; use policy all_reduce for groups of all workers",
         )
     return group_size
 
@@ -166,7 +166,7 @@ def _make_window(rule: WindowRule, target: int, longest: Seconds) -> CollectionW
         raise PolicyError(
             f"max_window={longest:g}",
             expected="more than 0 seconds",
-            fix="make it at least one step; window=0 is the way to wait for nobody",
+            fix="use at least the time of one step; window=0 never waits",
         )
     if rule == "rate":
         return RateWindow(target, longest)

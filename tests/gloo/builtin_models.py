@@ -1,7 +1,7 @@
-"""Small models of the shapes that come along, in torch, layer by layer as the formulas count them.
+"""Small torch models of the built-in shapes, with the layers that the formulas count.
 
-BERT is Hugging Face's own. GPT and ResNet are written out: their parameters are those of GPT-2 and
-of torchvision's ResNet-50.
+BERT is Hugging Face's own. GPT and ResNet are written here: their parameters are those of GPT-2
+and of torchvision's ResNet-50.
 """
 
 from typing import Any
@@ -50,7 +50,7 @@ def gpt(blocks: int, hidden: int, sequence: int, heads: int, vocabulary: int) ->
 
 
 class FirstOutput(nn.Module):
-    """Only the first of what a layer returns."""
+    """Returns only the first output of a layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

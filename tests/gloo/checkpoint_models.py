@@ -1,6 +1,6 @@
-"""Models in parts that are trained without messages, so that any cut must do the same to the bit.
+"""Models in stages that train without communication: any split gives bit-identical results.
 
-A gradient follows from the value of its parameter and the number of the step alone.
+A gradient depends on the value of its parameter and the number of the step only.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 def sequential_model() -> nn.Sequential:
-    """Six layers, some with buffers, one with nothing."""
+    """Build six layers, some with buffers, one without parameters."""
     torch.manual_seed(5)
     return nn.Sequential(
         nn.Linear(6, 5),
@@ -32,7 +32,7 @@ def sequential_model() -> nn.Sequential:
 
 
 class TiedLanguageModel(nn.Module):
-    """A language model whose head is its embedding, as many are."""
+    """A language model whose head shares the weights of its embedding."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -66,18 +66,18 @@ def tied_model_stage(stage: int, num_stages: int) -> ModelPartition:
 
 
 def param_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """As usual: no decay for what has one dimension; a stage may have nothing of a kind."""
+    """Make groups with and without decay (for one dimension); a stage may have only one."""
     wide = [p for p in module.parameters() if p.dim() > 1]
     flat = [p for p in module.parameters() if p.dim() <= 1]
     return [
-        {"params": kept, **more}
-        for kept, more in ((wide, {"weight_decay": 0.3}), (flat, {"weight_decay": 0.0}))
-        if kept
+        {"params": parameters, **more}
+        for parameters, more in ((wide, {"weight_decay": 0.3}), (flat, {"weight_decay": 0.0}))
+        if parameters
     ]
 
 
 def train(module: nn.Module, optimizer: Optimizer, first: int, last: int) -> None:
-    """Steps from `first` up to `last`, with a learning rate that changes."""
+    """Run steps `first` to `last - 1`, with a changing learning rate."""
     for step in range(first, last):
         for parameter in module.parameters():
             parameter.grad = torch.sin(3 * parameter.detach() + step)
@@ -90,7 +90,7 @@ def train(module: nn.Module, optimizer: Optimizer, first: int, last: int) -> Non
 
 
 def state(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Everything, by names of the whole model."""
+    """Return model and optimizer state, by names of the whole model."""
     found = {name: value.clone() for name, value in module.state_dict().items()}
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state[parameter].items():

@@ -1,7 +1,7 @@
-"""Tests that fork workers from the process that runs the tests."""
+"""Settings for tests that fork workers from the test process."""
 
 import torch
 
-# Threads of OpenMP do not survive a fork: once this process had started them, a worker that wants
-# some would wait for ever. With one thread none is started, whatever a test computes here.
+# OpenMP threads do not survive a fork: if this process had started some, a forked worker that needs
+# them would wait forever. With one thread none is started, whatever a test computes here.
 torch.set_num_threads(1)

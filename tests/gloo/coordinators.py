@@ -1,4 +1,4 @@
-"""A coordinator on loopback, and workers that do nothing but speak with it."""
+"""A coordinator on loopback, and fake workers that only exchange messages with it."""
 
 import contextlib
 import queue
@@ -21,7 +21,7 @@ from polyrhythm.types import Seconds, Worker
 
 KEYS = JobKeys.new()
 SHAPE = (("layers.0.weight", (4, 8)), ("layers.0.bias", (4,)))
-TIMEOUT: Seconds = 20.0  # for what should take a moment, on a busy machine
+TIMEOUT: Seconds = 20.0  # for fast operations, on a busy machine
 
 
 def setup_of(policy: str = "all_reduce", stages: int = 1, pipelines: int = 2, **more) -> Setup:
@@ -42,15 +42,15 @@ def workers_of(setup: Setup) -> list[Worker]:
     return [Worker(stage, pipeline) for stage in stages for pipeline in pipelines]
 
 
-def eventually(holds: Callable[[], object], timeout: Seconds = TIMEOUT) -> None:
+def eventually(condition: Callable[[], object], timeout: Seconds = TIMEOUT) -> None:
     deadline = time.monotonic() + timeout
-    while not holds():
-        assert time.monotonic() < deadline, "it does not come true"
+    while not condition():
+        assert time.monotonic() < deadline, f"the condition is false after {timeout:g} s"
         time.sleep(0.005)
 
 
 class FakeWorker:
-    """A worker: says Ready, says Done when it is assigned, and goes on when it is told to."""
+    """A worker that sends Ready, sends Done on Assign, and ends its step on Commit or Skip."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class FakeWorker:
         self.worker, self.incarnation, self.clock = worker, incarnation, 0
         self.commands: list[ToWorker] = []
         self.failures: list[Exception] = []
-        self.averages = True  # says Done
+        self.averages = True  # sends Done
         self.pause = pause
         self._steps: queue.SimpleQueue[ToWorker | Exception] = queue.SimpleQueue()
         self.client = CoordinatorClient(
@@ -88,7 +88,7 @@ class FakeWorker:
         self.client.send(Ready(self.worker, self.clock, self.incarnation))
 
     def wait(self) -> ToWorker:
-        """What ends the step."""
+        """Wait for the command that ends the step."""
         end = self._steps.get(timeout=TIMEOUT)
         if isinstance(end, Exception):
             raise end
@@ -112,9 +112,9 @@ class FakeWorker:
         if isinstance(command, Assign) and self.averages:
             self.client.send(Done(self.worker, command.gid, True, self.incarnation))
         elif isinstance(command, Commit):
-            ends = command.end_clocks[command.members.index(self.worker)]
-            if ends >= 0:
-                assert ends == self.clock
+            end_clock = command.end_clocks[command.members.index(self.worker)]
+            if end_clock >= 0:
+                assert end_clock == self.clock
                 self._steps.put(command)
         elif isinstance(command, Skip):
             assert command.clock == self.clock
@@ -129,7 +129,7 @@ class FakeWorker:
 
 @contextlib.contextmanager
 def joined_workers(address: str, setup: Setup, **more: object) -> Iterator[list[FakeWorker]]:
-    """One for each worker of the plan, joined; they leave in the end."""
+    """Join a FakeWorker for each worker of the plan; they leave at the end."""
     fake_workers = [FakeWorker(address, setup, worker, **more) for worker in workers_of(setup)]
     try:
         yield [fake_worker.join() for fake_worker in fake_workers]
@@ -139,7 +139,7 @@ def joined_workers(address: str, setup: Setup, **more: object) -> Iterator[list[
 
 
 def train_all(fake_workers: list[FakeWorker], num_steps: int) -> None:
-    """All at once, and to the end; raises what one of them met."""
+    """Train all workers in threads to the end; raise the first error."""
     errors: list[Exception] = []
 
     def train(fake_worker: FakeWorker) -> None:
@@ -162,7 +162,7 @@ def train_all(fake_workers: list[FakeWorker], num_steps: int) -> None:
 
 
 class RawClient:
-    """A connection that can say anything."""
+    """A connection that can send any message."""
 
     def __init__(self, address: str, keys: JobKeys | None = KEYS) -> None:
         self._context = zmq.Context()
@@ -178,7 +178,7 @@ class RawClient:
         self.socket.send(message if is_bytes else msgspec.msgpack.encode(message))
 
     def receive(self, kind: type, timeout: Seconds = TIMEOUT) -> ToWorker:
-        """The next message of that kind."""
+        """Return the next message of type `kind`; skip others."""
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             if self.socket.poll(max(1, int(1e3 * left))):
@@ -196,7 +196,7 @@ class RawClient:
 
 
 class Proxy:
-    """Between workers and a coordinator; cuts their connections when it is told to."""
+    """A TCP proxy between workers and a coordinator that can break connections."""
 
     def __init__(self, address: str, at: str = "tcp://127.0.0.1:0") -> None:
         self._target = _host_port(address)
@@ -204,12 +204,12 @@ class Proxy:
         self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self.is_open = True
-        self.drops_messages = False  # what workers say
+        self.drops_messages = False  # of workers
         self.num_dropped = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
     def disconnect_all(self) -> int:
-        """All of them, at once; how many there were."""
+        """Break all connections at once; return how many there were."""
         pairs, self._pairs = self._pairs, []
         for pair in pairs:
             for each in pair:

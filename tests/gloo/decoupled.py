@@ -1,4 +1,4 @@
-"""Small models under a decoupled optimizer, and what all workers together do in one process."""
+"""Small models under a DistributedOptimizer, and their single-process references."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
 def reference_steps(
     model: nn.Module, optimizer: torch.optim.Optimizer, ranks: range, steps: range
 ) -> None:
-    """What all workers together do, in one process."""
+    """Run the steps of all workers in one process."""
     for step in steps:
         optimizer.zero_grad()
         for rank in ranks:
@@ -57,8 +57,8 @@ def train_steps(ctx: DistContext, model: nn.Module, optimizer: Any, steps: range
         optimizer.zero_grad()
 
 
-def close_to(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return all(torch.allclose(found[k], v, atol=1e-6, rtol=0) for k, v in expected.items())
+def close_to(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return all(torch.allclose(actual[k], v, atol=1e-6, rtol=0) for k, v in expected.items())
 
 
 def error_of(call: Callable[[], object], *, kind: type[Exception] = PolicyError) -> str:

@@ -1,4 +1,4 @@
-"""DenseNet-201 and Inception-v4 in torch, as chains, which counted profiles are held against."""
+"""DenseNet-201 and Inception-v4 in torch, as chains of layers, to compare with counted profiles."""
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,8 @@ def densenet201() -> nn.Sequential:
     )
     layers: list[nn.Module] = [stem]
     channels = 64
-    for place, num_layers in enumerate((6, 12, 48, 32)):
-        if place:
+    for index, num_layers in enumerate((6, 12, 48, 32)):
+        if index:
             half = nn.Conv2d(channels, channels // 2, 1, bias=False)
             norm = nn.BatchNorm2d(channels)
             layers.append(nn.Sequential(norm, nn.ReLU(inplace=True), half, nn.AvgPool2d(2)))
@@ -65,7 +65,7 @@ def _column(inputs: int, outputs: int, height: int = 7) -> nn.Module:
 
 
 class Branches(nn.Module):
-    """Branches of the same input, side by side."""
+    """Parallel branches of the same input, concatenated."""
 
     def __init__(self, *branches: nn.Module) -> None:
         super().__init__()
@@ -82,15 +82,15 @@ class Branches(nn.Module):
 
 
 class ForkedBranch(nn.Module):
-    """A branch that ends in two."""
+    """A branch that splits in two at its end."""
 
-    def __init__(self, stem: nn.Module, *ends: nn.Module) -> None:
+    def __init__(self, stem: nn.Module, *branches: nn.Module) -> None:
         super().__init__()
-        self.stem, self.ends = stem, nn.ModuleList(ends)
+        self.stem, self.branches = stem, nn.ModuleList(branches)
 
     def parts(self, x: Tensor) -> list[Tensor]:
-        given = self.stem(x)
-        return [end(given) for end in self.ends]
+        shared = self.stem(x)
+        return [end(shared) for end in self.branches]
 
 
 class Mean(nn.Module):

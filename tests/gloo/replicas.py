@@ -1,4 +1,4 @@
-"""Replicas in real processes, each with a target of its own, which only their mean agrees on."""
+"""Replicas in real processes, each with its own target; the optimum is the mean of targets."""
 
 import signal
 import socket
@@ -20,14 +20,14 @@ TIMEOUT = 30.0
 
 
 class Point(nn.Module):
-    """A model that is a vector; its loss is how far it is from where its worker wants it."""
+    """A model of one vector; its loss is the squared distance to the worker's target."""
 
     def __init__(self, size: int = 6, value: float = 0.0) -> None:
         super().__init__()
-        self.place = nn.Parameter(torch.full((size,), value))
+        self.weight = nn.Parameter(torch.full((size,), value))
 
     def forward(self, target: Tensor) -> Tensor:
-        return 0.5 * (self.place - target).square().sum()
+        return 0.5 * (self.weight - target).square().sum()
 
 
 def target_of(rank: int, size: int = 6) -> Tensor:
@@ -37,12 +37,12 @@ def target_of(rank: int, size: int = 6) -> Tensor:
 def train(
     ctx: DistContext, num_steps: int, policy: str, *, lr: float = 0.2, **more: Any
 ) -> GroupSync:
-    """So many steps; the GroupSync is still open."""
+    """Train `num_steps` steps; return the open GroupSync."""
     model = Point()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     sync = GroupSync(model, optimizer, policy, **{"timeout": TIMEOUT, **more})
     for _ in range(num_steps):
-        time.sleep(0.005)  # so that all train at the same time
+        time.sleep(0.005)  # so that all workers train concurrently
         optimizer.zero_grad()
         model(target_of(ctx.rank)).backward()
         optimizer.step()
@@ -62,9 +62,9 @@ def run_with_failures(
     lost: set[int],
     timeout: float = 60.0,
 ) -> dict[int, Any]:
-    """What `work` returns in each process but those that are killed on their way."""
+    """Return the result of `work` by rank, without the ranks `lost`, which must be killed."""
 
-    def joined(ctx: DistContext) -> None:
+    def work_in_group(ctx: DistContext) -> None:
         with ctx.process_group(TIMEOUT):
             found = work(ctx)
         torch.save(found, folder / f"found{ctx.rank}.pt")
@@ -76,11 +76,11 @@ def run_with_failures(
                 rank=rank, world_size=num, local_rank=rank, listen_socket=listen_socket
             )
             output = folder / f"rank{rank}.log"
-            workers.append(Child(partial(_run, joined, ctx), output=output))
+            workers.append(Child(partial(_run, work_in_group, ctx), output=output))
     try:
-        ends = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         for rank, worker in enumerate(workers):
-            status = worker.wait(ends - time.monotonic())
+            status = worker.wait(deadline - time.monotonic())
             expected = -signal.SIGKILL if rank in lost else 0
             assert status == expected, f"rank {rank} {worker.reason}"
     finally:

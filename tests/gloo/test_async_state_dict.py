@@ -1,4 +1,4 @@
-"""The optimizer's state of one moment, put together while training goes on."""
+"""`async_state_dict` gathers a snapshot of the optimizer state while training continues."""
 
 import threading
 import time
@@ -24,29 +24,29 @@ from tests.gloo.trainer_jobs import model, plan_of, run_job, samples
 
 
 def delay_gather(until: threading.Event) -> None:
-    """In this process, which ends: whoever puts state together beside training waits for it."""
+    """Delay every background gather of this process until the event is set."""
     full_state = decoupled.full_state
 
-    def after_it(*given: Any) -> Any:
-        is_beside = threading.current_thread() is not threading.main_thread()
-        assert not is_beside or until.wait(20)
-        return full_state(*given)
+    def delayed(*args: Any) -> Any:
+        is_background = threading.current_thread() is not threading.main_thread()
+        assert not is_background or until.wait(20)
+        return full_state(*args)
 
-    decoupled.full_state = after_it
+    decoupled.full_state = delayed
 
 
-@pytest.mark.parametrize("bucket_bytes", [200, "auto"])  # auto: buckets change on the way
+@pytest.mark.parametrize("bucket_bytes", [200, "auto"])  # auto: buckets change meanwhile
 def test_async_state_dict_is_a_snapshot(bucket_bytes: int | str, tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[Any, Any, Any]:
         net = stack()
         optimizer = wrap_optimizer(net, bucket_bytes=bucket_bytes)
         train_steps(ctx, net, optimizer, range(3))
-        expected, goes_on = optimizer.state_dict(), threading.Event()
-        delay_gather(goes_on)
+        expected, may_gather = optimizer.state_dict(), threading.Event()
+        delay_gather(may_gather)
         future = optimizer.async_state_dict()
         optimizer.param_groups[0]["lr"] = 0.5
         train_steps(ctx, net, optimizer, range(3, 30))
-        goes_on.set()
+        may_gather.set()
         found, now = future.result(), optimizer.state_dict()
         optimizer.close()
         return expected, found, now
@@ -54,8 +54,8 @@ def test_async_state_dict_is_a_snapshot(bucket_bytes: int | str, tmp_path: Path)
     for expected, found, now in run_stages(3, work, tmp_path):
         assert found["param_groups"] == expected["param_groups"] != now["param_groups"]
         assert found["state"].keys() == expected["state"].keys()
-        for index, of in expected["state"].items():
-            for key, value in of.items():
+        for index, entry in expected["state"].items():
+            for key, value in entry.items():
                 assert torch.equal(found["state"][index][key], value)
                 assert not torch.equal(now["state"][index][key], value)
 
@@ -65,12 +65,12 @@ def test_async_state_dict_raises_on_lost_worker(tmp_path: Path) -> None:
         net = stack()
         optimizer = wrap_optimizer(net)
         train_steps(ctx, net, optimizer, range(2))
-        goes_on = threading.Event()
-        delay_gather(goes_on)
+        may_gather = threading.Event()
+        delay_gather(may_gather)
         future = optimizer.async_state_dict()
         if ctx.rank == 1:
             abort(optimizer._communicator.background()._group)
-        goes_on.set()
+        may_gather.set()
         with pytest.raises(PeerError) as lost:
             future.result()
         optimizer.close()
@@ -92,20 +92,20 @@ def test_async_state_without_optimizer_is_refused(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         with pytest.raises(CheckpointError, match="without an optimizer"):
             checkpoints.save(1, stack(), optimizer_state_fn=dict)
-        assert checkpoints.save(1, stack())  # it is as if it had not been asked
+        assert checkpoints.save(1, stack())  # the refused save has no effect
 
 
 def test_training_continues_during_async_checkpoint(tmp_path: Path) -> None:
-    """The first save's state comes together when three more steps are made; and it is restored."""
-    saved, made = 6, 11
+    """The first checkpoint is gathered after three more steps, and can be restored."""
+    saved, num_steps = 6, 11
 
     def work(_: DistContext | None) -> tuple[list[float], list[float]]:
-        goes_on = threading.Event()
+        may_gather = threading.Event()
 
-        def heard(end: Any) -> None:
+        def release_gather(end: Any) -> None:
             if end.step == saved + 3:
-                time.sleep(0.2)  # whoever waits for it has time to see it
-                goes_on.set()
+                time.sleep(0.2)  # a step that waited for the gather would block here
+                may_gather.set()
 
         def trainer(**more: Any) -> Trainer:
             return Trainer(
@@ -124,15 +124,15 @@ def test_training_continues_during_async_checkpoint(tmp_path: Path) -> None:
                 **more,
             )
 
-        with trainer(callbacks=[heard]) as first:
-            delay_gather(goes_on)
-            losses = list(first.fit(steps=made).losses)
+        with trainer(callbacks=[release_gather]) as first:
+            delay_gather(may_gather)
+            losses = list(first.fit(steps=num_steps).losses)
         path = tmp_path / "run" / "checkpoints" / f"step-{saved:08}"
         with trainer() as second:
             second.restore(path)
-            again = list(second.fit(steps=made).losses)
+            again = list(second.fit(steps=num_steps).losses)
         return losses[saved:], again
 
     for losses, again in run_job(2, work, tmp_path / "job"):
-        assert len(again) == made - saved
+        assert len(again) == num_steps - saved
         assert again == pytest.approx(losses, abs=1e-5)

@@ -1,4 +1,4 @@
-"""Checkpoints of a model in stages: any cut restores what any other one has saved."""
+"""Checkpoints of a model in stages: any split restores what any other split has saved."""
 
 import warnings
 from pathlib import Path
@@ -37,10 +37,10 @@ WHOLE = {"sequential": sequential_model, "tied": TiedLanguageModel}
     ("model", "kind"), [("sequential", "adamw"), ("sequential", "momentum"), ("tied", "adamw")]
 )
 def test_resume_with_another_split_is_bit_identical(tmp_path: Path, model: str, kind: str) -> None:
-    """Saved by 2 stages at step 3; by 3 at step 5; by one process at 7; by 2 again."""
+    """Save with 2 stages at step 3, 3 stages at step 5, one process at 7, 2 stages again."""
     folder = tmp_path / "checkpoints"
 
-    def leg(first: int, last: int) -> Any:
+    def resume(first: int, last: int) -> Any:
         def work(ctx: DistContext) -> list[dict[str, Tensor]]:
             part = PARTS[model](ctx.rank, ctx.world_size)
             optimizer = OPTIMIZERS[kind](param_groups(part.module))
@@ -52,14 +52,14 @@ def test_resume_with_another_split_is_bit_identical(tmp_path: Path, model: str, 
                     assert (found.step, found.extra) == (first, {"position": 8 * first})
                 restored = state(part.module, optimizer)
                 train(part.module, optimizer, first, last)
-                ended = state(part.module, optimizer)
+                trained = state(part.module, optimizer)
                 checkpoints.save(last, part.module, optimizer, extra={"position": 8 * last})
-                train(part.module, optimizer, last, last + 1)  # must not reach the file
-            return [restored, ended]
+                train(part.module, optimizer, last, last + 1)  # must not change the file
+            return [restored, trained]
 
         return work
 
-    def never_stopped() -> list[dict[str, Tensor]]:
+    def train_without_stop() -> list[dict[str, Tensor]]:
         whole = WHOLE[model]()
         optimizer = OPTIMIZERS[kind](param_groups(whole))
         states = []
@@ -68,18 +68,18 @@ def test_resume_with_another_split_is_bit_identical(tmp_path: Path, model: str, 
             train(whole, optimizer, step, step + 1)
         return states
 
-    expected = run_single_process(never_stopped, tmp_path)
+    expected = run_single_process(train_without_stop, tmp_path)
     for first, last, num_stages in ((0, 3, 2), (3, 5, 3), (5, 7, 1), (7, 8, 2)):
-        found = run_stages(num_stages, leg(first, last), tmp_path)
-        for at, states in zip((first, last), zip(*found, strict=True), strict=True):
-            assert_equal(_first_names(merged(states)), _first_names(expected[at]))
-    # The whole model in a process that belongs to no job.
+        found = run_stages(num_stages, resume(first, last), tmp_path)
+        for step, states in zip((first, last), zip(*found, strict=True), strict=True):
+            assert_equal(_first_names(merged(states)), _first_names(expected[step]))
+    # The whole model in a process without a job.
     again = run_single_process(lambda: _restored_whole(folder, model, kind), tmp_path)
     assert_equal(_first_names(again), _first_names(expected[8]))
 
 
 def _first_names(states: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without the copy that a stage has of what another one holds under another name."""
+    """Drop the copy of a tied weight that the last stage holds under its second name."""
     return {k: v for k, v in states.items() if not k.startswith("head.weight")}
 
 
@@ -92,7 +92,7 @@ def _restored_whole(folder: Path, model: str, kind: str) -> dict[str, Tensor]:
     return state(whole, optimizer)
 
 
-def save_alone(folder: Path, module: nn.Module, step: int = 1, **more: Any) -> Path:
+def save_single_process(folder: Path, module: nn.Module, step: int = 1, **more: Any) -> Path:
     with Checkpointer(folder) as checkpoints:
         checkpoints.save(step, module, **more)
         outcome = checkpoints.wait()
@@ -122,7 +122,7 @@ def test_tied_weights_are_saved_once_and_restored_on_both_stages(tmp_path: Path)
     assert manifest.model.tied == {"head.weight": "embed.weight"}
     index = read_index(folder / "step-00000002")
     assert not [name for name in index.state_dict_metadata if "head" in name]
-    written = {at.fqn: stored.relative_path for at, stored in index.storage_data.items()}
+    written = {key.fqn: stored.relative_path for key, stored in index.storage_data.items()}
     assert written["model.embed.weight"] == "__0_0.distcp"
     assert written["optimizer.embed.weight.exp_avg"] == "__0_0.distcp"
     assert written["model.norm.weight"] == "__1_0.distcp"
@@ -143,7 +143,7 @@ def test_save_keeps_newest_and_logs_an_event(tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_another_model_is_rejected_on_all_stages(tmp_path: Path) -> None:
-    save_alone(tmp_path, TiedLanguageModel(width=4))
+    save_single_process(tmp_path, TiedLanguageModel(width=4))
 
     def work(ctx: DistContext) -> str:
         part = tied_model_stage(ctx.rank, ctx.world_size)
@@ -156,13 +156,13 @@ def test_checkpoint_of_another_model_is_rejected_on_all_stages(tmp_path: Path) -
             return str(error)
         return "accepted"
 
-    for said in run_stages(2, work, tmp_path):
-        assert "its embed.weight is float32[11, 4]" in said
-        assert "float32[11, 8]" in said
+    for error_text in run_stages(2, work, tmp_path):
+        assert "its embed.weight is float32[11, 4]" in error_text
+        assert "float32[11, 8]" in error_text
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda model: model.append(nn.Linear(2, 2)), "it has no 6.weight"),
         (lambda model: model.double(), r"its 0.weight is float32\[5, 6\]"),
@@ -170,43 +170,43 @@ def test_checkpoint_of_another_model_is_rejected_on_all_stages(tmp_path: Path) -
     ],
 )
 def test_model_mismatch_error_names_first_difference(
-    tmp_path: Path, change: Any, says: str
+    tmp_path: Path, change: Any, message: str
 ) -> None:
-    path = save_alone(tmp_path, sequential_model())
+    path = save_single_process(tmp_path, sequential_model())
     model = sequential_model()
     change(model)
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=message):
         restore(path, model)
 
 
 def test_checkpoint_of_another_optimizer_is_rejected(tmp_path: Path) -> None:
-    def said() -> list[str]:
+    def error_text() -> list[str]:
         model = sequential_model()
-        path = save_alone(tmp_path, model, optimizer=AdamW(param_groups(model)))
-        bare = save_alone(tmp_path, model, step=2)
+        path = save_single_process(tmp_path, model, optimizer=AdamW(param_groups(model)))
+        bare = save_single_process(tmp_path, model, step=2)
         wide = [p for p in model.parameters() if p.dim() > 1]
         found = []
-        for where, optimizer in (
+        for checkpoint, optimizer in (
             (path, SGD(model.parameters())),
             (path, AdamW(model.parameters())),
             (bare, AdamW(model.parameters())),
             (path, AdamW([torch.zeros(3, requires_grad=True)])),
         ):
             try:
-                restore(where, model, optimizer)
+                restore(checkpoint, model, optimizer)
                 found.append("accepted")
             except UserError as error:
                 found.append(str(error))
-        restore(path, model, AdamW(wide))  # the others are frozen by now
+        restore(path, model, AdamW(wide))  # fewer parameters, as if the others were frozen
         return found
 
-    texts = run_single_process(said, tmp_path)
-    for text, says in zip(
-        texts,
+    errors = run_single_process(error_text, tmp_path)
+    for text, message in zip(
+        errors,
         ("option amsgrad", "different options", "without an optimizer", "the module has not"),
         strict=True,
     ):
-        assert says in text
+        assert message in text
 
 
 def test_folder_not_shared_by_all_stages_is_rejected(tmp_path: Path) -> None:
@@ -217,8 +217,8 @@ def test_folder_not_shared_by_all_stages_is_rejected(tmp_path: Path) -> None:
             return str(error)
         return "accepted"
 
-    for said in run_stages(2, work, tmp_path):
-        assert "stage 1 does not see" in said
+    for error_text in run_stages(2, work, tmp_path):
+        assert "stage 1 does not see" in error_text
 
 
 def test_unwritable_folder_is_rejected_by_all_stages(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_unwritable_folder_is_rejected_by_all_stages(tmp_path: Path) -> None:
 
 
 def test_damaged_file_is_found_by_any_stage_and_reported_to_all(tmp_path: Path) -> None:
-    """And all go back to the one before."""
+    """All stages then fall back to the previous checkpoint."""
     folder = tmp_path / "checkpoints"
 
     def work(ctx: DistContext) -> list[str]:

@@ -1,8 +1,6 @@
-"""A model that was trained here, in processes that do not have Polyrhythm."""
+"""Exported models load in processes that cannot import polyrhythm."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from polyrhythm import cli
 from polyrhythm.run.checkpoint.checkpointer import Checkpointer
 from polyrhythm.run.checkpoint.export import export, hugging_face_configs
 from polyrhythm.run.checkpoint.manifest import CheckpointError
@@ -21,11 +18,12 @@ from tests.gloo.checkpoint_models import (
     sequential_stage,
     tied_model_stage,
 )
+from tests.gloo.commands import run_export, run_without_polyrhythm
 from tests.gloo.pipelines import assert_equal, run_stages
 
 
 def save_with_two_stages(folder: Path, output: Path, *, tied: bool = False) -> None:
-    """Steps 1 and 2, of which the second has other weights."""
+    """Save steps 1 and 2 with different weights."""
 
     def work(ctx: DistContext) -> None:
         part = (tied_model_stage if tied else sequential_stage)(ctx.rank, ctx.world_size)
@@ -37,27 +35,6 @@ def save_with_two_stages(folder: Path, output: Path, *, tied: bool = False) -> N
             checkpoints.save(2, part.module, blocking=True)
 
     run_stages(2, work, output)
-
-
-def run_export(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["export", *map(str, arguments)])
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
-
-
-def run_without_polyrhythm(code: str, folder: Path) -> str:
-    """What a fresh process prints that can import torch, but not this."""
-    blocked = f"import sys; sys.modules['polyrhythm'] = None\n{code}"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", blocked],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def test_an_exported_model_loads_without_polyrhythm(
@@ -88,7 +65,7 @@ def test_export_of_chosen_step_and_error_for_missing_step(
         load_file(tmp_path / "one" / "model.safetensors"), dict(sequential_model().state_dict())
     )
     assert run_export(tmp_path, "--step", "1", "--out", tmp_path / "one") == 2
-    assert "one is there already" in capsys.readouterr().err
+    assert f"{tmp_path / 'one'} exists" in capsys.readouterr().err
     assert run_export(tmp_path, "--step", "3") == 2
     assert "--step with one of 1, 2" in capsys.readouterr().err
     assert run_export(tmp_path / "nowhere") == 2

@@ -1,14 +1,10 @@
-"""Saves that go wrong, or take long: training goes on, and what was saved before stays."""
+"""Failed and slow saves: training continues, and earlier checkpoints stay."""
 
-import ctypes
 import os
 import resource
 import signal
 import threading
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,40 +20,15 @@ from polyrhythm.run.checkpoint import save
 from polyrhythm.run.checkpoint.checkpointer import Checkpointer, SaveOutcome
 from polyrhythm.run.checkpoint.folder import latest, list_steps
 from polyrhythm.run.comm.launch import DistContext, LocalJob
+from tests.gloo.checkpoint_faults import mount_small_disk, record_warnings
 from tests.gloo.checkpoint_models import sequential_stage, train
 from tests.gloo.pipelines import STAGE_TIMEOUT, run_single_process, run_stages
-
-
-@contextmanager
-def record_warnings() -> Iterator[list[str]]:
-    """The texts of warnings, also of those from other threads."""
-    texts: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield texts
-        texts += [str(each.message) for each in caught]
 
 
 def wait_for_save(checkpoints: Checkpointer) -> SaveOutcome:
     outcome = checkpoints.wait(60)
     assert outcome is not None, "not done in time"
     return outcome
-
-
-def mount_small_disk(folder: Path, size: str) -> str | None:
-    """For this process alone; what is in the way of it, if something is."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    user, new_mounts, new_user = os.getuid(), 0x20000, 0x10000000
-    if libc.unshare(new_mounts | (new_user if user else 0)):
-        return f"unshare: {os.strerror(ctypes.get_errno())}"
-    if user:
-        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-    private = 0x4000 | 0x40000  # for all that is mounted below as well
-    if libc.mount(b"none", b"/", None, private, None) or libc.mount(
-        b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={size}".encode()
-    ):
-        return f"mount: {os.strerror(ctypes.get_errno())}"
-    return None
 
 
 def test_full_disk_fails_only_one_save(tmp_path: Path) -> None:
@@ -78,8 +49,8 @@ def test_full_disk_fails_only_one_save(tmp_path: Path) -> None:
             it.save(1, module)
             assert wait_for_save(it).is_saved
             with (disk / "other").open("wb", buffering=0) as other:
-                left = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
-                other.write(bytes(left - 32 * 1024))
+                free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+                other.write(bytes(free - 32 * 1024))
             it.save(2, module)
             found["why"] = wait_for_save(it).why
             found["there"] = sorted(entry.name for entry in disk.iterdir())
@@ -92,13 +63,12 @@ def test_full_disk_fails_only_one_save(tmp_path: Path) -> None:
 
     found = run_single_process(work, tmp_path)
     if "problem" in found:
-        pytest.skip(f"no disk of our own: {found['problem']}")
+        pytest.skip(f"no small disk: {found['problem']}")
     assert found["why"] == "stage 0: No space left on device"
     assert found["there"] == ["other", "step-00000001"]
     assert found["latest"] == str(disk / "step-00000001")
-    assert found["warned"] == [
-        "checkpoint of step 2 failed: stage 0: No space left on device; training goes on"
-    ]
+    [warning] = found["warned"]
+    assert "step 2 failed: stage 0: No space left on device" in warning
     assert [event.name for event in LogReader(log_path).new()] == ["saved", "failed", "saved"]
 
 
@@ -114,28 +84,28 @@ def test_write_error_on_one_stage_fails_the_save_on_all_stages(tmp_path: Path) -
             it.save(1, part.module)
             failed = wait_for_save(it)
             dist.barrier()
-            left = list(folder.iterdir())
+            files = list(folder.iterdir())
             dist.barrier()
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
             it.save(2, part.module)
             saved = wait_for_save(it).is_saved
-        return {"why": failed.why, "left": len(left), "saved": saved, "warned": len(texts)}
+        return {"why": failed.why, "files": len(files), "saved": saved, "warned": len(texts)}
 
     first, second = run_stages(2, work, tmp_path)
-    assert first == {"why": "stage 1: File too large", "left": 0, "saved": True, "warned": 1}
+    assert first == {"why": "stage 1: File too large", "files": 0, "saved": True, "warned": 1}
     assert second == first | {"warned": 0}
 
 
 class SlowDisk:
-    """Holds up whatever is written, until it is told not to."""
+    """Blocks every write until `released` is set."""
 
     def __init__(self) -> None:
         self.released = threading.Event()
-        self.began = threading.Event()
+        self.started = threading.Event()
         self._write, save.write_stage = save.write_stage, self
 
     def __call__(self, *args: Any) -> Any:
-        self.began.set()
+        self.started.set()
         assert self.released.wait(STAGE_TIMEOUT)
         return self._write(*args)
 
@@ -149,8 +119,8 @@ def test_training_continues_while_a_slow_disk_writes(tmp_path: Path) -> None:
         disk = SlowDisk()
         with Checkpointer(folder) as it, record_warnings() as texts:
             started = [it.save(1, part.module, optimizer)]
-            assert disk.began.wait(STAGE_TIMEOUT)
-            train(part.module, optimizer, 0, 50)  # all of it while nothing can be written
+            assert disk.started.wait(STAGE_TIMEOUT)
+            train(part.module, optimizer, 0, 50)  # while the write is blocked
             started.append(it.save(2, part.module, optimizer))
             assert it.wait(0) is None
             disk.released.set()
@@ -170,7 +140,7 @@ def test_training_continues_while_a_slow_disk_writes(tmp_path: Path) -> None:
     assert first["saved"] == second["saved"] == [1, 4]
     assert list(list_steps(folder)) == [1, 3, 4]
     assert len(first["warned"]) == 1
-    assert "step 2 left out: stage 0 was still writing" in first["warned"][0]
+    assert "step 2 skipped: stage 0 was still writing" in first["warned"][0]
 
 
 def test_save_skipped_by_one_stage_is_skipped_by_all(tmp_path: Path) -> None:
@@ -180,14 +150,14 @@ def test_save_skipped_by_one_stage_is_skipped_by_all(tmp_path: Path) -> None:
         part = sequential_stage(ctx.rank, ctx.world_size)
         with Checkpointer(folder) as it, record_warnings():
             released = threading.Event()
-            if ctx.rank == 1:  # it hears of the end of a save when the other has begun another
-                told = save._wait_for_decision
+            if ctx.rank == 1:  # it gets the decision after stage 0 has started another save
+                original = save._wait_for_decision
 
-                def lingering(*args: Any) -> Any:
+                def wait_for_release(*args: Any) -> Any:
                     assert released.wait(STAGE_TIMEOUT)
-                    return told(*args)
+                    return original(*args)
 
-                save._wait_for_decision = lingering
+                save._wait_for_decision = wait_for_release
             it.save(1, part.module)
             if ctx.rank == 0:
                 assert wait_for_save(it).is_saved
@@ -209,7 +179,7 @@ def test_save_skipped_by_one_stage_is_skipped_by_all(tmp_path: Path) -> None:
 def test_previous_checkpoint_is_used_after_kill_during_save(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
 
-    def killed(ctx: DistContext) -> None:
+    def train_until_killed(ctx: DistContext) -> None:
         part = sequential_stage(ctx.rank, ctx.world_size)
         with Checkpointer(folder) as it:
             it.save(1, part.module, extra={"position": 8})
@@ -222,7 +192,7 @@ def test_previous_checkpoint_is_used_after_kill_during_save(tmp_path: Path) -> N
             it.wait()
 
     with pytest.raises(WorkerError, match="rank 1") as caught:
-        run_stages(2, killed, tmp_path)
+        run_stages(2, train_until_killed, tmp_path)
     assert caught.value.status == -signal.SIGKILL
     assert (folder / ".step-00000002.partial" / "__1_0.distcp").exists()
 
@@ -239,10 +209,10 @@ def test_previous_checkpoint_is_used_after_kill_during_save(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("lost", "says"), [(0, "lost the process that serves the job's store"), (1, "lost stage 1")]
+    ("lost", "message"), [(0, "lost the process that serves the job's store"), (1, "lost stage 1")]
 )
 def test_peer_death_during_save_does_not_hang_the_other_stage(
-    tmp_path: Path, lost: int, says: str
+    tmp_path: Path, lost: int, message: str
 ) -> None:
     folder = tmp_path / "checkpoints"
 
@@ -252,7 +222,7 @@ def test_peer_death_during_save_does_not_hang_the_other_stage(
             it = Checkpointer(folder, timeout=1.0)
             write = save.write_stage
 
-            def dying(*args: Any) -> Any:
+            def die_in_write(*args: Any) -> Any:
                 if ctx.rank == lost:
                     while not (tmp_path / "in-the-save").exists():
                         time.sleep(0.01)
@@ -260,17 +230,17 @@ def test_peer_death_during_save_does_not_hang_the_other_stage(
                 (tmp_path / "in-the-save").touch()
                 return write(*args)
 
-            save.write_stage = dying
+            save.write_stage = die_in_write
             it.save(1, part.module)
             outcome = wait_for_save(it)
             torch.save([outcome.is_saved, outcome.why], tmp_path / "found.pt")
-        os._exit(7)  # not reached: the job cannot be left together
+        os._exit(7)  # not reached: leaving the process group fails
 
     with LocalJob(work, 2, output_folder=tmp_path) as job, pytest.raises(WorkerError):
         job.wait(80)
     is_saved, why = torch.load(tmp_path / "found.pt")
     assert not is_saved
-    assert says in why
+    assert message in why
     assert latest(folder) is None
     if lost == 1:
         assert list(folder.iterdir()) == []

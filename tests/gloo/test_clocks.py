@@ -1,4 +1,4 @@
-"""Pings between stages tell how long a message travels and how far clocks are apart."""
+"""Pings between stages measure the latency and the clock offset."""
 
 import time
 from pathlib import Path
@@ -29,23 +29,26 @@ def connected(ctx: DistContext) -> Connections:
 
 
 def measured(folder: Path, shifts: list[float]) -> list[list[tuple[ClockOffset | None, ...]]]:
-    """By stage and round, the distances before and after; clocks are ahead by `shifts`."""
+    """Measure offsets to both neighbours by stage and round; clocks are ahead by `shifts`."""
 
     def work(ctx: DistContext) -> None:
         shift = shifts[ctx.rank]
         clocks.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + shift)
         with ctx.process_group(30):
             connections = connected(ctx)
-            found = [measure_offsets(connections) for _ in range(ROUNDS)]
+            rounds = [measure_offsets(connections) for _ in range(ROUNDS)]
             connections.close()
-        plain = [[None if one is None else tuple(one) for one in pair] for pair in found]
+        plain = [[None if offset is None else tuple(offset) for offset in pair] for pair in rounds]
         torch.save(plain, folder / f"{ctx.rank}.pt")
 
     with LocalJob(work, NUM_STAGES, output_folder=folder) as job:
         assert job.wait(40), "not done in time"
     saved = [torch.load(folder / f"{stage}.pt") for stage in range(NUM_STAGES)]
     return [
-        [tuple(None if one is None else ClockOffset(*one) for one in pair) for pair in rounds]
+        [
+            tuple(None if offset is None else ClockOffset(*offset) for offset in pair)
+            for pair in rounds
+        ]
         for rounds in saved
     ]
 
@@ -57,29 +60,29 @@ def measured(folder: Path, shifts: list[float]) -> list[list[tuple[ClockOffset |
 def test_clock_offset_error_is_at_most_half_the_round_trip(
     tmp_path: Path, shifts: list[float]
 ) -> None:
-    """The processes share a clock, apart from the shift: then this is certain, however busy."""
-    found = measured(tmp_path, shifts)
+    """The processes share a clock apart from the shift, so this holds under any load."""
+    offsets = measured(tmp_path, shifts)
     for stage in range(NUM_STAGES - 1):
-        for (_, after), (before, _) in zip(found[stage], found[stage + 1], strict=True):
+        for (_, after), (before, _) in zip(offsets[stage], offsets[stage + 1], strict=True):
             assert after is not None
-            assert after == before, "both ends of a link hold the same numbers"
+            assert after == before, "both ends of a link have the same numbers"
             assert after.latency > 0
             true = shifts[stage + 1] - shifts[stage]
             assert abs(after.offset - true) <= after.latency + 1e-9
-    assert all(before is None for before, _ in found[0])
-    assert all(after is None for _, after in found[-1])
+    assert all(before is None for before, _ in offsets[0])
+    assert all(after is None for _, after in offsets[-1])
 
 
 @pytest.mark.timeout(60)
 def test_fastest_round_trip_is_used(tmp_path: Path) -> None:
-    """Two of three answers are held up: the latency is that of the third."""
-    hold_up = 0.3
+    """Two of three answers are delayed: the latency is that of the third."""
+    delay = 0.3
 
     def work(ctx: DistContext) -> None:
         with ctx.process_group(30):
             connections = connected(ctx)
             if ctx.rank == 1:
-                real, delays = clocks._send, iter([hold_up, 0.0, hold_up])
+                real, delays = clocks._send, iter([delay, 0.0, delay])
 
                 def slow_send(*args: object) -> None:
                     time.sleep(next(delays))
@@ -87,7 +90,7 @@ def test_fastest_round_trip_is_used(tmp_path: Path) -> None:
 
                 clocks._send = slow_send
             _, after = measure_offsets(connections)
-            assert after is None or after.latency < hold_up / 2
+            assert after is None or after.latency < delay / 2
             connections.close()
 
     with LocalJob(work, 2, output_folder=tmp_path) as job:

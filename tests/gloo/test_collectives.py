@@ -1,4 +1,4 @@
-"""Which halves a device gets, and collectives of torch that are done in place."""
+"""The selection of collectives by device, and the in-place collectives of torch."""
 
 from pathlib import Path
 
@@ -18,9 +18,9 @@ TIMEOUT = 20.0
 
 
 def world() -> dist.ProcessGroup:
-    found = dist.group.WORLD
-    assert found is not None
-    return found
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def test_backend_is_selected_by_device(tmp_path: Path) -> None:
@@ -31,10 +31,10 @@ def test_backend_is_selected_by_device(tmp_path: Path) -> None:
             select_backend(torch.device("meta"), world(), host, start=lambda work: None)
         return on_cpu is host, uses_nccl(torch.device("cuda", 0), world()), str(caught.value)
 
-    ((is_host, is_nccl, said),) = run_stages(1, work, tmp_path)
+    ((is_host, is_nccl, message),) = run_stages(1, work, tmp_path)
     assert is_host
-    assert not is_nccl, "gloo serves GPUs, too"
-    assert "parameters on meta" in said
+    assert not is_nccl, "the group of WORLD is gloo for GPUs, too"
+    assert "parameters on meta" in message
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])
@@ -42,7 +42,7 @@ def test_backend_is_selected_by_device(tmp_path: Path) -> None:
 def test_in_place_collectives_give_mean_and_all_shards(
     dtype: torch.dtype, num_workers: int, tmp_path: Path
 ) -> None:
-    """NCCL's halves call what every backend has; gloo lacks its mean, for other types."""
+    """In half precision NcclCollectives also run on gloo, which lacks the AVG of other dtypes."""
 
     def work(ctx: DistContext) -> tuple[torch.Tensor, torch.Tensor]:
         collectives = NcclCollectives(world())

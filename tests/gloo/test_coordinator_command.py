@@ -1,4 +1,4 @@
-"""`polyrhythm coordinator`: the coordinator as a process of its own."""
+"""`polyrhythm coordinator`: the coordinator as a separate process."""
 
 import dataclasses
 import os
@@ -31,7 +31,7 @@ POLYRHYTHM = [sys.executable, "-m", "polyrhythm", "coordinator"]
 
 
 class CommandProcess:
-    """The command; its output is read as it comes."""
+    """A running command; its output is read line by line."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self._process = subprocess.Popen(
@@ -45,7 +45,7 @@ class CommandProcess:
         self.lines: list[str] = []
 
     def read_until(self, pattern: str) -> str:
-        """Read on until a line says that."""
+        """Read lines until one matches; return its last group, or the match."""
         for line in self._process.stdout:
             self.lines.append(line.rstrip("\n"))
             if found := re.search(pattern, line):
@@ -57,7 +57,7 @@ class CommandProcess:
         return self.status()
 
     def status(self) -> int:
-        """When it has ended by itself."""
+        """Wait until the command has exited; return its status."""
         rest, _ = self._process.communicate(timeout=20)
         self.lines += rest.splitlines()
         return self._process.returncode
@@ -75,24 +75,22 @@ def test_command_serves_until_interrupted(tmp_path: Path, monkeypatch: pytest.Mo
     shape = ["--policy", "age", "--stages", "2", "--pipelines", "2"]
     options = ["--options", "max_age=4", "window=paper", "--log", "out"]
     with CommandProcess(tmp_path, "--bind", "tcp://127.0.0.1:0", *shape, *options) as running:
-        address = running.read_until(
-            r"scheduler at (tcp://[\d.:]+): age every=1 seed=0 max_age=4 window="
-        )
+        address = running.read_until(r" at (tcp://[\d.:]+): age every=1 seed=0 max_age=4 window=")
         running.read_until(f"options={setup.options}, coordinator='{address}', keys='job.keys'")
         keys = JobKeys.load(tmp_path / "job.keys")
         monkeypatch.setattr(coordinators, "KEYS", keys)
-        *most, last = [FakeWorker(address, setup, worker) for worker in workers_of(setup)]
-        for fake_worker in (*most, last):
+        *others, last = [FakeWorker(address, setup, worker) for worker in workers_of(setup)]
+        for fake_worker in (*others, last):
             fake_worker.join()
         running.read_until("s0p0 has joined from here")
         running.read_until("4 of 4 workers have joined")
         for _ in range(3):
-            for fake_worker in (*most, last):
+            for fake_worker in (*others, last):
                 fake_worker.ready()
-            for fake_worker in (*most, last):
+            for fake_worker in (*others, last):
                 fake_worker.wait()
-        train_all(most, 0)
-        running.read_until("has left, 1 are here")
+        train_all(others, 0)
+        running.read_until("has left, 1 are active")
         assert running.signal_and_wait(signal.SIGINT) == 130
         with pytest.raises(PeerError, match="the coordinator has ended"):
             last.step()
@@ -100,7 +98,7 @@ def test_command_serves_until_interrupted(tmp_path: Path, monkeypatch: pytest.Mo
     assert re.match(r"in all: [\d,]+ groups? averaged", running.lines[-1])
     assert running.lines[-2] == "stopped"
     assert not any("error" in line for line in running.lines)
-    assert any(fake_worker.commands_of(Commit) for fake_worker in (*most, last))
+    assert any(fake_worker.commands_of(Commit) for fake_worker in (*others, last))
     assert replay(tmp_path / "out" / "scheduler.jsonl") is None
 
 
@@ -109,7 +107,7 @@ def test_sigterm_ends_command_cleanly(tmp_path: Path) -> None:
     with CommandProcess(
         tmp_path, "--bind", "tcp://127.0.0.1:0", "--pipelines", "1", "--keys", "mine"
     ) as running:
-        running.read_until("it ends when all workers have left; Ctrl-C ends it before")
+        running.read_until("Ctrl-C")
         assert running.signal_and_wait(signal.SIGTERM) == 143
         assert running.lines[-1] == "in all: nothing happened"
         assert not any("new keys" in line for line in running.lines)
@@ -131,7 +129,7 @@ def test_command_exits_with_job_and_last_worker_sets_status(
     setup = setup_of("all_reduce", pipelines=2)
     shape = ["--policy", "all_reduce", "--pipelines", "2"]
     with CommandProcess(tmp_path, "--bind", "tcp://127.0.0.1:0", *shape) as running:
-        address = running.read_until(r"scheduler at (tcp://[\d.]+:\d+)")
+        address = running.read_until(r" at (tcp://[\d.]+:\d+)")
         running.read_until("Ctrl-C")
         monkeypatch.setattr(coordinators, "KEYS", JobKeys.load(tmp_path / "job.keys"))
         fake_workers = [FakeWorker(address, setup, worker) for worker in workers_of(setup)]
@@ -168,20 +166,20 @@ def test_coordinator_is_not_over_before_start() -> None:
 
 def test_connection_without_keys_is_logged_once(tmp_path: Path) -> None:
     with CommandProcess(tmp_path, "--bind", "tcp://127.0.0.1:0", "--pipelines", "1") as running:
-        address = running.read_until(r"scheduler at (tcp://[\d.]+:\d+)")
+        address = running.read_until(r" at (tcp://[\d.]+:\d+)")
         running.read_until("Ctrl-C")
-        keys, others = JobKeys.load(tmp_path / "job.keys"), JobKeys.new()
-        half = dataclasses.replace(
-            others, server_public=keys.server_public, server_secret=keys.server_secret
+        keys, wrong_keys = JobKeys.load(tmp_path / "job.keys"), JobKeys.new()
+        wrong_client_keys = dataclasses.replace(
+            wrong_keys, server_public=keys.server_public, server_secret=keys.server_secret
         )
-        with RawClient(address, half) as raw:
+        with RawClient(address, wrong_client_keys) as raw:
             raw.send(b"hello")
             running.read_until("refused: a connection without this job's keys")
-            with RawClient(address, others) as another:
+            with RawClient(address, wrong_keys) as another:
                 another.send(b"hello")
-                with RawClient(address, keys) as good:
-                    good.send(b"no message")
-                    good.send(hello_of(setup_of("adaptive", pipelines=1), Worker(0, 0)))
+                with RawClient(address, keys) as valid:
+                    valid.send(b"no message")
+                    valid.send(hello_of(setup_of("adaptive", pipelines=1), Worker(0, 0)))
                     running.read_until("1 of 1 workers have joined")
         running.read_until("s0p0 is dead")
         assert running.status() == 1
@@ -203,7 +201,7 @@ def test_connection_without_keys_is_logged_once(tmp_path: Path) -> None:
         (["--options", '{"group_size": 9}'], "group_size=9"),
         (["--bind", "nonsense"], "bind 'nonsense'"),
         (["--pipelines", "0"], "num_pipelines=0"),
-        (["--heartbeat-timeout", "0"], "silence=0"),
+        (["--heartbeat-timeout", "0"], "heartbeat_timeout=0"),
     ],
 )
 def test_invalid_arguments_are_refused(

@@ -1,4 +1,4 @@
-"""The load on a coordinator: the benchmark's workers get through, and its figures hold together."""
+"""The load on a coordinator: the workers' cycles end, and the figures are consistent."""
 
 import io
 
@@ -7,7 +7,7 @@ from rich.console import Console
 from benchmarks.sync.scheduler import measure
 
 
-def test_quick_load_measurement_is_complete() -> None:
+def test_a_quick_measurement_has_all_figures() -> None:
     shown = io.StringIO()
     figures = measure(quick=True, console=Console(file=shown, width=100))
     assert list(figures.per_s_by_connections) == [128, 8]

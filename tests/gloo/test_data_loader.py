@@ -1,4 +1,4 @@
-"""Loading samples: the right ones, and what goes wrong said with which of them."""
+"""Loading samples: batches hold the right ones, and errors name the sample."""
 
 import json
 import random
@@ -17,18 +17,18 @@ from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.reader import DatasetState, make_order
 
 
-def numbers(num: int) -> TensorDataset:
-    return TensorDataset(torch.arange(num), 10 * torch.arange(num))
+def numbers(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count), 10 * torch.arange(count))
 
 
 class Stream(IterableDataset):
-    """Gives 0, 1, 2, ... and can go on where it was; counts what it has given."""
+    """Returns 0, 1, 2, ..., resumes from its state, and counts what is read."""
 
-    def __init__(self, num: int = 1000) -> None:
-        self.num, self.next, self.num_read = num, 0, 0
+    def __init__(self, count: int = 1000) -> None:
+        self.count, self.next, self.num_read = count, 0, 0
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        while self.next < self.num:
+        while self.next < self.count:
             self.next += 1
             self.num_read += 1
             yield self.next - 1, 10 * (self.next - 1)
@@ -66,7 +66,7 @@ def test_batch_holds_the_samples_at_its_positions() -> None:
 def test_stage_loads_only_what_it_needs(inputs: bool, target: bool) -> None:
     dataset = numbers(4)
     if not (inputs or target):
-        dataset = Broken()  # it is not even asked
+        dataset = Broken()  # it is not read
     order = make_order(dataset, shuffle=False)
     samples = SampleLoader(dataset, order, needs_inputs=inputs, needs_target=target)
     batch = samples.load(((0, 8),))
@@ -79,7 +79,7 @@ def test_stage_loads_only_what_it_needs(inputs: bool, target: bool) -> None:
 )
 def test_collate_without_input_target_pair_is_an_error(collate: Any) -> None:
     samples = SampleLoader(numbers(9), SampleOrder(9), collate)
-    with pytest.raises(DataError, match=r"3 samples at positions 0 to 1, 5 to 5 make no batch"):
+    with pytest.raises(DataError, match=r"3 samples at positions 0 to 1, 5 to 5"):
         samples.load(((0, 2), (5, 6)))
 
 
@@ -97,7 +97,7 @@ def test_stream_is_read_forward_and_skips_positions_of_other_pipelines() -> None
     samples = SampleLoader(stream, None)
     assert samples.load(((2, 4),)).inputs.tolist() == [2, 3]
     assert samples.load(((8, 9), (12, 14))).target.tolist() == [80, 120, 130]
-    assert stream.num_read == 14  # each of them once
+    assert stream.num_read == 14  # each once
 
 
 def test_stream_seeks_back_by_its_state_dict() -> None:
@@ -107,10 +107,10 @@ def test_stream_seeks_back_by_its_state_dict() -> None:
         samples.load(((start, start + 4),))
     before = stream.num_read
     assert samples.load(((864, 866),)).inputs.tolist() == [864, 865]
-    assert stream.num_read == before + 6  # from 860, where it was before
-    assert samples.load(((40, 42),)).inputs.tolist() == [40, 41]  # from the beginning
+    assert stream.num_read == before + 6  # from the state at 860
+    assert samples.load(((40, 42),)).inputs.tolist() == [40, 41]  # from the first state
     assert samples.load(((896, 898),)).inputs.tolist() == [896, 897]
-    assert stream.num_read < before + 6 + 42 + 20  # not all that lies between
+    assert stream.num_read < before + 6 + 42 + 20  # from a later state, not from 42 on
     assert len(samples._reader._states) < 70
 
 
@@ -125,50 +125,50 @@ def test_stream_resumes_from_dataset_state_in_another_process() -> None:
     samples.resume_from(DatasetState.from_json(json.loads(json.dumps(dataset_state.as_json()))))
     assert samples.load(((57, 60),)).inputs.tolist() == [57, 58, 59]
     assert stream.num_read == 10
-    with pytest.raises(DataError, match="position 49 of a Stream that goes on from 50"):
+    with pytest.raises(DataError, match=r"position 49 of a Stream .*\b50"):
         samples.load(((49, 51),))
     samples = SampleLoader(numbers(3), SampleOrder(3))
     assert samples.state_at(57) is None
     samples.resume_from(dataset_state)
-    assert samples.load(((0, 3),)).inputs.sum() == 3  # from anywhere, all the same
+    assert samples.load(((0, 3),)).inputs.sum() == 3  # a map-style dataset needs no state
 
 
 def test_dataset_state_may_hold_values_that_json_cannot() -> None:
-    class Chancy(Stream):
+    class RandomStream(Stream):
         def __init__(self) -> None:
             super().__init__()
-            self.chance, self.seen = random.Random(3), torch.zeros(1)
+            self.rng, self.seen = random.Random(3), torch.zeros(1)
 
         def __iter__(self) -> Iterator[tuple[float, float]]:
             while True:
                 self.seen += 1
-                yield self.chance.random(), self.seen.item()
+                yield self.rng.random(), self.seen.item()
 
         def state_dict(self) -> dict[str, Any]:
-            return {"chance": self.chance.getstate(), "seen": self.seen}
+            return {"chance": self.rng.getstate(), "seen": self.seen}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.chance.setstate(state["chance"])
+            self.rng.setstate(state["chance"])
             self.seen = state["seen"]
 
-    samples = SampleLoader(Chancy(), None)
+    samples = SampleLoader(RandomStream(), None)
     samples.load(((0, 4),))
     expected = samples.load(((4, 6),))
-    kept = json.dumps(samples.state_at(4).as_json())
-    samples = SampleLoader(Chancy(), None)
-    samples.resume_from(DatasetState.from_json(json.loads(kept)))
+    encoded = json.dumps(samples.state_at(4).as_json())
+    samples = SampleLoader(RandomStream(), None)
+    samples.resume_from(DatasetState.from_json(json.loads(encoded)))
     found = samples.load(((4, 6),))
     assert found.inputs.tolist() == expected.inputs.tolist()
     assert found.target.tolist() == expected.target.tolist() == [5, 6]
 
 
 def test_unpicklable_dataset_state_is_rejected_at_start() -> None:
-    class Open(Stream):
+    class StreamWithLock(Stream):
         def state_dict(self) -> dict[str, Any]:
             return {"lock": threading.Lock()}
 
-    with pytest.raises(DataError, match="the state of a Open cannot be kept: TypeError"):
-        SampleLoader(Open(), None)
+    with pytest.raises(DataError, match=r"the state of a StreamWithLock .*TypeError"):
+        SampleLoader(StreamWithLock(), None)
 
 
 def test_exhausted_stream_error_names_position_and_stream_is_reusable() -> None:
@@ -196,15 +196,15 @@ def test_stream_error_names_the_sample_and_stream_is_reusable() -> None:
     assert samples.load(((3, 5),)).inputs.tolist() == [3, 4]
 
 
-class Endless(IterableDataset):
+class StatelessStream(IterableDataset):
     def __iter__(self) -> Iterator[int]:
         return iter(range(100))
 
 
 @pytest.mark.parametrize(
-    ("dataset", "order", "says"),
+    ("dataset", "order", "message"),
     [
-        (Endless(), None, "type Endless, which has neither a length nor a state"),
+        (StatelessStream(), None, "type StatelessStream, which has neither a length nor a state"),
         (iter([]), None, "neither a length nor a state"),
         (numbers(4), None, "no order for a dataset of 4"),
         (numbers(4), SampleOrder(5), "an order of 5 samples for a dataset of 4"),
@@ -212,9 +212,9 @@ class Endless(IterableDataset):
     ],
 )
 def test_unsupported_dataset_is_rejected(
-    dataset: Any, order: SampleOrder | None, says: str
+    dataset: Any, order: SampleOrder | None, message: str
 ) -> None:
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=message):
         SampleLoader(dataset, order)
 
 
@@ -222,7 +222,7 @@ def test_dataset_error_names_the_sample() -> None:
     samples = SampleLoader(Broken(), SampleOrder(8, shuffle=False))
     with pytest.raises(DataError, match="sample 5, at position 13: OSError: no such picture"):
         samples.load(((10, 15),))
-    assert samples.load(((0, 3),)).inputs.tolist() == [0, 1, 2]  # and it goes on
+    assert samples.load(((0, 3),)).inputs.tolist() == [0, 1, 2]  # still usable
 
 
 def test_empty_dataset_is_rejected() -> None:

@@ -1,4 +1,4 @@
-"""The decoupled optimizer trains as DistributedDataParallel does, whatever the model."""
+"""DistributedOptimizer trains all kinds of models as DistributedDataParallel does."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ STEPS, WIDTH, TIMEOUT = 10, 12, 20.0
 
 
 class Tied(nn.Module):
-    """Two layers share a weight, one is called twice, one is registered last and used first."""
+    """Two layers share a weight, one is called twice, one is defined last and used first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Tied(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """Uses a layer on odd calls only, on rank 1 alone; another never; one frozen."""
+    """One layer is used only in odd calls on rank 1, one never, one is frozen."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Two, with learning rates of their own."""
+    """Return two parameter groups with different learning rates."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return [{"params": trained[:1], "lr": 0.05}, {"params": trained[1:]}]
 
@@ -89,7 +89,7 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
 def train(
     ctx: DistContext, name: str, optimizer: str, *, ours: bool, clip: bool, parts: int, **more: Any
 ) -> dict[str, Tensor]:
-    torch.manual_seed(ctx.rank)  # they begin with rank 0's
+    torch.manual_seed(ctx.rank)  # all start with the weights of rank 0
     model = MODELS[name](ctx.rank)
     module = model
     if ours:
@@ -100,7 +100,7 @@ def train(
         module = DistributedDataParallel(model, find_unused_parameters=name == "sometimes")
         opt = OPTIMIZERS[optimizer](groups_of(model))
     schedule = torch.optim.lr_scheduler.StepLR(opt, 3, gamma=0.5)
-    quiet = opt if ours else module
+    no_sync_owner = opt if ours else module
     for step in range(STEPS):
         for part in range(parts):
             inputs, target = batch(ctx.rank, parts * step + part)
@@ -109,7 +109,7 @@ def train(
                 (nn.functional.mse_loss(module(inputs), target) / parts).backward()
 
             if part < parts - 1:
-                with quiet.no_sync():
+                with no_sync_owner.no_sync():
                     backward()
             else:
                 backward()
@@ -161,14 +161,14 @@ def test_ten_steps_give_the_weights_of_ddp(
 
 @pytest.mark.parametrize("mode", ["hierarchical decoupled", "hierarchical all_reduce"])
 def test_hierarchical_averages_give_the_weights_of_ddp(mode: str, tmp_path: Path) -> None:
-    """Of workers 0 and 2 on one node, 1 and 3 on the other."""
+    """Workers 0 and 2 are on one node, 1 and 3 on the other."""
 
     def work(ctx: DistContext) -> list[dict[str, Tensor]]:
-        nested = {"mode": mode, "node": f"node{ctx.rank % 2}", "bucket_bytes": 1000}
+        hierarchical = {"mode": mode, "node": f"node{ctx.rank % 2}", "bucket_bytes": 1000}
         same = {"clip": True, "parts": 2}
         return [
             train(ctx, "tied", "adamw", ours=False, **same),
-            train(ctx, "tied", "adamw", ours=True, **same, **nested),
+            train(ctx, "tied", "adamw", ours=True, **same, **hierarchical),
         ]
 
     found = run_stages(4, work, tmp_path)
@@ -180,7 +180,7 @@ def test_hierarchical_averages_give_the_weights_of_ddp(mode: str, tmp_path: Path
 @pytest.mark.long
 @pytest.mark.timeout(100)
 def test_bucket_autotuning_gives_the_weights_of_ddp(tmp_path: Path) -> None:
-    """All workers change at the same steps to the same buckets, and settle; state is moved."""
+    """All workers switch to the same buckets at the same steps, with their state, and settle."""
 
     def trained(ctx: DistContext, module: nn.Module, optimizer: Any) -> Iterator[int]:
         for step in range(130):
@@ -213,11 +213,14 @@ def test_bucket_autotuning_gives_the_weights_of_ddp(tmp_path: Path) -> None:
             if number == num_steps:
                 break
         pairs = zip(model.parameters(), expected.parameters(), strict=True)
-        difference = max((mine - its).abs().max().item() for mine, its in pairs)
+        difference = max(
+            (actual_weight - expected_weight).abs().max().item()
+            for actual_weight, expected_weight in pairs
+        )
         return optimizer.is_tuned, num_steps, sorted(seen), str(optimizer.candidate), difference
 
     one, other = run_stages(2, work, tmp_path, timeout=90)
-    assert one[:-1] == other[:-1], "both do the same"
+    assert one[:-1] == other[:-1], "the workers differ"
     is_tuned, num_steps, seen, candidate, _ = one
     assert is_tuned
     assert candidate in seen

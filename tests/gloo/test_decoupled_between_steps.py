@@ -1,4 +1,4 @@
-"""What may come between the steps of a decoupled optimizer: checkpoints, evaluation, losses."""
+"""Between the steps of a DistributedOptimizer: checkpoints, evaluation, lost workers."""
 
 import copy
 import os
@@ -31,7 +31,7 @@ from tests.gloo.replicas import run_with_failures
 
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_state_dict_equals_that_of_plain_optimizer(num_workers: int, tmp_path: Path) -> None:
-    """From one process to several, and back to one."""
+    """A checkpoint moves from one process to several, and back to one."""
 
     def work(ctx: DistContext) -> tuple[dict[str, Any], dict[str, Any]]:
         torch.use_deterministic_algorithms(True)
@@ -65,9 +65,9 @@ def test_state_dict_equals_that_of_plain_optimizer(num_workers: int, tmp_path: P
         assert close_to(weights, expected_weights)
         assert saved["param_groups"] == expected["param_groups"]
         assert saved["state"].keys() == expected["state"].keys()
-        for index, of in expected["state"].items():
-            assert saved["state"][index].keys() == of.keys()
-            assert close_to(saved["state"][index], of)
+        for index, entry in expected["state"].items():
+            assert saved["state"][index].keys() == entry.keys()
+            assert close_to(saved["state"][index], entry)
 
 
 def test_eval_and_state_dict_see_the_last_update(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_zero_grad_discards_backward_without_step(tmp_path: Path) -> None:
 
 
 def test_grad_scaler_skips_the_same_steps_on_all_ranks(tmp_path: Path) -> None:
-    """Step 1 overflows on rank 1 alone, in the first layer, which rank 0 may own."""
+    """Step 1 overflows only on rank 1, in the first layer, which rank 0 may own."""
 
     def work(ctx: DistContext) -> tuple[dict[str, Tensor], float]:
         model = stack()
@@ -168,7 +168,7 @@ def test_compiled_model_matches_single_process(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> bool:
         model, reference = stack(), stack()
         optimizer, plain = wrap_optimizer(model), adam(reference)
-        # Dynamo looks at what flows between the graphs, which the hooks cut apart.
+        # The hooks break the graph; dynamo reads .grad of the tensors in between.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
         compiled = torch.compile(model, backend="aot_eager")
         train_steps(ctx, compiled, optimizer, range(4))

@@ -1,4 +1,4 @@
-"""What a decoupled optimizer cannot do is told, with what to do instead."""
+"""DistributedOptimizer refuses misuse with an error that names the fix."""
 
 from pathlib import Path
 
@@ -30,56 +30,56 @@ def test_misuse_errors_name_the_fix(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> dict[str, str]:
         model = stack()
         optimizer = wrap_optimizer(model)
-        said = {"no backward": error_of(optimizer.step)}
+        errors = {"no backward": error_of(optimizer.step)}
         loss_of(model, inputs_of(ctx.rank, 0)).backward()
         parameters = list(model.parameters())
-        said["clip"] = error_of(lambda: nn.utils.clip_grad_norm_(parameters, 1.0))
-        said["again"] = error_of(lambda: loss_of(model, inputs_of(ctx.rank, 1)).backward())
+        errors["clip"] = error_of(lambda: nn.utils.clip_grad_norm_(parameters, 1.0))
+        errors["again"] = error_of(lambda: loss_of(model, inputs_of(ctx.rank, 1)).backward())
         optimizer.step()
-        said["forgotten"] = error_of(lambda: loss_of(model, inputs_of(ctx.rank, 1)).backward())
+        errors["forgotten"] = error_of(lambda: loss_of(model, inputs_of(ctx.rank, 1)).backward())
         optimizer.zero_grad()
         saved = optimizer.state_dict()
         saved["state"][1]["exp_avg"] = torch.zeros(3, 3)
-        said["shape"] = error_of(lambda: optimizer.load_state_dict(saved))
+        errors["shape"] = error_of(lambda: optimizer.load_state_dict(saved))
         saved["param_groups"][0]["params"] = [0, 1]
-        said["groups"] = error_of(lambda: optimizer.load_state_dict(saved))
+        errors["groups"] = error_of(lambda: optimizer.load_state_dict(saved))
         optimizer.close()
         other = stack()
-        said["foreign"] = error_of(lambda: wrap_optimizer(model, adam(other)))
-        said["swapped"] = error_of(lambda: DistributedOptimizer(model, adam(model)))
+        errors["foreign"] = error_of(lambda: wrap_optimizer(model, adam(other)))
+        errors["swapped"] = error_of(lambda: DistributedOptimizer(model, adam(model)))
         muon = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
-        said["muon"] = error_of(lambda: wrap_optimizer(model, muon))
+        errors["muon"] = error_of(lambda: wrap_optimizer(model, muon))
         wrapped = DistributedDataParallel(other)
-        said["ddp"] = error_of(lambda: wrap_optimizer(wrapped))
+        errors["ddp"] = error_of(lambda: wrap_optimizer(wrapped))
         sharded = stack()
         fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
-        said["fsdp2"] = error_of(lambda: wrap_optimizer(sharded))
+        errors["fsdp2"] = error_of(lambda: wrap_optimizer(sharded))
         larger = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5 + ctx.rank))
-        said["differs"] = error_of(lambda: wrap_optimizer(larger))
-        return said
+        errors["differs"] = error_of(lambda: wrap_optimizer(larger))
+        return errors
 
-    for said in run_stages(2, work, tmp_path):
-        assert "step() without a backward()" in said["no backward"]
-        assert "optimizer.clip_grad_norm_(max_norm)" in said["clip"]
-        assert "with optimizer.no_sync()" in said["again"]
-        assert "call optimizer.zero_grad()" in said["forgotten"]
-        assert "exp_avg of 0.bias has shape (3, 3) in the checkpoint" in said["shape"]
-        assert "groups of [2]" in said["groups"]
-        assert "not the model's" in said["foreign"]
-        assert "an optimizer of torch.optim, then the model" in said["swapped"]
-        assert "the optimizer Muon" in said["muon"]
-        assert "give the module inside" in said["ddp"]
-        assert "leave out fully_shard" in said["fsdp2"]
-        assert "parameter 2 is '1.weight' (" in said["differs"]
+    for errors in run_stages(2, work, tmp_path):
+        assert "step() without a backward()" in errors["no backward"]
+        assert "optimizer.clip_grad_norm_(max_norm)" in errors["clip"]
+        assert "with optimizer.no_sync()" in errors["again"]
+        assert "call optimizer.zero_grad()" in errors["forgotten"]
+        assert "exp_avg of 0.bias has shape (3, 3) in the checkpoint" in errors["shape"]
+        assert "groups of [2]" in errors["groups"]
+        assert "not the model's" in errors["foreign"]
+        assert "an optimizer of torch.optim, then the model" in errors["swapped"]
+        assert "the optimizer Muon" in errors["muon"]
+        assert "model.module" in errors["ddp"]
+        assert "fully_shard" in errors["fsdp2"]
+        assert "parameter 2 is '1.weight' (" in errors["differs"]
 
 
 def test_moved_or_replaced_parameters_are_refused(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> dict[str, str]:
-        said = {}
+        errors = {}
         model = stack()
         optimizer = wrap_optimizer(model)
         train_steps(ctx, model, optimizer, range(1))
-        said["replaced"] = error_of(
+        errors["replaced"] = error_of(
             lambda: model.load_state_dict(stack(1).state_dict(), assign=True)
         )
         optimizer.close()
@@ -87,30 +87,30 @@ def test_moved_or_replaced_parameters_are_refused(tmp_path: Path) -> None:
         optimizer = wrap_optimizer(model)
         train_steps(ctx, model, optimizer, range(1))
         model[0].weight.data = model[0].weight.data.clone()
-        said["moved"] = error_of(lambda: train_steps(ctx, model, optimizer, range(1, 2)))
-        said["mode"] = error_of(lambda: wrap_optimizer(stack(), mode="hierarchical decoupled"))
-        said["group"] = error_of(lambda: optimizer.add_param_group({"params": []}))
+        errors["moved"] = error_of(lambda: train_steps(ctx, model, optimizer, range(1, 2)))
+        errors["mode"] = error_of(lambda: wrap_optimizer(stack(), mode="hierarchical decoupled"))
+        errors["group"] = error_of(lambda: optimizer.add_param_group({"params": []}))
         sparse = nn.Sequential(nn.Embedding(4, WIDTH, sparse=True))
         lookup = wrap_optimizer(sparse, torch.optim.SGD(sparse.parameters()))
-        said["sparse"] = error_of(lambda: sparse(torch.tensor([1])).sum().backward())
+        errors["sparse"] = error_of(lambda: sparse(torch.tensor([1])).sum().backward())
         lookup.close()
-        said["no mode"] = error_of(lambda: wrap_optimizer(stack(), mode="best"))
-        said["size"] = error_of(lambda: wrap_optimizer(stack(), bucket_bytes=0))
-        return said
+        errors["no mode"] = error_of(lambda: wrap_optimizer(stack(), mode="best"))
+        errors["size"] = error_of(lambda: wrap_optimizer(stack(), bucket_bytes=0))
+        return errors
 
-    for said in run_stages(2, work, tmp_path):
-        assert "0.weight was replaced" in said["replaced"]
-        assert "without assign=True" in said["replaced"]
-        assert "0.weight was moved" in said["moved"]
-        assert "two nodes or more" in said["mode"]
-        assert "a parameter group added" in said["group"]
-        assert "sparse=False" in said["sparse"]
-        assert "mode='best'" in said["no mode"]
-        assert "bucket_bytes=0" in said["size"]
+    for errors in run_stages(2, work, tmp_path):
+        assert "0.weight was replaced" in errors["replaced"]
+        assert "without assign=True" in errors["replaced"]
+        assert "0.weight was moved" in errors["moved"]
+        assert "two nodes or more" in errors["mode"]
+        assert "a parameter group added" in errors["group"]
+        assert "sparse=False" in errors["sparse"]
+        assert "mode='best'" in errors["no mode"]
+        assert "bucket_bytes=0" in errors["size"]
 
 
 def test_use_after_destroy_process_group_is_refused(tmp_path: Path) -> None:
-    """Of a job of one worker, too."""
+    """The error also comes in a job of one worker."""
 
     def work() -> list[str]:
         store = f"file://{tmp_path / 'store'}"
@@ -123,8 +123,8 @@ def test_use_after_destroy_process_group_is_refused(tmp_path: Path) -> None:
         dist.destroy_process_group()
         return [error_of(optimizer.step), error_of(optimizer.state_dict)]
 
-    for said in run_single_process(work, tmp_path):
-        assert "after destroy_process_group()" in said
+    for errors in run_single_process(work, tmp_path):
+        assert "after destroy_process_group()" in errors
 
 
 def test_error_without_process_group_names_torchrun() -> None:

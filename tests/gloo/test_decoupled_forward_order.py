@@ -1,4 +1,4 @@
-"""Weights that are used in other ways than by calling their layers, or not at all for a while."""
+"""Weights that are used without a call of their module, or not used for some steps."""
 
 import time
 from pathlib import Path
@@ -51,14 +51,14 @@ def test_step_waits_for_weight_read_without_its_module(tmp_path: Path) -> None:
 
 
 def test_eval_may_use_other_modules_than_training(tmp_path: Path) -> None:
-    """It reads the weight of a layer that training calls."""
+    """Evaluation reads the weight of a layer that training calls."""
 
     def work(ctx: DistContext) -> list[bool]:
         model, reference = Borrowing(), Borrowing()
         inner, plain = adam(model), adam(reference)
-        if ctx.rank == 1:  # its part of the update comes late
+        if ctx.rank == 1:  # its shard of the update comes late
             inner.register_step_pre_hook(lambda *_: time.sleep(0.1))
-        optimizer = wrap_optimizer(model, inner, bucket_bytes=170)  # a layer each
+        optimizer = wrap_optimizer(model, inner, bucket_bytes=170)  # one layer per bucket
         same = []
         for step in range(3):
             for each in (model, reference):
@@ -79,20 +79,20 @@ def test_eval_may_use_other_modules_than_training(tmp_path: Path) -> None:
 
 
 def test_weight_read_before_its_update_is_refused(tmp_path: Path) -> None:
-    """Its layer was called in the first step, and is not any more."""
+    """The layer is called in the first two steps, and only its weight is read in the third."""
 
     def work(ctx: DistContext) -> str:
         model = Borrowing()
         model.calls_lender = True
-        optimizer = wrap_optimizer(model, bucket_bytes=170)  # a layer each
+        optimizer = wrap_optimizer(model, bucket_bytes=170)  # one layer per bucket
         train_steps(ctx, model, optimizer, range(2))
         model.calls_lender = False
-        said = error_of(lambda: train_steps(ctx, model, optimizer, range(2, 3)))
+        message = error_of(lambda: train_steps(ctx, model, optimizer, range(2, 3)))
         optimizer.synchronize()
-        return said
+        return message
 
-    for said in run_stages(2, work, tmp_path):
-        assert "lender.weight was used before its update had arrived" in said
+    for message in run_stages(2, work, tmp_path):
+        assert "lender.weight was used before its update" in message
 
 
 def test_layers_may_be_frozen_and_unfrozen_between_steps(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Averages that are gathered during the next forward are those of a worker that waits for them."""
+"""Averages that are all-gathered during the next forward equal those of a worker that waits."""
 
 import copy
 import threading
@@ -23,7 +23,7 @@ from tests.gloo.pipelines import random_batch, run_stages, stack_of, step
 from tests.gloo.replicas import TIMEOUT, Point, run_replicas
 
 WIDTH = 8
-FULL_GROUP = {  # options with which three workers are one group
+FULL_GROUP = {  # options with which three workers form one group
     "age": {"window": float("inf"), "group_size": 3},
     "adaptive": {"window": float("inf"), "group_size": 3},
     "random": {"group_size": 3},
@@ -33,7 +33,7 @@ FULL_GROUP = {  # options with which three workers are one group
 
 
 class Normalised(nn.Sequential):
-    """In evaluation it takes the weights of its last layer, and does not call it."""
+    """In evaluation, uses the weights of its last layer without calling it."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -47,7 +47,7 @@ class Normalised(nn.Sequential):
 
 
 class Tied(nn.Module):
-    """One weight in two modules, of which the second is called first."""
+    """One weight shared by two modules; the one registered last is called first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Tied(nn.Module):
 
 
 class Uncalled(nn.Module):
-    """One module is never used, the weights of another are used though it is not called."""
+    """One module is never used; the weights of another are used without calling it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,19 +83,19 @@ class Checkpointed(nn.Module):
 
 
 def use_small_buckets() -> None:
-    """From now on in this process: many buckets, of which each member owns a part."""
+    """Make this process use many buckets, with a shard per member."""
     exchange.SMALL, split_all_reduce.BUCKET = 0, 100
 
 
 def delay_all_gather(seconds: float = 0.1) -> None:
-    """From now on in this process: whoever does not wait for an average is ahead of it."""
+    """Make all-gathers of this process late, so that code that does not wait sees old weights."""
     gather = split_all_reduce.SplitAllReduce.all_gather
 
-    def late(*args: Any) -> str | None:
+    def delayed(*args: Any) -> str | None:
         time.sleep(seconds)
         return gather(*args)
 
-    split_all_reduce.SplitAllReduce.all_gather = late
+    split_all_reduce.SplitAllReduce.all_gather = delayed
 
 
 def inputs_of(rank: int, number: int) -> Tensor:
@@ -135,13 +135,13 @@ def train_step(
     return loss.detach()
 
 
-def content(of: Any) -> list[Tensor]:
-    """All tensors in a state, as they are now."""
-    if isinstance(of, Tensor):
-        return [of.detach().clone()]
-    if isinstance(of, dict):
-        return [tensor for key in of for tensor in content(of[key])]
-    return [tensor for item in of for tensor in content(item)] if isinstance(of, list) else []
+def content(state: Any) -> list[Tensor]:
+    """Return clones of all tensors in a state."""
+    if isinstance(state, Tensor):
+        return [state.detach().clone()]
+    if isinstance(state, dict):
+        return [tensor for key in state for tensor in content(state[key])]
+    return [tensor for item in state for tensor in content(item)] if isinstance(state, list) else []
 
 
 def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
@@ -157,7 +157,7 @@ def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
         ("random", sgd, "local", Tied),
         ("partial_reduce", sgd, "average", Uncalled),
         ("age", adamw, "average", Checkpointed),
-        ("all_reduce", sgd, "local", Tied),  # of models, at every second step
+        ("all_reduce", sgd, "local", Tied),  # averages models, every second step
     ],
 )
 def test_decoupled_training_is_bitwise_equal(
@@ -179,8 +179,8 @@ def test_decoupled_training_is_bitwise_equal(
             with sync:
                 losses = [train_step(ctx, number, model, updates, sync) for number in range(6)]
             found.append((losses, content(model.state_dict()), content(updates.state_dict())))
-        plain, ours = found
-        return equal(ours[0], plain[0]), equal(ours[1] + ours[2], plain[1] + plain[2]), ours[1]
+        plain, split = found
+        return equal(split[0], plain[0]), equal(split[1] + split[2], plain[1] + plain[2]), split[1]
 
     found = run_replicas(3, work, tmp_path)
     assert [(losses, states) for losses, states, _ in found] == [(True, True)] * 3
@@ -192,12 +192,12 @@ def test_forward_starts_before_all_gather_ends(tmp_path: Path) -> None:
 
     def work(ctx: DistContext) -> list[bool]:
         use_small_buckets()
-        computed, reach, held = threading.Event(), StreamingBuffer.mark_filled, []
+        computed, mark_filled, held = threading.Event(), StreamingBuffer.mark_filled, []
 
         def hold(streaming_buffer: StreamingBuffer, num: int) -> None:
             if num == streaming_buffer.value.numel():
                 held.append(computed.wait(10.0))
-            reach(streaming_buffer, num)
+            mark_filled(streaming_buffer, num)
 
         model, optimizer, sync = make_replica(lambda: stack_of(4), decoupled=True)
         with sync:
@@ -217,7 +217,7 @@ def test_compiled_model_waits_in_forward_hooks(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[bool, int]:
         use_small_buckets()
         delay_all_gather(0.05)
-        warnings.simplefilter("ignore")  # of torch, where its graphs break
+        warnings.simplefilter("ignore")  # torch warns of graph breaks
         found = []
         for decoupled in (True, False):
             model, optimizer, sync = make_replica(Normalised, decoupled=decoupled)
@@ -265,7 +265,7 @@ def test_reads_between_steps_see_the_average(tmp_path: Path) -> None:
 
 
 def test_pending_average_does_not_overwrite_loaded_weights(tmp_path: Path) -> None:
-    """An average that is still on its way does not come over them."""
+    """Loading waits for an average that is still arriving."""
 
     def work(ctx: DistContext) -> bool:
         use_small_buckets()
@@ -282,7 +282,7 @@ def test_pending_average_does_not_overwrite_loaded_weights(tmp_path: Path) -> No
 
 
 def test_worker_may_leave_before_average_all(tmp_path: Path) -> None:
-    """Whoever leaves in order is missed by nobody: all have what they need of it."""
+    """A worker that leaves has sent all its shards: no repair is needed."""
 
     def work(ctx: DistContext) -> list[Tensor]:
         use_small_buckets()
@@ -331,8 +331,8 @@ def test_pipeline_stages_all_gather_during_forward(tmp_path: Path) -> None:
                 with GroupSync(
                     pipeline, optimizer, "age", options=options, decoupled=decoupled
                 ) as sync:
-                    for turn in range(4):
-                        step(pipeline, *random_batch(8, 8, seed=10 * number + turn))
+                    for batch in range(4):
+                        step(pipeline, *random_batch(8, 8, seed=10 * number + batch))
                         optimizer.step()
                         sync.step()
                         optimizer.zero_grad()
@@ -345,7 +345,7 @@ def test_pipeline_stages_all_gather_during_forward(tmp_path: Path) -> None:
 
 
 BAD = [
-    ({"policy": "age", "overlap": True}, "overlap=True and decoupled=True", "alone"),
+    ({"policy": "age", "overlap": True}, "overlap=True and decoupled=True", "overlap=True"),
     ({"policy": "all_reduce"}, "decoupled=True under all_reduce", "DistributedOptimizer"),
     ({"policy": "balanced"}, "decoupled=True under balanced", "DistributedOptimizer"),
     ({"policy": "static"}, "decoupled=True under static", "use age"),
@@ -370,7 +370,7 @@ def test_policies_that_cannot_decouple_are_refused(tmp_path: Path) -> None:
             Pipeline(
                 Point(), loss_fn=lambda y, _: y, flush=False, num_microbatches=1, schedule="1f1b"
             ) as pipeline,
-            pytest.raises(PolicyError, match="never flushed"),
+            pytest.raises(PolicyError, match="flush=False"),
         ):
             GroupSync(pipeline, sgd(pipeline.module), "age", decoupled=True)
         return reasons

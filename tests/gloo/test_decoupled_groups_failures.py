@@ -1,4 +1,4 @@
-"""Workers lost before, between and after the halves of an average: the others stay exact copies."""
+"""Workers lost at any point of a split all-reduce: the survivors stay exact copies."""
 
 import os
 import signal
@@ -21,8 +21,8 @@ from polyrhythm.sync.protocol import Done
 from tests.gloo.replicas import TIMEOUT, Point, run_with_failures, target_of, train
 
 VICTIM, NUM, SIZE, RATE, LAST = 2, 4, 12, 0.5, 8
-FAILING_ROUND = 2  # the number of the average in which somebody dies
-OWNED = [2, 6, 10]  # what the victim owns: three buckets of four numbers, one for each member
+FAILING_ROUND = 2  # the number of the average in which a worker dies
+OWNED = [2, 6, 10]  # the victim's shards: three buckets of four numbers, one per member
 
 
 def die(*_: object, **__: object) -> None:
@@ -33,12 +33,16 @@ def use_small_buckets() -> None:
     exchange.SMALL, split_all_reduce.BUCKET = 0, 16
 
 
-def on_third_call(does: Callable[..., Any], usual: Callable[..., Any]) -> Callable[..., Any]:
-    """What `usual` is replaced by: the third call is another."""
+def on_third_call(
+    replacement: Callable[..., Any], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function that calls `replacement` the third time, else `original`."""
     count = iter(range(1000))
 
     def called(*args: Any, **more: Any) -> Any:
-        return does(*args, **more) if next(count) == FAILING_ROUND else usual(*args, **more)
+        return (
+            replacement(*args, **more) if next(count) == FAILING_ROUND else original(*args, **more)
+        )
 
     return called
 
@@ -46,7 +50,7 @@ def on_third_call(does: Callable[..., Any], usual: Callable[..., Any]) -> Callab
 def train_and_record(
     ctx: DistContext, watch: Callable[[GroupSync], None] = lambda _: None
 ) -> list[Tensor]:
-    """What the weights were after each local update and each average, and consolidated."""
+    """Return the weights after each local update, each average and the final `average_all`."""
     model = Point(SIZE)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     options, seen = {"window": float("inf"), "group_size": NUM}, []
@@ -58,43 +62,43 @@ def train_and_record(
             optimizer.zero_grad()
             model(target_of(ctx.rank, SIZE)).backward()
             optimizer.step()
-            seen.append(model.place.detach().clone())
+            seen.append(model.weight.detach().clone())
             sync.step()
             sync.refresh()
-            seen.append(model.place.detach().clone())
+            seen.append(model.weight.detach().clone())
         sync.average_all()
-        seen.append(model.place.detach().clone())
+        seen.append(model.weight.detach().clone())
     return seen
 
 
 def before_and_after(found: dict[int, list[Tensor]], average: int) -> tuple[Tensor, Tensor]:
-    """Of those who are left: what they brought to an average, and what all of them have got."""
-    brought = torch.stack([seen[2 * average] for seen in found.values()])
-    got = torch.stack([seen[2 * average + 1] for seen in found.values()])
-    return brought, got
+    """Return the survivors' weights before and after an average."""
+    before = torch.stack([seen[2 * average] for seen in found.values()])
+    after = torch.stack([seen[2 * average + 1] for seen in found.values()])
+    return before, after
 
 
 def expected_victim_weights() -> Tensor:
-    """What it would have brought to the average in which it dies: the others show it before."""
-    ctx = torch.zeros(SIZE)
+    """Return the weights that the victim publishes in the round in which it dies."""
+    weight = torch.zeros(SIZE)
     targets = torch.stack([target_of(rank, SIZE) for rank in range(NUM)])
     for _ in range(FAILING_ROUND):
-        ctx = ctx + RATE * (targets.mean(0) - ctx)
-    return ctx + RATE * (targets[VICTIM] - ctx)
+        weight = weight + RATE * (targets.mean(0) - weight)
+    return weight + RATE * (targets[VICTIM] - weight)
 
 
 def check_survivors_agree(found: dict[int, list[Tensor]]) -> None:
     for average in range(LAST):
-        _, got = before_and_after(found, average)
-        assert (got == got[0]).all(), f"average {average}"
-        assert got.isfinite().all()
-    ends = [seen[-1] for seen in found.values()]
-    assert all(torch.equal(end, ends[0]) for end in ends)
+        _, after = before_and_after(found, average)
+        assert (after == after[0]).all(), f"average {average}"
+        assert after.isfinite().all()
+    final = [seen[-1] for seen in found.values()]
+    assert all(torch.equal(end, final[0]) for end in final)
     targets = torch.stack([target_of(rank, SIZE) for rank in found])
-    torch.testing.assert_close(ends[0], targets.mean(0), atol=0.1, rtol=0)  # where they go now
+    torch.testing.assert_close(final[0], targets.mean(0), atol=0.1, rtol=0)
 
 
-def test_shard_sent_to_nobody_is_taken_from_first_survivor(tmp_path: Path) -> None:
+def test_unsent_shard_is_taken_from_first_survivor(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[Tensor]:
         use_small_buckets()
         if ctx.rank == VICTIM:
@@ -103,14 +107,14 @@ def test_shard_sent_to_nobody_is_taken_from_first_survivor(tmp_path: Path) -> No
 
     found = run_with_failures(NUM, work, tmp_path, lost={VICTIM})
     check_survivors_agree(found)
-    brought, got = before_and_after(found, FAILING_ROUND)
-    expected = (brought.sum(0) + expected_victim_weights()) / NUM
-    expected[OWNED] = brought[0][OWNED]
-    torch.testing.assert_close(got[0], expected)
+    before, after = before_and_after(found, FAILING_ROUND)
+    expected = (before.sum(0) + expected_victim_weights()) / NUM
+    expected[OWNED] = before[0][OWNED]
+    torch.testing.assert_close(after[0], expected)
 
 
 def test_shard_sent_to_one_survivor_reaches_all(tmp_path: Path) -> None:
-    """The last one to whom it is sent: the others ask in vain, before."""
+    """Only the last survivor receives the shard; the others wait for it before."""
 
     def send_only_to_last(ctx: DistContext) -> None:
         send, post = exchange.PostedMessages.send, split_all_reduce.post_all_gather
@@ -123,7 +127,7 @@ def test_shard_sent_to_one_survivor_reaches_all(tmp_path: Path) -> None:
             exchange.PostedMessages.send = send_to_the_last
             post(messages, members, *args, **more)
             messages._connections.flush(10.0)
-            time.sleep(0.2)  # it is there
+            time.sleep(0.2)  # the shard has arrived
             die()
 
         split_all_reduce.post_all_gather = on_third_call(post_and_die, post)
@@ -136,28 +140,28 @@ def test_shard_sent_to_one_survivor_reaches_all(tmp_path: Path) -> None:
 
     found = run_with_failures(NUM, work, tmp_path, lost={VICTIM})
     check_survivors_agree(found)
-    brought, got = before_and_after(found, FAILING_ROUND)
-    torch.testing.assert_close(got[0], (brought.sum(0) + expected_victim_weights()) / NUM)
+    before, after = before_and_after(found, FAILING_ROUND)
+    torch.testing.assert_close(after[0], (before.sum(0) + expected_victim_weights()) / NUM)
 
 
 @pytest.mark.parametrize("second", [1, 3])
-def test_second_failure_during_repair(second: int, tmp_path: Path) -> None:
+def test_survivors_agree_after_second_failure_during_repair(second: int, tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[Tensor]:
         use_small_buckets()
         if ctx.rank == VICTIM:
             SplitAllReduce.all_gather = on_third_call(die, SplitAllReduce.all_gather)
         if ctx.rank == second:
-            SplitAllReduce._transfer_parts = die
+            SplitAllReduce._transfer_shards = die
         return train_and_record(ctx)
 
     found = run_with_failures(NUM, work, tmp_path, lost={VICTIM, second})
     for average in range(LAST):
-        _, got = before_and_after(found, average)
-        assert (got == got[0]).all(), f"average {average}"
+        _, after = before_and_after(found, average)
+        assert (after == after[0]).all(), f"average {average}"
 
 
 def test_stalled_member_is_left_out_and_keeps_its_weights(tmp_path: Path) -> None:
-    """It is alive, and says nothing for longer than the others wait."""
+    """It is alive, but sends nothing for longer than the others' timeout."""
 
     def work(ctx: DistContext) -> list[Tensor]:
         use_small_buckets()
@@ -167,52 +171,52 @@ def test_stalled_member_is_left_out_and_keeps_its_weights(tmp_path: Path) -> Non
             1.0,
         )
 
-        def still(*args: Any) -> Any:
+        def stall(*args: Any) -> Any:
             time.sleep(5.0)
             return gather(*args)
 
-        def soon(half: SplitAllReduce, _: float, should_stop: Any) -> Any:
-            return gather(half, 0.0, should_stop)
+        def gather_with_short_timeout(split: SplitAllReduce, _: float, should_stop: Any) -> Any:
+            return gather(split, 0.0, should_stop)
 
-        SplitAllReduce.all_gather = on_third_call(still, gather) if ctx.rank == VICTIM else soon
+        SplitAllReduce.all_gather = (
+            on_third_call(stall, gather) if ctx.rank == VICTIM else gather_with_short_timeout
+        )
         return train_and_record(ctx)
 
     found = run_with_failures(NUM, work, tmp_path, lost=set())
     late = found.pop(VICTIM)
-    _, got = before_and_after(found, FAILING_ROUND)
-    assert (got == got[0]).all()
-    assert torch.equal(late[2 * FAILING_ROUND], late[2 * FAILING_ROUND + 1]), (
-        "as if there had been no average"
-    )
-    ends = [late[-1], *(seen[-1] for seen in found.values())]
-    assert all(torch.equal(end, ends[0]) for end in ends), "consolidated"
+    _, after = before_and_after(found, FAILING_ROUND)
+    assert (after == after[0]).all()
+    assert torch.equal(late[2 * FAILING_ROUND], late[2 * FAILING_ROUND + 1]), "not undone"
+    final = [late[-1], *(seen[-1] for seen in found.values())]
+    assert all(torch.equal(end, final[0]) for end in final), "unequal after average_all"
 
 
 def die_at(point: str) -> None:
-    """This process is killed the third time that it comes there."""
+    """Kill this process the third time that it reaches `point`."""
     if point == "before the exchange":
         averager.PeerConnections.connect = on_third_call(die, averager.PeerConnections.connect)
-    elif point == "in the first half":
+    elif point == "in the reduce-scatter":
         count = iter(range(1000))
-        weighted = exchange._weighted
+        weighted_sum = exchange._weighted_sum
         third = 3 * FAILING_ROUND + 1  # the second of three buckets
-        exchange._weighted = lambda *a: die() if next(count) == third else weighted(*a)
+        exchange._weighted_sum = lambda *a: die() if next(count) == third else weighted_sum(*a)
     elif point == "before Done":
         averager.Done = on_third_call(die, averager.Done)
     else:
         assert point == "after Done"
-        send, said = CoordinatorClient.send, iter(range(1000))
+        send, done_numbers = CoordinatorClient.send, iter(range(1000))
 
         def send_and_die(client: CoordinatorClient, message: Any) -> None:
             send(client, message)
-            if isinstance(message, Done) and next(said) == FAILING_ROUND:
-                time.sleep(0.05)  # it is on its way
+            if isinstance(message, Done) and next(done_numbers) == FAILING_ROUND:
+                time.sleep(0.05)  # the message is sent
                 die()
 
         CoordinatorClient.send = send_and_die
 
 
-@pytest.mark.parametrize("point", ["before the exchange", "in the first half", "before Done"])
+@pytest.mark.parametrize("point", ["before the exchange", "in the reduce-scatter", "before Done"])
 def test_aborted_average_leaves_weights_unchanged(point: str, tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[list[Tensor], list[Tensor]]:
         use_small_buckets()
@@ -223,7 +227,7 @@ def test_aborted_average_leaves_weights_unchanged(point: str, tmp_path: Path) ->
         def watch(sync: GroupSync) -> None:
             def aborted(*args: Any) -> None:
                 abort(*args)
-                at_abort.append(sync._model.module.place.detach().clone())
+                at_abort.append(sync._model.module.weight.detach().clone())
 
             Averager._abort = aborted
 
@@ -232,8 +236,8 @@ def test_aborted_average_leaves_weights_unchanged(point: str, tmp_path: Path) ->
     found = run_with_failures(NUM, work, tmp_path, lost={VICTIM})
     check_survivors_agree({rank: seen for rank, (seen, _) in found.items()})
     for seen, at_abort in found.values():
-        assert at_abort, "it was given up"
-        assert all(torch.equal(ctx, seen[2 * FAILING_ROUND]) for ctx in at_abort)
+        assert at_abort, "no average was aborted"
+        assert all(torch.equal(weight, seen[2 * FAILING_ROUND]) for weight in at_abort)
 
 
 @pytest.mark.parametrize("policy", ["age", "smart", "partial_reduce"])
@@ -244,17 +248,17 @@ def test_groups_continue_when_member_dies_after_done(policy: str, tmp_path: Path
         options = {"group_size": 2, "timeout": 0.5} if policy == "partial_reduce" else {}
         with train(ctx, 20, policy, decoupled=True, options=options) as sync:
             sync.average_all()
-            return sync.num_steps, sync._model.module.place.detach().clone()
+            return sync.num_steps, sync._model.module.weight.detach().clone()
 
     found = run_with_failures(NUM, work, tmp_path, lost={VICTIM})
-    places = [ctx for _, ctx in found.values()]
+    weights = [weight for _, weight in found.values()]
     assert [steps for steps, _ in found.values()] == [20] * 3
-    assert all(torch.equal(ctx, places[0]) for ctx in places)
-    assert places[0].isfinite().all()
+    assert all(torch.equal(weight, weights[0]) for weight in weights)
+    assert weights[0].isfinite().all()
 
 
 def test_member_that_raises_in_its_loop_is_left_out(tmp_path: Path) -> None:
-    """Between its step and its next forward, while the others wait for its part."""
+    """It raises between its step and its next forward, while the others wait for its shards."""
 
     def work(ctx: DistContext) -> list[Tensor]:
         use_small_buckets()

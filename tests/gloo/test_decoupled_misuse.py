@@ -1,4 +1,4 @@
-"""What would go wrong in silence: loops, models and checkpoints that are not quite usual."""
+"""Unusual loops, models and checkpoints either train correctly or are refused."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ from tests.gloo.replicas import run_with_failures
 
 
 def test_second_backward_after_model_zero_grad_is_refused(tmp_path: Path) -> None:
-    """A step is left out after the model's own zero_grad(): told, and not averaged in part."""
+    """A backward without a step, then the model's own zero_grad(): refused, not half averaged."""
 
     def work(ctx: DistContext) -> str:
         model = stack()
@@ -36,14 +36,14 @@ def test_second_backward_after_model_zero_grad_is_refused(tmp_path: Path) -> Non
         train_steps(ctx, model, optimizer, range(2))
         loss_of(model, inputs_of(ctx.rank, 2)).backward()
         model.zero_grad()
-        said = error_of(lambda: loss_of(model, inputs_of(ctx.rank, 3)).backward())
+        error = error_of(lambda: loss_of(model, inputs_of(ctx.rank, 3)).backward())
         optimizer.zero_grad()
         train_steps(ctx, model, optimizer, range(4, 5))
         optimizer.close()
-        return said
+        return error
 
-    for said in run_stages(2, work, tmp_path):
-        assert "call optimizer.zero_grad(), not the model's" in said
+    for error in run_stages(2, work, tmp_path):
+        assert "call optimizer.zero_grad(), not the model's" in error
 
 
 def test_step_after_only_no_sync_backwards_is_refused(tmp_path: Path) -> None:
@@ -53,13 +53,13 @@ def test_step_after_only_no_sync_backwards_is_refused(tmp_path: Path) -> None:
         train_steps(ctx, model, optimizer, range(2))
         with optimizer.no_sync():
             loss_of(model, inputs_of(ctx.rank, 2)).backward()
-        assert all(p.grad is None for of in optimizer.param_groups for p in of["params"])
-        said = [error_of(lambda: optimizer.clip_grad_norm_(1.0)), error_of(optimizer.step)]
+        assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+        errors = [error_of(lambda: optimizer.clip_grad_norm_(1.0)), error_of(optimizer.step)]
         optimizer.close()
-        return said
+        return errors
 
-    for said in run_stages(2, work, tmp_path):
-        assert all("outside of no_sync() at least once" in text for text in said)
+    for errors in run_stages(2, work, tmp_path):
+        assert all("no_sync()" in text for text in errors)
 
 
 def test_submodule_state_dict_has_the_last_update(tmp_path: Path) -> None:
@@ -117,16 +117,16 @@ def test_inconsistent_settings_name_the_first_difference(
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         return error_of(lambda: wrap_optimizer(model, optimizer, **more))
 
-    for said in run_stages(2, work, tmp_path):
-        assert expected in said
+    for error in run_stages(2, work, tmp_path):
+        assert expected in error
 
 
 class Layerwise(torch.optim.SGD):
-    """Not elementwise any more, perhaps."""
+    """A subclass that may not be elementwise."""
 
 
 class Odd(nn.Module):
-    """A number without dimensions, complex ones, one frozen, an integer buffer; few of each."""
+    """A scalar, a complex, a frozen and an empty parameter, and an integer buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,16 +174,16 @@ def test_backward_of_graph_from_before_step_raises(tmp_path: Path) -> None:
         optimizer = wrap_optimizer(model)
         old = loss_of(model, inputs_of(ctx.rank, 0))
         train_steps(ctx, model, optimizer, range(2))
-        said = error_of(old.backward, kind=RuntimeError)
+        error = error_of(old.backward, kind=RuntimeError)
         optimizer.zero_grad()
-        return said
+        return error
 
-    for said in run_stages(2, work, tmp_path):
-        assert "modified by an inplace operation" in said
+    for error in run_stages(2, work, tmp_path):
+        assert "modified by an inplace operation" in error
 
 
 def test_grad_scaler_works_on_rank_without_shards(tmp_path: Path) -> None:
-    """Two numbers are trained, by three workers."""
+    """Three workers train two numbers."""
 
     def work(ctx: DistContext) -> float:
         model = nn.Linear(1, 1)
@@ -201,16 +201,16 @@ def test_grad_scaler_works_on_rank_without_shards(tmp_path: Path) -> None:
         optimizer.synchronize()
         return model.weight.item()
 
-    assert run_stages(3, work, tmp_path) == [0.0, 0.0, 0.0], "two steps of 0.5, one left out"
+    assert run_stages(3, work, tmp_path) == [0.0, 0.0, 0.0], "two steps of 0.5, one skipped"
 
 
 def test_other_optimizers_need_elementwise_and_copies_are_refused(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[str]:
         model, half = stack(), stack().to(torch.bfloat16)
-        said = [error_of(lambda: wrap_optimizer(model, Layerwise(model.parameters())))]
+        errors = [error_of(lambda: wrap_optimizer(model, Layerwise(model.parameters())))]
         optimizer = wrap_optimizer(model, Layerwise(model.parameters(), lr=0.1), elementwise=True)
         train_steps(ctx, model, optimizer, range(1))
-        said.append(error_of(optimizer.__getstate__))
+        errors.append(error_of(optimizer.__getstate__))
         optimizer.close()
         single = stack()
         before = adam(single)
@@ -220,15 +220,15 @@ def test_other_optimizers_need_elementwise_and_copies_are_refused(tmp_path: Path
         loss_of(half, inputs_of(ctx.rank, 0).to(torch.bfloat16)).backward()
         lower.step()
         lower.close()
-        return said
+        return errors
 
-    for said in run_stages(2, work, tmp_path):
-        assert "elementwise=True" in said[0]
-        assert "state_dict()" in said[1]
+    for errors in run_stages(2, work, tmp_path):
+        assert "elementwise=True" in errors[0]
+        assert "state_dict()" in errors[1]
 
 
 def test_incomplete_weights_after_peer_loss_raise(tmp_path: Path) -> None:
-    """Rank 1 dies in its update: its parts of the new weights do not come."""
+    """Rank 1 dies in its update: its shards of the new weights do not arrive."""
 
     def work(ctx: DistContext) -> list[str]:
         model = stack()
@@ -238,8 +238,8 @@ def test_incomplete_weights_after_peer_loss_raise(tmp_path: Path) -> None:
         other_has_stepped = tmp_path / "stepped"
 
         def die(*_: object) -> None:
-            ends = time.monotonic() + 30  # what it has sent before is to arrive
-            while not other_has_stepped.exists() and time.monotonic() < ends:
+            deadline = time.monotonic() + 30  # its earlier messages must arrive
+            while not other_has_stepped.exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -247,12 +247,12 @@ def test_incomplete_weights_after_peer_loss_raise(tmp_path: Path) -> None:
             inner.register_step_pre_hook(die)
         train_steps(ctx, model, optimizer, range(2, 3))
         other_has_stepped.touch()
-        said = [error_of(model.state_dict, kind=PeerError) for _ in range(3)]
-        return [*said, error_of(lambda: model(inputs_of(0, 0)), kind=PeerError)]
+        errors = [error_of(model.state_dict, kind=PeerError) for _ in range(3)]
+        return [*errors, error_of(lambda: model(inputs_of(0, 0)), kind=PeerError)]
 
-    said = run_with_failures(2, work, tmp_path, lost={1})[0]
-    assert len(said) == 4
-    assert all("lost rank 1" in text for text in said)
+    errors = run_with_failures(2, work, tmp_path, lost={1})[0]
+    assert len(errors) == 4
+    assert all("lost rank 1" in text for text in errors)
 
 
 def test_early_weight_change_and_inner_step_are_refused(tmp_path: Path) -> None:
@@ -263,24 +263,24 @@ def test_early_weight_change_and_inner_step_are_refused(tmp_path: Path) -> None:
         train_steps(ctx, model, optimizer, range(2))
         with torch.no_grad():
             model[0].weight.mul_(0.9)
-        said = [error_of(lambda: model(inputs_of(0, 0)))]
+        errors = [error_of(lambda: model(inputs_of(0, 0)))]
         optimizer.synchronize()
         with torch.no_grad():
             model[0].weight.mul_(0.9)
         train_steps(ctx, model, optimizer, range(2, 3))
-        said.append(error_of(inner.step))
-        said.append(error_of(lambda: wrap_optimizer(model, optimizer)))
+        errors.append(error_of(inner.step))
+        errors.append(error_of(lambda: wrap_optimizer(model, optimizer)))
         optimizer.close()
-        return said
+        return errors
 
     for changed, stepped, twice in run_stages(2, work, tmp_path):
-        assert "0.weight was changed while its update was on its way" in changed
-        assert "step() of an optimizer that is wrapped" in stepped
-        assert "distributed already" in twice
+        assert "0.weight was changed" in changed
+        assert "step() of the wrapped optimizer" in stepped
+        assert "already a DistributedOptimizer" in twice
 
 
 def test_ranks_in_different_calls_are_reported(tmp_path: Path) -> None:
-    """The first one alone saves, or clips; nobody reads what was meant for another call."""
+    """Only rank 0 clips; no rank reads an object that was sent for another call."""
 
     def work(ctx: DistContext) -> str:
         model = stack()
@@ -306,8 +306,8 @@ def test_clip_grad_value_on_shards_matches_single_process(tmp_path: Path) -> Non
             plain.step()
             plain.zero_grad()
             loss_of(model, inputs_of(ctx.rank, step)).backward()
-            own = [p for of in optimizer.param_groups for p in of["params"]]
-            nn.utils.clip_grad_value_(own, 0.01)
+            shards = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_value_(shards, 0.01)
             optimizer.step()
             optimizer.zero_grad()
         same = close_to(model.state_dict(), reference.state_dict())

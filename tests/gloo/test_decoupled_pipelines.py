@@ -1,4 +1,4 @@
-"""Replicas of pipeline stages whose all-reduce is decoupled train as one process would."""
+"""Replicated pipeline stages with a DistributedOptimizer train as one process does."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def pipeline_of(ctx: DistContext, *, tied: bool, **options: object) -> Pipeline:
 
 
 def single_process(*, tied: bool, clip: bool) -> dict[str, Tensor]:
-    """What all pipelines together are to do."""
+    """Train on the batches of all pipelines in one process."""
     model = model_of(tied=tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for number in range(STEPS):
@@ -107,5 +107,5 @@ def test_pipeline_without_flush_is_refused(tmp_path: Path) -> None:
                 DistributedOptimizer(optimizer, pipeline, timeout=STAGE_TIMEOUT)
             return str(caught.value)
 
-    for said in run_stages(STAGES * PIPELINES, work, tmp_path):
-        assert "use flush=True" in said
+    for message in run_stages(STAGES * PIPELINES, work, tmp_path):
+        assert "use flush=True" in message

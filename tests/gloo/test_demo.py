@@ -1,11 +1,10 @@
-"""The demo as a user runs it: a real training run, its folder, its refusals, its end by Ctrl-C."""
+"""The demo as a user runs it: real training, its run folder, rejected input, Ctrl-C."""
 
 import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import tomllib
 from collections.abc import Iterator
@@ -15,11 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from polyrhythm.cli import main
 from polyrhythm.events import Event, read_run
-from polyrhythm.processes import Child
 from polyrhythm.sync.decision_log import DecisionReader
 from polyrhythm.types import Worker
+from tests.gloo.commands import run_forked
 
 POLYRHYTHM = [sys.executable, "-m", "polyrhythm"]
 SMALL = ["--steps", "30", "--width", "32", "--context", "32", "--blocks", "2"]
@@ -29,43 +27,13 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=90, check=False)
 
 
-def run_forked(
-    *arguments: str, cwd: Path, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """The command in a process that has torch loaded: an interpreter of its own takes seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        said = [Path(folder) / name for name in ("stdout", "stderr")]
-
-        def command() -> None:
-            os.chdir(cwd)
-            os.environ |= env or {}
-            for stream, path in enumerate(said, start=1):
-                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
-            sys.stdout = os.fdopen(1, "w", buffering=1)
-            sys.stderr = os.fdopen(2, "w", buffering=1)
-            try:
-                main(arguments)
-            except SystemExit as end:
-                sys.stdout.flush()
-                os._exit(end.code if isinstance(end.code, int) else 1)
-
-        child = Child(command)
-        try:
-            status = child.wait(90)
-            assert status is not None, "it has not ended in time"
-        finally:
-            child.end()
-        out, err = (path.read_text() for path in said)
-    return subprocess.CompletedProcess(arguments, status, out, err)
-
-
 def only_run(folder: Path) -> Path:
     (found,) = (folder / "runs").iterdir()
     return found
 
 
 def losses(events: list[Event]) -> list[float]:
-    """Mean loss of each step over the pipelines."""
+    """Return the mean loss of each step over the pipelines."""
     by_step: dict[int, list[float]] = {}
     for event in events:
         if event.kind == "step" and event.step is not None and "loss" in event.values:
@@ -100,9 +68,9 @@ def test_demo_learns_and_writes_run_folder(tmp_path: Path) -> None:
             else ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]
         )
         assert len([e for e in own if e.kind == "step"]) == 30
-    course = losses(events)
-    assert len(course) == 30
-    assert sum(course[-5:]) / 5 < course[0] - 0.5
+    curve = losses(events)
+    assert len(curve) == 30
+    assert sum(curve[-5:]) / 5 < curve[0] - 0.5
 
 
 @pytest.mark.timeout(150)
@@ -133,21 +101,21 @@ def test_policy_options_reach_scheduler_and_run_folder(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(150)
 def test_torchrun_gives_the_same_losses_as_the_local_launcher(tmp_path: Path) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    there.mkdir()
-    few = [*SMALL, "--steps", "4"]
-    local = run(*POLYRHYTHM, "demo", *few, cwd=here)
+    local_folder, torchrun_folder = tmp_path / "here", tmp_path / "there"
+    local_folder.mkdir()
+    torchrun_folder.mkdir()
+    options = [*SMALL, "--steps", "4"]
+    local = run(*POLYRHYTHM, "demo", *options, cwd=local_folder)
     torchrun = run(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"),
-        *("-m", "polyrhythm", "demo", *few),
-        cwd=there,
+        *("-m", "polyrhythm", "demo", *options),
+        cwd=torchrun_folder,
     )
     assert (local.returncode, torchrun.returncode) == (0, 0), local.stderr + torchrun.stderr
     assert torchrun.stdout.count("run folder:") == 1
-    ours = losses(list(read_run(only_run(here))))
-    assert len(ours) == 4
-    assert ours == losses(list(read_run(only_run(there))))
+    expected = losses(list(read_run(only_run(local_folder))))
+    assert len(expected) == 4
+    assert expected == losses(list(read_run(only_run(torchrun_folder))))
 
 
 @pytest.mark.long
@@ -161,17 +129,17 @@ def test_torchrun_with_too_few_processes_is_rejected(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "error: 2 processes for 2 stages x 2 pipelines" in done.stderr
     assert "expected: 4 processes" in done.stderr
-    assert "polyrhythm/cli.py" not in done.stderr, "torchrun has a traceback of its own; not we"
+    assert "polyrhythm/cli.py" not in done.stderr, "only torchrun prints a traceback"
     assert not (tmp_path / "runs").exists()
 
 
 def has_events(log: Path) -> bool:
-    return log.read_bytes().count(b"\n") > 1  # the first line is the log's own
+    return log.read_bytes().count(b"\n") > 1  # the first line is the log's header
 
 
 @contextmanager
 def long_demo(cwd: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A demo that would go on for hours, in a process group as a terminal would give it."""
+    """Start a demo that would run for hours, in its own process group as in a terminal."""
     demo = subprocess.Popen(
         [*POLYRHYTHM, "demo", *SMALL, "--steps", "100000"],
         cwd=cwd,
@@ -194,24 +162,24 @@ def long_demo(cwd: Path) -> Iterator["subprocess.Popen[str]"]:
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
-    ("how", "status"),
+    ("signal_number", "status"),
     [pytest.param(signal.SIGINT, 130, marks=pytest.mark.long), (signal.SIGTERM, 143)],
 )
 def test_interrupted_demo_stops_workers_and_keeps_log(
-    tmp_path: Path, how: signal.Signals, status: int
+    tmp_path: Path, signal_number: signal.Signals, status: int
 ) -> None:
     with long_demo(tmp_path) as demo:
         workers = psutil.Process(demo.pid).children(recursive=True)
         assert len(workers) == 4
-        os.killpg(demo.pid, how)  # as Ctrl-C does: to all that the terminal started
+        os.killpg(demo.pid, signal_number)  # like Ctrl-C: to the whole process group
         _, error = demo.communicate(timeout=30)
     assert demo.returncode == status
     assert "Traceback" not in error
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert alive == []
-    left = {path.name for path in only_run(tmp_path).iterdir()}
-    left.discard("scheduler.jsonl")  # there if they had begun to average
-    assert left == {"config.toml", "events.jsonl", "plan.json"}, "no worker complained"
+    files = {path.name for path in only_run(tmp_path).iterdir()}
+    files.discard("scheduler.jsonl")  # exists if averaging had started
+    assert files == {"config.toml", "events.jsonl", "plan.json"}, "no worker failed"
 
 
 @pytest.mark.timeout(150)
@@ -222,15 +190,15 @@ def test_killed_worker_is_named_by_the_demo(tmp_path: Path) -> None:
         _, error = demo.communicate(timeout=30)
     assert demo.returncode == 1
     assert "was ended by SIGKILL" in error
-    assert "its output" not in error, "it said nothing"
+    assert "its output" not in error, "it printed nothing"
     assert "Traceback" not in error
     assert list(read_run(only_run(tmp_path)))
 
 
 @pytest.mark.timeout(150)
 def test_brackets_in_folder_name_are_not_markup(tmp_path: Path) -> None:
-    few = [*SMALL, "--steps", "2", "--stages", "1", "--pipelines", "1"]
-    done = run_forked("demo", *few, "--out", "r[/x]", cwd=tmp_path)
+    options = [*SMALL, "--steps", "2", "--stages", "1", "--pipelines", "1"]
+    done = run_forked("demo", *options, "--out", "r[/x]", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "run folder: r[/x]/demo-" in done.stdout
 
@@ -250,13 +218,13 @@ def test_demo_learns_a_user_text(tmp_path: Path) -> None:
     text.write_text("in and out goes the tide, " * 200)
     done = run_forked("demo", *SMALL, "--text", "tide.txt", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    course = losses(list(read_run(only_run(tmp_path))))
-    assert course[-1] < course[0] / 2
+    curve = losses(list(read_run(only_run(tmp_path))))
+    assert curve[-1] < curve[0] / 2
 
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--stages", "9"], "9 stages for 6 layers"),
         (["--schedule", "kfkb:0"], "k=0"),
@@ -277,20 +245,18 @@ def test_demo_learns_a_user_text(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_rejected_before_any_process_starts(
-    tmp_path: Path, arguments: list[str], says: str
+    tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     (tmp_path / "short.txt").write_text("short")
     done = run_forked("demo", *arguments, cwd=tmp_path)
     assert done.returncode == 2
-    assert says in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.skipif(
-    Path("/dev/nvidia0").exists(), reason="tells of a machine without a GPU, and this one has one"
-)
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="needs a machine without a GPU")
 def test_missing_gpu_is_rejected_by_workers(tmp_path: Path) -> None:
     done = run_forked("demo", "--device", "cuda", cwd=tmp_path)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""Means over any group: exact, the same bits for all, and out of place; pairs break alone."""
+"""Means over any group: exact, bitwise equal, out of place; a lost peer breaks only its pairs."""
 
 import os
 import signal
@@ -61,11 +61,11 @@ def test_all_members_get_identical_mean_and_inputs_are_unchanged(
                 if ctx.rank not in group:
                     found.append(None)
                     continue
-                given = values(ctx.rank, size)
+                flat = values(ctx.rank, size)
                 found.append(
-                    exchange_mean(connections, group, given, 10 * number + sizes.index(size))
+                    exchange_mean(connections, group, flat, 10 * number + sizes.index(size))
                 )
-                assert torch.equal(given, values(ctx.rank, size)), "out of place"
+                assert torch.equal(flat, values(ctx.rank, size)), "out of place"
         return found
 
     found = run_stages(5, work, tmp_path)
@@ -79,12 +79,12 @@ def test_all_members_get_identical_mean_and_inputs_are_unchanged(
 
 
 def test_half_precision_accumulates_in_float32(tmp_path: Path) -> None:
-    """256 + 1 + 1 + 1 is 256 again if it is added up in bfloat16, which has eight bits."""
+    """256 + 1 + 1 + 1 is 256 if it is summed in bfloat16, which has eight bits of precision."""
 
     def work(ctx: DistContext) -> float:
         value = 256.0 if ctx.rank == 0 else 1.0
-        given = torch.full((4,), value, dtype=torch.bfloat16)
-        return exchange_mean(connections_of(ctx), (0, 1, 2, 3), given, 1, weights=[1.0] * 4)[
+        flat = torch.full((4,), value, dtype=torch.bfloat16)
+        return exchange_mean(connections_of(ctx), (0, 1, 2, 3), flat, 1, weights=[1.0] * 4)[
             0
         ].item()
 
@@ -93,9 +93,9 @@ def test_half_precision_accumulates_in_float32(tmp_path: Path) -> None:
 
 def test_weights_follow_member_order(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[float]:
-        given = torch.full((3,), float(ctx.rank + 1))
+        flat = torch.full((3,), float(ctx.rank + 1))
         return exchange_mean(
-            connections_of(ctx), (0, 1, 2), given, 1, weights=[0.5, 0.25, 0.25]
+            connections_of(ctx), (0, 1, 2), flat, 1, weights=[0.5, 0.25, 0.25]
         ).tolist()
 
     assert run_stages(3, work, tmp_path) == [[1.75] * 3] * 3
@@ -108,32 +108,30 @@ def test_lost_member_breaks_only_its_connections(tmp_path: Path) -> None:
         if ctx.rank == 2:
             return "gone"
         lost = ""
-        try:  # not in one group: whoever noticed first would leave the other one waiting
+        try:  # in separate groups: the first to notice would leave the other waiting
             exchange_mean(connections, (ctx.rank, 2), flat, 2)
         except PeerError as error:
             lost = error.peer
         connections.drop([Worker(0, 2)])
-        exchange_mean(
-            connections, (0, 1), flat, 3
-        )  # the pair of those who are left works as before
+        exchange_mean(connections, (0, 1), flat, 3)  # the survivors' pair works as before
         return lost
 
     assert run_stages(3, work, tmp_path)[:2] == ["s0p2", "s0p2"]
 
 
-LARGE = 1 << 24  # numbers: more than the sockets of a connection hold
+LARGE = 1 << 24  # numbers: more than the socket buffers of a connection hold
 
 
-def patch_send(how: Callable[[Callable[[], None]], None]) -> None:
-    """In this process, from now on: `how` is given what sends a message."""
+def patch_send(patched: Callable[[Callable[[], None]], None]) -> None:
+    """Call `patched` with a function that sends the message, for all sends of this process."""
     send = PostedMessages.send
-    PostedMessages.send = lambda *args, **more: how(lambda: send(*args, **more))
+    PostedMessages.send = lambda *args, **more: patched(lambda: send(*args, **more))
 
 
 def reduce_scatter_two(
     connections: PeerConnections, ctx: DistContext, num_owned: int
 ) -> torch.Tensor:
-    """Of two; the first one owns so many numbers."""
+    """Reduce-scatter over two members, of which the first owns `num_owned` numbers."""
     connections.connect([peer(1 - ctx.rank)], "1", timeout=20.0)
     flat = torch.full((LARGE + 4,), ctx.rank + 1.0)
     parts = [[slice(0, num_owned), slice(num_owned, LARGE + 4)]]
@@ -143,17 +141,17 @@ def reduce_scatter_two(
 
 
 def test_peer_killed_while_receiving_does_not_block_sender(tmp_path: Path) -> None:
-    """Gloo tells nobody. The other one has its part; that one is lost, the scheduler finds out."""
-    said = tmp_path / "pid"
+    """Gloo reports nothing to the sender, which has its shard; the scheduler notices the loss."""
+    pid_file = tmp_path / "pid"
 
     def send_and_write_pid(connections: PeerConnections, send: Callable[[], None]) -> None:
         send()
         connections.flush(20.0)
-        said.write_text(f"{os.getpid()}\n")
+        pid_file.write_text(f"{os.getpid()}\n")
 
     def send_to_stopped_peer(send: Callable[[], None]) -> None:
-        wait_until(lambda: said.exists() and said.read_text().endswith("\n"), "it has sent its own")
-        victim = int(said.read_text())
+        wait_until(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"), "not sent")
+        victim = int(pid_file.read_text())
         os.kill(victim, signal.SIGSTOP)
         send()
         threading.Timer(0.2, os.kill, [victim, signal.SIGKILL]).start()
@@ -174,11 +172,11 @@ def test_peer_killed_while_receiving_does_not_block_sender(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("what", ["dies", "stands still"])
 def test_partially_received_message_does_not_block_receiver(what: str, tmp_path: Path) -> None:
-    """Gloo tells nobody that its sender is gone, or that the connection was broken off."""
-    said = tmp_path / "pid"
+    """Gloo does not report that the sender is gone, or that the connection was aborted."""
+    pid_file = tmp_path / "pid"
 
     def send_half(send: Callable[[], None]) -> None:
-        time.sleep(0.5)  # the other one is ready to receive
+        time.sleep(0.5)  # the peer is ready to receive
         send()
         os.kill(os.getpid(), signal.SIGKILL if what == "dies" else signal.SIGSTOP)
 
@@ -189,14 +187,14 @@ def test_partially_received_message_does_not_block_receiver(what: str, tmp_path:
     def work(ctx: DistContext) -> str:
         connections = connections_of(ctx)
         if ctx.rank == 1:
-            said.write_text(str(os.getpid()))
+            pid_file.write_text(str(os.getpid()))
             patch_send(send_half)
         elif what == "stands still":
             patch_send(partial(send_and_abort, connections))
         with pytest.raises(PeerError) as caught:
             reduce_scatter_two(connections, ctx, LARGE)
         if what == "stands still":
-            os.kill(int(said.read_text()), signal.SIGKILL)
+            os.kill(int(pid_file.read_text()), signal.SIGKILL)
         return caught.value.peer
 
     assert run_with_failures(2, work, tmp_path, lost={1}, timeout=30.0) == {0: "s0p1"}
@@ -206,50 +204,50 @@ def test_connect_is_cancelled_by_should_stop(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[str, bool]:
         if ctx.rank == 1:
             return "", False
-        connections, began = connections_of(ctx), time.monotonic()
+        connections, start = connections_of(ctx), time.monotonic()
         with pytest.raises(PeerError) as caught:
             connections.connect(
-                [peer(1)], "1", timeout=60.0, should_stop=lambda: time.monotonic() - began > 0.2
+                [peer(1)], "1", timeout=60.0, should_stop=lambda: time.monotonic() - start > 0.2
             )
-        return caught.value.cause, time.monotonic() - began < 30.0
+        return caught.value.cause, time.monotonic() - start < 30.0
 
-    assert run_stages(2, work, tmp_path)[0] == ("the group was given up", True)
+    assert run_stages(2, work, tmp_path)[0] == ("the group was aborted", True)
 
 
 def test_abort_wakes_both_sides_of_exchange(tmp_path: Path) -> None:
-    """One member stands still; the others wait until one of them breaks off."""
+    """One member stalls; the others wait until one of them aborts."""
 
     def work(ctx: DistContext) -> tuple[str, float]:
         connections, flat = connections_of(ctx), torch.ones(10)
         exchange_mean(connections, (0, 1, 2), flat, 1)
         if ctx.rank == 2:
-            time.sleep(4.0)  # alive, and says nothing
+            time.sleep(4.0)  # alive, but sends nothing
             return "", 0.0
         others = [peer(rank) for rank in (0, 1, 2) if rank != ctx.rank]
         threading.Timer(0.5, connections.abort, [others]).start()
-        began = time.monotonic()
+        start = time.monotonic()
         with pytest.raises(PeerError):
             exchange_mean(connections, (0, 1, 2), flat, 2, timeout=60.0)
-        return "woken", time.monotonic() - began
+        return "woken", time.monotonic() - start
 
     found = run_stages(3, work, tmp_path)
-    assert [how for how, _ in found[:2]] == ["woken", "woken"]
-    assert max(waited for _, waited in found[:2]) < 3.5, "before the silent one ended"
+    assert [result for result, _ in found[:2]] == ["woken", "woken"]
+    assert max(waited for _, waited in found[:2]) < 3.5, "not before the stalled member ended"
 
 
-def test_late_peer_sees_that_the_other_gave_up(tmp_path: Path) -> None:
-    """The first says that it is here, gives up, and only then the second one comes."""
+def test_late_peer_sees_that_the_other_timed_out(tmp_path: Path) -> None:
+    """The first peer arrives and times out, and only then the second arrives."""
 
     def work(ctx: DistContext) -> tuple[str, bool]:
         connections, other = connections_of(ctx), peer(1 - ctx.rank)
-        began = time.monotonic()
+        start = time.monotonic()
         with pytest.raises(PeerError) as caught:
             if ctx.rank == 0:
                 connections.connect([other], "1", timeout=0.1)
             else:
                 time.sleep(0.5)
                 connections.connect([other], "1", timeout=60.0)
-        return caught.value.cause, time.monotonic() - began < 15.0
+        return caught.value.cause, time.monotonic() - start < 15.0
 
     found = run_stages(2, work, tmp_path)
-    assert found == [("it did not come", True), ("it has given up the group", True)]
+    assert found == [("it did not connect", True), ("it has aborted the group", True)]

@@ -1,122 +1,12 @@
-"""Real processes give the gradients of one process, whatever the shape and the schedule."""
+"""Pipelines in real processes give the gradients of one process, for any shape and schedule."""
 
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from polyrhythm.events import EventLog
-from polyrhythm.plan.plan import Plan, even_plan
-from polyrhythm.run.averaging.group_sync import GroupSync
-from polyrhythm.run.comm.launch import DistContext, LocalJob
-from polyrhythm.run.demo.gpt import GPTShape, build_layers, next_byte_loss
-from polyrhythm.run.demo.text import ByteText
-from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.types import Worker
-
-SHAPE = GPTShape(num_blocks=2, width=16, context=12)
-TEXT = ByteText.of(bytes(range(256)) * 4, context=12, microbatch_size=3, seed=5)
-SEED = 7
-
-
-def microbatches(pipeline: int, num_microbatches: int) -> tuple[list[Tensor], list[Tensor]]:
-    drawn = [
-        TEXT.microbatch(step=0, pipeline=pipeline, microbatch=m) for m in range(num_microbatches)
-    ]
-    return [inputs for inputs, _ in drawn], [targets for _, targets in drawn]
-
-
-def single_process_gradients(
-    folder: Path, *, num_pipelines: int, num_microbatches: int = 5
-) -> list[Tensor]:
-    """The whole model on the whole batch at once, in a process of its own.
-
-    Here it would start autograd's threads, and a parent that has those must not fork workers.
-    """
-    path = folder / "single.pt"
-
-    def work(ctx: DistContext) -> None:
-        torch.save(whole_batch_gradients(num_pipelines, num_microbatches), path)
-
-    with LocalJob(work, 1, output_folder=folder) as job:
-        assert job.wait(40), "not done in time"
-    return torch.load(path)
-
-
-def whole_batch_gradients(num_pipelines: int, num_microbatches: int) -> list[Tensor]:
-    model = build_layers(SHAPE, range(SHAPE.num_layers), seed=SEED)
-    batches = [microbatches(p, num_microbatches) for p in range(num_pipelines)]
-    inputs = torch.cat([x for inputs, _ in batches for x in inputs])
-    targets = torch.cat([y for _, targets in batches for y in targets])
-    next_byte_loss(model(inputs), targets).backward()
-    return gradients(model)
-
-
-def gradients(module: nn.Module) -> list[Tensor]:
-    return [p.grad for p in module.parameters() if p.grad is not None]
-
-
-def one_step(
-    ctx: DistContext,
-    plan: Plan,
-    schedule: str,
-    num_microbatches: int,
-    folder: Path,
-    device: torch.device,
-) -> None:
-    worker = plan.worker(ctx.rank)
-    ranks = [plan.rank(Worker(stage, worker.pipeline)) for stage in range(plan.num_stages)]
-    with ctx.process_group(timeout=30), EventLog(folder / f"{worker}.jsonl", worker) as log:
-        pipeline = Pipeline(
-            build_layers(SHAPE, plan.layers(worker.stage), seed=SEED).to(device),
-            loss_fn=next_byte_loss,
-            num_microbatches=num_microbatches,
-            schedule=schedule,
-            group=dist.new_group(ranks, use_local_synchronization=True),
-            timeout=30,
-            log=log,
-        )
-        inputs, targets = microbatches(worker.pipeline, num_microbatches)
-        with pipeline:
-            arguments = [torch.cat(inputs)] if pipeline.is_first else []
-            pipeline.step(*arguments, target=torch.cat(targets))
-        optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.0)
-        size = plan.num_pipelines
-        with GroupSync(
-            pipeline, optimizer, "all_reduce", worker=worker, num_pipelines=size, timeout=30
-        ):
-            optimizer.step()
-        found = [gradient.cpu() for gradient in gradients(pipeline.module)]
-    torch.save(found, folder / f"{worker}.pt")
-
-
-def distributed_gradients(
-    folder: Path,
-    *,
-    num_stages: int,
-    num_pipelines: int,
-    num_microbatches: int = 5,
-    schedule: str = "1f1b",
-    device: str = "cpu",
-) -> list[list[Tensor]]:
-    """Per pipeline, the gradients of all stages in the order of the whole model."""
-    plan = even_plan(
-        num_layers=SHAPE.num_layers, num_stages=num_stages, num_pipelines=num_pipelines
-    )
-    with LocalJob(
-        lambda ctx: one_step(ctx, plan, schedule, num_microbatches, folder, torch.device(device)),
-        plan.num_workers,
-        output_folder=folder,
-    ) as job:
-        assert job.wait(40), "not done in time"
-    ranks = range(plan.num_workers)
-    parts = {plan.worker(r): torch.load(folder / f"{plan.worker(r)}.pt") for r in ranks}
-    return [
-        [g for stage in range(num_stages) for g in parts[plan.replicas(stage)[pipeline]]]
-        for pipeline in range(num_pipelines)
-    ]
+from tests.gloo.pipeline_gradients import distributed_gradients, single_process_gradients
 
 
 @pytest.mark.timeout(60)
@@ -136,18 +26,20 @@ def test_gradients_equal_those_of_one_process(
         num_pipelines=num_pipelines,
         num_microbatches=num_microbatches,
     ):
-        for ours, theirs in zip(pipeline, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+        for gradient, reference in zip(pipeline, expected, strict=True):
+            torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-6)
 
 
 @pytest.mark.timeout(90)
 def test_every_schedule_gives_bitwise_equal_gradients(tmp_path: Path) -> None:
-    def under(schedule: str) -> list[Tensor]:
+    def gradients_of(schedule: str) -> list[Tensor]:
         (gradients,) = distributed_gradients(
             tmp_path / schedule, num_stages=3, num_pipelines=1, schedule=schedule
         )
         return gradients
 
-    reference = under("1f1b")
+    reference = gradients_of("1f1b")
     for other in ("gpipe", "kfkb:2", "kfkb:3", "bounded:4,2,1"):
-        assert all(torch.equal(a, b) for a, b in zip(under(other), reference, strict=True)), other
+        assert all(
+            torch.equal(a, b) for a, b in zip(gradients_of(other), reference, strict=True)
+        ), other

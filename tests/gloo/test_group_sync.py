@@ -1,4 +1,4 @@
-"""Group averaging in a plain loop, with every policy: keeps the mean, and brings all together."""
+"""Group averaging in a plain loop, with every policy: keeps the mean, reduces the divergence."""
 
 import time
 from pathlib import Path
@@ -26,20 +26,20 @@ def test_averaging_preserves_mean_and_reduces_divergence(policy: str, tmp_path: 
         with GroupSync(
             model, optimizer, policy, options=options_of(policy), timeout=TIMEOUT
         ) as sync:
-            model.place.data = target_of(ctx.rank)
+            model.weight.data = target_of(ctx.rank)
             for _ in range(12):
-                time.sleep(0.02)  # a step, so that nobody is left out as slow for having begun late
+                time.sleep(0.02)  # a step, so that a late start does not make a straggler
                 sync.step()
-            before = model.place.detach().clone()
+            before = model.weight.detach().clone()
             sync.average_all()
-            return before, model.place.detach().clone()
+            return before, model.weight.detach().clone()
 
     found = run_replicas(4, work, tmp_path)
     start = torch.stack([target_of(rank) for rank in range(4)])
     after = torch.stack([before for before, _ in found])
     assert (after - after.mean(0)).norm() < 0.9 * (start - start.mean(0)).norm()
-    for _, consolidated in found:
-        torch.testing.assert_close(consolidated, start.mean(0), atol=1e-5, rtol=0)
+    for _, averaged in found:
+        torch.testing.assert_close(averaged, start.mean(0), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("policy", ["all_reduce", *MODEL_POLICIES])
@@ -47,10 +47,10 @@ def test_workers_converge_to_mean_of_targets(policy: str, tmp_path: Path) -> Non
     def work(ctx: DistContext) -> torch.Tensor:
         with train(ctx, 40, policy, options=options_of(policy), lr=0.1) as sync:
             sync.average_all()
-            return sync._model.module.place.detach().clone()
+            return sync._model.module.weight.detach().clone()
 
     found = run_replicas(4, work, tmp_path)
-    assert all(torch.equal(ctx, found[0]) for ctx in found)
+    assert all(torch.equal(weight, found[0]) for weight in found)
     targets = torch.stack([target_of(rank) for rank in range(4)])
-    alone = (targets - targets.mean(0)).norm(dim=1).mean()  # where each would end by itself
-    assert (found[0] - targets.mean(0)).norm() < 0.25 * alone
+    distance = (targets - targets.mean(0)).norm(dim=1).mean()  # without averaging
+    assert (found[0] - targets.mean(0)).norm() < 0.25 * distance

@@ -1,4 +1,4 @@
-"""What is averaged, and when it counts: statistics, optimizer state, overlap, outer steps."""
+"""What is averaged, and when it is applied: statistics, optimizer state, overlap, outer steps."""
 
 import time
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.gloo.replicas import TIMEOUT, Point, run_replicas, target_of, train
 
 
 def full_group(num: int) -> dict[str, object]:
-    """Options of `age` with which all workers are one group."""
+    """Return options of `age` with which all workers form one group."""
     return {"window": float("inf"), "group_size": num}
 
 
@@ -31,10 +31,10 @@ def test_running_statistics_are_averaged_but_not_counts(tmp_path: Path) -> None:
             sync.step()
         return before, model.running_mean.tolist(), int(model.num_batches_tracked)
 
-    (first, mean, one), (second, other_mean, two) = run_replicas(2, work, tmp_path)
+    (first, mean, count), (second, other_mean, other_count) = run_replicas(2, work, tmp_path)
     assert mean == other_mean == [pytest.approx((first[0] + second[0]) / 2)]
     assert first != second
-    assert (one, two) == (1, 2)
+    assert (count, other_count) == (1, 2)
 
 
 @pytest.mark.parametrize("state", ["local", "average"])
@@ -49,7 +49,7 @@ def test_momentum_is_averaged_only_with_state_average(state: str, tmp_path: Path
             model(target_of(ctx.rank)).backward()
             optimizer.step()
             sync.step()
-        return optimizer.state[model.place]["momentum_buffer"].clone()
+        return optimizer.state[model.weight]["momentum_buffer"].clone()
 
     first, second = run_replicas(2, work, tmp_path)
     assert torch.equal(first, second) == (state == "average")
@@ -66,12 +66,12 @@ def test_overlap_applies_average_one_step_later(tmp_path: Path) -> None:
             model, optimizer, "age", options=full_group(2), overlap=True, timeout=TIMEOUT
         ) as sync:
             for _ in range(3):
-                model.place.grad = torch.tensor([-1.0 - 2 * ctx.rank])
+                model.weight.grad = torch.tensor([-1.0 - 2 * ctx.rank])
                 optimizer.step()
                 sync.step()
-                seen.append(model.place.item())
+                seen.append(model.weight.item())
             sync.average_all()
-            seen.append(model.place.item())
+            seen.append(model.weight.item())
         return seen
 
     # The mean of 1 and 3 arrives at the second step: 1 + 1 + (2 - 1), 3 + 3 + (2 - 3). Then the
@@ -86,25 +86,25 @@ def test_refresh_applies_overlapped_average_early(tmp_path: Path) -> None:
         with GroupSync(
             model, optimizer, "age", options=full_group(2), overlap=True, timeout=TIMEOUT
         ) as sync:
-            model.place.grad = torch.tensor([-1.0 - 2 * ctx.rank])
+            model.weight.grad = torch.tensor([-1.0 - 2 * ctx.rank])
             optimizer.step()
             sync.step()
-            until = time.monotonic() + TIMEOUT
-            while model.place.item() != 2.0 and time.monotonic() < until:
+            deadline = time.monotonic() + TIMEOUT
+            while model.weight.item() != 2.0 and time.monotonic() < deadline:
                 sync.refresh()  # as between micro-batches
-            seen.append(model.place.item())
+            seen.append(model.weight.item())
             optimizer.step()
             sync.step()
-            seen.append(model.place.item())
+            seen.append(model.weight.item())
             sync.average_all()
-            seen.append(model.place.item())
+            seen.append(model.weight.item())
         return seen
 
-    # As without the refresh, except that the mean of 1 and 3 is there within the step.
+    # As without the refresh, except that the mean of 1 and 3 is applied within the step.
     assert run_replicas(2, work, tmp_path) == [[2.0, 3.0, 4.0], [2.0, 5.0, 4.0]]
 
 
-def test_overlap_can_be_toggled(tmp_path: Path) -> None:
+def test_overlap_may_change_between_steps(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[float]:
         model, seen = Point(size=1), []
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -112,13 +112,13 @@ def test_overlap_can_be_toggled(tmp_path: Path) -> None:
             for overlap in (False, True, False):
                 sync.overlap = overlap
                 assert sync.overlap == overlap
-                model.place.grad = torch.tensor([-1.0 - 2 * ctx.rank])
+                model.weight.grad = torch.tensor([-1.0 - 2 * ctx.rank])
                 optimizer.step()
                 sync.step()
-                seen.append(model.place.item())
+                seen.append(model.weight.item())
         return seen
 
-    # The second mean, 4, is taken in with the third step.
+    # The second mean, 4, is applied in the third step.
     assert run_replicas(2, work, tmp_path) == [[2.0, 3.0, 6.0], [2.0, 5.0, 6.0]]
 
 
@@ -129,13 +129,13 @@ def test_refresh_after_optimizer_step_keeps_update(tmp_path: Path) -> None:
         with GroupSync(
             model, optimizer, "age", options=full_group(2), overlap=True, timeout=TIMEOUT
         ) as sync:
-            model.place.grad = torch.tensor([-1.0 - 2 * ctx.rank])
+            model.weight.grad = torch.tensor([-1.0 - 2 * ctx.rank])
             for _ in range(2):
                 optimizer.step()
                 sync.refresh()
                 sync.step()
             sync.average_all()
-        return model.place.item()
+        return model.weight.item()
 
     assert run_replicas(2, work, tmp_path) == [4.0, 4.0]
 
@@ -149,10 +149,10 @@ def test_local_policy_applies_outer_nesterov_step(tmp_path: Path) -> None:
         outer = OuterNesterov(lr=0.5, momentum=0.5)
         with GroupSync(model, optimizer, "local", every=2, outer=outer, timeout=TIMEOUT) as sync:
             for _ in range(4):
-                model.place.grad = torch.tensor([-1.0 - 2 * ctx.rank])
+                model.weight.grad = torch.tensor([-1.0 - 2 * ctx.rank])
                 optimizer.step()
                 sync.step()
-                seen.append(model.place.item())
+                seen.append(model.weight.item())
         return seen
 
     # Velocity 4, step 0.5 * (4 + 0.5 * 4) = 3; then velocity 6, step 0.5 * (4 + 0.5 * 6) = 3.5.
@@ -165,10 +165,10 @@ def test_every_n_averages_only_each_nth_step(tmp_path: Path) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with GroupSync(model, optimizer, "all_reduce", every=2, timeout=TIMEOUT) as sync:
             for _ in range(4):
-                model.place.grad = torch.tensor([-1.0 - 2 * ctx.rank])
+                model.weight.grad = torch.tensor([-1.0 - 2 * ctx.rank])
                 optimizer.step()
                 sync.step()
-                seen.append(model.place.item())
+                seen.append(model.weight.item())
         return seen
 
     assert run_replicas(2, work, tmp_path) == [[1.0, 4.0, 5.0, 8.0], [3.0, 4.0, 7.0, 8.0]]
@@ -194,10 +194,10 @@ def test_half_precision_models_are_averaged(tmp_path: Path) -> None:
         model = Point(size=2).bfloat16()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with GroupSync(model, optimizer, "age", options=full_group(2), timeout=TIMEOUT) as sync:
-            model.place.grad = torch.full((2,), -1.0 - 2 * ctx.rank, dtype=torch.bfloat16)
+            model.weight.grad = torch.full((2,), -1.0 - 2 * ctx.rank, dtype=torch.bfloat16)
             optimizer.step()
             sync.step()
-        return model.place.tolist()
+        return model.weight.tolist()
 
     assert run_replicas(2, work, tmp_path) == [[2.0, 2.0]] * 2
 
@@ -210,18 +210,18 @@ def test_single_worker_trains_with_every_policy(tmp_path: Path) -> None:
         for policy in policies:
             with train(ctx, 5, policy) as sync:
                 sync.average_all()
-                found.append(sync._model.module.place.detach().clone())
+                found.append(sync._model.module.weight.detach().clone())
         return found
 
     (found,) = run_replicas(1, work, tmp_path)
     expected = target_of(0) * (1 - 0.8**5)
-    for ctx in found:
-        torch.testing.assert_close(ctx, expected)
+    for weight in found:
+        torch.testing.assert_close(weight, expected)
 
 
 @pytest.mark.parametrize("policy", ["static", "age"])
 def test_sent_buffers_are_released_after_average(policy: str, tmp_path: Path) -> None:
-    """Or who closes next takes it along, and memory grows with every average."""
+    """Otherwise memory grows with every average."""
 
     def work(ctx: DistContext) -> list[int]:
         with train(ctx, 3, policy) as sync:

@@ -1,4 +1,4 @@
-"""Workers that are killed at any point of an average: the others go on, and lose no weights."""
+"""Workers killed at any point of an average: the others continue, and lose no weights."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def die(*_: object, **__: object) -> None:
 
 
 def die_at(point: str) -> None:
-    """This process is killed the third time that it comes there."""
+    """Kill this process the third time that it reaches `point`."""
     count = iter(range(1000))
 
     def third() -> bool:
@@ -42,8 +42,8 @@ def die_at(point: str) -> None:
         connect = averager.PeerConnections.connect
         averager.PeerConnections.connect = lambda *a, **k: die() if third() else connect(*a, **k)
     elif point == "between the two exchanges":
-        weighted = exchange._weighted
-        exchange._weighted = lambda *a: die() if third() else weighted(*a)
+        weighted_sum = exchange._weighted_sum
+        exchange._weighted_sum = lambda *a: die() if third() else weighted_sum(*a)
     elif point == "before Done":
         done = averager.Done
         averager.Done = lambda *a: die() if third() else done(*a)
@@ -56,7 +56,7 @@ def die_at(point: str) -> None:
         def send_and_die(client: CoordinatorClient, message: FromWorker) -> None:
             send(client, message)
             if isinstance(message, Done) and third():
-                time.sleep(0.05)  # it is on its way
+                time.sleep(0.05)  # the message is sent
                 die()
 
         CoordinatorClient.send = send_and_die
@@ -79,27 +79,27 @@ def test_others_continue_when_worker_is_killed(policy: str, point: str, tmp_path
             die_at(point)
         with train(ctx, 30, policy) as sync:
             sync.average_all()
-            return sync.num_steps, sync._model.module.place.detach().clone()
+            return sync.num_steps, sync._model.module.weight.detach().clone()
 
     found = run_with_failures(4, work, tmp_path, lost={VICTIM})
     assert [steps for steps, _ in found.values()] == [30] * 3
-    places = [ctx for _, ctx in found.values()]
-    assert all(torch.equal(ctx, places[0]) for ctx in places)
-    assert places[0].isfinite().all()
+    weights = [weight for _, weight in found.values()]
+    assert all(torch.equal(weight, weights[0]) for weight in weights)
+    assert weights[0].isfinite().all()
 
 
 def test_all_reduce_waits_for_straggler(tmp_path: Path) -> None:
-    """For longer than several groups are given, once it is known how long they take."""
+    """For longer than several learned group timeouts."""
 
     def work(ctx: DistContext) -> tuple[int, torch.Tensor]:
         with train(ctx, 20, "all_reduce") as sync:
             if ctx.rank == 1:
-                weighted = exchange._weighted
-                exchange._weighted = lambda *a: (time.sleep(9.0), weighted(*a))[1]
+                weighted_sum = exchange._weighted_sum
+                exchange._weighted_sum = lambda *a: (time.sleep(9.0), weighted_sum(*a))[1]
             step(sync, ctx)
-            exchange._weighted = weighted if ctx.rank == 1 else exchange._weighted
+            exchange._weighted_sum = weighted_sum if ctx.rank == 1 else exchange._weighted_sum
             step(sync, ctx)
-            return sync.num_steps, sync._model.module.place.detach().clone()
+            return sync.num_steps, sync._model.module.weight.detach().clone()
 
     (first_steps, first), (second_steps, second) = run_with_failures(
         2, work, tmp_path, lost=set()
@@ -111,7 +111,7 @@ def test_all_reduce_waits_for_straggler(tmp_path: Path) -> None:
 def test_failed_average_all_raises(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> str:
         def fail(*_: object, **__: object) -> None:
-            raise PeerError("s0p9", action="averaging", waited=0.1, cause="as this test wants it")
+            raise PeerError("s0p9", action="averaging", waited=0.1, cause="raised by the test")
 
         sync = train(ctx, 3, "age")
         averager.all_reduce_mean = fail
@@ -119,6 +119,6 @@ def test_failed_average_all_raises(tmp_path: Path) -> None:
             sync.average_all()
         return str(caught.value)
 
-    for said in run_with_failures(2, work, tmp_path, lost=set()).values():
-        assert "averaging all workers" in said
-        assert "groups failed" in said
+    for message in run_with_failures(2, work, tmp_path, lost=set()).values():
+        assert "averaging all workers" in message
+        assert "failed" in message

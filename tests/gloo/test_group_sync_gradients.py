@@ -1,4 +1,4 @@
-"""Averages of gradients: those of one process with the whole batch, however the work is dealt."""
+"""Averages of gradients equal those of one process with the whole batch, however it is split."""
 
 import time
 from pathlib import Path
@@ -20,8 +20,8 @@ def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def alone() -> torch.Tensor:
-    """One process that has the whole batch."""
+def single_process() -> torch.Tensor:
+    """Train one process on the whole batch."""
     model = stack_of(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(STEPS):
@@ -34,7 +34,7 @@ def alone() -> torch.Tensor:
 
 def test_all_reduce_equals_single_process_training(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> torch.Tensor:
-        model = stack_of(2, seed=3 + ctx.rank)  # all begin with the weights of the first
+        model = stack_of(2, seed=3 + ctx.rank)  # all start with the weights of the first
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         with GroupSync(model, optimizer, "all_reduce", timeout=TIMEOUT) as sync:
             for step in range(STEPS):
@@ -49,7 +49,9 @@ def test_all_reduce_equals_single_process_training(tmp_path: Path) -> None:
 
     found = run_replicas(NUM, work, tmp_path)
     assert all(torch.equal(w, found[0]) for w in found)
-    torch.testing.assert_close(found[0], run_single_process(alone, tmp_path), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        found[0], run_single_process(single_process, tmp_path), atol=1e-6, rtol=1e-5
+    )
 
 
 def test_balanced_shares_follow_speed_and_give_full_batch_gradient(tmp_path: Path) -> None:
@@ -73,21 +75,21 @@ def test_balanced_shares_follow_speed_and_give_full_batch_gradient(tmp_path: Pat
 
     found = run_replicas(NUM, work, tmp_path)
     for step in range(STEPS):
-        dealt = [m for _, shares in found for m in shares[step]]
-        assert sorted(dealt) == list(range(BATCH)), "each micro-batch once"
+        assigned = [m for _, shares in found for m in shares[step]]
+        assert sorted(assigned) == list(range(BATCH)), "not each micro-batch once"
     assert [len(shares[0]) for _, shares in found] == [4, 4, 4]
-    assert len(found[0][1][-1]) == 1, "the slow one has the least that there is"
+    assert len(found[0][1][-1]) == 1, "the slow worker has more than the minimum"
     torch.testing.assert_close(
-        found[0][0], run_single_process(alone, tmp_path), atol=1e-6, rtol=1e-5
+        found[0][0], run_single_process(single_process, tmp_path), atol=1e-6, rtol=1e-5
     )
 
 
 class Branches(nn.Module):
-    """Of three parameters one is used by all, one by the first worker, and one by nobody."""
+    """Three parameters: used by all workers, by the first worker only, and by none."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.all, self.first, self.nobody = (nn.Parameter(torch.ones(2)) for _ in range(3))
+        self.all, self.first, self.unused = (nn.Parameter(torch.ones(2)) for _ in range(3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -101,7 +103,7 @@ def test_missing_gradients_are_averaged_or_stay_none(dtype: torch.dtype, tmp_pat
                 loss = loss + 4 * model.first.sum()
             loss.backward()
             optimizer.step()
-        gradients = (model.all.grad, model.first.grad, model.nobody.grad)
+        gradients = (model.all.grad, model.first.grad, model.unused.grad)
         return [None if g is None else g.tolist() for g in gradients]
 
     assert run_replicas(2, work, tmp_path) == [[[1.5, 1.5], [2.0, 2.0], None]] * 2
@@ -122,13 +124,13 @@ def test_share_is_required_by_balanced_only(tmp_path: Path) -> None:
             reasons.append(caught.value.wrong)
         return reasons
 
-    expected = ["a share under age", "a step under balanced without a share"]
+    expected = ["share() under age", "a step under balanced without share()"]
     assert run_replicas(2, work, tmp_path) == [expected] * 2
 
 
 @pytest.mark.parametrize("policy", ["all_reduce", "balanced"])
-def test_average_gradients_before_clipping_or_skipped_step(policy: str, tmp_path: Path) -> None:
-    """As with a GradScaler: one step is left out, by all, since all see the same mean."""
+def test_average_gradients_allows_clipping_and_skipped_steps(policy: str, tmp_path: Path) -> None:
+    """As with a GradScaler: all workers skip the same step, since all have the same mean."""
 
     def work(ctx: DistContext) -> tuple[float, list[float]]:
         model = nn.Linear(1, 1, bias=False)

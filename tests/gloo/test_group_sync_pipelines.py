@@ -1,4 +1,4 @@
-"""Pipelines whose stages synchronise on their own, each with its replicas in other pipelines."""
+"""Pipelines whose stages synchronise separately, each with its replicas in other pipelines."""
 
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def test_pipedream_stages_average_independently(policy: str, tmp_path: Path) -> 
 
 
 def test_pipelines_with_parameter_server_match_hetpipe(tmp_path: Path) -> None:
-    """The server is a process beside the four workers; staleness is the number of stages."""
+    """The server is a fifth process; staleness is the number of stages."""
 
     def work(ctx: DistContext) -> torch.Tensor:
         groups = [dist.new_group([STAGES * p + s for s in range(STAGES)]) for p in range(PIPELINES)]
@@ -102,7 +102,7 @@ def test_pipelines_with_parameter_server_match_hetpipe(tmp_path: Path) -> None:
 
 
 def test_synchronous_parameter_server_averages_updates(tmp_path: Path) -> None:
-    """With staleness 0 a step moves the server's weights by the mean of the workers' moves."""
+    """With staleness 0, a step changes the server's weights by the mean of the workers' updates."""
 
     def work(ctx: DistContext) -> list[torch.Tensor]:
         workers = dist.new_group([0, 1, 2])
@@ -124,8 +124,8 @@ def test_synchronous_parameter_server_averages_updates(tmp_path: Path) -> None:
                 model(target_of(ctx.rank)).backward()
                 optimizer.step()
                 sync.step()
-                seen.append(model.place.detach().clone())
-                dist.barrier(workers)  # or one would pull what another has pushed after that step
+                seen.append(model.weight.detach().clone())
+                dist.barrier(workers)  # else a worker could pull another's next push
         return seen
 
     found = run_replicas(4, work, tmp_path)

@@ -1,4 +1,4 @@
-"""How averaging begins: with one model for all, of one kind; and what stays when it cannot."""
+"""The start of averaging: one initial state for all, and no threads left after a failed start."""
 
 import threading
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.gloo.replicas import TIMEOUT, Point, run_replicas, target_of
 
 
 class Partly(nn.Module):
-    """Frozen, trained, and buffers of several kinds; all differ from worker to worker at first."""
+    """Frozen and trained parameters and buffers of several dtypes, initially unequal by worker."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ def test_dtype_mismatch_names_both_dtypes(half_at: int, tmp_path: Path) -> None:
         return str(caught.value)
 
     _, refused = run_replicas(2, work, tmp_path)
-    assert "place: bfloat16" in refused
-    assert "place: float32" in refused
+    assert "weight: bfloat16" in refused
+    assert "weight: float32" in refused
 
 
 def test_size_mismatch_names_both_sizes(tmp_path: Path) -> None:
-    """One worker has left out its first step of Adam, as a GradScaler may: it has no state yet."""
+    """One worker has skipped its first Adam step, as a GradScaler may: it has no state yet."""
 
     def work(ctx: DistContext) -> str:
         model = Point()
@@ -71,8 +71,8 @@ def test_size_mismatch_names_both_sizes(tmp_path: Path) -> None:
         return str(caught.value)
 
     found = run_replicas(2, work, tmp_path)
-    assert any("72 bytes" in said and "24" in said for said in found), found
-    assert any('state="local"' in said for said in found), found
+    assert any("72 bytes" in message and "24" in message for message in found), found
+    assert any('state="local"' in message for message in found), found
 
 
 def test_unfreezing_parameters_is_refused(tmp_path: Path) -> None:
@@ -85,9 +85,7 @@ def test_unfreezing_parameters_is_refused(tmp_path: Path) -> None:
                 sync.step()
         return caught.value.fix
 
-    assert run_replicas(1, work, tmp_path) == [
-        "make a new GroupSync when parameters are frozen or unfrozen"
-    ]
+    assert "frozen or unfrozen" in run_replicas(1, work, tmp_path)[0]
 
 
 def test_no_threads_remain_after_failed_start(tmp_path: Path) -> None:
@@ -98,11 +96,11 @@ def test_no_threads_remain_after_failed_start(tmp_path: Path) -> None:
                 GroupSync(model, torch.optim.SGD(model.parameters()), "age", timeout=2.0)
         return [thread.name for thread in threading.enumerate()]
 
-    alone, absent = run_replicas(2, work, tmp_path)
-    assert alone == absent
+    failed, unstarted = run_replicas(2, work, tmp_path)
+    assert failed == unstarted
 
 
-def test_two_consecutive_parameter_servers(tmp_path: Path) -> None:
+def test_second_parameter_server_continues_after_first(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> float:
         model = Point(size=1)
         for _ in range(2):
@@ -111,20 +109,22 @@ def test_two_consecutive_parameter_servers(tmp_path: Path) -> None:
                 continue
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
             with GroupSync(model, optimizer, "ssp", num_pipelines=2, timeout=TIMEOUT) as sync:
-                model.place.grad = torch.tensor([-1.0 - 2 * ctx.rank])
+                model.weight.grad = torch.tensor([-1.0 - 2 * ctx.rank])
                 optimizer.step()
                 sync.average_all()
-        return model.place.item()
+        return model.weight.item()
 
     assert run_replicas(3, work, tmp_path)[:2] == [4.0, 4.0]  # twice the mean of 1 and 3
 
 
 def test_parameter_server_accumulates_in_float32() -> None:
-    held = _StageWeights(num_pipelines=8)
-    held.begin(torch.ones(1, dtype=torch.bfloat16))
+    stage_weights = _StageWeights(num_pipelines=8)
+    stage_weights.init(torch.ones(1, dtype=torch.bfloat16))
     for _ in range(1000):
-        held.push(torch.full((1,), 2.0**-7, dtype=torch.bfloat16))
-    assert held.pull(torch.bfloat16).item() == pytest.approx(1 + 1000 * 2**-7 / 8, rel=2**-8)
+        stage_weights.push(torch.full((1,), 2.0**-7, dtype=torch.bfloat16))
+    assert stage_weights.pull(torch.bfloat16).item() == pytest.approx(
+        1 + 1000 * 2**-7 / 8, rel=2**-8
+    )
 
 
 def test_flat_buffer_promotes_dtypes_and_is_on_cpu() -> None:

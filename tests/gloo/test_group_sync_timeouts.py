@@ -1,7 +1,8 @@
-"""Whoever waits is told for whom; whoever waits in vain is told soon, and why."""
+"""Waits name the missing worker in a warning, and fail soon, with the cause, when it is lost."""
 
 import logging
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -18,8 +19,8 @@ from polyrhythm.run.averaging.parameter_server import ParameterServer
 from polyrhythm.run.comm.launch import DistContext
 from tests.gloo.replicas import Point, run_replicas, run_with_failures, train
 
-LONG_TIMEOUT = 300.0  # nobody is to wait for that long
-SOON = 40.0  # a test that fails here would wait for LONG
+LONG_TIMEOUT = 300.0  # no test may reach it
+SHORT_TIMEOUT = 40.0  # a failing test would wait for LONG_TIMEOUT instead
 
 
 def sgd(model: Point) -> torch.optim.Optimizer:
@@ -27,7 +28,7 @@ def sgd(model: Point) -> torch.optim.Optimizer:
 
 
 class CapturedWarnings(logging.Handler):
-    """What was logged in this process."""
+    """The warnings logged in this process."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -41,77 +42,76 @@ class CapturedWarnings(logging.Handler):
 @pytest.mark.parametrize("policy", ["age", "static"])
 def test_start_failure_is_reported_to_all_at_once(policy: str, tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[str, bool]:
-        model, began = Point(size=7 if ctx.rank == 3 else 6), time.monotonic()
+        model, start = Point(size=7 if ctx.rank == 3 else 6), time.monotonic()
         with pytest.raises((PolicyError, PeerError)) as caught:
             GroupSync(model, sgd(model), policy, timeout=LONG_TIMEOUT)
-        return str(caught.value), time.monotonic() - began < SOON
+        return str(caught.value), time.monotonic() - start < SHORT_TIMEOUT
 
     found = run_replicas(6, work, tmp_path)
     assert all(soon for _, soon in found)
     assert "s0p3 averages other tensors than s0p0" in found[3][0]
     for rank in (0, 1, 2, 4, 5):
-        said, _ = found[rank]
-        assert said.startswith("lost s0p3 during "), said
-        assert "it could not begin: s0p3 averages other tensors than s0p0" in said
+        message, _ = found[rank]
+        assert message.startswith("lost s0p3 during "), message
+        assert "it could not start: s0p3 averages other tensors than s0p0" in message
 
 
 def test_missing_worker_is_named_in_warning_and_error(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[str, list[str]]:
-        said, model = CapturedWarnings(), Point()
+        captured, model = CapturedWarnings(), Point()
         rendezvous.WARN_AFTER = 0.3
         if ctx.rank == 2:
             return "", []
         with pytest.raises(PeerError) as caught:
             GroupSync(model, sgd(model), "age", timeout=1.5)
-        return str(caught.value), said.lines
+        return str(caught.value), captured.lines
 
-    for said, warned in run_replicas(3, work, tmp_path)[:2]:
-        assert "lost s0p2 during beginning after 1." in said
-        assert "no GroupSync was made there" in said
-        assert len(warned) == 1
-        assert "for s0p2, and gives up after 1.5 s" in warned[0]
+    for message, warnings in run_replicas(3, work, tmp_path)[:2]:
+        assert "lost s0p2 during starting after 1." in message
+        assert "no GroupSync" in message
+        assert len(warnings) == 1
+        assert "for s0p2; timeout is 1.5 s" in warnings[0]
 
 
 def test_worker_missing_from_average_all_is_named(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[str, list[str]]:
-        said = CapturedWarnings()
+        captured = CapturedWarnings()
         group_client.WARN_AFTER = 0.3
         model = Point()
         with GroupSync(model, sgd(model), "age", timeout=2.0) as sync:
             if ctx.rank == 1:
-                dist.barrier()  # it trains on, or evaluates, or does whatever takes time
+                dist.barrier()  # alive, but busy with something else
                 return "", []
             with pytest.raises(PeerError) as caught:
                 sync.average_all()
             dist.barrier()
-        return str(caught.value), said.lines
+        return str(caught.value), captured.lines
 
-    said, warned = run_replicas(2, work, tmp_path)[0]
-    assert "during averaging all workers" in said
-    assert "s0p1 did not call consolidate() within 1.8 s" in said
-    assert warned == [
-        "s0p0 has waited 0.3 s for others while averaging all workers, and gives up after 2 s"
-    ]
+    message, warnings = run_replicas(2, work, tmp_path)[0]
+    assert "during averaging all workers" in message
+    assert re.search(r"s0p1 did not .* within 1\.8 s", message)
+    assert len(warnings) == 1
+    assert re.search(r"s0p0 .* 0\.3 s .* averaging all workers.* 2 s", warnings[0])
 
 
 def test_lost_worker_is_logged_on_coordinator_rank(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[str]:
-        said = CapturedWarnings()
+        captured = CapturedWarnings()
         with train(ctx, 5, "age") as sync:
             if ctx.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             for _ in range(40):
                 time.sleep(0.05)
                 sync.step()
-        return said.lines
+        return captured.lines
 
     found = run_with_failures(3, work, tmp_path, lost={1})
-    assert found == {0: ["s0p1 is dead: its connection has closed; 2 are here"], 2: []}
+    assert found == {0: ["s0p1 is dead: its connection has closed; 2 are active"], 2: []}
 
 
 def test_killed_rank_0_is_reported_soon(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[str, bool]:
-        model, began = Point(), time.monotonic()
+        model, start = Point(), time.monotonic()
         try:
             with GroupSync(model, sgd(model), "age", timeout=LONG_TIMEOUT) as sync:
                 for number in range(100_000):
@@ -119,14 +119,14 @@ def test_killed_rank_0_is_reported_soon(tmp_path: Path) -> None:
                         os.kill(os.getpid(), signal.SIGKILL)
                     sync.step()
         except PeerError as error:
-            return str(error), time.monotonic() - began < 12  # less than the 15 s of silence
+            return str(error), time.monotonic() - start < 12  # below the heartbeat timeout, 15 s
         return "nothing happened", False
 
     found = run_with_failures(3, work, tmp_path, lost={0})
-    for said, is_soon in found.values():
-        assert "(in the process of rank 0)" in said
-        assert "its connection has closed" in said
-        assert is_soon, said
+    for message, is_soon in found.values():
+        assert "(in the process of rank 0)" in message
+        assert "its connection has closed" in message
+        assert is_soon, message
 
 
 def test_static_policy_names_first_lost_worker(tmp_path: Path) -> None:
@@ -142,27 +142,27 @@ def test_static_policy_names_first_lost_worker(tmp_path: Path) -> None:
         return str(caught.value)
 
     found = run_with_failures(6, work, tmp_path, lost={5})
-    assert all("lost s0p5 during" in said for said in found.values()), found
+    assert all("lost s0p5 during" in message for message in found.values()), found
 
 
 def test_missing_or_misplaced_parameter_server_is_refused(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[str]:
-        model, said = Point(), []
-        with pytest.raises(PolicyError) as caught:  # all three train: nobody serves
+        model, messages = Point(), []
+        with pytest.raises(PolicyError) as caught:  # all three train: none is the server
             GroupSync(model, sgd(model), "ssp", num_pipelines=3, timeout=LONG_TIMEOUT)
-        said.append(str(caught.value))
-        with pytest.raises((PolicyError, PeerError)) as caught_too:  # rank 0 serves
+        messages.append(str(caught.value))
+        with pytest.raises((PolicyError, PeerError)) as caught_too:  # rank 0 is the server
             if ctx.rank == 0:
                 ParameterServer(num_pipelines=2, timeout=2.0).serve()
             else:
                 GroupSync(model, sgd(model), "ssp", timeout=2.0)
-        said.append(str(caught_too.value))
-        return said
+        messages.append(str(caught_too.value))
+        return messages
 
     found = run_replicas(3, work, tmp_path)
-    for said, _ in found:
-        assert "ssp with 3 workers in a job of 3 processes" in said
-        assert "start 4 processes; on rank 3 call ParameterServer(num_pipelines=3)" in said
+    for message, _ in found:
+        assert "ssp with 3 workers in a job of 3 processes" in message
+        assert "start 4 processes; on rank 3 call ParameterServer(num_pipelines=3)" in message
     assert "a parameter server on rank 0 of 3, for 2 workers" in found[0][1]
     assert "s0p2 in a job of 1 stages x 2 pipelines" in found[2][1]
 
@@ -176,13 +176,13 @@ def test_missing_parameter_server_is_named(tmp_path: Path) -> None:
             GroupSync(model, sgd(model), "ssp", timeout=1.0)
         return str(caught.value)
 
-    for said in run_replicas(3, work, tmp_path)[:2]:
-        assert "lost s0p2 (the parameter server) during beginning" in said
+    for message in run_replicas(3, work, tmp_path)[:2]:
+        assert "lost s0p2 (the parameter server) during starting" in message
 
 
 def test_inconsistent_arguments_are_refused(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[str]:
-        model, said = Point(), []
+        model, messages = Point(), []
         for arguments, options in (
             ((model, sgd(Point())), {}),
             ((sgd(model), model), {}),
@@ -192,8 +192,8 @@ def test_inconsistent_arguments_are_refused(tmp_path: Path) -> None:
         ):
             with pytest.raises(PolicyError) as caught:
                 GroupSync(*arguments, **options)
-            said.append(caught.value.wrong)
-        return said
+            messages.append(caught.value.wrong)
+        return messages
 
     assert run_replicas(1, work, tmp_path)[0] == [
         "an optimizer that updates no parameter of this Point",
@@ -213,9 +213,8 @@ def test_step_after_close_is_refused(tmp_path: Path) -> None:
             sync.step()
         return caught.value.wrong
 
-    assert run_replicas(2, work, tmp_path) == [
-        f"s0p{rank} goes on after its GroupSync was closed" for rank in range(2)
-    ]
+    for rank, wrong in enumerate(run_replicas(2, work, tmp_path)):
+        assert re.search(rf"s0p{rank} .*closed", wrong)
 
 
 def test_rank_0_close_waits_for_training_workers(tmp_path: Path) -> None:

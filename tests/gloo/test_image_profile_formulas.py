@@ -1,4 +1,4 @@
-"""DenseNet-201 and Inception-v4 counted by formulas, against the same models in torch."""
+"""Counted profiles of DenseNet-201 and Inception-v4 match the same models in torch."""
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ Case = tuple[list[LayerWork], nn.Sequential, Tensor]
 
 
 def case(name: str) -> Case:
-    """The layers as counted, the same in torch, and an input."""
+    """Return the counted layers, the torch model, and an input."""
     torch.manual_seed(0)
-    side = {"densenet201": 32, "inceptionv4": 75}[name]  # of which one point is left
+    side = {"densenet201": 32, "inceptionv4": 75}[name]  # reduced to 1 x 1 at the end
     example = torch.randn(SAMPLES, 3, side, side)
     return layers_of(f"{name}-{side}"), getattr(image_models, name)(), example
 
@@ -45,12 +45,12 @@ def test_parameters_outputs_and_operations_are_exact(name: str) -> None:
 @both
 def test_stored_bytes_match_autograd(name: str) -> None:
     counted, model, example = case(name)
-    subject = ProfiledModel.of((model, example), source="test")
+    profiled = ProfiledModel.of((model, example), source="test")
     cpu = torch.device("cpu")
-    measured = measure_layers(subject, size=SAMPLES, other_sizes=[], repeat=1, device=cpu)
+    measured = measure_layers(profiled, size=SAMPLES, other_sizes=[], repeat=1, device=cpu)
     for layer, found, module in zip(counted, measured, model, strict=True):
-        # Per micro-batch, not per sample, and so not counted: mean and deviation of each channel.
+        # Mean and deviation of each channel are per micro-batch, not per sample: not counted.
         norms = [each for each in module.modules() if isinstance(each, nn.BatchNorm2d)]
         statistics = sum(2 * 4 * norm.num_features for norm in norms)
-        ours = SAMPLES * (4 * layer.stored + layer.other_bytes) + statistics
-        assert ours == found.stored_bytes, layer.name
+        expected = SAMPLES * (4 * layer.stored + layer.other_bytes) + statistics
+        assert expected == found.stored_bytes, layer.name

@@ -1,4 +1,4 @@
-"""Replicas begin with one model, which is sent only if one of them has another."""
+"""Replicas start with one model, which is broadcast only if one of them differs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.gloo.decoupled import adam, stack, wrap_optimizer
 from tests.gloo.pipelines import run_stages
 from tests.gloo.replicas import TIMEOUT
 
-NUM = {"groups": 4, "decoupled": 3}  # of four in groups, the second hands on to the last
+NUM = {"groups": 4, "decoupled": 3}  # of four workers, the second sends on to the last
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ NUM = {"groups": 4, "decoupled": 3}  # of four in groups, the second hands on to
 def test_models_are_broadcast_if_any_differs(mode: str, other: int | None, tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[bool, dict[str, Tensor]]:
         sent = list[int]()
-        for kind in (Rendezvous, Communicator):  # in this process alone, which ends
+        for kind in (Rendezvous, Communicator):  # only in this process, which exits
             record_broadcasts(kind, sent)
         model = stack(seed=7 if ctx.rank == other else 0)
         if mode == "groups":
@@ -60,13 +60,13 @@ def test_only_differing_buffers_are_broadcast(mode: str, tmp_path: Path) -> None
 
 
 def record_broadcasts(kind: type, sent: list[int]) -> None:
-    """How many numbers each time."""
+    """Append the number of elements of each broadcast to `sent`."""
     broadcast = kind._broadcast  # type: ignore[attr-defined]
 
-    def broadcast_and_record(self: object, given: Tensor | Sequence[Tensor]) -> object:
-        tensors = [given] if isinstance(given, Tensor) else given
+    def broadcast_and_record(self: object, content: Tensor | Sequence[Tensor]) -> object:
+        tensors = [content] if isinstance(content, Tensor) else content
         sent.append(sum(tensor.numel() for tensor in tensors))
-        return broadcast(self, given)
+        return broadcast(self, content)
 
     kind._broadcast = broadcast_and_record  # type: ignore[attr-defined]
 

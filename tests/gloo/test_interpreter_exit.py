@@ -1,4 +1,4 @@
-"""Processes that are no children of ours, as under torchrun, end as they should after a failure."""
+"""Processes without a LocalJob parent, as under torchrun, exit properly after a failure."""
 
 import os
 import signal
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-# Two jobs of three ranks, forked so that torch is imported once: a fork ends as any process does,
-# with its interpreter. Whoever of a job ends first frees the others, so both survivors of a job end
-# in the same way.
+# Two jobs of three ranks, forked so that torch is imported once: a fork exits like any process,
+# with its interpreter. The first survivor that exits releases the other one of its job, so both
+# survivors of a job must exit in the same way.
 SCRIPT = """
 import os, signal, sys, torch
 from torch import nn
@@ -39,14 +39,14 @@ def train():
         pipeline.step(*([batch] if pipeline.is_first else []), target=batch)
 
 torch.set_num_threads(1)
-places = [(job, rank) for job in range(2) for rank in range(3)]
+workers = [(job, rank) for job in range(2) for rank in range(3)]
 forks = {}
-for job, rank in places:
+for job, rank in workers:
     forks[job, rank] = os.fork()
     if forks[job, rank] == 0:
         break
 else:
-    for job, rank in places:
+    for job, rank in workers:
         if rank == 0:
             continue
         _, status = os.waitpid(forks[job, rank], 0)
@@ -78,11 +78,11 @@ def test_survivors_of_stopped_peer_exit_with_peer_error(tmp_path: Path) -> None:
     ports = [str(probe.getsockname()[1]) for probe in probes]
     for probe in probes:
         probe.close()
-    place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    environ = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     with subprocess.Popen(
         [sys.executable, "train.py", *ports],
         cwd=tmp_path,
-        env={**os.environ, **place},
+        env={**os.environ, **environ},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -40,8 +40,8 @@ def test_successful_job_leaves_no_output_files(tmp_path: Path) -> None:
 def test_wait_returns_false_after_timeout(tmp_path: Path) -> None:
     with LocalJob(lambda ctx: time.sleep(FOREVER), 2, output_folder=tmp_path) as job:
         assert job.wait(0.1) is False
-        began = psutil.Process().children()
-    assert began
+        started = psutil.Process().children()
+    assert started
     assert psutil.Process().children() == []
 
 
@@ -99,7 +99,7 @@ def test_worker_error_names_killed_worker_not_its_peers(tmp_path: Path) -> None:
 
 
 def fail_last_and_late(ctx: DistContext) -> None:
-    """The culprit has the highest rank, and is seen to end after those that lost it."""
+    """The failing worker has the highest rank and exits after those that lost it."""
     with ctx.process_group(20):
         dist.barrier()
         if ctx.rank == 2:
@@ -146,7 +146,7 @@ def test_terminated_job_writes_no_peer_errors(
 
     def signal_slowly(child: Child, what: signal.Signals) -> None:
         real(child, what)
-        time.sleep(0.2)  # time enough for the others to notice
+        time.sleep(0.2)  # the others have time to notice
 
     monkeypatch.setattr(Child, "signal", signal_slowly)
 
@@ -165,7 +165,7 @@ def lose_a_peer(ctx: DistContext) -> None:
     with ctx.process_group(1000):
         dist.barrier()
         if ctx.rank == 1:
-            os._exit(0)  # leaves without a word
+            os._exit(0)  # without any cleanup
         try:
             with peer_errors(Worker(1, 0), "receiving F0"):
                 dist.recv(torch.ones(1000), 1)
@@ -184,7 +184,7 @@ def test_exited_peer_raises_peer_error_at_once(tmp_path: Path) -> None:
 def wait_for_silence(ctx: DistContext) -> None:
     with ctx.process_group(2):
         if ctx.rank == 1:
-            time.sleep(FOREVER)  # alive, and silent beyond the deadline
+            time.sleep(FOREVER)  # alive, without a message until the timeout
         try:
             with peer_errors(Worker(1, 0), "receiving F0"):
                 dist.recv(torch.ones(1000), 1)
@@ -205,7 +205,7 @@ import time
 from pathlib import Path
 from polyrhythm.processes import BAD_INPUT, Child
 from polyrhythm.run.comm.launch import LocalJob
-with LocalJob(lambda place: time.sleep({FOREVER}), 3, output_folder=Path("out")):
+with LocalJob(lambda ctx: time.sleep({FOREVER}), 3, output_folder=Path("out")):
     print("started", flush=True)
     time.sleep({FOREVER})
 """
@@ -249,7 +249,7 @@ def test_from_environment_reads_torchrun_variables() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "message"),
     [
         ({"RANK": "five"}, "'five'"),
         ({"RANK": "8"}, "RANK is not below WORLD_SIZE"),
@@ -257,7 +257,9 @@ def test_from_environment_reads_torchrun_variables() -> None:
         ({"MASTER_ADDR": None}, "'MASTER_ADDR' is missing"),
     ],
 )
-def test_invalid_torchrun_variables_are_refused(changed: dict[str, str | None], says: str) -> None:
+def test_invalid_torchrun_variables_are_refused(
+    changed: dict[str, str | None], message: str
+) -> None:
     environ = {k: v for k, v in {**TORCHRUN, **changed}.items() if v is not None}
-    with pytest.raises(LaunchError, match=says):
+    with pytest.raises(LaunchError, match=message):
         DistContext.from_environment(environ)

@@ -1,4 +1,4 @@
-"""A peer that dies or falls silent is noticed by all: named, in time, and nobody hangs."""
+"""All processes report a dead or stopped peer by name and in time, and none hangs."""
 
 import os
 import signal
@@ -35,9 +35,9 @@ def stop_process() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def peer_error_of(doing: Callable[[], object]) -> PeerError:
+def peer_error_of(call: Callable[[], object]) -> PeerError:
     with pytest.raises(PeerError) as caught:
-        doing()
+        call()
     error = caught.value
     assert f"lost s1p0 during {error.action} after {error.waited:.1f} s: " in str(error)
     return error
@@ -46,7 +46,7 @@ def peer_error_of(doing: Callable[[], object]) -> PeerError:
 def watch(
     watcher: Callable[[DistContext], None], victim: Callable[[DistContext], None], folder: Path
 ) -> None:
-    """`watcher`, on rank 0, must see the end of `victim`, on rank 1, and go through to its own."""
+    """Run `watcher` on rank 0 and `victim` on rank 1; `watcher` must finish without an error."""
 
     def work(ctx: DistContext) -> None:
         with ctx.process_group(30):
@@ -62,7 +62,7 @@ def victim_ending_with(ending: Callable[[], None]) -> Callable[[DistContext], No
     def victim(ctx: DistContext) -> None:
         route(ctx)
         wait_for_peer(0)
-        time.sleep(0.3)  # so that the other one waits by then
+        time.sleep(0.3)  # the other process waits by then
         ending()
 
     return victim
@@ -132,7 +132,7 @@ def test_stopped_peer_is_lost_after_timeout(tmp_path: Path) -> None:
         inbox.expect([(Action(Op.F, 0), 10)])
         send(outbox, 7, 10)
         signal_peer(1)
-        with ThreadPoolExecutor() as both:  # each waits for the whole deadline
+        with ThreadPoolExecutor() as both:  # each waits for the whole timeout
             waits = (lambda: inbox.get(Action(Op.F, 0)), outbox.drain)
             receiving, sending = both.map(peer_error_of, waits)
         assert (receiving.action, sending.action) == ("receiving F0", "sending F7")
@@ -144,7 +144,7 @@ def test_stopped_peer_is_lost_after_timeout(tmp_path: Path) -> None:
 
 
 class Trap(nn.Module):
-    """Passes on what it gets, and calls `ending` at the ninth micro-batch."""
+    """Returns its input; calls `ending` at the ninth micro-batch."""
 
     def __init__(self, ending: Callable[[], None] | None) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def train(
     schedule: str = "1f1b",
     flush: bool = True,
 ) -> None:
-    """Until something goes wrong; the ninth micro-batch is in the middle of a step."""
+    """Train until an error; the ninth micro-batch is in the middle of a step."""
     batch = torch.ones(6, 8)
     with ctx.process_group(30):
         pipeline = Pipeline(
@@ -185,10 +185,10 @@ def train(
 def endings_of_survivors(
     work: Callable[[DistContext], None], victim: int, timeout: float, folder: Path
 ) -> dict[int, str]:
-    """The last line of each; they must end by themselves, while the victim is left as it is."""
+    """Return the error of every survivor; they must exit while the victim is not touched."""
     with LocalJob(work, NUM_STAGES, output_folder=folder) as job:
         survivors = {rank: w for rank, w in enumerate(job._workers) if rank != victim}
-        assert wait_for_all(list(survivors.values()), timeout), "somebody hangs"
+        assert wait_for_all(list(survivors.values()), timeout), "a survivor hangs"
         for survivor in survivors.values():
             assert survivor.status == PEER_LOST, survivor.reason
         return {rank: survivor.reason for rank, survivor in survivors.items()}
@@ -260,4 +260,4 @@ def test_stage_exit_between_steps_raises_peer_error(
     with LocalJob(work, 2, output_folder=tmp_path) as job:
         survivor = job._workers[1]
         assert survivor.wait(45) == PEER_LOST, survivor.reason
-        assert "PeerError: lost s0p0 during waiting for the next step after" in survivor.reason
+        assert "PeerError: lost s0p0 during waiting for the next step" in survivor.reason

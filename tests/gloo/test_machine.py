@@ -1,4 +1,4 @@
-"""What training needs is really tried, and a torch that is broken in any way is only a finding."""
+"""The checks really run, and a broken torch becomes a check result, not a crash."""
 
 import os
 import subprocess
@@ -13,15 +13,15 @@ from polyrhythm.run import machine
 pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(machine.__file__).parents[2]
-REPORT = "from polyrhythm.run import machine\nfor f in machine.findings(): print(f)"
+REPORT = "from polyrhythm.run import machine\nfor result in machine.check_results(): print(result)"
 
 
 def by_subject(check_results):
     return {result.subject: result for result in check_results}
 
 
-def findings_with_torch(folder, source):
-    """What a process prints that imports a `torch` made of `source`."""
+def results_with_torch(folder, source):
+    """Print the check results in a process whose `torch` consists of `source`."""
     package = folder / "torch"
     package.mkdir()
     (package / "__init__.py").write_text(source)
@@ -34,7 +34,7 @@ def findings_with_torch(folder, source):
     return done.stdout.splitlines()
 
 
-def test_no_finding_fails_on_this_machine(tmp_path):
+def test_no_check_fails_on_this_machine(tmp_path):
     before = psutil.Process().children(recursive=True)
     found = by_subject(machine.check_results(tmp_path / "not" / "yet" / "runs"))
     assert not [result for result in found.values() if result.ok is False]
@@ -63,8 +63,8 @@ def test_failing_all_reduce_is_reported_with_reason(monkeypatch):
     ],
     ids=["import-error", "crash", "empty"],
 )
-def test_broken_torch_is_reported_as_finding(tmp_path, source, message):
-    lines = findings_with_torch(tmp_path, source)
+def test_broken_torch_is_reported_as_check_result(tmp_path, source, message):
+    lines = results_with_torch(tmp_path, source)
     (torch,) = [line for line in lines if "subject='torch'" in line]
     assert message in torch
     assert "ok=False" in torch
@@ -92,7 +92,7 @@ def test_old_torch_is_refused_with_required_version(tmp_path):
         "def init(): raise AssertionError('no CUDA')\n"
         "cuda = types.SimpleNamespace(init=init)"
     )
-    lines = findings_with_torch(tmp_path, source)
+    lines = results_with_torch(tmp_path, source)
     (torch,) = [line for line in lines if "subject='torch'" in line]
     (backends,) = [line for line in lines if "subject='backends'" in line]
     assert "ok=False" in torch
@@ -108,7 +108,7 @@ def test_unwritable_folder_is_reported(tmp_path):
         "os.setresuid(65534, 65534, 65534)\n"
         "for folder in sys.argv[1:]: print(machine._disk(pathlib.Path(folder)))"
     )
-    folders = [str(tmp_path / "runs"), "/runs"]  # one that may not even be looked at, one that may
+    folders = [str(tmp_path / "runs"), "/runs"]  # in an unreadable and in a readable folder
     done = subprocess.run(
         [sys.executable, "-c", source, *folders], capture_output=True, text=True, timeout=60
     )

@@ -1,6 +1,6 @@
-"""Tensors of every type cross as one flat buffer, described by a layout that is announced once.
+"""Tensors of every dtype are sent as one flat buffer, described by an announced layout.
 
-Small copies only, which start no threads: this process forks workers in other tests.
+Copies are small and start no threads: this process forks workers in other tests.
 """
 
 import pytest
@@ -41,14 +41,14 @@ descriptions = st.lists(
 
 
 def tensor(dtype: torch.dtype, shape: tuple[int, ...], needs_grad: bool, seed: int) -> Tensor:
-    """Arbitrary bits, infinities and NaN among them."""
+    """Make a tensor of arbitrary bits, including infinities and NaN."""
     random = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=random).bool()
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     bits = torch.randint(0, 256, (num_bytes,), generator=random).to(torch.uint8)
-    made = bits.view(dtype).view(shape)
-    return made.requires_grad_(needs_grad and (dtype.is_floating_point or dtype.is_complex))
+    values = bits.view(dtype).view(shape)
+    return values.requires_grad_(needs_grad and (dtype.is_floating_point or dtype.is_complex))
 
 
 def bits_of(tensor: Tensor) -> bytes:
@@ -56,13 +56,13 @@ def bits_of(tensor: Tensor) -> bytes:
 
 
 def transferred(tensors: list[Tensor]) -> list[Tensor]:
-    """What a receiver finds, who knows the announcement and the buffer."""
+    """Return the tensors that a receiver reads from the announcement and the buffer."""
     layout = MessageLayout.of(tensors)
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
-    layout.pack([one.detach() for one in tensors], buffer)
+    layout.pack([item.detach() for item in tensors], buffer)
     write_timestamp(buffer, 0.0)
     announcement = layout.announcement()
-    assert announcement.shape == (ANNOUNCEMENT_BYTES,), "a receiver can wait for it knowing nothing"
+    assert announcement.shape == (ANNOUNCEMENT_BYTES,), "a receiver must know its size"
     return MessageLayout.from_announcement(announcement).views(buffer.clone())
 
 
@@ -70,7 +70,7 @@ def transferred(tensors: list[Tensor]) -> list[Tensor]:
 def test_tensors_of_every_dtype_and_shape_are_bit_exact(
     drawn: list[tuple[torch.dtype, tuple[int, ...], bool, int]],
 ) -> None:
-    sent = [tensor(*one) for one in drawn]
+    sent = [tensor(*item) for item in drawn]
     received = transferred(sent)
     assert [(r.dtype, r.shape) for r in received] == [(s.dtype, s.shape) for s in sent]
     assert [bits_of(r) for r in received] == [bits_of(s) for s in sent]
@@ -80,11 +80,11 @@ def test_tensors_of_every_dtype_and_shape_are_bit_exact(
 def test_layout_survives_its_announcement(
     drawn: list[tuple[torch.dtype, tuple[int, ...], bool, int]],
 ) -> None:
-    tensors = [tensor(*one) for one in drawn]
+    tensors = [tensor(*item) for item in drawn]
     layout = MessageLayout.of(tensors)
     assert MessageLayout.from_announcement(layout.announcement()) == layout
     assert [spec.needs_grad for spec in layout.specs] == [t.requires_grad for t in tensors]
-    needing = [one for one in tensors if one.requires_grad]
+    needing = [item for item in tensors if item.requires_grad]
     assert [spec.shape for spec in layout.gradient.specs] == [tuple(t.shape) for t in needing]
 
 
@@ -92,16 +92,16 @@ def test_layout_survives_its_announcement(
 def test_tensors_in_buffer_are_aligned_and_disjoint(
     drawn: list[tuple[torch.dtype, tuple[int, ...], bool, int]],
 ) -> None:
-    layout = MessageLayout.of([tensor(*one) for one in drawn])
+    layout = MessageLayout.of([tensor(*item) for item in drawn])
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
-    ends = HEADER_BYTES
+    stop = HEADER_BYTES
     for view in layout.views(buffer):
-        begins = view.storage_offset() * view.element_size()
-        assert begins % 64 == 0 or not view.numel()
-        assert begins >= ends or not view.numel()
-        ends = max(ends, begins + view.numel() * view.element_size())
+        start = view.storage_offset() * view.element_size()
+        assert start % 64 == 0 or not view.numel()
+        assert start >= stop or not view.numel()
+        stop = max(stop, start + view.numel() * view.element_size())
         assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-    assert ends <= layout.nbytes
+    assert stop <= layout.nbytes
 
 
 def test_non_contiguous_tensors_are_packed() -> None:
@@ -132,5 +132,5 @@ def test_too_many_tensors_for_announcement_are_refused() -> None:
         MessageLayout.from_announcement(MessageLayout.of(fifty).announcement()).nbytes
         == MessageLayout.of(fifty).nbytes
     )
-    with pytest.raises(PlanError, match=r"passes 2000 tensors(?s:.*)stack or concatenate"):
+    with pytest.raises(PlanError, match="2000 tensors"):
         MessageLayout.of([torch.zeros(2)] * 2000).announcement()

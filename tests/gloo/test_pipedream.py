@@ -1,4 +1,4 @@
-"""A pipeline without a flush does, step for step, what its weight versions say."""
+"""A pipeline without a flush uses the weight versions that its limits prescribe."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def stage_module(stage: int) -> nn.Sequential:
 
 def data(step: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(100 + step)
-    size = 4 if step % 4 else 3  # batches of two shapes, in flight together
+    size = 4 if step % 4 else 3  # batches of two shapes in flight at once
     shape = (size, WIDTH)
     return torch.randn(shape, generator=draw), torch.randn(shape, generator=draw)
 
@@ -59,9 +59,9 @@ def run_stage(ctx: DistContext, schedule: str, folder: Path, *, averages: bool =
             for step in range(NUM_STEPS):
                 inputs, target = data(step)
                 arguments = (inputs,) if pipeline.is_first else ()
-                of_step: list[Tensor] = []
-                pipeline.step(*arguments, target=target, losses=of_step, return_outputs=False)
-                losses += of_step
+                step_losses: list[Tensor] = []
+                pipeline.step(*arguments, target=target, losses=step_losses, return_outputs=False)
+                losses += step_losses
                 peak_weight_versions = max(peak_weight_versions, pipeline.peak_weight_versions)
                 if pipeline.has_gradients:
                     update()
@@ -71,7 +71,7 @@ def run_stage(ctx: DistContext, schedule: str, folder: Path, *, averages: bool =
 
 
 def emulate(limits: tuple[int, ...], folder: Path, *, averages: bool) -> None:
-    """The same semantics in one process: who sees which weights follows from the limits alone."""
+    """Train with the same semantics in one process: the limits give the weight versions."""
     modules = [stage_module(stage) for stage in range(NUM_STAGES)]
     optimizers = [optimizer_of(module) for module in modules]
     histories = [[[p.detach().clone() for p in module.parameters()]] for module in modules]
@@ -80,7 +80,7 @@ def emulate(limits: tuple[int, ...], folder: Path, *, averages: bool) -> None:
         inputs, target = data(step)
         x, weights = inputs, []
         for stage, module in enumerate(modules):
-            # Before forward i, the backward of i - limit has been the last to update the weights.
+            # The backward of step i - limit made the last update before forward i.
             version = histories[stage][max(0, step - limits[stage] + 1)]
             weights.append([w.clone().requires_grad_() for w in version])
             names = [name for name, _ in module.named_parameters()]
@@ -121,28 +121,28 @@ def test_pipedream_updates_equal_single_process_emulation(
     for stage in range(NUM_STAGES):
         history, losses, peak_weight_versions = torch.load(tmp_path / f"{stage}.pt")
         assert len(history) == NUM_STEPS, "one update per mini-batch"
-        for ours, theirs in zip(history, histories[stage][1:], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+        for actual, expected in zip(history, histories[stage][1:], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
         assert peak_weight_versions == (limits[stage] if limits[stage] > 1 else 0)
     torch.testing.assert_close(losses, expected_losses, rtol=0, atol=1e-6)
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"schedule": "gpipe", "num_microbatches": 1}, "gpipe without a flush"),
         ({"schedule": "1f1b", "num_microbatches": 4}, "num_microbatches=1"),
     ],
 )
 def test_schedules_without_pipedream_form_are_refused(
-    tmp_path: Path, options: dict[str, object], says: str
+    tmp_path: Path, options: dict[str, object], message: str
 ) -> None:
     def work(ctx: DistContext) -> None:
         Pipeline(stage_module(0), loss_fn=functional.mse_loss, flush=False, **options)
 
     with (
-        pytest.raises(WorkerError, match=says),
+        pytest.raises(WorkerError, match=message),
         LocalJob(work, 1, output_folder=tmp_path) as job,
     ):
         job.wait(40)

@@ -1,6 +1,6 @@
-"""A pipeline is called as torch's schedules are, and changes its plan without changing the result.
+"""A pipeline is called like torch's schedules, and schedule changes do not change the result.
 
-Real processes: a stage each.
+Every stage is a real process.
 """
 
 from itertools import pairwise
@@ -44,61 +44,61 @@ def pipeline_of(module: nn.Module, **options: Any) -> Pipeline:
 def train(
     pp_schedule: Any, model_part: nn.Module, *, has_first_stage: bool, has_last_stage: bool
 ) -> dict[str, Any]:
-    """As torchtitan's trainer and validator call a schedule; nothing here knows whose it is."""
+    """Train as torchtitan's trainer and validator call a schedule, torch's or ours."""
     optimizer = torch.optim.SGD(model_part.parameters(), lr=0.1, momentum=0.9)
-    found: dict[str, Any] = {"losses": [], "outputs": []}
+    results: dict[str, Any] = {"losses": [], "outputs": []}
     for number, (inputs, labels) in enumerate(BATCHES):
         optimizer.zero_grad()
         targets, losses = (labels, []) if has_last_stage else (None, None)
-        how = {"target": targets, "losses": losses, "return_outputs": number == 0}
+        options = {"target": targets, "losses": losses, "return_outputs": number == 0}
         args = (inputs,) if has_first_stage else ()
-        outputs = pp_schedule.step(*args, **how)
-        found["gradients"] = gradients(model_part)  # torch's eval divides those it finds
+        outputs = pp_schedule.step(*args, **options)
+        results["gradients"] = gradients(model_part)  # torch's eval divides the gradients
         optimizer.step()
-        found["outputs"].append(outputs)
+        results["outputs"].append(outputs)
         if has_last_stage:
-            found["losses"].append(torch.stack(losses))
+            results["losses"].append(torch.stack(losses))
         with torch.no_grad():
-            found["outputs"].append(pp_schedule.eval(*args, target=targets, losses=losses))
+            results["outputs"].append(pp_schedule.eval(*args, target=targets, losses=losses))
         if has_last_stage:
-            found["losses"].append(torch.stack(losses))
-    return found
+            results["losses"].append(torch.stack(losses))
+    return results
 
 
 @pytest.mark.timeout(60)
 def test_training_loop_for_torch_schedules_runs_unchanged(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[dict[str, Any]]:
-        ends = {"has_first_stage": ctx.rank == 0, "has_last_stage": ctx.rank == 2}
-        found = []
-        for whose in ("torch", "ours", "ours, from a torch stage"):
+        roles = {"has_first_stage": ctx.rank == 0, "has_last_stage": ctx.rank == 2}
+        results = []
+        for origin in ("torch", "ours", "ours, from a torch stage"):
             module = stack_of(3)[ctx.rank]
             stage = PipelineStage(module, ctx.rank, 3, torch.device("cpu"))
-            if whose == "torch":
+            if origin == "torch":
                 schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=mse_loss)
-            elif whose == "ours":
+            elif origin == "ours":
                 schedule = pipeline_of(module, schedule="1f1b")
             else:
                 schedule = Pipeline.from_torch_stage(
                     stage, loss_fn=mse_loss, num_microbatches=4, schedule="kfkb:2"
                 )
-            found.append(train(schedule, module, **ends))
-        return found
+            results.append(train(schedule, module, **roles))
+        return results
 
     for number, stage in enumerate(run_stages(3, work, tmp_path)):
-        theirs, *ours = stage
-        for one in ours:
-            assert_close(one["gradients"], theirs["gradients"])
-            torch.testing.assert_close(one["losses"], theirs["losses"], rtol=0, atol=1e-6)
-            torch.testing.assert_close(one["outputs"], theirs["outputs"], rtol=0, atol=1e-6)
-        assert len(theirs["losses"]) == (12 if number == 2 else 0)
-        assert [output is None for output in theirs["outputs"][:4]] == (
+        reference, *others = stage
+        for actual in others:
+            assert_close(actual["gradients"], reference["gradients"])
+            torch.testing.assert_close(actual["losses"], reference["losses"], rtol=0, atol=1e-6)
+            torch.testing.assert_close(actual["outputs"], reference["outputs"], rtol=0, atol=1e-6)
+        assert len(reference["losses"]) == (12 if number == 2 else 0)
+        assert [output is None for output in reference["outputs"][:4]] == (
             [False, False, True, False] if number == 2 else [True] * 4
         )
 
 
 @pytest.mark.timeout(60)
 def test_eval_changes_neither_gradients_nor_schedule(tmp_path: Path) -> None:
-    """It runs the whole model, with a loss where it has a target, for batches of any size."""
+    """`eval` runs the whole model, with a loss if it has a target, for batches of any size."""
     odd = random_batch(7, 8, seed=20)
 
     def evaluate(pipeline: Pipeline) -> list[Any]:
@@ -112,22 +112,22 @@ def test_eval_changes_neither_gradients_nor_schedule(tmp_path: Path) -> None:
         return [with_loss, without, losses]
 
     def work(ctx: DistContext) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for evaluates in (False, True):
             module = stack_of(3)[ctx.rank]
             with pipeline_of(module, schedule="bounded:3,2,1") as pipeline:
                 for batch in BATCHES[:3]:
                     if evaluates:
-                        found["eval"] = evaluate(pipeline)
+                        results["eval"] = evaluate(pipeline)
                     step(pipeline, *batch)
                 assert pipeline.num_steps == 3
-                found[f"recipe {evaluates}"] = str(pipeline.spec)
-                found[f"peak {evaluates}"] = pipeline.peak_in_flight
-                found[f"gradients {evaluates}"] = gradients(module)
+                results[f"schedule {evaluates}"] = str(pipeline.spec)
+                results[f"peak {evaluates}"] = pipeline.peak_in_flight
+                results[f"gradients {evaluates}"] = gradients(module)
                 if evaluates:
                     evaluate(pipeline)
-                    assert_equal(gradients(module), found["gradients True"])
-        return found
+                    assert_equal(gradients(module), results["gradients True"])
+        return results
 
     def single_process() -> list[Any]:
         model = stack_of(3)
@@ -135,12 +135,12 @@ def test_eval_changes_neither_gradients_nor_schedule(tmp_path: Path) -> None:
         output = model(inputs).detach()
         sizes = [2, 2, 2, 1]
         parts = zip(output.split(sizes), target.split(sizes), strict=True)
-        return [output, output, [mse_loss(part, wanted) for part, wanted in parts]]
+        return [output, output, [mse_loss(part, expected_part) for part, expected_part in parts]]
 
     expected = run_single_process(single_process, tmp_path)
     stages = run_stages(3, work, tmp_path)
     for stage in stages:
-        assert stage["recipe True"] == stage["recipe False"]
+        assert stage["schedule True"] == stage["schedule False"]
         assert stage["peak True"] == stage["peak False"]
         assert_equal(stage["gradients True"], stage["gradients False"])
     assert [stage["eval"] for stage in stages[:2]] == [[None, None, []]] * 2
@@ -149,7 +149,7 @@ def test_eval_changes_neither_gradients_nor_schedule(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_unread_timings_are_bounded(tmp_path: Path) -> None:
-    """As in a process that only evaluates."""
+    """A process that only evaluates never reads its timings."""
 
     def single_process() -> int:
         inputs, _ = random_batch(500, 8)
@@ -166,10 +166,10 @@ SCHEDULES = ("1f1b", "gpipe", "kfkb:2", "kfkb:3", "bounded:4,3,1", "bounded:1,1,
 
 @pytest.mark.timeout(60)
 def test_schedule_change_between_steps_is_bit_exact(tmp_path: Path) -> None:
-    """And under each of them a stage holds no more than the schedule says."""
+    """Under each schedule a stage also has exactly the schedule's peak in flight."""
 
     def work(ctx: DistContext) -> list[dict[str, Any]]:
-        found = []
+        states = []
         for changes in (False, True):
             module = stack_of(3)[ctx.rank]
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -183,8 +183,8 @@ def test_schedule_change_between_steps_is_bit_exact(tmp_path: Path) -> None:
                     assert pipeline.peak_in_flight == peak_in_flight(built[ctx.rank])
                     optimizer.step()
                     optimizer.zero_grad()
-            found.append(dict(module.state_dict()))
-        return found
+            states.append(dict(module.state_dict()))
+        return states
 
     for same, changed in run_stages(3, work, tmp_path):
         assert_equal(changed, same)
@@ -192,10 +192,10 @@ def test_schedule_change_between_steps_is_bit_exact(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_microbatch_sizes_give_the_same_training(tmp_path: Path) -> None:
-    """The tuner tries each size for a step, then goes on with the best, whichever that is."""
+    """The tuner tries each size, then continues with the best, whichever that is."""
 
     def work(ctx: DistContext) -> list[dict[str, Any]]:
-        found = []
+        results = []
         for sizes in ([2], [2, 4, 1, 8]):
             module = stack_of(3)[ctx.rank]
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -207,8 +207,8 @@ def test_microbatch_sizes_give_the_same_training(tmp_path: Path) -> None:
                     used.append(len(losses))
                     optimizer.step()
                     optimizer.zero_grad()
-            found.append({"state": dict(module.state_dict()), "used": used})
-        return found
+            results.append({"state": dict(module.state_dict()), "used": used})
+        return results
 
     stages = run_stages(3, work, tmp_path)
     for same, changed in stages:
@@ -220,7 +220,7 @@ def test_microbatch_sizes_give_the_same_training(tmp_path: Path) -> None:
 
 
 def autotuned(ctx: DistContext, folder: Path, **options: Any) -> dict[str, Any]:
-    """Some steps of schedule="auto", recorded; the peaks are those of what it chose."""
+    """Run and log some steps of schedule="auto"; check the peak in flight of its choices."""
     worker = Worker(ctx.rank, 0)
     module = stack_of(3)[ctx.rank]
     with (
@@ -233,7 +233,7 @@ def autotuned(ctx: DistContext, folder: Path, **options: Any) -> dict[str, Any]:
             specs.append(str(pipeline.last_spec))
             built = pipeline.last_spec.build(num_stages=3, num_microbatches=4)
             assert pipeline.peak_in_flight == peak_in_flight(built[ctx.rank])
-    return {"recipes": specs, "gradients": gradients(module)}
+    return {"schedules": specs, "gradients": gradients(module)}
 
 
 @pytest.mark.timeout(60)
@@ -241,38 +241,44 @@ def test_auto_schedule_is_equal_on_all_stages_and_logged(tmp_path: Path) -> None
     folders = {limit: tmp_path / (limit or "no limit") for limit in (None, "1GiB")}
 
     def work(ctx: DistContext) -> dict[str, Any]:
-        found = {
+        results = {
             limit or "none": autotuned(ctx, folder, memory_limit=limit)
             for limit, folder in folders.items()
         }
         with pipeline_of(module := stack_of(3)[ctx.rank], schedule="1f1b") as pipeline:
             for batch in BATCHES:
                 step(pipeline, *batch)
-        return {**found, "1f1b": gradients(module)}
+        return {**results, "1f1b": gradients(module)}
 
     stages = run_stages(3, work, tmp_path)
     for stage in stages:
         for limit in ("none", "1GiB"):
-            assert stage[limit]["recipes"] == stages[0][limit]["recipes"]
-            assert stage[limit]["recipes"][0] == "1f1b"
+            assert stage[limit]["schedules"] == stages[0][limit]["schedules"]
+            assert stage[limit]["schedules"][0] == "1f1b"
             assert_equal(stage[limit]["gradients"], stage["1f1b"])
     for folder in folders.values():
         plans = [event for event in read_run(folder) if event.kind == "plan"]
         for worker in (Worker(stage, 0) for stage in range(3)):
-            mine = [plan for plan in plans if plan.worker == worker]
-            assert [(plan.step, plan.name) for plan in mine] == [
+            worker_plans = [plan for plan in plans if plan.worker == worker]
+            assert [(plan.step, plan.name) for plan in worker_plans] == [
                 (plan.step, plan.name) for plan in plans if plan.worker == Worker(0, 0)
             ]
-            assert mine[0].step == 1  # and then every two steps, or less often if they are short
-            assert all(later.step - plan.step >= 2 for plan, later in pairwise(mine))
-            assert all(plan.why and plan.why.startswith(("predicted", "holds")) for plan in mine)
-            assert all(plan.values["microbatches"] == 4 for plan in mine)
-            assert all(plan.values["predicted"] > 0 for plan in mine)
+            assert (
+                worker_plans[0].step == 1
+            )  # then every two steps, or less often if steps are short
+            assert all(
+                following.step - plan.step >= 2 for plan, following in pairwise(worker_plans)
+            )
+            assert all(
+                plan.why and plan.why.startswith(("predicted", "holds")) for plan in worker_plans
+            )
+            assert all(plan.values["microbatches"] == 4 for plan in worker_plans)
+            assert all(plan.values["predicted"] > 0 for plan in worker_plans)
 
 
 @pytest.mark.timeout(60)
 def test_memory_limit_error_names_least_requirement(tmp_path: Path) -> None:
-    """Stage 1 is short of memory; its weights alone take 288 of 4 * 288 bytes."""
+    """Stage 1 has too little memory; its weights alone take 288 of 4 * 288 bytes."""
 
     def work(ctx: DistContext) -> None:
         limit = 2000 if ctx.rank == 1 else "1MiB"
@@ -284,17 +290,18 @@ def test_memory_limit_error_names_least_requirement(tmp_path: Path) -> None:
 
     with pytest.raises(WorkerError) as caught:
         run_stages(3, work, tmp_path)
-    says = caught.value.reason
-    assert says.startswith("refused: stage 1 needs "), says
-    assert "for one micro-batch of 2 in flight, and has 2" in says
-    assert "weights 288" in says
-    assert "fix: move layers from stage 1" in says
+    reason = caught.value.reason
+    assert reason.startswith("refused: stage 1 needs "), reason
+    assert "micro-batch of 2 " in reason
+    assert "2000B" in reason
+    assert "weights 288" in reason
+    assert "fix: move layers from stage 1" in reason
 
 
 @pytest.mark.timeout(60)
 def test_pipeline_works_after_unequal_new_group_calls(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[int]:
-        if ctx.rank < 2:  # tensor parallelism on some stages, say
+        if ctx.rank < 2:  # for example tensor parallelism on some stages
             dist.new_group([0, 1], use_local_synchronization=True)
         num_steps = []
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""A pipeline that is closed keeps nothing of what was in flight, and says that it is closed."""
+"""A closed pipeline frees all batches in flight, and refuses further calls."""
 
 import contextlib
 import gc
@@ -24,11 +24,11 @@ INPUTS, TARGET = random_batch(4, 8)
 
 
 class UserCodeError(Exception):
-    """Something that goes wrong in the user's code."""
+    """An error in the user's code."""
 
 
 class RecordingModule(nn.Module):
-    """A stage that notes the memory its backward will need; it may fail at one of its calls."""
+    """A stage that records the memory its backward needs; it may fail at one of its calls."""
 
     def __init__(self, recorded: list[StorageWeakRef], fails_at: int | None = None) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class RecordingModule(nn.Module):
         self.num_calls += 1
         y = torch.tanh(self.linear(x))
         record(self.recorded, x, y)
-        if not isinstance(self.linear.weight, nn.Parameter):  # but a copy
+        if not isinstance(self.linear.weight, nn.Parameter):  # a stashed copy
             record(self.recorded, self.linear.weight)
         if self.num_calls == self.fails_at:
             raise UserCodeError
@@ -67,7 +67,7 @@ def pipeline_of(module: nn.Module, *, flush: bool, window: int | None = None) ->
 
 
 def run_ahead(pipeline: Pipeline, recorded: list[StorageWeakRef], num_steps: int) -> None:
-    """Batches that nobody else keeps, and so few that no backward is due."""
+    """Run batches that nothing else references, too few for a backward."""
     for seed in range(num_steps):
         inputs, target = random_batch(4, 8, seed=seed)
         if pipeline.is_last:
@@ -76,9 +76,9 @@ def run_ahead(pipeline: Pipeline, recorded: list[StorageWeakRef], num_steps: int
 
 
 def stop_in_the_middle(pipeline: Pipeline, recorded: list[StorageWeakRef]) -> None:
-    """The last stage has messages that it did not take, the first waits for some.
+    """Stop while the last stage has unused messages and the first waits for some.
 
-    With a window of one, the first also has some that have not left.
+    With a window of one, the first stage also has unsent messages.
     """
     run_ahead(pipeline, recorded, 5 if pipeline.is_first else 2)
     if pipeline.is_last:
@@ -93,7 +93,7 @@ def fail_between_steps(pipeline: Pipeline, recorded: list[StorageWeakRef]) -> No
 
 def fail_in_the_last_stage(pipeline: Pipeline, recorded: list[StorageWeakRef]) -> None:
     run_ahead(pipeline, recorded, 3)
-    raise UserCodeError  # in the first one, which may not have noticed
+    raise UserCodeError  # in the first stage, which may not have noticed
 
 
 def fail_to_receive(pipeline: Pipeline, recorded: list[StorageWeakRef]) -> None:
@@ -102,7 +102,7 @@ def fail_to_receive(pipeline: Pipeline, recorded: list[StorageWeakRef]) -> None:
 
     if pipeline.is_last:
         pipeline._connections.activations_in[0]._receive = fail
-    dist.barrier()  # so that the first message comes afterwards
+    dist.barrier()  # the first message comes afterwards
     run_ahead(pipeline, recorded, 3)
     raise UserCodeError
 
@@ -136,8 +136,8 @@ def test_close_frees_everything_in_flight(
                     run(pipeline, recorded)
                 finally:
                     before = num_alive(recorded), num_alive(buffers)
-                    if not flush:  # or else the first stage waits for the last one to close
-                        dist.barrier()  # whoever ends first would take away what is counted
+                    if not flush:  # with a flush the first stage waits for the last one to close
+                        dist.barrier()  # a stage that closes early would end the other's messages
         except (UserCodeError, PeerError):
             pass
         num_threads = threading.active_count()
@@ -148,14 +148,14 @@ def test_close_frees_everything_in_flight(
             "in flight after": num_alive(recorded),
             "messages after": num_alive(buffers),
             "threads": num_threads,
-            "steps": pipeline.num_steps,  # asked last: it is still there
+            "steps": pipeline.num_steps,  # last: keeps the pipeline alive until here
         }
 
-    for found in run_stages(2, work, tmp_path):
-        assert found["in flight"] > 0
-        assert found["messages"] > 0, "taken, waiting to be, or expected"
-        assert (found["in flight after"], found["messages after"]) == (0, 0)
-        assert found["threads"] == 1
+    for counts in run_stages(2, work, tmp_path):
+        assert counts["in flight"] > 0
+        assert counts["messages"] > 0, "used, unused or expected"
+        assert (counts["in flight after"], counts["messages after"]) == (0, 0)
+        assert counts["threads"] == 1
 
 
 def calls_of(pipeline: Pipeline) -> dict[str, Callable[[], Any]]:
@@ -170,7 +170,7 @@ def calls_of(pipeline: Pipeline) -> dict[str, Callable[[], Any]]:
 
 def check_refusals(pipeline: Pipeline) -> None:
     for name, call in calls_of(pipeline).items():
-        with pytest.raises(ScheduleError, match=f"^{name} of a pipeline that is closed\n"):
+        with pytest.raises(ScheduleError, match=f"^{name} of a closed pipeline\n"):
             call()
 
 
@@ -228,7 +228,7 @@ def test_close_during_drain_reports_remaining_batches(tmp_path: Path, num_left: 
         if num_left == 0:
             assert list(draining) == []
             return
-        with pytest.raises(ScheduleError, match="drain of a pipeline that is closed"):
+        with pytest.raises(ScheduleError, match="drain of a closed pipeline"):
             next(draining)
 
     run_stages(2, work, tmp_path)

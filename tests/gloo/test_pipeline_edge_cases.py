@@ -1,4 +1,4 @@
-"""Corners of a pipeline in which results could go wrong without a word, or an end could hang."""
+"""Edge cases of a pipeline: results could be silently wrong, or closing could hang."""
 
 import threading
 from collections.abc import Callable
@@ -88,7 +88,7 @@ def test_frozen_weights_are_not_stashed(tmp_path: Path) -> None:
 
 
 class Counting(nn.Module):
-    """Passes numbers on beside its activations, and counts them up in place."""
+    """Returns numbers with its activations, and increments them in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_received_tensor_may_be_modified_in_place(tmp_path: Path) -> None:
 
 
 class Island(nn.Module):
-    """Computes in full precision where autocast is on."""
+    """Computes in full precision under autocast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_close_twice_or_undrained_does_not_block(tmp_path: Path) -> None:
         full = pipeline_of(module, flush=False, num_microbatches=1)
         for _ in range(4):
             step(full)
-        dist.barrier()  # or who is first would end the steps of the others
+        dist.barrier()  # the first stage to close would end the steps of the others
         full.close()  # not drained
         full.close()
         empty = pipeline_of(module, flush=False, num_microbatches=1)
@@ -199,7 +199,7 @@ def test_inconsistent_options_are_refused(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> None:
         pipeline_of(stack_of(2)[ctx.rank], schedule=("1f1b", "gpipe")[ctx.rank])
 
-    with pytest.raises(WorkerError, match=r"stage 0 was made with .*1f1b.*stage 1 with .*gpipe"):
+    with pytest.raises(WorkerError, match=r"stage 0 .*1f1b.*stage 1 .*gpipe"):
         run_stages(2, work, tmp_path)
 
 
@@ -209,11 +209,11 @@ def test_wrong_options_are_refused_before_threads_start(tmp_path: Path) -> None:
         for wrong in ({"schedule": "2f2b"}, {"window": 0}, {"tune_every": 0}, {"timeout": -1}):
             with pytest.raises(ScheduleError):
                 pipeline_of(stack_of(2)[ctx.rank], **wrong)
-        if ctx.rank == 0:  # alone: with a group to make it would wait for the other
-            elsewhere = PipelineStage(stack_of(2)[0], 1, 2, torch.device("cpu"))
+        if ctx.rank == 0:  # alone: if it created a group, it would wait for the other rank
+            other_stage = PipelineStage(stack_of(2)[0], 1, 2, torch.device("cpu"))
             with pytest.raises(ScheduleError, match="a torch stage 1 of 2 on process 0 of 2"):
                 Pipeline.from_torch_stage(
-                    elsewhere, loss_fn=mse_loss, num_microbatches=4, timeout=5
+                    other_stage, loss_fn=mse_loss, num_microbatches=4, timeout=5
                 )
         return threading.active_count()
 
@@ -244,14 +244,14 @@ def break_header_thread(connections: Connections) -> None:
 def test_local_error_is_not_reported_as_peer_error(
     tmp_path: Path, broken: Callable[[Connections], None], flush: bool
 ) -> None:
-    """Without a flush a thread hears of batches and posts receives for them."""
+    """Without a flush a thread receives batch headers and posts receives for the batches."""
 
     def work(ctx: DistContext) -> None:
         module = stack_of(2)[ctx.rank]
         pipeline = pipeline_of(module, flush=flush, num_microbatches=4 if flush else 1)
         if ctx.rank == 1:
             broken(pipeline._connections)
-        dist.barrier()  # so that the first message comes afterwards
+        dist.barrier()  # the first message comes afterwards
         step(pipeline)
 
     with pytest.raises(WorkerError, match="no memory for a message") as caught:
@@ -272,22 +272,22 @@ def test_receive_windows_follow_the_schedule(tmp_path: Path) -> None:
             step(pipeline)
             return windows_of(pipeline)
 
-    # Activations: what is in flight on the stage before; gradients: what is in flight here.
+    # Activations: in flight on the previous stage; gradients: in flight on this stage.
     assert run_stages(3, work, tmp_path) == [(4,), (4, 2), (2,)]
 
 
 @pytest.mark.timeout(60)
 def test_explicit_window_is_used_with_and_without_flush(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[tuple[int, ...]]:
-        found = []
+        windows = []
         for flush in (True, False):
             options = {"flush": flush, "num_microbatches": 4 if flush else 1, "window": 5}
             with pipeline_of(stack_of(3)[ctx.rank], **options) as pipeline:
                 step(pipeline)
                 for _ in pipeline.drain():
                     pass
-                found.append(windows_of(pipeline))
-        return found
+                windows.append(windows_of(pipeline))
+        return windows
 
     assert run_stages(3, work, tmp_path) == [[(5,)] * 2, [(5, 5)] * 2, [(5,)] * 2]
 
@@ -313,6 +313,6 @@ def test_microbatch_kind_depends_on_shape_not_batch_size() -> None:
         kind(torch.ones(4, 5)),
         kind(torch.ones(4, 3, dtype=torch.float64)),
         kind(torch.ones(4, 3), torch.ones(4)),
-        kind(torch.ones(4, 3), torch.tensor(1.0)),  # goes to every micro-batch as it is
+        kind(torch.ones(4, 3), torch.tensor(1.0)),  # goes to every micro-batch unchanged
     ]
     assert len({kind(torch.ones(4, 3)), *others}) == 6

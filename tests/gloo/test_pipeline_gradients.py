@@ -1,4 +1,4 @@
-"""A pipeline's gradients are those of one process, whatever the batch and the stages are like."""
+"""The gradients of a pipeline equal those of one process for all kinds of batches and stages."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -32,7 +32,7 @@ NUM_STAGES = 3
 
 
 class Whole(nn.Module):
-    """Stages in one process; `named` gives keyword arguments to some of them."""
+    """All stages in one process; `named` has the keyword arguments by stage."""
 
     def __init__(self, *stages: nn.Module) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def with_gains() -> Whole:
 
 
 class Several(nn.Module):
-    """Takes and gives a state, a number per sample to look up, a mask, and the input again."""
+    """Takes and returns a state, an index per sample, a mask, and the input again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def first_of(outputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
 
 
 def frozen(*stages: int) -> Whole:
-    """Nothing flows back into stages before the first one that trains."""
+    """Freeze `stages`; check that stages before the first trained one get no gradients."""
     model = plain()
     for number, stage in enumerate(model.stages):
         needs_grad = not set(range(number)) <= set(stages)
@@ -104,7 +104,7 @@ def check_input(needs_grad: bool, stage: nn.Module, args: tuple[Tensor, ...]) ->
 
 
 def partly_frozen() -> Whole:
-    """One layer trains on each stage, all else is frozen; on the first stage it is the last."""
+    """Train one layer on each stage, on the first stage its last; freeze all others."""
     model = Whole(*(stack_of(3, seed=stage) for stage in range(NUM_STAGES)))
     model.requires_grad_(False)
     for stage, trained in ((0, 2), (1, 0), (2, 1)):
@@ -119,7 +119,7 @@ def tokens(length: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`batches` run one after the other, and their gradients add up."""
+    """A model and batches, whose gradients accumulate."""
 
     build: Callable[[], Whole] = plain
     batches: Callable[[], list[tuple[Any, Any]]] = lambda: [random_batch(8, 8)]
@@ -128,7 +128,7 @@ class Case:
     num_microbatches: int = 4
     scale_grads: bool = True
     around: Callable[[int], AbstractContextManager[Any]] = lambda number: nullcontext()
-    sizes: list[int] | None = None  # the reference adds up these pieces; else it runs all at once
+    sizes: list[int] | None = None  # the reference runs pieces of these sizes; None: the whole
 
 
 def autocast(is_enabled: Callable[[int], bool]) -> Callable[[int], AbstractContextManager[Any]]:
@@ -165,7 +165,7 @@ CASES = {
         scale_grads=False, batches=lambda: [random_batch(10, 8)], sizes=[3, 3, 2, 2]
     ),
     "bf16 autocast": Case(around=autocast(lambda number: True), sizes=[2, 2, 2, 2]),
-    "bf16 autocast for the second batch": Case(  # whose shapes are those of the others
+    "bf16 autocast for the second batch": Case(  # all batches have equal shapes
         around=autocast(lambda number: number == 1),
         batches=lambda: [random_batch(8, 8)] * 3,
         sizes=[2, 2, 2, 2],
@@ -181,17 +181,17 @@ def in_one_process(case: Case) -> dict[str, Any]:
         sizes = case.sizes or [len(target)]
         split = partial(torch.split, split_size_or_sections=sizes)
         with case.around(number):
-            for *piece, wanted in zip(*map(split, (*args, target)), strict=True):
+            for *piece, piece_target in zip(*map(split, (*args, target)), strict=True):
                 outputs.append(model(*piece, named=named))
-                loss = case.loss_fn(outputs[-1], wanted)
-                share = len(wanted) / len(target)
+                loss = case.loss_fn(outputs[-1], piece_target)
+                share = len(piece_target) / len(target)
                 (loss * (share if case.scale_grads else 1)).backward()
                 loss_sum += loss.item() * share
     return {"gradients": gradients(model), "loss": loss_sum, "outputs": joined(outputs)}
 
 
 def in_stages(case: Case, stage: int | None) -> dict[str, Any]:
-    """One of three stages, or where that is None the only one."""
+    """Run one of three stages, or the whole model as one stage if `stage` is None."""
     model, named = case.build(), case.named()
     module = model if stage is None else model.stages[stage]
     keywords = {"named": named} if stage is None else named.get(stage, {})
@@ -212,22 +212,20 @@ def in_stages(case: Case, stage: int | None) -> dict[str, Any]:
             assert len(losses) == (case.num_microbatches if pipeline.is_last else 0)
             for loss, size in zip(losses, sizes, strict=False):
                 loss_sum += loss.item() * size / len(target)
-    # other stages have no gradients: only what belongs to this one may have been touched
-    found = gradients(model)
-    assert stage is None or all(name.startswith(f"stages.{stage}.") for name in found)
+    # Only the parameters of this stage may have gradients.
+    actual = gradients(model)
+    assert stage is None or all(name.startswith(f"stages.{stage}.") for name in actual)
     return {
-        "gradients": found,
+        "gradients": actual,
         "loss": loss_sum,
         "outputs": joined(outputs) if pipeline.is_last else outputs,
     }
 
 
 def joined(outputs: list[Any]) -> list[list[Tensor]]:
-    """All outputs one after the other, of each place in a tuple."""
-    several = [output if isinstance(output, tuple) else (output,) for output in outputs]
-    return [
-        [row for part in parts for row in part.detach()] for parts in zip(*several, strict=True)
-    ]
+    """Concatenate the outputs of all batches, for each position in a tuple."""
+    tuples = [output if isinstance(output, tuple) else (output,) for output in outputs]
+    return [[row for part in parts for row in part.detach()] for parts in zip(*tuples, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -254,14 +252,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_gradients_losses_and_outputs_match_single_process(
     found: dict[str, Any], name: str
 ) -> None:
-    theirs = found["one process"][name]
-    *before, last = stages = [stage[name] for stage in found["stages"]]
-    assert all(set(stage["outputs"]) == {None} and stage["loss"] == 0 for stage in before)
-    ours = {"gradients": merged(stage["gradients"] for stage in stages)}
-    for one in ({**last, **ours}, found["one stage"][name]):
-        assert_close(one["gradients"], theirs["gradients"])
-        assert one["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
-        torch.testing.assert_close(one["outputs"], theirs["outputs"], rtol=0, atol=1e-6)
+    expected = found["one process"][name]
+    *earlier, last = stages = [stage[name] for stage in found["stages"]]
+    assert all(set(stage["outputs"]) == {None} and stage["loss"] == 0 for stage in earlier)
+    merged_gradients = {"gradients": merged(stage["gradients"] for stage in stages)}
+    for actual in ({**last, **merged_gradients}, found["one stage"][name]):
+        assert_close(actual["gradients"], expected["gradients"])
+        assert actual["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+        torch.testing.assert_close(actual["outputs"], expected["outputs"], rtol=0, atol=1e-6)
 
 
 class Recomputed(nn.Module):
@@ -297,18 +295,18 @@ def with_dropout(stage: int, schedule: str, *, recompute: bool) -> dict[str, Ten
 
 
 def with_dropout_in_one_process() -> dict[str, Tensor]:
-    """Every stage draws its own numbers, in the order of its micro-batches."""
+    """Draw random numbers per stage, in the order of its micro-batches."""
     model = dropping()
     generators = [torch.manual_seed(100 + stage).get_state() for stage in range(NUM_STAGES)]
     for seed in range(2):
         inputs, target = random_batch(10, 8, seed=seed)
         sizes = [3, 3, 2, 2]
-        for x, wanted in zip(inputs.split(sizes), target.split(sizes), strict=True):
+        for x, piece_target in zip(inputs.split(sizes), target.split(sizes), strict=True):
             for number, stage in enumerate(model.stages):
                 torch.set_rng_state(generators[number])
                 x = stage(x)
                 generators[number] = torch.get_rng_state()
-            (mse_loss(x, wanted) * len(wanted) / 10).backward()
+            (mse_loss(x, piece_target) * len(piece_target) / 10).backward()
     return gradients(model)
 
 
@@ -332,14 +330,14 @@ def test_dropout_is_equal_under_schedules_and_recomputation(tmp_path: Path) -> N
 def test_inputs_may_require_grad(tmp_path: Path) -> None:
     inputs, target = random_batch(8, 8)
 
-    def given(number: int) -> Tensor:
-        """The second of three batches needs gradients, its shape is that of the others."""
+    def make_batch(number: int) -> Tensor:
+        """Return batches of one shape, of which the second requires gradients."""
         return nn.Parameter(inputs.clone()) if number == 1 else inputs
 
     def work(ctx: DistContext) -> dict[str, Tensor]:
         model = plain()
         model.stages[0].requires_grad_(False)
-        batches = [given(number) for number in range(3)]
+        batches = [make_batch(number) for number in range(3)]
         with Pipeline(
             model.stages[ctx.rank],
             loss_fn=mse_loss,
@@ -349,13 +347,13 @@ def test_inputs_may_require_grad(tmp_path: Path) -> None:
         ) as pipeline:
             for batch in batches:
                 step(pipeline, batch, target)
-        found = gradients(model)
-        return {**found, "inputs": batches[1].grad} if pipeline.is_first else found
+        actual = gradients(model)
+        return {**actual, "inputs": batches[1].grad} if pipeline.is_first else actual
 
     def single_process() -> dict[str, Tensor]:
         model = plain()
         model.stages[0].requires_grad_(False)
-        batches = [given(number) for number in range(3)]
+        batches = [make_batch(number) for number in range(3)]
         for batch in batches:
             mse_loss(model(batch, named={}), target).backward()
         return {**gradients(model), "inputs": batches[1].grad}

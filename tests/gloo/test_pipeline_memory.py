@@ -1,4 +1,4 @@
-"""The memory model against what autograd really holds: live saved tensors at their peak."""
+"""The memory model agrees with the peak bytes of tensors that autograd saves."""
 
 from pathlib import Path
 
@@ -16,11 +16,11 @@ NUM_STAGES, NUM_MICROBATCHES, WIDTH = 3, 8, 32
 
 
 class LiveBytes:
-    """Counts the bytes that autograd saves, as long as it keeps them."""
+    """Counts the bytes that autograd has saved and not yet released."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self._parameters = {p.untyped_storage().data_ptr() for p in parameters}
-        self._live: dict[int, tuple[int, int]] = {}  # where -> bytes, how often saved
+        self._live: dict[int, tuple[int, int]] = {}  # address -> bytes, times saved
         self.peak = 0
 
     def save(self, tensor: Tensor) -> "Saved":
@@ -60,7 +60,7 @@ def measure(ctx: DistContext, schedule: str, folder: Path) -> None:
         ) as pipeline:
             inputs = torch.randn(NUM_MICROBATCHES * 4, WIDTH)
             arguments = (inputs,) if pipeline.is_first else ()
-            pipeline.step(*arguments, target=inputs, return_outputs=False)  # measures by itself
+            pipeline.step(*arguments, target=inputs, return_outputs=False)  # has its own hooks
             live = LiveBytes(list(module.parameters()))
             with torch.autograd.graph.saved_tensors_hooks(live.save, lambda saved: saved.tensor):
                 pipeline.step(*arguments, target=inputs, return_outputs=False)
@@ -80,6 +80,6 @@ def test_peak_activations_match_memory_model(tmp_path: Path, schedule: str) -> N
     )
     for stage, actions in enumerate(built):
         peak, per_microbatch, in_flight = torch.load(tmp_path / f"{stage}.pt")
-        assert in_flight == peak_in_flight(actions), "as many as the schedule lets in, no more"
-        # The forward that runs is counted while it saves: the bound is met exactly.
+        assert in_flight == peak_in_flight(actions)
+        # The running forward counts while it saves: the bound is met exactly.
         assert peak == in_flight * per_microbatch

@@ -1,10 +1,9 @@
-"""Models with skips, from Hugging Face, and with tied embeddings train in stages as in one piece.
+"""Models with skips, of Hugging Face, and with tied embeddings train in stages as in one process.
 
-Losses, gradients, the norm that clipping finds, and the weights after an optimizer's step.
+Compared are losses, gradients, the norm for clipping, and the weights after an optimizer step.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import mse_loss
 
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.pipeline import Pipeline
+from tests.gloo.language_models import LANGUAGES, Language, next_token_loss, text
 from tests.gloo.pipelines import (
     assert_close,
     assert_equal,
@@ -28,82 +28,9 @@ from tests.gloo.pipelines import (
     step,
 )
 
-GPT2 = {
-    "layers": "transformer.h",
-    "prologue": ["transformer.wte", "transformer.wpe", "transformer.drop"],
-    "epilogue": ["transformer.ln_f", "lm_head"],
-}
-LLAMA = {
-    "layers": "model.layers",
-    "prologue": ["model.embed_tokens"],
-    "every": ["model.rotary_emb"],
-    "epilogue": ["model.norm", "lm_head"],
-}
-VOCABULARY, LENGTH = 50, 12
-
-
-def gpt2(*, tied: bool) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(1)
-    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2}
-    no_dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    known = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": tied}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, **known)).train()
-
-
-def llama(*, tied: bool) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(2)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-        tie_word_embeddings=tied,
-    )
-    return LlamaForCausalLM(config).train()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Language:
-    build: Callable[[], nn.Module]
-    names: dict[str, Any]
-    embedding: str  # the parameter that is the head's as well, where they are tied
-
-
-def languages() -> dict[str, Language]:
-    gpt2_names = {"names": GPT2, "embedding": "transformer.wte.weight"}
-    llama_names = {"names": LLAMA, "embedding": "model.embed_tokens.weight"}
-    return {
-        f"{family} {'tied' if tied else 'untied'}": Language(
-            build=partial(build, tied=tied), **names
-        )
-        for family, build, names in (("gpt2", gpt2, gpt2_names), ("llama", llama, llama_names))
-        for tied in (True, False)
-    }
-
-
-LANGUAGES = languages()
-
-
-def text(seed: int) -> tuple[Tensor, Tensor]:
-    drawn = torch.randint(
-        0, VOCABULARY, (8, LENGTH + 1), generator=torch.Generator().manual_seed(seed)
-    )
-    return drawn[:, :-1], drawn[:, 1:]
-
-
-def next_token_loss(logits: Tensor, target: Tensor) -> Tensor:
-    return cross_entropy(logits.flatten(0, 1), target.flatten())
-
 
 class Training:
-    """One step, then two steps before an update; what is kept is the same in stages as whole."""
+    """Trains one step, then two steps before an update; records the same values in both cases."""
 
     def __init__(self) -> None:
         self.found: dict[str, dict[str, Tensor]] = {}
@@ -115,7 +42,7 @@ class Training:
         backward: Callable[[Tensor, Tensor], float],
         clip: Callable[[float, float], Tensor],
     ) -> None:
-        # Not Adam: it makes steps of full size out of gradients that are nothing but rounding.
+        # Not Adam: it makes full steps from gradients that are only rounding errors.
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
         self.losses.append(backward(*text(0)))
         self.found["one batch"] = gradients(module)
@@ -144,8 +71,8 @@ def whole(language: Language) -> dict[str, Any]:
         loss.backward()
         return loss.item()
 
-    def clip(most: float, norm_type: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(model.parameters(), most, norm_type)
+    def clip(max_norm: float, norm_type: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
 
     training.run(model, backward, clip)
     return {"losses": training.losses, "found": training.found}
@@ -174,7 +101,7 @@ def staged(language: Language, group: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    # Once, before the fork; every process would take seconds for it.
+    # Once, before the fork: every process would need seconds for it.
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -200,15 +127,15 @@ def test_language_model_stages_match_single_process(
     trained: dict[Any, Any], name: str, num_stages: int
 ) -> None:
     language = LANGUAGES[name]
-    theirs = trained["whole"][name]
+    expected = trained["whole"][name]
     stages = [stage[name] for stage in trained[num_stages]]
-    assert stages[-1]["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
-    for what, values in theirs["found"].items():
-        ours = [dict(stage["found"][what]) for stage in stages]
-        if name.endswith(" tied") and what != "norms":
-            # One parameter of the model that two stages hold: `merged` wants both equal to the bit.
-            ours[-1][language.embedding] = ours[-1].pop("lm_head.weight")
-        assert_close(merged(ours), values)
+    assert stages[-1]["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+    for key, values in expected["found"].items():
+        actual = [dict(stage["found"][key]) for stage in stages]
+        if name.endswith(" tied") and key != "norms":
+            # Two stages hold this parameter: `merged` requires bit-identical copies.
+            actual[-1][language.embedding] = actual[-1].pop("lm_head.weight")
+        assert_close(merged(actual), values)
 
 
 class Down(nn.Module):
@@ -222,26 +149,26 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    def __init__(self, channels: int, beside: int, out: int) -> None:
+    def __init__(self, channels: int, skip_channels: int, out: int) -> None:
         super().__init__()
         self.widen = nn.ConvTranspose2d(channels, channels, 2, 2)
-        self.join = nn.Conv2d(channels + beside, out, 3, padding=1)
+        self.join = nn.Conv2d(channels + skip_channels, out, 3, padding=1)
 
     def forward(self, x: Tensor, skipped: Tensor) -> Tensor:
         return self.join(torch.cat([self.widen(x), skipped], dim=1)).relu()
 
 
 class Last(nn.Module):
-    def __init__(self, channels: int, beside: int, out: int) -> None:
+    def __init__(self, channels: int, skip_channels: int, out: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(channels + beside, out, 1)
+        self.conv = nn.Conv2d(channels + skip_channels, out, 1)
 
     def forward(self, x: Tensor, skipped: Tensor) -> Tensor:
         return self.conv(torch.cat([x, skipped], dim=1))
 
 
 class UNet(nn.Module):
-    """Over three stages: what the first one makes goes to both of the others."""
+    """A U-Net of three stages: the output of the first goes to both others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +188,7 @@ LAYERS_PER_STAGE = [2, 3, 1]
 
 
 class Shared(nn.Module):
-    """A layer on every stage, of which all hold the same weights, and one of its own."""
+    """Every stage has one layer of its own and one layer that all stages share."""
 
     def __init__(self, *, frozen: bool) -> None:
         super().__init__()
@@ -288,8 +215,8 @@ def sequential_whole(name: str) -> dict[str, dict[str, Tensor]]:
         mse_loss(model(inputs), target).backward()
     found = {"before": gradients(model.layers)}
     found["norms"] = {
-        str(kind): nn.utils.clip_grad_norm_(model.parameters(), most, kind)
-        for kind, most in ((float("inf"), 1e9), (3.0, 1e9), (2.0, 0.01))
+        str(kind): nn.utils.clip_grad_norm_(model.parameters(), max_norm, kind)
+        for kind, max_norm in ((float("inf"), 1e9), (3.0, 1e9), (2.0, 0.01))
     }
     return {**found, "clipped": gradients(model.layers)}
 
@@ -309,8 +236,8 @@ def sequential_staged(name: str, schedule: str) -> dict[str, dict[str, Tensor]]:
             step(pipeline, *random_batch(*shape, seed=seed))
         found = {"before": gradients(pipeline.module)}
         found["norms"] = {
-            str(kind): pipeline.clip_grad_norm_(most, kind)
-            for kind, most in ((float("inf"), 1e9), (3.0, 1e9), (2.0, 0.01))
+            str(kind): pipeline.clip_grad_norm_(max_norm, kind)
+            for kind, max_norm in ((float("inf"), 1e9), (3.0, 1e9), (2.0, 0.01))
         }
         return {**found, "clipped": gradients(pipeline.module)}
 
@@ -328,20 +255,20 @@ def test_skips_and_shared_layers_match_single_process(tmp_path: Path) -> None:
             for name in SEQUENTIAL
         }
 
-    theirs = run_single_process(single_process, tmp_path)
+    expected = run_single_process(single_process, tmp_path)
     stages = run_stages(3, work, tmp_path)
     for name in SEQUENTIAL:
         by_stage = [stage[name] for stage in stages]
         for found in by_stage:
             for other in found[1:]:
-                assert_equal(other, found[0])  # every schedule to the bit
-        for what in ("before", "norms", "clipped"):
-            ours = [renamed(found[0][what]) for found in by_stage]
-            assert_close(merged(ours), theirs[name][what])
+                assert_equal(other, found[0])  # bit-identical under every schedule
+        for key in ("before", "norms", "clipped"):
+            actual = [renamed(found[0][key]) for found in by_stage]
+            assert_close(merged(actual), expected[name][key])
 
 
 def renamed(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Layers 3 and 5 of `Shared` are its layer 1 again."""
+    """Rename layers 3 and 5 of `Shared`, which are its layer 1."""
     is_shared = "1.0.weight" in values or "3.0.weight" in values or "5.0.weight" in values
     if not is_shared:
         return values

@@ -1,6 +1,6 @@
-"""Stage modules that are compiled, or shared with other processes, train as the plain ones do.
+"""Stage modules that are compiled, or sharded over processes, train as plain ones do.
 
-Two stages of two processes each: two pipelines side by side, whose stages share their modules.
+There are two stages of two processes each: two parallel pipelines whose stages share modules.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 def blocks() -> nn.Sequential:
-    """Both stages hold the weights of the first block's `up`."""
+    """Build blocks of which both stages hold the weights of the first block's `up`."""
     torch.manual_seed(6)
     first, *others = (Block() for _ in range(4))
     return nn.Sequential(first, *others, first.up, nn.Linear(12, 8), nn.Tanh())
@@ -72,7 +72,7 @@ def whole() -> dict[str, Any]:
 
 def full_gradients(module: nn.Module) -> dict[str, Tensor]:
     found = gradients(module)
-    if "4.weight" in found:  # layer 4 is a part of layer 0
+    if "4.weight" in found:  # layer 4 is the `up` of layer 0
         found |= {f"0.up.{name}": found.pop(f"4.{name}") for name in ("weight", "bias")}
     return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
 
@@ -91,17 +91,17 @@ def train(
         return {**found, "norm": norm, "clipped": full_gradients(pipeline.module)}
 
 
-def assert_as_one_process(stages: list[dict[str, Any]], theirs: dict[str, Any]) -> None:
-    assert_close(merged(stage["gradients"] for stage in stages), theirs["gradients"])
-    assert_close(merged(stage["clipped"] for stage in stages), theirs["clipped"])
+def assert_as_one_process(stages: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    assert_close(merged(stage["gradients"] for stage in stages), expected["gradients"])
+    assert_close(merged(stage["clipped"] for stage in stages), expected["clipped"])
     for stage in stages:
-        torch.testing.assert_close(stage["norm"], theirs["norm"], rtol=1e-6, atol=0)
+        torch.testing.assert_close(stage["norm"], expected["norm"], rtol=1e-6, atol=0)
 
 
 def in_mesh(
     folder: Path, work: Callable[[DeviceMesh, int], list[dict[str, Any]]]
 ) -> list[list[dict[str, Any]]]:
-    """What each of four processes found; `work` gets the mesh, and its stage."""
+    """Run `work(mesh, stage)` in four processes; return the results by rank."""
 
     def meshed(ctx: DistContext) -> list[dict[str, Any]]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "share"))
@@ -110,7 +110,7 @@ def in_mesh(
     return run_stages(4, meshed, folder)
 
 
-# As FSDP2 of this torch calls it.
+# The function that FSDP2 of this torch release calls.
 REDUCE = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
@@ -127,23 +127,23 @@ def test_fsdp2_reduces_gradients_once_per_step(tmp_path: Path) -> None:
 
     def work(mesh: DeviceMesh, stage: int) -> list[dict[str, Any]]:
         setattr(dist, REDUCE, counted)
-        mine, group = mesh.get_local_rank("share"), mesh.get_group("stage")
+        share_index, group = mesh.get_local_rank("share"), mesh.get_group("stage")
         found = []
         for schedule in SCHEDULES:
             partition = partition_of(stage)
             for inner in [*partition.module.children(), partition.module]:
-                if not isinstance(inner, nn.Linear):  # these go with the module around them
+                if not isinstance(inner, nn.Linear):  # they belong to the module around them
                     fully_shard(inner, mesh=mesh["share"])
             before = num_reduced
-            half = lambda batch: batch.chunk(2)[mine]  # noqa: E731
+            half = lambda batch: batch.chunk(2)[share_index]  # noqa: E731
             found.append(train(partition, group, half, schedule=schedule))
-            num_groups = 2 + (stage == 1)  # two blocks, and on the last stage what is left
+            num_groups = 2 + (stage == 1)  # two blocks, and on the last stage the rest
             assert num_reduced - before == num_groups * len(BATCHES)
         return found
 
-    theirs = run_single_process(whole, tmp_path)
+    expected = run_single_process(whole, tmp_path)
     for stages in zip(*in_mesh(tmp_path, work), strict=True):
-        assert_as_one_process(list(stages), theirs)
+        assert_as_one_process(list(stages), expected)
 
 
 @pytest.mark.timeout(60)
@@ -153,20 +153,22 @@ def test_tensor_parallel_matches_single_process(tmp_path: Path) -> None:
         found = []
         for schedule in SCHEDULES:
             partition = partition_of(stage)
-            plan = {f"{n}.{which}": how for n in range(4) for which, how in block.items()}
+            plan = {f"{n}.{which}": style for n in range(4) for which, style in block.items()}
             plan["4"] = ColwiseParallel(output_layouts=Replicate())
-            held = {name: how for name, how in plan.items() if name[0] in partition.module._modules}
-            parallelize_module(partition.module, mesh["share"], held)
+            own_plan = {
+                name: style for name, style in plan.items() if name[0] in partition.module._modules
+            }
+            parallelize_module(partition.module, mesh["share"], own_plan)
             found.append(train(partition, mesh.get_group("stage"), lambda x: x, schedule=schedule))
         return found
 
-    theirs = run_single_process(whole, tmp_path)
+    expected = run_single_process(whole, tmp_path)
     for stages in zip(*in_mesh(tmp_path, work), strict=True):
-        assert_as_one_process(list(stages), theirs)
+        assert_as_one_process(list(stages), expected)
 
 
 class Named(nn.Module):
-    """Its head is tied to its embedding; `from_layers` leaves the forward at the next stage."""
+    """A model with a tied head; `from_layers` ends its forward at the next stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,12 +189,12 @@ NAMED = {"layers": "layers", "prologue": ["embed"], "epilogue": ["head"]}
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # whose output nobody changes in place
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # no in-place changes of its output
 def test_split_layers_may_be_sharded_with_fsdp2(tmp_path: Path) -> None:
-    """Each layer for itself; around them it is refused, as the forward never comes back there."""
+    """Each layer may be sharded; their parent is refused, as its forward does not return."""
 
     def work(mesh: DeviceMesh, stage: int) -> list[dict[str, Any]]:
-        mine, share = mesh.get_local_rank("share"), mesh["share"]
+        share_index, share = mesh.get_local_rank("share"), mesh["share"]
         options = {"group": mesh.get_group("stage"), "loss_fn": mse_loss, "num_microbatches": 4}
         pipeline = Pipeline.from_layers(Named(), **NAMED, **options, schedule="1f1b", timeout=20)
         for name in ("embed", "layers.0", "layers.1", "layers.2", "layers.3", "head"):
@@ -201,14 +203,14 @@ def test_split_layers_may_be_sharded_with_fsdp2(tmp_path: Path) -> None:
                 fully_shard(inner, mesh=share)
         with pipeline:
             for inputs, target in BATCHES:
-                step(pipeline, inputs.chunk(2)[mine], target.chunk(2)[mine])
+                step(pipeline, inputs.chunk(2)[share_index], target.chunk(2)[share_index])
         found = full_gradients(pipeline.module)
         if stage == 1:
             found["embed.weight"] = found.pop("head.weight")
         partition = split_layers(Named(), **NAMED, stage=stage, num_stages=2)
         fully_shard(partition.module, mesh=share)
         if stage == 0:
-            with pytest.raises(ScheduleError, match="stage 0 is sharded around layers of which"):
+            with pytest.raises(ScheduleError, match="stage 0 is sharded"):
                 Pipeline(partition, **options, schedule="1f1b")
         return [found]
 
@@ -218,8 +220,8 @@ def test_split_layers_may_be_sharded_with_fsdp2(tmp_path: Path) -> None:
             mse_loss(model(inputs), target).backward()
         return gradients(model)
 
-    theirs = run_single_process(single_process, tmp_path)
-    assert_close(merged(found for (found,) in in_mesh(tmp_path, work)), theirs)
+    expected = run_single_process(single_process, tmp_path)
+    assert_close(merged(found for (found,) in in_mesh(tmp_path, work)), expected)
 
 
 @pytest.mark.timeout(60)
@@ -232,26 +234,26 @@ def test_unsupported_wrappers_are_refused_with_reason(tmp_path: Path) -> None:
             with pytest.raises(ScheduleError) as caught:
                 Pipeline(module, **options, schedule="1f1b")
             assert caught.match(f"stage {stage}.* is wrapped in DistributedDataParallel")
-            assert caught.match("all-reduce them after every micro-batch")
+            assert caught.match("after every micro-batch")
             assert caught.match("fix: .*fully_shard")
         wide = stack_of(1)
         parallelize_module(wide, share, {"0.0": ColwiseParallel(output_layouts=Replicate())})
         for shared in (fully_shard(stack_of(1), mesh=share), wide):
-            for how, reason in (
+            for changed, reason in (
                 ({}, "each would choose its own"),
                 (
                     {"schedule": "1f1b", "flush": False, "num_microbatches": 1},
-                    "shared weights cannot be stashed",
+                    "cannot be stashed",
                 ),
             ):
                 with pytest.raises(ScheduleError, match=reason) as caught:
-                    Pipeline(shared, **{**options, **how})
+                    Pipeline(shared, **{**options, **changed})
                 assert caught.match("fix: name the schedule, such as schedule='1f1b'")
-        # sharded after the pipeline was made, which nobody can see before the first step
+        # Sharded after the pipeline is created: only the first step can detect it.
         late = Pipeline(module := stack_of(1), **options)
         fully_shard(module, mesh=share)
         inputs, target = BATCHES[0]
-        with pytest.raises(ScheduleError, match=r"schedule='auto' with a module of stage . that"):
+        with pytest.raises(ScheduleError, match=r"schedule='auto' with a module of stage ."):
             step(late, inputs, target)
         return []
 
@@ -261,9 +263,9 @@ def test_unsupported_wrappers_are_refused_with_reason(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(90)
 def test_compiled_modules_match_eager(tmp_path: Path) -> None:
-    """Also for micro-batches of two sizes; by wrapping a module, and in place.
+    """Micro-batches have two sizes; modules are compiled by wrapping and in place.
 
-    What the pipeline does on the side is not compiled along: dynamo would warn, which is an error.
+    The pipeline's hooks must not be compiled: dynamo would warn, and warnings are errors.
     """
 
     def work(ctx: DistContext) -> dict[str, dict[str, Tensor]]:
@@ -276,11 +278,11 @@ def test_compiled_modules_match_eager(tmp_path: Path) -> None:
             return aot_eager(graph, inputs)
 
         found = {}
-        for how in ("plain", "wrapped", "in place"):
+        for mode in ("plain", "wrapped", "in place"):
             torch._dynamo.reset()
             module = nn.Sequential(blocks()[ctx.rank], nn.Tanh())
-            called = torch.compile(module, backend=backend) if how == "wrapped" else module
-            if how == "in place":
+            called = torch.compile(module, backend=backend) if mode == "wrapped" else module
+            if mode == "in place":
                 module.compile(backend=backend)
             before = num_compiled
             with Pipeline(
@@ -288,8 +290,8 @@ def test_compiled_modules_match_eager(tmp_path: Path) -> None:
             ) as pipeline:
                 for seed in range(2):
                     step(pipeline, *random_batch(10, 8, seed=seed))
-            assert (num_compiled > before) == (how != "plain")
-            found[how] = gradients(module)
+            assert (num_compiled > before) == (mode != "plain")
+            found[mode] = gradients(module)
         return found
 
     for stage in run_stages(2, work, tmp_path):

@@ -1,4 +1,4 @@
-"""The next batch is loaded while this one is trained on, and a wrong guess does no harm."""
+"""The next batch is loaded during training, and a wrong prediction does no harm."""
 
 import threading
 import time
@@ -15,26 +15,26 @@ from polyrhythm.sync.dispatch import Ranges
 from polyrhythm.sync.protocol import Acquire, Acquired
 from polyrhythm.types import Worker
 
-ME = Worker(0, 0)
+WORKER = Worker(0, 0)
 FIRST, SECOND, THIRD = ((0, 2),), ((2, 4),), ((4, 6),)
 
 
 class Loader:
-    """Notes what was loaded, and by which thread; waits where it is told to."""
+    """Records what is loaded and by which thread; `may_load` blocks it."""
 
     def __init__(self) -> None:
         self.loaded: list[tuple[Ranges, str]] = []
         self.may_load = threading.Event()
         self.may_load.set()
         self.fails: set[Ranges] = set()
-        self.began = threading.Event()
+        self.started = threading.Event()
 
     def __call__(self, ranges: Ranges) -> LoadedBatch:
-        self.began.set()
+        self.started.set()
         assert self.may_load.wait(20)
         self.loaded.append((ranges, threading.current_thread().name))
         if ranges in self.fails:
-            raise DataError(f"{ranges} is torn", expected="samples", fix="mend them")
+            raise DataError(f"{ranges} is torn", expected="samples", fix="repair them")
         return LoadedBatch(ranges, ranges, None)
 
 
@@ -54,7 +54,7 @@ def prefetch(loader: Loader) -> Iterator[Prefetcher]:
 def pending_request(
     requests: SampleRequests, number: int, timeout: float = 20.0
 ) -> SampleFuture[Ranges]:
-    return requests.submit(Acquire(ME, number, 2), timeout)
+    return requests.submit(Acquire(WORKER, number, 2), timeout)
 
 
 def test_predicted_batch_is_prefetched_once(loader: Loader, prefetch: Prefetcher) -> None:
@@ -67,10 +67,10 @@ def test_predicted_batch_is_prefetched_once(loader: Loader, prefetch: Prefetcher
 def test_load_does_not_wait_for_the_prefetch(loader: Loader, prefetch: Prefetcher) -> None:
     requests = SampleRequests()
     prefetch.load(FIRST, pending_request(requests, 0))
-    loader.began.clear()
+    loader.started.clear()
     loader.may_load.clear()
-    requests.on_receive(Acquired(ME, 0, None, SECOND))  # from now on it can be loaded, and is not
-    assert loader.began.wait(20)  # though nobody has asked for it
+    requests.on_receive(Acquired(WORKER, 0, None, SECOND))  # the prefetch starts, and blocks
+    assert loader.started.wait(20)  # before `load` is called for it
     assert loader.loaded == [(FIRST, "MainThread")]
     loader.may_load.set()
     assert prefetch.load(SECOND).inputs == SECOND
@@ -83,7 +83,7 @@ def test_wrong_prediction_is_discarded_with_its_error(loader: Loader, prefetch: 
     assert prefetch.load(THIRD, FIRST).inputs == THIRD
     assert prefetch.load(FIRST).inputs == FIRST
     assert loader.loaded[-1] == (FIRST, "prefetch")
-    with pytest.raises(DataError, match="is torn"):  # as it was asked for by somebody
+    with pytest.raises(DataError, match="is torn"):  # now it is requested
         prefetch.load(SECOND, THIRD)
 
 
@@ -94,14 +94,14 @@ def test_prefetch_error_is_raised_when_its_batch_is_loaded(
     assert prefetch.load(FIRST, SECOND).inputs == FIRST
     with pytest.raises(DataError, match="is torn"):
         prefetch.load(SECOND, THIRD)
-    assert prefetch.load(THIRD).inputs == THIRD  # and it goes on
+    assert prefetch.load(THIRD).inputs == THIRD  # still usable
 
 
 def test_unresolved_positions_are_not_prefetched(loader: Loader, prefetch: Prefetcher) -> None:
     requests = SampleRequests()
     empty, lost = pending_request(requests, 0), pending_request(requests, 1)
     prefetch.load(FIRST, empty)
-    requests.on_receive(Acquired(ME, 0, None, ()))
+    requests.on_receive(Acquired(WORKER, 0, None, ()))
     assert prefetch.load(SECOND, lost).inputs == SECOND
     requests.fail(PeerError("the coordinator", action="training", waited=1.0, cause="gone"))
     assert prefetch.load(THIRD).inputs == THIRD
@@ -109,7 +109,7 @@ def test_unresolved_positions_are_not_prefetched(loader: Loader, prefetch: Prefe
     assert (
         resolved_ranges(empty)
         == resolved_ranges(lost)
-        == resolved_ranges(SampleRequests().submit(Acquire(ME, 0, 2), 1.0))
+        == resolved_ranges(SampleRequests().submit(Acquire(WORKER, 0, 2), 1.0))
         == ()
     )
 
@@ -118,10 +118,10 @@ def test_close_stops_the_thread_while_positions_are_pending(prefetch: Prefetcher
     before = threading.active_count()
     prefetch.load(FIRST, SECOND)
     prefetch.load(SECOND, pending_request(SampleRequests(), 0, 600.0))
-    began = time.monotonic()
+    started = time.monotonic()
     prefetch.close()
     prefetch.close()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - started < 4
     assert threading.active_count() == before
-    assert prefetch.load(FIRST, SECOND).inputs == FIRST  # another fit may begin
+    assert prefetch.load(FIRST, SECOND).inputs == FIRST  # another fit may start
     assert prefetch.load(SECOND).inputs == SECOND

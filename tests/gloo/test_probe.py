@@ -1,4 +1,4 @@
-"""A probe as a user runs it, on loopback: every pair once, one at a time."""
+"""A probe as a user runs it, on loopback: it measures every pair once, one at a time."""
 
 import math
 import socket
@@ -22,17 +22,17 @@ from polyrhythm.run.probe.channel import PeerChannel
 from polyrhythm.run.probe.effort import ProbeEffort
 from polyrhythm.run.probe.link import as_source, as_target
 from polyrhythm.run.probe.probe import ProbeOptions, probe
-from tests.gloo.test_demo import run_forked
+from tests.gloo.commands import run_forked
 
 pytestmark = pytest.mark.timeout(100)
 
 QUICK = ["--seconds", "0.01", "--repeat", "3"]
-WHEN = "2026-05-12T14:30:00+00:00"
+MEASURED_AT = "2026-05-12T14:30:00+00:00"
 EFFORT = ProbeEffort(seconds=0.005, repeat=2, pair_timeout=1, timeout=3)
 
 
 def check(cluster: Cluster, num_devices: int) -> None:
-    """Complete, and every number one that can be."""
+    """Check that the cluster is complete and every value plausible."""
     names = [device.name for device in cluster.devices]
     assert len(set(names)) == num_devices
     assert list(cluster.regions) == names
@@ -99,18 +99,18 @@ def test_probe_of_one_process_has_no_links(tmp_path: Path) -> None:
 
 
 def recording_probe(folder: Path, *, all_at_once: bool) -> Callable[[DistContext], None]:
-    """A probe that writes down when it was in which pair."""
+    """Return a probe that records when it measures which pair."""
 
     def work(ctx: DistContext) -> None:
-        def note(measure: Callable[..., object]) -> Callable[..., object]:
+        def record(measure: Callable[..., object]) -> Callable[..., object]:
             def measured(channel: PeerChannel, other: int, effort: ProbeEffort) -> object:
-                began = time.monotonic()
+                start = time.monotonic()
                 found = measure(channel, other, effort)
                 with (folder / f"{channel.rank}.txt").open("a") as file:
                     print(
                         min(channel.rank, other),
                         max(channel.rank, other),
-                        began,
+                        start,
                         file=file,
                         end=" ",
                     )
@@ -119,11 +119,11 @@ def recording_probe(folder: Path, *, all_at_once: bool) -> Callable[[DistContext
 
             return measured
 
-        probing.as_source, probing.as_target = note(as_source), note(as_target)  # type: ignore[assignment]
-        asked = ProbeOptions(
-            cluster_name="test", measured_at=WHEN, effort=EFFORT, all_at_once=all_at_once
+        probing.as_source, probing.as_target = record(as_source), record(as_target)  # type: ignore[assignment]
+        options = ProbeOptions(
+            cluster_name="test", measured_at=MEASURED_AT, effort=EFFORT, all_at_once=all_at_once
         )
-        probe(ctx, f"d{ctx.rank}", asked)
+        probe(ctx, f"d{ctx.rank}", options)
 
     return work
 
@@ -135,20 +135,24 @@ def test_every_pair_is_measured_and_no_process_is_in_two_pairs_at_once(
     work = recording_probe(tmp_path, all_at_once=all_at_once)
     with LocalJob(work, 4, output_folder=tmp_path / "out") as job:
         assert job.wait(80)
-    turns: dict[int, list[list[float]]] = {
+    pairs_of: dict[int, list[list[float]]] = {
         rank: [list(map(float, line.split())) for line in path.read_text().splitlines()]
         for rank, path in enumerate(tmp_path / f"{rank}.txt" for rank in range(4))
     }
-    for rank, own in turns.items():
-        assert len(own) == 6, "three others, both directions"
-        assert sum(turn[4] for turn in own) == 3, "in half of them it is the source"
-        for before, after in pairwise(own):
+    for rank, entries in pairs_of.items():
+        assert len(entries) == 6, "three others, both directions"
+        assert sum(entry[4] for entry in entries) == 3, "in half of them it is the source"
+        for before, after in pairwise(entries):
             assert before[3] <= after[2], f"rank {rank} was in two pairs at once"
-    every = sorted((turn[2], turn[3], (turn[0], turn[1])) for own in turns.values() for turn in own)
-    overlap = any(
-        began < ended and pair != other for (_, ended, pair), (began, _, other) in pairwise(every)
+    all_pairs = sorted(
+        (entry[2], entry[3], (entry[0], entry[1]))
+        for entries in pairs_of.values()
+        for entry in entries
     )
-    assert overlap == all_at_once, "pairs of one machine, side by side only if they may"
+    overlaps = any(
+        start < end and pair != other for (_, end, pair), (start, _, other) in pairwise(all_pairs)
+    )
+    assert overlaps == all_at_once, "pairs of one machine overlap only if allowed"
 
 
 @pytest.mark.parametrize("num_processes", [1, 3])
@@ -156,16 +160,16 @@ def test_pairs_sharing_a_machine_run_in_separate_rounds_unless_all_at_once(
     num_processes: int,
 ) -> None:
     machines = [machine for machine in "abcd" for _ in range(num_processes)]
-    apart, together = (
+    separate, concurrent = (
         probing._rounds(machines, all_at_once=all_at_once) for all_at_once in (False, True)
     )
-    every = sorted(permutations(range(len(machines)), 2))
-    assert sorted(pair for pairs in apart for pair in pairs) == every
-    assert sorted(pair for pairs in together for pair in pairs) == every
-    for pairs in apart:
+    all_pairs = sorted(permutations(range(len(machines)), 2))
+    assert sorted(pair for pairs in separate for pair in pairs) == all_pairs
+    assert sorted(pair for pairs in concurrent for pair in pairs) == all_pairs
+    for pairs in separate:
         touched = [machine for a, b in pairs for machine in {machines[a], machines[b]}]
         assert len(touched) == len(set(touched))
-    assert (len(apart) == len(together)) == (num_processes == 1)
+    assert (len(separate) == len(concurrent)) == (num_processes == 1)
 
 
 def test_shared_memory_is_divided_among_processes() -> None:
@@ -180,7 +184,7 @@ def test_shared_memory_is_divided_among_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ([], "no processes to measure with"),
         (["--local", "0"], "--local 0"),
@@ -194,11 +198,11 @@ def test_shared_memory_is_divided_among_processes() -> None:
     ],
 )
 def test_bad_input_is_rejected_before_any_process_starts(
-    tmp_path: Path, arguments: list[str], says: str
+    tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     done = run_forked("probe", *arguments, cwd=tmp_path)
     assert done.returncode == 2
-    assert says in done.stderr
+    assert message in done.stderr
     assert "fix:" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -213,30 +217,30 @@ def test_missing_gpu_is_rejected_before_any_process_starts(tmp_path: Path) -> No
 
 
 def test_only_rank_0_needs_the_output_folder(tmp_path: Path) -> None:
-    """The folder is there on the machine of rank 0 alone."""
+    """The output folder exists on the machine of rank 0 only."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     ctx = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    homes = [tmp_path / "0", tmp_path / "1"]
-    (homes[0] / "found").mkdir(parents=True)
-    homes[1].mkdir()
+    folders = [tmp_path / "0", tmp_path / "1"]
+    (folders[0] / "found").mkdir(parents=True)
+    folders[1].mkdir()
 
     def command(rank: int) -> subprocess.CompletedProcess[str]:
         env = {**ctx, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
-        return run_forked("probe", "-o", "found/cluster.toml", *QUICK, cwd=homes[rank], env=env)
+        return run_forked("probe", "-o", "found/cluster.toml", *QUICK, cwd=folders[rank], env=env)
 
     with ThreadPoolExecutor(2) as pool:
         done = list(pool.map(command, range(2)))
     assert [each.returncode for each in done] == [0, 0], done[1].stderr
-    assert (homes[0] / "found" / "cluster.toml").exists()
+    assert (folders[0] / "found" / "cluster.toml").exists()
 
 
-@pytest.mark.long  # its deadline is short of what a busy machine takes
+@pytest.mark.long  # a busy machine may exceed its timeout
 def test_timeout_applies_to_one_echo_and_not_to_all_together(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> None:
-        probing.device_flops = lambda *_, **__: Sample(1.0, 0.0)  # a thousand take a minute
+        probing.device_flops = lambda *_, **__: Sample(1.0, 0.0)  # 1000 repetitions take a minute
         effort = ProbeEffort(seconds=0.001, repeat=1000, pair_timeout=2, timeout=0.3)
-        probe(ctx, "d", ProbeOptions(cluster_name="test", measured_at=WHEN, effort=effort))
+        probe(ctx, "d", ProbeOptions(cluster_name="test", measured_at=MEASURED_AT, effort=effort))
 
     with LocalJob(work, 2, output_folder=tmp_path) as job:
         assert job.wait(60)

@@ -1,4 +1,4 @@
-"""A probe of which processes die, fail or fall silent ends in time, and names them."""
+"""A probe whose processes die, fail or stop ends in time, and names them."""
 
 import os
 import signal
@@ -19,47 +19,49 @@ from polyrhythm.run.probe.effort import ProbeEffort
 from polyrhythm.run.probe.link import as_target
 from polyrhythm.run.probe.probe import ProbeOptions, probe
 
-pytestmark = pytest.mark.long  # most of it waits for deadlines
-
 pytestmark = pytest.mark.timeout(100)
 
-WHEN = "2026-05-12T14:30:00+00:00"
+MEASURED_AT = "2026-05-12T14:30:00+00:00"
 SHORT_EFFORT = ProbeEffort(seconds=0.005, repeat=2, pair_timeout=1, timeout=1.5)
 
 
 def probe_losing_rank(
-    folder: Path, lost: int, how: signal.Signals
+    folder: Path, lost: int, signal_number: signal.Signals
 ) -> Callable[[DistContext], None]:
-    """A probe of which a rank is lost in its second pair; the others write down whom they name."""
+    """Return a probe that loses a rank in its second pair; others record whom they name."""
 
     def work(ctx: DistContext) -> None:
         num_pairs = 0
 
-        def trap(channel: PeerChannel, other: int, effort: ProbeEffort) -> object:
+        def lose_in_second_pair(channel: PeerChannel, other: int, effort: ProbeEffort) -> object:
             nonlocal num_pairs
             num_pairs += 1
             if channel.rank == lost and num_pairs == 2:
-                os.kill(os.getpid(), how)
+                os.kill(os.getpid(), signal_number)
             return as_target(channel, other, effort)
 
-        probing.as_target = trap  # type: ignore[assignment]
+        probing.as_target = lose_in_second_pair  # type: ignore[assignment]
         try:
-            asked = ProbeOptions(cluster_name="test", measured_at=WHEN, effort=SHORT_EFFORT)
-            probe(ctx, f"d{ctx.rank}", asked)
+            options = ProbeOptions(
+                cluster_name="test", measured_at=MEASURED_AT, effort=SHORT_EFFORT
+            )
+            probe(ctx, f"d{ctx.rank}", options)
         except PeerError as error:
             (folder / f"{ctx.rank}.txt").write_text(error.peer)
-            time.sleep(1)  # for the others to hear of it before the job ends
+            time.sleep(1)  # the others must read the loss before the job ends
 
     return work
 
 
 @pytest.mark.parametrize("lost", [0, 2])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 def test_dead_or_stopped_process_is_named_by_all(
-    tmp_path: Path, lost: int, how: signal.Signals
+    tmp_path: Path, lost: int, signal_number: signal.Signals
 ) -> None:
     others = [tmp_path / f"{rank}.txt" for rank in range(4) if rank != lost]
-    with LocalJob(probe_losing_rank(tmp_path, lost, how), 4, output_folder=tmp_path / "out"):
+    with LocalJob(
+        probe_losing_rank(tmp_path, lost, signal_number), 4, output_folder=tmp_path / "out"
+    ):
         deadline = time.monotonic() + 60
         while not all(path.exists() for path in others):
             assert time.monotonic() < deadline, [path.name for path in others if path.exists()]
@@ -67,7 +69,7 @@ def test_dead_or_stopped_process_is_named_by_all(
     assert [path.read_text() for path in others] == [f"d{lost}"] * 3
 
 
-# Forked, so that torch is imported once; a fork ends as any process does, with its interpreter.
+# Forked, so that torch is imported once; a fork exits through its interpreter, too.
 SILENT_STORE = """
 import os, signal, sys
 from polyrhythm import cli
@@ -107,7 +109,7 @@ def test_interpreter_exits_when_store_does_not_answer(tmp_path: Path) -> None:
         finally:
             if job.returncode is None:
                 os.killpg(job.pid, signal.SIGKILL)
-    assert printed.splitlines()[-1] == "1", error  # an abort would give -6
+    assert printed.splitlines()[-1] == "1", error  # -6 after an abort
     assert "error: lost d (rank 0) during the round trip" in error
     assert "Traceback" not in error
 

@@ -1,4 +1,4 @@
-"""The figures of one direction, out of messages that take as long as a script says. No network."""
+"""Latency and bandwidth of one direction from scripted message times, without a network."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,16 +31,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @dataclass
 class FakeChannel:
-    """A Talk whose other end answers as one of this latency and bandwidth would."""
+    """A PeerChannel whose peer has this latency and bandwidth, in virtual time."""
 
     clock: Clock
     timeout: Seconds = 60.0
-    first: Seconds = 0.0  # the first round trip takes so much longer
+    warmup: Seconds = 0.0  # additional time of the first round trip
     latency: Seconds = 0.01
     bandwidth: BytesPerSecond = 1e6
     names: tuple[str, str] = ("a", "b")
     num_echoes: int = 0
-    sizes: list[Bytes] = field(default_factory=list)  # of streams, as they were asked for
+    sizes: list[Bytes] = field(default_factory=list)  # of requested streams
 
     def start_send(self, tensor: Tensor, to: int, *, tag: int, action: str) -> int:
         return 0
@@ -50,15 +50,15 @@ class FakeChannel:
 
     def finish(self, work: int, peer: int, *, action: str, timeout: Seconds | None = None) -> None:
         if work >= PONG:
-            took = 2 * self.latency + (self.first if work == PONG else 0)
-            assert took <= (self.timeout if timeout is None else timeout), "given up"
-            self.clock.now += took
+            duration = 2 * self.latency + (self.warmup if work == PONG else 0)
+            assert duration <= (self.timeout if timeout is None else timeout), "timed out"
+            self.clock.now += duration
             self.num_echoes += 1
 
     def finish_all(
         self, works: list[Any], peer: int, *, action: str, timeout: Seconds
     ) -> list[Seconds]:
-        assert len(works) * self.sizes[-1] / self.bandwidth + self.latency <= timeout, "given up"
+        assert len(works) * self.sizes[-1] / self.bandwidth + self.latency <= timeout, "timed out"
         self.clock.now += 2 * self.latency
         times = []
         for _ in works:
@@ -73,16 +73,16 @@ class FakeChannel:
     def receive(
         self, tensor: Tensor, sender: int, *, tag: int, action: str, timeout: float
     ) -> None:
-        tensor.zero_()  # no streams are wanted
+        tensor.zero_()  # the target requests no streams
 
 
 def test_first_echo_is_a_warmup(clock: Clock) -> None:
-    channel = FakeChannel(clock, first=5.0)
-    impatient = ProbeEffort(pair_timeout=1, repeat=1)
-    found = link.as_source(channel, 1, impatient)  # type: ignore[arg-type]
+    channel = FakeChannel(clock, warmup=5.0)
+    effort = ProbeEffort(pair_timeout=1, repeat=1)
+    found = link.as_source(channel, 1, effort)  # type: ignore[arg-type]
     assert channel.num_echoes == 3
     assert found.median == pytest.approx(0.01)
-    assert found.spread < 1e-6, "of three, the median would hide the first"
+    assert found.spread < 1e-6, "the median of three would hide the first"
 
 
 @pytest.mark.parametrize(("repeat", "pair_timeout", "num_echoes"), [(1, 20, 11), (100, 20, 201)])
@@ -113,5 +113,5 @@ def test_bandwidth_excludes_latency_and_streams_stay_within_timeout(
     assert found.spread < 1e-3
     *sizes, end = channel.sizes
     assert end == 0
-    lasted = 4 * sizes[-1] / bandwidth
-    assert lasted >= min(max(0.2, latency), effort.longest_stream) or sizes[-1] == link._LARGEST
+    duration = 4 * sizes[-1] / bandwidth
+    assert duration >= min(max(0.2, latency), effort.longest_stream) or sizes[-1] == link._LARGEST

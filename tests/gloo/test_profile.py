@@ -1,4 +1,4 @@
-"""A profile as a user makes it: sizes are exact, times follow the work, bad models are told of."""
+"""A profile as a user makes it: sizes are exact, times follow the work, bad models are rejected."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from polyrhythm.describe.model import Layer, ModelProfile
 from polyrhythm.run.profile.layers import measure_layers
 from polyrhythm.run.profile.profiled_model import ProfiledModel
-from tests.gloo.test_demo import run_forked
+from tests.gloo.commands import run_forked
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -148,7 +148,7 @@ def test_profile_of_a_model_is_written_and_loads(folder: Path, factory: str, end
     for size in profile.microbatch_sizes:
         layers = profile.at(size).layers
         assert [x.activation_bytes for x in layers] == [4 * size * n for n in (128, 128, 128, 10)]
-        # The ReLU keeps its output; the last layer keeps what Slow gave, which is a copy of that.
+        # The ReLU stores its output; the last layer stores Slow's output, a copy of it.
         assert [x.stored_bytes for x in layers] == [4 * size * n for n in (64, 128, 0, 128)]
         assert layers[2].forward >= 0.03
         assert layers[2].forward > 2 * max(layers[i].forward for i in (1, 3))
@@ -180,7 +180,7 @@ def test_builtin_model_is_profiled_by_formulas(folder: Path) -> None:
 def test_size_1_is_skipped_for_batch_norm(folder: Path) -> None:
     done = run_forked("profile", "toy:norm", "--repeat", "1", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "left out micro-batches of 1: layer '1.BatchNorm1d' fails" in done.stdout
+    assert "micro-batches of 1: layer '1.BatchNorm1d' fails" in done.stdout
     assert ModelProfile.load(folder / "profile.json").microbatch_sizes == (2, 4)
 
 
@@ -193,7 +193,7 @@ def test_profile_enables_gradients_that_a_module_disabled(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["toy:biuld"], "did you mean 'build'?"),
         (["toy:number"], "toy:number is a int"),
@@ -219,11 +219,11 @@ def test_profile_enables_gradients_that_a_module_disabled(folder: Path) -> None:
         (["toy:immovable"], "layer '0.Linear' cannot be moved to cpu: OutOfMemoryError"),
         (["toy:norm", "--sizes", "2", "1"], "layer '1.BatchNorm1d' fails in its forward"),
         (["toy:build", "--sizes", "9" * 400], "1 to 1000000000, each once"),
-        (["bert-base", "--flops", "1e9", "--repeat", "3"], "leave --repeat out"),
-        (["bert-base", "--flops", "1e9", "--device", "cpu"], "leave --device out"),
+        (["bert-base", "--flops", "1e9", "--repeat", "3"], "--repeat 3 for bert-base"),
+        (["bert-base", "--flops", "1e9", "--device", "cpu"], "--device for bert-base"),
         (["toy:build", "--repeat", "0"], "--repeat 0"),
         (["toy:build", "--sizes", "4", "4"], "--sizes 4 4"),
-        (["toy:build", "--flops", "1e9"], "leave --flops out"),
+        (["toy:build", "--flops", "1e9"], "--flops 1e+09 for toy:build"),
         (["toy:build", "-o", "p.yaml"], "ends in .json or .toml"),
         (["bert-base"], "bert-base without --flops"),
         (["bert-bass", "--flops", "1e9"], "did you mean 'bert-base'?"),
@@ -231,12 +231,12 @@ def test_profile_enables_gradients_that_a_module_disabled(folder: Path) -> None:
     ],
 )
 def test_bad_input_is_rejected_without_traceback(
-    folder: Path, arguments: list[str], says: str
+    folder: Path, arguments: list[str], message: str
 ) -> None:
     before = {path.name for path in folder.iterdir()}
     done = run_forked("profile", *arguments, cwd=folder)
     assert done.returncode == 2, done.stderr
-    assert says in done.stderr
+    assert message in done.stderr
     assert "expected:" in done.stderr
     assert "fix:" in done.stderr
     assert "Traceback" not in done.stderr
@@ -244,17 +244,17 @@ def test_bad_input_is_rejected_without_traceback(
 
 
 def saved_bytes(model: nn.Sequential, example: Tensor) -> int:
-    """Bytes that autograd keeps of a whole forward, each storage once."""
+    """Return the bytes that autograd saves in a whole forward, each storage once."""
     storages: dict[int, int] = {}
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
-    def note(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             storages[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = model(example)
     assert output.requires_grad
     return sum(storages.values())
@@ -266,8 +266,8 @@ def test_stored_bytes_of_layers_sum_to_those_of_the_model(inplace: bool) -> None
     for _ in range(3):
         layers += [nn.Linear(32, 32), nn.ReLU(inplace=inplace), nn.LayerNorm(32), nn.Tanh()]
     model, example = nn.Sequential(*layers), torch.randint(50, (4, 8))
-    subject = ProfiledModel.of((model, example), source="test")
-    found = measure_layers(subject, size=4, other_sizes=[], repeat=1, device=CPU)
+    profiled = ProfiledModel.of((model, example), source="test")
+    found = measure_layers(profiled, size=4, other_sizes=[], repeat=1, device=CPU)
     assert sum(layer.stored_bytes for layer in found) == saved_bytes(model, example)
 
 
@@ -287,19 +287,19 @@ class Join(nn.Module):
 
 def test_layers_may_take_several_arguments_and_return_containers() -> None:
     example = (torch.ones(4, 6), torch.ones(4, 6), 2.0)
-    subject = ProfiledModel.of(([Pair(), Join()], example), source="test")
-    pair, join = measure_layers(subject, size=2, other_sizes=[4], repeat=1, device=CPU)
+    profiled = ProfiledModel.of(([Pair(), Join()], example), source="test")
+    pair, join = measure_layers(profiled, size=2, other_sizes=[4], repeat=1, device=CPU)
     assert pair.activation_bytes == 2 * 2 * 6 * 4
     assert join.sizes[0].activation_bytes == 4 * 6 * 4
-    assert pair.stored_bytes == 0, "nothing in it learns"
+    assert pair.stored_bytes == 0, "it has no gradients"
     assert join.stored_bytes == 2 * 6 * 4
 
 
 def test_measuring_leaves_no_gradients() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     weights = [p.detach().clone() for p in model.parameters()]
-    subject = ProfiledModel.of((model, torch.ones(2, 3)), source="test")
-    measure_layers(subject, size=2, other_sizes=[], repeat=2, device=CPU)
+    profiled = ProfiledModel.of((model, torch.ones(2, 3)), source="test")
+    measure_layers(profiled, size=2, other_sizes=[], repeat=2, device=CPU)
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
 
@@ -320,8 +320,8 @@ class Unnaming(nn.Module):
 
 
 def measured(*layers: nn.Module, example: Tensor, repeat: int = 1) -> tuple[Layer, ...]:
-    subject = ProfiledModel.of((list(layers), example), source="test")
-    return measure_layers(subject, size=4, other_sizes=[], repeat=repeat, device=CPU)
+    profiled = ProfiledModel.of((list(layers), example), source="test")
+    return measure_layers(profiled, size=4, other_sizes=[], repeat=repeat, device=CPU)
 
 
 def test_layer_may_return_a_named_tuple() -> None:
@@ -335,7 +335,7 @@ def test_lazy_layer_is_materialized_in_first_forward() -> None:
 
 
 class Wasteful(nn.Module):
-    """Computes something besides, which nobody needs afterwards."""
+    """Computes tensors that are freed before the end of its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ def test_tensors_freed_during_forward_are_not_stored() -> None:
 
 
 class Adding(nn.Module):
-    """Writes into its input, and remembers what was in it."""
+    """Writes into its input, and records its contents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,7 +386,7 @@ def test_layer_that_disables_gradients_does_not_affect_others() -> None:
             torch.set_grad_enabled(False)
             return x + 1
 
-    with torch.enable_grad():  # so that a failure is that of this test alone
+    with torch.enable_grad():  # so that a failure does not affect other tests
         _, linear = measured(Frozen(), nn.Linear(6, 6), example=torch.ones(4, 6))
         assert torch.is_grad_enabled()
     assert linear.stored_bytes == 4 * 6 * 4

@@ -1,4 +1,4 @@
-"""Profiles counted by formulas against the same models in torch, and the speed of a device."""
+"""Counted profiles match the same models in torch; device speed is measured in counted flops."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def fused_backward(out: Shape, query: Shape, key: Shape, value: Shape, *_: Any, 
     return sdpa_backward_flop_count(out, query, key, value)
 
 
-FUSED = {  # torch counts fused attention on a GPU; the same formulas for the one on a CPU
+FUSED = {  # torch counts fused attention on GPUs only; the same formulas on a CPU
     _ATEN._scaled_dot_product_flash_attention_for_cpu: fused_forward,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: fused_backward,
 }
@@ -38,7 +38,7 @@ Case = tuple[list[LayerWork], nn.Sequential, Tensor]
 
 
 def case(name: str) -> Case:
-    """The layers as counted, the same in torch, and an input of SAMPLES samples."""
+    """Return the counted layers, the torch model, and an input of SAMPLES samples."""
     torch.manual_seed(0)
     if name == "gpt":
         tokens = torch.randint(300, (SAMPLES, TOKENS))
@@ -89,26 +89,24 @@ def test_operations_match_torch_flop_counter(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt", "bert", "resnet50"])
 def test_stored_bytes_match_autograd(name: str) -> None:
     counted, model, example = case(name)
-    subject = ProfiledModel.of((model, example), source="test")
+    profiled = ProfiledModel.of((model, example), source="test")
     cpu = torch.device("cpu")
-    measured = measure_layers(subject, size=SAMPLES, other_sizes=[], repeat=1, device=cpu)
-    # Once for all samples, so not counted: positions of GPT. Hugging Face makes the kinds of
-    # sentence once, if nobody gives them: training gives them for each sample, as counted.
+    measured = measure_layers(profiled, size=SAMPLES, other_sizes=[], repeat=1, device=cpu)
+    # GPT's positions are stored once for all samples: not counted. Hugging Face makes default
+    # token types once; training passes them for each sample, as counted.
     indices = {"gpt": 8 * TOKENS, "bert": -8 * TOKENS * (SAMPLES - 1)}
     for layer, found, module in zip(counted, measured, model, strict=True):
-        # Per micro-batch, not per sample, and so not counted: mean and deviation of each channel.
+        # Mean and deviation of each channel are per micro-batch, not per sample: not counted.
         norms = [each for each in module.modules() if isinstance(each, nn.BatchNorm2d)]
         statistics = sum(2 * 4 * norm.num_features for norm in norms)
-        ours = SAMPLES * (4 * layer.stored + layer.other_bytes) + statistics
+        expected = SAMPLES * (4 * layer.stored + layer.other_bytes) + statistics
         if layer.name == "embedding":
-            ours += indices[name]
-        assert ours == found.stored_bytes, layer.name
+            expected += indices[name]
+        assert expected == found.stored_bytes, layer.name
 
 
 @pytest.mark.parametrize("size", [16, 48])
-def test_matmul_operations_match_torch_flop_counter(
-    size: int,
-) -> None:
+def test_matmul_operations_match_torch_flop_counter(size: int) -> None:
     with FlopCounterMode(display=False) as counter:
         measure.product(size, torch.device("cpu"), torch.float32)
     assert measure.product_operations(size) == counter.get_total_flops()

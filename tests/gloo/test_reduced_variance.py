@@ -1,4 +1,4 @@
-"""AdamW with less variance: AdamW for one worker, and for more the moment of their average."""
+"""ReducedVarianceAdamW: AdamW for one worker; for more, the second moment of their average."""
 
 import copy
 import io
@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 from polyrhythm.errors import UserError
 from polyrhythm.run.averaging.reduced_variance import ReducedVarianceAdamW
 
-# Gradients are set by hand throughout: backward() would start threads that no fork survives.
+# All tests set gradients directly: backward() would start threads, which do not survive a fork.
 SHAPES = ((3, 4), (5,), (), (2, 2, 2))
 
 
@@ -27,7 +27,7 @@ def parameters(dtype: torch.dtype = torch.float32, *, seed: int = 1) -> list[Par
 
 
 def set_gradients(params: list[Parameter], step: int, *, missing: float = 0.0) -> None:
-    """The same for the same step; each is None with the probability `missing`."""
+    """Set gradients that depend on `step` only; each is None with probability `missing`."""
     draw = torch.Generator().manual_seed(1000 + step)
     for p in params:
         gradient = torch.randn(p.shape, generator=draw) * 10 ** float(step % 5 - 3)
@@ -35,9 +35,9 @@ def set_gradients(params: list[Parameter], step: int, *, missing: float = 0.0) -
         p.grad = None if skipped else gradient.to(p.dtype)
 
 
-def assert_same(ours: list[Parameter], theirs: list[Parameter]) -> None:
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+def assert_same(actual: list[Parameter], expected: list[Parameter]) -> None:
+    for p, q in zip(actual, expected, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0)
 
 
 Schedule = Callable[[Optimizer], LRScheduler]
@@ -51,7 +51,7 @@ SCHEDULES: dict[str, Schedule] = {
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_one_worker_is_bitwise_equal_to_adamw(schedule: Schedule, dtype: torch.dtype) -> None:
-    ours, theirs = parameters(dtype), parameters(dtype)
+    ours, reference = parameters(dtype), parameters(dtype)
     half = dtype in (torch.float16, torch.bfloat16)
 
     def with_groups(kind: type[Optimizer], p: list[Parameter]) -> Optimizer:
@@ -59,22 +59,22 @@ def test_one_worker_is_bitwise_equal_to_adamw(schedule: Schedule, dtype: torch.d
         # 1e-8 is 0 in float16, where AdamW divides zero by zero once a square underflows.
         return kind(groups, lr=0.02, betas=(0.8, 0.99), eps=1e-3 if half else 1e-8)  # type: ignore[arg-type, call-arg]
 
-    optimizers = with_groups(ReducedVarianceAdamW, ours), with_groups(AdamW, theirs)
+    optimizers = with_groups(ReducedVarianceAdamW, ours), with_groups(AdamW, reference)
     schedulers = [schedule(optimizer) for optimizer in optimizers]
     for step in range(30):
-        for params in (ours, theirs):
+        for params in (ours, reference):
             set_gradients(params, step, missing=0.3)
         for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
             optimizer.step()
             scheduler.step()
-        assert_same(ours, theirs)
+        assert_same(ours, reference)
     assert all(p.isfinite().all() for p in ours)
 
 
 def test_defaults_are_those_of_adamw() -> None:
-    ours, theirs = ReducedVarianceAdamW(parameters()).defaults, AdamW(parameters()).defaults
+    ours, reference = ReducedVarianceAdamW(parameters()).defaults, AdamW(parameters()).defaults
     assert ours.pop("num_averaged") == 1
-    assert ours == {name: theirs[name] for name in ours}
+    assert ours == {name: reference[name] for name in ours}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -97,9 +97,9 @@ def test_saved_state_resumes_bitwise(dtype: torch.dtype, num_averaged: float, th
         other.load_state_dict(torch.load(file))
     assert other.num_averaged == num_averaged
     for step in range(7, 14):
-        for one, these in ((optimizer, params), (other, others)):
-            set_gradients(these, step)
-            one.step()
+        for each, its_params in ((optimizer, params), (other, others)):
+            set_gradients(its_params, step)
+            each.step()
         assert_same(params, others)
 
 
@@ -110,13 +110,13 @@ def test_adamw_state_is_refused() -> None:
     assert optimizer.num_averaged == 2
 
 
-# With beta1 = eps = weight_decay = 0 a step is lr * g / sqrt(v_s): it shows the estimate v_s.
+# With beta1 = eps = weight_decay = 0 a step is lr * g / sqrt(v_s), which yields the estimate v_s.
 
 
 def estimates(
     gradients: Iterable[Tensor], *, beta2: float, num_averaged: float
 ) -> Iterator[Tensor]:
-    """The second moment that each step has divided by."""
+    """Yield the second moment by which each step is divided."""
     p: Parameter | None = None
     for gradient in gradients:
         if p is None:
@@ -138,7 +138,7 @@ def estimates(
 def noisy(
     means: Tensor, *, noise: float, num_streams: int, num_steps: int, seed: int
 ) -> Iterator[Tensor]:
-    """Gradients of independent streams, one in each row, around each of the means."""
+    """Yield gradients of independent streams, one per row, around each of the means."""
     draw = torch.Generator().manual_seed(seed)
     for _ in range(num_steps):
         yield means + noise * torch.randn(num_streams, len(means), generator=draw).double()
@@ -165,7 +165,7 @@ def test_second_moment_estimates_that_of_the_average(weights: tuple[float, ...])
     wanted = last(averaged, 1.0)
     torch.testing.assert_close(wanted, means**2 + 1 / number, rtol=0.01, atol=0.0)
     torch.testing.assert_close(last(alone, number), wanted, rtol=0.02, atol=0.0)
-    assert (last(alone, 1.0) > 1.05 * wanted).all()  # AdamW takes the noise of one for that of all
+    assert (last(alone, 1.0) > 1.05 * wanted).all()  # AdamW uses the noise of a single worker
 
 
 @pytest.mark.parametrize("num_averaged", [2.0, 4.0, 16.0])
@@ -209,9 +209,9 @@ def test_constant_gradients_give_same_step_for_any_num_averaged(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_averaged", [1.5, 8.0])
 def test_half_precision_separates_mean_from_noise(dtype: torch.dtype, num_averaged: float) -> None:
-    """In bfloat16 itself the mean would stop at a fifth of this gradient.
+    """In bfloat16 the mean would stop at a fifth of this gradient.
 
-    The second moment, AdamW's, does stop at a third of its square: no variance may be negative.
+    AdamW's second moment does stop at a third of its square: no variance may be negative.
     """
     p = Parameter(torch.zeros(4, dtype=dtype))
     optimizer = ReducedVarianceAdamW([p], lr=0.5, weight_decay=0.0, num_averaged=num_averaged)
@@ -225,18 +225,18 @@ def test_half_precision_separates_mean_from_noise(dtype: torch.dtype, num_averag
 @given(numbers=st.lists(st.sampled_from([1.0, 1.5, 2.0, 7.0]), min_size=2, max_size=12))
 @settings(max_examples=30, deadline=None)
 def test_num_averaged_may_change_at_every_step(numbers: list[float]) -> None:
-    """A step depends on the number of that step alone: the moments know nothing of it."""
+    """A step depends on its own `num_averaged` only: the moments are independent of it."""
     changing, fixed = parameters(torch.float64), parameters(torch.float64)
-    one = ReducedVarianceAdamW([{"params": [p]} for p in changing], lr=0.1)
-    other = ReducedVarianceAdamW(fixed, lr=0.1, num_averaged=numbers[-1])
+    optimizer = ReducedVarianceAdamW([{"params": [p]} for p in changing], lr=0.1)
+    reference = ReducedVarianceAdamW(fixed, lr=0.1, num_averaged=numbers[-1])
     for step, number in enumerate(numbers):
-        one.num_averaged = number
+        optimizer.num_averaged = number
         for p, q in zip(changing, fixed, strict=True):
             p.data.copy_(q)
         set_gradients(changing, step)
         set_gradients(fixed, step)
-        one.step()
-        other.step()
+        optimizer.step()
+        reference.step()
     assert_same(changing, fixed)
 
 

@@ -1,4 +1,4 @@
-"""Positions dealt to real processes: each used once, more by the fast, whoever is killed."""
+"""Sample dispatch to real processes: each position is used once, more by fast workers."""
 
 import dataclasses
 import os
@@ -37,7 +37,7 @@ def positions(ranges: Ranges) -> list[int]:
 
 
 class SampleTrainer:
-    """A worker that trains on what it is dealt, asking one chunk ahead."""
+    """A worker that trains on the samples it acquires, one chunk ahead."""
 
     def __init__(self, ctx: DistContext, **more: object) -> None:
         self.rank, self.model = ctx.rank, Point()
@@ -49,16 +49,16 @@ class SampleTrainer:
         }
         self.sync = GroupSync(self.model, self.optimizer, **{**options, **more})
         self.pause = PAUSES[self.sync.worker.pipeline]
-        self.number, self.acknowledge = 0, list[int]()
+        self.number, self.acknowledged = 0, list[int]()
 
     def train(self, until: int | None = None, num_chunks: int = LIMIT) -> None:
-        answer = self.sync.acquire(self.number, CHUNK, until)
+        future = self.sync.acquire(self.number, CHUNK, until)
         last = self.number + num_chunks
-        while self.number < last and (ranges := answer.wait()):
-            answer = self.sync.acquire(self.number + 1, CHUNK, until)
+        while self.number < last and (ranges := future.wait()):
+            future = self.sync.acquire(self.number + 1, CHUNK, until)
             self.compute(ranges)
             self.sync.acknowledge(self.number)
-            self.acknowledge += positions(ranges)
+            self.acknowledged += positions(ranges)
             self.sync.step()
             self.number += 1
 
@@ -85,9 +85,9 @@ def test_fast_workers_get_more_samples_and_each_is_used_once(tmp_path: Path) -> 
             sampler_state = sync.sampler_state()
             sync.average_all()
             return (
-                trainer.acknowledge,
+                trainer.acknowledged,
                 dataclasses.astuple(sampler_state),
-                trainer.model.place.detach(),
+                trainer.model.weight.detach(),
             )
 
     found = run_replicas(3, work, tmp_path)
@@ -95,7 +95,7 @@ def test_fast_workers_get_more_samples_and_each_is_used_once(tmp_path: Path) -> 
     fast, middle, slow = [len(used) for used, _, _ in found]
     assert min(fast, middle) > slow > 0
     assert all(sampler_state == (LIMIT, LIMIT, (), ()) for _, sampler_state, _ in found)
-    assert all(torch.equal(ctx, found[0][2]) for _, _, ctx in found)
+    assert all(torch.equal(weight, found[0][2]) for _, _, weight in found)
     assert replay(tmp_path / "scheduler.jsonl") is None
 
 
@@ -106,7 +106,7 @@ def test_all_stages_of_a_pipeline_get_the_same_samples(tmp_path: Path) -> None:
         worker = Worker(stage, pipeline)
         trainer = SampleTrainer(ctx, worker=worker, num_stages=2, num_pipelines=3)
 
-        def compute(ranges: Ranges) -> None:  # which needs both of them
+        def compute(ranges: Ranges) -> None:  # needs both stages
             dist.barrier(mates[pipeline])
             SampleTrainer.compute(trainer, ranges)
 
@@ -114,7 +114,7 @@ def test_all_stages_of_a_pipeline_get_the_same_samples(tmp_path: Path) -> None:
         with trainer.sync as sync:
             trainer.train()
             sync.average_all()
-        return trainer.acknowledge
+        return trainer.acknowledged
 
     found = run_replicas(6, work, tmp_path)
     firsts, seconds = found[::2], found[1::2]
@@ -130,14 +130,14 @@ def test_unacknowledged_samples_of_killed_pipeline_are_reassigned(tmp_path: Path
         with trainer.sync as sync:
             if ctx.rank == victim:
                 trainer.train(num_chunks=2)
-                (tmp_path / "used").write_text(" ".join(map(str, trainer.acknowledge)))
+                (tmp_path / "used").write_text(" ".join(map(str, trainer.acknowledged)))
                 ranges = sync.acquire(trainer.number, CHUNK).wait()
                 assert ranges
                 (tmp_path / "lost").write_text(" ".join(map(str, positions(ranges))))
                 os.kill(os.getpid(), signal.SIGKILL)
             trainer.train()
             sync.average_all()
-        return trainer.acknowledge
+        return trainer.acknowledged
 
     found = run_with_failures(3, work, tmp_path, lost={victim})
     used, lost = [
@@ -153,8 +153,8 @@ def test_resume_from_saved_sampler_state(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[list[int], list[int], list[int]]:
         first = SampleTrainer(ctx)
         with first.sync as sync:
-            first.train(until=LIMIT // 2)  # as far as all go before they save together
-            paused = list(first.acknowledge)
+            first.train(until=LIMIT // 2)  # until a common checkpoint
+            paused = list(first.acknowledged)
             assert sync.sampler_state() == SamplerState(limit=LIMIT, next=LIMIT // 2)
             sync.average_all()
             first.train(num_chunks=1 + ctx.rank)
@@ -167,7 +167,7 @@ def test_resume_from_saved_sampler_state(tmp_path: Path) -> None:
             sync.average_all()
         rest = saved[0].pool + saved[0].outstanding
         unused = {*positions(rest), *range(saved[0].next, LIMIT)}
-        return paused, sorted(unused), second.acknowledge
+        return paused, sorted(unused), second.acknowledged
 
     found = run_replicas(3, work, tmp_path)
     assert sorted(p for paused, _, _ in found for p in paused) == list(range(LIMIT // 2))
@@ -176,15 +176,13 @@ def test_resume_from_saved_sampler_state(tmp_path: Path) -> None:
     assert sorted(p for _, _, used in found for p in used) == unused
 
 
-# A client and its coordinator
-
 ME, OTHER = Worker(0, 0), Worker(0, 1)
 
 
 class Served(NamedTuple):
     coordinator: Coordinator
-    proxy: Proxy  # between it and mine
-    mine: CoordinatorClient
+    proxy: Proxy  # between coordinator and client
+    client: CoordinatorClient
     other: CoordinatorClient
 
 
@@ -211,58 +209,58 @@ def served() -> Iterator[Served]:
 
 
 def test_acquire_does_not_block_and_result_is_reusable(served: Served) -> None:
-    mine = served.mine
-    answers = [mine.acquire(number, 3, None, 20.0) for number in range(3)]
-    assert [answer.wait() for answer in answers] == [((0, 3),), ((3, 6),), ((6, 8),)]
-    assert answers[0].wait() == ((0, 3),)
-    assert all(answer.is_done for answer in answers)
-    assert mine.query_progress(1, 20.0).wait() == SamplerState(
+    client = served.client
+    futures = [client.acquire(number, 3, None, 20.0) for number in range(3)]
+    assert [future.wait() for future in futures] == [((0, 3),), ((3, 6),), ((6, 8),)]
+    assert futures[0].wait() == ((0, 3),)
+    assert all(future.is_done for future in futures)
+    assert client.query_progress(1, 20.0).wait() == SamplerState(
         limit=8, next=8, outstanding=((0, 8),)
     )
 
 
 def test_waiter_for_last_samples_is_woken_on_acknowledge(served: Served) -> None:
-    mine, other = served.mine, served.other
-    assert mine.acquire(0, 8, None, 20.0).wait() == ((0, 8),)
+    client, other = served.client, served.other
+    assert client.acquire(0, 8, None, 20.0).wait() == ((0, 8),)
     waiting = other.acquire(0, 4, None, 20.0)
-    with pytest.raises(PeerError, match=r"other pipelines .*waiting for positions.*not used them"):
+    with pytest.raises(PeerError, match=r"lost other pipelines .*waiting for positions"):
         waiting.wait(0.05)
     assert not waiting.is_done
     assert other.acquire(0, 4, None, 20.0) is waiting
-    mine.acknowledge(0)
+    client.acknowledge(0)
     assert waiting.wait() == ()
 
 
 def test_lost_sample_requests_are_resent_on_reconnect(served: Served) -> None:
-    mine = served.mine
-    assert mine.acquire(0, 4, None, 20.0).wait() == ((0, 4),)
+    client = served.client
+    assert client.acquire(0, 4, None, 20.0).wait() == ((0, 4),)
     served.proxy.drops_messages = True
-    mine.acknowledge(0)
-    answer = mine.acquire(1, 2, None, 20.0)
+    client.acknowledge(0)
+    future = client.acquire(1, 2, None, 20.0)
     eventually(lambda: served.proxy.num_dropped)
     served.proxy.drops_messages = False
     served.proxy.disconnect_all()
-    assert answer.wait() == ((4, 6),)
-    assert mine.query_progress(1, 20.0).wait() == SamplerState(
+    assert future.wait() == ((4, 6),)
+    assert client.query_progress(1, 20.0).wait() == SamplerState(
         limit=8, next=6, outstanding=((4, 6),)
     )
 
 
 def test_lost_coordinator_fails_pending_requests(served: Served) -> None:
-    mine, other = served.mine, served.other
+    client, other = served.client, served.other
     other.acquire(0, 8, None, 20.0).wait()
-    waiting = mine.acquire(0, 4, None, 20.0)
+    waiting = client.acquire(0, 4, None, 20.0)
     served.coordinator.close()
     with pytest.raises(PeerError, match="lost coordinator"):
         waiting.wait()
     with pytest.raises(PeerError, match="lost coordinator"):
-        mine.acquire(1, 4, None, 20.0)
+        client.acquire(1, 4, None, 20.0)
 
 
 def test_close_wakes_waiters(served: Served) -> None:
-    mine, other = served.mine, served.other
+    client, other = served.client, served.other
     other.acquire(0, 8, None, 20.0).wait()
-    waiting, raised = mine.acquire(0, 4, None, 20.0), []
+    waiting, raised = client.acquire(0, 4, None, 20.0), []
 
     def wait() -> None:
         try:
@@ -272,21 +270,21 @@ def test_close_wakes_waiters(served: Served) -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    mine.close()
+    client.close()
     thread.join(10)
     assert len(raised) == 1
-    assert "will not hear of" in str(raised[0])
+    assert "s0p0" in str(raised[0])
 
 
 def test_reply_to_other_request_is_ignored() -> None:
     requests = SampleRequests()
-    answer = requests.submit(Acquire(ME, 3, 4, 50), 1.0)
-    requests.on_receive(Acquired(ME, 3, 40, ()))  # late: it was asked until 40 before
-    assert not answer.is_done
+    future = requests.submit(Acquire(ME, 3, 4, 50), 1.0)
+    requests.on_receive(Acquired(ME, 3, 40, ()))  # late: the reply to an earlier request
+    assert not future.is_done
     requests.on_receive(Acquired(ME, 3, 50, (), "s1p0 died"))
     with pytest.raises(PeerError, match=r"pipeline 0 .* s1p0 died"):
-        answer.wait()
-    requests.on_receive(Acquired(ME, 3, 50, ((0, 4),)))  # once more
+        future.wait()
+    requests.on_receive(Acquired(ME, 3, 50, ((0, 4),)))  # a duplicate
     assert requests.last_acks() == []
     requests.acknowledge(Acknowledge(ME, 3))
     assert requests.last_acks() == [Acknowledge(ME, 3)]
@@ -294,25 +292,25 @@ def test_reply_to_other_request_is_ignored() -> None:
 
 def test_invalid_sample_requests_are_refused(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[str]:
-        said = []
+        messages = []
         with pytest.raises(PolicyError) as refused:
             SampleTrainer(ctx, policy="static")
-        said.append(str(refused.value))
+        messages.append(str(refused.value))
         trainer = SampleTrainer(ctx)
         for number, count, until in ((1, 4, None), (0, 0, None), (-1, 4, None), (0, 4, -3)):
             with pytest.raises(PolicyError) as refused:
                 trainer.sync.acquire(number, count, until)
-            said.append(str(refused.value))
+            messages.append(str(refused.value))
         trainer.sync.close()
         for sync in (trainer.sync, SampleTrainer(ctx, sampler_state=None).sync):
             with pytest.raises(PolicyError) as refused:
                 sync.acquire(0, 4)
-            said.append(str(refused.value))
+            messages.append(str(refused.value))
             sync.close()
-        return said
+        return messages
 
-    [said] = run_replicas(1, work, tmp_path)
-    asked = ["4 positions before None, as chunk 1", "0 positions", "chunk -1", "before -3"]
-    expected = ["under static", *asked, "was closed", "none are dealt"]
-    for text, part in zip(said, expected, strict=True):
+    [messages] = run_replicas(1, work, tmp_path)
+    invalid = ["4 positions before None, as chunk 1", "0 positions", "chunk -1", "before -3"]
+    expected = ["static", *invalid, "closed", "without sampler_state"]
+    for text, part in zip(messages, expected, strict=True):
         assert part in text

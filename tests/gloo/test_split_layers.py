@@ -1,6 +1,6 @@
-"""Any model with a list of layers runs its own forward in every part, and gives the same numbers.
+"""A model with a list of layers runs its own forward on every stage, with the same results.
 
-Models of transformers are built small, from a configuration; nothing is downloaded.
+Models of transformers are small and built from a config; nothing is downloaded.
 """
 
 import gc
@@ -16,19 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from polyrhythm.errors import PlanError
 from polyrhythm.run.pipeline.partition import split_layers
-from tests.gloo.test_split_sequential import Chained, compare, run_in_process
-
-GPT2 = {
-    "layers": "transformer.h",
-    "prologue": ["transformer.wte", "transformer.wpe", "transformer.drop"],
-    "epilogue": ["transformer.ln_f", "lm_head"],
-}
-LLAMA = {
-    "layers": "model.layers",
-    "prologue": ["model.embed_tokens"],
-    "every": ["model.rotary_emb"],
-    "epilogue": ["model.norm", "lm_head"],
-}
+from tests.gloo.chained_stages import Chained, compare, run_in_process
+from tests.gloo.language_models import GPT2, LLAMA
 
 
 def causal_masks(batch: int, length: int) -> Tensor:
@@ -57,7 +46,7 @@ def gpt2(num_layers: int = 5, **more: Any) -> nn.Module:
 
 
 def small(family: str, **more: Any) -> nn.Module:
-    """A model of the Llama kind."""
+    """Build a model of the Llama family."""
     import transformers
 
     config = getattr(transformers, f"{family}Config")(
@@ -113,11 +102,11 @@ def check_partition_holds_only_own_weights() -> None:
     hook = model.transformer.h[3].register_forward_pre_hook(lambda _, args: caches.append(args[1]))
     part.module(hidden)
     hook.remove()
-    assert caches == [None], "keys and values are not kept for a next token"
+    assert caches == [None], "keys and values are cached"
     own = set(part.module.parameters())
     others = {name: weakref.ref(p) for name, p in model.named_parameters() if p not in own}
     assert own == {p for layer in model.transformer.h[2:4] for p in layer.parameters()}, "no copies"
-    assert torch.equal(model(tokens).logits, before), "the model itself is as it was"
+    assert torch.equal(model(tokens).logits, before), "the model itself has changed"
     del model
     gc.collect()
     assert [name for name, left in others.items() if left() is not None] == []
@@ -139,11 +128,11 @@ def test_llama_family_split_matches_whole_model(tmp_path: Path) -> None:
         for reentrant in (False, True):
             untied.gradient_checkpointing_enable({"use_reentrant": reentrant})
             compare_language_model(untied, LLAMA, [3])
-        # masks chosen by a layer's place in the list; logits squashed after the head
+        # Masks depend on a layer's position in the list; logits are capped after the head.
         gemma = small("Gemma2", head_dim=8, sliding_window=3, final_logit_softcapping=0.5)
         assert len(set(gemma.config.layer_types)) == 2
         compare_language_model(gemma, LLAMA, [3, 4])
-        # embeddings scaled oddity of the embedding module
+        # Embeddings are scaled outside the embedding module.
         compare_language_model(small("Granite", embedding_multiplier=3.0), LLAMA, [3])
         from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
@@ -163,7 +152,7 @@ def test_llama_family_split_matches_whole_model(tmp_path: Path) -> None:
 
 
 class Plain(nn.Module):
-    """A model as people write them: a dict of modules, a bare parameter, no `inputs_embeds`."""
+    """A hand-written model: a dict of modules, a bare parameter, no `inputs_embeds`."""
 
     def __init__(self, *, oddity: str = "", blocks: type[nn.Module] = nn.ModuleList) -> None:
         super().__init__()
@@ -196,7 +185,7 @@ class Plain(nn.Module):
                 continue
             try:
                 x = torch.sin(layer(x) * gain)
-            except Exception as error:  # as some do to say which layer failed
+            except Exception as error:  # some models report the layer that failed
                 if self.oddity:
                     raise
                 raise ValueError(f"in layer {index}") from error
@@ -228,7 +217,7 @@ def test_plain_model_splits_or_is_refused(tmp_path: Path) -> None:
         everywhere = (0, 1, 2, 3, 4)
         assert ties == [("gain.weight", everywhere), ("gain.bias", everywhere)]
         patched = Plain()
-        patched.forward = patched.forward  # bound to this very object, as a patched one would be
+        patched.forward = patched.forward  # bound to this object, like a patched method
         compare(patched, split, tokens, num_stages=3)
         compare(Plain(oddity="recompute"), split, tokens, num_stages=3)
         compare(Plain(oddity="recompute, reentrant"), split, tokens, num_stages=1)
@@ -236,10 +225,10 @@ def test_plain_model_splits_or_is_refused(tmp_path: Path) -> None:
             ("twice", "layer 0 was called when layer 5 was due"),
             ("reversed", "layer 4 was called when layer 2 was due"),
             ("dropped 2", "layer 3 was called when layer 2 was due"),
-            ("uses tokens", "layers 2 to 3 use what only the first stage has"),
-            ("uses position", "layers 2 to 3 use what only the first stage has"),
-            ("recompute, reentrant", "use_reentrant=True hides"),
-            ("recompute, shifted", "what the model gave it was not what it took"),
+            ("uses tokens", "layers 2 to 3 use modules"),
+            ("uses position", "layers 2 to 3 use modules"),
+            ("recompute, reentrant", "use_reentrant=True"),
+            ("recompute, shifted", "is not called with the hidden state"),
         ]:
             with pytest.raises(PlanError, match=reason):
                 compare(Plain(oddity=oddity), split, tokens, num_stages=3)
@@ -262,9 +251,9 @@ LAYER_ERRORS = [
     ({"every": ["gain", "body.embed"]}, "'body.embed' overlaps with 'body.embed' in prol", "once"),
     ({"every": ["gain", "body"]}, "'body' overlaps with 'body.blocks' in layers", "once"),
     ({"every": ["gain", "body.blocks.1"]}, "overlaps with 'body.blocks' in layers", "once"),
-    ({"every": []}, "which stage holds 'gain'", "`prologue` what runs before"),
-    ({"prologue": ["position"]}, r"which stage holds 'body\.embed'", "`prologue`"),
-    ({"prologue": ["body.embed"]}, "which stage holds 'position'", "`prologue`"),
+    ({"every": []}, "assigns 'gain' to a stage", "`prologue`"),
+    ({"prologue": ["position"]}, r"assigns 'body\.embed' to a stage", "`prologue`"),
+    ({"prologue": ["body.embed"]}, "assigns 'position' to a stage", "`prologue`"),
     ({"num_stages": 6}, "6 stages for 5 layers", "at most 5 stages"),
     ({"layers_per_stage": [4, 2]}, "6 layers in 2 stages", "one number per stage"),
 ]

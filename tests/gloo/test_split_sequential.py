@@ -1,11 +1,5 @@
-"""Parts of a model, chained as a pipeline chains them, compute what the whole model computes.
+"""The stages of a Sequential, chained as in a pipeline, compute what the whole model computes."""
 
-Everything that computes runs in a process of its own: a parent in which autograd has run must not
-fork the workers of later tests.
-"""
-
-import copy
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,94 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from polyrhythm.errors import PlanError
-from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.pipeline.partition import ModelPartition, linear_wiring, split_sequential
-
-
-def run_in_process(work: Callable[[], None], folder: Path) -> None:
-    def seeded(ctx: DistContext) -> None:
-        torch.manual_seed(5)
-        work()
-
-    with LocalJob(seeded, 1, output_folder=folder) as job:
-        assert job.wait(90), "not done in time"
-
-
-class Chained:
-    """All stages in one process; the graph is cut between them, as it is between processes."""
-
-    def __init__(self, parts: list[ModelPartition]) -> None:
-        self.parts = parts
-        self.messages: dict[tuple[int, int], list[Tensor]] = {}
-        self._received: list[list[Tensor]] = []
-        self._outputs: list[tuple[Tensor, ...]] = []
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._received, self._outputs = [], []
-        for stage, part in enumerate(self.parts):
-            received = [m for s in part.wiring.sources for m in self.messages[s, stage]]
-            received = [m.detach().requires_grad_() for m in received]
-            returned = part.module(*(received if stage else args), **kwargs)
-            outputs = (returned,) if isinstance(returned, Tensor) else tuple(returned)
-            for target, positions in part.wiring.targets.items():
-                positions = range(len(outputs)) if positions is None else positions
-                self.messages[stage, target] = [outputs[p] for p in positions]
-            self._received.append(received)
-            self._outputs.append(outputs)
-        return returned
-
-    def backward(self, gradient: Tensor) -> None:
-        of_outputs = [[torch.zeros_like(y) for y in outputs] for outputs in self._outputs]
-        of_outputs[-1] = [gradient]
-        for stage, part in reversed(list(enumerate(self.parts))):
-            torch.autograd.backward(self._outputs[stage], of_outputs[stage])
-            gradients = [x.grad for x in self._received[stage]]
-            for source in part.wiring.sources:
-                positions = self.parts[source].wiring.targets[stage]
-                for p in range(len(of_outputs[source])) if positions is None else positions:
-                    of_outputs[source][p] += gradients.pop(0)
-            assert not gradients, "every input came from somewhere"
-
-    def gradients(self) -> dict[str, Tensor]:
-        """By name in the whole model; of tied parameters, the sum over the stages."""
-        found: dict[str, Tensor] = {}
-        for stage, part in enumerate(self.parts):
-            keys = {tie.name: tie.key for tie in part.tied}
-            assert all(stage in tie.stages for tie in part.tied)
-            for name, parameter in part.module.named_parameters():
-                key = keys.get(name, name)
-                assert key not in found or name in keys, f"{name} is held twice"
-                if parameter.grad is not None:
-                    found[key] = found.get(key, 0) + parameter.grad
-        return found
-
-
-def compare(
-    model: nn.Module,
-    split: Callable[..., ModelPartition],
-    *args: Tensor,
-    num_stages: int,
-    **kwargs: Tensor,
-) -> Chained:
-    """Every stage splits its own copy of the model, as processes do."""
-    whole = copy.deepcopy(model)
-    expected = whole(*args, **kwargs)
-    expected = expected if isinstance(expected, Tensor) else expected.logits
-    gradient = torch.randn_like(expected)
-    expected.backward(gradient)
-    chained = Chained(
-        [split(copy.deepcopy(model), stage=s, num_stages=num_stages) for s in range(num_stages)]
-    )
-    output = chained.forward(*args, **kwargs)
-    assert torch.equal(output, expected), f"{num_stages} stages: {(output - expected).abs().max()}"
-    chained.backward(gradient)
-    ours = chained.gradients()
-    theirs = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
-    assert ours.keys() == theirs.keys()
-    for name, theirs_one in theirs.items():
-        worst = (ours[name] - theirs_one).abs().max() / max(1.0, theirs_one.abs().max())
-        assert worst < 1e-6, f"gradient of {name} is off by {worst}"  # the order of sums
-    return chained
+from tests.gloo.chained_stages import compare, run_in_process
 
 
 class Join(nn.Module):
@@ -115,7 +23,7 @@ class Join(nn.Module):
 
 
 class UNet(nn.Module):
-    """Written plainly; `layers` holds the same modules."""
+    """A U-Net whose forward is written by hand; `layers` has the same modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +66,7 @@ def test_unet_split_matches_whole_model(tmp_path: Path) -> None:
 
 def split_unet(unet: UNet, **how: Any) -> ModelPartition:
     part = split_sequential(unet.layers, skips=UNET_SKIPS, **how)
-    # compared by name with the model around the Sequential
+    # `compare` uses the names of the model around the Sequential.
     names = [(f"layers.{name}", parameter) for name, parameter in part.module.named_parameters()]
     part.module.named_parameters = lambda: names
     return part
@@ -208,7 +116,7 @@ def test_sequential_with_repeated_tuple_and_in_place_layers(tmp_path: Path) -> N
         assert (
             together.module.get_submodule("4").weight is together.module.get_submodule("6").weight
         )
-        # the first stage takes what the caller gives
+        # The first stage passes all arguments of the caller.
         first = split_sequential(nn.Sequential(Pair(), Sum()), stage=0, num_stages=2).module
         assert [x.item() for x in first(torch.ones(()), torch.zeros(()))] == [1, 0]
         check_non_tensor_outputs_are_refused()
@@ -243,8 +151,8 @@ SEQUENTIAL_ERRORS = [
     ({"layers_per_stage": [1, 1]}, "2 layers in 2 stages", "one number per stage"),
     ({"layers_per_stage": [1, 1, 1]}, "3 layers in 3 stages", "one number per stage"),
     ({"layers_per_stage": [0, 3]}, r"\[0, 3\]", "fewer stages"),
-    ({"skips": {1: 2}}, "2 has no output when layer 1 runs", r"swap the two: skips=\{2: 1\}"),
-    ({"skips": {1: 1}}, "1 has no output when layer 1 runs", "a layer below 1"),
+    ({"skips": {1: 2}}, "2 is not before layer 1", r"swap the two: skips=\{2: 1\}"),
+    ({"skips": {1: 1}}, "1 is not before layer 1", "a layer below 1"),
     ({"skips": {2: 7}}, "skips name layer 7", "one of 'first', 'second', 'third'"),
     ({"skips": {2: "frist"}}, "skips name layer 'frist'", "did you mean 'first'"),
     ({"skips": {2: 0, "third": 1}}, "layer 2 twice", r"skips=\{2: \["),

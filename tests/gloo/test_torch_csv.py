@@ -1,4 +1,4 @@
-"""Torch's own pipeline runtime loads the CSV we write, and completes it with sends and receives."""
+"""Torch's pipeline runtime loads our CSV files and adds sends and receives to them."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ if not hasattr(schedules, "_PipelineScheduleRuntime"):
 
 
 class Stage:
-    """What the runtime asks of a stage before its first step: places, and no module to run."""
+    """The attributes that the runtime reads of a stage before its first step."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
         self.stage_index = self.group_rank = stage
@@ -31,8 +31,8 @@ def runtime(num_stages: int, num_microbatches: int):
 
 
 def dry_run(pipeline) -> None:
-    """Let torch try the table it completed; raises if that makes no progress."""
-    # Its simulator knows nothing of sharded parameters, which the table mentions all the same.
+    """Simulate the completed table with torch; raises if it deadlocks."""
+    # The simulator does not support the table's entries for sharded parameters.
     table = {
         rank: [a for a in row if a.microbatch_index is not None]
         for rank, row in pipeline.pipeline_order_with_comms.items()
@@ -58,23 +58,23 @@ def specs(num_stages: int) -> list[ScheduleSpec]:
 def test_torch_runtime_round_trips_our_schedules(
     tmp_path: Path, num_stages: int, num_microbatches: int
 ) -> None:
-    ours, theirs = tmp_path / "ours.csv", tmp_path / "theirs.csv"
+    written, dumped = tmp_path / "written.csv", tmp_path / "dumped.csv"
     for spec in specs(num_stages):
         schedule = spec.build(num_stages=num_stages, num_microbatches=num_microbatches)
-        ours.write_text(to_csv(schedule))
+        written.write_text(to_csv(schedule))
         pipeline = runtime(num_stages, num_microbatches)
-        pipeline._load_csv(str(ours))
+        pipeline._load_csv(str(written))
         for stage, actions in enumerate(schedule):
             assert list(map(str, pipeline.pipeline_order[stage])) == [
                 f"{stage}{action}" for action in actions
             ]
         dry_run(pipeline)
-        pipeline._dump_csv(str(theirs), format="compute_only")
-        assert from_csv(theirs.read_text()) == schedule
+        pipeline._dump_csv(str(dumped), format="compute_only")
+        assert from_csv(dumped.read_text()) == schedule
 
 
 def test_torch_runtime_refuses_deadlocking_schedule(tmp_path: Path) -> None:
-    """Or the test above would prove nothing."""
+    """Proves that the test above can fail."""
     bad = tmp_path / "bad.csv"
     bad.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
     with pytest.raises((AssertionError, ValueError)):
@@ -84,7 +84,7 @@ def test_torch_runtime_refuses_deadlocking_schedule(tmp_path: Path) -> None:
 
 
 def test_torch_1f1b_table_is_read() -> None:
-    """A table with idle slots, as torch's artifacts have them."""
+    """The table has idle slots, as in torch's artifacts."""
     text = "0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n"
     for row in text.splitlines():
         for cell in row.split(","):

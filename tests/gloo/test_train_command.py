@@ -1,4 +1,4 @@
-"""`polyrhythm train`: a script in several processes, and what is refused."""
+"""`polyrhythm train`: a script in several processes, and arguments that are rejected."""
 
 import os
 import sys
@@ -11,6 +11,7 @@ import pytest
 from polyrhythm.cli import main
 from polyrhythm.lab.program import run_program
 from polyrhythm.processes import Child
+from polyrhythm.run.trainer.trainer import Trainer
 
 SCRIPT = """
 import sys, torch, polyrhythm as pr
@@ -25,37 +26,37 @@ trainer = pr.Trainer(
     TensorDataset(inputs, inputs[:, :4]), batch_size=16, run=sys.argv[1], checkpoint_every=4,
     timeout=30,
 )
-began = trainer.restore()
+start = trainer.restore()
 trainer.fit(steps=int(sys.argv[2]))
 loss = trainer.evaluate(TensorDataset(inputs, inputs[:, :4]))
-print(f"{trainer.worker} from {began} to {trainer.step}: {loss:.6f}")
+print(f"{trainer.worker} from {start} to {trainer.step}: {loss:.6f}")
 """
 PLAN = '{"schema": 2, "layers_per_stage": [1, 2], "pipelines": [{"schedule": "1f1b"}]}'
 
 
-class Ran(NamedTuple):
+class CommandResult(NamedTuple):
     status: int | None
-    said: str
+    output: str
 
 
-def run(*arguments: object, folder: Path, python: bool = False) -> Ran:
-    """The command, or a script on its own, in a fork: interpreters take long to start."""
+def run(*arguments: object, folder: Path, as_script: bool = False) -> CommandResult:
+    """Run the command, or with `as_script` a script, in a fork: interpreters start slowly."""
 
     def work() -> None:
         os.chdir(folder)
-        warnings.simplefilter("ignore")  # as it is told, and no error
-        if python:
+        warnings.simplefilter("ignore")  # pytest turns warnings into errors
+        if as_script:
             run_program([sys.executable, *map(str, arguments)], {})
         else:
             main(["train", *map(str, arguments)])
 
-    said = folder / "said.txt"
-    child = Child(work, output=said)
+    output = folder / "output.txt"
+    child = Child(work, output=output)
     try:
         assert child.wait(80) is not None, "it hangs"
     finally:
         child.end()
-    return Ran(child.status, said.read_text())
+    return CommandResult(child.status, output.read_text())
 
 
 @pytest.fixture
@@ -66,21 +67,21 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_script_trains_in_one_process_several_and_with_a_plan(script: Path) -> None:
-    """Each goes on where the one before ended, and the losses are those of one alone."""
+    """Each run resumes the previous one, and the losses are those of a single process."""
     folder = script.parent
-    alone = run(script, "alone", 12, folder=folder, python=True)
-    assert alone.said.startswith("s0p0 from 0 to 12: ")
+    single = run(script, "alone", 12, folder=folder, as_script=True)
+    assert single.output.startswith("s0p0 from 0 to 12: ")
     several = run(script, "--local", 2, "--output", "out", "--", "run", 6, folder=folder)
-    assert several.said.startswith("s0p0 from 0 to 6: ")
+    assert several.output.startswith("s0p0 from 0 to 6: ")
     assert (folder / "out" / "rank1.log").read_text().startswith("s0p1 from 0 to 6: ")
     planned = run(script, "--plan", "plan.json", "--output", "out", "--", "run", 12, folder=folder)
-    assert planned.said.startswith("s0p0 from 6 to 12: ")
-    assert planned.said.split()[-1] == alone.said.split()[-1]
+    assert planned.output.startswith("s0p0 from 6 to 12: ")
+    assert planned.output.split()[-1] == single.output.split()[-1]
     assert not list(folder.glob("*/checkpoints/.*"))
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments", "words"),
+    ("text", "arguments", "message"),
     [
         ("print('hello')", ["--local", "2"], "has ended without training"),
         pytest.param("raise SystemExit(3)", ["--local", "2"], "failed", marks=pytest.mark.long),
@@ -88,17 +89,27 @@ def test_script_trains_in_one_process_several_and_with_a_plan(script: Path) -> N
     ],
 )
 def test_script_that_does_not_train_is_an_error(
-    tmp_path: Path, text: str, arguments: list[str], words: str
+    tmp_path: Path, text: str, arguments: list[str], message: str
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(text)
     found = run(script, *arguments, "--output", "out", folder=tmp_path)
     assert found.status in (1, 2)
-    assert words in found.said
+    assert message in found.output
+
+
+def test_fit_of_the_launching_process_does_not_count_as_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers are forked and inherit the count of fits."""
+    monkeypatch.setattr(Trainer, "num_fits", 1)
+    (tmp_path / "script.py").write_text("print('hello')")
+    found = run("script.py", "--local", "2", "--output", "out", folder=tmp_path)
+    assert found.status == 2, found.output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["nowhere.py"], "nowhere.py: no such file"),
         (["script.py", "--local", "0"], "--local 0"),
@@ -107,8 +118,8 @@ def test_script_that_does_not_train_is_an_error(
         (["script.py", "--plan", "missing.json"], "missing.json"),
     ],
 )
-def test_invalid_arguments_are_rejected(script: Path, arguments: list[str], words: str) -> None:
+def test_invalid_arguments_are_rejected(script: Path, arguments: list[str], message: str) -> None:
     found = run(*arguments, folder=script.parent)
     assert found.status == 2
-    assert words in found.said
-    assert "Traceback" not in found.said
+    assert message in found.output
+    assert "Traceback" not in found.output

@@ -1,4 +1,4 @@
-"""plan="auto": replicas on one machine without measuring, and what measuring leaves alone."""
+"""plan="auto": when processes probe, what the plan cache does, and what profiling preserves."""
 
 import ctypes
 import logging
@@ -34,8 +34,8 @@ from tests.gloo.trainer_jobs import model, run_job, samples
 
 def auto_trainer(**more: Any) -> Trainer:
     optimizer = partial(torch.optim.SGD, lr=1e-2)
-    given: dict[str, Any] = {"batch_size": 24, "timeout": 20.0, **more}
-    return Trainer(given.pop("model", model), mse_loss, optimizer, samples(), **given)
+    options: dict[str, Any] = {"batch_size": 24, "timeout": 20.0, **more}
+    return Trainer(options.pop("model", model), mse_loss, optimizer, samples(), **options)
 
 
 def fail_if_probed(ctx: DistContext, *_: object) -> None:
@@ -44,17 +44,17 @@ def fail_if_probed(ctx: DistContext, *_: object) -> None:
 
 
 def wait_for_all(ctx: DistContext) -> None:
-    """The first one has the store, and takes it along when it leaves: it alone stays."""
+    """Rank 0 hosts the store: it waits until all processes are here."""
     assert ctx.store is not None
     num_here = ctx.store.add("here", 1)
-    ends = time.monotonic() + 20
-    while ctx.rank == 0 and num_here < ctx.world_size and time.monotonic() < ends:
+    deadline = time.monotonic() + 20
+    while ctx.rank == 0 and num_here < ctx.world_size and time.monotonic() < deadline:
         time.sleep(0.01)
         num_here = ctx.store.add("here", 0)
 
 
 def joined_processes(*, timeout: float = 20.0) -> JobProcesses:
-    """All have time to meet; `timeout` is for what comes afterwards."""
+    """Connect with a long timeout; `timeout` applies afterwards."""
     processes = JobProcesses(20.0)
     processes.hosts()
     processes.timeout = timeout
@@ -76,7 +76,7 @@ def test_one_machine_uses_replicas_without_probing(tmp_path: Path) -> None:
 
 
 def slow_network_probe(ctx: DistContext, name: str, options: ProbeOptions) -> Cluster | None:
-    """What a probe would find where messages take long: replicas would do nothing but average."""
+    """Return the cluster of a slow network, on which replicas would mostly wait for averages."""
     if ctx.rank > 0:
         return None
     names = tuple(f"host{rank}" for rank in range(ctx.world_size))
@@ -90,14 +90,12 @@ def slow_network_probe(ctx: DistContext, name: str, options: ProbeOptions) -> Cl
     )
 
 
-def test_ranks_follow_plan_devices_and_cached_plan_is_reused(
-    tmp_path: Path,
-) -> None:
+def test_ranks_follow_plan_devices_and_cached_plan_is_reused(tmp_path: Path) -> None:
     def work(ctx: DistContext | None, *, probe: Any) -> tuple[str, int, list[float]]:
         assert ctx is not None
         os.environ[DEVICE] = f"host{ctx.rank}"
         autoplan.probe = probe  # type: ignore[attr-defined]
-        logging.basicConfig(level=logging.INFO, force=True)  # pytest has its own
+        logging.basicConfig(level=logging.INFO, force=True)  # replaces pytest's handlers
         with auto_trainer(model=wide, run=tmp_path / "run") as trainer:
             stage = trainer.worker.stage
             assert trainer.plan.pipelines[0].devices[stage] == f"host{ctx.rank}"
@@ -107,15 +105,15 @@ def test_ranks_follow_plan_devices_and_cached_plan_is_reused(
     again = run_job(2, partial(work, probe=fail_if_probed), tmp_path / "again")
     assert [plan for plan, _, _ in first] == [first[0][0]] * 2
     assert {stage for _, stage, _ in first} == {0, 1}
-    with auto_trainer(model=wide) as alone:
-        expected = list(alone.fit(steps=2).losses)
+    with auto_trainer(model=wide) as single:
+        expected = list(single.fit(steps=2).losses)
     for found in (first, again):
         (losses,) = [losses for _, stage, losses in found if stage == 1]
         assert losses == pytest.approx(expected, abs=1e-5)
-    for folder, word in (("first", "measured in"), ("again", "used again")):
-        said = (tmp_path / folder / "logs" / "rank0.log").read_text()
-        assert said.count(f"plan {word}") == 1
-        assert "2 stages x 1 pipeline," in said
+    for folder, origin in (("first", "measured in"), ("again", "used again")):
+        log = (tmp_path / folder / "logs" / "rank0.log").read_text()
+        assert log.count(f"plan {origin}") == 1
+        assert "2 stages x 1 pipeline," in log
 
 
 def wide() -> nn.Sequential:
@@ -136,10 +134,10 @@ def test_unsplittable_model_is_not_probed(tmp_path: Path) -> None:
 def test_model_too_large_for_one_machine_is_probed(tmp_path: Path) -> None:
     def work(_: DistContext | None) -> str:
         autoplan.probe = fail_if_probed  # type: ignore[attr-defined]
-        with pytest.raises(AssertionError) as refused:
+        with pytest.raises(AssertionError) as raised:
             auto_trainer(memory_limit=100)
         time.sleep(0.2)
-        return str(refused.value)
+        return str(raised.value)
 
     assert run_job(2, work, tmp_path) == ["measured"] * 2
 
@@ -148,39 +146,37 @@ def test_missing_batch_size_is_rejected_before_waiting_for_peers(tmp_path: Path)
     def work(ctx: DistContext | None) -> str:
         assert ctx is not None
         os.environ[DEVICE] = f"host{ctx.rank}"
-        with pytest.raises(PlanError) as refused:
+        with pytest.raises(PlanError) as raised:
             auto_trainer(batch_size=None)
-        return refused.value.wrong
+        return raised.value.wrong
 
     assert run_job(2, work, tmp_path) == ["no batch_size"] * 2
 
 
-def test_invalid_microbatch_size_is_rejected_before_probing(
-    tmp_path: Path,
-) -> None:
+def test_invalid_microbatch_size_is_rejected_before_probing(tmp_path: Path) -> None:
     def work(ctx: DistContext | None) -> str:
         assert ctx is not None
         os.environ[DEVICE] = f"host{ctx.rank}"
         autoplan.probe = fail_if_probed  # type: ignore[attr-defined]
-        with pytest.raises(PlanError) as refused:
+        with pytest.raises(PlanError) as raised:
             auto_trainer(microbatch_size=5)
-        return refused.value.wrong
+        return raised.value.wrong
 
-    told = "a batch of 24 in micro-batches of 5, to be planned"
-    assert run_job(2, work, tmp_path) == [told] * 2
+    expected = "batch_size=24 with microbatch_size=5 and plan='auto'"
+    assert run_job(2, work, tmp_path) == [expected] * 2
 
 
 def test_error_on_leader_is_raised_on_all_ranks(tmp_path: Path) -> None:
-    def refuse() -> str:
+    def raise_error() -> str:
         raise DescriptionError("no such layer", expected="a layer", fix="add it")
 
     def work(_: DistContext | None) -> tuple[str, str, str]:
-        with pytest.raises(UserError) as refused:
-            run_on_leader(joined_processes(), "the plan", refuse)
-        return type(refused.value).__name__, refused.value.wrong, refused.value.fix
+        with pytest.raises(UserError) as raised:
+            run_on_leader(joined_processes(), "the plan", raise_error)
+        return type(raised.value).__name__, raised.value.wrong, raised.value.fix
 
-    told = ("DescriptionError", "no such layer", "add it")
-    assert run_job(3, work, tmp_path) == [told] * 3
+    expected = ("DescriptionError", "no such layer", "add it")
+    assert run_job(3, work, tmp_path) == [expected] * 3
 
 
 def test_run_on_leader_may_take_longer_than_timeout(tmp_path: Path) -> None:
@@ -190,9 +186,9 @@ def test_run_on_leader_may_take_longer_than_timeout(tmp_path: Path) -> None:
 
     def work(_: DistContext | None) -> str:
         processes = joined_processes(timeout=1.0)
-        told = run_on_leader(processes, "the plan", decide)
-        wait_for_all(processes.place)
-        return told
+        result = run_on_leader(processes, "the plan", decide)
+        wait_for_all(processes.ctx)
+        return result
 
     assert run_job(2, work, tmp_path) == ["late"] * 2
 
@@ -212,24 +208,24 @@ def test_run_on_leader_gives_up_after_max_timeouts(tmp_path: Path) -> None:
             run_on_leader(processes, "the plan", decide)
         return lost.value.cause
 
-    assert run_job(2, work, tmp_path) == ["too late", "it shows no sign of life"]
+    assert run_job(2, work, tmp_path) == ["too late", "no heartbeat"]
 
 
 def test_leader_without_heartbeats_is_lost(tmp_path: Path) -> None:
-    def stand_still() -> str:
-        ctypes.PyDLL(None).sleep(4)  # and no other thread of this process runs
+    def block_all_threads() -> str:
+        ctypes.PyDLL(None).sleep(4)  # with the GIL held
         return "too late"
 
     def work(ctx: DistContext | None) -> str:
         assert ctx is not None
         processes = joined_processes(timeout=1.0)
         if ctx.rank == 0:
-            return run_on_leader(processes, "the plan", stand_still)
+            return run_on_leader(processes, "the plan", block_all_threads)
         with pytest.raises(PeerError) as lost:
-            run_on_leader(processes, "the plan", stand_still)
+            run_on_leader(processes, "the plan", block_all_threads)
         return lost.value.cause
 
-    assert run_job(2, work, tmp_path) == ["too late", "it shows no sign of life"]
+    assert run_job(2, work, tmp_path) == ["too late", "no heartbeat"]
 
 
 class _Noisy(nn.Module):
@@ -252,7 +248,7 @@ def test_profiling_preserves_model_and_rng_state() -> None:
         device=torch.device("cpu"),
     )
     assert [layer.name.partition(".")[2] for layer in layers] == [type(x).__name__ for x in whole]
-    # A batch norm cannot do with a single sample, which is left out.
+    # A batch norm needs more than one sample: size 1 is skipped.
     assert [each.microbatch_size for each in layers[0].sizes] == [2]
     assert layers[0].parameter_bytes == (8 * 6 + 6) * 4
     assert all(torch.equal(value, before[name]) for name, value in whole.state_dict().items())
@@ -265,7 +261,7 @@ def test_profiling_preserves_model_and_rng_state() -> None:
 
 
 class _Counting(IterableDataset[Any]):
-    """A stream, of inputs by name."""
+    """An iterable dataset whose inputs have names."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -319,7 +315,7 @@ def test_layer_list_is_profiled_with_prologue_and_epilogue() -> None:
     block, first, last = 8 * 9 * 4, 8 * 9 * 4, 4 * 9 * 4
     assert [layer.parameter_bytes for layer in layers] == [block + first, block, block + last]
     assert [layer.activation_bytes for layer in layers] == [2 * 8 * 4, 2 * 8 * 4, 2 * 4 * 4]
-    assert stream.state_dict() == {"at": 0}, "training begins with the first sample"
+    assert stream.state_dict() == {"at": 0}, "training starts with the first sample"
 
 
 def test_layers_without_parameters_stay_with_a_neighbour_layer() -> None:
@@ -329,7 +325,7 @@ def test_layers_without_parameters_stay_with_a_neighbour_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "microbatch", "number", "sizes"),
+    ("batch", "microbatch", "num_processes", "sizes"),
     [
         (24, None, 4, (6, 2, 1)),
         (64, None, 4, (16, 4, 1)),
@@ -340,9 +336,11 @@ def test_layers_without_parameters_stay_with_a_neighbour_layer() -> None:
     ],
 )
 def test_profile_sizes_divide_the_batch(
-    batch: int, microbatch: int | None, number: int, sizes: tuple[int, ...]
+    batch: int, microbatch: int | None, num_processes: int, sizes: tuple[int, ...]
 ) -> None:
-    assert profile_sizes(config(batch_size=batch, microbatch_size=microbatch), number) == sizes
+    assert (
+        profile_sizes(config(batch_size=batch, microbatch_size=microbatch), num_processes) == sizes
+    )
 
 
 def planned() -> Plan:
@@ -372,14 +370,14 @@ def test_cached_plan_is_reused_only_for_the_same_job(
     tmp_path: Path, change: dict[str, Any], is_used: bool
 ) -> None:
     planned().save(tmp_path / PLAN)
-    same: dict[str, Any] = {
+    values: dict[str, Any] = {
         "devices": ("a", "b"),
         "model": "a model",
         "batch": 8,
         "microbatch_size": None,
         "sync": "decoupled",
     }
-    found = load_cached_plan(tmp_path, PlanKey(**{**same, **change}))
+    found = load_cached_plan(tmp_path, PlanKey(**{**values, **change}))
     assert found == (planned() if is_used else None)
 
 
@@ -387,8 +385,8 @@ def test_damaged_cached_plan_is_ignored_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / PLAN).write_text('{"schema": 2, "layers_per_st')
-    wanted = PlanKey(devices=("a",), model="", batch=1, microbatch_size=None, sync="decoupled")
-    assert load_cached_plan(tmp_path, wanted) is None
+    key = PlanKey(devices=("a",), model="", batch=1, microbatch_size=None, sync="decoupled")
+    assert load_cached_plan(tmp_path, key) is None
     assert "not used" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""A job that is stopped goes on from its checkpoint, on any plan, as if nothing had happened."""
+"""A stopped job resumes from its checkpoint, with any plan, with the same losses."""
 
 from pathlib import Path
 from typing import Any
@@ -11,28 +11,28 @@ from polyrhythm.errors import LaunchError
 from polyrhythm.run.comm.launch import DistContext
 from tests.gloo.trainer_jobs import NUM_STEPS, fit, plan_of, run_job, samples, trainer
 
-STOPPED = 6
+STOP_STEP = 6
 
 
 def resume(folder: Path, shape: tuple[int, int], steps: int, **more: Any) -> list[Any]:
-    """By rank: where it went on, the losses and numbers of samples from there, and the weights."""
+    """Return by rank: the restored step, then losses and numbers of samples, and the weights."""
     plan = plan_of(*shape)
 
     def work(ctx: DistContext | None) -> Any:
         with trainer(plan, run=folder / "run", checkpoint_every=3, **more) as made:
-            began = made.restore()
+            first_step = made.restore()
             ends = made.fit(steps=steps).steps
             found = [(end.step, end.loss, end.num_samples) for end in ends]
-            return began, found, made.model.state_dict()
+            return first_step, found, made.model.state_dict()
 
     return run_job(plan.num_workers, work, folder)
 
 
 def losses_of(found: list[Any], first: int, steps: int) -> list[float]:
-    """Of each global batch from `first` on."""
+    """Return the loss of each global batch from `first` on."""
     ends = [end for _, ends, _ in found for end in ends if end[1] is not None]
-    of_step = [[end for end in ends if end[0] == step] for step in range(first, steps)]
-    return [sum(e[1] * e[2] for e in ends) / sum(e[2] for e in ends) for ends in of_step]
+    by_step = [[end for end in ends if end[0] == step] for step in range(first, steps)]
+    return [sum(e[1] * e[2] for e in ends) / sum(e[2] for e in ends) for ends in by_step]
 
 
 @pytest.mark.parametrize("sync", ["decoupled", pytest.param("all_reduce", marks=pytest.mark.long)])
@@ -43,11 +43,11 @@ def test_resume_with_another_plan_continues_the_losses(
     tmp_path: Path, before: tuple[int, int], after: tuple[int, int], sync: str
 ) -> None:
     whole, weights = fit(tmp_path, 1, 1)
-    first = resume(tmp_path, before, STOPPED, sync=sync)
-    assert {began for began, _, _ in first} == {0}
+    first = resume(tmp_path, before, STOP_STEP, sync=sync)
+    assert {first_step for first_step, _, _ in first} == {0}
     second = resume(tmp_path, after, NUM_STEPS, sync=sync)
-    assert {began for began, _, _ in second} == {STOPPED}
-    assert losses_of(second, STOPPED, NUM_STEPS) == pytest.approx(whole[STOPPED:], abs=1e-5)
+    assert {first_step for first_step, _, _ in second} == {STOP_STEP}
+    assert losses_of(second, STOP_STEP, NUM_STEPS) == pytest.approx(whole[STOP_STEP:], abs=1e-5)
     found = {k: v for _, _, state in second[: after[0]] for k, v in state.items()}
     for name, expected in weights.items():
         torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=0)
@@ -68,13 +68,13 @@ def test_save_writes_a_checkpoint_to_restore(tmp_path: Path) -> None:
 
 
 def test_restore_skips_a_damaged_checkpoint(tmp_path: Path) -> None:
-    resume(tmp_path, (1, 1), STOPPED)
-    newest = tmp_path / "run" / "checkpoints" / f"step-{STOPPED:08}"
+    resume(tmp_path, (1, 1), STOP_STEP)
+    newest = tmp_path / "run" / "checkpoints" / f"step-{STOP_STEP:08}"
     file = max(newest.iterdir(), key=lambda path: path.stat().st_size)
     file.write_bytes(file.read_bytes()[:-10])
     with (
         trainer(plan_of(1, 1), run=tmp_path / "run") as made,
-        pytest.warns(UserWarning, match="passed over"),
+        pytest.warns(UserWarning, match=newest.name),
     ):
         assert made.restore() == 3
 
@@ -86,7 +86,7 @@ def test_save_without_run_folder_is_rejected() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 2)])
 def test_evaluate_is_the_mean_over_all_samples(tmp_path: Path, shape: tuple[int, int]) -> None:
-    data = TensorDataset(*(tensor[:50] for tensor in samples().tensors))  # no multiple of anything
+    data = TensorDataset(*(tensor[:50] for tensor in samples().tensors))  # not divisible by shares
 
     def work(ctx: DistContext | None) -> tuple[float, bool]:
         with trainer(plan_of(*shape)) as made:
@@ -94,11 +94,11 @@ def test_evaluate_is_the_mean_over_all_samples(tmp_path: Path, shape: tuple[int,
             return made.evaluate(data), made.model.training
 
     found = run_job(shape[0] * shape[1], work, tmp_path)
-    with trainer(plan_of(1, 1)) as alone:
-        alone.fit(steps=2)
+    with trainer(plan_of(1, 1)) as single:
+        single.fit(steps=2)
         inputs, targets = data.tensors
         with torch.no_grad():
-            expected = torch.nn.functional.mse_loss(alone.model(inputs), targets).item()
+            expected = torch.nn.functional.mse_loss(single.model(inputs), targets).item()
     for loss, is_training in found:
         assert loss == pytest.approx(expected, abs=1e-5)
         assert is_training

@@ -1,4 +1,4 @@
-"""The Trainer where pipelines do not wait for all others: who is fast computes more."""
+"""The Trainer in groups: pipelines do not wait for all others, and fast ones compute more."""
 
 import time
 from collections import Counter
@@ -14,7 +14,7 @@ NUM_STEPS = 2 * NUM_SAMPLES // BATCH  # not quite two epochs
 
 
 class RecordingDataset:
-    """A dataset that notes which samples were asked for; slow in one pipeline."""
+    """Records which samples are read; slow in one pipeline."""
 
     def __init__(self, slow: float) -> None:
         self._data, self._slow, self.ids = samples(), slow, list[int]()
@@ -31,7 +31,7 @@ class RecordingDataset:
 def train(
     folder: Path, shape: tuple[int, int], sync: str, **more: Any
 ) -> list[tuple[list[int], list[int], float, list[float]]]:
-    """By rank: samples it loaded, its steps, what an evaluation gave, its weights."""
+    """Return by rank: loaded samples, steps, the evaluation loss, weights."""
     plan = plan_of(*shape)
 
     def work(ctx: DistContext | None) -> Any:
@@ -62,7 +62,7 @@ def test_each_sample_is_used_once_per_epoch_and_fast_pipelines_use_more(
     assert len(used) == NUM_SAMPLES
     assert Counter(used.values()) == {num_epochs: NUM_SAMPLES - rest, num_epochs + 1: rest}
     counts = [len(ids) for ids, _, _, _ in found]
-    if sync != "smart":  # which keeps the fast from running ahead
+    if sync != "smart":  # it keeps fast pipelines from running ahead
         assert counts[1] < max(counts)
     for _, steps, loss, weights in found:
         assert steps == sorted(steps)

@@ -1,6 +1,6 @@
-"""Models with a list of layers through the Trainer, Hugging Face's among them, which it gives back.
+"""The Trainer with models that have a list of layers, among them Hugging Face's, and their export.
 
-These are built small, from a configuration; nothing is downloaded.
+Models are built small, from a configuration; nothing is downloaded.
 """
 
 import json
@@ -19,15 +19,15 @@ from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.checkpoint_models import TiedLanguageModel
-from tests.gloo.test_checkpoint_export import run_export, run_without_polyrhythm
-from tests.gloo.test_pipeline_models import LANGUAGES, next_token_loss
+from tests.gloo.commands import run_export, run_without_polyrhythm
+from tests.gloo.language_models import LANGUAGES, next_token_loss
 from tests.gloo.trainer_jobs import run_job
 
 STEPS = 4
 
 
 class TupleOutputModel(TiedLanguageModel):
-    """Returns more than the loss is of, as models of transformers do."""
+    """Returns more than the loss needs, like models of transformers."""
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.embed(tokens)
@@ -37,7 +37,7 @@ class TupleOutputModel(TiedLanguageModel):
 
 
 def text() -> TensorDataset:
-    """One word after the other, from some word on."""
+    """Return sequences of consecutive words, each with another first word."""
     words = (torch.arange(40)[:, None] + torch.arange(9)) % 11
     return TensorDataset(words[:, :-1], words[:, 1:])
 
@@ -49,7 +49,7 @@ def train(
     layers_per_stage: tuple[int, ...],
     num_pipelines: int,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The loss of each global batch, and the weights of the first pipeline; saved in `run`."""
+    """Train, save in `run`; return the loss of each batch and the first pipeline's weights."""
     plan = Plan(
         layers_per_stage=layers_per_stage,
         pipelines=(PipelinePlan(schedule="1f1b"),) * num_pipelines,
@@ -81,10 +81,10 @@ def train(
 
 def test_layer_list_gives_same_losses_in_one_and_several_stages(tmp_path: Path) -> None:
     names = {"layers": "layers", "prologue": ["embed"], "epilogue": ["norm", "head"]}
-    alone, weights = train(tmp_path, TupleOutputModel, names, (3,), 1)
+    single, weights = train(tmp_path, TupleOutputModel, names, (3,), 1)
     losses, found = train(tmp_path / "job", TupleOutputModel, names, (1, 2), 2)
-    assert losses == pytest.approx(alone, abs=1e-5)
-    assert alone[-1] < alone[0]
+    assert losses == pytest.approx(single, abs=1e-5)
+    assert single[-1] < single[0]
     for name, expected in weights.items():
         torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=0)
 
@@ -95,13 +95,13 @@ def test_transformers_model_is_trained_and_exported(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import transformers.models.gpt2.modeling_gpt2
-    import transformers.models.llama.modeling_llama  # noqa: F401  # once, before the fork
+    import transformers.models.llama.modeling_llama  # noqa: F401  # once before the fork
 
     language = LANGUAGES[name]
-    alone, weights = train(tmp_path, language.build, language.names, (4,), 1)
+    single, weights = train(tmp_path, language.build, language.names, (4,), 1)
     losses, _ = train(tmp_path / "job", language.build, language.names, (2, 2), 2)
-    assert losses == pytest.approx(alone, abs=1e-5)
-    assert alone[-1] < alone[0]
+    assert losses == pytest.approx(single, abs=1e-5)
+    assert single[-1] < single[0]
 
     assert run_export(tmp_path / "job" / "run", "--out", tmp_path / "out") == 0
     assert "config.json" in capsys.readouterr().out

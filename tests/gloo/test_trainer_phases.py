@@ -1,4 +1,4 @@
-"""Pieces of training in ways that are told, and what must hold from one to the next."""
+"""Phases of training in scripted sync modes: what must hold across a switch."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,25 +21,25 @@ WINDOW, NUM_STEPS = 3, 20
 
 
 class ScriptedTuner:
-    """Decides as it was told, after each window."""
+    """Switches to the next of the scripted sync modes after each window."""
 
     def __init__(self, sync_modes: Sequence[str], shape: object) -> None:
-        self.num_steps, self._left, self._sync_mode = WINDOW, list(sync_modes), "decoupled"
+        self.num_steps, self._remaining, self._sync_mode = WINDOW, list(sync_modes), "decoupled"
 
     def after_window(self, times: object) -> SwitchDecision:
-        before, self._sync_mode = (
-            self._sync_mode,
-            self._left.pop(0) if self._left else self._sync_mode,
-        )
+        before = self._sync_mode
+        if self._remaining:
+            self._sync_mode = self._remaining.pop(0)
+        switches = self._sync_mode != before
         return SwitchDecision(
-            sync_mode=self._sync_mode, switches=self._sync_mode != before, why="told", predicted={}
+            sync_mode=self._sync_mode, switches=switches, why="scripted", predicted={}
         )
 
 
 def train(
     folder: Path, num_stages: int, num_pipelines: int, sync_modes: Sequence[str]
 ) -> list[Any]:
-    """By rank: steps and their weights, the optimizer's state at the end, its rates."""
+    """Return by rank: steps with samples and weights, and the final optimizer state."""
     plan = plan_of(num_stages, num_pipelines)
 
     def work(ctx: DistContext | None) -> Any:
@@ -68,9 +68,9 @@ def test_replicas_are_equal_after_every_sync_mode_switch(
     num_stages = shape[0]
     for stage in range(num_stages):
         replicas = [found[rank][0] for rank in range(stage, len(found), num_stages)]
-        num_samples = sum(number for seen in replicas for _, number, _ in seen)
+        num_samples = sum(count for seen in replicas for _, count, _ in seen)
         assert num_samples == NUM_STEPS * BATCH
-        weights = [seen[-1][2] for seen in replicas]  # of the last step, before they consolidate
+        weights = [seen[-1][2] for seen in replicas]  # of the last step, before `average_all`
         for weight in weights[1:]:
             torch.testing.assert_close(weight, weights[0], rtol=0, atol=1e-6)
     rates = {group["lr"] for _, state in found for group in state["param_groups"]}
@@ -105,9 +105,9 @@ def test_lr_scheduler_continues_across_checkpoint_and_fits(
 
 def test_save_during_fit_is_rejected(tmp_path: Path) -> None:
     with trainer(plan_of(1, 1), run=tmp_path, callbacks=[lambda end: made.save()]) as made:
-        with pytest.raises(LaunchError, match=r"save\(\) while fit\(\) is under way"):
+        with pytest.raises(LaunchError, match=r"save\(\) during fit\(\)"):
             made.fit(steps=3)
-        with pytest.raises(LaunchError, match=r"evaluate\(\) while"):
+        with pytest.raises(LaunchError, match=r"evaluate\(\) during fit\(\)"):
             made.evaluate([])
     with trainer(plan_of(1, 1), run=tmp_path) as again:  # the folder is free
         assert again.restore() == 0
@@ -129,7 +129,7 @@ def test_several_trainers_in_one_job(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sync", ["all_reduce", "balanced"])
 def test_dead_pipeline_stops_training_in_gradient_modes(tmp_path: Path, sync: str) -> None:
-    """Nobody may go on as if its samples had been used."""
+    """The other pipeline must not continue as if the lost samples had been used."""
 
     def work(ctx: DistContext) -> None:
         def callback(end: Any) -> None:
@@ -140,9 +140,9 @@ def test_dead_pipeline_stops_training_in_gradient_modes(tmp_path: Path, sync: st
         try:
             made.fit(steps=10_000)
         except PeerError as error:
-            (tmp_path / f"said{ctx.rank}").write_text(str(error))
+            (tmp_path / f"error{ctx.rank}").write_text(str(error))
             made.__exit__(PeerError, error, None)
 
     with LocalJob(work, 2, output_folder=tmp_path / "logs") as job:
         assert job.wait(60)
-    assert "its share of the batch" in (tmp_path / "said0").read_text()
+    assert "its share of the batch" in (tmp_path / "error0").read_text()

@@ -1,4 +1,4 @@
-"""SIGTERM to any process of a job: all stop after the same step, save, and leave."""
+"""SIGTERM to any process of a job: all processes stop after the same step, save and exit."""
 
 import json
 import os
@@ -15,13 +15,13 @@ from polyrhythm.processes import TERMINATED, Child
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from tests.gloo.trainer_jobs import NUM_STEPS, fit, plan_of, run_job, trainer
 
-SLOW = 0.02  # seconds, so that a step lasts until all have heard of a notice
+STEP_SLEEP = 0.02  # seconds per step, so that the notice arrives within few steps
 
 
 def run_until_preempted(
     folder: Path, shape: tuple[int, int], sync: str, preempted_rank: int, at: int, **more: Any
 ) -> list[int]:
-    """Rank `preempted_rank` gets the signal after its step `at`; the last step of each rank."""
+    """Send the signal to `preempted_rank` after its step `at`; return each rank's last step."""
     plan = plan_of(*shape)
 
     def work(ctx: DistContext) -> None:
@@ -29,27 +29,27 @@ def run_until_preempted(
 
         def callback(end: Any) -> None:
             last.write_text(str(end.step))
-            time.sleep(SLOW)
+            time.sleep(STEP_SLEEP)
             if ctx.rank == preempted_rank and end.step == at:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        given = {"run": folder / "run", "callbacks": (callback,), "sync": sync, **more}
-        with trainer(plan, **given) as made:
+        options = {"run": folder / "run", "callbacks": (callback,), "sync": sync, **more}
+        with trainer(plan, **options) as made:
             made.restore()
             made.fit(steps=10_000)
 
     with LocalJob(work, plan.num_workers, output_folder=folder / "logs") as job:
         with pytest.raises(WorkerError) as raised:
-            assert not job.wait(60), "it goes on for long"
+            assert not job.wait(60), "it runs to the end"
         assert raised.value.status == TERMINATED
         _assert_all_preempted(job)
     return [int((folder / f"last{rank}").read_text()) for rank in range(plan.num_workers)]
 
 
 def _assert_all_preempted(job: LocalJob) -> None:
-    ends = time.monotonic() + 20
+    deadline = time.monotonic() + 20
     while None in (statuses := [worker.status for worker in job._workers]):
-        assert time.monotonic() < ends, statuses
+        assert time.monotonic() < deadline, statuses
         time.sleep(0.05)
     assert set(statuses) == {TERMINATED}
 
@@ -67,13 +67,13 @@ def _assert_all_preempted(job: LocalJob) -> None:
 def test_sigterm_stops_all_after_a_checkpoint(
     tmp_path: Path, shape: tuple[int, int], sync: str, preempted_rank: int
 ) -> None:
-    lasts = run_until_preempted(tmp_path, shape, sync, preempted_rank, at=5)
-    [kept] = [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()]
-    step = json.loads((kept / "manifest.json").read_text())["step"]
+    last_steps = run_until_preempted(tmp_path, shape, sync, preempted_rank, at=5)
+    [checkpoint] = [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()]
+    step = json.loads((checkpoint / "manifest.json").read_text())["step"]
     assert step >= 6
-    assert step <= max(lasts) + 1
+    assert step <= max(last_steps) + 1
     if sync != "adaptive":
-        assert set(lasts) == {step - 1}
+        assert set(last_steps) == {step - 1}
 
 
 def test_preempted_job_resumes_with_the_same_losses(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_process_exits_after_grace_period(tmp_path: Path) -> None:
         with pytest.raises(WorkerError) as raised:
             job.wait(30)
         assert raised.value.status == TERMINATED
-    assert "not gone after 0.5 s" in (tmp_path / "rank0.log").read_text()
+    assert "after 0.5 s" in (tmp_path / "rank0.log").read_text()
 
 
 @pytest.mark.long
@@ -119,20 +119,20 @@ def test_grace_period_holds_when_store_does_not_answer(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> None:
         def callback(end: Any) -> None:
             (tmp_path / f"pid{ctx.rank}").write_text(str(os.getpid()))
-            time.sleep(SLOW)
+            time.sleep(STEP_SLEEP)
 
         with trainer(plan_of(1, 2), callbacks=(callback,), grace_period=1.0) as made:
             made.fit(steps=10_000)
 
     with LocalJob(work, 2, output_folder=tmp_path / "logs") as job:
-        ends = time.monotonic() + 30
+        deadline = time.monotonic() + 30
         while not all((tmp_path / f"pid{rank}").exists() for rank in range(2)):
-            assert time.monotonic() < ends, "it does not begin"
+            assert time.monotonic() < deadline, "it does not start"
             time.sleep(0.05)
         first, second = (int((tmp_path / f"pid{rank}").read_text()) for rank in range(2))
         os.kill(first, signal.SIGSTOP)
         os.kill(second, signal.SIGTERM)
-        assert job._workers[1].wait(10) == TERMINATED  # far below the deadline of 30 s
+        assert job._workers[1].wait(10) == TERMINATED  # far below the timeout of 30 s
 
 
 def test_forked_child_of_the_script_can_be_terminated(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_forked_child_of_the_script_can_be_terminated(tmp_path: Path) -> None:
                 os.kill(child, signal.SIGTERM)
                 _, status = os.waitpid(child, 0)
                 assert os.WTERMSIG(status) == signal.SIGTERM
-            time.sleep(SLOW)
+            time.sleep(STEP_SLEEP)
 
         with trainer(plan_of(1, 1), callbacks=(callback,), grace_period=5) as made:
             assert len(made.fit(steps=30).steps) == 30
@@ -166,7 +166,7 @@ trainer = pr.Trainer(
     callbacks=[lambda end: (print("trains", flush=True), time.sleep(0.02))],
 )
 trainer.fit(steps=10**6)
-print("never said")
+print("fit has returned")
 """
 
 
@@ -176,14 +176,14 @@ def test_train_command_forwards_sigterm(tmp_path: Path, monkeypatch: pytest.Monk
     shown = Path("shown.txt")
     child = Child(lambda: main(["train", "script.py", "--local", "2"]), output=shown)
     try:
-        ends = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while "trains" not in shown.read_text():
             assert child.status is None, shown.read_text()
-            assert time.monotonic() < ends, "it does not begin"
+            assert time.monotonic() < deadline, "it does not start"
             time.sleep(0.05)
         os.kill(child.pid, signal.SIGTERM)
         assert child.wait(40) == TERMINATED, shown.read_text()
     finally:
         child.end()
     assert list(Path("run/checkpoints").glob("step-*"))
-    assert "never said" not in shown.read_text()
+    assert "fit has returned" not in shown.read_text()

@@ -1,4 +1,4 @@
-"""Samples are loaded while training computes, on the first stage and on the last one."""
+"""The Trainer prefetches samples during compute, on the first stage and on the last."""
 
 import threading
 from collections.abc import Callable
@@ -21,10 +21,10 @@ STEPS = 6
 
 
 class CountingDataset:
-    """A dataset that knows how many samples it has given, and to which threads."""
+    """Records the thread that reads each sample."""
 
-    def __init__(self, torn: int | None = None) -> None:
-        self._data, self._torn = samples(), torn
+    def __init__(self, failing: int | None = None) -> None:
+        self._data, self._failing = samples(), failing
         self._changed = threading.Condition()
         self.threads: list[str] = []
 
@@ -32,20 +32,20 @@ class CountingDataset:
         return NUM_SAMPLES
 
     def __getitem__(self, i: int) -> Any:
-        if i == self._torn:
+        if i == self._failing:
             raise OSError("torn")
         with self._changed:
             self.threads.append(threading.current_thread().name)
             self._changed.notify_all()
         return self._data[i]
 
-    def wait_for(self, number: int) -> bool:
+    def wait_for(self, count: int) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: len(self.threads) >= number, 20)
+            return self._changed.wait_for(lambda: len(self.threads) >= count, 20)
 
 
 class WaitForPrefetch(nn.Module):
-    """Does not compute until the samples of the step after this one are being loaded."""
+    """Waits in forward until the samples of the next step are being loaded."""
 
     def __init__(self, data: CountingDataset, share: int, steps: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class WaitForPrefetch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         step, self._num_calls = self._num_calls * len(x) // self._share, self._num_calls + 1
         if step < self._steps:
-            assert self._data.wait_for((step + 1) * self._share + 1), "nothing is loaded meanwhile"
+            assert self._data.wait_for((step + 1) * self._share + 1), "nothing is prefetched"
         return torch.tanh(x)
 
 
@@ -85,18 +85,20 @@ def test_next_batch_is_prefetched_during_compute(
     tmp_path: Path, shape: tuple[int, int], sync: str
 ) -> None:
     share = BATCH // shape[1]
-    sure = STEPS - 1 if shape[1] == 1 else 1  # later, shares may change
+    num_certain = STEPS - 1 if shape[1] == 1 else 1  # after step 1, shares may change
 
     def work(ctx: DistContext | None) -> list[str]:
         data = CountingDataset()
-        with trainer(shape, data, lambda: WaitForPrefetch(data, share, sure), sync=sync) as made:
+        with trainer(
+            shape, data, lambda: WaitForPrefetch(data, share, num_certain), sync=sync
+        ) as made:
             made.fit(steps=STEPS)
         return data.threads
 
     for threads in run_job(shape[0] * shape[1], work, tmp_path):
-        assert set(threads[share : (sure + 1) * share]) == {"prefetch"}
+        assert set(threads[share : (num_certain + 1) * share]) == {"prefetch"}
         if shape[1] == 1:
-            assert threads.count("prefetch") == (STEPS - 1) * BATCH  # and no more than is needed
+            assert threads.count("prefetch") == (STEPS - 1) * BATCH  # not more than needed
 
 
 def test_dispatched_samples_are_prefetched(tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def test_dispatched_samples_are_prefetched(tmp_path: Path) -> None:
 
     for threads in run_job(4, work, tmp_path):
         later = threads[BATCH // 2 :]
-        # The answer may come late, and then the last stage is told too late.
+        # The coordinator's answer may arrive too late to prefetch, also on the last stage.
         assert later.count("prefetch") >= len(later) / 2
 
 
@@ -117,21 +119,22 @@ def test_dispatched_samples_are_prefetched(tmp_path: Path) -> None:
 def test_failing_sample_stops_the_job_at_its_step(
     tmp_path: Path, shape: tuple[int, int], sync: str, rank: int
 ) -> None:
-    torn = 3 * BATCH + 5  # a position: nothing is shuffled
+    failing = 3 * BATCH + 5  # also its position: samples are not shuffled
 
     def work(ctx: DistContext) -> None:
-        data = CountingDataset(torn if shape[0] == 1 or ctx.rank == rank else None)
+        data = CountingDataset(failing if shape[0] == 1 or ctx.rank == rank else None)
 
-        def note(end: StepEnd) -> None:
+        def record_step(end: StepEnd) -> None:
             (tmp_path / f"made{ctx.rank}").write_text(str(end.step))
 
-        made = trainer(shape, data, nn.Tanh, sync=sync, callbacks=[note])
+        made = trainer(shape, data, nn.Tanh, sync=sync, callbacks=[record_step])
         made.fit(steps=STEPS)
 
+    message = f"sample {failing}, at position {failing}: OSError: torn"
     with (
         LocalJob(work, shape[0] * shape[1], output_folder=tmp_path) as job,
-        pytest.raises(WorkerError, match=f"sample {torn}, at position {torn}: OSError: torn"),
+        pytest.raises(WorkerError, match=message),
     ):
-        job.wait(25)  # sooner than the others give up waiting
+        job.wait(25)  # below the timeout of the other processes
     if shape[0] == 2:
         assert (tmp_path / f"made{rank}").read_text() == "2"

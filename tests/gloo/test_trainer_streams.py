@@ -1,4 +1,4 @@
-"""A dataset that only gives its next sample: where it stands is in the checkpoint."""
+"""The Trainer with an iterable dataset, whose state is in the checkpoint."""
 
 import time
 from collections.abc import Iterator
@@ -18,34 +18,34 @@ from polyrhythm.run.trainer.step_loop import StepEnd
 from polyrhythm.sync.dispatch import SamplerState
 from tests.gloo.trainer_jobs import BATCH, NUM_STEPS, fit, plan_of, run_job, trainer
 
-STOPPED = 6
+STOP_STEP = 6
 
 
 class Stream(IterableDataset):
-    """Samples without end, each drawn when it is read; knows which it has given."""
+    """Endless samples, each drawn when it is read; records which samples are read."""
 
     def __init__(self) -> None:
-        self.chance = torch.Generator().manual_seed(0)
-        self.num_given = 0
-        self.given = list[int]()  # in this process
+        self.generator = torch.Generator().manual_seed(0)
+        self.num_read = 0
+        self.read = list[int]()  # sample numbers, in this process
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         while True:
-            inputs = torch.randn(8, generator=self.chance)
-            self.given.append(self.num_given)
-            self.num_given += 1
+            inputs = torch.randn(8, generator=self.generator)
+            self.read.append(self.num_read)
+            self.num_read += 1
             yield inputs, torch.tanh(inputs[:4]) + inputs[4:]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"given": self.num_given, "chance": self.chance.get_state()}
+        return {"given": self.num_read, "chance": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_given = state["given"]
-        self.chance.set_state(state["chance"])
+        self.num_read = state["given"]
+        self.generator.set_state(state["chance"])
 
 
 class SleepCallback:
-    """A callback that makes a worker slow."""
+    """Slows a worker down."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -57,26 +57,26 @@ class SleepCallback:
 def resume(
     folder: Path, shape: tuple[int, int], steps: int, saved: Path | None = None, **more: Any
 ) -> list[Any]:
-    """By rank: where it went on, its steps, and the numbers of the samples that it has read."""
+    """Return by rank: the restored step, the steps since, and the numbers of the samples read."""
     plan = plan_of(*shape)
 
     def work(ctx: DistContext | None) -> Any:
         stream = Stream()
         with trainer(plan, dataset=stream, run=folder / "run", **more) as made:
-            began = made.restore(saved)
+            first_step = made.restore(saved)
             ends = made.fit(steps=steps).steps
             made.save()
             found = [(end.step, end.loss, end.num_samples) for end in ends]
-            return began, found, stream.given
+            return first_step, found, stream.read
 
     return run_job(plan.num_workers, work, folder)
 
 
 def losses_of(found: list[Any], first: int, steps: int) -> list[float]:
-    """Of each global batch from `first` on."""
+    """Return the loss of each global batch from `first` on."""
     ends = [end for _, ends, _ in found for end in ends if end[1] is not None]
-    of_step = [[end for end in ends if end[0] == step] for step in range(first, steps)]
-    return [sum(e[1] * e[2] for e in ends) / sum(e[2] for e in ends) for ends in of_step]
+    by_step = [[end for end in ends if end[0] == step] for step in range(first, steps)]
+    return [sum(e[1] * e[2] for e in ends) / sum(e[2] for e in ends) for ends in by_step]
 
 
 @pytest.mark.parametrize(
@@ -92,38 +92,38 @@ def test_resume_with_another_plan_continues_the_stream(
     tmp_path: Path, before: tuple[int, int], after: tuple[int, int], sync: str
 ) -> None:
     whole, _ = fit(tmp_path, 1, 1, dataset=Stream())
-    first = resume(tmp_path, before, STOPPED, sync=sync)
-    assert {began for began, _, _ in first} == {0}
+    first = resume(tmp_path, before, STOP_STEP, sync=sync)
+    assert {first_step for first_step, _, _ in first} == {0}
     second = resume(tmp_path, after, NUM_STEPS, sync=sync)
-    losses = losses_of(first, 0, STOPPED) + losses_of(second, STOPPED, NUM_STEPS)
+    losses = losses_of(first, 0, STOP_STEP) + losses_of(second, STOP_STEP, NUM_STEPS)
     assert losses == pytest.approx(whole, abs=1e-5)
-    for began, _, given in second:
-        assert began == STOPPED
-        assert given[0] >= (STOPPED - 1) * BATCH  # at the most one step is read again
-        assert given[-1] < NUM_STEPS * BATCH
-        assert len(set(given)) == len(given)
+    for first_step, _, read in second:
+        assert first_step == STOP_STEP
+        assert read[0] >= (STOP_STEP - 1) * BATCH  # at most one step is read again
+        assert read[-1] < NUM_STEPS * BATCH
+        assert len(set(read)) == len(read)
 
 
 def test_outstanding_samples_are_read_again_after_restore(tmp_path: Path) -> None:
-    """Pipelines take samples as they need them: at the checkpoint a slow one has some."""
+    """At the checkpoint a slow pipeline still has samples that it acquired but has not used."""
 
-    def stopped(ctx: DistContext | None) -> None:
+    def train_with_checkpoints(ctx: DistContext | None) -> None:
         assert ctx is not None
-        nap = SleepCallback(0.03 if ctx.rank == 1 else 0.0)
-        every = {"checkpoint_every": STOPPED, "callbacks": [nap]}
+        sleep_callback = SleepCallback(0.03 if ctx.rank == 1 else 0.0)
+        options = {"checkpoint_every": STOP_STEP, "callbacks": [sleep_callback]}
         with trainer(
-            plan_of(1, 2), dataset=Stream(), run=tmp_path / "run", sync="adaptive", **every
+            plan_of(1, 2), dataset=Stream(), run=tmp_path / "run", sync="adaptive", **options
         ) as made:
             made.fit(steps=NUM_STEPS)
 
-    run_job(2, stopped, tmp_path)
-    saved = tmp_path / "run" / "checkpoints" / f"step-{STOPPED:08}"
+    run_job(2, train_with_checkpoints, tmp_path)
+    saved = tmp_path / "run" / "checkpoints" / f"step-{STOP_STEP:08}"
     sampler_state = msgspec.convert(read_manifest(saved).extra["supply"], SamplerState)
     assert sampler_state.outstanding
     for shape, sync in (((1, 1), "decoupled"), ((2, 2), "adaptive")):
         found = resume(tmp_path, shape, NUM_STEPS, saved, sync=sync)
-        for _, _, given in found:
-            assert sampler_state.first_unused - 2 * BATCH <= given[0] <= sampler_state.first_unused
+        for _, _, read in found:
+            assert sampler_state.first_unused - 2 * BATCH <= read[0] <= sampler_state.first_unused
     used = [number for _, ends, _ in found for _, loss, number in ends if loss is not None]
     assert sum(used) == NUM_STEPS * BATCH - sampler_state.num_used
 
@@ -133,6 +133,6 @@ def test_stream_with_unpicklable_state_is_rejected_at_start(tmp_path: Path) -> N
         def state_dict(self) -> dict[str, Any]:
             return {**super().state_dict(), "lines": (line for line in "text")}
 
-    with pytest.raises(DataError, match="the state of a Holding cannot be kept"):
+    with pytest.raises(DataError, match="the state of a Holding"):
         trainer(plan_of(1, 1), dataset=Holding(), run=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""sync="auto": training moves to the way that pays, and every sample is used once all the same."""
+"""sync="auto": training switches to the fastest sync mode, and still uses every sample once."""
 
 import random
 import time
@@ -24,7 +24,7 @@ NUM_STEPS = 70
 
 
 class SlowLoss:
-    """A loss that takes its time for each sample, and notes which were learnt from."""
+    """Sleeps for each sample, and records which samples are used."""
 
     def __init__(self, seconds: Callable[[], float]) -> None:
         self._seconds, self.ids = seconds, list[int]()
@@ -42,7 +42,7 @@ def numbered_samples() -> TensorDataset:
 
 
 def train(folder: Path, slowness: Callable[[int], Callable[[], float]]) -> tuple[Any, list[Event]]:
-    """Three replicas: samples, weights and last loss by rank; and which way was taken when."""
+    """Train three replicas; return samples, weights and last loss by rank, and sync events."""
 
     def work(ctx: DistContext | None) -> Any:
         assert ctx is not None
@@ -85,13 +85,11 @@ def test_auto_switches_to_groups_for_random_stragglers(tmp_path: Path) -> None:
 
     found, sync_modes = train(tmp_path, slowness)
     assert sync_modes[0].name == "decoupled"
-    moves = [event for event in sync_modes if event.name in ("adaptive", "age")]
-    assert "costs" in moves[0].why
-    assert moves[0].values["decoupled_s"] > moves[0].values[f"{moves[0].name}_s"]
-    assert 0 < moves[0].step < NUM_STEPS
-    logs = decision_log_paths(
-        tmp_path / "run"
-    )  # one for each piece in groups, and under `balanced`
+    switches = [event for event in sync_modes if event.name in ("adaptive", "age")]
+    assert "costs" in switches[0].why
+    assert switches[0].values["decoupled_s"] > switches[0].values[f"{switches[0].name}_s"]
+    assert 0 < switches[0].step < NUM_STEPS
+    logs = decision_log_paths(tmp_path / "run")  # one per phase in groups or in `balanced`
     assert len(logs) == len([event for event in sync_modes if event.name != "decoupled"])
     assert [replay(path) for path in logs] == [None] * len(logs)
     check(found)

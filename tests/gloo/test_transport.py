@@ -46,7 +46,7 @@ def test_messages_of_new_kinds_arrive_in_order(tmp_path: Path, window: int) -> N
             if number == 15:
                 inbox.expect(expected[20:])
             receive_and_check(inbox, number, kind)
-            assert posted.count(False) <= number + 1 + window, "more are open than may be"
+            assert posted.count(False) <= number + 1 + window, "window exceeded"
         assert posted.count(True) == 3, "each kind is announced once"
         inbox.close()
 
@@ -70,7 +70,7 @@ def test_window_is_filled_and_never_exceeded(tmp_path: Path) -> None:
         posted = record_receives()
         inbox.expect([(Action(Op.F, number), 10) for number in range(number_of_messages)])
         wait_for_peer(0)  # all are sent
-        wait_until(lambda: len(inbox._arrived) == window, "what was posted arrives")
+        wait_until(lambda: len(inbox._arrived) == window, "posted messages arrive")
         for number in range(number_of_messages):
             assert len(posted) == min(number + window, number_of_messages)
             receive_and_check(inbox, number, 10)
@@ -123,7 +123,7 @@ def test_requires_grad_is_kept_for_complex_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_sends_return_before_any_receive_is_posted(tmp_path: Path) -> None:
-    """More than any socket holds: 24 MB."""
+    """24 MB are more than any socket buffer holds."""
     numbers, large = range(12), torch.ones(500_000)
 
     def sender(ctx: DistContext) -> None:
@@ -140,7 +140,7 @@ def test_sends_return_before_any_receive_is_posted(tmp_path: Path) -> None:
         for number in numbers:
             (tensor,), transfer = inbox.get(Action(Op.B, number))
             assert torch.equal(tensor, number * large)
-            assert transfer.sent <= transfer.posted <= transfer.arrived, "sent first, on one clock"
+            assert transfer.sent <= transfer.posted <= transfer.arrived, "one clock, sent first"
 
     run(sender, receiver, tmp_path)
 
@@ -154,12 +154,12 @@ def test_buffers_are_freed_after_send_or_use(tmp_path: Path) -> None:
             send(outbox, number, 10)
         assert num_alive(buffers) == 4, "nothing is received yet"
         signal_peer(1)
-        # The receiver takes two and has a window of one: the third leaves too, the fourth waits.
-        wait_until(lambda: num_alive(buffers) == 1, "three have left")
+        # The receiver uses two and has a window of one: the third is sent too, the fourth waits.
+        wait_until(lambda: num_alive(buffers) == 1, "three are sent")
         assert not buffers[3].expired()
         signal_peer(1)
         outbox.drain()
-        wait_until(lambda: num_alive(buffers) == 0, "all have left")
+        wait_until(lambda: num_alive(buffers) == 0, "all are sent")
 
     def receiver(ctx: DistContext) -> None:
         inbox = Inbox(route(ctx), window=1, announced=False)
@@ -169,18 +169,18 @@ def test_buffers_are_freed_after_send_or_use(tmp_path: Path) -> None:
         inbox.expect([(Action(Op.F, number), 10) for number in range(4)])
         for number in range(2):
             receive_and_check(inbox, number, 10)
-        wait_until(lambda: num_alive(buffers) == 1, "two were used, one waits to be")
+        wait_until(lambda: num_alive(buffers) == 1, "two are used, one is not")
         wait_for_peer(0)
         for number in range(2, 4):
             receive_and_check(inbox, number, 10)
-        wait_until(lambda: num_alive(buffers) == 0, "the last one is not kept either")
+        wait_until(lambda: num_alive(buffers) == 0, "the last one is freed, too")
 
     run(sender, receiver, tmp_path)
 
 
 @pytest.mark.timeout(60)
 def test_slow_receiver_is_not_reported_lost(tmp_path: Path) -> None:
-    """All of them take longer than the deadline; none of them does."""
+    """All messages together take longer than the timeout; no single one does."""
     timeout, num_messages = 4.0, 7
 
     def sender(ctx: DistContext) -> None:
@@ -197,7 +197,7 @@ def test_slow_receiver_is_not_reported_lost(tmp_path: Path) -> None:
         inbox.expect([(Action(Op.F, number), 10) for number in range(num_messages)])
         for number in range(num_messages):
             receive_and_check(inbox, number, 10)
-            if number < num_messages - 2:  # then the last one has left: the sender waits no more
+            if number < num_messages - 2:  # after that the last message is sent
                 time.sleep(timeout / 4)
 
     run(sender, receiver, tmp_path)

@@ -1,4 +1,4 @@
-"""The built wheel is all that is needed: installed into an empty environment, it runs the demo."""
+"""The built wheel is complete: installed into an empty environment, it runs the demo."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*command: str | Path, cwd: Path, timeout: float) -> str:
-    # Nothing of this environment may help: not its packages, not the checkout.
+    # Hide this environment's packages and the checkout.
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL"))}
     done = subprocess.run(
         list(map(str, command)),
@@ -39,7 +39,7 @@ def test_the_wheel_runs_the_demo_from_another_folder(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     venv.create(empty)
     # Most of torch is never imported here: compiling it would take as long as installing it. The
-    # wheel asks for torch>=2.11; the constraint picks the version that this project pins.
+    # wheel requires torch>=2.11; the constraint selects the version that this project pins.
     pins = ("--constraint", ROOT / "requirements-dev.txt")
     install = ("--python", empty, "install", "--no-compile", *pins, wheel)
     run(*pip, *install, cwd=tmp_path, timeout=300)
@@ -48,7 +48,7 @@ def test_the_wheel_runs_the_demo_from_another_folder(tmp_path: Path) -> None:
     elsewhere.mkdir()
     command = empty / "bin" / "polyrhythm"
     demo = ("demo", "--steps", "3", "--width", "32", "--context", "32")
-    printed = run(command, *demo, cwd=elsewhere, timeout=120)  # compiles what it imports
+    printed = run(command, *demo, cwd=elsewhere, timeout=120)  # compiles the imported modules
     assert "run folder: runs/demo-" in printed
     assert list(elsewhere.glob("runs/demo-*/events.jsonl"))
     assert "case5_worldwide" in run(

@@ -1,4 +1,4 @@
-"""Small jobs of the Trainer, in one process or several, and the losses that came of them."""
+"""Run small Trainer jobs in one process or several, and collect their losses."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,12 +16,12 @@ from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.trainer.trainer import Trainer
 
 LAYERS = {1: (5,), 2: (2, 3), 3: (1, 2, 2)}
-BATCH, NUM_SAMPLES, NUM_STEPS = 24, 200, 10  # a batch goes over the end of the data
+BATCH, NUM_SAMPLES, NUM_STEPS = 24, 200, 10  # one batch spans the end of an epoch
 
 
 def samples() -> TensorDataset:
-    chance = torch.Generator().manual_seed(0)
-    inputs = torch.randn(NUM_SAMPLES, 8, generator=chance)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(NUM_SAMPLES, 8, generator=generator)
     return TensorDataset(inputs, torch.tanh(inputs[:, :4]) + inputs[:, 4:])
 
 
@@ -39,7 +39,7 @@ def plan_of(num_stages: int, num_pipelines: int, schedule: str = "1f1b") -> Plan
 
 
 def trainer(plan: Plan, **more: Any) -> Trainer:
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "batch_size": BATCH,
         "microbatch_size": 2,
         "clip_grad_norm": 0.5,
@@ -47,23 +47,23 @@ def trainer(plan: Plan, **more: Any) -> Trainer:
         "timeout": 30.0,
         **more,
     }
-    dataset = given.pop("dataset", None) or samples()
+    dataset = options.pop("dataset", None) or samples()
     optimizer_fn = partial(torch.optim.AdamW, lr=1e-2)
-    return Trainer(model, mse_loss, optimizer_fn, dataset, plan=plan, **given)
+    return Trainer(model, mse_loss, optimizer_fn, dataset, plan=plan, **options)
 
 
 def run_job(
     num_processes: int, work: Callable[[DistContext | None], Any], folder: Path
 ) -> list[Any]:
-    """What `work` returns in each process, by rank; in one process, here."""
+    """Return the results of `work` by rank; a single process is this one."""
 
-    def kept(ctx: DistContext) -> None:
+    def save_result(ctx: DistContext) -> None:
         torch.save(work(ctx), folder / f"found{ctx.rank}.pt")
 
     if num_processes == 1:
         return [work(None)]
     folder.mkdir(exist_ok=True)
-    with LocalJob(kept, num_processes, output_folder=folder / "logs") as job:
+    with LocalJob(save_result, num_processes, output_folder=folder / "logs") as job:
         assert job.wait(100), "not done in time"  # one may compile
     return [torch.load(folder / f"found{rank}.pt") for rank in range(num_processes)]
 
@@ -71,7 +71,7 @@ def run_job(
 def fit(
     folder: Path, num_stages: int, num_pipelines: int, *, steps: int = NUM_STEPS, **more: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The loss of each global batch, and the weights of the first pipeline."""
+    """Return the loss of each global batch, and the weights of the first pipeline."""
     plan = more.pop("plan", None) or plan_of(num_stages, num_pipelines)
 
     def work(ctx: DistContext | None) -> tuple[Any, Any]:
@@ -84,10 +84,10 @@ def fit(
     totals = [0.0] * steps
     counts = [0] * steps
     for ends, _ in found:
-        for step, loss, number in ends:
+        for step, loss, num_samples in ends:
             if loss is not None:
-                totals[step] += loss * number
-                counts[step] += number
+                totals[step] += loss * num_samples
+                counts[step] += num_samples
     losses = [total / max(count, 1) for total, count in zip(totals, counts, strict=True)]
     weights = {k: v for _, state in found[: plan.num_stages] for k, v in state.items()}
     return losses, weights

@@ -1,4 +1,4 @@
-"""Two processes that exchange messages, and what tests ask of them."""
+"""Two processes that exchange messages, and helpers of their tests."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SHAPES = {10: (3, 4), 11: (5,), 12: (2, 0)}  # by kind
 
 
 def route(ctx: DistContext, *, timeout: float = 30.0) -> Route:
-    """To the other one of two processes."""
+    """Return the route to the other of two processes."""
     group = dist.new_group([0, 1])
     assert isinstance(group, dist.ProcessGroup)
     other = 1 - ctx.rank
@@ -53,7 +53,7 @@ def receive_and_check(inbox: Inbox, number: int, kind: MicrobatchKind) -> None:
 
 
 def signal_peer(other: int) -> None:
-    """Let the other process go on, past its `wait_for_peer`."""
+    """Let the other process return from `wait_for_peer`."""
     dist.send(torch.zeros(1), other)
 
 
@@ -62,7 +62,7 @@ def wait_for_peer(other: int) -> None:
 
 
 def record_receives() -> list[bool]:
-    """For every receive posted from now on in this process, whether it is of an announcement."""
+    """Record, for every receive posted in this process, whether it is of an announcement."""
     real, posted = transport._buffer, []
 
     def recorded(nbytes: int, device: torch.device) -> Tensor:
@@ -74,7 +74,7 @@ def record_receives() -> list[bool]:
 
 
 def track_buffers() -> list[StorageWeakRef]:
-    """The memory that messages are packed or received into, from now on in this process."""
+    """Record the memory into which this process packs or receives messages."""
     real, made = transport._buffer, []
 
     def tracked(nbytes: int, device: torch.device) -> Tensor:
@@ -90,17 +90,17 @@ def num_alive(buffers: list[StorageWeakRef]) -> int:
     return sum(not buffer.expired() for buffer in buffers)
 
 
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    ends = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < ends, what
+def wait_until(condition: Callable[[], bool], message: str) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, message
         time.sleep(0.01)
 
 
 def run(
     sender: Callable[[DistContext], None], receiver: Callable[[DistContext], None], folder: Path
 ) -> None:
-    """Both on two processes that have met, until both have done what they should."""
+    """Run both functions in two processes of one process group until both return."""
 
     def work(ctx: DistContext) -> None:
         with ctx.process_group(30):

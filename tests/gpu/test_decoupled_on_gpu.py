@@ -1,7 +1,7 @@
-"""The decoupled optimizer on a GPU: buckets travel as those in main memory do, and count the same.
+"""DistributedOptimizer on a GPU averages buckets exactly as it does in main memory.
 
-Gradients are written late, behind a kernel that keeps the GPU busy: whoever does not wait for them
-sends what was there before.
+Gradients are written late, behind a kernel that keeps the GPU busy: a collective that does not wait
+for them sends the old contents.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ WIDTH = 64
 
 
 class Staged:
-    """Over gloo, with the thread that waits; both workers are on the first GPU."""
+    """PinnedCollectives over gloo with their CommThread; both workers use the first GPU."""
 
     def __init__(self, ctx: DistContext) -> None:
         self.device = torch.device("cuda", 0)
@@ -54,12 +54,12 @@ class Staged:
 
 
 def numbers(device: torch.device) -> Tensor:
-    """Small and whole: their sums and halves are exact in every type."""
+    """Return small integers: their sums and halves are exact in every dtype."""
     return torch.arange(SIZE, device=device) % 32
 
 
 def write_late(flat: Tensor, values: Tensor) -> None:
-    """Values that are on the GPU already: a copy to it would wait."""
+    """Write `values`, which must be on the GPU already: a copy from the host would wait."""
     torch.cuda._sleep(BUSY)
     flat.copy_(values)
 
@@ -85,25 +85,25 @@ def test_pinned_collectives_overlap_compute(
             own = slice(ctx.rank * half, (ctx.rank + 1) * half)
             buckets = [torch.zeros(SIZE, dtype=dtype, device="cuda") for _ in range(NUM_BUCKETS)]
             for step in range(NUM_STEPS):
-                tasks = []
+                works = []
                 for number, flat in enumerate(buckets):
                     write_late(flat, base + 4 * ctx.rank + 2 * step + number)
-                    tasks.append(start(collectives.reduce_scatter(flat, number).wait))
+                    works.append(start(collectives.reduce_scatter(flat, number).wait))
                     overlapped.append(is_busy())
-                for number, (flat, task) in enumerate(zip(buckets, tasks, strict=True)):
-                    task.wait()
+                for number, (flat, work_item) in enumerate(zip(buckets, works, strict=True)):
+                    work_item.wait()
                     same.append(
                         torch.equal(flat[own], (base + 2 + 2 * step + number).to(dtype)[own])
                     )
-                tasks = []
+                works = []
                 for number, flat in enumerate(buckets):
                     write_late(flat[own], (base + step + number)[own])
-                    tasks.append(start(collectives.all_gather(flat, number).wait))
+                    works.append(start(collectives.all_gather(flat, number).wait))
                     overlapped.append(is_busy())
-                for number, (flat, task) in enumerate(zip(buckets, tasks, strict=True)):
-                    task.wait()
+                for number, (flat, work_item) in enumerate(zip(buckets, works, strict=True)):
+                    work_item.wait()
                     same.append(torch.equal(flat, (base + step + number).to(dtype)))
-        # In the first step buffers are made, which may take its time.
+        # The first step allocates the buffers, which may be slow.
         return {"same": all(same), "overlapped": all(overlapped[2 * NUM_BUCKETS :])}
 
     assert run_stages(2, work, tmp_path) == [{"same": True, "overlapped": True}] * 2
@@ -111,7 +111,7 @@ def test_pinned_collectives_overlap_compute(
 
 @pytest.mark.timeout(120)
 def test_all_gather_from_comm_thread_has_the_means(tmp_path: Path) -> None:
-    """A plain all-reduce, while the stream of all threads is busy with what comes next."""
+    """A plain all-reduce runs while the default stream is busy with later work."""
 
     def work(ctx: DistContext) -> tuple[bool, bool]:
         with Staged(ctx) as staged:
@@ -150,12 +150,12 @@ def test_pinned_buffers_are_reused_only_when_free(tmp_path: Path) -> None:
                 start(collectives.reduce_scatter(base.float(), 0).wait).wait()
                 addresses.append({t.data_ptr() for t in collectives._pinned_buffers.values()})
             flats = [torch.zeros(SIZE, device="cuda") for _ in range(3)]
-            tasks = []
-            for step, flat in enumerate(flats):  # of one number, all on their way
+            works = []
+            for step, flat in enumerate(flats):  # with the same number, all in flight
                 write_late(flat, base + 2 * ctx.rank + step)
-                tasks.append(start(collectives.reduce_scatter(flat, 0).wait))
-            for task in tasks:
-                task.wait()
+                works.append(start(collectives.reduce_scatter(flat, 0).wait))
+            for work_item in works:
+                work_item.wait()
             right = [
                 torch.equal(flat[own], (base + 1 + step).float()[own])
                 for step, flat in enumerate(flats)
@@ -215,11 +215,11 @@ def test_nccl_collectives_overlap_compute(
             pending = [
                 collectives.reduce_scatter(flat, 0),
                 collectives.all_gather(flat, 0),
-            ]  # nobody waits in between
+            ]  # without a wait in between
             for half in pending:
                 half.wait()
             same.append(torch.equal(flat, mean))
-        # The first collective connects all.
+        # The first collective connects all workers.
         return {"same": all(same), "overlapped": all(overlapped[2:])}
 
     expected = {"same": True, "overlapped": True}
@@ -241,8 +241,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def train(
     ctx: DistContext, name: str, bucket_bytes: int | None, mode: str = "decoupled"
 ) -> dict[str, Tensor]:
-    """Ten steps, of DDP if there is no size of buckets."""
-    torch.manual_seed(ctx.rank)  # they begin with rank 0's
+    """Run ten steps; with DDP if `bucket_bytes` is None."""
+    torch.manual_seed(ctx.rank)  # all start with the weights of rank 0
     model = stack()
     module: nn.Module = model
     optimizer = OPTIMIZERS[name](model.parameters())

@@ -1,4 +1,4 @@
-"""Models on a GPU: averages travel through host memory, and count the same."""
+"""GroupSync averages models on a GPU through host memory, with exact results."""
 
 from pathlib import Path
 

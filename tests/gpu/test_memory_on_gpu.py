@@ -1,4 +1,4 @@
-"""The memory model against what the allocator of a GPU reports at its peak."""
+"""The memory model agrees with the peak that the CUDA allocator reports."""
 
 from pathlib import Path
 
@@ -50,16 +50,16 @@ def measure(ctx: DistContext, schedule: str, folder: Path) -> None:
                 message=ROWS * WIDTH * 4,
             )
             predicted = needed(memory, in_flight=pipeline.peak_in_flight, window=2)
-            # What a layer needs while it runs, and cuBLAS for itself: the same without a pipeline.
+            # Temporary memory of layers and cuBLAS is measured without a pipeline.
             torch.cuda.reset_peak_memory_stats()
             x = batch[:ROWS].clone().requires_grad_()
             functional.mse_loss(module(x), batch[:ROWS]).backward()
-            alone = torch.cuda.max_memory_allocated() - needed(memory, in_flight=1, window=0)
+            temporary = torch.cuda.max_memory_allocated() - needed(memory, in_flight=1, window=0)
             if pipeline.is_first:
-                # The model counts the piece of the batch that a micro-batch saves; here all pieces
-                # lie in one tensor, which was there before and is part of `alone`.
+                # The model counts the slice of the batch that each micro-batch saves; here all
+                # slices are views of one tensor, which is part of `temporary`.
                 measured += (pipeline.peak_in_flight - 1) * memory.message
-        torch.save((measured - alone, predicted), folder / f"{ctx.rank}.pt")
+        torch.save((measured - temporary, predicted), folder / f"{ctx.rank}.pt")
 
 
 @pytest.mark.timeout(180)

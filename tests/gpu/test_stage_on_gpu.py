@@ -1,4 +1,4 @@
-"""A stage on a GPU: tensors cross the network through host memory, gradients stay right."""
+"""Stages on a GPU send tensors through host memory, with correct gradients."""
 
 from pathlib import Path
 
@@ -21,5 +21,5 @@ def test_gpu_gradients_match_single_cpu_process(
     for pipeline in distributed_gradients(
         tmp_path, num_stages=num_stages, num_pipelines=num_pipelines, device="cuda"
     ):
-        for ours, theirs in zip(pipeline, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        for actual, reference in zip(pipeline, expected, strict=True):
+            torch.testing.assert_close(actual, reference, rtol=0, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The Trainer on a GPU: stages and replicas that share one, with the losses of one process."""
+"""The Trainer with stages and replicas that share one GPU has the losses of one process."""
 
 import pickle
 from functools import partial
@@ -29,7 +29,7 @@ def model() -> nn.Sequential:
 
 
 def losses(folder: Path, num_stages: int, num_pipelines: int, sync: str) -> list[float]:
-    """Of each global batch, whoever computed it; no process of the test itself touches the GPU."""
+    """Return the loss of each global batch; the test's own process does not touch the GPU."""
     plan = Plan(layers_per_stage=LAYERS[num_stages], pipelines=(PipelinePlan(),) * num_pipelines)
     inputs = torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -47,9 +47,9 @@ def losses(folder: Path, num_stages: int, num_pipelines: int, sync: str) -> list
             run=folder / "run",
             checkpoint_every=3,
         ) as trainer:
-            ends = trainer.fit(steps=NUM_STEPS).steps
+            steps = trainer.fit(steps=NUM_STEPS).steps
             assert next(trainer.model.parameters()).is_cuda
-        found = [(end.loss, end.num_samples) for end in ends if end.loss is not None]
+        found = [(end.loss, end.num_samples) for end in steps if end.loss is not None]
         (folder / f"{ctx.rank}.pkl").write_bytes(pickle.dumps(found))
 
     folder.mkdir()
@@ -71,7 +71,7 @@ def losses(folder: Path, num_stages: int, num_pipelines: int, sync: str) -> list
 def test_stages_and_replicas_on_one_gpu_match_single_process(
     tmp_path: Path, num_stages: int, num_pipelines: int, sync: str
 ) -> None:
-    alone = losses(tmp_path / "alone", 1, 1, "auto")
-    assert len(alone) == NUM_STEPS
-    found = losses(tmp_path / "found", num_stages, num_pipelines, sync)
-    assert found == pytest.approx(alone, rel=1e-5)
+    expected = losses(tmp_path / "alone", 1, 1, "auto")
+    assert len(expected) == NUM_STEPS
+    actual = losses(tmp_path / "found", num_stages, num_pipelines, sync)
+    assert actual == pytest.approx(expected, rel=1e-5)

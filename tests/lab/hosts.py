@@ -1,4 +1,4 @@
-"""What tests of the lab run on its hosts."""
+"""Clusters and programs for tests of the lab."""
 
 import socket
 import subprocess
@@ -12,7 +12,7 @@ PORT = 5000
 
 
 def cluster(num_hosts: int = 3, *, latency: float = 0.02, bandwidth: float = 2.5e6) -> Cluster:
-    """Hosts a, b, c, ...: every pair alike."""
+    """Return a cluster of hosts a, b, c, ... with equal links."""
     names = tuple("abcdefghijklmnop"[:num_hosts])
     return Cluster(
         name="test",
@@ -24,7 +24,7 @@ def cluster(num_hosts: int = 3, *, latency: float = 0.02, bandwidth: float = 2.5
 
 
 def echo() -> None:
-    """Send every datagram back."""
+    """Echo every datagram."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind(("", PORT))
         while True:
@@ -33,7 +33,7 @@ def echo() -> None:
 
 
 def round_trips(address: str, count: int, timeout: float = 1.0) -> None:
-    """Print one line per datagram: the seconds until it came back, or 'lost'."""
+    """Print one line per datagram: the seconds of its round trip, or 'lost'."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
         client.settimeout(timeout)
         client.connect((address, PORT))

@@ -1,4 +1,4 @@
-"""Stages of a pipeline on hosts of the lab, one each, and what tests ask of them."""
+"""Run the stages of a pipeline on hosts of the lab, one each, and read their output."""
 
 import time
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def leave() -> None:
 
 
 def start(lab: Lab, folder: Path, work: Callable[[int], None], *, timeout: float) -> list[Child]:
-    """`work(stage)` on every host, once all have met."""
+    """Run `work(stage)` on every host after the rendezvous of all stages."""
 
     def joined(stage: int, num_stages: int, master: str) -> None:
         join(stage, num_stages, master, timeout)
@@ -47,7 +47,7 @@ def start(lab: Lab, folder: Path, work: Callable[[int], None], *, timeout: float
 
 
 def lines(child: Child, beginning: str) -> list[list[str]]:
-    """The words after `beginning` of every line that begins so."""
+    """Return the rest of every line that starts with `beginning`."""
     assert child.output is not None
     found = [line.split() for line in child.output.read_text().splitlines()]
     return [words[1:] for words in found if words[:1] == [beginning]]

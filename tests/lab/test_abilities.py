@@ -1,4 +1,4 @@
-"""The lab's abilities are really tried, leave nothing behind, and are honest without privileges."""
+"""Checks of the lab's needs try each operation, leave nothing behind, and work unprivileged."""
 
 import contextlib
 import ctypes
@@ -31,7 +31,7 @@ def namespace(kind):
 
 
 def state():
-    """What a probe could leave behind or change, as far as this process can see it."""
+    """Return the visible state that a probe could change or leave behind."""
     return {
         "namespaces": [namespace("net"), namespace("user")],
         "children": psutil.Process().children(recursive=True),
@@ -42,7 +42,7 @@ def state():
 
 
 def network_namespaces_in_use():
-    """Those of every process that lives and may be looked at."""
+    """Return the network namespaces of all processes that this one may inspect."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/ns/net"):
         with contextlib.suppress(OSError):
@@ -51,7 +51,7 @@ def network_namespaces_in_use():
 
 
 def in_child(work):
-    """What `work()` gives in a forked child; EOFError if it fails."""
+    """Return the result of `work()` in a forked child; raise EOFError if it fails."""
 
     def child(sending):
         sending.send(work())
@@ -79,7 +79,7 @@ def by_subject(check_results):
     return {result.subject: result for result in check_results}
 
 
-def test_findings_change_nothing():
+def test_check_results_change_nothing():
     before = state()
     first = abilities.check_results()
     assert abilities.check_results() == first
@@ -100,7 +100,7 @@ def test_probe_namespace_ends_with_the_probe():
 
 @needs_root
 def test_unprivileged_user_gets_findings_with_advice():
-    abilities.check_results()  # import what it needs while this user may still read the files
+    abilities.check_results()  # import all modules while the files are still readable
     found = by_subject(in_child(lambda: drop_privileges() or abilities.check_results()))
     may_open = Path(abilities.TUN).exists() and Path(abilities.TUN).stat().st_mode & 6 == 6
     assert found[abilities.TUN].ok == may_open
@@ -115,7 +115,7 @@ def test_unprivileged_user_gets_findings_with_advice():
     assert "ulimit -r" in found["real-time priority"].advice
 
 
-def test_setting_that_may_not_be_read_is_named_as_a_possible_cause(monkeypatch):
+def test_unreadable_setting_is_named_as_a_possible_cause(monkeypatch):
     def refuse(path):
         raise (PermissionError if path.name == "unprivileged_userns_clone" else FileNotFoundError)
 
@@ -125,7 +125,7 @@ def test_setting_that_may_not_be_read_is_named_as_a_possible_cause(monkeypatch):
 
 
 def test_forbidden_namespaces_are_reported_with_the_settings_that_forbid_them():
-    """Their limits are kept per user namespace, so they can be set to 0 in one of our own."""
+    """Namespace limits are per user namespace, so the test sets them to 0 in a new one."""
     user = os.getuid()
 
     def findings_where_forbidden():
@@ -149,7 +149,7 @@ def test_forbidden_namespaces_are_reported_with_the_settings_that_forbid_them():
 
 def test_probe_that_hangs_or_dies_is_an_outcome_and_leaves_no_process():
     before = psutil.Process().children(recursive=True)
-    # Far longer than this test may take: it returns because of the deadline, or not in time.
+    # Far longer than this test's timeout: `attempt` returns because of its own timeout.
     hung = abilities.attempt(lambda: time.sleep(10_000) or "", timeout=0.2)
     died = abilities.attempt(lambda: os.kill(os.getpid(), signal.SIGSYS) or "")
     assert (hung.ok, hung.text) == (False, "no answer within 0.2 s")
@@ -172,7 +172,7 @@ def test_other_operating_systems_get_one_finding(monkeypatch):
     assert "Linux" in result.advice
 
 
-def test_missing_pyroute2_says_how_to_get_it(monkeypatch):
+def test_missing_pyroute2_advises_how_to_install_it(monkeypatch):
     monkeypatch.setattr(abilities.importlib.util, "find_spec", lambda name: None)
     result = by_subject(abilities.check_results())["pyroute2"]
     assert result.ok is False

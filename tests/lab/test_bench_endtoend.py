@@ -1,4 +1,4 @@
-"""The benchmark of the whole runs, and emulates what it says; its figures are not judged."""
+"""`bench endtoend` runs and emulates what it describes; its values are not judged."""
 
 import json
 import math
@@ -13,26 +13,37 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.endtoend import rival
 from benchmarks.endtoend.bench import BARS
-from benchmarks.endtoend.crew import Crew, Heard
-from benchmarks.endtoend.pace import Pace
-from benchmarks.endtoend.quiet import OURS, TORCH, quiet
-from benchmarks.endtoend.side import Assignment, Ended
-from benchmarks.endtoend.stormy_setting import (
+from benchmarks.endtoend.heterogeneous import (
     FULL,
     PREEMPTED,
     PREEMPTED_SHARE,
     QUICK,
+    baseline_plan,
     bursts,
-    byte_scale,
-    laid_out,
     problem_of,
-    quick,
     random_layouts,
 )
-from benchmarks.endtoend.task import CONTEXT, layer_bytes, model, texts
-from benchmarks.endtoend.turns import TurnRow, ratio, step_of_turn
+from benchmarks.endtoend.homogeneous import OURS, TORCH, homogeneous
+from benchmarks.endtoend.job import (
+    EmulatedSpeed,
+    JobLog,
+    JobPool,
+    JobSetting,
+    StepReport,
+    TurnRow,
+    ratio_of_steps,
+)
+from benchmarks.endtoend.training import (
+    CONTEXT,
+    buckets,
+    byte_scale,
+    layer_bytes,
+    model,
+    texts,
+)
+from benchmarks.harness.pool import PoolWorker
+from benchmarks.harness.report import names_of
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.describe.slowness import Slowness
 from polyrhythm.errors import LabError
@@ -51,9 +62,9 @@ def test_the_quick_benchmark_ends_with_its_ratios(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    assert set(result["ratios"]) == set(BARS)
+    assert set(result["ratios"]) == names_of(BARS)
     assert result["ratios"]["stormy"] > 0
-    # In so few steps nothing but synchronous ways are tried: both sides learn the same.
+    # In so few steps only synchronous modes are tried: both sides learn the same.
     assert abs(result["ratios"]["stormy_loss"]) < 1e-4
     assert result["figures"]["stormy_torch_loss_error"] < 1e-4
     rows = json.loads((tmp_path / "endtoend.json").read_text())["rows"]
@@ -62,32 +73,32 @@ def test_the_quick_benchmark_ends_with_its_ratios(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_two_jobs_take_turns_on_the_same_hosts() -> None:
-    said: list[str] = []
-    found, rows = quiet(quick=True, say=said.append)
-    assert found > 0
-    assert [(row.side, row.turn) for row in rows] == [(TORCH, 0), (OURS, 0), (TORCH, 1), (OURS, 1)]
-    assert len(said) == 1 + len(rows)
+    shown: list[str] = []
+    ratio, rows = homogeneous(quick=True, show=shown.append)
+    assert ratio > 0
+    assert [(row.side, row.round) for row in rows] == [(TORCH, 0), (OURS, 0), (TORCH, 1), (OURS, 1)]
+    assert len(shown) == 1 + len(rows)
 
 
 @pytest.mark.timeout(60)
-def test_a_worker_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+def test_a_worker_that_fails_ends_the_run_with_its_reason() -> None:
     problem = problem_of(QUICK)
-    told = Assignment(
-        plan=laid_out(random_layouts(problem, QUICK)[0], QUICK, 1),
+    setting = JobSetting(
+        plan=baseline_plan(random_layouts(problem, QUICK)[0], QUICK, 1),
         num_steps=1,
         forward=0.001,
         backward=0.003,
         num_held_out=1,
         timeout=30.0,
     )
-    with Lab(quick(problem.cluster)) as lab:
-        crew = Crew(lab, _fails, told, output=tmp_path, port=29500)
-        with pytest.raises(LabError, match="it is broken"), crew:
-            crew.begin()
+    with Lab(problem.cluster) as lab:
+        pool = JobPool(lab, fail, setting)
+        with pytest.raises(LabError, match="it is broken"), pool:
+            pool.begin()
     assert all(child.status is not None for child in lab.children)
 
 
-def _fails(told: Assignment, seat: object, boss: object) -> None:
+def fail(worker: PoolWorker, setting: JobSetting) -> None:
     raise RuntimeError("it is broken")
 
 
@@ -108,49 +119,49 @@ def test_the_examples_learn(name: str) -> None:
     assert loss < math.log(256) / 3
 
 
-def test_a_stage_takes_as_long_as_it_should_whatever_the_size_of_the_micro_batch() -> None:
-    pace = Pace(forward=0.02, backward=0.04)
+def test_a_stage_takes_the_emulated_time_for_each_sample_of_a_micro_batch() -> None:
+    speed = EmulatedSpeed(forward=0.02, backward=0.04)
     module = nn.Linear(2, 2)
-    pace.keep(module)
+    speed.attach(module)
     module(torch.ones(1, 2)).sum().backward()
-    assert pace.first is None  # it has not begun
-    pace.begin(time.monotonic())
+    assert speed.first is None  # the clock has not started
+    speed.start = time.monotonic()
     for size in (1, 3):
-        before = pace.slept
+        before = speed.slept
         output = module(torch.ones(size, 2))
-        forward = pace.slept - before
+        forward = speed.slept - before
         output.sum().backward()
-        backward = pace.slept - before - forward
+        backward = speed.slept - before - forward
         assert 0.5 * 0.02 * size < forward <= 0.02 * size
         assert 0.5 * 0.04 * size < backward <= 0.04 * size
     with torch.no_grad():
-        before = pace.slept
+        before = speed.slept
         module(torch.ones(1, 2))
-        assert pace.slept == before  # an evaluation
+        assert speed.slept == before  # an evaluation
 
 
-def test_what_a_scenario_adds_is_drawn_before_each_action() -> None:
+def test_the_delay_of_a_scenario_is_drawn_before_each_action() -> None:
     always = Scenario.load("sdpipe_b")
     always = replace(always, slow=(replace(always.slow[0], probability=1.0),))
-    pace = Pace(forward=0.01, backward=0.03, slowness=Slowness.of(always, "any"))
+    speed = EmulatedSpeed(forward=0.01, backward=0.03, slowness=Slowness.of(always, "any"))
     module = nn.Linear(2, 2)
-    pace.keep(module)
-    pace.begin(time.monotonic())
+    speed.attach(module)
+    speed.start = time.monotonic()
     module(torch.ones(1, 2)).sum().backward()
     delays = 2 * 3 * (0.01 + 0.03)
-    assert delays < pace.slept <= delays + 0.01 + 0.03
+    assert delays < speed.slept <= delays + 0.01 + 0.03
 
 
-def test_buckets_have_every_parameter_once_and_few_bytes_more_than_the_limit() -> None:
+def test_buckets_have_every_parameter_once_and_exceed_the_limit_by_one_at_most() -> None:
     parameters = [nn.Parameter(torch.zeros(size)) for size in (5, 300, 7, 20, 1000, 3)]
-    found = list(rival.buckets(parameters, 100))
+    found = list(buckets(parameters, 100))
     assert [p for some in found for p in some] == parameters[::-1]
     for some in found:
         assert sum(p.nbytes for p in some[:-1]) < 100
     assert all(sum(p.nbytes for p in some) >= 100 for some in found[:-1])
 
 
-def test_a_layer_and_a_message_are_as_far_from_the_real_ones() -> None:
+def test_layers_and_messages_are_scaled_alike() -> None:
     problem = problem_of(FULL)
     layer = problem.profile.layers[1]
     real = 50_358_272 * 4 / 8_388_608
@@ -160,7 +171,7 @@ def test_a_layer_and_a_message_are_as_far_from_the_real_ones() -> None:
     assert math.isclose(layer.backward, 3 * layer.forward)
 
 
-def test_links_between_regions_are_preempted_as_often_as_said_and_others_never() -> None:
+def test_only_links_between_regions_are_preempted_with_the_given_share() -> None:
     cluster = problem_of(FULL).cluster
     found = bursts(cluster, dwell=1.0, until=200.0, seed=0)
     assert [change.at for change in found] == sorted(change.at for change in found)
@@ -181,10 +192,10 @@ def test_random_layouts_have_every_device_once_and_the_same_batch_for_every_size
     assert len(set(layouts)) == FULL.num_layouts
     for layout in layouts:
         assert sorted(layout) == sorted(device.name for device in problem.cluster.devices)
-        assert {laid_out(layout, FULL, size).batch for size in FULL.rival_sizes} == {64}
+        assert {baseline_plan(layout, FULL, size).batch for size in FULL.baseline_sizes} == {64}
 
 
-def test_both_sides_build_the_same_model_and_never_learn_what_is_held_out() -> None:
+def test_both_sides_build_the_same_model_and_learn_no_held_out_window() -> None:
     first, second = model(3).state_dict(), model(3).state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
     text, held_out = texts(8)
@@ -197,23 +208,20 @@ def test_both_sides_build_the_same_model_and_never_learn_what_is_held_out() -> N
 
 
 def test_a_turn_is_timed_from_the_end_of_its_first_step_on_the_slower_pipeline() -> None:
-    heard = Heard(began=0.0)
+    log = JobLog(start=0.0)
     for step, moment in enumerate((10.0, 11.0, 12.0, 20.0, 22.0, 24.0)):
         for pipeline in (0, 1):
-            heard.steps.append(_ended(step, pipeline, moment + 0.5 * pipeline))
-    assert step_of_turn(heard, 0, 3) == 1.0
-    assert step_of_turn(heard, 1, 3) == 2.0
+            worker, end = Worker(1, pipeline), moment + 0.5 * pipeline
+            log.steps.append(StepReport(worker, step, 1, 0.0, end))
+    assert log.step_of_turn(0, 3) == 1.0
+    assert log.step_of_turn(1, 3) == 2.0
 
 
-def test_a_ratio_is_taken_between_turns_next_to_each_other_and_not_of_the_first() -> None:
+def test_a_ratio_is_taken_between_adjacent_turns_without_the_first() -> None:
     steps = {"a": (9.0, 2.0, 4.0, 6.0), "b": (1.0, 1.0, 1.0, 2.0)}
     rows = [
-        TurnRow(part="x", side=side, turn=turn, step=step)
+        TurnRow(part="x", side=side, round=turn, step=step)
         for side, each in steps.items()
         for turn, step in enumerate(each)
     ]
-    assert ratio(rows, "a", "b") == 3.0
-
-
-def _ended(step: int, pipeline: int, moment: float) -> Ended:
-    return Ended(worker=Worker(1, pipeline), step=step, num_samples=1, loss=0.0, moment=moment)
+    assert ratio_of_steps(rows, "a", "b") == 3.0

@@ -1,4 +1,4 @@
-"""`polyrhythm lab` as a user types it."""
+"""`polyrhythm lab` as a user runs it."""
 
 import json
 import os
@@ -32,7 +32,7 @@ to = "right"
 latency = "5ms"
 bandwidth = "20Mbit/s"
 """
-# Labs of other tests are not to be seen here; and a socket's path must stay short.
+# A separate TMPDIR hides the labs of other tests; a socket's path must stay short.
 ENVIRONMENT = {**os.environ, "TMPDIR": tempfile.mkdtemp(prefix="labs")}
 WAIT = [sys.executable, "wait.py"]
 PRINT_ENVIRONMENT = "import os, json; print(json.dumps(dict(os.environ)))"
@@ -84,7 +84,7 @@ def test_every_host_gets_torchruns_variables(folder: Path, options: list[str]) -
 
 
 @pytest.mark.timeout(90)
-def test_a_program_that_fails_is_named_and_gives_status_1(folder: Path) -> None:
+def test_failed_program_is_named_and_gives_status_1(folder: Path) -> None:
     (folder / "fail.py").write_text("import os, sys; sys.exit(int(os.environ['RANK']) * 7)")
     done = lab(folder, "run", "pair.toml", "--", sys.executable, "fail.py")
     assert done.returncode == 1
@@ -101,33 +101,32 @@ def test_scenario_kills_revives_and_slows_hosts(folder: Path) -> None:
     )
     (folder / "work.py").write_text(
         "import os, time, polyrhythm as pr\n"
-        "compute = pr.Compute.from_environment(os.environ)\n"
+        "compute = pr.EmulatedCompute.from_environment(os.environ)\n"
         "start = time.monotonic()\n"
         "for _ in range(4): compute.emulate(pr.Op.F, 0.1)\n"
-        "took = time.monotonic() - start\n"
-        "print('took', took, flush=True)\n"
+        "print('elapsed', time.monotonic() - start, flush=True)\n"
         "time.sleep(4 - (time.monotonic() - start))\n"
         "print('done', flush=True)\n"
     )
     done = lab(folder, "run", "pair.toml", "--scenario", "s.toml", "--", sys.executable, "work.py")
     assert done.returncode == 0, done.stderr + done.stdout
     assert done.stdout.count("right was killed by the scenario") == 1
-    took = [float(t) for t in re.findall(r"took (\S+)", done.stdout)]
-    assert len(took) == 3, "left once, right twice"
-    assert done.stdout.count("done") == 2, "the first life of right was cut short"
-    assert max(took) / min(took) > 2, "left is held back"
+    elapsed = [float(t) for t in re.findall(r"elapsed (\S+)", done.stdout)]
+    assert len(elapsed) == 3, "left once, right twice"
+    assert done.stdout.count("done") == 2, "the first process of right was killed"
+    assert max(elapsed) / min(elapsed) > 2, "left is slowed down"
 
 
 @pytest.mark.long
 def test_demo_workers_are_slowed_by_the_scenario(folder: Path) -> None:
-    """Twentyfold: far beyond what a busy machine does to one worker and not to the other.
+    """A factor of 20 is far beyond what a busy machine does to one worker and not to the other.
 
-    It is asked action by action, since a pause of the machine is longer than many of them together.
+    Actions are compared one by one, since a pause of the machine is longer than many of them.
     """
     (folder / "s.toml").write_text('name = "s"\n[[slow]]\ndevice = "left"\nfactor = 20\n')
     shape = ["--stages", "1", "--pipelines", "2", "--width", "64", "--blocks", "1"]
     program = [*POLYRHYTHM, "demo", *shape, "--steps", "4", "--out", "out"]
-    # Beside other work it takes up to a minute, most of that to load torch.
+    # On a busy machine it takes up to a minute, mostly to import torch.
     done = lab(folder, "run", "pair.toml", "--scenario", "s.toml", "--", *program, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (folder / "out").iterdir()
@@ -156,7 +155,7 @@ def test_killed_switch_ends_the_lab(folder: Path) -> None:
 
 
 @pytest.mark.timeout(90)
-def test_a_timeout_ends_everything(folder: Path) -> None:
+def test_timeout_ends_all_programs(folder: Path) -> None:
     done = lab(folder, "run", "pair.toml", "--timeout", "1", "--", sys.executable, "wait.py")
     assert done.returncode == 124
     assert "still running: left, right" in done.stdout
@@ -164,7 +163,7 @@ def test_a_timeout_ends_everything(folder: Path) -> None:
 
 @contextmanager
 def running_lab(folder: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A lab named rehearsal whose two hosts wait."""
+    """Run a lab named rehearsal whose two hosts wait."""
     with subprocess.Popen(
         [
             *POLYRHYTHM,
@@ -245,11 +244,11 @@ def test_running_lab_can_be_changed(folder: Path, running: "subprocess.Popen[str
         family = psutil.Process(running.pid).children()
         return {process.status() for process in family}
 
-    assert "stands still" in lab(folder, "pause", "right").stdout
+    assert "right is paused" in lab(folder, "pause", "right").stdout
     assert "already" in lab(folder, "pause", "right").stdout
     assert "stopped" in states()
-    assert re.search(r"right .*stands still", lab(folder, "status").stdout)
-    assert "goes on" in lab(folder, "resume", "right").stdout
+    assert re.search(r"right .*paused", lab(folder, "status").stdout)
+    assert "right is resumed" in lab(folder, "resume", "right").stdout
     assert "was not paused" in lab(folder, "resume", "right").stdout
     assert "stopped" not in states()
     before = len(psutil.Process(running.pid).children())
@@ -266,7 +265,7 @@ def test_running_lab_can_be_changed(folder: Path, running: "subprocess.Popen[str
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["run", "pair.toml"], "no program to run"),
         (["run", "missing.toml", "--", "true"], "missing.toml"),
@@ -284,11 +283,11 @@ def test_running_lab_can_be_changed(folder: Path, running: "subprocess.Popen[str
         (["status"], "0 labs are running"),
     ],
 )
-def test_bad_input_is_refused_with_a_fix(folder: Path, arguments: list[str], says: str) -> None:
+def test_bad_input_is_refused_with_a_fix(folder: Path, arguments: list[str], message: str) -> None:
     (folder / "bad.toml").write_text('name = "b"\n[[kill]]\ndevice = "middle"\nat = "1s"\n')
     (folder / "odd.toml").write_text(CLUSTER.replace('to = "right"', 'to = "middle"'))
     done = lab(folder, *arguments)
     assert done.returncode == 2, done.stdout
-    assert says in done.stderr
+    assert message in done.stderr
     assert "fix:" in done.stderr
     assert "Traceback" not in done.stderr

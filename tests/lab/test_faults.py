@@ -1,4 +1,4 @@
-"""Hosts die, stand still and come back on a scenario's clock."""
+"""Hosts are killed, paused and revived at a scenario's times."""
 
 import signal
 import socket
@@ -11,6 +11,8 @@ import pytest
 from polyrhythm.describe.scenario import Kill, LinkChange, Pause, Scenario
 from polyrhythm.lab.lab import Lab
 from tests.lab.hosts import PORT, cluster, echo, measure, round_trips, sleep_with_a_child
+
+pytestmark = pytest.mark.alone  # measures time
 
 
 @pytest.mark.timeout(60)
@@ -137,7 +139,7 @@ def test_overlapping_pauses_end_with_the_last(tmp_path: Path) -> None:
             lab.pause(host, paused=False)
         output = tmp_path / "out.txt"
         pinging = lab.spawn("a", round_trips, lab.address("b"), 1, 20.0, output=output)
-        assert pinging.wait(1) is None, "b stands still"
+        assert pinging.wait(1) is None, "b is paused"
         lab.pause("b", paused=False)
         assert pinging.wait(20) == 0
     assert "lost" not in output.read_text()

@@ -1,4 +1,4 @@
-"""The lab: real TCP over links as described, and changed while it runs."""
+"""The lab: real TCP over links as described, also when they change at run time."""
 
 import socket
 import sys
@@ -11,6 +11,8 @@ from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.lab.lab import Lab
 from polyrhythm.processes import BAD_INPUT
 from tests.lab.hosts import PORT, cluster, echo, measure, median
+
+pytestmark = pytest.mark.alone  # measures time
 
 
 @pytest.mark.timeout(60)

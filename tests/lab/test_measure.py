@@ -1,4 +1,4 @@
-"""Measured from inside, a lab's links are as described, and a link that is not is found out."""
+"""Measured from inside, a lab's links are as described, and a wrong link is detected."""
 
 import io
 import os
@@ -24,7 +24,7 @@ SHORT = MeasureWindow(0.5, 1.0)
 
 
 def triangle() -> Cluster:
-    """a, b and c: a to b is quick and wide, b to c slow and narrow, each direction different."""
+    """Return hosts a, b, c: a to b has low latency and high bandwidth, b to c the opposite."""
     return Cluster(
         name="triangle",
         devices=tuple(Device(name=name, region=name) for name in "abc"),
@@ -109,7 +109,7 @@ def short_window_for(cluster: Cluster, pairs: Sequence[Pair]) -> MeasureWindow:
 
 
 @pytest.mark.long
-def test_a_check_covers_every_directed_pair_and_prints_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_covers_and_prints_every_ordered_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter, "window_for", short_window_for)
     progress: list[tuple[int, int]] = []
     with Lab(triangle()) as lab:

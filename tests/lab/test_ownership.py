@@ -1,4 +1,4 @@
-"""Everything in a lab has an owner: nothing is left, nobody can disturb it by accident."""
+"""A lab owns its processes, files and names: nothing is left, and clients cannot break it."""
 
 import contextlib
 import ctypes
@@ -68,7 +68,7 @@ def test_nothing_is_left_when_the_owner_is_ended(ending: signal.Signals) -> None
 
 
 @pytest.mark.timeout(60)
-def test_two_labs_cannot_have_one_name_but_can_run_side_by_side(tmp_path: Path) -> None:
+def test_two_labs_need_different_names_and_run_concurrently(tmp_path: Path) -> None:
     with Lab(cluster(2), name="twin") as first:
         with pytest.raises(LabError, match="'twin' is running"):
             Lab(cluster(2), name="twin").__enter__()
@@ -81,7 +81,7 @@ def test_two_labs_cannot_have_one_name_but_can_run_side_by_side(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda: Lab(cluster(2), name="no/slash"), "'no/slash'"),
         (lambda: Lab(cluster(2), Scenario(name="x", kill=(Kill(device="z", at=1),))), "'z'"),
@@ -95,21 +95,21 @@ def test_two_labs_cannot_have_one_name_but_can_run_side_by_side(tmp_path: Path) 
         ),
     ],
 )
-def test_bad_input_is_refused_and_leaves_nothing(make: Callable[[], Lab], says: str) -> None:
+def test_bad_input_is_refused_and_leaves_nothing(make: Callable[[], Lab], message: str) -> None:
     before = psutil.Process().num_fds()
-    with pytest.raises((LabError, DescriptionError), match=says), make():
+    with pytest.raises((LabError, DescriptionError), match=message), make():
         pass
     assert psutil.Process().num_fds() == before
 
 
 @pytest.mark.timeout(60)
-def test_an_unknown_host_is_refused_with_the_nearest(tmp_path: Path) -> None:
+def test_unknown_host_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
     with Lab(cluster(2)) as lab, pytest.raises(LabError, match="unknown host 'aa'"):
         lab.spawn("aa", echo)
 
 
 @pytest.mark.timeout(60)
-def test_a_switch_that_died_is_reported_and_not_waited_for() -> None:
+def test_dead_switch_is_reported_without_waiting() -> None:
     with Lab(cluster(2)) as lab:
         assert lab._switch is not None
         end_all([lab._switch])
@@ -118,18 +118,18 @@ def test_a_switch_that_died_is_reported_and_not_waited_for() -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody with fewer rights")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop privileges")
 @pytest.mark.parametrize("may_open", [True, False])
 def test_without_privileges_the_lab_works_rootless_or_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_open: bool
 ) -> None:
-    importlib.import_module("pyroute2.iproute")  # the other user may not be able to read it
+    importlib.import_module("pyroute2.iproute")  # unreadable for the other user
 
     def run_lab_as_nobody() -> None:
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
-        # As for any program of that user: its own files in /proc are its own.
+        # As for any program of that user: it owns its files in /proc.
         ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE
         with Lab(cluster(2)) as lab:
             lab.spawn("b", echo)
@@ -189,7 +189,7 @@ def test_invalid_command_is_refused(command: bytes) -> None:
         client.connect(str(control.socket_path(lab.name)))
         client.sendall(command + b"\n")
         assert b"refused" in client.recv(10_000)
-        assert lab.report().elapsed > 0, "it goes on"
+        assert lab.report().elapsed > 0, "the switch still replies"
 
 
 @pytest.mark.timeout(60)
@@ -251,7 +251,7 @@ def test_only_one_of_many_claims_of_a_name_succeeds() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_many_processes_one_after_the_other_cost_no_descriptors() -> None:
+def test_many_sequential_processes_leak_no_descriptors() -> None:
     with Lab(cluster(2)) as lab:
         assert lab._switch is not None
         counts = []

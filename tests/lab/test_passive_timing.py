@@ -1,4 +1,4 @@
-"""Links are measured in passing: latency, clocks, and how long messages occupy a link."""
+"""Links are measured passively: latency, clock offsets, and how long messages occupy a link."""
 
 import statistics
 import time
@@ -24,6 +24,8 @@ from polyrhythm.types import Op
 from tests.lab.hosts import cluster
 from tests.lab.stages import lines, start
 
+pytestmark = pytest.mark.alone  # measures time
+
 LATENCY = 0.02
 BANDWIDTH = 2.5e6
 NUM_MICROBATCHES = 6
@@ -33,7 +35,7 @@ SHIFT = 1234.5
 
 
 def shift_clock() -> None:
-    """Of this process, as if it ran on another machine."""
+    """Shift the clock of this process, as if it ran on another machine."""
     real = time.perf_counter
     time.perf_counter = lambda: real() + SHIFT
 
@@ -76,7 +78,7 @@ def test_latency_and_clock_offset_are_measured_over_a_slow_link(tmp_path: Path) 
 
 
 class SleepFunction(torch.autograd.Function):
-    """Compute that uses no core."""
+    """Sleep instead of computing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -100,7 +102,7 @@ class SleepModule(nn.Module):
 
 
 def record_transfers() -> list[tuple[Executor, list[Transfer]]]:
-    """What the tuning takes note of after every step, from now on in this process."""
+    """Record the transfers that the tuner measures after every step in this process."""
     real, kept = Executor.pop_transfers, []
 
     def taken(executor: Executor) -> list[tuple[str, Transfer]]:
@@ -113,7 +115,7 @@ def record_transfers() -> list[tuple[Executor, list[Transfer]]]:
 
 
 def train(stage: int, *, schedule: str, compute: float, window: int, shifted: bool) -> None:
-    """Print how long each message of the later steps occupied the link, and should have."""
+    """Print the measured and expected busy time of each message after the first step."""
     if shifted and stage == 1:
         shift_clock()
     kept = record_transfers()
@@ -131,7 +133,7 @@ def train(stage: int, *, schedule: str, compute: float, window: int, shifted: bo
         connected = kept[0][0].connections
         assert connected is not None
         before, after = measure_offsets(connected)
-        # The first step is TCP's: it finds out how fast the link is.
+        # Skip the first step, in which TCP finds the bandwidth.
         transfers = [transfer for _, step in kept[1:] for transfer in step]
         if stage == 0:
             assert {transfer.action.op for transfer in transfers} == {Op.B}

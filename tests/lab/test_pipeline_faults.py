@@ -1,4 +1,4 @@
-"""Pipelines over real TCP: lost hosts end the others in time, pauses and slow links do not."""
+"""Pipelines over real TCP: lost hosts end all stages in time; pauses and slow links do not."""
 
 import re
 import signal
@@ -19,6 +19,8 @@ from polyrhythm.processes import PEER_LOST, Child
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from tests.lab.hosts import cluster
 from tests.lab.stages import lines, start, wait_for_lines
+
+pytestmark = pytest.mark.alone  # measures time
 
 NUM_STAGES = 3
 NUM_MICROBATCHES = 6
@@ -42,7 +44,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
 
 
 def train(stage: int, *, timeout: float, num_steps: int) -> None:
-    """Print `step` and its seconds for every step; gradients are checked against one process."""
+    """Print `step` and its seconds for every step; check gradients against a single process."""
     whole, (inputs, target) = model(), batch()
     alone = deepcopy(whole)
     functional.mse_loss(alone(inputs), target).backward()
@@ -79,14 +81,14 @@ def test_host_lost_in_training_ends_all_others_within_the_timeout(
         stages = start(lab, tmp_path, work, timeout=30)
         wait_for_lines(stages, "step", 2)
         lab.kill(lab.hosts[victim], silent=silent)
-        assert lab.wait(stages, timeout=6 * TIMEOUT), "somebody hangs"
+        assert lab.wait(stages, timeout=6 * TIMEOUT), "a stage hangs"
     assert stages[victim].status == -signal.SIGKILL
     for survivor in stages[:victim] + stages[victim + 1 :]:
         assert survivor.status == PEER_LOST, survivor.reason
-        said = re.search(r"lost s[0-2]p0 during (.+) after ([\d.]+) s: ", survivor.reason)
-        assert said, survivor.reason
-        assert re.fullmatch(r"receiving [FB]\d|sending [FB]\d|waiting for the next step", said[1])
-        assert float(said[2]) < 2 * TIMEOUT
+        match = re.search(r"lost s[0-2]p0 during (.+) after ([\d.]+) s: ", survivor.reason)
+        assert match, survivor.reason
+        assert re.fullmatch(r"receiving [FB]\d|sending [FB]\d|waiting for the next step", match[1])
+        assert float(match[2]) < 2 * TIMEOUT
 
 
 @pytest.mark.timeout(100)
@@ -105,7 +107,7 @@ def test_pause_shorter_than_the_timeout_only_delays(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(100)
-def test_a_link_that_becomes_slow_in_training_only_makes_it_slower(tmp_path: Path) -> None:
+def test_slower_link_only_slows_training(tmp_path: Path) -> None:
     full = 2.5e6
     with Lab(cluster(NUM_STAGES, latency=0.005, bandwidth=full)) as lab:
         work = partial(train, timeout=30, num_steps=8)

@@ -1,4 +1,4 @@
-"""A probe inside a lab finds the links that the lab was told to have."""
+"""A probe inside a lab measures the described links."""
 
 import subprocess
 import sys
@@ -10,12 +10,17 @@ import pytest
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.write import write_cluster
 
+pytestmark = pytest.mark.alone  # measures time
+
 MEGABIT = 125e3
 OF_LATENCY, OF_BANDWIDTH = 0.25, 0.15  # a described bandwidth counts headers too: 3.5 %
 
 
 def described() -> Cluster:
-    """Latencies are the same in both directions, which a round trip cannot tell; rates are not."""
+    """Return a cluster with different bandwidths per direction, and equal latencies.
+
+    A round trip cannot distinguish the latencies of two directions.
+    """
     return Cluster(
         name="three sites",
         devices=tuple(Device(name=name, region=name) for name in "abc"),

@@ -1,4 +1,4 @@
-"""`polyrhythm train --lab`: a script on a host per device, and what is said when it fails."""
+"""`polyrhythm train --lab`: a script on one host per device, and its errors."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from polyrhythm.types import Worker
 from tests.lab.hosts import cluster
 from tests.lab.training_script import NUM_STEPS, SCRIPT, losses
 
-SAY_SO = "print('trains', flush=True)"
+PRINT_TRAINS = "print('trains', flush=True)"
 
 
 @pytest.fixture
@@ -41,18 +41,18 @@ def write_plan(folder: Path, layers_per_stage: tuple[int, ...], *devices: str) -
 
 
 def train(*arguments: str) -> tuple[int | None, str]:
-    """The exit status and what is shown of the command, in a fork of this process."""
+    """Run the command in a fork; return its exit status and output."""
     child = Child(lambda: main(["train", *arguments]), output=Path("shown.txt"))
     try:
-        assert child.wait(80) is not None, "it hangs"
+        assert child.wait(80) is not None, "not done in time"
     finally:
         child.end()
     return child.status, Path("shown.txt").read_text()
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one process."""
+def single_process_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Return the losses of one process."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "script.py").write_text(SCRIPT)
     child = Child(lambda: run_program([sys.executable, str(folder / "script.py"), str(folder)], {}))
@@ -64,8 +64,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.parametrize(
     ("lab", "layers_per_stage", "devices"),
     [
-        ("four.toml", (2, 4), ("dd", "cb")),  # two stages on one device, and one left out
-        ("eight.toml", (1, 2, 2, 1), ("", "")),  # any device will do
+        ("four.toml", (2, 4), ("dd", "cb")),  # two stages on one device, and one unused
+        ("eight.toml", (1, 2, 2, 1), ("", "")),  # on any devices
     ],
 )
 def test_pipelines_in_lab_match_one_process(
@@ -73,7 +73,7 @@ def test_pipelines_in_lab_match_one_process(
     lab: str,
     layers_per_stage: tuple[int, ...],
     devices: tuple[str, str],
-    alone: list[float],
+    single_process_losses: list[float],
 ) -> None:
     write_plan(folder, layers_per_stage, *devices)
     status, shown = train("script.py", "--lab", lab, "--plan", "plan.json", "--", "found")
@@ -81,28 +81,28 @@ def test_pipelines_in_lab_match_one_process(
     hosts = "".join(devices) or "abcdefgh"
     assert f"s0p0 on {hosts[0]}\n" in shown
     assert "s0p1" not in shown
-    said = "".join(path.read_text() for path in Path("runs/output").iterdir())
+    logs = "".join(path.read_text() for path in Path("runs/output").iterdir())
     num_stages = len(layers_per_stage)
     for rank, host in enumerate(hosts[1:], start=1):
-        assert f"s{rank % num_stages}p{rank // num_stages} on {host}\n" in said
-    assert len(alone) == NUM_STEPS
-    assert losses(folder / "found") == pytest.approx(alone, rel=1e-5)
+        assert f"s{rank % num_stages}p{rank // num_stages} on {host}\n" in logs
+    assert len(single_process_losses) == NUM_STEPS
+    assert losses(folder / "found") == pytest.approx(single_process_losses, rel=1e-5)
 
 
 @pytest.mark.timeout(110)
 def test_scenario_slows_the_trainer(folder: Path) -> None:
-    """Asked action by action, since a pause of the machine is longer than many of them together."""
+    """Compare action by action: a pause of the machine is longer than many actions."""
     write_plan(folder, (6,), "a", "b")
     Path("slow.toml").write_text('name = "s"\n[[slow]]\ndevice = "b"\nfactor = 20\n')
     options = ["--lab", "four.toml", "--plan", "plan.json", "--scenario", "slow.toml"]
     status, shown = train("script.py", *options, "--", "found", "run")
     assert status == 0, shown
-    spent: dict[Worker, list[float]] = {Worker(0, 0): [], Worker(0, 1): []}
+    durations: dict[Worker, list[float]] = {Worker(0, 0): [], Worker(0, 1): []}
     for event in read_run(folder / "run"):
         if event.kind == "action":
-            spent[event.worker].append(event.duration - event.values["wait"])
-    quick, slow = spent.values()
-    ratios = [theirs / ours for ours, theirs in zip(quick, slow, strict=True)]
+            durations[event.worker].append(event.duration - event.values["wait"])
+    quick, slow = durations.values()
+    ratios = [slow_time / quick_time for quick_time, slow_time in zip(quick, slow, strict=True)]
     assert statistics.median(ratios) > 5
 
 
@@ -121,7 +121,7 @@ def test_failure_on_one_host_ends_the_job_and_is_reported_once(folder: Path) -> 
 def test_sigterm_saves_a_checkpoint_in_lab(folder: Path) -> None:
     write_plan(folder, (2, 4), "", "")
     forever = SCRIPT.replace(f"steps={NUM_STEPS}", "steps=10**6")
-    Path("script.py").write_text(forever.replace("fail(end):", f"fail(end):\n    {SAY_SO}"))
+    Path("script.py").write_text(forever.replace("fail(end):", f"fail(end):\n    {PRINT_TRAINS}"))
     options = ["--lab", "four.toml", "--plan", "plan.json"]
     child = Child(
         lambda: main(["train", "script.py", *options, "--", "found", "run"]),
@@ -131,7 +131,7 @@ def test_sigterm_saves_a_checkpoint_in_lab(folder: Path) -> None:
         deadline = time.monotonic() + 60
         while "trains" not in Path("shown.txt").read_text():
             assert child.status is None, Path("shown.txt").read_text()
-            assert time.monotonic() < deadline, "it does not begin"
+            assert time.monotonic() < deadline, "it does not start"
             time.sleep(0.05)
         os.kill(child.pid, signal.SIGTERM)
         assert child.wait(40) == TERMINATED, Path("shown.txt").read_text()
@@ -143,7 +143,7 @@ def test_sigterm_saves_a_checkpoint_in_lab(folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(110)
 @pytest.mark.parametrize(
-    ("layers", "text", "status", "says"),
+    ("layers", "text", "status", "message"),
     [
         ((1, 2), SCRIPT, 2, "a plan for 3 layers, and a model with 6"),
         ((2, 4), "print('hello')", 2, "script.py has ended without training"),
@@ -152,19 +152,19 @@ def test_sigterm_saves_a_checkpoint_in_lab(folder: Path) -> None:
     ],
 )
 def test_error_on_all_hosts_is_reported_once(
-    folder: Path, layers: tuple[int, ...], text: str, status: int, says: str
+    folder: Path, layers: tuple[int, ...], text: str, status: int, message: str
 ) -> None:
     write_plan(folder, layers, "", "")
     Path("script.py").write_text(text)
     found, shown = train("script.py", "--lab", "four.toml", "--plan", "plan.json", "--", "found")
     assert found == status, shown
-    assert shown.count(says) == 1
+    assert shown.count(message) == 1
     assert shown.count("error: ") == 1
 
 
 @pytest.mark.timeout(110)
 @pytest.mark.parametrize(
-    ("devices", "arguments", "says"),
+    ("devices", "arguments", "message"),
     [
         (("ab", "cx"), [], "the plan has s1p1 on 'x': no device of cluster 'test'"),
         (("", "", ""), [], "4 devices for 2 stages x 3 pipelines"),
@@ -174,20 +174,20 @@ def test_error_on_all_hosts_is_reported_once(
     ],
 )
 def test_invalid_lab_arguments_are_rejected_before_start(
-    folder: Path, devices: tuple[str, ...], arguments: list[str], says: str
+    folder: Path, devices: tuple[str, ...], arguments: list[str], message: str
 ) -> None:
     write_plan(folder, (2, 4), *devices)
     options = ["--lab", "four.toml", "--plan", "plan.json", *arguments]
     status, shown = train("script.py", *options, "--", "found")
     assert status == 2, shown
     assert shown.startswith("error: ")
-    assert says in shown
+    assert message in shown
     assert "Traceback" not in shown
 
 
 @pytest.mark.timeout(110)
 def test_groups_form_when_first_worker_is_not_on_the_store_host(folder: Path) -> None:
-    """A launcher gives ranks, and so the store to a host; a plan seats workers by their devices."""
+    """The launcher's rank 0 hosts the store; the plan assigns workers to devices."""
     write_plan(folder, (6,), "b", "a")
     script = SCRIPT.replace("timeout=30", "timeout=30, sync='adaptive', plan='plan.json'")
     Path("script.py").write_text(script)

@@ -1,4 +1,4 @@
-"""Hosts of a lab measure it, agree on a plan, and train as one process would."""
+"""plan="auto" on hosts of a lab: they probe it, agree on a plan, and train like one process."""
 
 import os
 import time
@@ -23,12 +23,14 @@ from polyrhythm.run.trainer.plan_cache import CLUSTER
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.trainer_jobs import samples
 
+pytestmark = pytest.mark.alone  # measures time
+
 MEGABIT = 125e3
 BATCH, NUM_STEPS, TIMEOUT = 24, 4, 20.0
 
 
 def two_regions() -> Cluster:
-    """Much to send, and a slow link between the two."""
+    """Return two regions with a slow link between them."""
     names = ("a/0", "a/1", "b/0", "b/1")
     return Cluster(
         name="two regions",
@@ -58,10 +60,10 @@ def train(**more: Any) -> tuple[Plan, list[tuple[int, float | None, int]]]:
 
 
 def losses(found: list[list[tuple[int, float | None, int]]]) -> list[float]:
-    """Of whole batches, from what every worker saw of them."""
+    """Return the losses of global batches, from all workers' shares."""
     totals = [0.0] * NUM_STEPS
-    for step, loss, number in (end for ends in found for end in ends):
-        totals[step] += (loss or 0.0) * number / BATCH
+    for step, loss, num_samples in (end for ends in found for end in ends):
+        totals[step] += (loss or 0.0) * num_samples / BATCH
     return totals
 
 
@@ -83,8 +85,8 @@ def start_hosts(lab: Lab, folder: Path, port: int, work: Callable[[], Any]) -> l
     folder.mkdir()
     outputs = [folder / f"{rank}.pt" for rank in range(len(lab.hosts))]
     for rank, host in enumerate(lab.hosts):
-        said = folder / f"{rank}.txt"
-        lab.spawn(host, on_host, lab, rank, port, outputs[rank], work, output=said)
+        log = folder / f"{rank}.txt"
+        lab.spawn(host, on_host, lab, rank, port, outputs[rank], work, output=log)
     return outputs
 
 
@@ -115,15 +117,15 @@ def test_autoplan_in_lab_matches_one_process(tmp_path: Path) -> None:
         assert lab.wait(lab.children, timeout=60), [c.reason for c in lab.children]
         hosts = sorted(lab.hosts)
     first, second = (
-        [torch.load(path, weights_only=False) for path in some] for some in (outputs, repeated)
+        [torch.load(path, weights_only=False) for path in paths] for paths in (outputs, repeated)
     )
     plans = [plan for plan, _ in first]
     assert all(plan == plans[0] for plan in plans)
     assert sorted(name for pipeline in plans[0].pipelines for name in pipeline.devices) == hosts
     assert plans[0].num_stages > 1, "gradients would cross the slow link"
-    _, alone = train()
+    _, single = train()
     for found in (first, second):
-        assert losses([ends for _, ends in found]) == pytest.approx(losses([alone]), abs=1e-5)
+        assert losses([ends for _, ends in found]) == pytest.approx(losses([single]), abs=1e-5)
     assert [plan.layers_per_stage for plan, _ in second] == [plans[0].layers_per_stage] * 4
     measured = Cluster.load(run / CLUSTER)
     across, inside = measured.link("a/0", "b/1"), measured.link("b/0", "b/1")
@@ -131,18 +133,18 @@ def test_autoplan_in_lab_matches_one_process(tmp_path: Path) -> None:
 
 
 def lose_rank_2() -> str:
-    """Rank 2 dies in its first pair; the others tell whom they have lost, and when."""
+    """Kill rank 2 in its first pair; the others return the name of the lost process."""
 
     def die(*_: object) -> None:
         os._exit(7)
 
     if os.environ["RANK"] == "2":
         probing.as_target = die  # type: ignore[assignment]
-    began = time.monotonic()
+    start = time.monotonic()
     try:
         train(timeout=TIMEOUT)
     except PeerError as error:
-        return error.peer if time.monotonic() - began < TIMEOUT else "too late"
+        return error.peer if time.monotonic() - start < TIMEOUT else "too late"
     return "nobody"
 
 

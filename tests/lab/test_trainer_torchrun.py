@@ -1,4 +1,4 @@
-"""One script under torchrun on four hosts, which meet over the lab's network: as in one process."""
+"""A script under torchrun on four hosts of the lab has the losses of one process."""
 
 import sys
 from pathlib import Path
@@ -13,12 +13,14 @@ from polyrhythm.processes import Child
 from tests.lab.hosts import cluster
 from tests.lab.training_script import NUM_STEPS, SCRIPT, losses
 
+pytestmark = pytest.mark.alone  # measures time
+
 NUM_HOSTS = 4
-FORKED = ["--run-path", "--start-method=fork"]  # workers are forks of torchrun's agents
+FORKED = ["--run-path", "--start-method=fork"]  # torchrun's agents fork their workers
 
 
 def torchrun(lab: Lab, host: str, arguments: list[str], output: Path) -> Child:
-    """Its agent is forked from here; hosts have addresses, and no names to find them by."""
+    """Fork torchrun's agent on a host; hosts have addresses, but no names."""
     endpoint, address = lab.address(lab.hosts[0]), lab.address(host)
     command = [
         f"--nnodes={NUM_HOSTS}",
@@ -34,7 +36,7 @@ def torchrun(lab: Lab, host: str, arguments: list[str], output: Path) -> Child:
     return lab.spawn(host, torch.distributed.run.main, command, output=output)
 
 
-def said(children: list[Child]) -> str:
+def failure_text(children: list[Child]) -> str:
     return "\n".join(f"{c.reason}\n{c.output.read_text()}" for c in children if c.output)
 
 
@@ -44,31 +46,31 @@ def said(children: list[Child]) -> str:
     [
         (1, FORKED),
         (2, FORKED),
-        pytest.param(2, [], marks=pytest.mark.long),  # interpreters, each of which loads torch
+        pytest.param(2, [], marks=pytest.mark.long),  # new interpreters, which each load torch
     ],
 )
 def test_torchrun_on_four_hosts_matches_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_stages: int, options: list[str]
 ) -> None:
-    script, alone, together = (tmp_path / name for name in ("script.py", "alone", "together"))
+    script, single, distributed = (tmp_path / name for name in ("script.py", "alone", "together"))
     script.write_text(SCRIPT)
-    alone.mkdir(exist_ok=True)  # there may have been an attempt before
-    together.mkdir(exist_ok=True)
+    single.mkdir(exist_ok=True)  # an earlier attempt may have made it
+    distributed.mkdir(exist_ok=True)
     with Lab(cluster(NUM_HOSTS, latency=0.005)) as lab:
         first = lab.run(
-            lab.hosts[0], [sys.executable, str(script), str(alone)], output=tmp_path / "alone.log"
+            lab.hosts[0], [sys.executable, str(script), str(single)], output=tmp_path / "alone.log"
         )
-        assert first.wait(40) == 0, said([first])
+        assert first.wait(40) == 0, failure_text([first])
         if num_stages > 1:
             plan = Plan(layers_per_stage=(2, 4), pipelines=(PipelinePlan(schedule="1f1b"),) * 2)
             plan.save(tmp_path / "plan.json")
             monkeypatch.setenv(PLAN_VARIABLE, str(tmp_path / "plan.json"))
-        arguments = [*options, str(script), str(together)]
+        arguments = [*options, str(script), str(distributed)]
         nodes = [torchrun(lab, h, arguments, tmp_path / f"{h}.log") for h in lab.hosts]
-        assert lab.wait(nodes, timeout=80), said(nodes)
-        assert [node.status for node in nodes] == [0] * NUM_HOSTS, said(nodes)
-        carried = {pair.source for pair in lab.report().pairs if pair.wire_bytes}
-    assert len(carried) == NUM_HOSTS
-    assert len(list(together.iterdir())) == NUM_HOSTS, "one worker on each"
-    assert len(losses(alone)) == NUM_STEPS
-    assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
+        assert lab.wait(nodes, timeout=80), failure_text(nodes)
+        assert [node.status for node in nodes] == [0] * NUM_HOSTS, failure_text(nodes)
+        senders = {pair.source for pair in lab.report().pairs if pair.wire_bytes}
+    assert len(senders) == NUM_HOSTS
+    assert len(list(distributed.iterdir())) == NUM_HOSTS, "one worker on each"
+    assert len(losses(single)) == NUM_STEPS
+    assert losses(distributed) == pytest.approx(losses(single), rel=1e-5)

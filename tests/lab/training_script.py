@@ -1,4 +1,4 @@
-"""A training script as a user has it, for programs on hosts, and the losses that came of it."""
+"""A user's training script, to run on hosts of the lab, and its losses."""
 
 import json
 from itertools import zip_longest
@@ -36,7 +36,7 @@ print(trainer.worker, "on", os.environ.get("POLYRHYTHM_DEVICE"))
 
 
 def losses(folder: Path) -> list[float]:
-    """Of each global batch: of all its samples, whoever computed them."""
+    """Return the loss of each global batch, over the samples of all pipelines."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     steps = zip_longest(*filter(None, found))  # first stages have none
     return [sum(loss * n for loss, n in step) / sum(n for _, n in step) for step in steps]

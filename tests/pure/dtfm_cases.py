@@ -1,4 +1,4 @@
-"""Small clusters to plan for, and what the best layout costs by the definition alone."""
+"""Small clusters to plan for, and the cost of their best layouts by brute force."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -12,7 +12,7 @@ from polyrhythm.cost.dtfm import PairTimes
 
 @st.composite
 def small_times(draw: st.DrawFn, *, max_devices: int = 8) -> PairTimes:
-    """Up to 8 devices with drawn links: all different, or few values, so that many are alike."""
+    """Draw up to 8 devices with links that all differ, or of few values, so that many are equal."""
     shapes = [(s, p) for s in range(1, 9) for p in range(1, 9) if 2 <= s * p <= max_devices]
     num_stages, num_pipelines = draw(st.sampled_from(shapes))
     num_devices = num_stages * num_pipelines
@@ -30,7 +30,7 @@ def small_times(draw: st.DrawFn, *, max_devices: int = 8) -> PairTimes:
 
 
 def brute_force(times: PairTimes) -> float:
-    """The best of all layouts, by the definition and nothing else."""
+    """Return the cost of the best of all layouts, by definition."""
     cost = slow_cost(times)
     return min(cost(groups) for groups in _partitions(range(times.num_devices), times))
 
@@ -62,7 +62,7 @@ def slow_cost(times: PairTimes) -> Callable[[Sequence[tuple[int, ...]]], float]:
 
 
 def _partitions(devices: Sequence[int], times: PairTimes) -> Iterator[list[tuple[int, ...]]]:
-    """All ways to make groups of one size; the first device left is in the next group."""
+    """Yield all partitions into groups of one size; each group has the first device left."""
     first, *rest = devices
     for others in combinations(rest, times.num_pipelines - 1):
         group = (first, *others)

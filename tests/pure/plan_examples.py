@@ -1,4 +1,4 @@
-"""Clusters, models and plans by hand, for tests of what is shown of a plan."""
+"""Clusters, models and plans by hand, for tests of printed plans."""
 
 from dataclasses import replace
 from itertools import islice
@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def cluster(sizes: dict[str, int], *, price: float | None = 1.0) -> Cluster:
-    """Regions by their number of devices; 20 ms and 1 Gbit/s apart."""
+    """Return a cluster with this many devices per region; links have 20 ms and 1 Gbit/s."""
     num_regions = len(sizes)
     return Cluster(
         name="some sites",
@@ -62,7 +62,7 @@ def problem(
 def predicted(
     num_stages: int, num_pipelines: int, of: Problem, *, by_stage: bool = False
 ) -> Prediction:
-    """Devices in the cluster's order, pipeline by pipeline or stage by stage; the rest left out."""
+    """Predict a plan that uses devices in order, by pipeline or by stage; the rest is left out."""
     names = [device.name for device in of.cluster.devices]
     used = names[: num_stages * num_pipelines]
     step = num_pipelines if by_stage else 1

@@ -1,4 +1,4 @@
-"""Small problems to plan for, and all the plans that they have."""
+"""Small planning problems, and the enumeration of all their plans."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ GIGABYTE = 10**9
 
 
 def layers(works: Sequence[float], *, parameters: int = 10**8, activations: int = 10**7) -> tuple:
-    """A third of the work is forward."""
+    """Return layers; a third of the work is forward."""
     return tuple(
         Layer(
             name=f"layer{number}",
@@ -39,7 +39,7 @@ def cluster(
     outer: tuple[float, float] = (0.03, 1.25e7),
     **of_device: object,
 ) -> Cluster:
-    """Regions of so many devices, with (latency, bandwidth) inside and between them."""
+    """Return a cluster with `sizes` devices per region; `inner`, `outer`: (latency, bandwidth)."""
     devices = [
         Device(name=f"r{region}/{number}", region=f"r{region}", **of_device)
         for region, size in enumerate(sizes)
@@ -64,7 +64,7 @@ def problem(over: Cluster, works: Sequence[float] = (1.0,) * 8, **of_job: object
 
 @st.composite
 def small_problems(draw: st.DrawFn, *, max_devices: int = 3, max_layers: int = 3) -> Problem:
-    """Every device is a region, with links of its own."""
+    """Draw a problem in which every device is a region with its own links."""
     size = draw(st.integers(1, max_devices))
     speeds = [draw(st.sampled_from([0.3, 1.0, 2.0])) for _ in range(size)]
     bandwidths = st.sampled_from([1e7, 5e7, 1e9])
@@ -90,7 +90,7 @@ def small_problems(draw: st.DrawFn, *, max_devices: int = 3, max_layers: int = 3
 
 
 def all_plans(over: Problem) -> Iterator[Plan]:
-    """Every way to use some devices as pipelines, to cut layers and to deal micro-batches."""
+    """Yield all plans: pipelines of some devices, partitions of layers, micro-batches."""
     names = [device.name for device in over.cluster.devices]
     for teams in _teams(names, most=over.num_layers):
         if len(teams) > over.job.batch:
@@ -121,7 +121,7 @@ def _holder(team: Sequence[str], cut: Sequence[int], end: int) -> str:
 
 
 def _teams(names: Sequence[str], *, most: int) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Devices in order, in one team or several; not all need be used."""
+    """Yield teams of devices in order; not all devices need to be used."""
     seen = set()
     for count in range(1, len(names) + 1):
         for row in permutations(names, count):
@@ -135,7 +135,7 @@ def _teams(names: Sequence[str], *, most: int) -> Iterator[tuple[tuple[str, ...]
 
 
 def _all_cuts(sizes: Sequence[int], num_layers: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """For each team where its devices' layers end."""
+    """Yield, for each team, the layers at which its devices' parts end."""
     if not sizes:
         yield ()
         return

@@ -1,9 +1,9 @@
-"""A grid of stages and pipelines in virtual time, under a scheduler: the shell that tests need.
+"""A grid of stages and pipelines in virtual time, driven by a scheduler.
 
 Each worker runs 1F1B without flush over its batches (stage s of M runs M - s forwards ahead), makes
-a local update after each backward, says Ready and waits for the answer. Messages take a random time
-and keep their order per sender. An average needs all members of its group; if one is dead, the
-others hang in it until they are told to abort. At some clocks a worker gathers before it goes on.
+a local update after each backward, sends Ready and waits for the answer. Messages take a random
+time and keep their order per sender. An average needs all members of its group; if one is dead, the
+others block in it until an Abort. At some clocks a worker sends AverageAll before it continues.
 Workers leave when they have finished.
 """
 
@@ -12,6 +12,8 @@ import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
 
 from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.protocol import (
@@ -32,19 +34,21 @@ from polyrhythm.sync.protocol import (
     Skip,
     Timer,
 )
+from polyrhythm.sync.registry import limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
+from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Action, Op, Seconds, Worker
 
-HEARTBEAT = 30.0  # how long a death goes unnoticed
+HEARTBEAT = 30.0  # time until a death is noticed
 
 
 def one_f_one_b(num_ahead: int, batches: range) -> list[Action]:
-    ahead = [Action(Op.F, batch) for batch in batches[:num_ahead]]
+    actions = [Action(Op.F, batch) for batch in batches[:num_ahead]]
     for batch in batches:
-        ahead.append(Action(Op.B, batch))
+        actions.append(Action(Op.B, batch))
         if batch + num_ahead in batches:
-            ahead.append(Action(Op.F, batch + num_ahead))
-    return ahead
+            actions.append(Action(Op.F, batch + num_ahead))
+    return actions
 
 
 @dataclass
@@ -54,10 +58,10 @@ class SimulatedWorker:
     clock: int = 0
     is_alive: bool = True
     is_computing: bool = False
-    waits_since: Seconds | None = None  # Ready was sent, or Gather
-    averages_all: bool = False  # since then, and it was Gather
-    average_all_clock: int = -1  # the clock at which it did last
-    requested_clock: int = 0  # the clock of its last Request
+    waits_since: Seconds | None = None  # when it sent Ready or AverageAll
+    averages_all: bool = False  # it waits for a global average
+    average_all_clock: int = -1  # of its last AverageAll
+    requested_clock: int = 0  # of its last Request
     last_arrival: Seconds = 0.0  # when its last message arrived
     gids: list[int] = field(default_factory=list)  # in the order of Assign
     open: int | None = None
@@ -76,22 +80,22 @@ class Grid:
     in_flight: int | None = None  # forwards ahead; None for 1F1B's
     average_all_at: frozenset[int] = frozenset()  # clocks
     asks_ahead: bool = False
-    chance_to_fail: float = 0.0
+    failure_probability: float = 0.0
     at_event: dict[int, Callable[["Grid"], None]] = field(default_factory=dict)
 
     now: Seconds = 0.0
     log: list[tuple[Event, list[Command]]] = field(default_factory=list)
     waits: list[Seconds] = field(default_factory=list)  # from Ready to Assign or Skip
     committed: list[tuple[Worker, ...]] = field(default_factory=list)
-    global_averages: list[tuple[Worker, ...]] = field(default_factory=list)  # those committed
+    global_averages: list[tuple[Worker, ...]] = field(default_factory=list)  # committed ones
     copies: list[CopyFrom] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.chance = random.Random(self.seed)
+        self.rng = random.Random(self.seed)
         self._heap: list[tuple[Seconds, int, Callable[[], None]]] = []
         self._count = 0
         self._finished: set[tuple[int, int, Action]] = set()  # stage, pipeline, action
-        self._reached: dict[int, set[Worker]] = {}  # who has come to a group, by gid
+        self._reached: dict[int, set[Worker]] = {}  # members that have reached a group, by gid
         self._assigned: dict[int, Assign] = {}
         self._asks_ahead = [
             self.asks_ahead and type(policy).on_request is not Policy.on_request
@@ -104,12 +108,12 @@ class Grid:
             for pipeline in range(self.num_pipelines)
         }
 
-    def run(self, most_events: int = 20_000) -> "Grid":
-        """Until nothing happens any more."""
+    def run(self, max_events: int = 20_000) -> "Grid":
+        """Run until no event is left."""
         for worker in self.workers:
             self.send(worker, lambda now, w=worker: Join(w, f"node{w.pipeline // 2}", 0, 0, now))
-            self._schedule(0.1, lambda w=worker: self._go_on(w))
-        while len(self.log) < most_events:
+            self._schedule(0.1, lambda w=worker: self._continue(w))
+        while len(self.log) < max_events:
             timer = self.scheduler.next_timer()
             if not self._heap and timer == math.inf:
                 return self
@@ -117,16 +121,16 @@ class Grid:
                 self.now = max(timer, self.now)
                 self.deliver(Timer(self.now))
             else:
-                self.now, _, happen = heapq.heappop(self._heap)
-                happen()
-        raise AssertionError("it goes on for ever")
+                self.now, _, callback = heapq.heappop(self._heap)
+                callback()
+        raise AssertionError(f"not finished after {max_events} events")
 
     def unfinished(self, pipelines: Iterable[int] | None = None) -> list[Worker]:
         wanted = range(self.num_pipelines) if pipelines is None else pipelines
         return [w for w, state in self.workers.items() if state.program and w.pipeline in wanted]
 
     def deliver(self, event: Event) -> None:
-        """One event reaches the scheduler, and its commands go out."""
+        """Deliver one event to the scheduler and apply its commands."""
         commands = self.scheduler.step(event)
         self.log.append((event, commands))
         for command in commands:
@@ -135,10 +139,10 @@ class Grid:
             self.at_event[len(self.log)](self)
 
     def send(self, worker: Worker, event_at: Callable[[Seconds], Event]) -> None:
-        """A worker sends a message, which comes after those it has sent before."""
+        """Send a message of a worker; it arrives after its earlier messages."""
         state = self.workers[worker]
-        arrives = self.now + self.chance.uniform(0, self.latency)
-        state.last_arrival = max(arrives, state.last_arrival + 1e-9)
+        arrival = self.now + self.rng.uniform(0, self.latency)
+        state.last_arrival = max(arrival, state.last_arrival + 1e-9)
         self._schedule(state.last_arrival - self.now, lambda: self.deliver(event_at(self.now)))
 
     def kill(self, worker: Worker) -> None:
@@ -151,7 +155,7 @@ class Grid:
             )
 
     def revive(self, worker: Worker) -> None:
-        """The worker joins again, and its pipeline starts over with the batches that are left."""
+        """Let the worker join again; its pipeline restarts with the remaining batches."""
         state = self.workers[worker]
         pipeline = [w for w in self.workers if w.pipeline == worker.pipeline]
         first = max(self.workers[w].clock for w in pipeline)
@@ -165,17 +169,17 @@ class Grid:
         incarnation = state.incarnation
         self.send(worker, lambda now: Join(worker, "node", 0, incarnation, now))
         for w in pipeline:
-            self._schedule(1.0, lambda w=w: self._go_on(w))
+            self._schedule(1.0, lambda w=w: self._continue(w))
 
     def _ahead(self, stage: int) -> int:
         return self.in_flight or self.num_stages - stage
 
-    def _schedule(self, seconds: Seconds, happen: Callable[[], None]) -> None:
+    def _schedule(self, seconds: Seconds, callback: Callable[[], None]) -> None:
         self._count += 1
-        heapq.heappush(self._heap, (self.now + seconds, self._count, happen))
+        heapq.heappush(self._heap, (self.now + seconds, self._count, callback))
 
-    def _go_on(self, worker: Worker) -> None:
-        """Begin the next action, if it has what it needs."""
+    def _continue(self, worker: Worker) -> None:
+        """Start the worker's next action, if its input is there."""
         state = self.workers[worker]
         if not state.is_alive or state.is_computing or state.waits_since is not None:
             return
@@ -219,7 +223,7 @@ class Grid:
             if state.open is not None:  # assigned ahead
                 self._reach_group(worker, state.open)
         for other in (worker, *self._neighbours(worker)):
-            self._go_on(other)
+            self._continue(other)
 
     def _neighbours(self, worker: Worker) -> Sequence[Worker]:
         around = (worker.stage - 1, worker.stage + 1)
@@ -239,7 +243,7 @@ class Grid:
                 state.open = command.gid
                 state.gids.append(command.gid)
                 self._answered(worker)
-                delay = self.chance.uniform(0, self.latency)
+                delay = self.rng.uniform(0, self.latency)
                 self._schedule(delay, lambda w=worker: self._reach_group(w, command.gid))
         elif isinstance(command, Skip):
             self._answered(command.worker)
@@ -252,14 +256,14 @@ class Grid:
             self._close(command)
 
     def _check_average_all(self, command: Assign) -> None:
-        """Everybody who takes part is in it, and nobody who did not ask for it."""
+        """Check that the members are all active workers, and that each sent AverageAll."""
         stage = self.scheduler.membership.stages[command.members[0].stage]
         event, _ = self.log[-1]
         new = event.worker.pipeline if isinstance(event, Join) else None  # it was lost before
         active = [m.worker for m in stage if m.has_joined and m.worker.pipeline != new]
         assert list(command.members) == active
         revived = {w.pipeline for w, state in self.workers.items() if state.incarnation}
-        for worker in command.members:  # a pipeline that starts anew forgets that it gathered
+        for worker in command.members:  # a revived pipeline forgets its AverageAll
             assert self.workers[worker].averages_all or worker.pipeline in revived
 
     def _answered(self, worker: Worker) -> None:
@@ -274,28 +278,28 @@ class Grid:
                 state.open = None
         assigned = self._assigned.pop(command.gid, None)
         if assigned is None:
-            return  # told again
+            return  # a repeated command
         assert assigned.members == command.members
         if isinstance(command, Commit):
             self.committed.append(command.members)
             if assigned.why == "average_all":
                 self.global_averages.append(command.members)
             for worker, clock in zip(command.members, command.end_clocks, strict=True):
-                if clock == self.workers[worker].clock:  # else it only answered
+                if clock == self.workers[worker].clock:  # else it was passive
                     self._release(worker)
 
     def _release(self, worker: Worker) -> None:
         state = self.workers[worker]
         state.waits_since, state.averages_all = None, False
-        self._schedule(self.chance.uniform(0, self.latency), lambda: self._go_on(worker))
+        self._schedule(self.rng.uniform(0, self.latency), lambda: self._continue(worker))
 
     def _reach_group(self, worker: Worker, gid: int) -> None:
-        """A member that is ready comes to its group; when all have come, it averages."""
+        """Let a ready member reach its group, which averages when all members have reached it."""
         state, assigned = self.workers[worker], self._assigned.get(gid)
         if assigned is None or not state.is_alive or state.open != gid:
             return
         if state.waits_since is None and self._asks_ahead[worker.stage]:
-            return  # it has asked for this group, for the end of its step; else it is passive
+            return  # it has requested this group for the end of its step; else it is passive
         self._reached[gid].add(worker)
         if len(self._reached[gid]) == len(assigned.members):
             for member in assigned.members:
@@ -307,5 +311,35 @@ class Grid:
     def _average(self, worker: Worker, gid: int, incarnation: int) -> None:
         state = self.workers[worker]
         if state.is_alive and state.incarnation == incarnation:
-            ok = self.chance.random() >= self.chance_to_fail
+            ok = self.rng.random() >= self.failure_probability
             self.send(worker, lambda now: Done(worker, gid, ok, incarnation, now))
+
+
+LEASE, MAX_WINDOW, CEILING = 20.0, 3.0, 10.0
+seeds = st.integers(0, 10**6)
+shapes = st.tuples(st.integers(1, 4), st.integers(1, 5))  # stages, pipelines
+OPTIONS: dict[str, dict[str, object]] = {
+    "adaptive": {"last_groups": 3, "max_window": MAX_WINDOW},
+    "age": {"max_age": 1, "max_window": MAX_WINDOW},
+    "random": {"group_size": 2},
+    "smart": {"group_size": 2},
+    "ssp": {"staleness": 2},
+}
+
+
+def random_times(seed: int) -> Callable[[Worker, Action], Seconds]:
+    rng = random.Random(seed)
+    return lambda worker, action: rng.choice([0.1, 1.0, 1.0, 1.0, 8.0])
+
+
+def grid_of(name: str, shape: tuple[int, int], seed: int, **more: object) -> Grid:
+    num_stages, num_pipelines = shape
+    options = OPTIONS.get(name, {}) if num_pipelines > 1 or name == "ssp" else {}
+    if name == "partial_reduce":
+        options = {"group_size": min(2, num_pipelines), "timeout": MAX_WINDOW}
+    policies = make_policies(
+        name, num_stages=num_stages, num_pipelines=num_pipelines, lease=LEASE, options=options
+    )
+    limits = limits_for(name, num_stages, Limits(ceiling=CEILING))  # as in a real job
+    scheduler = Scheduler(policies, num_pipelines, limits=limits)
+    return Grid(scheduler, *shape, 6, random_times(seed), seed, **more)

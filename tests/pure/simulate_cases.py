@@ -1,4 +1,4 @@
-"""Small jobs to simulate, and what came of them, for tests of the simulator."""
+"""Small jobs and scenarios for tests of the simulator."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.sync.setup import Setup
 
 Rows = Sequence[Sequence[float]]
-NO_LIMIT = 1e18  # of an uplink: links alone decide
+NO_LIMIT = 1e18  # of an uplink: links are the only limit
 
 
 def region_per_device(
@@ -26,7 +26,7 @@ def region_per_device(
     uplink: float | None = NO_LIMIT,
     speeds: Sequence[float] | None = None,
 ) -> Cluster:
-    """Devices d0, d1, ... in regions r0, r1, ... of their own."""
+    """Devices d0, d1, ... in regions r0, r1, ..., one each."""
 
     def rows(value: Rows | float) -> tuple[tuple[float, ...], ...]:
         if isinstance(value, int | float):
@@ -60,7 +60,7 @@ def one_pipeline(
     in_flight: tuple[int, ...] | None = None,
     scenario: Scenario = EMPTY_SCENARIO,
 ) -> SimulatedJob:
-    """Stage s on device s, and nobody to average with."""
+    """One pipeline with stage s on device s."""
     num_stages = len(forward)
     sizes = activation_bytes or [0.0] * num_stages
     return SimulatedJob(
@@ -82,8 +82,8 @@ def one_pipeline(
 
 
 def three_pipelines(policy: str, scenario: Scenario, **more: object) -> SimulatedJob:
-    """Of two stages, or of one where it must be; d0 and d1 are the first one's, and so on."""
-    given: dict[str, object] = {
+    """Three pipelines of two stages (one for balanced); d0 and d1 are the first pipeline's."""
+    settings: dict[str, object] = {
         "num_stages": 1 if policy == "balanced" else 2,
         "num_pipelines": 3,
         "forward": 0.1,
@@ -95,30 +95,30 @@ def three_pipelines(policy: str, scenario: Scenario, **more: object) -> Simulate
         "num_microbatches": 4,
         **more,
     }
-    return equal_job(policy=policy, scenario=scenario, **given)  # type: ignore[arg-type]
+    return equal_job(policy=policy, scenario=scenario, **settings)  # type: ignore[arg-type]
 
 
 def one_step(job: SimulatedJob, ready: Sequence[float] | None = None) -> list[list[ActionRecord]]:
-    """What each run executes in its first step, which begins when it is ready."""
+    """Records of each run's first step, which starts at its `ready` time."""
     engine = Engine(job, records=True)
     num_runs = engine.first_run[-1]
     for run in range(num_runs):
         engine.release(run, 0.0 if ready is None else ready[run])
     while engine.advance(float("inf")) is not None:
         pass
-    found: list[list[ActionRecord]] = [[] for _ in range(num_runs)]
+    records: list[list[ActionRecord]] = [[] for _ in range(num_runs)]
     for record in engine.take_records():
-        found[record.run].append(record)
-    return found
+        records[record.run].append(record)
+    return records
 
 
 def actions_of(folder: Path) -> dict[str, list[Event]]:
-    """By worker, in order of time."""
-    found: dict[str, list[Event]] = {}
+    """Action events by worker, in order of time."""
+    actions: dict[str, list[Event]] = {}
     for event in read_run(folder):
         if event.kind == "action":
-            found.setdefault(str(event.worker), []).append(event)
-    return found
+            actions.setdefault(str(event.worker), []).append(event)
+    return actions
 
 
 def slowed(*slow: Slow, seed: int = 0) -> Scenario:
@@ -129,7 +129,7 @@ def kills_and_joins(
     kill: Sequence[tuple[str, float]] = (), join: Sequence[tuple[str, float]] = ()
 ) -> Scenario:
     return Scenario(
-        name="lives",
+        name="kills and joins",
         kill=tuple(Kill(device=device, at=at) for device, at in kill),
         join=tuple(Join(device=device, at=at) for device, at in join),
     )
@@ -152,12 +152,12 @@ windows = st.sampled_from([(0.0, None), (0.0, 7.0), (3.0, None), (2.5, 11.0)])
 
 @st.composite
 def slow_entries(draw: st.DrawFn, device: str = "*") -> Slow:
-    """One of the three ways, in some of the time."""
+    """A slowdown by factor, probability or trace, in a window of time."""
     start, until = draw(windows)
-    way = draw(st.integers(0, 2))
-    if way == 0:
+    kind = draw(st.integers(0, 2))
+    if kind == 0:
         return Slow(device=device, factor=draw(st.floats(1, 5)), start=start, until=until)
-    if way == 1:
+    if kind == 1:
         return Slow(
             device=device,
             probability=draw(st.floats(0, 1)),
@@ -176,6 +176,6 @@ def slow_entries(draw: st.DrawFn, device: str = "*") -> Slow:
 
 
 def steps_after_first(found: SimulationResult) -> float:
-    """Seconds per step from the end of each pipeline's first to that of its last."""
-    spans = [(one[-1] - one[0]) / (len(one) - 1) for one in found.ends if len(one) > 1]
+    """Seconds per step, from the end of each pipeline's first step to that of its last."""
+    spans = [(ends[-1] - ends[0]) / (len(ends) - 1) for ends in found.ends if len(ends) > 1]
     return sum(spans) / len(spans)

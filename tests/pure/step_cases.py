@@ -1,4 +1,4 @@
-"""Links, steps and clusters at random, for tests of what a step takes."""
+"""Random links, steps and clusters, for tests of step times."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -19,7 +19,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def links_of(latency: np.ndarray, bandwidth: np.ndarray) -> Links:
-    """Every device sends to all others as fast as over its fastest link."""
+    """Return links with uplinks as fast as each device's fastest link."""
     others = np.where(np.eye(len(bandwidth), dtype=bool), 0.0, bandwidth).max(axis=1)
     uplinks = np.where(others > 0, others, np.inf)
     return Links(latency=latency, bandwidth=bandwidth, uplinks=uplinks)
@@ -57,7 +57,7 @@ def even_step(
     gradients: float = 0.0,
     links: Links | None = None,
 ) -> StepSpec:
-    """Stages of 1 s forward and 2 s backward on equal devices; no transfers but gradients."""
+    """Return a step with 1 s forward and 2 s backward per stage; only gradients are sent."""
     work = StageWork(forward=1.0, backward=2.0, activation_bytes=0.0, gradient_bytes=gradients)
     num_devices = num_stages * num_pipelines
     return StepSpec(
@@ -80,7 +80,7 @@ def even_step(
 
 
 def random_step(rng: np.random.Generator, sync: Sync | None = None) -> StepSpec:
-    """Up to 4 unequal pipelines of up to 5 stages, some of them on one device in a row."""
+    """Return up to 4 unequal pipelines of up to 5 stages; a device may have several in a row."""
     num_stages, num_pipelines = int(rng.integers(1, 6)), int(rng.integers(1, 5))
     devices = rng.permutation(num_stages * num_pipelines).reshape(num_stages, num_pipelines)
     replicas = []
@@ -110,7 +110,7 @@ def random_step(rng: np.random.Generator, sync: Sync | None = None) -> StepSpec:
 def random_cluster(
     rng: np.random.Generator, num_devices: int, *, num_regions: int = 3, memory: int | None = None
 ) -> Cluster:
-    """Devices of unequal speed and price in far regions; links differ by direction."""
+    """Return devices of unequal speed and price in far regions; links differ by direction."""
     inside = np.eye(num_regions, dtype=bool)
     shape = (num_regions, num_regions)
     latency = np.where(inside, 0.001, rng.uniform(0.01, 0.1, shape))
@@ -137,7 +137,7 @@ def random_cluster(
 def random_model(
     rng: np.random.Generator, num_layers: int, *, sizes: tuple[int, ...] = (1,)
 ) -> ModelProfile:
-    """Unequal layers; times and bytes in proportion to the size of a micro-batch."""
+    """Return unequal layers; times and bytes are proportional to the micro-batch size."""
 
     def layer(number: int) -> Layer:
         forward, backward = float(rng.uniform(0.01, 0.05)), float(rng.uniform(0.02, 0.1))

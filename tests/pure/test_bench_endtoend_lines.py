@@ -1,4 +1,4 @@
-"""How many lines of a script change: counted from the examples, and shown in the docs."""
+"""`lines` of `bench endtoend`: counted from the examples, and shown in the docs."""
 
 import ast
 from pathlib import Path
@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from benchmarks.endtoend.lines import (
     PLAIN,
     TRAINER,
-    changed,
-    counted,
+    counted_lines,
+    diff_lines,
     examples,
     lines_to_change,
-    shown,
+    num_changed,
 )
 
 DOCS = Path(__file__).parents[2] / "docs" / "train.md"
@@ -24,23 +24,26 @@ def example(name: str) -> str:
     return (examples() / name).read_text()
 
 
-def test_of_each_place_the_larger_side_counts() -> None:
+def test_each_difference_counts_by_its_larger_side() -> None:
     before = "a\nb\nc\nd\ne\n"
-    assert changed(before, before) == 0
-    assert changed(before, "a\nB\nc\nd\ne\n") == 1
-    assert changed(before, "a\nd\ne\n") == 2
-    assert changed(before, "a\nx\ny\nz\nc\nd\n") == 3 + 1
+    assert num_changed(before, before) == 0
+    assert num_changed(before, "a\nB\nc\nd\ne\n") == 1
+    assert num_changed(before, "a\nd\ne\n") == 2
+    assert num_changed(before, "a\nx\ny\nz\nc\nd\n") == 3 + 1
 
 
-def test_what_a_script_is_and_empty_lines_do_not_count() -> None:
-    assert counted('"""What it is.\n\nAnd more.\n"""\n\na = 1\n\n\nb = 2\n') == ["a = 1", "b = 2"]
-    assert changed('"""Plain."""\na\n', '"""Another."""\n\n\na\n') == 0
+def test_docstrings_and_empty_lines_do_not_count() -> None:
+    assert counted_lines('"""What it is.\n\nAnd more.\n"""\n\na = 1\n\n\nb = 2\n') == [
+        "a = 1",
+        "b = 2",
+    ]
+    assert num_changed('"""Plain."""\na\n', '"""Another."""\n\n\na\n') == 0
 
 
 @given(scripts, scripts)
 def test_no_fewer_lines_change_than_the_lengths_differ_by(before: str, after: str) -> None:
-    lengths = len(counted(before)), len(counted(after))
-    assert abs(lengths[0] - lengths[1]) <= changed(before, after) <= sum(lengths)
+    lengths = len(counted_lines(before)), len(counted_lines(after))
+    assert abs(lengths[0] - lengths[1]) <= num_changed(before, after) <= sum(lengths)
 
 
 def test_the_docs_show_what_changes_in_the_example_and_how_many_lines() -> None:
@@ -48,12 +51,12 @@ def test_the_docs_show_what_changes_in_the_example_and_how_many_lines() -> None:
     section = text[text.index("## From a plain script") :].split("\n## ")[0]
     assert f" {lines_to_change()} lines change" in section
     block = section.split("```diff\n")[1].split("\n```")[0]
-    assert block.splitlines() == shown(example(PLAIN), example(TRAINER))
+    assert block.splitlines() == diff_lines(example(PLAIN), example(TRAINER))
 
 
 def test_the_examples_are_scripts_of_their_own_with_the_same_data_and_model() -> None:
-    plain, trainer = (set(counted(example(name))) for name in (PLAIN, TRAINER))
+    plain, trainer = (set(counted_lines(example(name))) for name in (PLAIN, TRAINER))
     assert not any("polyrhythm" in line for line in plain)
     assert "import polyrhythm as pr" in trainer
-    same = [line for line in counted(example(PLAIN)) if line in trainer]
+    same = [line for line in counted_lines(example(PLAIN)) if line in trainer]
     ast.parse("\n".join(same))  # what stays is whole statements

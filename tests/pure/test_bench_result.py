@@ -1,4 +1,4 @@
-"""A benchmark's last line is one JSON object, whatever the terminal is like."""
+"""A benchmark's last line is one JSON object at any terminal width; bars judge its ratios."""
 
 import importlib.util
 import io
@@ -16,7 +16,15 @@ from rich.console import Console
 import benchmarks
 import polyrhythm
 from benchmarks import registry
-from benchmarks.result import Result
+from benchmarks.harness.report import (
+    Bar,
+    Result,
+    median_of,
+    print_bars,
+    print_rows,
+    ratio_over_rounds,
+    select,
+)
 from polyrhythm import cli
 from polyrhythm.errors import UserError
 
@@ -25,6 +33,14 @@ from polyrhythm.errors import UserError
 class Row:
     name: str
     value: float
+
+
+@dataclass
+class Round:
+    side: str
+    round: int
+    seconds: float
+    network: str = "fast"
 
 
 @pytest.fixture
@@ -37,7 +53,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> None:
         return Result(bench="example", ratios=ratios, figures={"rounds": 3}, rows=[Row("a", 1.5)])
 
     module.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(registry.BENCHMARKS, "example", registry.Benchmark("example", "a test"))
+    monkeypatch.setitem(registry.BENCHMARKS, "example", "a test")
     monkeypatch.setattr(registry.importlib, "import_module", lambda name: module)
 
 
@@ -80,8 +96,8 @@ def test_list_shows_each_benchmark_in_a_line_without_importing_one() -> None:
         check=True,
     )
     *shown, loaded = done.stdout.splitlines()
-    for name, benchmark in registry.BENCHMARKS.items():
-        assert any(line.split() == [name, *benchmark.about.split()] for line in shown), name
+    for name, about in registry.BENCHMARKS.items():
+        assert any(line.split() == [name, *about.split()] for line in shown), name
     assert loaded == "", "slow to load"
 
 
@@ -101,7 +117,57 @@ def test_a_wheel_without_benchmarks_says_where_they_are(
 
 @pytest.mark.parametrize("name", benchmarks.names())
 def test_every_benchmark_has_its_module_and_a_line_about_it(name: str) -> None:
-    module, about = registry.BENCHMARKS[name]
-    assert importlib.util.find_spec(module) is not None
+    about = registry.BENCHMARKS[name]
+    assert importlib.util.find_spec(f"benchmarks.{name}.bench") is not None
     assert 0 < len(about) <= 90
     assert "\n" not in about
+
+
+def test_a_bar_judges_by_its_sign() -> None:
+    for sign, below, equal, above in (
+        (">=", False, True, True),
+        (">", False, False, True),
+        ("<=", True, True, False),
+    ):
+        bar = Bar("a", sign, 2.0)  # type: ignore[arg-type]
+        assert [bar.is_met(ratio) for ratio in (1.9, 2.0, 2.1)] == [below, equal, above]
+        assert bar.verdict(2.1) == ("met" if above else "MISSED")
+        assert str(bar) == f"{sign} 2"
+    assert Bar("a", ">=", None).verdict(0.0) == "reported"
+
+
+def test_bars_are_printed_beside_their_ratios_except_in_a_quick_run() -> None:
+    bars = (
+        Bar("fast", ">=", 1.5, "ours over torch"),
+        Bar("small", "<=", 0.5),
+        Bar("c", ">=", None),
+    )
+    text = io.StringIO()
+    console = Console(file=text, width=200)
+    ratios = {"fast": 1.2, "small": 0.25, "c": 7.0}
+    print_bars(console, bars, ratios, quick=False, notes={"small": "a note"})
+    lines = [line.split() for line in text.getvalue().splitlines()]
+    assert ["fast", "1.2", ">=", "1.5", "MISSED", "ours", "over", "torch"] in lines
+    assert ["small", "0.25", "<=", "0.5", "met", "a", "note"] in lines
+    assert ["c", "7", "reported"] in lines
+    text.truncate(text.seek(0))
+    print_bars(console, bars, ratios, quick=True)
+    assert "MISSED" not in text.getvalue()
+
+
+def test_a_column_is_a_header_and_a_function_of_the_row() -> None:
+    text = io.StringIO()
+    columns = {"name": lambda row: row.name, "twice": lambda row: f"{2 * row.value:.1f}"}
+    print_rows(Console(file=text, width=80), [Row("a", 1.5), Row("b", 2.0)], columns)
+    cells = [line.split() for line in text.getvalue().splitlines()]
+    assert cells[0] == ["name", "twice"]
+    assert cells[2:] == [["a", "3.0"], ["b", "4.0"]]
+
+
+def test_a_ratio_is_the_median_over_the_rounds_that_both_sides_have() -> None:
+    rows = [Round("ours", number, 1.0) for number in range(3)]
+    rows += [Round("torch", 0, 2.0), Round("torch", 1, 5.0), Round("torch", 7, 90.0)]
+    rows += [Round("torch", 0, 100.0, network="slow")]
+    assert ratio_over_rounds(rows, "seconds", "torch", "ours", network="fast") == 3.5
+    assert median_of(rows, "seconds", side="torch", network="fast") == 5.0
+    assert select(rows, network="slow") == [rows[-1]]

@@ -1,4 +1,4 @@
-"""Models that come along: counted as the world knows them, and in proportion."""
+"""Built-in models: counts match known ones, and scale with micro-batch and dtype."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from polyrhythm.errors import DescriptionError
 EXAMPLES = ["gpt-3x128x64", "bert-base", "bert-large-128", "resnet50"]
 
 
-def test_parameters_add_up_to_the_known_numbers() -> None:
+def test_parameters_match_known_counts() -> None:
     tied = 30522 * 768  # one matrix for both embeddings, which the head counts again
     assert sum(layer.parameters for layer in layers_of("bert-base")) - tied == 109_514_298
     tied = 30522 * 1024
@@ -19,8 +19,8 @@ def test_parameters_add_up_to_the_known_numbers() -> None:
     assert sum(layer.parameters for layer in gpt2) - tied == 124_439_808
 
 
-def test_operations_are_the_known_ones() -> None:
-    """4.09e9 multiplications of ResNet-50; those of a layer of GPT-3 XL as DT-FM has them."""
+def test_operations_match_known_counts() -> None:
+    """ResNet-50 has 4.09e9 multiplications; a layer of GPT-3 XL has those that DT-FM states."""
     assert sum(layer.operations for layer in layers_of("resnet50")) == pytest.approx(
         2 * 4.09e9, rel=0.01
     )
@@ -53,15 +53,15 @@ def test_bytes_follow_the_micro_batch_and_the_type(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_other_sizes_are_counted_as_if_each_were_the_own_one(name: str) -> None:
+def test_other_sizes_equal_a_profile_of_that_size(name: str) -> None:
     profile = builtin_profile(name, flops=1e12, microbatch_size=8, other_sizes=[2, 4])
     assert profile.microbatch_sizes == (2, 4, 8)
     for size in (2, 4):
         assert profile.at(size) == builtin_profile(name, flops=1e12, microbatch_size=size)
 
 
-def test_a_backward_of_attention_computes_the_scores_again() -> None:
-    """Five products of matrices for two of the forward; for all others two for one."""
+def test_attention_backward_recomputes_the_scores() -> None:
+    """Attention has five backward products for two of the forward; other layers two for one."""
     block = layers_of("gpt-1x128x4096")[1]
     attention = 4 * 4096**2 * 128
     backward = block.backward_ratio * block.operations
@@ -75,7 +75,7 @@ def test_heads_and_vocabulary_are_optional() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("gtp-2x128x64", "did you mean 'gpt-"),
         ("gpt-2x128", "gpt-LAYERSxHIDDENxSEQUENCE"),
@@ -94,14 +94,14 @@ def test_heads_and_vocabulary_are_optional() -> None:
         ("gpt-2x100x64", "hidden 100 without a number of heads"),
     ],
 )
-def test_a_model_that_cannot_be_is_refused(name: str, says: str) -> None:
+def test_impossible_model_is_refused(name: str, message: str) -> None:
     with pytest.raises(DescriptionError) as caught:
         builtin_profile(name, flops=1e12)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         ({"flops": 0.0}, "flops is 0"),
         ({"flops": float("inf")}, "flops is inf"),
@@ -112,7 +112,7 @@ def test_a_model_that_cannot_be_is_refused(name: str, says: str) -> None:
         ({"flops": 1e12, "other_sizes": [1]}, "every size once"),
     ],
 )
-def test_a_device_that_cannot_be_is_refused(more: dict[str, object], says: str) -> None:
+def test_impossible_flops_dtype_or_size_is_refused(more: dict[str, object], message: str) -> None:
     with pytest.raises(DescriptionError) as caught:
         builtin_profile("bert-base", **more)  # type: ignore[arg-type]
-    assert says in str(caught.value)
+    assert message in str(caught.value)

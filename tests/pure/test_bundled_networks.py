@@ -1,4 +1,4 @@
-"""The networks that come along are those of DT-FM, number for number."""
+"""The bundled networks have the published numbers of DT-FM."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The Chrome trace: all that a run's log says is in it, where a viewer can draw it."""
+"""The Chrome trace contains all events of a run's log, in a form that viewers can draw."""
 
 import json
 from collections import defaultdict
@@ -28,7 +28,7 @@ def event(
     step: int = 0,
     **values: Value,
 ) -> Event:
-    """Times in milliseconds."""
+    """Return an event; times are in milliseconds."""
     return Event(
         kind=kind,
         time=1_800_000_000.0 + at / 1000,
@@ -53,7 +53,7 @@ def write_run(run: Path, events: Iterable[Event]) -> Path:
 
 
 class Trace:
-    """A run's trace as it is read back from the file."""
+    """A run's trace, read back from its file."""
 
     def __init__(self, run: Path) -> None:
         file = run.parent / f"{run.name}.json"
@@ -67,7 +67,7 @@ class Trace:
         return [e for e in self.all if e["ph"] == phase and name in (None, e["name"])]
 
     def check_rows(self) -> None:
-        """Slices of a row nest or are apart, and in the file the outer one comes first."""
+        """Check that slices of a row nest or are disjoint, and that outer slices come first."""
         around: dict[int, list[Drawn]] = defaultdict(list)
         for part in self.slices:
             stack = around[part["tid"]]
@@ -79,7 +79,7 @@ class Trace:
             stack.append(part)
 
     def arrows(self) -> Iterator[tuple[Drawn, Drawn]]:
-        """The slices that each arrow joins: those innermost at its ends."""
+        """Yield the two slices that each arrow connects: the innermost ones at its ends."""
         starts = {e["id"]: e for e in self.of("s")}
         stops = {e["id"]: e for e in self.of("f")}
         assert starts.keys() == stops.keys()
@@ -99,7 +99,7 @@ def end(part: Drawn) -> int:
 
 
 def pipelines(*, stages: int, count: int, steps: int, microbatches: int) -> list[Event]:
-    """All forwards, then all backwards, 4 ms each; a tensor takes 1 ms to the next stage."""
+    """Return events of all forwards, then all backwards, 4 ms each; transfers take 1 ms."""
     events = [event("run", -9, worker=W00, name="demo")]
     for pipeline, step, stage in product(range(count), range(steps), range(stages)):
         worker, begin = Worker(stage, pipeline), 1000.0 * step
@@ -141,8 +141,8 @@ def test_every_event_of_any_log_is_drawn(
     begin = min((e.time for e in events), default=0.0)
     ends = [end(part) for part in trace.slices if part["cat"] != "wait"]
     ends += [moment["ts"] for moment in trace.moments]
-    told = [round(1e6 * (e.time - begin + (e.duration or 0.0))) for e in events]
-    assert sorted(ends) == sorted(told)
+    expected = [round(1e6 * (e.time - begin + (e.duration or 0.0))) for e in events]
+    assert sorted(ends) == sorted(expected)
     lasted = sum(round(1e6 * (e.duration or 0.0)) for e in events)
     assert sum(part["dur"] for part in trace.slices) == lasted
     for maker, received in trace.arrows():
@@ -150,7 +150,7 @@ def test_every_event_of_any_log_is_drawn(
         assert maker["cat"] in ("forward", "backward", "action")
 
 
-def test_every_action_is_there_once_and_its_wait_and_compute_fill_it(tmp_path: Path) -> None:
+def test_each_action_is_drawn_once_as_its_wait_and_compute(tmp_path: Path) -> None:
     trace = Trace(write_run(tmp_path / "run", EIGHT))
     parts = defaultdict(list)
     for part in trace.slices:
@@ -185,7 +185,7 @@ def test_actions_and_syncs_lie_in_their_step_on_one_row(tmp_path: Path) -> None:
             assert trace.slices.index(around) <= trace.slices.index(part)
 
 
-def test_an_arrow_leads_to_every_transfer_from_the_action_that_made_it(tmp_path: Path) -> None:
+def test_each_transfer_has_an_arrow_from_its_senders_action(tmp_path: Path) -> None:
     trace = Trace(write_run(tmp_path / "run", EIGHT))
     found = set()
     for maker, received in trace.arrows():
@@ -203,17 +203,17 @@ def test_arrows_never_go_back_in_time_with_skewed_clocks(
     made = event("action", ahead - 2, 6, W00, "F0", wait=0.002)
     received = event("transfer", 4, 5, W10, "F0", peer="s0p0")
     trace = Trace(write_run(tmp_path / "run", [made, received]))
-    assert len(list(trace.arrows())) == num_arrows  # which looks at their direction
+    assert len(list(trace.arrows())) == num_arrows  # `arrows` checks their direction
 
 
-def test_a_step_done_again_sends_its_arrow_from_the_last_action_before(tmp_path: Path) -> None:
+def test_repeated_step_has_its_arrow_from_the_last_earlier_action(tmp_path: Path) -> None:
     events = [event("action", at, 4, W00, "F0", wait=0.0) for at in (0, 100, 200)]
     events.append(event("transfer", 104, 5, W10, "F0", peer="s0p0"))
     [(maker, _)] = Trace(write_run(tmp_path / "run", events)).arrows()
     assert maker["ts"] == 100_000
 
 
-def test_transfers_under_way_together_get_rows_of_their_own(tmp_path: Path) -> None:
+def test_concurrent_transfers_get_separate_rows(tmp_path: Path) -> None:
     events = [event("transfer", at, lasts, W10, "F0") for at, lasts in ((0, 9), (3, 2), (9, 1))]
     trace = Trace(write_run(tmp_path / "run", events))
     shown = [(trace.rows[e["tid"]], e["ts"]) for e in trace.slices]

@@ -1,4 +1,4 @@
-"""Clusters: the two ways to write one agree, and one that makes no sense is refused."""
+"""Clusters: both file forms give equal clusters, and invalid ones are refused."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def link(source: str, target: str, **more: Any) -> dict[str, Any]:
 
 @st.composite
 def matrix_files(draw) -> dict[str, Any]:
-    """A random cluster in matrix form, with zeros inside regions of one device."""
+    """Draw a cluster in matrix form, with zeros inside regions of one device."""
     counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     regions = [f"region {i}" for i in range(len(counts))]
 
@@ -72,7 +72,7 @@ def matrix_files(draw) -> dict[str, Any]:
 
 
 def as_links(file: dict[str, Any], draw) -> dict[str, Any]:
-    """The same cluster link by link, in any order; two equal directions may become one entry."""
+    """Return the same cluster as [[links]] in any order; equal directions may share an entry."""
     latency, bandwidth = file["latency_ms"], file["bandwidth_gbps"]
     links = []
     for i, source in enumerate(file["regions"]):
@@ -109,7 +109,7 @@ def test_matrices_and_links_give_equal_clusters(file, symmetric, data):
 
 @settings(deadline=None)  # a file per example: slow on a busy machine
 @given(matrix_files())
-def test_link_is_directed_and_stands_in_row_from_column_to(file):
+def test_link_is_directed_from_row_to_column(file):
     cluster = load(file)
     for a in cluster.devices:
         for b in cluster.devices:
@@ -120,7 +120,7 @@ def test_link_is_directed_and_stands_in_row_from_column_to(file):
                 assert found.bandwidth == pytest.approx(file["bandwidth_gbps"][i][j] * 125e6)
 
 
-def test_counted_devices_are_numbered_on_within_their_region():
+def test_counted_devices_are_numbered_consecutively_in_their_region():
     file = {
         "name": "mixed",
         "devices": [
@@ -138,7 +138,7 @@ def test_counted_devices_are_numbered_on_within_their_region():
     assert (devices[4].memory, devices[4].speed, devices[4].price_per_hour) == (None, 0.5, 1.2)
 
 
-def test_devices_without_regions_are_regions_of_their_own():
+def test_device_without_region_is_its_own_region():
     file = {"name": "n", "devices": [{"name": "x"}, {"name": "y"}], "links": [link("y", "x")]}
     assert load(file).regions == ("x", "y")
     matrices = {"latency_ms": [[0, 1], [1, 0]], "bandwidth_gbps": [[0, 1], [1, 0]]}
@@ -206,7 +206,7 @@ ALL_LINKS = [link("a", "a"), link("a", "b")]
         ),
     ],
 )
-def test_cluster_file_that_makes_no_sense_is_refused(file, wrong):
+def test_invalid_cluster_file_is_refused(file, wrong):
     assert refusal(file) == wrong
 
 

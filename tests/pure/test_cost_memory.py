@@ -24,7 +24,7 @@ def test_every_term_is_counted_once() -> None:
 
 
 @given(stages, amounts, st.integers(0, 4), st.integers(1, 40))
-def test_as_many_fit_as_the_sum_allows_and_not_one_more(
+def test_max_in_flight_is_the_most_that_fits(
     stage: StageMemory, limit: int, window: int, num_microbatches: int
 ) -> None:
     budget = MemoryBudget(stages={4: [stage]}, limits=[limit], window=window)

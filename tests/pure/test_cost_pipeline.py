@@ -1,4 +1,4 @@
-"""The pipeline simulator: closed forms, published tables, and what must never happen."""
+"""The pipeline simulator: closed forms, published tables, and invariants."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -13,20 +13,12 @@ from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.check import check
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Action, Op
-from tests.pure.test_schedule import ordered_schedules, parse
-from tests.pure.test_schedule_spec import specs
-
-
-def even_times(
-    num_stages: int, transfer: float, *, forward: float = 1.0, backward: float = 2.0
-) -> PipelineTimes:
-    links = (LinkTimes(busy=(transfer,)),) * (num_stages - 1)
-    return PipelineTimes(
-        forward=(forward,) * num_stages,
-        backward=(backward,) * num_stages,
-        activations=links,
-        gradients=links,
-    )
+from tests.pure.schedule_cases import (
+    even_times,
+    ordered_schedules,
+    parse,
+    timed_schedules,
+)
 
 
 def ideal(spec: str, num_stages: int, num_microbatches: int, transfer: float) -> float:
@@ -34,35 +26,6 @@ def ideal(spec: str, num_stages: int, num_microbatches: int, transfer: float) ->
         num_stages=num_stages, num_microbatches=num_microbatches
     )
     return length(schedule, even_times(num_stages, transfer))
-
-
-durations = st.floats(0, 10)
-
-
-@st.composite
-def times_s(draw: st.DrawFn, num_stages: int) -> PipelineTimes:
-    def some(kind: st.SearchStrategy, count: int) -> tuple:
-        return tuple(draw(st.lists(kind, min_size=count, max_size=count)))
-
-    link = st.builds(
-        LinkTimes,
-        busy=st.lists(durations, min_size=1, max_size=3).map(tuple),
-        latency=durations,
-    )
-    return PipelineTimes(
-        forward=some(durations, num_stages),
-        backward=some(durations, num_stages),
-        activations=some(link, num_stages - 1),
-        gradients=some(link, num_stages - 1),
-    )
-
-
-@st.composite
-def timed_schedules(draw: st.DrawFn) -> tuple[Schedule, PipelineTimes]:
-    spec = draw(specs)
-    num_stages = draw(st.integers(1, 5)) if spec.limits is None else len(spec.limits)
-    schedule = spec.build(num_stages=num_stages, num_microbatches=draw(st.integers(1, 10)))
-    return schedule, draw(times_s(num_stages))
 
 
 @given(st.integers(1, 8), st.integers(1, 32), st.integers(1, 5), st.integers(1, 5))
@@ -88,8 +51,8 @@ def test_gpipe_pays_a_transfer_once_each_way(
 
 @given(st.integers(1, 8), st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0]))
 def test_1f1b_pays_transfer_round_trips_in_every_period(num_stages: int, transfer: float) -> None:
-    # The first stage holds num_stages micro-batches, and each comes back after the work of all
-    # stages and two transfers per link: what lasts that long yields num_stages micro-batches.
+    # The first stage holds num_stages micro-batches, and each returns after the work of all stages
+    # and two transfers per link: that period yields num_stages micro-batches.
     long, short = (ideal("1f1b", num_stages, m * num_stages, transfer) for m in (9, 5))
     round_trip = num_stages * 3 + 2 * (num_stages - 1) * transfer
     assert (long - short) / 4 == pytest.approx(round_trip)
@@ -102,7 +65,7 @@ def test_1f1b_steady_period_is_work_plus_two_transfers() -> None:
     assert [later - earlier for earlier, later in pairwise(middle)] == [4.0, 4.0]
 
 
-TABLE = [  # F=1, B=2, 4 stages: transfer, micro-batches, recipe, length
+TABLE = [  # F=1, B=2, 4 stages: transfer, micro-batches, spec, length
     (0.5, 12, "1f1b", 56),
     (0.5, 12, "kfkb:2", 48),
     (0.5, 12, "kfkb:3", 48),
@@ -141,7 +104,7 @@ def test_actions_start_as_early_as_possible(
     ends = [dict(zip(*row, strict=True)) for row in zip(schedule, timeline.ends, strict=True)]
 
     def arrivals(op: Op, stage: int) -> dict[Action, float]:
-        """When what `stage` needs for each `op` is there, by the rules of the link."""
+        """Return when the inputs of each `op` arrive at `stage`, by the rules of the link."""
         source = stage - 1 if op is Op.F else stage + 1
         if not 0 <= source < len(schedule):
             return {action: 0.0 for action in schedule[stage] if action.op is op}
@@ -165,7 +128,7 @@ def test_actions_start_as_early_as_possible(
 
 
 @given(timed_schedules())
-def test_the_length_is_the_last_end_and_idle_is_what_is_left(
+def test_length_is_the_last_end_and_idle_the_rest(
     case: tuple[Schedule, PipelineTimes],
 ) -> None:
     schedule, times = case
@@ -243,17 +206,17 @@ def test_deadlocking_schedules_are_refused_and_all_others_run(
 
 
 @pytest.mark.parametrize(
-    ("rows", "says"),
+    ("rows", "message"),
     [
         (["F0 B0 F1 B1", "F0 F1 B0 B1"], "stage 0 before B0, stage 1 before F1"),
         (["B0 F0"], "stage 0 before B0"),
         (["F0 B0", "F0 B0 F1 B1"], "stage 1 before F1"),
     ],
 )
-def test_deadlock_error_names_the_waiting_actions(rows: list[str], says: str) -> None:
+def test_deadlock_error_names_the_waiting_actions(rows: list[str], message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         simulate(parse(*rows), even_times(len(rows), 0.5))
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_empty_schedule_takes_no_time() -> None:
@@ -261,7 +224,7 @@ def test_empty_schedule_takes_no_time() -> None:
     assert simulate([[], []], even_times(2, 0.5)).idle == (0.0, 0.0)
 
 
-def test_times_of_other_stages_are_refused() -> None:
+def test_times_with_mismatched_stages_are_refused() -> None:
     with pytest.raises(ScheduleError, match="2 stages with times of 3"):
         length([[], []], even_times(3, 0.5))
     with pytest.raises(DescriptionError, match="one link fewer"):

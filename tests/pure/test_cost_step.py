@@ -1,7 +1,7 @@
-"""What a step takes: closed forms, what hides behind what, and what must never happen.
+"""Step times: closed forms, overlap, and invariants.
 
-Every time in a step is the largest of sums of times that are given, in an order that the schedules
-fix. So no anomaly of list scheduling is possible: nothing that gets faster makes a step longer.
+Every time in a step is a maximum of sums of given times, in an order that the schedules fix. So
+there are no anomalies of list scheduling: a faster part never makes a step longer.
 """
 
 from dataclasses import replace
@@ -15,6 +15,7 @@ from polyrhythm.cost.pipeline import PipelineTimes, length, simulate
 from polyrhythm.cost.step import StageRun, StageWork, StepSpec, groups_of, pipeline_times, step_time
 from polyrhythm.cost.sync import Sync, reduce_scatter_times
 from polyrhythm.schedule.builders import Schedule
+from tests.pure.schedule_cases import timed_schedules
 from tests.pure.step_cases import (
     even_links,
     even_step,
@@ -24,9 +25,8 @@ from tests.pure.step_cases import (
     replica,
     seeds,
 )
-from tests.pure.test_cost_pipeline import timed_schedules
 
-_STEADY = 1 + 2e-3  # as near as a step is simulated
+_STEADY = 1 + 2e-3  # tolerance of the simulated steady state
 
 
 @given(timed_schedules())
@@ -75,7 +75,7 @@ def test_one_pipeline_alone_takes_the_length_of_its_schedule(seed: int) -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 12), st.sampled_from(["1f1b", "gpipe"]))
-def test_equal_stages_take_their_fill_their_work_and_what_they_average(
+def test_equal_stages_take_fill_plus_work_plus_averaging(
     num_stages: int, num_pipelines: int, num_microbatches: int, spec: str
 ) -> None:
     """With one stage that is plain data parallelism."""
@@ -99,7 +99,7 @@ def test_parts_are_never_negative_and_sum_up_to_the_step(seed: int) -> None:
 
 
 def faster(step: StepSpec, rng: np.random.Generator) -> StepSpec:
-    """One device, and links at random, up to three times as fast; the same orders."""
+    """Make one device and random links up to three times as fast, with the same schedules."""
     devices = len(step.speeds)
     chosen = rng.random((devices, devices)) < 0.4
     speeds = list(step.speeds)
@@ -130,11 +130,11 @@ def test_alternating_step_times_give_their_mean() -> None:
             found.append(step_time(step).total / ((ends[35] - ends[11]) / 24))
             turns += ends[35] - ends[34] != pytest.approx(ends[34] - ends[33])
     assert found == pytest.approx([1.0] * len(found), rel=1.1e-3)
-    assert turns, "one of these takes turns"
+    assert turns, "one of these alternates"
 
 
 def step_ends(step: StepSpec) -> list[float]:
-    """When each of many steps ends, by the plainest loop."""
+    """Return the end of each of many steps, by a plain loop."""
     times = [pipeline_times(one.runs, step) for one in step.replicas]
     scatter_times = reduce_scatter_times(
         groups_of(step), step.links, step.sync, coordinator=step.coordinator
@@ -169,7 +169,7 @@ def test_sync_of_late_stages_overlaps_the_drain_of_earlier_ones() -> None:
     """The last stage is done 2 s, a backward, before the first, and begins 1 s after it."""
     pipeline = step_time(two_stages((0.0, 0.0))).total
     assert pipeline == pytest.approx(15)
-    for size in (1.0, 2.0, 3.0):  # of two replicas: both halves take as many seconds
+    for size in (1.0, 2.0, 3.0):  # two replicas: reduce-scatter plus all-gather take `size` seconds
         assert step_time(two_stages((0.0, size))).total == pytest.approx(pipeline)
     assert step_time(two_stages((0.0, 5.0))).total == pytest.approx(pipeline + 2)
     assert step_time(two_stages((5.0, 0.0))).total == pytest.approx(pipeline + 5)
@@ -177,7 +177,11 @@ def test_sync_of_late_stages_overlaps_the_drain_of_earlier_ones() -> None:
 
 
 def test_decoupled_sync_overlaps_backward_and_forward() -> None:
-    for size, waited in ((2.0, 0.0), (4.0, 1.0), (8.0, 2.0 + 3.0)):  # a half is size / 2 seconds
+    for size, waited in (
+        (2.0, 0.0),
+        (4.0, 1.0),
+        (8.0, 2.0 + 3.0),
+    ):  # a reduce-scatter takes size / 2 seconds
         step = even_step(1, 2, 4, gradients=size, sync=Sync.DECOUPLED)
         assert step_time(step).total == pytest.approx(12 + waited)
     for speeds in ((0.5, 1.0), (1.0, 0.5)):
@@ -193,7 +197,7 @@ def test_decoupled_is_never_slower_than_all_reduce(seed: int) -> None:
 
 
 @given(seeds)
-def test_a_device_that_runs_several_stages_is_one_with_a_large_stage(seed: int) -> None:
+def test_device_with_several_stages_equals_one_large_stage(seed: int) -> None:
     rng = np.random.default_rng(seed)
     small = [
         StageWork(
@@ -230,7 +234,7 @@ def test_a_device_that_runs_several_stages_is_one_with_a_large_stage(seed: int) 
 
 
 def test_in_groups_a_slow_pipeline_does_not_hold_up_the_others() -> None:
-    """Two that do 4 micro-batches in 12 s each, and one in 48 s: 12 in as long as it takes."""
+    """Two pipelines run 4 micro-batches in 12 s each, and one in 48 s: the rates add up."""
     step = even_step(1, 3, 4, sync=Sync.GROUPS)
     step = replace(step, speeds=(1.0, 1.0, 0.25))
     assert step_time(step).total == pytest.approx(12 / (4 / 12 + 4 / 12 + 4 / 48))
@@ -239,7 +243,8 @@ def test_in_groups_a_slow_pipeline_does_not_hold_up_the_others() -> None:
 
 def test_in_groups_every_step_still_pays_for_its_own_averaging() -> None:
     step = even_step(1, 3, 4, sync=Sync.GROUPS, gradients=3.0, links=even_links(3, latency=0.5))
-    # A half: 2 s for two thirds of 3 bytes or 1 s and both latencies for one, then two words.
+    # A reduce-scatter takes 2 s for two thirds of 3 bytes, or 1 s and both latencies for one
+    # third; then there are two messages of the coordinator.
     assert step_time(step).total == pytest.approx(12 + 2 * (2.0 + 1.0))
     assert step_time(step).sync == pytest.approx(6)
 
@@ -254,7 +259,7 @@ def test_a_transfer_is_waited_for_once_each_way_when_the_pipeline_fills() -> Non
 
 
 def test_reduce_scatter_overlaps_only_the_last_replica() -> None:
-    """A replica with one micro-batch on a slow device is done long before: it hides nothing."""
+    """A replica with one micro-batch on a slow device ends long before: it overlaps nothing."""
     step = even_step(1, 2, 8, gradients=8.0, sync=Sync.DECOUPLED)
     step = replace(step, replicas=(step.replicas[0], replica((StageRun(1, 0, 1),), 1)))
     for speed in (0.25, 0.5, 1.0):

@@ -1,4 +1,4 @@
-"""How long replicas need to agree on gradients: against the plain way to reckon the same."""
+"""Times of averaging gradients, compared with plain computations."""
 
 from dataclasses import replace
 from itertools import combinations, pairwise, permutations
@@ -19,7 +19,7 @@ def half(members: tuple[int, ...], size: float, links: Links, sync: Sync) -> flo
 
 
 def best_ring(num_members: int, share: float, links: Links) -> float:
-    """By trying every order."""
+    """Return the time of the best ring by trying every order."""
     return min(
         (num_members - 1) * max(links.transfer(a, b, share) for a, b in pairwise((0, *order, 0)))
         for order in permutations(range(1, num_members))
@@ -53,7 +53,7 @@ def test_the_slower_direction_of_a_link_decides(slow: tuple[int, int]) -> None:
 
 
 @given(st.integers(1, 12), st.floats(0, 1e9), st.floats(1, 1e9))
-def test_over_equal_links_an_exchange_is_the_classical_one(
+def test_exchange_over_equal_links_matches_the_closed_form(
     num_members: int, size: float, bandwidth: float
 ) -> None:
     links = even_links(num_members, bandwidth=bandwidth)
@@ -96,7 +96,7 @@ def test_a_ring_is_the_best_of_all_orders(
     assert found == pytest.approx(best_ring(num_members, size / num_members, links))
 
 
-def test_a_ring_of_more_than_are_tried_in_every_order_is_not_far_from_the_best() -> None:
+def test_large_ring_is_near_the_best() -> None:
     orders = np.array([(0, *order, 0) for order in permutations(range(1, 9))])
     shares = []
     for seed in range(12):
@@ -108,7 +108,7 @@ def test_a_ring_of_more_than_are_tried_in_every_order_is_not_far_from_the_best()
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_fast_ring_hidden_among_many_devices_is_found_or_nearly(seed: int) -> None:
+def test_hidden_fast_ring_is_nearly_found(seed: int) -> None:
     """24 members are too many for every order; the links of one ring take 1 s, others 1.1 to 3."""
     rng = np.random.default_rng(seed)
     hidden = rng.permutation(24)
@@ -133,7 +133,7 @@ def test_groups_lie_between_the_fastest_and_the_slowest(
     assert found == half(tuple(range(num_members)), size, links, Sync.GROUPS)
 
 
-def test_groups_of_many_are_not_all_the_same() -> None:
+def test_groups_of_many_members_differ_between_draws() -> None:
     """One far member is in some draws and not in others."""
     links = even_links(8)
     links.latency[0, :] = links.latency[:, 0] = 100.0
@@ -157,7 +157,7 @@ def test_more_bytes_and_slower_links_never_take_less(
 
 @pytest.mark.parametrize("sync", Sync)
 def test_coordinator_latency_is_that_of_the_farthest_member(sync: Sync) -> None:
-    """A word there and one back, from devices 0 and 1 to 2; nobody needs one without replicas."""
+    """One message each way, from devices 0 and 1 to 2; without replicas there is none."""
     links = even_links(3, latency=0.5)
     links.latency[1, 2] = 2.0
     groups = [ReplicaGroup(members=(0, 1), size=4.0), ReplicaGroup(members=(2,), size=4.0)]
@@ -176,12 +176,12 @@ def test_single_replica_needs_no_sync(sync: Sync) -> None:
 
 @pytest.mark.parametrize("sync", Sync)
 def test_the_only_device_of_a_cluster_has_no_link(sync: Sync) -> None:
-    """Its own entry may be 0."""
+    """The entry of a single device may be 0."""
     links = links_of(np.zeros((1, 1)), np.zeros((1, 1)))
     assert half((0,), 100.0, links, sync) == 0
 
 
-def test_links_are_those_of_the_regions_of_two_devices() -> None:
+def test_device_links_are_those_of_their_regions() -> None:
     cluster = Cluster.load("case5_worldwide")
     links = Links.of(cluster)
     for a, b in [(0, 1), (0, 63), (63, 0), (20, 40)]:
@@ -191,13 +191,13 @@ def test_links_are_those_of_the_regions_of_two_devices() -> None:
 
 
 def test_a_ring_through_a_real_cluster_is_no_slower_than_one_in_the_order_of_its_regions() -> None:
-    """Many links are alike, so that many rings are as good as one another."""
+    """Many links are equal, so that many rings are equally good."""
     links = Links.of(Cluster.load("case5_worldwide"))
     in_order = max(links.transfer(a, b, 1e6) for a, b in pairwise([*range(64), 0]))
     assert half(tuple(range(64)), 64e6, links, Sync.RING) <= 63 * in_order
 
 
-def test_a_device_sends_as_fast_as_its_fastest_link_or_as_it_says() -> None:
+def test_uplink_is_the_described_one_or_that_of_the_fastest_link() -> None:
     cluster = Cluster.load("case5_worldwide")
     fastest = max(
         cluster.link(cluster.devices[0].name, other.name).bandwidth for other in cluster.devices[1:]

@@ -1,4 +1,4 @@
-"""What a coordinator has counted is said in plain words, and nothing is left out."""
+"""The text of a coordinator's counters contains all of them."""
 
 import pytest
 
@@ -17,7 +17,8 @@ from polyrhythm.observe.counters import counters_text
             "2 messages refused (unauthenticated 1, malformed 1)",
         ),
         ({"late": 1}, "1 message ignored (late 1)"),
-        ({"stalled": 2, "skipped": 5}, "5 steps without an average, 2 standstills of this process"),
+        ({"stalled": 2, "skipped": 5}, "5 steps without an average, 2 stalls of this process"),
+        ({"early": 1, "full": 2}, "2 messages not delivered (queue full 2), 1 early message"),
         ({"some_new_kind": 1000, "committed": 2}, "2 groups averaged, 1,000 some new kind"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The order of samples: a shuffle per epoch, known at any place without what comes before it."""
+"""The order of samples: a shuffle per epoch, computed at any position without those before it."""
 
 import random
 import sys
@@ -17,7 +17,7 @@ from polyrhythm.run.data.errors import DataError
 from polyrhythm.run.data.order import SampleOrder
 
 seeds = st.integers(0, 2**64 - 1)
-A_MILLIONTH = 1e-6  # the chance that a fair shuffle fails a test of fairness here
+MIN_P_VALUE = 1e-6  # probability that a fair shuffle fails a test of fairness here
 
 
 @given(st.integers(1, 10_000), seeds, st.integers(0, 10**12))
@@ -51,7 +51,7 @@ def test_epochs_and_seeds_differ() -> None:
     epochs = SampleOrder(500, 3).ids(0, 5000).reshape(10, 500)
     others = np.stack([SampleOrder(500, seed).ids(0, 500) for seed in range(10)])
     for first, second in [*combinations(epochs, 2), *combinations(others, 2)]:
-        assert np.count_nonzero(first == second) < 20  # by chance 1, and rarely 5
+        assert np.count_nonzero(first == second) < 20  # expected 1, rarely 5
 
 
 def test_without_shuffling_samples_come_in_their_own_order() -> None:
@@ -62,23 +62,23 @@ def test_without_shuffling_samples_come_in_their_own_order() -> None:
 def test_each_position_has_each_sample_equally_often(num_samples: int) -> None:
     num_epochs = 400_000 // num_samples
     ids = SampleOrder(num_samples, 11).ids(0, num_epochs * num_samples).reshape(num_epochs, -1)
-    for place in (0, num_samples // 2, num_samples - 1):
-        counts = np.bincount(ids[:, place], minlength=num_samples)
-        assert chisquare(counts).pvalue > A_MILLIONTH
+    for position in (0, num_samples // 2, num_samples - 1):
+        counts = np.bincount(ids[:, position], minlength=num_samples)
+        assert chisquare(counts).pvalue > MIN_P_VALUE
 
 
 def test_all_permutations_of_few_samples_are_equally_likely() -> None:
     ids = SampleOrder(4, 5).ids(0, 4 * 24_000).reshape(-1, 4)
     counts = Counter(map(tuple, ids.tolist()))
     assert len(counts) == 24
-    assert chisquare(list(counts.values())).pvalue > A_MILLIONTH
+    assert chisquare(list(counts.values())).pvalue > MIN_P_VALUE
 
 
 def test_shuffle_separates_neighbours() -> None:
     ids = SampleOrder(10_000, 1).ids(0, 10_000)
     steps = np.diff(ids)
-    assert np.count_nonzero(np.abs(steps) <= 5) < 50  # by chance 10
-    assert abs(np.corrcoef(ids[:-1], ids[1:])[0, 1]) < 0.06  # six deviations
+    assert np.count_nonzero(np.abs(steps) <= 5) < 50  # expected 10
+    assert abs(np.corrcoef(ids[:-1], ids[1:])[0, 1]) < 0.06  # six standard deviations
 
 
 def test_huge_dataset_needs_little_memory_and_time() -> None:
@@ -91,7 +91,7 @@ def test_huge_dataset_needs_little_memory_and_time() -> None:
 
 
 def test_order_is_stable_across_versions() -> None:
-    """A run that goes on with another version of numpy, or of this, has to find its place."""
+    """A run must resume at the same samples with other versions of numpy or polyrhythm."""
     assert SampleOrder(10, 0).ids(0, 20).tolist() == ORDER_OF_10
     assert SampleOrder(10**12, 2**64 - 1).ids(10**15, 10**15 + 3).tolist() == ORDER_OF_MANY
 
@@ -107,14 +107,14 @@ def test_order_is_independent_of_global_rng_state() -> None:
 
 def test_million_samples_are_ordered_fast() -> None:
     def seconds(work: object) -> float:
-        began = time.process_time()
+        start = time.process_time()
         work()
-        return time.process_time() - began
+        return time.process_time() - start
 
-    order, chance = SampleOrder(10**6, 1), random.Random(1)
-    ours = min(seconds(lambda: order.ids(0, 10**6)) for _ in range(3))
-    drawn = min(seconds(lambda: [chance.random() for _ in range(10**6)]) for _ in range(3))
-    assert ours < 10 * drawn
+    order, rng = SampleOrder(10**6, 1), random.Random(1)
+    order_time = min(seconds(lambda: order.ids(0, 10**6)) for _ in range(3))
+    draw_time = min(seconds(lambda: [rng.random() for _ in range(10**6)]) for _ in range(3))
+    assert order_time < 10 * draw_time
 
 
 def test_order_does_not_import_torch() -> None:
@@ -122,10 +122,12 @@ def test_order_does_not_import_torch() -> None:
     assert run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize(("num", "seed", "says"), [(0, 0, "0 samples"), (1, -1, "seed=-1")])
-def test_invalid_order_is_rejected(num: int, seed: int, says: str) -> None:
-    with pytest.raises(DataError, match=says):
-        SampleOrder(num, seed)
+@pytest.mark.parametrize(
+    ("num_samples", "seed", "message"), [(0, 0, "0 samples"), (1, -1, "seed=-1")]
+)
+def test_invalid_order_is_rejected(num_samples: int, seed: int, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        SampleOrder(num_samples, seed)
 
 
 ORDER_OF_10 = [0, 7, 1, 5, 9, 6, 4, 8, 2, 3, 2, 1, 0, 3, 8, 7, 4, 9, 6, 5]

@@ -87,7 +87,7 @@ def test_changed_log_replays_with_a_difference(tmp_path: Path, before: bytes, af
     assert str(difference).startswith(f"line {difference.line}: ")
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     write(tmp_path / "log")
     whole = (tmp_path / "log").read_bytes()
     (tmp_path / "log").write_bytes(whole[:-5])

@@ -1,4 +1,4 @@
-"""Speeds are ratios of flops: only of flops that can be compared."""
+"""Device speeds are ratios of flops, of the same or of unknown dtype."""
 
 from dataclasses import replace
 
@@ -37,27 +37,28 @@ def test_speeds_are_fitted_to_the_device_of_the_profile() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [("", ""), ("float32", ""), ("", "float32"), ("float32", "float32")]
+    ("probed", "profiled"),
+    [("", ""), ("float32", ""), ("", "float32"), ("float32", "float32")],
 )
-def test_flops_of_equal_or_unknown_dtype_are_compared(ours: str, theirs: str) -> None:
-    cluster, profile = replace(CLUSTER, flops_dtype=ours), replace(PROFILE, flops_dtype=theirs)
+def test_flops_of_equal_or_unknown_dtype_are_compared(probed: str, profiled: str) -> None:
+    cluster, profile = replace(CLUSTER, flops_dtype=probed), replace(PROFILE, flops_dtype=profiled)
     assert speeds(cluster, profile) == [0.5, 1.5]
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "fix"),
+    ("probed", "profiled", "fix"),
     [
         ("float32", "bfloat16", "probe --dtype bfloat16 or polyrhythm profile --dtype float32"),
         ("float32", "float64", "again: polyrhythm profile --dtype float32"),
     ],
 )
-def test_flops_of_different_dtypes_are_rejected(ours: str, theirs: str, fix: str) -> None:
-    cluster, profile = replace(CLUSTER, flops_dtype=ours), replace(PROFILE, flops_dtype=theirs)
+def test_flops_of_different_dtypes_are_rejected(probed: str, profiled: str, fix: str) -> None:
+    cluster, profile = replace(CLUSTER, flops_dtype=probed), replace(PROFILE, flops_dtype=profiled)
     with pytest.raises(
-        DescriptionError, match=f"of {ours}, those of model 'm' of {theirs}"
-    ) as told:
+        DescriptionError, match=f"of {probed}, those of model 'm' of {profiled}"
+    ) as raised:
         fit_speeds(cluster, profile)
-    assert fix in str(told.value)
+    assert fix in str(raised.value)
     no_flops = replace(profile, flops=None)
     assert fit_speeds(cluster, no_flops) == cluster
 

@@ -1,4 +1,4 @@
-"""The doctor's report: complete, unmangled, and failing for training alone."""
+"""The doctor's report is complete and unmodified, and fails only for training."""
 
 import io
 
@@ -12,7 +12,7 @@ from polyrhythm.observe import doctor
 
 pytestmark = pytest.mark.timeout(30)
 
-ADVICE = "pip install 'polyrhythm[lab]'; everything but the lab works without it"
+ADVICE = "pip install 'polyrhythm[lab]'; only the lab needs it"
 OK = CheckResult("torch", "2.13.0+cpu", True)
 FACT = CheckResult("memory", "23.5GiB", None)
 NOTE = CheckResult("/dev/shm", "64MiB", None, "docker run --shm-size=2g")
@@ -31,7 +31,7 @@ def test_report_shows_every_group_finding_and_advice_as_written(terminal):
     for result in (OK, FACT, NOTE, MISSING):
         assert result.subject in text
         assert result.found in text
-        assert result.advice in text  # with its brackets, which rich would take for markup
+        assert result.advice in text  # with its brackets, which rich would remove as markup
     assert text.index("Training") < text.index("Lab") < text.index("Extras")
 
 
@@ -50,7 +50,7 @@ def test_report_to_a_file_is_one_unwrapped_line_per_finding_without_frames():
 def test_terminal_table_fits_a_narrow_terminal():
     text, _ = report(terminal=True, width=60, training=[OK], lab=[MISSING])
     assert max(map(len, text.splitlines())) <= 60
-    assert "without it" in text  # wrapped, not cut off
+    assert "needs it" in text  # wrapped, not truncated
 
 
 found = st.sampled_from([OK, FACT, NOTE, MISSING])
@@ -64,7 +64,7 @@ def test_only_a_missing_training_need_is_essential(training, lab, extras, termin
     assert ("the lab works." in text) == (MISSING not in lab)
 
 
-def test_missing_extra_says_which_package_and_how_to_get_it(monkeypatch):
+def test_missing_extra_names_the_package_and_its_install_command(monkeypatch):
     monkeypatch.setattr(
         doctor.importlib.util, "find_spec", lambda name: None if name == "uvicorn" else object()
     )

@@ -1,4 +1,4 @@
-"""DT-FM's cost: the equations as printed, the published planner's figures, and what is refused."""
+"""DT-FM's cost: the printed equations, the published planner's figures, and refused input."""
 
 import random
 from itertools import permutations
@@ -54,7 +54,7 @@ def test_the_constants_are_those_of_the_published_planner() -> None:
 
 
 def in_regions(rows: list[list[int]], name: str) -> list[list[int]]:
-    """Devices of a cluster by the regions that each stage takes one from."""
+    """Return a layout of a cluster's devices from the regions of each stage."""
     cluster = Cluster.load(name)
     left = {
         region: [i for i, device in enumerate(cluster.devices) if device.region == region]
@@ -72,7 +72,7 @@ def in_regions(rows: list[list[int]], name: str) -> list[list[int]]:
         ("case5_worldwide", [0, 1, 2, 3, 4, 5, 6, 7]),
     ],
 )
-def test_known_layouts_cost_what_the_published_planner_says(name: str, stage: list[int]) -> None:
+def test_known_layouts_cost_as_in_the_published_planner(name: str, stage: list[int]) -> None:
     found = best_layout(in_regions([stage] * 8, name), published(name))
     assert found.total == pytest.approx(BEST[name], abs=5e-5)
 
@@ -100,7 +100,7 @@ def test_devices_have_the_links_of_their_regions() -> None:
     assert bandwidth[0, 1] == pytest.approx(2e9 / 8)
 
 
-def test_the_matching_is_the_one_that_the_cost_is_of() -> None:
+def test_returned_matching_has_the_reported_cost() -> None:
     """The published code returned the solution after the last feasible one: 70.22 for 63.62."""
     times = published("case5_worldwide", shuffle=0, noise=0)
     left, right = list(range(8)), list(range(8, 16))
@@ -118,7 +118,7 @@ def test_stages_must_share_the_devices_evenly(num_stages: int) -> None:
 @pytest.mark.parametrize(
     ("latency", "bandwidth"), [(-1.0, 1.0), (np.nan, 1.0), (0.0, 0.0), (0.0, np.nan)]
 )
-def test_links_that_cannot_be_are_refused(latency: float, bandwidth: float) -> None:
+def test_impossible_links_are_refused(latency: float, bandwidth: float) -> None:
     ones = np.ones((4, 4))
     with pytest.raises(DescriptionError, match="devices 0 and 1"):
         pair_times(ones * latency, ones * bandwidth, PUBLISHED, num_stages=2)

@@ -1,4 +1,4 @@
-"""DT-FM's own search: its moves as printed, its figures, and its defects, which are not here."""
+"""DT-FM's search: its printed moves and figures, without the defects of the published code."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_kernighan_lin_never_cuts_more(times: PairTimes, number: int) -> None:
 
 
 def test_a_pair_of_exchanged_devices_comes_from_the_fastest_links() -> None:
-    """Two groups of two near devices each: both pairs part, for pipelines to use their links."""
+    """Two groups of two near devices each: both pairs are split, so pipelines use their links."""
     hop = np.full((4, 4), 9.0) - 9 * np.eye(4)
     hop[0, 1] = hop[1, 0] = hop[2, 3] = hop[3, 2] = 1.0
     for improve in (local_search.pairwise, local_search.circular):
@@ -51,8 +51,8 @@ def test_a_pair_of_exchanged_devices_comes_from_the_fastest_links() -> None:
         assert labels[2] != labels[3]
 
 
-def test_a_cycle_goes_on_while_that_is_worth_more() -> None:
-    """Three near pairs: all part if each group hands one on, and one stays if only two exchange."""
+def test_cycle_continues_while_the_gain_grows() -> None:
+    """Of three near pairs all are split by a cycle, and one stays if only two groups exchange."""
     labels = np.array([0, 0, 1, 1, 2, 2])
     hop = np.array([[1.0, 9, 11], [9, 1, 10], [11, 10, 1]])[np.ix_(labels, labels)]
     hop[0, 4:] = hop[4:, 0] = 14  # once device 0 is gone, the last group is not far from the first
@@ -63,8 +63,8 @@ def test_a_cycle_goes_on_while_that_is_worth_more() -> None:
 
 
 @pytest.mark.parametrize("kind", LocalSearch)
-def test_where_nothing_can_be_gained_nothing_moves(kind: LocalSearch) -> None:
-    """A pass takes steps that gain nothing, and undoes them."""
+def test_without_gain_nothing_moves(kind: LocalSearch) -> None:
+    """A pass makes steps without gain, and undoes them."""
     labels = labels_for(published("case5_worldwide"), 0)
     before = labels.copy()
     getattr(local_search, kind)(labels, np.ones((64, 64)) - np.eye(64), 8)
@@ -84,7 +84,7 @@ def test_an_offspring_is_its_second_parent_with_few_genes_of_the_first() -> None
     times = published("case5_worldwide")
     first, second = labels_for(times, 0), labels_for(times, 1)
     child = crossover(first, second, 5, times, np.random.default_rng(0))
-    assert 1 <= (child != second).sum() <= 10  # five genes, and as many to mend the sizes
+    assert 1 <= (child != second).sum() <= 10  # five genes, and as many to restore the sizes
     assert (crossover(first, second, 0, times, np.random.default_rng(0)) == second).all()
 
 
@@ -130,7 +130,7 @@ def test_the_layout_costs_what_is_reported() -> None:
     assert layout_cost(found.best.layout, times).total == pytest.approx(found.improvements[-1][1])
 
 
-def test_it_finds_what_the_published_search_finds_and_misses_what_that_misses() -> None:
+def test_search_finds_and_misses_what_the_published_one_does() -> None:
     settings = GeneticSettings(num_evaluations=400)
     found = {
         name: search(published(name, shuffle=0), seed=0, settings=settings).best.total

@@ -1,4 +1,4 @@
-"""A worker's compute is as slow as the scenario says, whoever asks."""
+"""EmulatedCompute sleeps for the delays of a scenario."""
 
 import time
 from pathlib import Path
@@ -14,14 +14,14 @@ from polyrhythm.types import Op
 
 @pytest.fixture(autouse=True)
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What would have been slept."""
+    """Record the durations of all sleeps instead of sleeping."""
     durations: list[float] = []
     monkeypatch.setattr(time, "sleep", durations.append)
     return durations
 
 
-def slow(**how: float) -> Slowness:
-    return Slowness.of(Scenario(name="s", slow=(Slow(device="a", **how),)), "a")
+def slow(**options: float) -> Slowness:
+    return Slowness.of(Scenario(name="s", slow=(Slow(device="a", **options),)), "a")
 
 
 def test_no_delay_without_scenario(slept: list[float]) -> None:
@@ -43,7 +43,7 @@ def test_emulate_sleeps_for_work_and_delay(slept: list[float]) -> None:
 
 def test_random_sleep_scales_with_forward_plus_backward() -> None:
     compute = EmulatedCompute(slow(probability=1.0, sleep_factor=3.0))
-    assert compute.emulate(Op.F, 1.0) == pytest.approx(3 * (1 + 2)), "a backward is taken for two"
+    assert compute.emulate(Op.F, 1.0) == pytest.approx(3 * (1 + 2)), "a backward counts as two"
     assert compute.emulate(Op.B, 1.5) == pytest.approx(3 * (1 + 1.5))
     assert compute.emulate(Op.F, 1.0) == pytest.approx(3 * (1 + 1.5))
 

@@ -1,4 +1,4 @@
-"""The event log: what is written comes back, in order, also while it is being written."""
+"""The event log: written events are read back in order, also while the log grows."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def test_written_events_are_read_back(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_loss_that_is_no_number_stays_readable(tmp_path: Path, value: float) -> None:
+def test_nan_or_inf_loss_stays_readable(tmp_path: Path, value: float) -> None:
     with EventLog(tmp_path / "a.jsonl") as log:
         log.write("step", values={"loss": value})
     (event,) = LogReader(tmp_path / "a.jsonl").new()
@@ -84,7 +84,7 @@ def test_a_reader_sees_new_events_while_the_log_grows(tmp_path: Path) -> None:
         assert list(reader.new()) == []
         log.write("step", step=0)
         assert [e.step for e in reader.new()] == [0]
-        with path.open("ab") as other:  # half a line: not there yet
+        with path.open("ab") as other:  # half a line is not an event yet
             other.write(b'{"kind":"step",')
             other.flush()
             assert list(reader.new()) == []
@@ -93,7 +93,7 @@ def test_a_reader_sees_new_events_while_the_log_grows(tmp_path: Path) -> None:
 
 
 def write_run(run: Path) -> None:
-    """Two workers whose events interleave; spans are logged when they end, after later starts."""
+    """Write the logs of two workers whose events interleave; spans are logged when they end."""
     logs = [EventLog(worker_log(run, Worker(0, p)), Worker(0, p)) for p in range(2)]
     for step in range(5):
         starts = [log.now() for log in logs]
@@ -123,7 +123,7 @@ def test_repeated_or_interrupted_merge_loses_nothing(tmp_path: Path) -> None:
     merge(tmp_path)
     assert len(list(read_run(tmp_path))) == 20
     rest.parent.mkdir()
-    rest.write_bytes(saved)  # as if the first merge had been cut off before it removed this one
+    rest.write_bytes(saved)  # as if the first merge had been interrupted before removing this log
     assert len(list(read_run(tmp_path))) == 20
     merge(tmp_path)
     assert len(list(read_run(tmp_path))) == 20

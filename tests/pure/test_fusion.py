@@ -40,19 +40,19 @@ def step_times(model: list[LayerTimes], ring: Ring, num_workers: int) -> StepTim
     )
 
 
-def cut(model: list[LayerTimes], chance: list[bool]) -> Buckets:
+def split_buckets(model: list[LayerTimes], splits: list[bool]) -> Buckets:
     """Wherever chance says."""
-    starts = [0, *(i for i in range(1, len(model)) if chance[i % len(chance)])]
+    starts = [0, *(i for i in range(1, len(model)) if splits[i % len(splits)])]
     stops = [*starts[1:], len(model)]
     return tuple(range(start, stop) for start, stop in zip(starts, stops, strict=True))
 
 
 @given(layers, rings, workers, st.lists(st.booleans(), min_size=1))
 def test_no_schedule_beats_the_bounds(
-    model: list[LayerTimes], ring: Ring, num_workers: int, chance: list[bool]
+    model: list[LayerTimes], ring: Ring, num_workers: int, splits: list[bool]
 ) -> None:
     bounds = step_times(model, Ring(latency=0.0, bandwidth=ring.bandwidth), num_workers)
-    buckets = cut(model, chance)
+    buckets = split_buckets(model, splits)
     decoupled = dear(model, buckets, ring, num_workers)
     coupled = wfbp(model, buckets, ring, num_workers)
     pieces = bytescheduler(model, ring, num_workers, piece=1e8, negotiation=0.001)
@@ -101,7 +101,7 @@ def test_decoupling_can_lose_with_long_backwards() -> None:
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=20), st.floats(0.1, 300))
-def test_buckets_by_bytes_are_as_large_as_may_be(sizes: list[float], most: float) -> None:
+def test_buckets_by_bytes_are_as_large_as_allowed(sizes: list[float], most: float) -> None:
     buckets = by_bytes(sizes, most)
     check_buckets(buckets, len(sizes))
     held = [sum(sizes[i] for i in bucket) for bucket in buckets]
@@ -112,7 +112,7 @@ def test_buckets_by_bytes_are_as_large_as_may_be(sizes: list[float], most: float
 
 
 @given(st.integers(1, 30), st.integers(1, 40))
-def test_buckets_by_count_are_full_but_for_the_first(num_layers: int, most: int) -> None:
+def test_buckets_by_count_are_full_except_the_first(num_layers: int, most: int) -> None:
     buckets = by_count(num_layers, most)
     check_buckets(buckets, num_layers)
     assert all(len(bucket) == most for bucket in buckets[1:])
@@ -170,7 +170,7 @@ def test_the_first_layers_pieces_go_first() -> None:
 @pytest.mark.parametrize(
     "buckets", [(range(2),), (range(1), range(2, 3)), (range(2), range(1, 3)), (range(0), range(3))]
 )
-def test_buckets_that_leave_out_or_repeat_are_refused(buckets: Buckets) -> None:
+def test_buckets_that_omit_or_repeat_layers_are_refused(buckets: Buckets) -> None:
     with pytest.raises(DescriptionError, match="cover each layer once"):
         check_buckets(buckets, 3)
 

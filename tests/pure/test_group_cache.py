@@ -1,11 +1,11 @@
-"""A cache of groups: the last ones a worker used, and of use only if all members have it."""
+"""A cache keeps the groups that each worker used last; a hit needs all members."""
 
 import math
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.average.cache import GroupCache, groups_of_age, hit_rate
+from benchmarks.average.group_cache import GroupCache, groups_of_age, hit_rate
 from polyrhythm.describe.scenario import EVERY_DEVICE, Scenario, Slow
 from polyrhythm.types import Worker
 
@@ -28,18 +28,20 @@ def test_the_group_used_longest_ago_is_dropped() -> None:
     assert not cache.use(members(0, 2))
 
 
-def test_a_group_that_one_member_has_dropped_is_no_hit() -> None:
+def test_a_group_that_one_member_has_dropped_is_a_miss() -> None:
     cache = GroupCache(1)
     assert not cache.use(members(0, 1))
-    assert not cache.use(members(1, 2))  # so 1 has it no more, while 0 has
+    assert not cache.use(members(1, 2))  # so worker 1 has dropped it, and worker 0 has not
     assert not cache.use(members(0, 1))
     assert cache.use(members(0, 1))
 
 
 @given(groups, st.integers(1, 8))
-def test_unbounded_cache_misses_each_group_once(used: list[tuple[Worker, ...]], bound: int) -> None:
+def test_an_unbounded_cache_misses_each_group_once_and_a_larger_one_never_misses_more(
+    used: list[tuple[Worker, ...]], size: int
+) -> None:
     assert hit_rate(used, math.inf) == (len(used) - len(set(used))) / len(used)
-    assert hit_rate(used, bound) <= hit_rate(used, bound + 1) <= hit_rate(used, math.inf)
+    assert hit_rate(used, size) <= hit_rate(used, size + 1) <= hit_rate(used, math.inf)
 
 
 def test_age_forms_groups_of_two_or_more_and_the_same_ones_for_a_seed() -> None:

@@ -1,4 +1,4 @@
-"""Which hosts of a cluster a plan's processes run on, and plans that do not fit."""
+"""The hosts of a plan's processes, and plans that do not fit a cluster."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def plan(*pipelines: str) -> Plan:
     ("given", "hosts"),
     [
         (None, "abcd"),
-        (plan("", ""), "abcd"),  # any device will do
+        (plan("", ""), "abcd"),  # no device names: all devices in order
         (plan("db", "ca"), "dbca"),
         (plan("dd", "bc"), "ddbc"),  # two stages on one device, and one device left out
     ],
@@ -36,14 +36,14 @@ def test_plan_assigns_a_host_to_each_rank(given: Plan | None, hosts: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         (plan("", "", ""), "4 devices for 2 stages x 3 pipelines"),
         (plan(""), "4 devices for 2 stages x 1 pipelines"),
         (plan("ab", "cx"), "the plan has s1p1 on 'x': no device of cluster 'four'"),
     ],
 )
-def test_a_plan_that_does_not_fit_is_refused(given: Plan, says: str) -> None:
+def test_a_plan_that_does_not_fit_is_refused(given: Plan, message: str) -> None:
     with pytest.raises(PlanError) as error:
         assign_hosts(given, CLUSTER)
-    assert error.value.wrong == says
+    assert error.value.wrong == message

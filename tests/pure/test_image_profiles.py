@@ -1,4 +1,4 @@
-"""DenseNet-201 and Inception-v4: counted as the world knows them."""
+"""DenseNet-201 and Inception-v4: counts match known ones."""
 
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from polyrhythm.errors import DescriptionError
         ("inceptionv4", 42_679_816, 12.27e9, 23),  # as timm says, for images of 299
     ],
 )
-def test_parameters_and_operations_are_the_known_ones(
+def test_parameters_and_operations_match_known_counts(
     name: str, parameters: int, products: float, layers: int
 ) -> None:
     found = layers_of(name)
@@ -26,7 +26,7 @@ def test_parameters_and_operations_are_the_known_ones(
 
 
 @pytest.mark.parametrize("name", ["densenet201", "inceptionv4"])
-def test_larger_images_take_more_of_all_but_parameters(name: str) -> None:
+def test_larger_images_need_more_of_everything_but_parameters(name: str) -> None:
     small, large = layers_of(f"{name}-160"), layers_of(f"{name}-320")
     for one, other in zip(small[:-1], large[:-1], strict=True):
         assert one.parameters == other.parameters
@@ -35,13 +35,13 @@ def test_larger_images_take_more_of_all_but_parameters(name: str) -> None:
         assert one.stored < other.stored
 
 
-def test_the_name_without_a_side_is_for_the_images_that_a_model_was_made_for() -> None:
+def test_default_image_size_is_the_models_own() -> None:
     assert layers_of("densenet201") == layers_of("densenet201-224")
     assert layers_of("inceptionv4") == layers_of("inceptionv4-299")
     assert builtin_profile("inceptionv4-224", flops=1e12).name == "inceptionv4-224"
 
 
-def test_each_block_takes_what_the_one_before_gives() -> None:
+def test_input_of_each_block_is_the_previous_output() -> None:
     blocks = inception_work.blocks_of(224)
     assert [block.side for block in blocks if block.name in ("a3", "b6", "c2")] == [25, 12, 5]
     for one, other in pairwise(blocks):
@@ -49,7 +49,7 @@ def test_each_block_takes_what_the_one_before_gives() -> None:
         assert one.num_outputs == other.num_inputs
 
 
-def test_a_dense_layer_hands_on_what_it_took() -> None:
+def test_dense_layer_passes_on_its_input() -> None:
     layers = layers_of("densenet201")
     blocks = densenet_work.blocks_of(224)
     for work, layer, after in zip(layers[1:-1], blocks, blocks[1:], strict=False):
@@ -58,7 +58,7 @@ def test_a_dense_layer_hands_on_what_it_took() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("densenet201-31", "images of 31 x 31"),
         ("densenet201-9999999", "at most 100000 x 100000"),
@@ -67,10 +67,10 @@ def test_a_dense_layer_hands_on_what_it_took() -> None:
         ("densenet202", "unknown model 'densenet202'"),
     ],
 )
-def test_images_that_are_too_small_or_too_large_are_refused(name: str, says: str) -> None:
+def test_images_that_are_too_small_or_too_large_are_refused(name: str, message: str) -> None:
     with pytest.raises(DescriptionError) as caught:
         layers_of(name)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     smallest = {"densenet201": 32, "inceptionv4": 75}
     for model, side in smallest.items():
         assert all(layer.outputs > 0 for layer in layers_of(f"{model}-{side}"))

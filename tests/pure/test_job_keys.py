@@ -1,4 +1,4 @@
-"""The keys of a job: they travel as text or in a file of their owner's, and are checked."""
+"""The keys of a job: round trips as text and as a private file, and checks."""
 
 import stat
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_keys_round_trip_as_text_and_file(tmp_path: Path) -> None:
     assert JobKeys.load(tmp_path / "job.keys") == keys
 
 
-def test_secrets_are_not_shown() -> None:
+def test_secret_keys_are_absent_from_repr_and_errors() -> None:
     keys = JobKeys.new()
     assert keys.server_secret not in repr(keys)
     assert keys.client_secret not in repr(keys)
@@ -41,7 +41,7 @@ def test_key_file_readable_by_others_is_refused(tmp_path: Path, mode: int) -> No
     path = tmp_path / "job.keys"
     JobKeys.new().save(path)
     path.chmod(mode)
-    with pytest.raises(LaunchError, match=f"mode {mode:04o}: others can read"):
+    with pytest.raises(LaunchError, match=f"mode {mode:04o}"):
         JobKeys.load(path)
     path.chmod(0o400)
     JobKeys.load(path)

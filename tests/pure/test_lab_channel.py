@@ -1,4 +1,4 @@
-"""A channel keeps its bandwidth, its latency and its order, whatever is changed on the way."""
+"""A channel keeps its bandwidth, latency and order of packets under any change."""
 
 import math
 
@@ -15,7 +15,7 @@ latencies = st.floats(0, 0.3)
 
 
 def drain(channel: Channel) -> list[tuple[float, bytes]]:
-    """Everything still on its way, with the time at which it arrives."""
+    """Return all queued packets with their arrival times."""
     found = []
     while (due := channel.next_arrival()) < math.inf:
         found += list(channel.arrived(due))
@@ -36,7 +36,7 @@ def test_packets_arrive_in_order_after_their_time_on_the_wire(
     for number, (gap, size) in enumerate(offers):
         now += gap
         if (free - now) * bandwidth > max(MIN_QUEUE, bandwidth * QUEUE_TIME) - 1:
-            continue  # at the edge of its queue: another test
+            continue  # at the limit of the queue, which another test covers
         channel.offer(now, size, name(number))
         free = max(free, now) + size / bandwidth
         expected.append((free + latency, name(number)))
@@ -59,7 +59,7 @@ def test_a_full_channel_carries_exactly_its_bandwidth(bandwidth: float, size: in
         assert carried == pytest.approx(bandwidth, rel=1e-6)
 
 
-def test_nothing_comes_out_before_it_arrives() -> None:
+def test_no_packet_is_delivered_before_its_arrival() -> None:
     channel = Channel(0.1, 1000.0)
     channel.offer(0.0, 500, b"x")
     assert list(channel.arrived(0.599)) == []
@@ -77,7 +77,7 @@ def test_a_backlog_longer_than_the_queue_is_dropped_and_counted() -> None:
     assert [data for _, data in drain(channel)] == [name(number) for number in range(fits)]
 
 
-def test_a_lost_channel_drops_what_is_on_its_way_and_what_comes() -> None:
+def test_lost_channel_drops_queued_and_new_packets() -> None:
     channel = Channel(1.0, 1e6)
     channel.offer(0.0, 1000, b"a")
     channel.change(0.5, lost=True)
@@ -88,7 +88,7 @@ def test_a_lost_channel_drops_what_is_on_its_way_and_what_comes() -> None:
     assert drain(channel) == [(pytest.approx(1.801), b"c")]
 
 
-def test_a_held_channel_loses_nothing_and_goes_on() -> None:
+def test_held_channel_loses_nothing_and_resumes() -> None:
     channel = Channel(0.1, 1e4)
     channel.offer(0.0, 1000, b"a")  # leaves at 0.1, would arrive at 0.2
     channel.offer(0.0, 1000, b"b")
@@ -102,14 +102,14 @@ def test_a_held_channel_loses_nothing_and_goes_on() -> None:
     assert channel.drops == 0
 
 
-def test_half_a_packet_sent_counts_when_the_bandwidth_changes() -> None:
+def test_sent_half_of_a_packet_counts_when_the_bandwidth_changes() -> None:
     channel = Channel(0.0, 1000.0)
     channel.offer(0.0, 1000, b"a")  # would leave at 1.0
     channel.change(0.5, bandwidth=100.0)  # 500 bytes are left: 5 s more
     assert drain(channel) == [(pytest.approx(5.5), b"a")]
 
 
-def test_what_has_left_keeps_the_latency_it_left_with() -> None:
+def test_sent_packet_keeps_its_latency() -> None:
     channel = Channel(1.0, 1e6)
     channel.offer(0.0, 1000, b"a")
     channel.change(0.5, latency=0.0)

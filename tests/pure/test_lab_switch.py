@@ -1,4 +1,4 @@
-"""The pure parts around the switch: packets, lateness, and a scenario as orders."""
+"""The pure parts of the switch: packets, lateness, and a scenario as commands."""
 
 import struct
 
@@ -26,7 +26,7 @@ from polyrhythm.lab.timeline import absent_at_start, link_command, scenario_comm
 
 
 def packet(payload: int, *, target: int = 1, segment: int = 0, version: int = 4) -> bytes:
-    """A TCP packet with timestamps behind a virtio header; `segment` makes it a burst."""
+    """Return a TCP packet with timestamps and a virtio header; `segment` makes it a burst."""
     virtio = struct.pack("<BBHHHH", 0, 1 if segment else 0, 52, segment, 0, 0)
     ip = bytes([version << 4 | 5]) + bytes(15) + bytes([10, 77, 0, target + 1])
     tcp = bytes(12) + bytes([8 << 4]) + bytes(19)
@@ -73,14 +73,12 @@ def test_nothing_was_late_when_nothing_was_delivered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("late", "busy", "says"),
+    ("late", "busy", "message"),
     [(1e-4, 0.5, None), (5e-3, 0.5, "2 ms late"), (1e-4, 0.95, "busy 95%")],
 )
-def test_a_switch_that_was_late_or_too_busy_says_so(
-    late: float, busy: float, says: str | None
-) -> None:
+def test_late_or_busy_switch_reports_trouble(late: float, busy: float, message: str | None) -> None:
     trouble = SwitchTiming(late_p50=0, late_p99=late, late_max=late, busy=busy).trouble
-    assert trouble is None if says is None else says in str(trouble)
+    assert trouble is None if message is None else message in str(trouble)
 
 
 def test_commands_and_replies_round_trip() -> None:

@@ -1,4 +1,4 @@
-"""Estimates of a layout and its annealing: against plain Python, from scratch, and a simulation."""
+"""Estimates of a layout and its annealing, compared with plain Python and with a simulation."""
 
 from dataclasses import replace
 from itertools import product
@@ -87,7 +87,7 @@ class Case:
 
 
 def plain_value(case: Case) -> float:
-    """What the layout takes or costs, from the descriptions, one term after another."""
+    """Return the time or price of the layout from the descriptions, term by term."""
     problem, grid = case.problem, case.devices.tolist()
     links, job = problem.links, problem.job
     stages = problem.stages(case.layers, 1)
@@ -152,11 +152,11 @@ def test_estimate_equals_plain_computation(seed: int) -> None:
 
 
 def check_state(state: LayoutState, prices: LayoutPrices, num_devices: int) -> None:
-    """Every device is in one place, and what is kept of columns and rows is what they take."""
+    """Check that every device has one position, and that the sums of columns and rows are right."""
     assert sorted([*state.layout.ravel(), *state.idle]) == list(range(num_devices))
     anew = make_state(state.layout, state.idle, prices)
     for kept, made in zip(state, anew, strict=True):
-        assert np.allclose(kept, made, rtol=1e-12, atol=0)  # a row adds up in another order
+        assert np.allclose(kept, made, rtol=1e-12, atol=0)  # a row is summed in another order
 
 
 @given(seeds, st.integers(1, 20))
@@ -220,7 +220,7 @@ def test_annealing_gives_the_same_layout_for_the_same_seed(seed: int) -> None:
 
 
 def two_regions(parameter_bytes: int, activation_bytes: int) -> Problem:
-    """4 equal devices in each, shuffled; 10 ms and 10 MB/s apart."""
+    """Return 4 equal devices in each of two regions, shuffled; 10 ms and 10 MB/s between them."""
     shuffled = np.random.default_rng(1).permutation(8)
     layers = tuple(
         replace(layer, parameter_bytes=parameter_bytes, activation_bytes=activation_bytes)
@@ -244,13 +244,13 @@ def regions_of(draft: PlanDraft, problem: Problem) -> np.ndarray:
     return np.array([device.region for device in problem.cluster.devices])[draft.layout.devices]
 
 
-def test_pipelines_stay_in_a_region_where_activations_are_what_is_sent() -> None:
+def test_pipelines_stay_in_a_region_if_activations_dominate() -> None:
     of = two_regions(parameter_bytes=1000, activation_bytes=10**6)
     found = regions_of(make_draft(of, PlanShape(4, 2, 2), num_moves=3000, seed=0), of)
     assert (found == found[:1]).all()
 
 
-def test_replicas_stay_in_a_region_where_gradients_are_what_is_sent() -> None:
+def test_replicas_stay_in_a_region_if_gradients_dominate() -> None:
     of = two_regions(parameter_bytes=10**8, activation_bytes=1000)
     found = regions_of(make_draft(of, PlanShape(4, 2, 2), num_moves=3000, seed=0), of)
     assert (found == found[:, :1]).all()
@@ -270,7 +270,7 @@ def test_starts_have_every_device_once(seed: int) -> None:
         assert everyone == list(range(case.problem.num_devices))
 
 
-def test_a_device_without_room_for_its_stage_costs_more_than_any_other_layout() -> None:
+def test_device_without_memory_for_its_stage_costs_more_than_any_other_layout() -> None:
     case = Case(3, memory=10**9)
     roomy = values(case.state(), case.prices)[0]
     least = case.problem.least_memory(1)
@@ -316,7 +316,7 @@ def test_microbatches_are_assigned_so_that_the_slowest_pipeline_is_fastest(
 def test_many_microbatches_are_assigned_as_well_as_few(
     pipelines: list[tuple[float, float]], more: int
 ) -> None:
-    """The best: as many as each gets done by some time, for the least time that does for all."""
+    """The optimum is the least time by which the pipelines finish all micro-batches."""
     first, period = zip(*pipelines, strict=True)
     count = len(first) + more
 
@@ -335,14 +335,14 @@ def test_many_microbatches_are_assigned_as_well_as_few(
 
 
 def simulated(case: Case) -> tuple[float, float]:
-    """Estimate and simulation of the same layout with layers dealt to it."""
+    """Return the estimate and the simulation of a layout with layers assigned to it."""
     shape = PlanShape(*case.shape, 1)
     draft = draft_with_devices(case.problem, shape, case.devices.tolist())
     return draft.value, predict(draft_to_plan(draft, case.problem), case.problem).time.total
 
 
-def test_estimates_are_near_what_is_simulated() -> None:
-    """Above where averaging hides behind the drain of others, below where words are far away."""
+def test_estimates_are_near_the_simulation() -> None:
+    """Estimates are high if averaging overlaps the drain, and low if the coordinator is far."""
     shares = []
     for seed in range(150):
         case = Case(seed)
@@ -374,7 +374,7 @@ def test_draft_becomes_a_plan_with_all_microbatches_and_devices(seed: int) -> No
 
 @pytest.mark.parametrize("seed", range(6))
 def test_layers_go_where_memory_allows(seed: int) -> None:
-    """Devices get what half of the layers need, but one: it must not get more than it holds."""
+    """All devices but one have memory for half of the layers; that one must not exceed its own."""
     case = Case(seed)
     case.shape, case.devices = (3, 1), np.array([[0], [1], [2]])
     case.problem = random_problem(case.rng, 3, 7, TrainingJob(batch=8, memory_reserve=0.0))

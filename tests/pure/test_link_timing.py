@@ -1,11 +1,11 @@
-"""From times of messages the link's own time is found: whenever they were sent and posted."""
+"""The busy time of a link is recovered from message times, for any send and post times."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.cost.link_timing import MessageTiming, busy_times
 
-# Whole numbers add up without rounding, so that found and true times can be compared exactly.
+# Integers add up without rounding, so that computed and true times can be compared exactly.
 moments = st.integers(0, 10_000)
 amounts = st.integers(0, 300)
 messages = st.lists(st.tuples(moments, moments, amounts), max_size=30)  # sent, posted, busy
@@ -14,9 +14,9 @@ messages = st.lists(st.tuples(moments, moments, amounts), max_size=30)  # sent, 
 def carried(
     sent: list[int], posted: list[int], busy: list[int], *, latency: int
 ) -> list[MessageTiming]:
-    """A link that carries one message at a time, in order, each when both ends are ready.
+    """Simulate a link that carries one message at a time, in order, each when both ends are ready.
 
-    The sender is ready when it has sent the message and heard that the receive was posted.
+    The sender is ready when it has sent the message and knows that the receive is posted.
     """
     seen, free = [], 0
     for sent_at, posted_at, takes in zip(sent, posted, busy, strict=True):
@@ -41,7 +41,7 @@ def test_the_time_on_the_link_is_recovered_exactly(
 def test_receives_posted_early_enough_do_not_count(
     drawn: list[tuple[int, int, int]], latency: int
 ) -> None:
-    """Posted one latency before the message is sent, or any time before that."""
+    """Receives are posted at least one latency before the message is sent."""
     busy = [takes for _, _, takes in drawn]
     sent = sorted(moment for moment, _, _ in drawn)
     posted = [at - latency - ahead for at, (_, ahead, _) in zip(sent, drawn, strict=True)]
@@ -74,8 +74,8 @@ def test_no_time_is_negative_when_the_latency_was_measured_too_high(
     assert all(0 <= low <= true for low, true in zip(found, busy, strict=True))
 
 
-def test_a_message_sent_while_the_one_before_still_travels_is_not_charged_for_the_gap() -> None:
-    """The first has left at 5 and arrives at 25; the link stood idle from 5 to 15."""
+def test_idle_gap_between_messages_is_not_counted() -> None:
+    """The first message leaves at 5 and arrives at 25; the link is idle from 5 to 15."""
     seen = carried([0, 15], [-100, -100], [5, 5], latency=20)
     assert [message.arrived for message in seen] == [25, 40]
     assert busy_times(seen, latency=20) == [5, 5]

@@ -1,4 +1,4 @@
-"""Plans that fit, use what helps, leave out what harms, and are the same for everybody."""
+"""Plans fit, use helpful devices, leave out harmful ones, and are deterministic."""
 
 from collections import Counter
 from dataclasses import replace
@@ -56,7 +56,7 @@ def test_a_slow_device_far_away_is_left_out() -> None:
     assert plan.left_out == ("r1/0",)
 
 
-def test_layers_are_dealt_by_speed() -> None:
+def test_layers_follow_device_speed() -> None:
     over = problem(
         cluster([4], speeds=(1.0, 1.0, 1 / 3, 1 / 3)),
         (0.1,) * 32,
@@ -108,20 +108,20 @@ def test_more_memory_needs_fewer_stages() -> None:
     assert num_stages(GIGABYTE * 40) <= 8
 
 
-def test_a_model_that_fits_nowhere_is_refused_with_what_is_missing() -> None:
+def test_model_that_fits_nowhere_is_refused_with_the_missing_memory() -> None:
     over = problem(cluster([4], memory=GIGABYTE // 4))
     with pytest.raises(PlanError, match=r"'layer1' alone needs 0.4\d GiB.*0.21 GiB") as caught:
         make_plan(over)
     assert "GiB more" in caught.value.fix
     few = problem(cluster([2], memory=GIGABYTE))
-    says = r"stage 1 \(layers 4 to 7\) needs 1.58 GiB and 'r0/1' has 0.84 GiB to give"
-    with pytest.raises(PlanError, match=says) as caught:
+    message = r"stage 1 \(layers 4 to 7\) needs 1.58 GiB and 'r0/1' has 0.84 GiB to give"
+    with pytest.raises(PlanError, match=message) as caught:
         make_plan(few)
     assert "0.75 GiB to 'r0/1'" in caught.value.fix
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("asked", "message"),
     [
         ({"num_stages": 9}, "9 stages x 1 pipelines for 4 devices and 8 layers"),
         ({"num_stages": 2, "num_pipelines": 3}, "2 stages x 3 pipelines for 4 devices"),
@@ -131,8 +131,8 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_is_missing() -> None:
         ({"batch": 0}, "batch=0"),
     ],
 )
-def test_infeasible_job_is_refused(asked: dict[str, object], says: str) -> None:
-    with pytest.raises((PlanError, ValueError), match=says):
+def test_infeasible_job_is_refused(asked: dict[str, object], message: str) -> None:
+    with pytest.raises((PlanError, ValueError), match=message):
         make_plan(problem(cluster([4]), **asked))
 
 
@@ -141,7 +141,7 @@ def priced(over: Problem, prices: dict[str, float]) -> Problem:
     return replace(over, cluster=replace(over.cluster, devices=tuple(devices)))
 
 
-def test_for_money_the_dear_region_is_left_out_and_for_time_it_is_used() -> None:
+def test_expensive_region_is_left_out_for_cost_and_used_for_time() -> None:
     over = problem(cluster([2, 2], outer=(0.001, 1e9)), (0.2,) * 8, batch=32)
     over = priced(over, {"r0": 1.0, "r1": 20.0})
     fast = make_plan(over).best
@@ -154,7 +154,7 @@ def test_for_money_the_dear_region_is_left_out_and_for_time_it_is_used() -> None
     assert cheap.time.total > fast.time.total
 
 
-def test_the_front_has_nothing_that_is_slower_and_dearer() -> None:
+def test_front_has_no_dominated_plan() -> None:
     over = priced(problem(cluster([2, 2])), {"r0": 1.0, "r1": 2.0})
     planned = make_plan(over)
     times = [one.time.total for one in planned.front]
@@ -207,7 +207,7 @@ def test_public_make_plan_gives_the_same_plan() -> None:
 
 
 def test_devices_of_unequal_memory_get_what_they_can_hold() -> None:
-    """No cut fits them in the order of the cluster; a large one must be between the small ones."""
+    """No partition fits in the cluster's order; a large device must be between the small ones."""
     sizes = [14, 5, 14, 9]
     over = problem(cluster([4], inner=(1e-4, 1e8)), (1.0,) * 5, batch=16)
     table = [
@@ -242,13 +242,13 @@ def test_stages_group_devices_of_equal_memory() -> None:
     )
 
 
-def test_the_number_of_pipelines_that_was_asked_for_is_made() -> None:
+def test_requested_number_of_pipelines_is_planned() -> None:
     over = problem(cluster([3], speeds=(1.0, 1.0, 100.0)), num_pipelines=3)
     assert make_plan(over).best.plan.num_pipelines == 3
 
 
 def test_layers_with_large_gradients_are_on_different_stages() -> None:
-    """Links decide, and the first layer has most of the gradients."""
+    """Links are the bottleneck, and the first layer has most of the gradients."""
     over = problem(cluster([2, 2], outer=(0.001, 5e7)), (0.01,) * 8, batch=64)
     heavy = replace(over.profile.layers[0], parameter_bytes=2 * GIGABYTE)
     profile = replace(over.profile, layers=(heavy, *over.profile.layers[1:]))

@@ -1,8 +1,9 @@
-"""What a checkpoint's folder says of itself, and what is believed."""
+"""The manifest and the folder of checkpoints: what is read, skipped and removed."""
 
 import json
 import shutil
 import warnings
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ MODEL = ModelTable(
 
 
 def save(folder: Path, step: int, **more: Any) -> Path:
-    """A checkpoint of two files."""
+    """Save a checkpoint of two files."""
     partial = partial_folder(folder, step)
     partial.mkdir(parents=True)
     for name in ("first", "second"):
@@ -74,6 +75,16 @@ def test_manifest_round_trip(tmp_path: Path) -> None:
     assert (found.step, found.extra, found.run_info) == (7, extra, {"plan": {"schema": 2}})
     assert (found.model, found.fingerprint) == (MODEL, MODEL.fingerprint)
     assert latest(tmp_path) == path
+
+
+def test_manifest_of_an_earlier_version_with_key_facts_loads(tmp_path: Path) -> None:
+    path = save(tmp_path, 7)
+    table = json.loads((path / MANIFEST).read_text())
+    table = {key: table[key] for key in table.keys() - {"hash", "run_info"}}
+    table["facts"] = {"plan": {"schema": 2}}
+    digest = blake2b(json.dumps(table, sort_keys=True).encode(), digest_size=20).hexdigest()
+    (path / MANIFEST).write_text(json.dumps({**table, "hash": digest}))
+    assert read_manifest(path).run_info == {"plan": {"schema": 2}}
 
 
 def test_value_that_is_not_json_is_rejected_by_name() -> None:
@@ -108,37 +119,37 @@ def change_the_manifest(path: Path) -> None:
     (path / MANIFEST).write_text(text.replace('"step": 20', '"step": 21'))
 
 
-def put_a_stranger(path: Path) -> None:
+def replace_with_other_file(path: Path) -> None:
     shutil.rmtree(path)
     path.mkdir()
     (path / MANIFEST).write_text('{"name": "an extension of a browser"}')
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("damage", "message"),
     [
         (truncate, "first has 3 bytes, not 16"),
         (flip_a_bit, "second has other contents"),
         (lose_a_file, "first: No such file"),
         (lose_the_manifest, f"no {MANIFEST}"),
         (cut_the_manifest, MANIFEST),
-        (change_the_manifest, "not as it was written"),
-        (put_a_stranger, "not one of a checkpoint"),
+        (change_the_manifest, f"{MANIFEST} was changed"),
+        (replace_with_other_file, f"{MANIFEST} is not"),
     ],
 )
 def test_latest_falls_back_to_previous_checkpoint_with_a_warning(
-    tmp_path: Path, spoil: Any, says: str
+    tmp_path: Path, damage: Any, message: str
 ) -> None:
     before = save(tmp_path, 10)
-    spoil(save(tmp_path, 20))
-    with pytest.warns(UserWarning, match=f"step-00000020: .*{says}"):
+    damage(save(tmp_path, 20))
+    with pytest.warns(UserWarning, match=f"step-00000020: .*{message}"):
         assert latest(tmp_path) == before
 
 
 def test_latest_is_none_without_a_complete_checkpoint(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
     assert latest(tmp_path / "nowhere") is None
-    save(tmp_path, 10).rename(partial_folder(tmp_path, 10))  # killed before it was complete
+    save(tmp_path, 10).rename(partial_folder(tmp_path, 10))  # as if killed before the rename
     (tmp_path / "notes").mkdir()
     assert latest(tmp_path) is None
     remove_leftovers(tmp_path)
@@ -157,7 +168,7 @@ def test_newer_format_is_an_error_and_not_skipped(tmp_path: Path) -> None:
 def test_latest_follows_save_order_and_not_step(tmp_path: Path) -> None:
     save(tmp_path, 10)
     save(tmp_path, 20)
-    again = save(tmp_path, 15)  # restored at 10
+    again = save(tmp_path, 15)  # after restoring step 10
     assert latest(tmp_path) == again
 
 
@@ -176,34 +187,36 @@ def test_remove_old_keeps_newest_and_unreadable(tmp_path: Path) -> None:
     assert list(list_steps(tmp_path)) == [15, 30, 40]
 
 
-def changed(**more: TensorSpec) -> ModelTable:
+def with_changes(**more: TensorSpec) -> ModelTable:
     return ModelTable(MODEL.tensors | {k.replace("_", "."): v for k, v in more.items()}, MODEL.tied)
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("model", "message"),
     [
-        (changed(norm_weight=TensorSpec((3,), "float32")), r"its norm.weight is float32\[2\]"),
+        (with_changes(norm_weight=TensorSpec((3,), "float32")), r"its norm.weight is float32\[2\]"),
         (
-            changed(norm_weight=TensorSpec((2,), "bfloat16")),
+            with_changes(norm_weight=TensorSpec((2,), "bfloat16")),
             r"(?s)norm.weight.*expected: bfloat16\[2\]",
         ),
-        (changed(new_weight=TensorSpec((2,), "float32")), "it has no new.weight"),
+        (with_changes(new_weight=TensorSpec((2,), "float32")), "it has no new.weight"),
         (
             ModelTable({"embed.weight": TensorSpec((4, 2), "float32")}, MODEL.tied),
             "has norm.weight",
         ),
         (ModelTable(MODEL.tensors), "it has head.weight"),
         (
-            changed(head_weight=TensorSpec((4, 2), "float32")),
-            "head.weight is one with embed.weight",
+            with_changes(head_weight=TensorSpec((4, 2), "float32")),
+            "head.weight is tied to embed.weight",
         ),
-        (ModelTable(MODEL.tensors, {"norm.scale": "norm.weight"}), "norm.scale is a tensor of its"),
+        (ModelTable(MODEL.tensors, {"norm.scale": "norm.weight"}), "its norm.scale is"),
     ],
 )
-def test_check_model_names_first_difference(tmp_path: Path, model: ModelTable, says: str) -> None:
+def test_check_model_names_first_difference(
+    tmp_path: Path, model: ModelTable, message: str
+) -> None:
     manifest = read_manifest(save(tmp_path, 1))
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=message):
         check_model(manifest, model, whole=True)
     assert model.fingerprint != MODEL.fingerprint
 

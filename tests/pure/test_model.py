@@ -1,4 +1,4 @@
-"""Model profiles: a table of layers that adds up, or an error that says which does not."""
+"""Model profiles: valid layers are read, invalid ones are refused by name."""
 
 import json
 from dataclasses import asdict, replace
@@ -66,7 +66,7 @@ def test_impossible_profile_is_refused(change, wrong):
     assert caught.value.wrong == wrong
 
 
-def test_wrong_layer_of_a_file_is_named_by_its_place(tmp_path):
+def test_wrong_layer_of_a_file_is_named_by_its_index(tmp_path):
     path = tmp_path / "model.toml"
     path.write_text(
         'name = "m"\nmicrobatch_size = 1\n[[layers]]\nname = "x"\nforward_ms = 1\n'
@@ -95,7 +95,7 @@ MEASURED = replace(PROFILE, layers=(BENT, replace(BENT, name="head")))
 @pytest.mark.parametrize(
     ("size", "scale"), [(2, 0.25), (3, 0.625), (4, 1.0), (5, 1.5), (6, 2.0), (8, 3.0)]
 )
-def test_a_profile_for_another_size_is_measured_or_between_two_that_are(size, scale):
+def test_profile_for_another_size_is_measured_or_interpolated(size, scale):
     profile = MEASURED.at(size)
     assert profile.microbatch_size == size
     for layer in profile.layers:
@@ -120,13 +120,13 @@ def test_a_size_beyond_those_that_were_measured_is_refused(profile, size):
         (replace(LAYER, sizes=(at_size(2, 1.0), at_size(2, 1.0))),),
     ],
 )
-def test_sizes_that_do_not_fit_together_are_refused(layers):
+def test_inconsistent_sizes_are_refused(layers):
     with pytest.raises(DescriptionError, match="has micro-batches of"):
         replace(PROFILE, layers=layers)
 
 
 @pytest.mark.parametrize("when", ["yesterday", "12:30", "2026-13-01"])
-def test_a_time_of_measurement_that_is_none_is_refused(when):
+def test_invalid_measured_at_is_refused(when):
     with pytest.raises(DescriptionError, match="measured_at is"):
         replace(PROFILE, measured_at=when)
     assert replace(PROFILE, measured_at="2026-05-12T14:30:00Z")

@@ -1,4 +1,4 @@
-"""Progress and summary say what the event log says, while the run goes on and after it."""
+"""Progress and summary show the events of the log, during the run and after it."""
 
 from io import StringIO
 from pathlib import Path
@@ -22,7 +22,7 @@ def printed(console: Console) -> str:
 
 
 def step_event(pipeline: int, step: int, loss: float = 2.0) -> Event:
-    """One step per second, of 100 tokens."""
+    """Return a step of 1 s with 100 tokens."""
     return Event(
         kind="step",
         time=1000.0 + step,
@@ -110,7 +110,7 @@ def test_the_summary_adds_up_to_the_time_of_the_steps() -> None:
     assert spent.compute + spent.wait + spent.sync + spent.other == spent.total
 
 
-def test_the_summary_says_from_what_to_what_the_loss_fell() -> None:
+def test_summary_shows_first_and_last_loss() -> None:
     events = [step_event(p, step, loss=5.0 - step / 10) for step in range(40) for p in range(2)]
     screen = console(terminal=False)
     Summary.of(events).show(screen)
@@ -118,7 +118,7 @@ def test_the_summary_says_from_what_to_what_the_loss_fell() -> None:
     assert "8,000 tokens in 40.0 s: 200 tokens/s" in printed(screen)
 
 
-def test_the_summary_of_an_empty_run_says_so() -> None:
+def test_summary_of_an_empty_run_reports_no_step() -> None:
     screen = console(terminal=False)
     Summary.of([]).show(screen)
     assert "no step was finished" in printed(screen)

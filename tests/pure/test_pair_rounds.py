@@ -1,4 +1,4 @@
-"""Every pair of hosts is measured once, and only together with pairs that do not disturb it."""
+"""Every pair of hosts is measured once, and only concurrently with disjoint pairs."""
 
 import math
 from collections import Counter
@@ -20,7 +20,7 @@ MEGABIT = 125e3
 
 
 def cluster_of(*rates: float, latency: float = 0.01) -> Cluster:
-    """One host per rate; what it sends, to whomever, has this rate in Mbit/s."""
+    """Return a cluster with one host per rate: it sends to all others at that many Mbit/s."""
     names = tuple(f"h{i}" for i in range(len(rates)))
     return Cluster(
         name="test",
@@ -32,14 +32,14 @@ def cluster_of(*rates: float, latency: float = 0.01) -> Cluster:
 
 
 @given(st.integers(0, 14))
-def test_every_directed_pair_is_matched_once_and_nobody_twice_in_a_round(num_hosts: int) -> None:
+def test_each_ordered_pair_occurs_once_and_each_host_once_per_round(num_hosts: int) -> None:
     hosts = [str(i) for i in range(num_hosts)]
     rounds = list(round_robin_pairs(hosts))
     for pairs in rounds:
         assert len({host for pair in pairs for host in pair}) == 2 * len(pairs)
     assert Counter(pair for pairs in rounds for pair in pairs) == Counter(permutations(hosts, 2))
     if num_hosts > 1:
-        assert len(rounds) == 2 * (num_hosts - 1 + num_hosts % 2), "and no round more than needed"
+        assert len(rounds) == 2 * (num_hosts - 1 + num_hosts % 2), "no more rounds than needed"
 
 
 @given(st.lists(st.sampled_from("xyz"), min_size=2, max_size=9))
@@ -54,7 +54,7 @@ def test_disjoint_rounds_keep_every_pair_and_use_a_place_once_per_round(places: 
 
 
 @given(st.lists(st.floats(0.1, 1e5), min_size=1, max_size=8))
-def test_a_batch_is_easy_for_the_switch_unless_it_is_a_single_pair(rates: list[float]) -> None:
+def test_batch_stays_within_the_switch_limit_unless_it_is_one_pair(rates: list[float]) -> None:
     cluster = cluster_of(*rates)
     batches = list(measurement_batches(cluster))
     every = Counter(pair for batch in batches for pair in batch)
@@ -78,7 +78,7 @@ def test_a_slower_or_longer_link_is_never_measured_for_less_time(
 
 
 class ScriptedLab:
-    """Its switch is as late in each round as the script says."""
+    """A lab whose switch has the given lateness in each round."""
 
     def __init__(self, late: list[float]) -> None:
         self.late, self.num_rounds = late, 0
@@ -115,7 +115,7 @@ def test_late_rounds_are_rejected_and_repeated(
     assert rounds.trouble is None
 
 
-def test_without_a_punctual_round_the_last_is_returned_with_the_error() -> None:
+def test_if_all_rounds_are_late_the_last_is_returned_with_trouble() -> None:
     lab = ScriptedLab([BAD] * 3)
     rounds = rounds_on_time(lab, lab.work, tries=3)  # type: ignore[arg-type]
     assert rounds.values == [3]
@@ -123,7 +123,7 @@ def test_without_a_punctual_round_the_last_is_returned_with_the_error() -> None:
     assert rounds.trouble is not None
 
 
-def test_nothing_is_repeated_when_the_time_is_over() -> None:
+def test_no_round_is_repeated_after_the_deadline() -> None:
     lab = ScriptedLab([BAD] * 3)
     rounds = rounds_on_time(lab, lab.work, tries=3, deadline=-math.inf)  # type: ignore[arg-type]
     assert rounds.values == [1]

@@ -1,4 +1,4 @@
-"""Layers to stages: against every way to cut."""
+"""Partitions of layers into stages, compared with all partitions."""
 
 from collections.abc import Iterator
 from itertools import accumulate, combinations, pairwise
@@ -25,7 +25,7 @@ def bottleneck(
     transfers: Floats | None = None,
     fits: np.ndarray | None = None,
 ) -> float:
-    """Inf if a stage does not fit."""
+    """Return the slowest stage or transfer of a partition; inf if a stage does not fit."""
     ends = [0, *accumulate(layers)]
     takes = []
     for stage, (a, b) in enumerate(pairwise(ends)):
@@ -38,7 +38,7 @@ def bottleneck(
 
 
 @st.composite
-def dealt(draw: st.DrawFn) -> tuple[list[float], list[float]]:
+def works_and_slowness(draw: st.DrawFn) -> tuple[list[float], list[float]]:
     num_layers = draw(st.integers(1, 9))
     num_stages = draw(st.integers(1, min(num_layers, 5)))
     value = draw(st.sampled_from([st.floats(0, 5), st.sampled_from([1.0, 2.0])]))
@@ -47,11 +47,11 @@ def dealt(draw: st.DrawFn) -> tuple[list[float], list[float]]:
     return work, slowness
 
 
-@given(dealt(), seeds, st.booleans(), st.booleans())
+@given(works_and_slowness(), seeds, st.booleans(), st.booleans())
 def test_the_slowest_stage_is_as_fast_as_in_the_best_of_all_cuts(
-    given_: tuple[list[float], list[float]], seed: int, with_links: bool, with_memory: bool
+    drawn: tuple[list[float], list[float]], seed: int, with_links: bool, with_memory: bool
 ) -> None:
-    work, slowness = given_
+    work, slowness = drawn
     shape = len(work) + 1, len(work) + 1
     rng = np.random.default_rng(seed)
     transfers = rng.uniform(0, 10, (len(slowness) - 1, shape[0])) if with_links else None
@@ -61,7 +61,7 @@ def test_the_slowest_stage_is_as_fast_as_in_the_best_of_all_cuts(
         for cut in every_cut(len(work), len(slowness))
     )
     if best == float("inf"):
-        with pytest.raises(PlanError, match="no way to deal"):
+        with pytest.raises(PlanError, match=f"{len(work)} layers into {len(slowness)} stages"):
             partition_layers(work, slowness, transfers=transfers, fits=fits)
         return
     layers = partition_layers(work, slowness, transfers=transfers, fits=fits)
@@ -77,18 +77,18 @@ def test_the_slowest_stage_is_as_fast_as_in_the_best_of_all_cuts(
         (8, [1, 1, 1, 1], (2, 2, 2, 2)),
         (8, [1, 3], (6, 2)),
         (12, [1, 1, 3, 3], (5, 5, 1, 1)),  # or (4, 4, 2, 2): 6 rather than 5
-        (3, [1, 1, 100], (1, 1, 1)),  # nobody goes without
+        (3, [1, 1, 100], (1, 1, 1)),  # every stage has a layer
         (5, [2], (5,)),
     ],
 )
-def test_layers_are_dealt_by_speed(
+def test_layers_follow_device_speed(
     num_layers: int, slowness: list[float], expected: tuple[int, ...]
 ) -> None:
     assert partition_layers([1.0] * num_layers, slowness) == expected
 
 
-def test_stages_before_the_slowest_one_are_as_even_as_can_be() -> None:
-    """The last layer takes 10 whatever is done with the others."""
+def test_stages_besides_the_slowest_are_even() -> None:
+    """The last layer takes 10 in any partition."""
     assert partition_layers([1, 1, 1, 1, 1, 1, 10], [1, 1, 1, 1]) == (2, 2, 2, 1)
 
 
@@ -105,5 +105,5 @@ def test_more_stages_than_layers_are_refused() -> None:
 def test_stages_without_memory_are_refused() -> None:
     fits = np.ones((2, 4, 4), bool)
     fits[1] = False
-    with pytest.raises(PlanError, match="3 layers to 2 stages"):
+    with pytest.raises(PlanError, match="3 layers into 2 stages"):
         partition_layers([1.0] * 3, [1.0, 1.0], fits=fits)

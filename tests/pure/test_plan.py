@@ -1,4 +1,4 @@
-"""A plan gives every layer to one stage and every worker one rank."""
+"""A plan assigns every layer to one stage and one rank to every worker."""
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from polyrhythm.plan.plan import PipelinePlan, Plan, PredictedStep, even_plan
 
 
 @given(st.data(), st.integers(1, 40), st.integers(1, 6))
-def test_an_even_plan_deals_every_layer_once_and_evenly(
+def test_even_plan_assigns_every_layer_once_and_evenly(
     data: st.DataObject, num_layers: int, num_pipelines: int
 ) -> None:
     num_stages = data.draw(st.integers(1, num_layers))
@@ -29,7 +29,7 @@ def test_ranks_and_workers_are_one_to_one(num_stages: int, num_pipelines: int) -
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "num_stages", "num_pipelines", "says"),
+    ("num_layers", "num_stages", "num_pipelines", "message"),
     [
         (6, 9, 2, "9 stages for 6 layers"),
         (6, 0, 2, "0 stages for 6 layers"),
@@ -37,9 +37,9 @@ def test_ranks_and_workers_are_one_to_one(num_stages: int, num_pipelines: int) -
     ],
 )
 def test_an_impossible_plan_is_refused(
-    num_layers: int, num_stages: int, num_pipelines: int, says: str
+    num_layers: int, num_stages: int, num_pipelines: int, message: str
 ) -> None:
-    with pytest.raises(PlanError, match=says):
+    with pytest.raises(PlanError, match=message):
         even_plan(num_layers=num_layers, num_stages=num_stages, num_pipelines=num_pipelines)
 
 
@@ -49,7 +49,7 @@ def test_a_stage_without_layers_is_refused() -> None:
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6))
-def test_parts_are_the_stages_in_a_row_of_each_device(lengths: list[int]) -> None:
+def test_parts_are_the_consecutive_stages_of_each_device(lengths: list[int]) -> None:
     devices = tuple(f"d{i}" for i, length in enumerate(lengths) for _ in range(length))
     parts = PipelinePlan(devices=devices).parts
     assert [(part.device, part.end - part.first) for part in parts] == [
@@ -60,13 +60,13 @@ def test_parts_are_the_stages_in_a_row_of_each_device(lengths: list[int]) -> Non
     )
 
 
-def test_a_device_runs_stages_in_a_row_only() -> None:
+def test_device_runs_only_consecutive_stages() -> None:
     with pytest.raises(PlanError, match="'a' runs stages that are not next to one another"):
         PipelinePlan(devices=("a", "b", "a"))
 
 
 @pytest.mark.parametrize(
-    ("pipelines", "left_out", "says"),
+    ("pipelines", "left_out", "message"),
     [
         ((), (), "a plan without pipelines"),
         ((("a",),), (), "pipeline 0 has 1 devices"),
@@ -75,9 +75,9 @@ def test_a_device_runs_stages_in_a_row_only() -> None:
     ],
 )
 def test_devices_that_contradict_one_another_are_refused(
-    pipelines: tuple[tuple[str, ...], ...], left_out: tuple[str, ...], says: str
+    pipelines: tuple[tuple[str, ...], ...], left_out: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(PlanError, match=says):
+    with pytest.raises(PlanError, match=message):
         Plan(
             layers_per_stage=(3, 2),
             pipelines=tuple(PipelinePlan(devices=devices) for devices in pipelines),
@@ -85,7 +85,7 @@ def test_devices_that_contradict_one_another_are_refused(
         )
 
 
-def test_a_batch_is_known_if_every_pipeline_says_its_micro_batches() -> None:
+def test_batch_is_known_if_every_pipeline_has_micro_batches() -> None:
     def plan(*numbers: int | None, size: int | None = 4) -> Plan:
         return Plan(
             layers_per_stage=(1,),

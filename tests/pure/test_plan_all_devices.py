@@ -1,4 +1,4 @@
-"""Plans that have a stage for every device."""
+"""Plans in which every device runs one stage."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from polyrhythm.schedule.plan_schedules import PlannedSchedules
 
 
 def cluster(speeds: Sequence[float], *, memory: int | None = None) -> Cluster:
-    """Two halves, with a slow link between."""
+    """Return two regions with a slow link between them."""
     names = tuple(f"d{number}" for number in range(len(speeds)))
     half = len(names) // 2
     return Cluster(
@@ -69,8 +69,8 @@ def problem(speeds: Sequence[float], num_layers: int = 6, **more: int) -> Proble
     )
 
 
-def test_every_device_runs_one_stage_and_no_other_numbers_do_better() -> None:
-    asked = problem((1.0, 0.05, 1.0, 0.05))  # the slow ones would better be left out
+def test_every_device_runs_one_stage_with_the_best_degrees() -> None:
+    asked = problem((1.0, 0.05, 1.0, 0.05))  # a general plan would leave the slow devices out
     plan = plan_all_devices(asked)
     devices = [device.name for device in asked.cluster.devices]
     assert sorted(d for pipeline in plan.pipelines for d in pipeline.devices) == devices
@@ -84,7 +84,7 @@ def test_every_device_runs_one_stage_and_no_other_numbers_do_better() -> None:
         assert plan.predicted.step <= other.step * (1 + 1e-9)
 
 
-def test_layers_that_belong_together_are_on_one_stage() -> None:
+def test_layer_block_stays_on_one_stage() -> None:
     together = (1, 3, 2)
     plan = plan_all_devices(problem((1.0, 1.0)), layer_blocks=together)
     assert sum(plan.layers_per_stage) == 6
@@ -92,7 +92,7 @@ def test_layers_that_belong_together_are_on_one_stage() -> None:
     assert set(accumulate(plan.layers_per_stage)) <= set(accumulate(together))
 
 
-def test_layers_in_one_take_what_they_take_together() -> None:
+def test_merged_layer_is_the_sum_of_its_layers() -> None:
     whole = profile(4)
     joined = merge_layers(whole, (1, 3))
     first, rest = joined.layers
@@ -110,6 +110,6 @@ def test_more_devices_than_layers_become_pipelines() -> None:
     assert plan.num_stages <= 2
 
 
-def test_what_fits_nowhere_is_refused_with_what_is_lacking() -> None:
+def test_model_that_fits_no_device_is_refused_with_the_missing_memory() -> None:
     with pytest.raises(PlanError, match="GiB"):
         plan_all_devices(problem((1.0, 1.0), memory=1_000_000, parameter_bytes=10**7))

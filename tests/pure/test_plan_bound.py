@@ -1,4 +1,4 @@
-"""The lower bound: never above what a layout costs, and close to it where that is known."""
+"""The lower bound is never above the cost of a layout, and close to known optima."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def test_the_bound_is_never_above_the_best_layout(times: PairTimes) -> None:
 
 
 def random_times(rng: np.random.Generator) -> PairTimes:
-    """Up to 8 devices in up to 4 regions; links by region, made unequal or not."""
+    """Return up to 8 devices in up to 4 regions; links by region, equal or made unequal."""
     shapes = [(1, 4), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (6, 1), (4, 1)]
     num_stages, size = shapes[rng.integers(len(shapes))]
     num_devices = num_stages * size
@@ -42,7 +42,7 @@ def test_the_bound_is_below_brute_force_on_1000_clusters_and_often_meets_it() ->
 
 @pytest.mark.parametrize("name", BEST)
 def test_the_gap_is_small_on_the_published_clusters(name: str) -> None:
-    """Four of the five are proven optimal: the bound meets a layout that is known."""
+    """For four of the five the bound equals the cost of a known layout."""
     gap = 1 - lower_bound(published(name, shuffle=0)) / BEST[name]
     assert -1e-5 < gap < (0.15 if name == "case5_worldwide" else 1e-5)
 

@@ -1,4 +1,4 @@
-"""`polyrhythm plan`: what it prints, writes and refuses. The search has tests of its own."""
+"""`polyrhythm plan`: its output, its files and refused input. The search has separate tests."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ SITES = {"Oregon": 3, "Tokyo": 2}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """cluster.toml, free.toml without prices, and profile.json, where the command is run."""
+    """Return the working folder with cluster.toml, free.toml (without prices), profile.json."""
     monkeypatch.chdir(tmp_path)
     write_cluster(cluster(SITES), Path("cluster.toml"))
     write_cluster(cluster(SITES, price=None), Path("free.toml"))
@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
-    """What the search was asked for."""
+    """Record the problems passed to the search."""
     problems: list[Problem] = []
 
     def spied(of: Problem, **options: Any) -> PlanResult:
@@ -50,7 +50,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
 @pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def make_plan(*_: object, **__: object) -> PlanResult:
-        pytest.fail("this should have been refused before any search")
+        pytest.fail("invalid input must be refused before the search")
 
     monkeypatch.setattr(search, "make_plan", make_plan)
 
@@ -108,7 +108,7 @@ def test_bundled_names_are_accepted(asked: list[Problem]) -> None:
     assert large.layers[1].stored_bytes == 16 * small.layers[1].stored_bytes
 
 
-def test_without_flops_a_model_is_counted_for_the_clusters_own(asked: list[Problem]) -> None:
+def test_without_flops_a_builtin_model_uses_those_of_the_cluster(asked: list[Problem]) -> None:
     where = cluster(SITES)
     devices = tuple(
         replace(device, flops=1e13 * (i + 1), memory=None) for i, device in enumerate(where.devices)
@@ -139,7 +139,7 @@ def test_picked_plan_of_the_front_is_written(
 
 
 def changed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A replan that moves a device to a 2 x 2 plan; what it was asked for."""
+    """Replace replan by one that moves a device to a 2 x 2 plan; record its arguments."""
     asked: dict[str, Any] = {}
 
     def replan(running: Plan, of: Problem, **options: Any) -> ReplanResult:
@@ -186,7 +186,7 @@ def test_a_running_plan_whose_device_is_lost_cannot_go_on(
 
 @pytest.mark.usefixtures("no_search")
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ("cluster.toml profile.json", "no --batch"),
         ("cluster.toml profile.json --batch 0", "batch=0"),
@@ -203,7 +203,7 @@ def test_a_running_plan_whose_device_is_lost_cannot_go_on(
         ("cluster.toml profile.json --batch 8 --running p.json", "--running without --steps"),
         ("cluster.toml profile.json --batch 8 --running p.json --steps 0", "--steps 0"),
         ("cluster.toml profile.json --batch 8 --running p.json --steps 9", "cannot read it"),
-        ("cluster.toml profile.json --running cluster.toml --steps 9", "this is no plan"),
+        ("cluster.toml profile.json --running cluster.toml --steps 9", "no schema"),
         ("profile.json cluster.toml --batch 8", "profile.json describes a model"),
         ("cluster.toml cluster.toml --batch 8", "cluster.toml describes a cluster"),
         ("bert-base cluster.toml --batch 8", "bert-base describes a model"),
@@ -220,17 +220,17 @@ def test_a_running_plan_whose_device_is_lost_cannot_go_on(
     ],
 )
 def test_invalid_arguments_are_refused_before_the_search(
-    capsys: pytest.CaptureFixture[str], arguments: str, says: str
+    capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
     assert plan(*arguments.split()) == 2
     error = capsys.readouterr().err
-    assert says in error
+    assert message in error
     assert "expected:" in error
     assert "fix:" in error
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ("free.toml profile.json --batch 8 --objective cost", "'Oregon/0'"),
         ("free.toml profile.json --batch 8 --objective both", "'Oregon/0'"),
@@ -241,21 +241,21 @@ def test_invalid_arguments_are_refused_before_the_search(
     ],
 )
 def test_infeasible_job_is_refused_by_the_search(
-    capsys: pytest.CaptureFixture[str], arguments: str, says: str
+    capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
     assert plan(*arguments.split()) == 2
     error = capsys.readouterr().err
-    assert says in error
+    assert message in error
     assert "fix:" in error
 
 
-def test_a_number_that_the_front_does_not_have_is_refused(
+def test_pick_beyond_the_front_is_refused(
     asked: list[Problem], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plan(*GOOD, "--objective", "both", "--pick", "6", "-o", "plan.json") == 2
     captured = capsys.readouterr()
     assert "a number from 1 to 5" in captured.err
-    assert "price/step" in captured.out  # so that one sees what there is
+    assert "price/step" in captured.out  # the table is printed before the error
     assert not Path("plan.json").exists()
 
 

@@ -31,12 +31,12 @@ def test_regions_are_classes(name: str, num_classes: int) -> None:
     assert len(device_classes(published(name, shuffle=1)).members) == num_classes
 
 
-def test_unequal_links_make_every_device_a_class_of_its_own() -> None:
+def test_unequal_links_make_each_device_its_own_class() -> None:
     assert len(device_classes(published("case4_regional", noise=0)).members) == 64
 
 
 @given(small_times())
-def test_devices_of_a_class_can_change_places(times: PairTimes) -> None:
+def test_devices_of_a_class_are_interchangeable(times: PairTimes) -> None:
     for members in device_classes(times).members:
         order = np.arange(times.num_devices)
         order[list(members)] = np.roll(members, 1)
@@ -45,7 +45,7 @@ def test_devices_of_a_class_can_change_places(times: PairTimes) -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 6))
-def test_types_are_counted_without_making_them(counts: list[int], size: int) -> None:
+def test_stage_types_are_counted_without_enumerating_them(counts: list[int], size: int) -> None:
     types = stage_types(np.array(counts), size)
     assert num_stage_types(np.array(counts), size) == len(types)
     assert len({tuple(row) for row in types.tolist()}) == len(types)
@@ -82,6 +82,6 @@ def test_the_published_regions_are_solved_exactly() -> None:
         assert found.better.total == pytest.approx(BEST[name], abs=5e-5)
 
 
-def test_a_search_that_is_cut_short_says_so() -> None:
+def test_truncated_search_is_marked_incomplete() -> None:
     assert not search_exactly(published("case4_regional"), max_nodes=1000).complete
     assert not search_exactly(published("case5_worldwide")).complete  # too many types

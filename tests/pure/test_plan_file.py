@@ -1,4 +1,4 @@
-"""Plan files: what was written is read alike, and what is wrong with one is said at its place."""
+"""Plan files: a written plan is read back equal, and errors name their location."""
 
 import json
 import re
@@ -20,7 +20,7 @@ MANUAL = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="ut
 EXAMPLES = re.findall(r"```json plan\n(.*?)```", MANUAL, re.DOTALL)
 
 names = st.text(max_size=8)
-amounts = st.floats(1e-6, 1e6).map(lambda value: float(f"{value:.6g}"))  # as a file keeps them
+amounts = st.floats(1e-6, 1e6).map(lambda value: float(f"{value:.6g}"))  # with the digits of a file
 
 
 @st.composite
@@ -72,7 +72,7 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
         assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
 
 
-def test_a_saved_plan_names_its_schema_and_leaves_out_what_is_not_known(tmp_path: Path) -> None:
+def test_saved_plan_names_its_schema_and_omits_unknown_fields(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     even_plan(num_layers=6, num_stages=4, num_pipelines=2).save(path)
     assert json.loads(path.read_text()) == {
@@ -112,14 +112,14 @@ def written(tmp_path: Path, table: object) -> Path:
     return path
 
 
-def test_a_plan_by_hand_may_write_units_as_a_description_does(tmp_path: Path) -> None:
+def test_handwritten_plan_may_use_units(tmp_path: Path) -> None:
     plan = read_plan(written(tmp_path, GOOD))
     assert plan.predicted is not None
     assert (plan.predicted.step, plan.predicted.bound) == (2.0, 1.5)
     assert plan.batch == 32
 
 
-def test_a_plan_without_a_prediction_is_whole(tmp_path: Path) -> None:
+def test_plan_without_a_prediction_is_complete(tmp_path: Path) -> None:
     bare = {key: value for key, value in GOOD.items() if key != "predicted"}
     assert read_plan(written(tmp_path, bare)).predicted is None
     assert read_plan(written(tmp_path, {**bare, "predicted": None})).predicted is None
@@ -152,7 +152,7 @@ PIPELINE = GOOD["pipelines"][0]
         (
             {"pipelines": [PIPELINE, {**PIPELINE, "num_microbatches": 0}]},
             "pipelines[1]: a pipeline with 0 micro-batches",
-            "give it a micro-batch",
+            "micro-batch",
         ),
         ({"pipelines": [PIPELINE, PIPELINE]}, "'a' is in pipelines 0 and 1", "another device"),
         ({"left_out": ["b"]}, "'b' is in pipeline 0 and left out", "take it out"),
@@ -168,7 +168,7 @@ PIPELINE = GOOD["pipelines"][0]
         ({"predicted": {**GOOD["predicted"], "bound": 3}}, "predicted.bound: 3 has no unit", "ms"),
     ],
 )
-def test_what_is_wrong_with_a_plan_is_said_with_its_place(
+def test_plan_error_names_its_location(
     tmp_path: Path, changes: dict[str, Any], wrong: str, fix: str
 ) -> None:
     path = written(tmp_path, {**GOOD, **changes})
@@ -190,20 +190,20 @@ def test_another_schema_is_refused_before_its_keys_are(tmp_path: Path, schema: o
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ('{"name": "a cluster"}', "this is no plan"),
+        ('{"name": "a cluster"}', "no schema"),
         ("[1]", "got a list"),
         ('{"schema": 2', "syntax error"),
         ('{"schema": 2, "schema": 2}', "appears twice"),
     ],
 )
-def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, wrong: str) -> None:
+def test_file_that_is_not_a_plan_is_refused(tmp_path: Path, text: str, wrong: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
     with pytest.raises(UserError, match=re.escape(wrong)):
         read_plan(path)
 
 
-def test_a_plan_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_plan_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read it"):
         Plan.load(tmp_path / "plan.json")
 

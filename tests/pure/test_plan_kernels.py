@@ -1,4 +1,4 @@
-"""The compiled parts of the planner, each against the plain way to do the same."""
+"""The compiled parts of the planner, each compared with plain Python."""
 
 import os
 from itertools import pairwise, permutations
@@ -68,7 +68,7 @@ def test_a_hidden_path_through_many_stages_is_found(number: int) -> None:
 
 
 def test_an_order_improved_step_by_step_is_mostly_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 9 stages it was in all 40 draws; with only one of the two kinds of steps not in all."""
+    """With 9 stages it was the best in all 40 draws; with one kind of steps alone it was not."""
     monkeypatch.setattr(path, "MAX_EXACT", 1)
     rng = np.random.default_rng(0)
     longer = []
@@ -92,7 +92,7 @@ def test_an_order_of_many_stages_is_never_far_from_a_good_one() -> None:
 
 
 @given(small_times(), st.integers(0, 100))
-def test_layout_of_groups_costs_what_the_reference_says(times: PairTimes, number: int) -> None:
+def test_layout_of_groups_costs_as_in_the_reference(times: PairTimes, number: int) -> None:
     devices = np.random.default_rng(number).permutation(times.num_devices)
     groups = devices.reshape(times.num_stages, times.num_pipelines)
     reference = best_layout(groups.tolist(), times)
@@ -102,7 +102,7 @@ def test_layout_of_groups_costs_what_the_reference_says(times: PairTimes, number
 
 @given(small_times(), st.integers(0, 2**32 - 1), st.floats(0, 1))
 def test_annealing_keeps_grid_consistent(times: PairTimes, number: int, blend: float) -> None:
-    """Thousands of moves later the cost, kept move by move, is that of the layout."""
+    """After thousands of moves the incrementally updated cost equals that of the layout."""
     seed(number)
     layout = np.arange(times.num_devices).reshape(times.num_stages, times.num_pipelines)
     before = layout_cost(layout.tolist(), times).total
@@ -114,7 +114,7 @@ def test_annealing_keeps_grid_consistent(times: PairTimes, number: int, blend: f
 
 @given(small_times(), st.integers(0, 2**32 - 1))
 def test_every_move_keeps_grid_consistent(times: PairTimes, number: int) -> None:
-    """Also the means, which decide what is accepted and are in no result."""
+    """Check also the means, which influence acceptance and are in no result."""
     rng = np.random.default_rng(number)
     np.random.seed(number)
     devices = np.arange(times.num_devices).reshape(times.num_stages, times.num_pipelines)

@@ -1,4 +1,4 @@
-"""Last touches never make a plan worse, keep it whole, and put the coordinator in the middle."""
+"""Refining never makes a plan worse, keeps it complete, and puts the coordinator in the middle."""
 
 from collections import Counter
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_refining_moves_layers_and_microbatches() -> None:
 
 
 def far_and_near() -> Problem:
-    """Region 0 is in the middle of the three."""
+    """Return a problem with three regions; region 0 is in the middle."""
     over = cluster([2, 2, 2], outer=(0.1, 1e9))
     rows = [list(row) for row in over.latency]
     for other in (1, 2):
@@ -83,7 +83,7 @@ def test_equal_pipelines_stay_equal_if_required() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-def test_a_schedule_that_was_asked_for_is_kept(name: str) -> None:
+def test_requested_schedule_is_kept(name: str) -> None:
     over = problem(cluster([2]), batch=8, schedule=name)
     rough = predict(plan_of([["r0/0", "r0/1"]], (6, 2), [8]), over)
     assert refine_plan(rough, over, step).plan.pipelines[0].schedule == name

@@ -45,10 +45,10 @@ def test_a_seed_fixes_the_plan() -> None:
 
 def test_a_seed_fixes_the_plan_in_another_process() -> None:
     program = """
-from polyrhythm.plan.dtfm.placement import Effort, place
+from polyrhythm.plan.dtfm.placement import SearchEffort, place
 from benchmarks.plan.cases import published
 times = published("case5_worldwide", shuffle=0, noise=0)
-print(place(times, seed=3, effort=Effort(num_rounds=2, num_moves=5000)).cost.layout)
+print(place(times, seed=3, effort=SearchEffort(num_rounds=2, num_moves=5000)).cost.layout)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True
@@ -74,15 +74,15 @@ def test_a_planted_layout_of_256_devices_is_found(depth: int, paired: bool) -> N
     assert found.cost.total <= 1.05 * best
 
 
-def test_every_better_layout_is_reported_once_and_is_what_it_says() -> None:
+def test_each_improvement_is_reported_once_with_its_cost() -> None:
     times = published("case5_worldwide", shuffle=0, noise=1)
-    heard: list[Placement] = []
-    found = place(times, effort=SHORT, on_better=heard.append)
-    totals = [placement.cost.total for placement in heard]
+    improvements: list[Placement] = []
+    found = place(times, effort=SHORT, on_better=improvements.append)
+    totals = [placement.cost.total for placement in improvements]
     assert totals == sorted(totals, reverse=True)
     assert len(set(totals)) == len(totals)
-    assert heard[-1] == found
-    assert heard[0].why == "construction"
+    assert improvements[-1] == found
+    assert improvements[0].why == "construction"
     assert found.why == "annealing"
     assert layout_cost(found.cost.layout, times) == found.cost
 

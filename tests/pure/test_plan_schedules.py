@@ -1,4 +1,4 @@
-"""The planner's schedules: near the best of a closer look, within memory, and always the same."""
+"""The planner's schedules: near the best of the shortlist, within memory, and deterministic."""
 
 import numpy as np
 import pytest
@@ -9,13 +9,12 @@ from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, length
 from polyrhythm.schedule.candidates import shortlist
 from polyrhythm.schedule.plan_schedules import PlannedSchedules
+from tests.pure.schedule_cases import even_times, measured
 from tests.pure.step_cases import seeds
-from tests.pure.test_cost_pipeline import even_times
-from tests.pure.test_schedule_candidates import measured
 
 
 def unequal(rng: np.random.Generator) -> tuple[PipelineTimes, int]:
-    """2 to 8 stages with links from fast to three times as slow as a forward, near or far."""
+    """Return 2 to 8 stages with links from fast to three forwards per message, near or far."""
     num_stages, num_microbatches = int(rng.integers(2, 9)), int(rng.choice([4, 8, 16, 32]))
     forward = rng.uniform(0.5, 1.5, num_stages)
 
@@ -45,7 +44,7 @@ def takes(spec: str, times: PipelineTimes, num_microbatches: int) -> float:
 def test_planned_schedule_is_nearly_as_short_as_the_best_of_the_shortlist(
     tight: bool,
 ) -> None:
-    """Where memory is tight, stages far from the last one must not starve those after them."""
+    """With tight memory, stages far from the last one must not starve those after them."""
     rng = np.random.default_rng(0)
     shares = []
     for _ in range(60):
@@ -80,7 +79,7 @@ def test_no_stage_holds_more_than_fits(
 
 
 @given(seeds)
-def test_the_same_pipeline_gets_the_same_answer(seed: int) -> None:
+def test_equal_pipelines_get_equal_schedules(seed: int) -> None:
     times, count = unequal(np.random.default_rng(seed))
     room = [count] * times.num_stages
     schedules = PlannedSchedules()
@@ -113,7 +112,7 @@ def test_one_stage_runs_one_microbatch_after_another() -> None:
 
 
 def test_slow_links_get_more_in_flight() -> None:
-    """With 20 forwards of latency each way 1F1B would wait; a long list tells as much as a few."""
+    """With 20 forwards of latency each way 1F1B would wait, also with many micro-batches."""
     far = LinkTimes(busy=(0.1,), latency=20.0)
     times = PipelineTimes(
         forward=(1.0,) * 2, backward=(2.0,) * 2, activations=(far,), gradients=(far,)

@@ -1,4 +1,4 @@
-"""Degrees of a plan: what is offered, and what an impossible wish is told."""
+"""Degrees of a plan: the candidates, and errors for impossible requests."""
 
 from dataclasses import replace
 
@@ -59,7 +59,7 @@ def test_prime_numbers_of_devices_are_used_as_far_as_they_go(num_devices: int) -
     assert PlanShape(3, num_devices // 3, 1) in found
 
 
-def test_with_many_layers_fewer_numbers_of_stages_are_looked_at_the_more_there_are() -> None:
+def test_large_numbers_of_stages_are_sampled_sparsely() -> None:
     of = problem(96, TrainingJob(batch=8), num_layers=96)
     stages = {shape.num_stages for shape in shapes(of)}
     assert stages >= {*range(1, 17), 24, 32, 48, 96}
@@ -73,7 +73,7 @@ def test_some_shapes_leave_devices_out() -> None:
     assert found == [8, 6, 4, 2]
 
 
-def test_degrees_that_are_asked_for_are_kept() -> None:
+def test_requested_degrees_are_kept() -> None:
     of = problem(
         12, TrainingJob(batch=24, num_stages=3, num_pipelines=2, microbatch_size=2), sizes=(1, 4)
     )
@@ -100,7 +100,7 @@ def test_a_batch_that_no_size_divides_is_refused_with_one_that_does() -> None:
         sizes_for(replace(of, job=TrainingJob(batch=1)))
 
 
-def test_a_size_that_was_not_measured_is_refused() -> None:
+def test_unmeasured_size_is_refused() -> None:
     of = problem(2, TrainingJob(batch=8, microbatch_size=8), sizes=(1, 4))
     with pytest.raises(DescriptionError, match="micro-batches of 8"):
         sizes_for(of)
@@ -116,14 +116,14 @@ def test_more_stages_than_layers_or_devices_are_infeasible(job: TrainingJob) -> 
     assert "at most 4 stages" in str(infeasible_error(of))
 
 
-def test_more_pipelines_than_microbatches_are_named_as_what_is_wrong() -> None:
+def test_more_pipelines_than_microbatches_are_refused() -> None:
     of = problem(8, TrainingJob(batch=8, num_pipelines=4), sizes=(4,))
     assert list(shapes(of)) == []
     assert "4 pipelines for 2 micro-batches of 4" in str(infeasible_error(of))
     assert "at most 2 pipelines, or a batch of 16" in str(infeasible_error(of))
 
 
-def test_a_layer_that_fits_nowhere_is_named_with_what_it_lacks() -> None:
+def test_layer_that_fits_nowhere_is_named_with_the_missing_memory() -> None:
     large = replace(profile().layers[3], name="embedding", parameter_bytes=GIB)
     layers = (*profile().layers[:3], large, *profile().layers[4:])
     where = cluster({"here": 4})  # 1 GiB each, of which 0.1 are reserved
@@ -133,10 +133,10 @@ def test_a_layer_that_fits_nowhere_is_named_with_what_it_lacks() -> None:
         job=TrainingJob(batch=8),
         schedules=PlannedSchedules(),
     )
-    told = str(infeasible_error(of))
-    assert "layer 'embedding' alone needs 4.00 GiB" in told
-    assert "more than 0.90 GiB" in told
-    assert "a device with 3.10 GiB more" in told
+    error = str(infeasible_error(of))
+    assert "layer 'embedding' alone needs 4.00 GiB" in error
+    assert "more than 0.90 GiB" in error
+    assert "a device with 3.10 GiB more" in error
 
 
 def test_memory_error_says_how_much_is_missing() -> None:
@@ -147,7 +147,7 @@ def test_memory_error_says_how_much_is_missing() -> None:
         job=TrainingJob(batch=8),
         schedules=PlannedSchedules(),
     )
-    told = str(infeasible_error(of))
-    assert "of 4 stages, dealt by memory, stage 1 (layers 2 to 3) needs 1.00 GiB" in told
-    assert "'here/1' has 0.90 GiB to give" in told
-    assert "0.10 GiB to 'here/1'" in told
+    error = str(infeasible_error(of))
+    assert "stage 1 (layers 2 to 3) needs 1.00 GiB" in error
+    assert "'here/1' has 0.90 GiB to give" in error
+    assert "0.10 GiB to 'here/1'" in error

@@ -1,4 +1,4 @@
-"""The picture of a plan: valid XML in which every device, group and pipeline has its place."""
+"""The picture of a plan is valid XML with every device, group and pipeline."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -89,7 +89,7 @@ def test_devices_of_a_group_share_a_tint_and_those_of_a_pipeline_a_colour() -> N
     for found, number in ((tints, 3), (colours, 2)):
         assert len(found) == number
         assert all(len(values) == 1 for values in found.values())
-        assert len(set.union(*found.values())) == number  # and no other's
+        assert len(set.union(*found.values())) == number  # different from all others
 
 
 def test_a_line_goes_from_device_to_device_in_the_order_of_stages() -> None:
@@ -162,7 +162,7 @@ def test_devices_and_boxes_do_not_overlap(sizes: list[int], num_stages: int) -> 
     devices = [
         (box.x + p.x - WIDTH / 2, box.y + p.y - HEIGHT / 2, box.x + p.x + WIDTH / 2, box.y + p.y)
         for box in boxes
-        for p in box.places
+        for p in box.positions
     ]
     for kind in (corners(boxes), devices):
         for i, a in enumerate(kind):
@@ -170,6 +170,6 @@ def test_devices_and_boxes_do_not_overlap(sizes: list[int], num_stages: int) -> 
                 apart = a[0] >= b[2] or b[0] >= a[2] or a[1] >= b[3] or b[1] >= a[3]
                 assert apart, (a, b)
     for box in boxes:
-        for place in box.places:
-            assert WIDTH / 2 < place.x < box.width - WIDTH / 2
-            assert HEIGHT / 2 < place.y < box.height - HEIGHT / 2 - 13  # the name is below
+        for position in box.positions:
+            assert WIDTH / 2 < position.x < box.width - WIDTH / 2
+            assert HEIGHT / 2 < position.y < box.height - HEIGHT / 2 - 13  # the name is below

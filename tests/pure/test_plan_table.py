@@ -1,4 +1,4 @@
-"""A plan on the screen: nobody is missing, figures are those predicted, and 64 devices fit."""
+"""A printed plan shows all devices and the predicted figures, and 64 devices fit on a screen."""
 
 import io
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_a_device_with_several_stages_has_one_row_for_them() -> None:
     assert row(text, "0", "2", "Tokyo/0", "Tokyo", "5-7")
 
 
-def test_what_to_expect_is_said_in_a_line_each() -> None:
+def test_predictions_are_printed_one_per_line() -> None:
     prediction = predicted(2, 2, FOUR)
     step = prediction.time.total
     text = shown(prediction, bound=0.75 * step)
@@ -121,14 +121,14 @@ def test_devices_without_numbers_are_named() -> None:
     assert all(device.name in text for device in devices)
 
 
-def test_pipelines_that_are_alike_share_a_row() -> None:
+def test_equal_pipelines_share_a_row() -> None:
     text = shown(predicted(8, 8, MANY, by_stage=True))
     [found] = [line for line in text.splitlines() if " > " in line]
     assert found.startswith("0-7 ")
     assert " > ".join(WORLD) in found
 
 
-def test_the_front_numbers_its_plans_and_marks_the_one_that_is_taken() -> None:
+def test_front_numbers_its_plans_and_marks_the_chosen_one() -> None:
     front = [predicted(2, 2, FOUR), predicted(2, 1, FOUR), predicted(1, 1, FOUR)]
     console = Console(file=io.StringIO(), width=80)
     show_front(front, taken=1, console=console)
@@ -167,14 +167,14 @@ def test_change_shows_moved_devices_migration_time_and_break_even() -> None:
     steps = 30 / (slow.time.total - fast.time.total)
     assert "2 devices: Oregon/2, Tokyo/0 with new layers; 2 as before" in line(text, "moves")
     assert line(text, "migration").startswith("migration  30s, then ")
-    assert f"won back after {steps:,.0f} of 1,000 steps" in line(text, "migration")
+    assert f"after {steps:,.0f} of 1,000 steps" in line(text, "migration")
     assert line(text, "decision") == "decision   because"
 
 
-def test_a_plan_that_cannot_go_on_says_why_and_promises_no_gain() -> None:
+def test_plan_that_cannot_go_on_shows_the_reason_and_no_gain() -> None:
     text = change("device 'x' of pipeline 0", predicted(2, 2, FOUR), "Oregon/2", lost=(3, 4, 7))
     assert line(text, "running") == "running    cannot go on: device 'x' of pipeline 0"
-    assert "won back" not in text
+    assert "of 1,000 steps" not in text
     assert line(text, "lost").startswith("lost       layers 3-4, 7 are on no device")
 
 
@@ -202,7 +202,7 @@ def test_without_a_terminal_a_search_prints_few_lines() -> None:
     assert lines[0] == "planning 0/1000: [some] thing; best so far about 2 s, 2 stages"
 
 
-def test_on_a_terminal_the_line_keeps_brackets_as_they_are() -> None:
+def test_terminal_line_keeps_brackets() -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     with PlanProgress(console) as progress:
         progress.update(SearchProgress(doing="[some] thing", done=1, total=2, best=""))

@@ -29,7 +29,7 @@ def test_outer_step_equals_nesterov_momentum(
 
 
 @given(st.lists(fractions, min_size=1, max_size=6), fractions)
-def test_without_momentum_and_with_lr_1_it_is_the_plain_average(
+def test_outer_step_with_lr_1_and_no_momentum_is_the_plain_average(
     weights: list[Fraction], anchor: Fraction
 ) -> None:
     mean = sum(weights, Fraction(0)) / len(weights)

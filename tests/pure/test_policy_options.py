@@ -33,7 +33,7 @@ def test_malformed_option_is_refused_and_names_the_flag(text: str) -> None:
 @pytest.mark.parametrize(
     ("fix", "at_command_line"),
     [
-        ("give it as such a value in options={...}", "give it as such a value in --options"),
+        ("pass it with that type in options={...}", "pass it with that type in --options"),
         ("did you mean 'age'?", "did you mean 'age'?"),
     ],
 )

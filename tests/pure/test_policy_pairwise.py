@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.policies.pairwise import Pairwise
 from polyrhythm.types import Seconds, Worker
-from tests.pure.test_policy_contract import Job, job_of, random_durations
+from tests.pure.policy_driver import PolicyJob, job_of, random_durations
 
 
-def exchanges(job: Job) -> list[tuple[Worker, ...]]:
+def exchanges(job: PolicyJob) -> list[tuple[Worker, ...]]:
     return [group.members for _, group in job.formed if len(group.members) > 1]
 
 

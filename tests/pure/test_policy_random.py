@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.policies.random_groups import RandomGroups
 from polyrhythm.types import Group, Worker
-from tests.pure.test_policy_contract import job_of, random_durations
+from tests.pure.policy_driver import job_of, random_durations
 
 W = [Worker(0, pipeline) for pipeline in range(9)]
 
@@ -66,7 +66,7 @@ def test_younger_group_passes_a_waiting_one_at_most_max_passes_times() -> None:
 
 
 @given(st.integers(0, 3), st.integers(0, 99), st.integers(4, 9))
-def test_no_group_is_passed_over_more_often_than_allowed(
+def test_no_group_is_passed_more_often_than_max_passes(
     max_passes: int, seed: int, num_workers: int
 ) -> None:
     policy = RandomGroups(seed=seed, max_passes=max_passes)
@@ -81,7 +81,7 @@ def test_with_few_passes_allowed_the_limit_is_reached() -> None:
 
 
 @given(st.integers(2, 5), st.integers(1, 9), st.integers(0, 99))
-def test_groups_have_their_size_while_all_are_here(
+def test_groups_have_the_requested_size_while_all_workers_are_present(
     group_size: int, num_workers: int, seed: int
 ) -> None:
     policy = RandomGroups(group_size, seed=seed)
@@ -113,13 +113,13 @@ def test_a_seed_fixes_the_groups_and_another_one_changes_them() -> None:
     assert formed[0] == formed[1] != formed[2]
 
 
-def test_a_worker_asks_once_and_a_group_ends_once() -> None:
+def test_second_request_and_second_end_of_a_group_are_refused() -> None:
     policy = with_workers(RandomGroups(group_size=2), 2)
     policy.on_request(W[0], 0.0)
     with pytest.raises(PolicyError, match="s0p0 asks for a group before its last one is done"):
         policy.on_request(W[0], 0.0)
     [group] = policy.on_request(W[1], 0.0)
-    with pytest.raises(PolicyError, match=r"s0p0 leaves in the middle of group {s0p0, s0p1}"):
+    with pytest.raises(PolicyError, match=r"s0p0 leaves during group {s0p0, s0p1}"):
         policy.on_leave(W[0], 0.0)
     policy.on_done(group, True, 1.0)
     with pytest.raises(PolicyError, match=r"{s0p0, s0p1} is done, but is not open"):

@@ -12,7 +12,7 @@ from polyrhythm.errors import PolicyError
 from polyrhythm.sync.group_buffers import GroupBuffers
 from polyrhythm.sync.policies.smart import HALVE_GAPS_EVERY, SmartGroups
 from polyrhythm.types import Group, Seconds, Worker
-from tests.pure.test_policy_contract import Job, job_of, node_lists, random_durations
+from tests.pure.policy_driver import PolicyJob, job_of, node_lists, random_durations
 
 
 class RecordingBuffers(GroupBuffers):
@@ -26,11 +26,13 @@ class RecordingBuffers(GroupBuffers):
     def plan(self, groups: Iterable[Group]) -> list[Group]:
         planned = list(groups)
         idle = {w for w in self.ledger.workers() if self.ledger.is_waiting(w) and not self.depth(w)}
-        self.divisions.append((planned, idle, dict(self.policy._num_asked)))
+        self.divisions.append((planned, idle, dict(self.policy._num_requests)))
         return super().plan(planned)
 
 
-def recorded_job(nodes: list[int], seed: int, num_steps: int = 12) -> tuple[Job, RecordingBuffers]:
+def recorded_job(
+    nodes: list[int], seed: int, num_steps: int = 12
+) -> tuple[PolicyJob, RecordingBuffers]:
     policy = SmartGroups(seed=seed)
     policy._buffers = planning = RecordingBuffers(policy)
     job = job_of(policy, nodes, random_durations(seed), num_steps)
@@ -76,25 +78,23 @@ def test_first_groups_cross_nodes_by_heads_and_second_ones_span_a_node(
 
 
 @given(node_lists, st.integers(0, 999))
-def test_every_worker_has_its_groups_in_the_one_order_they_were_planned_in(
-    nodes: list[int], seed: int
-) -> None:
+def test_every_worker_runs_its_groups_in_planned_order(nodes: list[int], seed: int) -> None:
     job, planning = recorded_job(nodes, seed)
-    begun: list[Group] = []
+    started: list[Group] = []
 
     def check() -> None:
         assert all(planning.depth(worker) <= 2 for worker in job.steps)
         if len(job.steps) == len(nodes):  # members have not begun to leave
-            begun[:] = [group for _, group in job.formed]
+            started[:] = [group for _, group in job.formed]
 
     job.check = check
     job.run()
     order = [group for planned, _, _ in planning.divisions for group in planned]
     for pipeline in range(len(nodes)):
-        mine = [group for group in begun if Worker(0, pipeline) in group.members]
+        groups_of_worker = [group for group in started if Worker(0, pipeline) in group.members]
         planned = [group for group in order if Worker(0, pipeline) in group.members]
-        assert [(g.members, g.why) for g in mine] == [
-            (g.members, g.why) for g in planned[: len(mine)]
+        assert [(g.members, g.why) for g in groups_of_worker] == [
+            (g.members, g.why) for g in planned[: len(groups_of_worker)]
         ]
 
 
@@ -160,7 +160,7 @@ def test_joining_worker_starts_at_the_leaders_count() -> None:
     assert [group.members for group in policy.on_ready(old, 51.0)] == [(old, new)]
 
 
-def test_a_planned_group_goes_on_without_a_member_that_leaves() -> None:
+def test_division_after_a_failed_group_covers_workers_that_asked_again() -> None:
     policy, workers = SmartGroups(), [Worker(0, p) for p in range(3)]
     for worker in workers:
         policy.on_join(worker, "a", 0.0)
@@ -174,8 +174,8 @@ def test_a_planned_group_goes_on_without_a_member_that_leaves() -> None:
 
 
 @given(st.lists(st.sets(st.integers(0, 4), min_size=1), min_size=1, max_size=12), st.randoms())
-def test_planned_groups_begin_in_their_order_whoever_asks_first(
-    plans: list[set[int]], chance: random.Random
+def test_planned_groups_start_in_order_for_any_order_of_requests(
+    plans: list[set[int]], rng: random.Random
 ) -> None:
     buffers, workers = GroupBuffers(), [Worker(0, pipeline) for pipeline in range(5)]
     for worker in workers:
@@ -185,11 +185,11 @@ def test_planned_groups_begin_in_their_order_whoever_asks_first(
         for number, members in enumerate(plans)
     ]
     assert buffers.plan(planned) == []
-    begun: list[Group] = []
+    started: list[Group] = []
     open_groups: list[Group] = []
     while True:
-        if open_groups and chance.random() < 0.5:
-            buffers.finish(open_groups.pop(chance.randrange(len(open_groups))))
+        if open_groups and rng.random() < 0.5:
+            buffers.finish(open_groups.pop(rng.randrange(len(open_groups))))
             continue
         can_ask = [
             w
@@ -200,13 +200,13 @@ def test_planned_groups_begin_in_their_order_whoever_asks_first(
         if not can_ask and not open_groups:
             break
         if can_ask:
-            new = buffers.request(chance.choice(can_ask))
-            begun += new
+            new = buffers.request(rng.choice(can_ask))
+            started += new
             open_groups += new
-    assert sorted(begun, key=planned.index) == planned
+    assert sorted(started, key=planned.index) == planned
     for worker in workers:
-        mine = [planned.index(group) for group in begun if worker in group.members]
-        assert all(a < b for a, b in pairwise(mine))
+        groups_of_worker = [planned.index(group) for group in started if worker in group.members]
+        assert all(a < b for a, b in pairwise(groups_of_worker))
 
 
 @pytest.mark.parametrize(("group_size", "slow_after"), [(1, 3), (3, 0)])

@@ -24,7 +24,7 @@ def released(groups: list[Group]) -> set[Worker]:
 
 
 @given(st.integers(1, 6), st.integers(0, 3), pushes)
-def test_a_push_releases_exactly_those_within_the_bound(
+def test_a_push_releases_exactly_the_workers_within_the_bound(
     num_workers: int, staleness: int, order: list[int]
 ) -> None:
     workers = [Worker(0, pipeline) for pipeline in range(num_workers)]
@@ -80,7 +80,7 @@ def test_a_pipeline_is_one_virtual_worker_with_the_clock_of_its_slowest_stage(
         assert held == {w for w in workers if pushed[w] - min(clocks) > staleness}
 
 
-def test_the_slowest_may_leave_and_who_joins_is_level_with_the_leader() -> None:
+def test_loss_of_the_slowest_releases_others_and_a_joining_worker_starts_level() -> None:
     slow, fast, new = Worker(0, 0), Worker(0, 1), Worker(0, 2)
     policy = joined(BoundedStaleness(2, staleness=1), [slow, fast])
     assert released(policy.on_ready(fast, 0.0)) == {fast}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.policies.static import NUM_PHASES, NodeLayout, StaticGroups, group_of
 from polyrhythm.types import Group, Worker
-from tests.pure.test_policy_contract import job_of, random_durations
+from tests.pure.policy_driver import job_of, random_durations
 
 sizes = st.lists(st.integers(1, 9), min_size=1, max_size=7)
 
@@ -26,7 +26,7 @@ def test_four_nodes_of_four_have_the_groups_of_the_paper() -> None:
 
 
 @given(sizes, st.integers(0, 60))
-def test_all_members_find_the_same_group_so_groups_are_disjoint(
+def test_all_members_compute_the_same_group_so_groups_are_disjoint(
     node_sizes: list[int], step: int
 ) -> None:
     for index in range(sum(node_sizes)):
@@ -65,7 +65,9 @@ def test_odd_ring_leaves_out_each_node_in_rotation(num_nodes: int, first: int) -
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(0, 99))
-def test_as_a_policy_it_forms_what_each_worker_computes_alone(nodes: list[int], seed: int) -> None:
+def test_static_policy_forms_the_groups_that_each_worker_computes(
+    nodes: list[int], seed: int
+) -> None:
     job = job_of(StaticGroups(len(nodes)), nodes, random_durations(seed), num_steps=9).run()
     layout = NodeLayout.of({Worker(0, p): f"n{node}" for p, node in enumerate(nodes)})
     for worker in layout.workers:
@@ -76,7 +78,7 @@ def test_as_a_policy_it_forms_what_each_worker_computes_alone(nodes: list[int], 
         assert len(had) == 9
 
 
-def test_a_layout_numbers_workers_node_by_node_whatever_their_order() -> None:
+def test_layout_numbers_workers_node_by_node_for_any_input_order() -> None:
     nodes = {Worker(0, 3): "b", Worker(0, 0): "b", Worker(0, 2): "a", Worker(0, 1): "c"}
     layout = NodeLayout.of(nodes)
     assert [worker.pipeline for worker in layout.workers] == [0, 3, 1, 2]
@@ -93,7 +95,7 @@ def test_static_startup_wait_is_bounded() -> None:
     assert [group.members for group in policy.on_timer(10.0)] == [(first, second)]
 
 
-def test_a_step_that_failed_is_tried_again_by_those_who_are_left() -> None:
+def test_failed_step_is_retried_by_the_remaining_workers() -> None:
     policy, workers = StaticGroups(3), [Worker(0, p) for p in range(3)]
     for worker in workers:
         policy.on_join(worker, f"n{worker.pipeline}", 0.0)
@@ -115,7 +117,7 @@ def test_joining_worker_starts_at_the_most_advanced_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "step", "node_sizes", "said"),
+    ("index", "step", "node_sizes", "message"),
     [
         (0, 0, [], "at least one node"),
         (0, 0, [2, 0], "at least one worker on each"),
@@ -124,7 +126,7 @@ def test_joining_worker_starts_at_the_most_advanced_step() -> None:
     ],
 )
 def test_invalid_static_rule_inputs_are_refused(
-    index: int, step: int, node_sizes: list[int], said: str
+    index: int, step: int, node_sizes: list[int], message: str
 ) -> None:
-    with pytest.raises(PolicyError, match=said):
+    with pytest.raises(PolicyError, match=message):
         group_of(index, step, node_sizes)

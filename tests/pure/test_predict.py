@@ -1,4 +1,4 @@
-"""What a plan will do: memory that is never exceeded, schedules that fit, errors that help."""
+"""Predictions: memory is never exceeded, schedules fit, errors name values and fixes."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from tests.pure.step_cases import random_cluster, random_model, seeds
 
 
 def plan_for(of: Problem, layers: tuple[int, ...], **changes: object) -> Plan:
-    """One pipeline over the first devices, 8 micro-batches."""
+    """Return a plan of one pipeline over the first devices, with 8 micro-batches."""
     names = tuple(device.name for device in of.cluster.devices)[: len(layers)]
     fields: dict[str, object] = {
         "layers_per_stage": layers,
@@ -41,7 +41,7 @@ def with_memory(of: Problem, memory: int | None) -> Problem:
 def test_no_device_ever_holds_more_than_its_limit(
     seed: int, num_stages: int, num_microbatches: int, roomy: float
 ) -> None:
-    """Memory is drawn around what one micro-batch needs, so that some plans are refused."""
+    """Memory is drawn around the need of one micro-batch, so that some plans are refused."""
     rng = np.random.default_rng(seed)
     model = random_model(rng, 6)
     of = Problem(
@@ -69,7 +69,7 @@ def test_no_device_ever_holds_more_than_its_limit(
         assert use.memory == held <= use.limit
 
 
-def test_memory_counts_weights_gradients_optimizer_and_what_is_in_flight() -> None:
+def test_memory_counts_weights_gradients_optimizer_and_activations() -> None:
     """Layers of 1 MB weights, 1 MB stored and 0.1 MB to the next; the first stage receives none."""
     of = example(
         cluster({"here": 2}), job=TrainingJob(batch=16, gradient_bytes=2.0, optimizer_bytes=3.0)
@@ -95,7 +95,7 @@ def test_the_least_memory_is_what_one_microbatch_needs() -> None:
                 assert least[a, b] == pytest.approx(one, abs=2)
 
 
-def test_tight_memory_makes_a_schedule_that_holds_fewer() -> None:
+def test_tight_memory_leads_to_fewer_microbatches_in_flight() -> None:
     of = example(cluster({"here": 4}))
     free = predict(plan_for(with_memory(of, None), (2, 2, 2, 2)), with_memory(of, None))
     needs = needed(of.memory(range(2), 2), in_flight=2, window=0)
@@ -107,7 +107,7 @@ def test_tight_memory_makes_a_schedule_that_holds_fewer() -> None:
     assert found.time.total > free.time.total
 
 
-def test_a_stage_that_stores_nothing_holds_as_many_as_there_are() -> None:
+def test_stage_without_stored_activations_holds_all_microbatches() -> None:
     layers = tuple(replace(layer, stored_bytes=0) for layer in profile().layers)
     of = example(cluster({"here": 2}), replace(profile(), layers=layers))
     weights = needed(of.memory(range(8), 2), in_flight=0, window=0)
@@ -142,7 +142,7 @@ def test_named_schedule_that_exceeds_memory_is_refused() -> None:
     assert max(use.in_flight for use in predict(plan, of).uses) <= 4
 
 
-def test_a_schedule_that_is_named_is_kept() -> None:
+def test_named_schedule_is_kept() -> None:
     of = example(cluster({"here": 2}))
     plan = plan_for(of, (4, 4))
     for spec in ("gpipe", "kfkb:2", "bounded:5,1"):
@@ -239,8 +239,8 @@ def test_consecutive_stages_on_one_device_are_one_device_use() -> None:
     assert [use.memory for use in merged.uses] == [use.memory for use in plain.uses]
 
 
-def test_the_slowest_link_of_replicas_is_slowest_for_the_share_that_they_send() -> None:
-    """8 MB of gradients: a third takes 1 s from a to b, and 0.5 s from a to c; all, 1 and 1.5."""
+def test_slowest_link_of_replicas_is_the_slowest_for_their_shards() -> None:
+    """A third of 8 MB takes 1 s from a to b and 0.5 s from a to c; all of it 1 and 1.5 s."""
     where = cluster({"a": 1, "b": 1, "c": 1})
     near, far = (0.0, 1e9), {(0, 1): (1.0, 1e9), (0, 2): (0.0, 8e6 / 1.5)}
     links = [[far.get((min(i, j), max(i, j)), near) for j in range(3)] for i in range(3)]

@@ -1,4 +1,4 @@
-"""What a step costs, by hand: rent of devices, and what leaves a region."""
+"""The price of a step, computed by hand: rent of devices, and egress."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def step_of(
     gradients: float = 0.0,
     sync: Sync = Sync.ALL_REDUCE,
 ) -> StepSpec:
-    """The devices of each pipeline, a stage each."""
+    """Return a step; `columns` are the devices of each pipeline, one per stage."""
     work = StageWork(
         forward=1.0, backward=2.0, activation_bytes=activations, gradient_bytes=gradients
     )
@@ -59,7 +59,7 @@ def test_a_device_that_runs_two_stages_is_paid_once() -> None:
     assert price_of(two, 3600.0, on) == pytest.approx(2)
 
 
-def test_without_a_price_of_each_device_in_use_there_is_none() -> None:
+def test_price_is_none_if_a_used_device_has_no_price() -> None:
     on = where({"a": 2})
     bare = replace(on, devices=(on.devices[0], replace(on.devices[1], price_per_hour=None)))
     assert price_of(step_of([[0, 1]], [4], bare), 1.0, bare) is None
@@ -76,7 +76,7 @@ def test_activations_and_their_gradients_leave_each_region_at_its_own_price() ->
     assert price_of(step, 3600.0, on) == pytest.approx(3 + 14)
 
 
-def test_a_run_of_stages_sends_what_its_last_stage_makes() -> None:
+def test_run_of_stages_sends_only_its_last_output() -> None:
     on = where({"a": 1, "b": 1}, egress=(1.0, 1.0))
     sizes = (7e9, 1e9, 7e9)
     works = tuple(
@@ -90,8 +90,8 @@ def test_a_run_of_stages_sends_what_its_last_stage_makes() -> None:
     assert egress_price(step, on) == pytest.approx(3 * 2 * 1)
 
 
-def test_gradients_leave_twice_in_shares() -> None:
-    """Of 3 replicas each owns a third, and sends a third to both others in each half."""
+def test_gradients_leave_a_region_twice_in_shards() -> None:
+    """Each of 3 replicas owns a third, and sends a third to both others in each collective."""
     on = where({"a": 2, "b": 1}, egress=(1.0, 10.0))
     step = step_of([[0], [1], [2]], [1, 1, 1], on, gradients=3e9)
     # From a two devices send 2 x 1 GB to b; from b one sends 2 x 1 GB to each of two.
@@ -104,8 +104,8 @@ def test_each_pipeline_pays_for_its_own_microbatches() -> None:
     assert egress_price(step, on) == pytest.approx(5 + 2)
 
 
-def test_in_groups_a_member_sends_to_few_others_larger_parts() -> None:
-    """In groups of 4 a device sends 3/4 of its gradients in each half, to any of the others."""
+def test_group_member_sends_larger_shards_to_few_others() -> None:
+    """In groups of 4 a device sends 3/4 of its gradients in each collective, to any others."""
     on = where({"a": 1, "b": 7}, egress=(1.0, 0.0))
     columns = [[device] for device in range(8)]
     step = step_of(columns, [1] * 8, on, gradients=4e9, sync=Sync.GROUPS)

@@ -1,4 +1,4 @@
-"""A child says why it ended, and takes along what it started."""
+"""A child reports why it ended, and ends with all processes that it started."""
 
 import os
 import signal
@@ -63,7 +63,7 @@ def test_output_of_the_child_and_of_its_programs_goes_to_the_file(tmp_path: Path
 
     child = Child(talk, output=tmp_path / "out.txt")
     assert child.output is not None
-    assert child.output.exists(), "there at once, so that it can be followed"
+    assert child.output.exists(), "the file exists at once"
     assert child.wait(20) == 0
     assert child.output.read_text().splitlines() == ["from Python", "from a program", "to stderr"]
 
@@ -78,11 +78,11 @@ def test_ending_a_child_kills_its_descendants() -> None:
     end_all([child])
     assert child.status == -signal.SIGKILL
     assert psutil.wait_procs(family, timeout=10)[1] == []
-    end_all([child])  # a second time does no harm
+    end_all([child])  # a second call is harmless
 
 
 @pytest.mark.timeout(30)
-def test_a_child_can_be_ended_before_it_has_begun() -> None:
+def test_child_can_be_ended_before_it_starts() -> None:
     for _ in range(20):
         child = Child(lambda: time.sleep(1000))
         end_all([child])
@@ -100,7 +100,7 @@ def test_waiting_is_bounded_and_notices_the_first_and_the_last() -> None:
     finally:
         end_all([slow])
     assert wait_for_all([quick, slow], 0.1)
-    wait_for_any([quick, slow], 20)  # nobody runs: returns at once
+    wait_for_any([quick, slow], 20)  # no child runs: returns at once
 
 
 @pytest.mark.timeout(30)

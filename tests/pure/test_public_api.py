@@ -1,4 +1,4 @@
-"""What a user meets first: the package's names, the command, and what it refuses."""
+"""The public surface: the package's names, the command, and refused input."""
 
 import subprocess
 import sys
@@ -40,7 +40,8 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("--help") == 0
     text = capsys.readouterr().out
     commands = (
-        "bench demo doctor lab plan probe profile replay report reproduce scheduler show simulate"
+        "bench coordinator demo doctor export lab plan probe profile replay report reproduce show "
+        "simulate train"
     )
     assert all(name in text for name in commands.split())
 
@@ -86,7 +87,7 @@ def test_a_bundled_network_is_shown_by_name(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
+    ("old", "new", "message"),
     [
         ("latency_ms", "latencyms", "latencyms"),
         ("latency_ms = [[1, 20], [20, 1]]", "latency_ms = [[1, 20], [20]]", "2 x 2"),
@@ -97,14 +98,14 @@ def test_a_bundled_network_is_shown_by_name(capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_a_bad_cluster_is_refused_with_the_value_and_the_fix(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, says: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
 ) -> None:
     assert old in GOOD
     (tmp_path / "c.toml").write_text(GOOD.replace(old, new, 1))
     assert run_cli("show", "cluster", str(tmp_path / "c.toml")) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
-    assert says in error
+    assert message in error
     assert "expected:" in error
     assert "fix:" in error
 

@@ -1,4 +1,4 @@
-"""The file reader: whatever is wrong with a file, the error says where and what to do."""
+"""The file reader: errors name the location of a mistake and a fix."""
 
 import json
 import re
@@ -99,7 +99,7 @@ def test_table_inside_a_table_follows_the_same_rules(tmp_path):
         read(path, Street)
 
 
-def test_null_leaves_an_optional_value_out(tmp_path):
+def test_null_omits_an_optional_value(tmp_path):
     assert house(tmp_path, '{"name": "h", "memory_gib": null}', "house.json") == House(name="h")
 
 
@@ -186,7 +186,7 @@ LATENCY = 'write latency = "34ms" or latency_ms = 34'
         ),
     ],
 )
-def test_mistake_is_refused_with_its_place_and_a_fix(tmp_path, text, wrong, fix):
+def test_mistake_is_refused_with_its_location_and_a_fix(tmp_path, text, wrong, fix):
     error = refusal(tmp_path, text)
     assert (error.wrong, error.fix) == (wrong, fix)
 
@@ -207,7 +207,7 @@ def test_mistake_is_refused_with_its_place_and_a_fix(tmp_path, text, wrong, fix)
         ("a", "name: h", "unknown file type ''"),
     ],
 )
-def test_file_that_is_no_description_is_refused(tmp_path, name, text, wrong):
+def test_file_that_is_not_a_description_is_refused(tmp_path, name, text, wrong):
     assert re.match(wrong, refusal(tmp_path, text, name).wrong)
 
 
@@ -225,7 +225,7 @@ def test_file_that_cannot_be_read_is_refused(tmp_path):
         assert str(path) in caught.value.wrong
 
 
-def test_byte_order_mark_is_no_mistake(tmp_path):
+def test_byte_order_mark_is_accepted(tmp_path):
     (tmp_path / "bom.toml").write_bytes(b"\xef\xbb\xbfname = 'h'")
     assert read(tmp_path / "bom.toml", House).name == "h"
 
@@ -252,7 +252,7 @@ def test_scenario_of_the_manual_fits_its_cluster(tmp_path):
     scenario.check(cluster)
 
 
-def test_error_of_the_manual_is_the_error_one_gets(tmp_path, monkeypatch):
+def test_error_in_the_manual_is_the_real_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     [(text, shown)] = re.findall(
         r"```toml cluster refused\n(.*?)```.*?```text\n(.*?)\n```", MANUAL, re.DOTALL
@@ -264,7 +264,7 @@ def test_error_of_the_manual_is_the_error_one_gets(tmp_path, monkeypatch):
 
 
 def tables_of(value: Any) -> list[dict[str, Any]]:
-    """Every table in a file, the outermost first."""
+    """Yield every table in a file, the outermost first."""
     if isinstance(value, list):
         return [table for item in value for table in tables_of(item)]
     if isinstance(value, dict):

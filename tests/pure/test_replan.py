@@ -1,4 +1,4 @@
-"""A change of plan is made if it pays, moves as little as it can, and is the same everywhere."""
+"""Re-planning migrates only if it pays off, moves little, and is deterministic."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def test_unchanged_cluster_keeps_the_plan() -> None:
     assert found.stays
     assert found.moved == ()
     assert found.planned.best.plan.pipelines == running.pipelines
-    assert "goes on as it is" in found.why
+    assert "keep the running plan" in found.why
 
 
 def test_a_lost_device_is_replaced_by_an_idle_one() -> None:
@@ -75,10 +75,10 @@ def test_layers_on_no_device_come_from_a_checkpoint() -> None:
     assert found.from_checkpoint == tuple(running.layers(0))
 
 
-def test_a_slower_link_is_worth_a_move_only_if_enough_steps_are_left() -> None:
+def test_slower_link_justifies_a_migration_only_with_enough_steps_left() -> None:
     base = cluster([2, 2], outer=(0.001, 2e7))
     over = problem(base, (0.05,) * 8, batch=64, gradient_bytes=1e-3, num_stages=2, num_pipelines=2)
-    # Pipelines across the regions, as if their link had been the fast one.
+    # Pipelines cross the regions, as if the link between them had been fast.
     running = Plan(
         layers_per_stage=(4, 4),
         pipelines=(
@@ -96,7 +96,7 @@ def test_a_slower_link_is_worth_a_move_only_if_enough_steps_are_left() -> None:
     assert "pays for a pause" in found.why
 
 
-def test_all_nodes_come_to_the_same_plan() -> None:
+def test_all_nodes_choose_the_same_plan() -> None:
     over = problem(cluster([3, 2], speeds=(1.0, 0.5)), batch=32)
     running = running_on(over)
     lost = without(over, running.pipelines[0].devices[0])
@@ -122,7 +122,7 @@ def one_pipeline(*devices: str, counts: tuple[int, ...]) -> Plan:
     )
 
 
-def test_a_device_gets_what_it_lacks_from_the_nearest_one_that_has_it() -> None:
+def test_device_receives_missing_layers_from_the_nearest_holder() -> None:
     """A layer is 100 MB of weights and 200 MB of Adam's state."""
     over = problem(cluster([2, 1], inner=(0.0, 1e9), outer=(0.0, 1e8)), (1.0,) * 4)
     before = one_pipeline("r0/0", "r1/0", counts=(2, 2))

@@ -1,4 +1,4 @@
-"""`polyrhythm replay RUN`: all comes out alike, or the first difference is told."""
+"""`polyrhythm replay RUN`: decisions are equal, or the first difference is printed."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from polyrhythm import cli
 from polyrhythm.events import merge
 from polyrhythm.sync.decision_log import LOG_NAME
-from tests.pure.test_report_groups import EVENTS, decide, write_run
+from tests.pure.decision_cases import EVENTS, decide, write_run
 
 
 def replay(*arguments: object) -> int:
@@ -52,7 +52,7 @@ def test_first_difference_is_printed_with_status_1(
     assert "s0p3 died" in out
 
 
-def test_an_event_that_was_left_out_makes_a_difference(
+def test_removed_event_makes_a_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = decide(tmp_path)
@@ -72,45 +72,45 @@ def refusal(source: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_missing_source_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"{tmp_path / 'gone'}: there is none" in refusal(tmp_path / "gone", capsys)
+    assert str(tmp_path / "gone") in refusal(tmp_path / "gone", capsys)
 
 
 def test_a_run_without_a_scheduler_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path)
-    told = refusal(tmp_path, capsys)
-    assert f"{tmp_path}: no {LOG_NAME}" in told
-    assert "fix: train in groups" in told
+    error = refusal(tmp_path, capsys)
+    assert f"{tmp_path}: no {LOG_NAME}" in error
+    assert "--sync age" in error
 
 
 def test_worker_log_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     decide(write_run(tmp_path))
     events = merge(tmp_path)
-    told = refusal(events, capsys)
-    assert f"{events} is what workers did" in told
-    assert f"fix: give its run's folder: {tmp_path}\n" in told
-    told = refusal(events.rename(tmp_path / "mine.jsonl"), capsys)
-    assert "is what workers did" in told, "by what it has, not by its name"
-    of_worker = next((write_run(tmp_path / "going") / "workers").iterdir())
-    told = refusal(of_worker, capsys)
-    assert f"fix: give its run's folder: {tmp_path / 'going'}\n" in told
+    error = refusal(events, capsys)
+    assert f"{events} is a worker's event log" in error
+    assert f"folder: {tmp_path}\n" in error
+    error = refusal(events.rename(tmp_path / "mine.jsonl"), capsys)
+    assert "is a worker's event log" in error, "detected by its content, not by its name"
+    of_worker = next((write_run(tmp_path / "running") / "workers").iterdir())
+    error = refusal(of_worker, capsys)
+    assert f"folder: {tmp_path / 'running'}\n" in error
 
 
-def test_a_folder_of_runs_leads_to_the_newest_that_has_a_scheduler(
+def test_folder_of_runs_suggests_the_newest_with_a_scheduler(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("demo-1", "demo-2"):
         decide(tmp_path / name)
     write_run(tmp_path / "demo-3")
-    assert f"fix: give a run in it: {tmp_path / 'demo-2'}" in refusal(tmp_path, capsys)
+    assert f": {tmp_path / 'demo-2'}" in refusal(tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         (b"", "is empty"),
-        (b"nonsense\n", "is no log: it begins with 'nonsense'"),
+        (b"nonsense\n", "is no log: it starts with 'nonsense'"),
         (b"\x00\xff\x00\n", "is no log"),
         (b"[1, 2]\n", "is no log"),
         (b'{\n "schema": 2,\n "layers_per_stage": [2]\n}\n', "is a plan with schema, layers_per"),
@@ -121,11 +121,11 @@ def test_a_folder_of_runs_leads_to_the_newest_that_has_a_scheduler(
     ],
 )
 def test_invalid_logs_and_other_versions_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, says: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, message: str
 ) -> None:
     (tmp_path / LOG_NAME).write_bytes(content)
-    assert says in refusal(tmp_path, capsys)
-    assert says in refusal(tmp_path / LOG_NAME, capsys)
+    assert message in refusal(tmp_path, capsys)
+    assert message in refusal(tmp_path / LOG_NAME, capsys)
 
 
 def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

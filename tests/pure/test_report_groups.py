@@ -1,4 +1,4 @@
-"""`polyrhythm report` of groups: as workers logged them, and as the scheduler decided them."""
+"""`polyrhythm report` of groups: from the workers' logs, and from the decision log."""
 
 from pathlib import Path
 
@@ -8,54 +8,10 @@ from polyrhythm import cli
 from polyrhythm.events import EventLog, merge, worker_log
 from polyrhythm.observe.decisions import Decisions
 from polyrhythm.sync.decision_log import LOG_NAME, DecisionLog
-from polyrhythm.sync.protocol import Commit, Dead, Done, Event, Join, Leave, Ready, Skip
+from polyrhythm.sync.protocol import Commit, Event, Join, Leave, Skip
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Worker
-
-WORKERS = [Worker(0, pipeline) for pipeline in range(4)]
-SETUP = Setup(
-    policy="partial_reduce", num_stages=1, num_pipelines=4, options={"group_size": 2}, first_gid=7
-)
-# Group 7 of the first two averages; group 8 of the others is given up when the last one dies.
-EVENTS: list[Event] = [
-    *(Join(worker, "node", 0, 1, 100.0 + worker.pipeline) for worker in WORKERS),
-    *(Ready(worker, 1, 1, 110.0) for worker in WORKERS),
-    Done(WORKERS[0], 7, True, 1, 111.0),
-    Done(WORKERS[1], 7, True, 1, 111.0),
-    Ready(WORKERS[0], 1, 1, 112.0),  # once more: it has missed the answer, and gets it again
-    Dead(WORKERS[3], 1, 112.34),
-    Dead(WORKERS[3], 1, 112.5),  # is known
-    Leave(WORKERS[2], 1, 113.0),
-    Leave(WORKERS[0], 1, 114.0),
-    Join(WORKERS[1], "node", 0, 2, 115.0),  # has started anew
-    Leave(WORKERS[1], 1, 116.0),  # of its earlier life
-]
-
-
-def decide(folder: Path, events: list[Event] = EVENTS) -> Path:
-    scheduler, log = SETUP.scheduler(), DecisionLog(folder / LOG_NAME, SETUP)
-    for event in events:
-        log.add(event, scheduler.step(event))
-    log.close()
-    return folder / LOG_NAME
-
-
-def write_run(run: Path) -> Path:
-    """Workers 0 and 1 in two groups, 2 in the larger one of them; 3 was lost twice, 1 once."""
-    groups = {7: "s0p0 s0p1", 8: "s0p0 s0p1 s0p2"}
-    for worker in WORKERS[:3]:
-        with EventLog(worker_log(run, worker), worker) as log:
-            log.write("step", start=log.now(), step=0)
-            for gid, members in groups.items():
-                if str(worker) in members:
-                    values = {"members": members, "bytes": 80}
-                    log.write("average", start=log.now(), name=str(gid), why="full", values=values)
-            if worker.pipeline != 1:
-                why = "lost s0p3 during averaging after 1.0 s: Connection closed by peer"
-                log.write("average_failed", name="9", why=why)
-            if worker.pipeline == 2:
-                log.write("average_failed", name="10", why="lost s0p1 during connecting after 1 s")
-    return run
+from tests.pure.decision_cases import EVENTS, SETUP, WORKERS, decide, write_run
 
 
 def report(*arguments: object) -> int:
@@ -74,18 +30,18 @@ def test_groups_and_lost_peers_of_each_worker_are_counted(
 ) -> None:
     write_run(tmp_path)
     assert report(tmp_path) == 0
-    said = capsys.readouterr().out
-    shown = [line.split() for line in said.splitlines()]
+    output = capsys.readouterr().out
+    shown = [line.split() for line in output.splitlines()]
     after = shown.index(["groups"])
     assert shown[after + 1 :][:1] == [["worker", "averages", "mean", "size", "failed"]]
     assert ["s0p0", "2", "2.50", "1"] in shown
     assert ["s0p1", "2", "2.50", "0"] in shown
     assert ["s0p2", "1", "3.00", "2"] in shown
-    assert "2 groups of 2.50 workers on average" in said
-    assert "averages that failed: 3, lost s0p3 (2), s0p1 (1)" in said
+    assert "2 groups of 2.50 workers on average" in output
+    assert "averages that failed: 3, lost s0p3 (2), s0p1 (1)" in output
     merge(tmp_path)
     assert report(tmp_path) == 0
-    assert capsys.readouterr().out == said
+    assert capsys.readouterr().out == output
 
 
 def test_run_without_averages_reports_no_groups(
@@ -119,7 +75,7 @@ def test_repeated_command_is_counted_once() -> None:
 
 def test_only_failed_averages_count_as_missed() -> None:
     skips = [Skip(WORKERS[0], 1, "alone", failed=True), Skip(WORKERS[1], 1, "alone")]
-    assert dict(Decisions.of([(EVENTS[0], skips)]).alone) == {"s0p0": 1}
+    assert dict(Decisions.of([(EVENTS[0], skips)]).unaveraged) == {"s0p0": 1}
 
 
 def test_run_with_both_logs_reports_both(
@@ -144,8 +100,8 @@ def test_many_workers_that_left_are_summarised(
         log.add(event, scheduler.step(event))
     log.close()
     assert report(tmp_path) == 0
-    told = "left       20 workers, from s0p0 after 5.0 s to s0p19 after 24.0 s"
-    assert told in capsys.readouterr().out
+    summary = "left       20 workers, from s0p0 after 5.0 s to s0p19 after 24.0 s"
+    assert summary in capsys.readouterr().out
 
 
 def test_no_run_to_trace_and_no_log_to_report_are_refused(

@@ -62,11 +62,11 @@ def test_until_bounds_the_acquired_positions() -> None:
 @pytest.mark.parametrize("number", [1, 7])
 def test_a_chunk_out_of_order_is_refused(number: int) -> None:
     dispatcher = SampleDispatcher(SamplerState())
-    with pytest.raises(PolicyError, match=f"chunk {number} of pipeline 2, which has taken 0"):
+    with pytest.raises(PolicyError, match=f"chunk {number} of pipeline 2, which has acquired 0"):
         dispatcher.acquire(2, number, 4)
     dispatcher.acquire(2, 0, 4)
     dispatcher.acknowledge(2, 0)
-    with pytest.raises(PolicyError, match="chunk 0 of pipeline 2, which has taken 1"):
+    with pytest.raises(PolicyError, match="chunk 0 of pipeline 2, which has acquired 1"):
         dispatcher.acquire(2, 0, 4)
 
 
@@ -98,7 +98,7 @@ ranges = st.lists(st.integers(0, 60), max_size=12, unique=True).map(
 
 
 @given(ranges)
-def test_merged_ranges_are_the_same_positions_in_fewer(given_ranges: list[Range]) -> None:
+def test_merged_ranges_have_the_same_positions_in_fewer_ranges(given_ranges: list[Range]) -> None:
     touching = [(start, middle) for start, end in given_ranges for middle in [(start + end) // 2]]
     touching += [((start + end) // 2, end) for start, end in given_ranges]
     parts = [(start, end) for start, end in touching if start < end]

@@ -1,4 +1,4 @@
-"""Scaling: every ratio of times stays, and a smaller cluster is like the larger one."""
+"""Scaling keeps every ratio of times, and a smaller cluster has the larger one's proportions."""
 
 import math
 from collections import Counter
@@ -35,7 +35,7 @@ STORY = Scenario(
 )
 
 scales = st.floats(1e-4, 1e4)
-exact_scales = st.sampled_from([2.0**i for i in range(-8, 9)])  # no rounding: equal, not just near
+exact_scales = st.sampled_from([2.0**i for i in range(-8, 9)])  # no rounding: exactly equal
 
 
 @st.composite
@@ -108,7 +108,7 @@ def test_scaled_cluster_keeps_its_devices_with_their_memory():
     )
 
 
-def test_scaled_scenario_scales_times_and_links_alone():
+def test_scaled_scenario_scales_only_times_and_links():
     assert scaled_scenario(STORY, time_scale=0.5, byte_scale=0.125) == Scenario(
         name="story",
         seed=5,
@@ -145,7 +145,7 @@ def test_delays_of_a_scaled_scenario_are_scaled_delays(time_scale, actions):
             assert rehearsed.delay(*times) == expected
 
 
-def test_trace_of_unstated_length_cannot_be_scaled():
+def test_trace_without_duration_cannot_be_scaled():
     story = Scenario(name="s", slow=(Slow(device="a", trace="sdpipe_16gpu"),))
     assert scaled_scenario(story, time_scale=1, byte_scale=0.1) == story
     with pytest.raises(DescriptionError, match=r"slow\[0\]: the trace 'sdpipe_16gpu' has no"):
@@ -176,7 +176,7 @@ def test_fewer_devices_are_spread_like_all_of_them(cluster, data):
     assert set(fewer.regions) == set(after)
     for a in after:
         assert after[a] <= before[a]
-        for b in after:  # no region has a device that another one deserves more
+        for b in after:  # moving a device to another region would not improve the proportions
             assert after[a] == 1 or (after[a] - 0.5) / before[a] <= (after[b] + 0.5) / before[b]
     if num_devices < len(before):
         assert min(before[a] for a in after) >= max(before[b] for b in set(before) - set(after))
@@ -201,7 +201,7 @@ def test_fewer_devices_are_the_first_of_each_region_and_keep_their_links(cluster
 
 
 @given(clusters())
-def test_as_many_devices_as_there_are_is_the_same_cluster(cluster):
+def test_keeping_all_devices_gives_the_same_cluster(cluster):
     assert fewer_devices(cluster, len(cluster.devices)) == cluster
 
 
@@ -217,7 +217,7 @@ def test_large_region_keeps_its_share(num_devices, largest):
     assert fewer["standalone"] == largest
 
 
-def test_without_room_for_every_region_the_largest_and_then_the_first_stay():
+def test_with_fewer_devices_than_regions_the_largest_then_the_first_stay():
     assert fewer_devices(WORLD, 2).regions == ("Oregon", "Virginia")
     assert fewer_devices(SPOT, 2).regions == ("spot_instance_0", "standalone")
 

@@ -1,4 +1,4 @@
-"""Scenarios: every event means one thing, and befalls somebody who is there."""
+"""Scenarios: events are unambiguous, and their devices and regions exist."""
 
 import math
 from pathlib import Path
@@ -129,7 +129,7 @@ def test_scenario_may_be_empty(tmp_path):
         ),
     ],
 )
-def test_invalid_event_is_refused_with_its_place(tmp_path, text, wrong):
+def test_invalid_event_is_refused_with_its_location(tmp_path, text, wrong):
     with pytest.raises(DescriptionError) as caught:
         scenario(tmp_path, text)
     assert caught.value.wrong == f"{tmp_path / 'scenario.toml'}: {wrong}"
@@ -142,7 +142,7 @@ def test_probability_is_a_fraction(probability):
 
 
 @pytest.mark.parametrize("until", [math.nan, math.inf])
-def test_end_is_a_time_or_left_out(until):
+def test_end_is_a_time_or_omitted(until):
     with pytest.raises(DescriptionError, match="until is"):
         Slow(device="a", factor=2.0, until=until)
     assert Slow(device="a", factor=2.0).until is None
@@ -166,7 +166,7 @@ def test_all_devices_may_be_slowed_but_not_killed():
         Scenario(name="s", kill=(Kill(device="*", at=0.0),)).check(WORLD)
 
 
-def test_a_scenario_without_a_name_is_called_by_its_file(tmp_path):
+def test_scenario_without_a_name_gets_that_of_its_file(tmp_path):
     path = tmp_path / "monday.toml"
     path.write_text("seed = 3\n")
     assert Scenario.load(path) == Scenario(name="monday", seed=3)

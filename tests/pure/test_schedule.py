@@ -1,4 +1,4 @@
-"""Schedules: complete, in order, free of deadlock, and as deep as they should be."""
+"""Schedules are complete, in order, free of deadlock, and hold the expected micro-batches."""
 
 import pytest
 from hypothesis import given
@@ -9,13 +9,14 @@ from polyrhythm.errors import ScheduleError
 from polyrhythm.schedule.builders import Schedule, build, gpipe, kfkb, one_f_one_b
 from polyrhythm.schedule.check import check
 from polyrhythm.types import Action, Op
+from tests.pure.schedule_cases import ordered_schedules, parse
 
 num_stages_s = st.integers(1, 8)
 num_microbatches_s = st.integers(1, 32)
 
 
 def finishes(schedule: Schedule) -> bool:
-    """Execute the lists: a stage goes on as soon as its next action has what it needs."""
+    """Execute the lists: a stage runs its next action as soon as its input is available."""
     done: list[set[Action]] = [set() for _ in schedule]
     position = [0] * len(schedule)
     moved = True
@@ -33,25 +34,6 @@ def finishes(schedule: Schedule) -> bool:
     return all(p == len(actions) for p, actions in zip(position, schedule, strict=True))
 
 
-@st.composite
-def ordered_schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
-    """Any schedule whose stages run F and B each in order and F(m) before B(m)."""
-    num_stages, num_microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 6))
-    schedule = []
-    for _ in range(num_stages):
-        actions, forwards, backwards = [], 0, 0
-        while backwards < num_microbatches:
-            can_forward, can_backward = forwards < num_microbatches, backwards < forwards
-            if can_forward and (not can_backward or draw(st.booleans())):
-                actions.append(Action(Op.F, forwards))
-                forwards += 1
-            else:
-                actions.append(Action(Op.B, backwards))
-                backwards += 1
-        schedule.append(actions)
-    return schedule, num_microbatches
-
-
 @given(num_stages_s, num_microbatches_s, st.integers(1, 40))
 def test_every_built_schedule_passes_the_check_and_finishes(
     num_stages: int, num_microbatches: int, k: int
@@ -63,7 +45,7 @@ def test_every_built_schedule_passes_the_check_and_finishes(
 
 
 @given(num_stages_s, num_microbatches_s, st.integers(1, 40))
-def test_kfkb_holds_k_micro_batches_per_stage_still_to_come(
+def test_kfkb_holds_k_micro_batches_per_remaining_stage(
     num_stages: int, num_microbatches: int, k: int
 ) -> None:
     for stage in range(num_stages):
@@ -72,7 +54,7 @@ def test_kfkb_holds_k_micro_batches_per_stage_still_to_come(
 
 
 @given(num_stages_s, num_microbatches_s, st.integers(0, 8))
-def test_kfkb_is_1f1b_at_one_and_gpipe_at_all(
+def test_kfkb_equals_1f1b_for_k_1_and_gpipe_for_large_k(
     num_stages: int, num_microbatches: int, more: int
 ) -> None:
     for stage in range(num_stages):
@@ -103,12 +85,8 @@ def test_the_inequality_holds_exactly_when_the_lists_finish(case: tuple[Schedule
         assert finishes(schedule)
 
 
-def parse(*rows: str) -> Schedule:
-    return [[Action.parse(text) for text in row.split()] for row in rows]
-
-
 @pytest.mark.parametrize(
-    ("rows", "says"),
+    ("rows", "message"),
     [
         (["F0 B0"], "stage 0 runs F of micro-batches [0]"),
         (["F0 F1 B0 B1 B1"], "runs B of micro-batches [0, 1, 1]"),
@@ -118,14 +96,14 @@ def parse(*rows: str) -> Schedule:
         ([], "0 stages"),
     ],
 )
-def test_a_defect_is_named(rows: list[str], says: str) -> None:
+def test_a_defect_is_named(rows: list[str], message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         check(parse(*rows), num_microbatches=2)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "says"),
+    ("name", "shape", "message"),
     [
         ("kfkb", {"k": 0}, "k=0"),
         ("kfkb", {"k": -2}, "k=-2"),
@@ -136,10 +114,10 @@ def test_a_defect_is_named(rows: list[str], says: str) -> None:
         ("gpipe", {"num_microbatches": 0}, "num_microbatches=0"),
     ],
 )
-def test_an_impossible_schedule_is_refused(name: str, shape: dict[str, int], says: str) -> None:
+def test_an_impossible_schedule_is_refused(name: str, shape: dict[str, int], message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         build(name, **{"num_stages": 2, "num_microbatches": 4, **shape})
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert "fix:" in str(caught.value)
 
 

@@ -42,14 +42,14 @@ def test_a_stage_holds_its_limit_and_never_more(
             limits=limits,
         )
         assert peak_in_flight(order) == min(limit, num_microbatches)
-        # No forward is put off: before every backward the stage has run all that it may hold.
+        # No forward is delayed: before every backward the stage has run all that it may hold.
         assert forwards_before_backward(order) == [
             min(limit + m, num_microbatches) for m in range(num_microbatches)
         ]
 
 
 @given(num_stages_s, num_microbatches_s, st.integers(0, 5))
-def test_limits_of_1f1b_and_of_all_are_1f1b_and_gpipe(
+def test_bounded_equals_1f1b_and_gpipe_for_their_limits(
     num_stages: int, num_microbatches: int, more: int
 ) -> None:
     for stage in range(num_stages):
@@ -62,7 +62,7 @@ def test_limits_of_1f1b_and_of_all_are_1f1b_and_gpipe(
 
 @given(num_stages_s, num_microbatches_s)
 def test_1f1b_warms_up_alternates_and_drains(num_stages: int, num_microbatches: int) -> None:
-    """The loop as it is usually written, which the builder derives."""
+    """Compare with the usual loop of 1F1B."""
     for stage in range(num_stages):
         warmup = min(num_stages - 1 - stage, num_microbatches)
         expected = [Action(Op.F, m) for m in range(warmup)]
@@ -86,7 +86,7 @@ def test_kfkb_is_k_copies_of_1f1b_merged(num_stages: int, num_microbatches: int,
 
 
 @pytest.mark.parametrize(
-    ("limits", "says"),
+    ("limits", "message"),
     [
         ((2, 1), "limits 2,1 for 3 stages"),
         ((), "limits () for 3 stages"),
@@ -95,14 +95,14 @@ def test_kfkb_is_k_copies_of_1f1b_merged(num_stages: int, num_microbatches: int,
         (None, "bounded with limits=None"),
     ],
 )
-def test_limits_that_cannot_work_are_refused(limits: tuple[int, ...] | None, says: str) -> None:
+def test_limits_that_cannot_work_are_refused(limits: tuple[int, ...] | None, message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         build("bounded", num_stages=3, num_microbatches=4, limits=limits)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert "fix:" in str(caught.value)
 
 
-def test_limits_belong_to_bounded_alone() -> None:
+def test_only_bounded_takes_limits() -> None:
     with pytest.raises(ScheduleError, match="1f1b with limits"):
         build("1f1b", num_stages=2, num_microbatches=4, limits=(2, 1))
 

@@ -1,4 +1,4 @@
-"""The shortlist: what it must hold, what it may not, and how near the best of all it comes."""
+"""The shortlist: required members, memory limits, and its distance to the best of all limits."""
 
 from itertools import product
 
@@ -6,25 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, length
+from polyrhythm.cost.pipeline import PipelineTimes, length
 from polyrhythm.schedule.candidates import ScheduleCandidate, shortlist, spec_for_limits
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Seconds
-from tests.pure.test_cost_pipeline import even_times
-
-amounts = st.floats(0.1, 3)
-samples = st.lists(st.floats(0, 4), min_size=1, max_size=5).map(tuple)
-links = st.builds(LinkTimes, busy=samples, latency=st.floats(0, 1))
-
-
-@st.composite
-def measured(draw: st.DrawFn, num_stages: int | None = None) -> PipelineTimes:
-    size = num_stages or draw(st.integers(1, 5))
-    rows = [(amounts, size), (amounts, size), (links, size - 1), (links, size - 1)]
-    forward, backward, down, up = (
-        tuple(draw(st.lists(kind, min_size=count, max_size=count))) for kind, count in rows
-    )
-    return PipelineTimes(forward=forward, backward=backward, activations=down, gradients=up)
+from tests.pure.schedule_cases import even_times, measured
 
 
 def in_flight(spec: ScheduleSpec, num_stages: int, num_microbatches: int) -> tuple[int, ...]:

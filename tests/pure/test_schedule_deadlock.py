@@ -1,7 +1,7 @@
-"""A model of the runtime's messages: a schedule that passes the check never gets stuck.
+"""A model of the runtime's messages: a schedule that passes the check never deadlocks.
 
-Sends do not hold up the stage, a message travels only once its receive is posted, and a receiver
-posts at most `window` receives ahead in each direction. Hypothesis chooses who moves next.
+Sends do not block the stage, a message is transferred only once its receive is posted, and a
+receiver posts at most `window` receives ahead in each direction. Hypothesis chooses the next move.
 """
 
 from dataclasses import dataclass, field
@@ -13,8 +13,7 @@ from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.check import check
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Action, Op
-from tests.pure.test_schedule import ordered_schedules
-from tests.pure.test_schedule_spec import specs
+from tests.pure.schedule_cases import ordered_schedules, specs
 
 
 @dataclass
@@ -62,7 +61,7 @@ class Model:
         return actions[self.position[stage]] if self.position[stage] < len(actions) else None
 
     def moves(self) -> list[Channel | int]:
-        """What can happen now: a message travels, or a stage runs its next action."""
+        """Return the possible moves: a message is transferred, or a stage runs its next action."""
         able: list[Channel | int] = [c for c in [*self.down, *self.up] if c.can_travel()]
         for stage in range(len(self.schedule)):
             action = self.next_action(stage)
@@ -85,7 +84,7 @@ class Model:
         self.position[mover] += 1
 
     def run(self, choices: list[int]) -> bool:
-        """Take turns by `choices`, over and over, until nothing can move; whether all is done."""
+        """Make moves by `choices`, repeatedly, until none is possible; return if all is done."""
         turn = 0
         while able := self.moves():
             self.move(able[choices[turn % len(choices)] % len(able)])

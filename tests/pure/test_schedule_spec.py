@@ -1,4 +1,4 @@
-"""Recipes: a schedule as a word that prints, reads back and builds."""
+"""Schedule specs print, parse back and build schedules."""
 
 import pytest
 from hypothesis import given
@@ -8,16 +8,7 @@ from polyrhythm.errors import ScheduleError
 from polyrhythm.schedule.builders import build
 from polyrhythm.schedule.check import check
 from polyrhythm.schedule.spec import ScheduleSpec
-
-limits_s = st.lists(st.integers(1, 40), min_size=1, max_size=8).map(
-    lambda limits: tuple(sorted(limits, reverse=True))
-)
-specs = st.one_of(
-    st.just(ScheduleSpec("1f1b")),
-    st.just(ScheduleSpec("gpipe")),
-    st.integers(1, 40).map(lambda k: ScheduleSpec("kfkb", k=k)),
-    limits_s.map(lambda limits: ScheduleSpec("bounded", limits=limits)),
-)
+from tests.pure.schedule_cases import specs
 
 
 @given(specs)
@@ -60,7 +51,7 @@ def test_spec_builds_what_the_builders_build() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("", "1f1b, gpipe, kfkb:2"),
         ("zigzag", "1f1b, gpipe, kfkb:2"),
@@ -79,10 +70,10 @@ def test_spec_builds_what_the_builders_build() -> None:
         ("gpipe:", "gpipe alone"),
     ],
 )
-def test_invalid_spec_text_is_refused(text: str, says: str) -> None:
+def test_invalid_spec_text_is_refused(text: str, message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         ScheduleSpec.parse(text)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The tuner: settles on the ideal, follows the network, never flaps, never over its memory."""
+"""The tuner reaches the ideal, follows the network, never flaps, and stays within memory."""
 
 import random
 from dataclasses import replace
@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyrhythm.cost.memory import MemoryBudget, StageMemory
-from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, length
+from polyrhythm.cost.pipeline import PipelineTimes, length
 from polyrhythm.errors import PlanError, ScheduleError
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.schedule.tuner import ScheduleDecision, ScheduleTuner
-from tests.pure.test_cost_pipeline import even_times
-from tests.pure.test_schedule_candidates import measured
+from tests.pure.schedule_cases import even_times, measured, stage_memory, times_of
 
 
 def tuner_of(
@@ -26,26 +25,6 @@ def tuner_of(
 
 def held(decision: ScheduleDecision) -> int:
     return sum(decision.candidate.in_flight)
-
-
-def times_of(
-    *transfers: float, work: float = 1.0, noise: random.Random | None = None
-) -> PipelineTimes:
-    """Forward 1, backward 2 on every stage; each number off by up to 1 % if `noise`."""
-
-    def heard(time: float) -> float:
-        return time * (1 + noise.uniform(-0.01, 0.01)) if noise else time
-
-    def links() -> tuple[LinkTimes, ...]:
-        return tuple(LinkTimes(busy=(heard(transfer),)) for transfer in transfers)
-
-    stages = range(len(transfers) + 1)
-    return PipelineTimes(
-        forward=tuple(heard(work) for _ in stages),
-        backward=tuple(heard(2 * work) for _ in stages),
-        activations=links(),
-        gradients=links(),
-    )
 
 
 def one_f_one_b_length(times: PipelineTimes, num_microbatches: int) -> float:
@@ -127,7 +106,7 @@ def test_tuner_does_not_flap_under_one_percent_noise(transfers: list[float], see
     noise, tuner = random.Random(seed), tuner_of()
     decisions = [tuner.decide({1: times_of(*transfers, noise=noise)}) for _ in range(20)]
     names = [str(decision.candidate) for decision in decisions if decision.switched]
-    assert len(set(names)) == len(names), "went back to what it had left"
+    assert len(set(names)) == len(names), "switched back to an earlier candidate"
     assert len(names) <= 4
 
 
@@ -143,7 +122,7 @@ def test_the_same_numbers_give_the_same_decisions(
         found = []
         for times in story:
             both = [(1, times), (2, replace(times, forward=times.backward))]
-            known = dict(both[::order])  # told in another order
+            known = dict(both[::order])  # in another order
             found.append((tuner.decide(known), tuner.size_to_measure(known)))
         return found
 
@@ -194,19 +173,14 @@ def test_tuner_decisions_always_fit_the_memory_budget(data: st.DataObject) -> No
             for need in needs
         )
         return
-    said = [tuner.current]
+    candidates = [tuner.current]
     for times in data.draw(st.lists(measured(num_stages=3), min_size=1, max_size=3)):
         known = {1: times, 2: replace(times, forward=times.backward)}
-        said.append(tuner.decide(known).candidate)
-        said += [tuner.trial(size) for size in (tuner.size_to_measure({}),) if size]
-    for candidate in said:
+        candidates.append(tuner.decide(known).candidate)
+        candidates += [tuner.trial(size) for size in (tuner.size_to_measure({}),) if size]
+    for candidate in candidates:
         needed = budget.needed(candidate.microbatch_size, candidate.in_flight)
         assert all(amount <= limit for amount, limit in zip(needed, budget.limits, strict=True))
-
-
-def stage_memory(**amounts: int) -> StageMemory:
-    nothing = {"weights": 0, "gradients": 0, "optimizer": 0, "activation": 1, "message": 0}
-    return StageMemory(**{**nothing, **amounts})
 
 
 def test_tight_stage_gets_a_schedule_that_fits() -> None:
@@ -266,13 +240,13 @@ def test_decision_gives_its_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "says"),
+    ("sizes", "value"),
     [((), "sizes none"), ((1, 1), "named once"), ((0,), "1 or more"), ((5,), "divides the batch")],
 )
 def test_microbatch_sizes_that_do_not_divide_the_batch_are_refused(
-    sizes: tuple[int, ...], says: str
+    sizes: tuple[int, ...], value: str
 ) -> None:
-    with pytest.raises(ScheduleError, match=says):
+    with pytest.raises(ScheduleError, match=value):
         ScheduleTuner(num_stages=2, batch_size=12, microbatch_sizes=sizes)
 
 

@@ -1,9 +1,9 @@
-"""Micro-batch sizes: each is measured before it counts, and again when the network has changed."""
+"""Micro-batch sizes are measured before they are candidates, and again if the network changed."""
 
 from polyrhythm.cost.memory import MemoryBudget
 from polyrhythm.cost.pipeline import PipelineTimes
 from polyrhythm.schedule.tuner import ScheduleTuner
-from tests.pure.test_schedule_tuner import stage_memory, times_of
+from tests.pure.schedule_cases import stage_memory, times_of
 
 SIZES = (2, 1, 4)
 
@@ -13,7 +13,7 @@ def tuner_of(**options: object) -> ScheduleTuner:
 
 
 def times_at(size: int, transfer: float = 0.02, *, overhead: float = 0.0) -> PipelineTimes:
-    """Work and transfers of `size` samples; `overhead` is what a micro-batch costs besides."""
+    """Return times for `size` samples; `overhead` is the fixed cost of a micro-batch."""
     return times_of(*[transfer * size] * 3, work=size + overhead)
 
 
@@ -29,7 +29,7 @@ def test_every_size_is_tried_once_in_the_order_given() -> None:
     assert tried == [2, 1, 4]
 
 
-def test_a_size_without_times_is_no_candidate() -> None:
+def test_size_without_times_is_not_a_candidate() -> None:
     tuner = tuner_of()
     for transfer in (0.02, 1.0, 0.02, 0.02):
         assert tuner.decide({2: times_at(2, transfer)}).candidate.microbatch_size == 2
@@ -57,7 +57,7 @@ def test_largest_only_keeps_the_largest_size_that_fits_each_spec() -> None:
     ours = tuner_of(budget=roomy).decide(dear)
     assert (paper.candidate.microbatch_size, ours.candidate.microbatch_size) == (4, 2)
     assert ours.predicted < 0.95 * paper.predicted
-    # Deep recipes fit with small micro-batches alone, so these stay in the race.
+    # Specs with many in flight fit only with small micro-batches, so these stay candidates.
     decision = tuner_of(budget=tight, largest_only=True).decide(dear)
     assert decision.candidate.microbatch_size < 4
 
@@ -66,7 +66,7 @@ def test_a_size_is_measured_again_when_its_times_are_old_and_the_network_changed
     def wants(*, decisions: int, factor: float, transfer: float = 0.5) -> int | None:
         tuner = tuner_of(stale_after=5)
         known = {size: times_at(size, transfer) for size in SIZES}
-        for size in SIZES:  # all others are hopeless, so the first size stays in use
+        for size in SIZES:  # all others are far slower, so the first size stays in use
             if size != 2:
                 known[size] = times_at(size, transfer, overhead=100.0)
         tuner.decide(known)
@@ -98,7 +98,7 @@ def test_measuring_a_size_again_makes_it_fresh() -> None:
     assert wanted == [1, 4]
     known[1] = times_at(1, 1.1, overhead=100.0)
     tuner.decide(known)
-    known[2] = times_at(2, 3.0)  # a change so soon after is no reason to measure size 1 again
+    known[2] = times_at(2, 3.0)  # too soon after size 1 was measured to measure it again
     tuner.decide(known)
     assert tuner.size_to_measure(known) == 4
 

@@ -78,7 +78,7 @@ def run_simulate(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tu
     return int(ended.value.code or 0), captured.out, captured.err
 
 
-def test_a_plan_is_simulated_as_it_is_predicted() -> None:
+def test_simulated_step_time_matches_the_prediction() -> None:
     found = simulate(planned_job(PLAN, problem()), num_steps=10)
     assert found.step_time == pytest.approx(predict(PLAN, problem()).time.total, rel=0.02)
 
@@ -101,7 +101,7 @@ def test_plan_names_its_cluster_and_profile(plan: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("schedules", ["1f1b;gpipe", "gpipe,1f1b", "bounded:2,1,1f1b, gpipe"])
-def test_schedules_and_what_ifs_are_more_rows(
+def test_each_schedule_and_what_if_is_a_row(
     plan: Path, schedules: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, out, _ = run_simulate(
@@ -144,11 +144,11 @@ def test_links_are_ranked_by_the_time_that_they_are_busy(
     assert [line.split()[3] for line in lines] == [f"{expected[line[:6]]:.1%}" for line in lines]
 
 
-def test_a_policy_that_averages_seldom_is_named(
+def test_policy_with_rare_averages_gets_a_note(
     plan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, out, _ = run_simulate([str(plan), "--sync", "local,all_reduce", "--steps", "3"], capsys)
-    assert "note: local averages once in 500 steps, and so never in these 3\n" in out
+    assert "note: local averages once in 500 steps, so never in these 3\n" in out
     assert out.count("note:") == 1
 
 
@@ -165,7 +165,7 @@ def test_losses_in_the_simulated_time_are_counted(
     _, out, err = run_simulate([*spot(plan), "--steps", "5"], capsys)
     assert "the recording lasts 5s; losses of devices of the plan: 1, the first after 2s" in out
     assert "adaptive: 1 of them in the " in out
-    assert "nothing was lost" not in out
+    assert "no device was lost" not in out
     assert err == ""
 
 
@@ -174,7 +174,7 @@ def test_absence_of_losses_is_reported(plan: Path, capsys: pytest.CaptureFixture
     assert "the recording lasts 10h" in out
     assert "the first after 4h" in out
     assert "adaptive: none of them in the " in out
-    assert "nothing was lost" in out
+    assert "no device was lost" in out
     assert err == ""
 
 
@@ -199,7 +199,7 @@ def test_progress_is_shown_only_on_a_terminal() -> None:
         assert found.ends == simulate(job, num_steps=5).ends
 
 
-def test_its_runs_are_written_and_can_be_replayed(
+def test_simulated_runs_are_written_and_can_be_replayed(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = tmp_path / "runs"
@@ -210,7 +210,7 @@ def test_its_runs_are_written_and_can_be_replayed(
     assert "replayed alike" in capsys.readouterr().out
     status, _, err = run_simulate([str(plan), "--sync", "adaptive", "--out", str(runs)], capsys)
     assert status == 2
-    assert "has the log of a run already" in err
+    assert "already has the log of a run" in err
 
 
 def test_price_counts_hours_and_egress(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +224,7 @@ def test_price_counts_hours_and_egress(plan: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--cluster", "case5_worldwide"], "a device of cluster"),
         (["--sync", "adaptiv"], "did you mean 'adaptive'?"),
@@ -243,15 +243,15 @@ def test_price_counts_hours_and_egress(plan: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_bad_input_is_refused_with_a_fix(
-    plan: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    plan: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, _, err = run_simulate([str(plan), *arguments], capsys)
     assert status == 2
-    assert words in err
+    assert message in err
     assert "fix:" in err
 
 
-def test_a_plan_whose_cluster_is_not_beside_it(
+def test_plan_whose_cluster_file_is_missing_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     PLAN.save(tmp_path / "plan.json")
@@ -260,7 +260,7 @@ def test_a_plan_whose_cluster_is_not_beside_it(
     assert "made from cluster.toml, which is not there" in err
 
 
-def test_a_plan_that_does_not_say_what_it_is_for(
+def test_plan_without_sources_needs_a_cluster(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replace(PLAN, sources=None).save(tmp_path / "plan.json")
@@ -269,7 +269,7 @@ def test_a_plan_that_does_not_say_what_it_is_for(
     assert "add --cluster FILE" in err
 
 
-def test_a_scenario_for_absent_devices(
+def test_scenario_with_unknown_devices_is_refused(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scenario = tmp_path / "scenario.json"

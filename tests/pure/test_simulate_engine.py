@@ -207,12 +207,12 @@ def test_decoupled_hides_communication_and_no_more(num_pipelines: int, gradients
     assert hidden >= compute + 2 * half / 8 - 1e-9
 
 
-def test_decoupled_alone_takes_its_compute() -> None:
+def test_decoupled_single_worker_takes_its_compute_time() -> None:
     job = equal_job(num_pipelines=1, forward=0.1, backward=0.2, latency=0.5, decoupled=True)
     assert simulate(job, num_steps=3).ends == (pytest.approx((0.3, 0.6, 0.9)),)
 
 
-def executed(scenario: Scenario, num_microbatches: int, *, index: int = 0) -> list[tuple]:
+def expected_actions(scenario: Scenario, num_microbatches: int, *, index: int = 0) -> list[tuple]:
     """By a real worker's rules: when each action starts and ends, on one device alone."""
     forward, backward = 0.4, 0.7
     held = Slowness.of(scenario, f"d{index}", index=index, traces=load_traces(scenario))
@@ -225,7 +225,7 @@ def executed(scenario: Scenario, num_microbatches: int, *, index: int = 0) -> li
     return found
 
 
-def alone(scenario: Scenario, num_microbatches: int, *, index: int = 0) -> list[tuple]:
+def run_alone(scenario: Scenario, num_microbatches: int, *, index: int = 0) -> list[tuple]:
     schedule = ScheduleSpec("1f1b").build(num_stages=1, num_microbatches=num_microbatches)
     job = one_pipeline(region_per_device(index + 1), schedule, [0.4], [0.7], scenario=scenario)
     run = job.pipelines[0].runs[0]._replace(device=index)
@@ -240,7 +240,7 @@ def test_slowness_draws_match_those_of_a_real_worker(
 ) -> None:
     """To the last bit: a lab and a simulation play the same scenario."""
     scenario = slowed(*entries, seed=seed)
-    assert alone(scenario, 12, index=index) == executed(scenario, 12, index=index)
+    assert run_alone(scenario, 12, index=index) == expected_actions(scenario, 12, index=index)
 
 
 def test_draws_continue_across_batches() -> None:
@@ -249,12 +249,12 @@ def test_draws_continue_across_batches() -> None:
         Slow(device="d0", probability=0.1, sleep_factor=3.0, start=100.0, until=700.0),
     )
     num_microbatches = DRAWS + 3  # two actions each
-    assert alone(scenario, num_microbatches) == executed(scenario, num_microbatches)
+    assert run_alone(scenario, num_microbatches) == expected_actions(scenario, num_microbatches)
 
 
-def test_devices_have_draws_of_their_own() -> None:
+def test_devices_draw_independently() -> None:
     entry = slowed(Slow(device="*", probability=0.5, sleep_factor=1.0))
-    assert alone(entry, 30, index=0) != alone(entry, 30, index=1)
+    assert run_alone(entry, 30, index=0) != run_alone(entry, 30, index=1)
 
 
 def test_ended_trace_holds_its_last_value_and_warns_once() -> None:
@@ -268,7 +268,7 @@ def test_ended_trace_holds_its_last_value_and_warns_once() -> None:
         simulate(job, num_steps=400)  # several portions of draws
         assert len(caught) == 1
         assert "held at its last value" in str(caught[0].message)
-        assert alone(short, 15) == executed(short, 15)
+        assert run_alone(short, 15) == expected_actions(short, 15)
 
 
 def paused(begins: float, takes: float, pauses: Sequence[Pause]) -> float:
@@ -291,7 +291,7 @@ def paused(begins: float, takes: float, pauses: Sequence[Pause]) -> float:
 @given(st.lists(st.tuples(st.floats(0, 12), st.floats(0.01, 5)), min_size=1, max_size=4))
 def test_paused_device_resumes_where_it_stopped(spans: list[tuple]) -> None:
     pauses = tuple(Pause(device="d0", at=at, until=at + length) for at, length in spans)
-    found = alone(Scenario(name="p", pause=pauses), 8)
+    found = run_alone(Scenario(name="p", pause=pauses), 8)
     now = 0.0
     for action, start, end in found:
         assert start == pytest.approx(now)

@@ -23,7 +23,7 @@ Shares = Callable[[Sequence["Flow"]], list[float]]
 
 @dataclass(frozen=True)
 class Flow:
-    begins: float
+    start: float
     source: int
     target: int
     size: float
@@ -76,11 +76,11 @@ def fluid(flows: Sequence[Flow], rates: Shares) -> list[float]:
     left, ends = [flow.size for flow in flows], [math.inf] * len(flows)
     now = 0.0
     while math.inf in ends:
-        under_way = [i for i, f in enumerate(flows) if f.begins <= now and ends[i] == math.inf]
+        under_way = [i for i, f in enumerate(flows) if f.start <= now and ends[i] == math.inf]
         speeds = dict(zip(under_way, rates([flows[i] for i in under_way]), strict=True))
         due = {i: now + left[i] / speeds[i] for i in under_way}
-        begins = min((f.begins for f in flows if f.begins > now), default=math.inf)
-        following = min([begins, *due.values()])
+        start = min((f.start for f in flows if f.start > now), default=math.inf)
+        following = min([start, *due.values()])
         for i in under_way:
             left[i] = max(0.0, left[i] - speeds[i] * (following - now))
             if due[i] <= following * (1 + 1e-13):
@@ -89,25 +89,27 @@ def fluid(flows: Sequence[Flow], rates: Shares) -> list[float]:
     return ends
 
 
-def played(hosts: Hosts, flows: Sequence[Flow], look: Callable[[Engine], None] | None = None):
-    """When the engine says that each has ended; `look` is called whenever rates have changed."""
+def run_flows(
+    hosts: Hosts, flows: Sequence[Flow], check_rates: Callable[[Engine], None] | None = None
+):
+    """Return when each flow ends; call `check_rates` whenever rates have changed."""
     engine = hosts.engine()
     ends, owner_of = [math.inf] * len(flows), {}
-    waiting = sorted(range(len(flows)), key=lambda i: flows[i].begins)
+    waiting = sorted(range(len(flows)), key=lambda i: flows[i].start)
     while math.inf in ends:
-        until = flows[waiting[0]].begins if waiting else math.inf
+        until = flows[waiting[0]].start if waiting else math.inf
         event = engine.advance(until)
         if event is None:
             number = waiting.pop(0)
             owner = engine.new_owner()
             owner_of[owner] = number
             flow = flows[number]
-            engine.flow_to_one(flow.begins, flow.source, flow.target, flow.size, owner)
+            engine.flow_to_one(flow.start, flow.source, flow.target, flow.size, owner)
         else:
             ends[owner_of.pop(event.entity)] = event.time
             engine.free_owner(event.entity)
-        if look is not None:
-            look(engine)
+        if check_rates is not None:
+            check_rates(engine)
     assert engine.advance(math.inf) is None
     return ends
 
@@ -125,14 +127,14 @@ def hosts_and_flows(draw: st.DrawFn, *, sources_only: bool = False) -> tuple[Hos
     flows = []
     for _ in range(draw(st.integers(1, 10))):
         source, target = rng.sample(range(num_hosts), 2)
-        begins = rng.choice([0.0, 0.0, 1.0, rng.uniform(0, 5)])
-        flows.append(Flow(begins, source, target, rng.choice([1.0, 2.0, rng.uniform(0.1, 4)])))
+        start = rng.choice([0.0, 0.0, 1.0, rng.uniform(0, 5)])
+        flows.append(Flow(start, source, target, rng.choice([1.0, 2.0, rng.uniform(0.1, 4)])))
     return hosts, flows
 
 
 @settings(max_examples=50)
 @given(hosts_and_flows(sources_only=True))
-def test_where_sources_alone_are_shared_the_shares_are_max_min(case: tuple) -> None:
+def test_shares_are_max_min_fair_if_only_uplinks_are_shared(case: tuple) -> None:
     """Progressive filling: nobody could have more without another one that has no more less."""
     hosts, flows = case
 
@@ -161,14 +163,14 @@ def test_where_sources_alone_are_shared_the_shares_are_max_min(case: tuple) -> N
             }
         return rates
 
-    assert played(hosts, flows) == pytest.approx(fluid(flows, filled), rel=1e-8)
+    assert run_flows(hosts, flows) == pytest.approx(fluid(flows, filled), rel=1e-8)
 
 
 @settings(max_examples=50)
 @given(hosts_and_flows())
 def test_a_flow_is_as_fast_as_its_link_and_its_shares_at_both_ends(case: tuple) -> None:
     hosts, flows = case
-    assert played(hosts, flows) == pytest.approx(fluid(flows, hosts.rates), rel=1e-8)
+    assert run_flows(hosts, flows) == pytest.approx(fluid(flows, hosts.rates), rel=1e-8)
 
 
 @settings(max_examples=40)
@@ -176,7 +178,7 @@ def test_a_flow_is_as_fast_as_its_link_and_its_shares_at_both_ends(case: tuple) 
 def test_no_capacity_is_ever_exceeded_and_no_byte_lost(case: tuple) -> None:
     hosts, flows = case
 
-    def look(engine: Engine) -> None:
+    def check_rates(engine: Engine) -> None:
         state = engine.state
         sent, received = np.zeros(len(hosts.up)), np.zeros(len(hosts.up))
         for host in range(len(hosts.up)):
@@ -191,60 +193,58 @@ def test_no_capacity_is_ever_exceeded_and_no_byte_lost(case: tuple) -> None:
         assert (sent <= np.array(hosts.up) * (1 + 1e-12)).all()
         assert (received <= np.array(hosts.down) * (1 + 1e-12)).all()
 
-    ends = played(hosts, flows, look)
+    ends = run_flows(hosts, flows, check_rates)
     for flow, end in zip(flows, ends, strict=True):
         fastest = min(
             hosts.links[flow.source][flow.target], hosts.up[flow.source], hosts.down[flow.target]
         )
-        assert end >= flow.begins + flow.size / fastest * (1 - 1e-12)
+        assert end >= flow.start + flow.size / fastest * (1 - 1e-12)
     for host, up in enumerate(hosts.up):
         of = [(flow, end) for flow, end in zip(flows, ends, strict=True) if flow.source == host]
         if of:  # what it has sent in all, it had the time for
-            spans = max(end for _, end in of) - min(flow.begins for flow, _ in of)
+            spans = max(end for _, end in of) - min(flow.start for flow, _ in of)
             assert sum(flow.size for flow, _ in of) <= up * spans * (1 + 1e-9)
 
 
 @settings(max_examples=30)
 @given(hosts_and_flows(), st.randoms(use_true_random=False))
-def test_the_order_in_which_flows_begin_at_once_does_not_matter(
-    case: tuple, rng: random.Random
-) -> None:
+def test_order_of_simultaneous_flows_does_not_matter(case: tuple, rng: random.Random) -> None:
     hosts, flows = case
     order = list(range(len(flows)))
     rng.shuffle(order)
-    shuffled = played(hosts, [flows[i] for i in order])
-    assert shuffled == pytest.approx([played(hosts, flows)[i] for i in order], rel=1e-9)
+    shuffled = run_flows(hosts, [flows[i] for i in order])
+    assert shuffled == pytest.approx([run_flows(hosts, flows)[i] for i in order], rel=1e-9)
 
 
-def test_a_flow_alone_has_all_and_equal_ones_equal_shares() -> None:
+def test_single_flow_gets_the_uplink_and_equal_flows_equal_shares() -> None:
     hosts = Hosts(up=[4.0, 1e9, 1e9, 1e9], down=[1e9] * 4, links=[[100.0] * 4] * 4)
     alone = [Flow(0.0, 0, 1, 8.0)]
-    assert played(hosts, alone) == [2.0]
-    assert played(hosts, [Flow(0.0, 0, t, 8.0) for t in (1, 2, 3)]) == pytest.approx([6.0] * 3)
+    assert run_flows(hosts, alone) == [2.0]
+    assert run_flows(hosts, [Flow(0.0, 0, t, 8.0) for t in (1, 2, 3)]) == pytest.approx([6.0] * 3)
 
 
 def test_bandwidth_left_by_a_slow_link_is_used_by_others() -> None:
     links = [[100.0] * 4 for _ in range(4)]
     links[0][1] = 1.0
     hosts = Hosts(up=[5.0, 1e9, 1e9, 1e9], down=[1e9] * 4, links=links)
-    ends = played(hosts, [Flow(0.0, 0, 1, 4.0), Flow(0.0, 0, 2, 4.0), Flow(0.0, 0, 3, 4.0)])
+    ends = run_flows(hosts, [Flow(0.0, 0, 1, 4.0), Flow(0.0, 0, 2, 4.0), Flow(0.0, 0, 3, 4.0)])
     assert ends == pytest.approx([4.0, 2.0, 2.0])
 
 
 def test_receivers_share_their_connection() -> None:
     hosts = Hosts(up=[100.0] * 4, down=[3.0, 100.0, 100.0, 100.0], links=[[100.0] * 4] * 4)
-    ends = played(hosts, [Flow(0.0, source, 0, 3.0) for source in (1, 2, 3)])
+    ends = run_flows(hosts, [Flow(0.0, source, 0, 3.0) for source in (1, 2, 3)])
     assert ends == pytest.approx([3.0] * 3)
 
 
 def test_a_flow_that_ends_leaves_its_share_to_the_others() -> None:
     hosts = Hosts(up=[2.0, 1e9, 1e9], down=[1e9] * 3, links=[[100.0] * 3] * 3)
-    ends = played(hosts, [Flow(0.0, 0, 1, 1.0), Flow(0.0, 0, 2, 3.0), Flow(2.0, 0, 1, 2.0)])
+    ends = run_flows(hosts, [Flow(0.0, 0, 1, 1.0), Flow(0.0, 0, 2, 3.0), Flow(2.0, 0, 1, 2.0)])
     # Both at 1 until t=1; then 2 left at 2 until t=2; then the last alone.
     assert ends == pytest.approx([1.0, 2.0, 3.0])
 
 
-def test_flows_to_many_stand_for_as_many_connections() -> None:
+def test_flow_to_many_counts_as_its_weight() -> None:
     """One to three others and one to a fourth: a quarter of the uplink each."""
     hosts = Hosts(up=[8.0, 1e9, 1e9, 1e9, 1e9], down=[1e9] * 5, links=[[100.0] * 5] * 5)
     engine = hosts.engine()
@@ -343,7 +343,7 @@ def test_a_link_that_is_lost_for_good_ends_a_simulation() -> None:
             policy=policy,
             scenario=scenario,
         )
-        assert "nobody could go on" in simulate(job, num_steps=20).cut_short
+        assert "no pipeline could continue" in simulate(job, num_steps=20).cut_short
 
 
 def test_links_inside_a_region_may_be_changed_by_its_name_or_by_devices() -> None:

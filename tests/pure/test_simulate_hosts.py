@@ -53,7 +53,7 @@ def test_stages_of_one_device_share_its_connection(policy: str, decoupled: bool)
     assert four.step_time == pytest.approx(one.step_time, rel=0.05)
 
 
-def test_a_server_serves_no_faster_than_its_connection_is() -> None:
+def test_parameter_server_is_limited_by_its_connection() -> None:
     def step_time(num_workers: int) -> float:
         job = equal_job(
             num_pipelines=num_workers,

@@ -149,7 +149,7 @@ def test_actions_are_inside_of_their_steps_in_a_pipeline_that_is_never_flushed(
 
 
 @pytest.mark.parametrize("device", ["d2", "d3"])
-def test_actions_are_inside_of_their_steps_after_a_new_start(tmp_path: Path, device: str) -> None:
+def test_actions_are_inside_of_their_steps_after_a_restart(tmp_path: Path, device: str) -> None:
     job = job_of("adaptive", kills_and_joins([(device, 6.2)], [(device, 11.0)]))
     check_log(tmp_path / "run", simulate(job, num_steps=20, run=tmp_path / "run"), job)
 
@@ -240,7 +240,7 @@ def test_bytes_of_an_all_reduce_are_those_of_its_formula(num_members: int) -> No
     assert sent.tolist() == [[pytest.approx(5 * 2 * (num_members - 1) * 1e6)]]
 
 
-def test_small_buffers_are_sent_by_way_of_their_owner() -> None:
+def test_small_buffers_are_sent_through_their_owner() -> None:
     job = equal_job(num_pipelines=3, forward=0.1, backward=0.2, gradient_bytes=1e4)
     job = replace(job, cluster=region_per_device(3))
     sent = simulate(job, num_steps=1).bytes_sent
@@ -261,7 +261,7 @@ def test_messages_are_counted_from_region_to_region() -> None:
     assert sent.tolist() == [[0.0, 2000.0, 0.0], [2000.0, 0.0, 2000.0], [0.0, 2000.0, 0.0]]
 
 
-def test_bytes_are_by_region_also_where_a_link_of_a_device_changes() -> None:
+def test_bytes_are_by_region_if_a_device_link_changes() -> None:
     job = equal_job(
         num_stages=3, num_pipelines=1, forward=0.1, backward=0.2, activation_bytes=100.0
     )

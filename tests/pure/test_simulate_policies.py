@@ -175,7 +175,7 @@ def test_later_events_do_not_change_earlier_results(job: SimulatedJob, seed: int
         assert again.starved == pytest.approx(found.starved, rel=1e-9, abs=1e-9)
 
 
-def of(
+def run_policy(
     policy: str, *, slow: Sequence[Slow] = (), num_steps: int = 40, **more: object
 ) -> SimulationResult:
     given_: dict[str, object] = {
@@ -195,19 +195,22 @@ ONE_SLOW = (Slow(device="d0", factor=4.0),)
 
 
 def test_all_reduce_runs_at_the_speed_of_the_slowest() -> None:
-    assert of("all_reduce", slow=ONE_SLOW).step_time == pytest.approx(
-        4 * of("all_reduce").step_time, rel=0.02
+    assert run_policy("all_reduce", slow=ONE_SLOW).step_time == pytest.approx(
+        4 * run_policy("all_reduce").step_time, rel=0.02
     )
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "age", "pairwise", "balanced", "local"])
 def test_other_policies_are_not_slowed_by_one_straggler(policy: str) -> None:
-    assert of(policy, slow=ONE_SLOW).step_time < 0.6 * of("all_reduce", slow=ONE_SLOW).step_time
+    assert (
+        run_policy(policy, slow=ONE_SLOW).step_time
+        < 0.6 * run_policy("all_reduce", slow=ONE_SLOW).step_time
+    )
 
 
 def test_balanced_gives_stragglers_fewer_microbatches() -> None:
     """3 of 32 take the slow one as long as the others need for 9 or 10."""
-    found = of("balanced", slow=ONE_SLOW)
+    found = run_policy("balanced", slow=ONE_SLOW)
     assert steps_after_first(found) == pytest.approx(10 * 0.3, rel=0.15)
     assert found.busy[Worker(0, 0)] == pytest.approx(found.busy[Worker(0, 1)], rel=0.35)
     assert found.throughput == pytest.approx(32 / found.step_time, rel=1e-6)
@@ -215,7 +218,7 @@ def test_balanced_gives_stragglers_fewer_microbatches() -> None:
 
 def test_balanced_in_a_pipeline_is_refused() -> None:
     with pytest.raises(PolicyError, match="balanced"):
-        of("balanced", num_stages=2)
+        run_policy("balanced", num_stages=2)
 
 
 def test_ssp_keeps_fast_workers_within_the_staleness_bound() -> None:
@@ -243,16 +246,16 @@ def test_ssp_keeps_fast_workers_within_the_staleness_bound() -> None:
         assert max(ahead) == staleness + 1
 
 
-def test_a_server_shares_its_connection_among_all_who_push() -> None:
+def test_parameter_server_shares_its_connection_among_pushes() -> None:
     """Three of four push 1e7 bytes at once over 1e8 bytes per second, then pull as much."""
     sizes = {"gradient_bytes": 1e7, "uplink": 1e8, "options": {"staleness": 0}}
-    found = of("ssp", num_microbatches=1, **sizes)
+    found = run_policy("ssp", num_microbatches=1, **sizes)
     assert steps_after_first(found) == pytest.approx(0.3 + 0.3 + 0.3, rel=0.01)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_one_pipeline_alone_waits_for_nobody(policy: str) -> None:
-    found = of(policy, num_pipelines=1, num_microbatches=1)
+def test_single_pipeline_never_waits(policy: str) -> None:
+    found = run_policy(policy, num_pipelines=1, num_microbatches=1)
     assert found.ends[0] == pytest.approx([0.3 * (step + 1) for step in range(40)])
     assert set(found.group_sizes) <= {1}
     assert found.bytes_sent.sum() == 0
@@ -272,13 +275,13 @@ def test_far_workers_wait_for_coordinator_latency(policy: str) -> None:
 
 @pytest.mark.parametrize("num_pipelines", [1, 3])
 def test_rate_is_known_after_few_steps(num_pipelines: int) -> None:
-    found = of("all_reduce", num_steps=1, num_pipelines=num_pipelines, gradient_bytes=0.0)
+    found = run_policy("all_reduce", num_steps=1, num_pipelines=num_pipelines, gradient_bytes=0.0)
     assert found.step_time == pytest.approx(2.4)
     assert found.throughput == pytest.approx(num_pipelines * 8 / 2.4)
 
 
 def test_steady_rate_is_independent_of_num_steps() -> None:
-    short, long = (of("all_reduce", num_steps=count) for count in (12, 60))
+    short, long = (run_policy("all_reduce", num_steps=count) for count in (12, 60))
     assert short.step_time == pytest.approx(long.step_time, rel=1e-6)
     assert long.throughput == pytest.approx(32 / long.step_time, rel=1e-6)
 
@@ -304,7 +307,7 @@ def test_cost_of_averages_follows_their_frequency() -> None:
 
 def test_other_seeds_draw_other_groups() -> None:
     first, same, other = (
-        of(
+        run_policy(
             "random",
             seed=seed,
             num_pipelines=5,
@@ -325,13 +328,13 @@ NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("wrong", "message"),
     [
         ({"forward": -0.1}, "forward of stage 0"),
         ({"backward": -0.1}, "backward of stage 0"),
         ({"forward": NAN}, "forward of stage 0"),
         ({"backward": INF}, "backward of stage 0"),
-        ({"forward": 0.0, "backward": 0.0}, "computes nothing"),
+        ({"forward": 0.0, "backward": 0.0}, "has no compute"),
         ({"activation_bytes": -1.0}, "activation_bytes of stage 0"),
         ({"gradient_bytes": NAN}, "gradient_bytes of stage 0"),
         ({"in_flight": (2,)}, "in_flight"),
@@ -344,13 +347,13 @@ NAN, INF = float("nan"), float("inf")
         ({"policy": "age", "overlap": True, "decoupled": True}, "overlap with decoupled"),
     ],
 )
-def test_invalid_job_is_refused(wrong: dict, says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_invalid_job_is_refused(wrong: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         plain(**wrong)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"coordinator": 9}, "device 9 of a cluster of 4"),
         ({"coordinator": -1}, "device -1 of a cluster of 4"),
@@ -362,8 +365,8 @@ def test_invalid_job_is_refused(wrong: dict, says: str) -> None:
         ({"stages": plain().stages[:1]}, "runs stages"),
     ],
 )
-def test_a_job_of_another_plan_or_cluster_is_refused(change: dict, says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_a_job_of_another_plan_or_cluster_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         replace(plain(), **change)
 
 
@@ -385,6 +388,6 @@ def test_a_schedule_that_cannot_run_is_refused(spoil: Callable) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [0, -1])
-def test_no_steps_are_refused(num_steps: int) -> None:
+def test_non_positive_num_steps_are_refused(num_steps: int) -> None:
     with pytest.raises(UserError, match="num_steps"):
         simulate(plain(), num_steps=num_steps)

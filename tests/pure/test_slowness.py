@@ -1,4 +1,4 @@
-"""Slowness: the same seed holds the same action back in every process, and only in its time."""
+"""Slowness: a seed delays the same actions in every process, and only in the entry's time."""
 
 import os
 import random
@@ -44,7 +44,7 @@ def test_factor_delays_actions_only_in_its_window(factor, start, length, now, wo
 
 
 @pytest.mark.parametrize(("now", "delay"), [(4.9, 0), (5.0, 2), (6.9, 2), (7.0, 0)])
-def test_start_belongs_to_an_entry_and_its_end_does_not(now, delay):
+def test_entry_includes_its_start_and_excludes_its_end(now, delay):
     held = slowness(Slow(device="a", factor=3.0, start=5.0, until=7.0))
     assert held.delay(now, WORK, BOTH) == delay
 
@@ -75,7 +75,9 @@ slows = st.one_of(
 @given(st.lists(slows, max_size=4), st.integers())
 def test_delays_of_entries_that_overlap_add_up(entries, seed):
     together = delays(slowness(*entries, seed=seed), 20)
-    quiet = Slow(device="a", factor=1.0)  # keeps the places of the others, which their draws follow
+    quiet = Slow(
+        device="a", factor=1.0
+    )  # keeps the indices of the others, which determine their draws
     alone = [
         delays(slowness(*[e if i == j else quiet for j, e in enumerate(entries)], seed=seed), 20)
         for i in range(len(entries))
@@ -130,7 +132,7 @@ def test_draws_differ_by_device_by_entry_and_by_seed():
 
 
 def test_draws_are_independent_between_devices():
-    """Two devices of probability 1/2 sleep together a quarter of the time, not half or never."""
+    """Two devices of probability 1/2 sleep at the same time in a quarter of all actions."""
     entry = Slow(device="*", probability=0.5, sleep_factor=1.0)
     a, b = (delays(slowness(entry, device=device), 10_000) for device in ("a/1", "a/2"))
     together = sum(x > 0 and y > 0 for x, y in zip(a, b, strict=True))
@@ -177,7 +179,7 @@ def test_trace_is_played_from_the_start_of_its_entry():
     ]
 
 
-def test_whole_recording_is_squeezed_into_the_trace_duration():
+def test_recording_is_scaled_to_the_trace_duration():
     held = slowness(Slow(device="a", trace="steps", trace_worker=0, trace_duration=8.0))
     assert [held.delay(now, WORK, BOTH) for now in (0.0, 3.9, 4.0, 7.9)] == [1, 1, 3, 3]
 
@@ -200,7 +202,7 @@ def test_ended_trace_stays_at_its_last_value_and_warns_once():
     held = slowness(Slow(device="a", trace="steps", trace_worker=0))
     with pytest.warns(UserWarning, match="trace 'steps' has ended after 100s: held") as caught:
         assert held.delay(100.0, WORK, BOTH) == 3
-    assert [warning.filename for warning in caught] == [__file__]  # at who asked
+    assert [warning.filename for warning in caught] == [__file__]  # reported at the caller
     assert [held.delay(now, WORK, BOTH) for now in (101.0, 1e300)] == [3, 3]  # warnings are errors
 
 
@@ -214,22 +216,22 @@ def test_trace_that_is_cut_off_by_its_entry_does_not_warn():
 @pytest.mark.parametrize(
     ("entry", "index", "wrong"),
     [
-        ({"trace": "none"}, 0, "slow[1]: the trace 'none' is not at hand"),
+        ({"trace": "none"}, 0, "slow[1]: the trace 'none'"),
         ({"trace": "steps"}, None, "slow[1]: no worker of the trace 'steps' is chosen"),
         ({"trace": "steps", "trace_worker": 3}, 0, "slow[1]: trace_worker is 3"),
-        ({"trace": "alibaba_job1"}, 0, "slow[1]: nobody knows how long the trace 'alibaba_job1'"),
+        ({"trace": "alibaba_job1"}, 0, "slow[1]: the length of the trace 'alibaba_job1'"),
     ],
 )
-def test_trace_that_cannot_be_played_is_refused_with_its_place(entry, index, wrong):
+def test_trace_that_cannot_be_played_is_refused_with_its_location(entry, index, wrong):
     scenario = Scenario(name="s", slow=(Slow(device="a", factor=2.0), Slow(device="a", **entry)))
     traces = {**TRACES, "alibaba_job1": Trace.load("alibaba_job1")}
     with pytest.raises(DescriptionError) as caught:
         Slowness.of(scenario, "a", index=index, traces=traces)
     assert caught.value.wrong.startswith(wrong)
-    Slowness.of(scenario, "b")  # whom it does not befall
+    Slowness.of(scenario, "b")  # the entry is for another device
 
 
-def test_traces_of_a_scenario_are_found_by_name_and_beside_its_file(tmp_path, monkeypatch):
+def test_scenario_traces_are_found_by_name_and_next_to_its_file(tmp_path, monkeypatch):
     (tmp_path / "mine.toml").write_text('name = "mine"\nduration_s = 9\nworkers = [[[0.5, 0.5]]]')
     (tmp_path / "s.toml").write_text(
         """

@@ -1,4 +1,4 @@
-"""Spot instances: devices come and go as nodes once did, no more and no less of them at a time."""
+"""Spot instances: at any time as many devices are alive as nodes were recorded."""
 
 import json
 import math
@@ -33,14 +33,14 @@ traces = st.one_of(by_node, by_count)
 
 
 def recorded(trace: SpotTrace, now: float) -> int:
-    """How many nodes there were after all that happened at `now`."""
+    """Return the number of recorded nodes after all events at `now`."""
     if trace.counts:
         return [n for time, n in zip(trace.times, trace.counts, strict=True) if time <= now][-1]
     return sum(sum(time <= now for time in times) % 2 for times in trace.nodes)
 
 
 def alive(scenario: Scenario, devices: list[str], now: float) -> set[str]:
-    """As Kill and Join are defined: who joins first has been away from the start."""
+    """Return the devices alive at `now`; a device whose first event is a join starts absent."""
     there = set()
     for device in devices:
         events = sorted(
@@ -60,7 +60,7 @@ def names(number: int) -> list[str]:
     return [device.name for device in cluster({"spot": number}).devices]
 
 
-@settings(max_examples=40)  # each looks at every moment
+@settings(max_examples=40)  # each checks all times
 @given(traces)
 def test_number_of_devices_follows_the_trace(trace: SpotTrace) -> None:
     number = len(trace.places)
@@ -87,7 +87,7 @@ def test_kill_and_join_alternate_for_every_device(trace: SpotTrace, number: int)
 
 
 @given(traces, st.integers(1, 10), st.integers(1, 10))
-def test_a_smaller_cluster_sees_what_the_first_devices_of_a_larger_one_see(
+def test_smaller_cluster_sees_the_events_of_the_first_devices_of_a_larger_one(
     trace: SpotTrace, small: int, large: int
 ) -> None:
     small, large = sorted((small, large))
@@ -107,7 +107,7 @@ def test_devices_beyond_the_trace_are_never_lost(trace: SpotTrace) -> None:
 
 
 @given(traces, st.floats(0.5, 1e4))
-def test_the_whole_recording_is_squeezed_into_a_duration(trace: SpotTrace, duration: float) -> None:
+def test_recording_is_scaled_to_a_duration(trace: SpotTrace, duration: float) -> None:
     where = cluster({"spot": 8})
     plain, squeezed = spot_scenario(trace, where), spot_scenario(trace, where, duration=duration)
     if trace.length == 0:
@@ -121,7 +121,7 @@ def test_the_whole_recording_is_squeezed_into_a_duration(trace: SpotTrace, durat
         assert all(at <= duration * (1 + 1e-9) for at in after)
 
 
-def test_a_node_that_comes_takes_the_place_that_was_empty_longest() -> None:
+def test_new_node_takes_the_slot_that_was_empty_longest() -> None:
     trace = SpotTrace(name="x", nodes=((0, 10), (0, 5), (0,), (12, 20), (13,), (14,)))
     assert trace.places == ((0, 10, 13), (0, 5, 12, 20), (0,), (14,))
     scenario = spot_scenario(trace, cluster({"a": 5}))
@@ -137,17 +137,17 @@ def names_of(region: str, number: int) -> list[str]:
     return [f"{region}/{place}" for place in range(number)]
 
 
-def test_of_nodes_without_names_the_oldest_leave_first() -> None:
+def test_if_only_counts_are_known_the_oldest_nodes_leave_first() -> None:
     trace = SpotTrace(name="x", times=(0, 1, 2, 3), counts=(3, 1, 2, 0))
     assert trace.places == ((0, 1, 2, 3), (0, 1), (0, 3))
 
 
-def test_node_that_joins_at_a_loss_gets_a_new_place() -> None:
+def test_node_that_joins_at_the_time_of_a_loss_gets_a_new_slot() -> None:
     trace = SpotTrace(name="x", nodes=((0, 5), (5,)))
     assert trace.places == ((0, 5), (5,))
 
 
-def test_a_recording_may_last_longer_than_anything_happens_in_it() -> None:
+def test_recording_may_last_beyond_its_last_event() -> None:
     trace = SpotTrace(name="x", duration=100.0, nodes=((0, 50),))
     assert spot_scenario(trace, cluster({"a": 1}), duration=10).kill == (Kill(device="a/0", at=5),)
 
@@ -165,7 +165,7 @@ def test_a_recording_may_last_longer_than_anything_happens_in_it() -> None:
         ({"times": (1, 2), "counts": (1, 2)}, "times[0] is 1s"),
         ({"times": (0, 3, 2), "counts": (1, 2, 3)}, "times: 3s, then 2s"),
         ({"times": (0, 1), "counts": (1, -1)}, "counts[1] is -1"),
-        ({"nodes": ((0, 60),), "duration": 50.0}, "duration is 50s, and something happened at"),
+        ({"nodes": ((0, 60),), "duration": 50.0}, "duration is 50s"),
     ],
 )
 def test_invalid_recording_is_refused(change: dict, wrong: str) -> None:
@@ -180,13 +180,13 @@ def test_an_impossible_duration_is_refused(duration: float) -> None:
         spot_scenario("bamboo_aws_p3", cluster({"a": 1}), duration=duration)
 
 
-def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+def test_unknown_name_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(DescriptionError, match="unknown spot trace 'bamboo_aws'") as caught:
         spot_scenario("bamboo_aws", cluster({"a": 1}))
     assert caught.value.fix == "did you mean 'bamboo_aws_p3'?"
 
 
-def test_a_file_is_read_with_units_and_its_place_in_errors(tmp_path: Path) -> None:
+def test_file_is_read_with_units_and_named_in_errors(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('name = "mine"\nnodes_min = [[0, 2], [1]]\nduration = "1h"')
     assert SpotTrace.load(path) == SpotTrace(name="mine", nodes=((0, 120), (60,)), duration=3600)
@@ -231,7 +231,7 @@ def test_bundled_trace_matches_the_publication(
     assert all(2 <= kills.count(device) <= 10 for device in names(num_places)), "its share each"
 
 
-def test_the_instances_at_aws_were_taken_167_times() -> None:
+def test_aws_instances_were_preempted_167_times() -> None:
     scenario = spot_scenario("bamboo_aws_p3", cluster({"spot": 40}))
     assert len(scenario.kill) == 167
     assert len(scenario.join) == 177 - 18

@@ -1,4 +1,4 @@
-"""The bound of a step is below every plan, and near the best one where that is simple."""
+"""The bound of a step is below every plan, and near the best one in simple cases."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def test_one_device_reaches_the_bound() -> None:
 
 def test_fewer_devices_and_far_islands_raise_the_bound() -> None:
     near, far = problem(cluster([8])), problem(cluster([4, 4], outer=(0.03, 1e6)))
-    # As one pipeline: it stays on an island of four, or sends all over the slow link.
+    # One pipeline stays on an island of four, or sends everything over the slow link.
     assert least_step(far, 1, 1) > 1.5 * least_step(near, 1, 1)
     assert least_step(near, 1, 2, num_devices=4) > 1.5 * least_step(near, 1, 2, num_devices=8)
 
@@ -47,7 +47,7 @@ def test_fewer_devices_and_far_islands_raise_the_bound() -> None:
 def test_gradients_raise_the_bound_of_several_pipelines() -> None:
     light = problem(cluster([2], inner=(1e-4, 1e8)), gradient_bytes=0.0)
     heavy = problem(cluster([2], inner=(1e-4, 1e8)), gradient_bytes=1.0)
-    # 8 layers of 100 MB, half of them over the wire in each half, at 100 MB/s, by both devices.
+    # 8 layers of 100 MB: both devices send half of them in each collective, at 100 MB/s.
     assert least_step(heavy, 1, 2) - least_step(light, 1, 2) == pytest.approx(8.0)
 
 

@@ -297,27 +297,27 @@ def test_balanced_respects_the_memory_limit() -> None:
 def test_no_switch_with_one_pipeline_or_without_steps() -> None:
     step = [StepTiming(1.0, 0.0, 0.0, 1, 1)] * 20
     alone = AutoSwitch(JobShape(shares=(1,))).after_window([step])
-    assert (alone.switches, alone.why) == (False, "one pipeline waits for nobody")
+    assert (alone.switches, alone.why) == (False, "a single pipeline waits for no other")
     auto = AutoSwitch(JobShape(shares=(1, 1, 1)))
     auto.sync_mode = ADAPTIVE
-    assert "pipeline 2 has yet to end a step" in auto.after_window([step, step, []]).why
+    assert "pipeline 2 has not ended a step" in auto.after_window([step, step, []]).why
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (lambda: JobShape(shares=(1, 0)), "shares="),
-        (lambda: JobShape(shares=(1, 1), sync_modes=(BALANCED,)), "ways=balanced"),
+        (lambda: JobShape(shares=(1, 1), sync_modes=(BALANCED,)), "sync_modes=balanced"),
         (lambda: JobShape(shares=(1, 1), sync_modes=(DECOUPLED, "static")), "static"),
         (lambda: AutoSwitch(JobShape(shares=(1, 1)), num_steps=2, num_discarded=1), "num_steps=2"),
-        (lambda: decide_once([[1.0], [1.0, 1.0]]), r"\[1, 2\] steps under decoupled"),
+        (lambda: decide_once([[1.0], [1.0, 1.0]]), r"\[1, 2\] steps in mode decoupled"),
         (lambda: decide_once([[1.0]]), "2 pipelines"),
         (lambda: decide_once([[1.0], [0.0]]), "pipeline 1: StepTiming"),
         (lambda: decide_once([[1.0], [float("nan")]]), "pipeline 1: StepTiming"),
     ],
 )
-def test_invalid_shapes_and_timings_are_refused(make: Callable[[], Any], words: str) -> None:
-    with pytest.raises(PolicyError, match=words):
+def test_invalid_shapes_and_timings_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
         make()
 
 

@@ -31,9 +31,8 @@ from polyrhythm.sync.registry import POLICIES
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Group, Worker
-from tests.pure.scheduler_grid import HEARTBEAT, Grid
-from tests.pure.test_sync_pipelines import grid_of, seeds
-from tests.pure.test_sync_scheduler import LIMITS, A, B, C, Scripted, ready, scheduler_of
+from tests.pure.scheduler_cases import LIMITS, A, B, C, ScriptedPolicy, ready, scheduler_of
+from tests.pure.scheduler_grid import HEARTBEAT, Grid, grid_of, seeds
 
 
 def request_average_all(
@@ -137,7 +136,7 @@ def test_average_all_in_a_broken_pipeline_gets_a_reason() -> None:
     assert request_average_all(scheduler, Worker(0, 1)) == []
     assert scheduler.step(Dead(Worker(1, 1), now=6.0)) == [Skip(Worker(0, 1), 1, "s1p1 died", True)]
     (skip,) = request_average_all(scheduler, Worker(0, 1), clock=2, now=7.0)
-    assert skip == Skip(Worker(0, 1), 2, "its pipeline is not whole: s1p1 is dead", True)
+    assert skip == Skip(Worker(0, 1), 2, "its pipeline is incomplete: s1p1 is dead", True)
     (skip,) = request_average_all(scheduler, Worker(0, 0), now=8.0)
     assert skip.why == "average_all"
 
@@ -150,7 +149,7 @@ def test_pending_average_all_ends_when_its_pipeline_breaks() -> None:
     assert request_average_all(scheduler, B, clock=7, now=2.0) == []  # it answers first
     abort, *skips = scheduler.step(Dead(Worker(1, 1), now=3.0))
     assert (abort.gid, abort.members) == (exchange.gid, (A, B))
-    assert Skip(B, 7, "its pipeline is not whole: s1p1 is dead", True) in skips
+    assert Skip(B, 7, "its pipeline is incomplete: s1p1 is dead", True) in skips
 
 
 def test_stages_average_all_separately() -> None:
@@ -178,7 +177,7 @@ def test_average_all_may_repeat_the_clock_of_ready_only() -> None:
     assert request_average_all(scheduler, B, clock=3, now=7.0) == [commit]  # answered as before
     assert scheduler.counters["duplicate"] == 5
     (refuse,) = request_average_all(scheduler, A, clock=2, now=7.0)
-    assert refuse == Refuse(A, 2, "s0p0 goes back from clock 3 to 2: it has to join anew")
+    assert refuse == Refuse(A, 2, "s0p0 goes back from clock 3 to 2: it must join again")
     assert (
         request_average_all(scheduler, A, clock=4, now=8.0) == []
     )  # local steps that nobody heard of
@@ -191,7 +190,7 @@ def test_average_all_of_unknown_workers_is_refused() -> None:
     assert request_average_all(scheduler, Worker(0, 7))[0].why == "s0p7 is not in the plan"
     assert scheduler.step(AverageAll(A, 1, 5, now=6.0))[0].why == "s0p0 has not joined"
     scheduler.step(Dead(A, now=6.0))
-    assert request_average_all(scheduler, A, now=7.0)[0].why == "s0p0 is dead, and has to join anew"
+    assert request_average_all(scheduler, A, now=7.0)[0].why == "s0p0 is dead, and must join again"
 
 
 def test_passive_worker_finishes_its_exchange_before_average_all() -> None:
@@ -206,7 +205,7 @@ def test_passive_worker_finishes_its_exchange_before_average_all() -> None:
     commit, skip = finish(scheduler, first, now=3.0)
     assert commit == Commit(1, (A, B), (1, -1))
     # The policy has the next exchange ready for it; but it is not begun with one that stops.
-    assert skip == Skip(C, 1, "passive: goes on, and answers meanwhile")
+    assert skip == Skip(C, 1, "passive: continues, and answers meanwhile")
     assert request_average_all(scheduler, A) == []
     (assign,) = request_average_all(scheduler, C)
     assert assign.members == (A, B, C)
@@ -214,7 +213,7 @@ def test_passive_worker_finishes_its_exchange_before_average_all() -> None:
 
 def test_average_all_aborts_queued_groups() -> None:
     groups = [Group((A, B), "1st"), Group((B, C), "2nd")]
-    policy = Scripted({A: groups})
+    policy = ScriptedPolicy({A: groups})
     scheduler = Scheduler([policy], 3, limits=LIMITS)
     for worker in (A, B, C):
         scheduler.step(Join(worker, "node", 0))
@@ -227,13 +226,15 @@ def test_average_all_aborts_queued_groups() -> None:
 
 
 def test_average_all_aborts_a_group_waiting_for_its_worker() -> None:
-    policy = Scripted({B: [Group((A, B), "asked ahead")]})
+    policy = ScriptedPolicy({B: [Group((A, B), "asked ahead")]})
     scheduler = Scheduler([policy], 2, limits=LIMITS)
     for worker in (A, B):
         scheduler.step(Join(worker, "node", 0))
         scheduler.step(Request(worker, 1, now=1.0))
     assert ready(scheduler, A) == []
-    assert request_average_all(scheduler, B, clock=0) == [Abort(1, (A, B), "s0p1 gathers")]
+    assert request_average_all(scheduler, B, clock=0) == [
+        Abort(1, (A, B), "s0p1 waits for the global average")
+    ]
     assert policy.calls[-4:] == ["done s0p0 s0p1 False", "leave s0p1", "request s0p0", "ready s0p0"]
 
 
@@ -252,7 +253,7 @@ def test_early_average_all_waits_for_the_step_end() -> None:
     step, average_all_clock = scheduler.step(
         Leave(B, now=5.0)
     )  # that ends the step of the other one
-    assert step.why == "all are ready; 1 of 2 workers are not here"
+    assert step.why == "all are ready; 1 of 2 workers are absent"
     assert average_all_clock == Skip(A, 2, "average_all")
 
 
@@ -291,7 +292,7 @@ def test_average_all_times_out() -> None:
     assert scheduler.step(Timer(544.0)) == []
     skips = scheduler.step(Timer(545.0))
     named = "s0p2 s0p3 s0p4 s0p5 and 2 more"
-    why = f"{named} did not call consolidate() within 540 s"
+    why = f"{named} did not call average_all() within 540 s"
     assert skips == [Skip(A, 1, why, True), Skip(B, 1, why, True)]
     assert scheduler.next_timer() == math.inf
     assert ready(scheduler, A, B, clock=2, now=600.0) == []
@@ -369,7 +370,7 @@ def test_average_all_ends_despite_crashes_and_failures(
 
         at_event[data.draw(st.integers(1, 80).filter(lambda e: e not in at_event))] = crash
     fails = data.draw(st.sampled_from([0.0, 0.0, 0.3]))
-    more = {"average_all_at": average_all_at, "at_event": at_event, "chance_to_fail": fails}
+    more = {"average_all_at": average_all_at, "at_event": at_event, "failure_probability": fails}
     grid = grid_of(name, shape, seed, **more).run()
     assert grid.unfinished({p for p in range(shape[1]) if p not in lost or p % 2}) == []
     waiting = [w for w, s in grid.workers.items() if s.is_alive and s.averages_all and s.program]

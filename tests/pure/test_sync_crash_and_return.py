@@ -16,10 +16,10 @@ RETURN_DELAYS = (0.5, 3.0, 20.0, 29.0, 31.0, 40.0)  # s; a death goes unnoticed 
 
 
 def run_with_crashes(policy: str, seed: int, *, averages_all: bool) -> Grid:
-    chance = random.Random(seed)
-    shape = num_stages, num_pipelines = chance.choice([2, 3]), chance.choice([2, 3, 4])
+    rng = random.Random(seed)
+    shape = num_stages, num_pipelines = rng.choice([2, 3]), rng.choice([2, 3, 4])
     workers = [Worker(s, p) for s in range(num_stages) for p in range(num_pipelines)]
-    takes = {worker: chance.choice([0.05, 0.1, 0.3]) for worker in workers}
+    takes = {worker: rng.choice([0.05, 0.1, 0.3]) for worker in workers}
     policies = make_policies(policy, num_stages=num_stages, num_pipelines=num_pipelines)
     limits = limits_for(
         policy, num_stages, Limits(ceiling=5.0, ready_timeout=40.0, average_all_timeout=60.0)
@@ -27,22 +27,22 @@ def run_with_crashes(policy: str, seed: int, *, averages_all: bool) -> Grid:
     grid = Grid(
         Scheduler(policies, num_pipelines, limits=limits),
         *shape,
-        num_steps=chance.choice([10, 25]),
-        compute=lambda worker, _: takes[worker] * chance.uniform(0.5, 1.5),
+        num_steps=rng.choice([10, 25]),
+        compute=lambda worker, _: takes[worker] * rng.uniform(0.5, 1.5),
         seed=seed,
-        averaging=chance.choice([0.01, 0.1, 1.0]),
-        latency=chance.choice([0.001, 0.05]),
-        average_all_at=frozenset(chance.sample(range(1, 10), 2)) if averages_all else frozenset(),
+        averaging=rng.choice([0.01, 0.1, 1.0]),
+        latency=rng.choice([0.001, 0.05]),
+        average_all_at=frozenset(rng.sample(range(1, 10), 2)) if averages_all else frozenset(),
     )
 
     def crash(grid: Grid) -> None:
-        lost = chance.choice(workers)
+        lost = rng.choice(workers)
         fellows = [w for w in workers if w.pipeline == lost.pipeline]
         if grid.workers[lost].program and all(grid.workers[w].is_alive for w in fellows):
             grid.kill(lost)
-            grid._schedule(chance.choice(RETURN_DELAYS), lambda: grid.revive(lost))
+            grid._schedule(rng.choice(RETURN_DELAYS), lambda: grid.revive(lost))
 
-    grid.at_event = dict.fromkeys(chance.sample(range(5, 300), chance.randint(1, 5)), crash)
+    grid.at_event = dict.fromkeys(rng.sample(range(5, 300), rng.randint(1, 5)), crash)
     return grid.run(60_000)
 
 

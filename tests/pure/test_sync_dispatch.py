@@ -125,19 +125,21 @@ def test_leaving_pipeline_returns_its_unused_samples(is_last: bool) -> None:
 
 def test_broken_pipeline_gets_a_reason_and_restarts_its_chunk_numbers() -> None:
     scheduler = joined(setup_of(stages=2, limit=4))
-    mate = Worker(1, 0)
+    neighbour = Worker(1, 0)
     scheduler.step(Acquire(B, 0, 4, None, 1))
     assert scheduler.step(Acquire(A, 0, 4, None, 1)) == []
-    [acquired] = scheduler.step(Dead(mate, 1, 1.0))
+    [acquired] = scheduler.step(Dead(neighbour, 1, 1.0))
     assert (acquired.worker, acquired.ranges, acquired.why) == (A, (), "s1p0 died")
     [acquired] = scheduler.step(Acquire(A, 0, 4, None, 1))
-    assert acquired.why == "its pipeline is not whole: s1p0 is dead"
-    scheduler.step(Join(mate, "node", 0, 2, 2.0))
+    assert acquired.why == "its pipeline is incomplete: s1p0 is dead"
+    scheduler.step(Join(neighbour, "node", 0, 2, 2.0))
     [acquired] = scheduler.step(Acquire(A, 1, 4, None, 1))
-    assert acquired.why == "it asks for chunk 1, and its pipeline has taken 0"
+    assert acquired.why == "it requests chunk 1; its pipeline has acquired 0"
     scheduler.step(Dead(Worker(1, 1), 1, 3.0))
     assert scheduler.step(Acquire(A, 0, 4, None, 1)) == [Acquired(A, 0, None, ((0, 4),))]
-    assert scheduler.step(Acquire(mate, 0, 4, None, 2)) == [Acquired(mate, 0, None, ((0, 4),))]
+    assert scheduler.step(Acquire(neighbour, 0, 4, None, 2)) == [
+        Acquired(neighbour, 0, None, ((0, 4),))
+    ]
 
 
 def test_restarted_worker_returns_its_samples() -> None:
@@ -152,31 +154,33 @@ def test_restarted_worker_returns_its_samples() -> None:
 
 def test_rejoined_stage_resets_its_pipeline() -> None:
     scheduler = joined(setup_of(stages=2))
-    mate = Worker(1, 0)
+    neighbour = Worker(1, 0)
     for number in range(2):
         scheduler.step(Acquire(A, number, 4, None, 1))
-    scheduler.step(Leave(mate, 1))
-    scheduler.step(Join(mate, "node", 0, 2, 1.0))
-    assert scheduler.step(Acquire(mate, 0, 4, None, 2)) == [Acquired(mate, 0, None, ((0, 4),))]
+    scheduler.step(Leave(neighbour, 1))
+    scheduler.step(Join(neighbour, "node", 0, 2, 1.0))
+    assert scheduler.step(Acquire(neighbour, 0, 4, None, 2)) == [
+        Acquired(neighbour, 0, None, ((0, 4),))
+    ]
     [progress] = scheduler.step(QueryProgress(B, 0, 1))
     assert progress.sampler_state == SamplerState(next=8, pool=((4, 8),), outstanding=((0, 4),))
 
 
 def test_acquire_of_unknown_workers_or_without_dispatcher_is_refused() -> None:
     scheduler = joined(setup_of())
-    for stranger, incarnation in ((Worker(0, 7), 1), (A, 2)):
+    for unknown, incarnation in ((Worker(0, 7), 1), (A, 2)):
         for event in (
-            Acquire(stranger, 0, 4, None, incarnation),
-            QueryProgress(stranger, 0, incarnation),
+            Acquire(unknown, 0, 4, None, incarnation),
+            QueryProgress(unknown, 0, incarnation),
         ):
             [refuse] = scheduler.step(event)
-            assert (type(refuse), refuse.worker, refuse.clock) == (Refuse, stranger, -1)
+            assert (type(refuse), refuse.worker, refuse.clock) == (Refuse, unknown, -1)
     scheduler.step(Dead(A, 1, 1.0))
     [refuse] = scheduler.step(Acquire(A, 0, 4, None, 1))
-    assert "is dead, and has to join anew" in refuse.why
+    assert "is dead, and must join again" in refuse.why
     without = joined(Setup(policy="age", num_stages=1, num_pipelines=2))
     [refuse] = without.step(Acquire(A, 0, 4, None, 1))
-    assert "this job deals none" in refuse.why
+    assert "no sample dispatcher" in refuse.why
 
 
 def test_acquire_of_an_acknowledged_chunk_gets_a_reason() -> None:
@@ -190,8 +194,8 @@ def test_acquire_of_an_acknowledged_chunk_gets_a_reason() -> None:
 class RandomJob:
     """A grid of workers that take, compute, and are lost, in any order, with a real scheduler."""
 
-    def __init__(self, setup: Setup, chance: random.Random) -> None:
-        self.setup, self.chance, self.scheduler = setup, chance, setup.scheduler()
+    def __init__(self, setup: Setup, rng: random.Random) -> None:
+        self.setup, self.rng, self.scheduler = setup, rng, setup.scheduler()
         self.log: list[tuple[Event, list[Command]]] = []
         self.incarnations = dict.fromkeys(setup.workers, 0)
         self.sent: dict[Worker, list[Event]] = {}
@@ -200,7 +204,7 @@ class RandomJob:
         self.used: dict[Worker, int] = {}
         self.over: set[Worker] = set()
         self.counted: list[int] = []
-        self.ahead = chance.randint(0, 2)
+        self.ahead = rng.randint(0, 2)
         for pipeline in range(setup.num_pipelines):
             self.begin(pipeline)
 
@@ -245,11 +249,11 @@ class RandomJob:
 
     def act(self) -> None:
         """Somebody does something that it may do now."""
-        worker = self.chance.choice([w for w in self.setup.workers if not self.has_ended(w)])
+        worker = self.rng.choice([w for w in self.setup.workers if not self.has_ended(w)])
         incarnation, next_number = self.incarnations[worker], len(self.asked[worker])
         could_use = self.used[worker] + 1
         all_have = all(self.acquired[w].get(could_use) for w in self.workers(worker.pipeline))
-        choice = self.chance.random()
+        choice = self.rng.random()
         if choice < 0.04:
             stages = self.workers(worker.pipeline)
             kind = Dead if choice < 0.02 else Leave
@@ -267,7 +271,7 @@ class RandomJob:
         elif next_number <= could_use + self.ahead and worker not in self.over:
             self.asked[worker].add(next_number)
             self.send(
-                worker, Acquire(worker, next_number, self.chance.randint(1, 6), None, incarnation)
+                worker, Acquire(worker, next_number, self.rng.randint(1, 6), None, incarnation)
             )
 
 
@@ -312,11 +316,11 @@ def test_setup_text_includes_the_sampler_state() -> None:
     texts = {setup_of(limit=limit, next=used).text for limit in (None, 4) for used in (0, 2)}
     texts |= {Setup(policy="age", num_stages=1, num_pipelines=2).text}
     assert len(texts) == 5
-    assert "age every=1 seed=0 deals=2:4" in texts
+    assert "age every=1 seed=0 samples=2:4" in texts
 
 
 def test_static_policy_refuses_sample_dispatch() -> None:
-    with pytest.raises(PolicyError, match="positions to be dealt under static"):
+    with pytest.raises(PolicyError, match="sampler_state under static"):
         Setup(policy="static", num_stages=1, num_pipelines=2, sampler_state=SamplerState())
 
 

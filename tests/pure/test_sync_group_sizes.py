@@ -49,11 +49,11 @@ def group_sizes(last_groups: int, step: Seconds = 0.16, noise: float = 0.05) -> 
     """As each worker sees them."""
     sizes = []
     for seed in range(4):
-        chance = random.Random(seed)
+        rng = random.Random(seed)
 
-        def compute(worker: Worker, chance: random.Random = chance) -> Seconds:
-            sleeps = sum(0.3 for _ in ("forward", "backward") if chance.random() < 0.1)
-            return step * chance.lognormvariate(0, noise) + sleeps
+        def compute(worker: Worker, rng: random.Random = rng) -> Seconds:
+            sleeps = sum(0.3 for _ in ("forward", "backward") if rng.random() < 0.1)
+            return step * rng.lognormvariate(0, noise) + sleeps
 
         policy = Adaptive(8, last_groups=last_groups)
         policy.window = PublishedCodeWindow()
@@ -67,7 +67,7 @@ def box(sizes: list[int]) -> tuple[float, float, float]:
     return low, median(sizes), high
 
 
-def test_with_p_1_every_group_is_everybody() -> None:
+def test_with_p_1_every_group_has_all_workers() -> None:
     assert set(group_sizes(1)) == {8}
 
 

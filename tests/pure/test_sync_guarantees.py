@@ -18,11 +18,8 @@ from polyrhythm.sync.registry import make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
-from tests.pure.policy_driver import workers
-from tests.pure.scheduler_grid import Grid
-from tests.pure.test_policy_contract import job_of, random_durations
-from tests.pure.test_sync_pipelines import random_times, seeds
-from tests.pure.test_sync_validators import connected
+from tests.pure.policy_driver import connected, job_of, random_durations, workers
+from tests.pure.scheduler_grid import Grid, random_times, seeds
 
 SHAPE = (3, 4)
 LAST_GROUPS, MAX_AGE = 3, 1
@@ -36,7 +33,7 @@ def run_of(name: str, seed: int) -> Grid:
         name, num_stages=SHAPE[0], num_pipelines=SHAPE[1], lease=20.0, options=options
     )
     scheduler = Scheduler(policies, SHAPE[1], limits=Limits(ceiling=10.0))
-    grid = Grid(scheduler, *SHAPE, 20, random_times(seed), seed, chance_to_fail=0.1)
+    grid = Grid(scheduler, *SHAPE, 20, random_times(seed), seed, failure_probability=0.1)
     return grid.run()
 
 

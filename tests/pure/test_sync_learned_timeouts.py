@@ -10,8 +10,7 @@ from polyrhythm.sync.registry import MAX_GROUP_WAIT, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import LearnedTimeout, Limits
 from polyrhythm.types import Action, Seconds, Worker
-from tests.pure.scheduler_grid import Grid
-from tests.pure.test_sync_pipelines import random_times
+from tests.pure.scheduler_grid import Grid, random_times
 
 UNBOUNDED = ["random", "smart", "partial_reduce", "static"]
 
@@ -57,10 +56,10 @@ def test_timeout_learned_from_pairs_suffices_for_all_workers(num_workers: int) -
 def test_group_wait_scales_with_step_time() -> None:
     def lost(name: str, unit: Seconds) -> float:
         """The share of the steps that should have ended with an average, and did not."""
-        chance = random.Random(0)
+        rng = random.Random(0)
 
         def compute(worker: Worker, action: Action) -> Seconds:
-            return unit * chance.uniform(0.9, 1.1) * (1.5 if worker.pipeline == 0 else 1)
+            return unit * rng.uniform(0.9, 1.1) * (1.5 if worker.pipeline == 0 else 1)
 
         grid = grid_of(name, (2, 4), compute, 20).run()
         commands = [command for _, commands in grid.log for command in commands]

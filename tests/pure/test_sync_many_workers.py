@@ -51,8 +51,8 @@ def test_defaults_grow_with_workers_and_options_override_them() -> None:
 
 def share_of_enforced_groups(policy: Adaptive | Age, num_workers: int, noise: float) -> float:
     """Of all groups, those that waited for somebody, or should have; equal workers."""
-    chance = random.Random(0)
-    step = lambda worker: chance.lognormvariate(0, noise)  # noqa: E731
+    rng = random.Random(0)
+    step = lambda worker: rng.lognormvariate(0, noise)  # noqa: E731
     num_groups = 15 * num_workers
     train(policy, num_workers, step, num_groups=num_groups, averaging=0.05)
     counters = policy.counters

@@ -9,9 +9,7 @@ from polyrhythm.sync.policies.all_reduce import AllReduce
 from polyrhythm.sync.protocol import Abort, Assign, CopyFrom, Dead, Join, Leave, Ready, Skip
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.types import Worker
-from tests.pure.test_sync_scheduler import ready, scheduler_of
-
-A, B = Worker(0, 0), Worker(0, 1)
+from tests.pure.scheduler_cases import A, B, ready, scheduler_of
 
 
 def test_death_deactivates_its_pipeline_at_every_stage() -> None:
@@ -24,13 +22,13 @@ def test_death_deactivates_its_pipeline_at_every_stage() -> None:
     assert commands == [
         Abort(1, (other[0], pipeline[0]), "s1p1 died"),
         Skip(pipeline[0], 1, "s1p1 died", True),
-        Skip(other[0], 1, "all are ready; 1 of 2 workers are not here"),
-        Skip(other[1], 1, "all are ready; 1 of 2 workers are not here"),
+        Skip(other[0], 1, "all are ready; 1 of 2 workers are absent"),
+        Skip(other[1], 1, "all are ready; 1 of 2 workers are absent"),
         Skip(pipeline[2], 1, "s1p1 died", True),
     ]
     assert scheduler.epoch == 3  # two pipelines came, one went
     (skip,) = ready(scheduler, pipeline[0], clock=2, now=3.0)
-    assert skip.why == "its pipeline is not whole: s1p1 is dead"
+    assert skip.why == "its pipeline is incomplete: s1p1 is dead"
 
 
 def test_without_whole_pipelines_only_the_dead_worker_is_lost() -> None:
@@ -90,9 +88,9 @@ def test_restart_before_death_is_noticed() -> None:
     scheduler = scheduler_of(2)
     ready(scheduler, A, B, clock=4)
     abort, skip, copy_from = scheduler.step(Join(B, "other node", 0, 1, now=2.0))
-    assert abort == Abort(1, (A, B), "s0p1 has started anew")
+    assert abort == Abort(1, (A, B), "s0p1 has restarted")
     assert isinstance(skip, Skip)
-    assert copy_from == CopyFrom(B, A, "its pipeline joins a job that has begun", clock=4)
+    assert copy_from == CopyFrom(B, A, "its pipeline joins a running job", clock=4)
     assert scheduler.step(Ready(B, 5, 0, now=3.0)) == []  # its old life
     assert scheduler.counters["late"] == 1
     assert ready(scheduler, A, clock=5, now=3.0) == []

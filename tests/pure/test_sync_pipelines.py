@@ -1,7 +1,6 @@
 """Pipelines under a scheduler: no deadlock, no starvation, and no crash that stops the others."""
 
 import math
-import random
 from collections.abc import Callable
 
 import pytest
@@ -16,37 +15,18 @@ from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.sync.token import EnforcementToken
 from polyrhythm.sync.windowed_groups import WindowedGroups
-from polyrhythm.types import Action, Op, Seconds, Worker
-from tests.pure.scheduler_grid import HEARTBEAT, Grid
-
-LEASE, MAX_WINDOW, CEILING = 20.0, 3.0, 10.0
-seeds = st.integers(0, 10**6)
-shapes = st.tuples(st.integers(1, 4), st.integers(1, 5))  # stages, pipelines
-OPTIONS: dict[str, dict[str, object]] = {
-    "adaptive": {"last_groups": 3, "max_window": MAX_WINDOW},
-    "age": {"max_age": 1, "max_window": MAX_WINDOW},
-    "random": {"group_size": 2},
-    "smart": {"group_size": 2},
-    "ssp": {"staleness": 2},
-}
-
-
-def random_times(seed: int) -> Callable[[Worker, Action], Seconds]:
-    chance = random.Random(seed)
-    return lambda worker, action: chance.choice([0.1, 1.0, 1.0, 1.0, 8.0])
-
-
-def grid_of(name: str, shape: tuple[int, int], seed: int, **more: object) -> Grid:
-    num_stages, num_pipelines = shape
-    options = OPTIONS.get(name, {}) if num_pipelines > 1 or name == "ssp" else {}
-    if name == "partial_reduce":
-        options = {"group_size": min(2, num_pipelines), "timeout": MAX_WINDOW}
-    policies = make_policies(
-        name, num_stages=num_stages, num_pipelines=num_pipelines, lease=LEASE, options=options
-    )
-    limits = limits_for(name, num_stages, Limits(ceiling=CEILING))  # as in a real job
-    scheduler = Scheduler(policies, num_pipelines, limits=limits)
-    return Grid(scheduler, *shape, 6, random_times(seed), seed, **more)
+from polyrhythm.types import Action, Op, Worker
+from tests.pure.scheduler_grid import (
+    CEILING,
+    HEARTBEAT,
+    LEASE,
+    MAX_WINDOW,
+    Grid,
+    grid_of,
+    random_times,
+    seeds,
+    shapes,
+)
 
 
 def without_a_shared_token(
@@ -105,14 +85,14 @@ def grid_with_limits(name: str, group_size: int, seed: int, limits: Limits, **mo
     group_size=st.integers(2, 5),
     seed=seeds,
     asks_ahead=st.booleans(),
-    chance_to_fail=st.sampled_from([0.0, 0.3]),
+    failure_probability=st.sampled_from([0.0, 0.3]),
 )
 @settings(max_examples=25)
 def test_unbounded_policies_finish_with_a_group_timeout(
-    name: str, group_size: int, seed: int, asks_ahead: bool, chance_to_fail: float
+    name: str, group_size: int, seed: int, asks_ahead: bool, failure_probability: float
 ) -> None:
     limits = limits_for(name, 4, Limits(ceiling=CEILING))
-    more = {"asks_ahead": asks_ahead, "chance_to_fail": chance_to_fail}
+    more = {"asks_ahead": asks_ahead, "failure_probability": failure_probability}
     grid = grid_with_limits(name, group_size, seed, limits, **more).run()
     assert grid.unfinished() == []
     # At each try it waits for its policy, for the others to be ready, and for the average.
@@ -120,12 +100,12 @@ def test_unbounded_policies_finish_with_a_group_timeout(
     assert max(grid.waits, default=0.0) <= longest
 
 
-@pytest.mark.parametrize(("name", "chance_to_fail"), [("random", 0.0), ("static", 0.3)])
+@pytest.mark.parametrize(("name", "failure_probability"), [("random", 0.0), ("static", 0.3)])
 def test_unbounded_policies_deadlock_without_a_group_timeout(
-    name: str, chance_to_fail: float
+    name: str, failure_probability: float
 ) -> None:
     grids = [
-        grid_with_limits(name, 3, seed, Limits(), chance_to_fail=chance_to_fail).run()
+        grid_with_limits(name, 3, seed, Limits(), failure_probability=failure_probability).run()
         for seed in range(30)
     ]
     stuck = [grid for grid in grids if grid.unfinished()]
@@ -221,7 +201,7 @@ def test_crashes_and_returns_do_not_stop_the_others(
 @given(shape=st.tuples(st.integers(1, 3), st.integers(2, 4)), seed=seeds)
 @settings(max_examples=20)
 def test_all_pipelines_finish_with_failing_averages(shape: tuple[int, int], seed: int) -> None:
-    grid = grid_of("age", shape, seed, chance_to_fail=0.3).run()
+    grid = grid_of("age", shape, seed, failure_probability=0.3).run()
     assert grid.unfinished() == []
     counters = grid.scheduler.counters
     for event, commands in grid.log:

@@ -29,7 +29,7 @@ def test_registry_has_all_policy_names() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_is_made_by_its_name(name: str) -> None:
+def test_every_policy_is_created_by_name(name: str) -> None:
     policy = make_policy(name, num_workers=4)
     assert isinstance(policy, Policy)
     assert policy.on_join(Worker(0, 0), "node", 0.0) == []
@@ -63,7 +63,7 @@ def test_stages_draw_differently_and_a_seed_fixes_it() -> None:
     assert seeds(1) == seeds(1) != seeds(2)
 
 
-def test_a_policy_across_stages_is_one_for_all() -> None:
+def test_ssp_has_one_policy_for_all_stages() -> None:
     policies = make_policies("ssp", num_stages=3, num_pipelines=4)
     assert len(policies) == 3
     assert len({id(policy) for policy in policies}) == 1
@@ -132,7 +132,7 @@ def test_lease_is_longer_than_any_group_timeout() -> None:
         ("partial_reduce", {"group_size": 9}, "group_size=9", "2 to 8"),
         ("random", {"group_size": 9}, "group_size=9", "2 to 8"),
         ("smart", {"group_size": 0}, "group_size=0", "2 to 8"),
-        ("partial_reduce", {"group_size": 1}, "group_size=1", "one alone averages with nobody"),
+        ("partial_reduce", {"group_size": 1}, "group_size=1", "a group of one does not average"),
         ("age", {"max_age": -1}, "max_age=-1", "A >= 0"),
     ],
 )
@@ -145,7 +145,7 @@ def test_unknown_policies_and_options_are_refused(
     assert right in str(refused.value)
 
 
-def test_a_job_has_stages_and_workers() -> None:
+def test_zero_stages_or_workers_are_refused() -> None:
     with pytest.raises(PolicyError, match="num_stages=0"):
         make_policies("age", num_stages=0, num_pipelines=1)
     with pytest.raises(PolicyError, match="num_workers=0"):

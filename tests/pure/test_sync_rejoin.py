@@ -9,8 +9,7 @@ from polyrhythm.sync.registry import limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Group, Worker
-from tests.pure.scheduler_grid import Grid
-from tests.pure.test_sync_pipelines import random_times, seeds
+from tests.pure.scheduler_grid import Grid, random_times, seeds
 
 
 def pushes(policy: BoundedStaleness, *workers: Worker) -> list[Worker]:

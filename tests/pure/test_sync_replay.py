@@ -37,8 +37,7 @@ from polyrhythm.sync.registry import POLICIES, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
-from tests.pure.scheduler_grid import Grid
-from tests.pure.test_sync_pipelines import OPTIONS, random_times
+from tests.pure.scheduler_grid import OPTIONS, Grid, random_times
 
 SHAPE = (2, 5)
 

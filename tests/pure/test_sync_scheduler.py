@@ -10,7 +10,6 @@ from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.protocol import (
     Abort,
     Assign,
-    Command,
     Commit,
     Dead,
     Done,
@@ -24,48 +23,7 @@ from polyrhythm.sync.protocol import (
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Group, Seconds, Worker
-
-A, B, C = (Worker(0, pipeline) for pipeline in range(3))
-LIMITS = Limits(floor=1.0, ceiling=10.0, max_retries=1)
-
-
-def scheduler_of(num_pipelines: int = 2, num_stages: int = 1, **options: object) -> Scheduler:
-    """All-reduce, with everyone there."""
-    policies = [AllReduce(num_pipelines) for _ in range(num_stages)]
-    scheduler = Scheduler(policies, num_pipelines, limits=LIMITS, **options)
-    for worker in scheduler.membership.members:
-        assert scheduler.step(Join(worker, "node", 0)) == []
-    return scheduler
-
-
-def ready(
-    scheduler: Scheduler, *workers: Worker, clock: int = 1, now: float = 1.0
-) -> list[Command]:
-    return [c for worker in workers for c in scheduler.step(Ready(worker, clock, now=now))]
-
-
-class Scripted(Policy):
-    """Forms the groups it is told to, when somebody becomes ready or asks."""
-
-    def __init__(self, on_request: dict[Worker, list[Group]] | None = None) -> None:
-        self.requests = on_request or {}
-        self.calls: list[str] = []
-
-    def on_request(self, worker: Worker, now: Seconds) -> list[Group]:
-        self.calls.append(f"request {worker}")
-        return self.requests.pop(worker, [])
-
-    def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
-        self.calls.append(f"ready {worker}")
-        return []
-
-    def on_done(self, group: Group, ok: bool, now: Seconds) -> list[Group]:
-        self.calls.append(f"done {' '.join(map(str, group.members))} {ok}")
-        return []
-
-    def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:
-        self.calls.append(f"leave {worker}")
-        return []
+from tests.pure.scheduler_cases import LIMITS, A, B, C, ScriptedPolicy, ready, scheduler_of
 
 
 def test_a_cycle_is_ready_assign_done_commit() -> None:
@@ -131,12 +89,12 @@ def test_death_aborts_its_group_and_others_regroup() -> None:
     abort, assign = scheduler.step(Dead(B, now=2.0))
     assert abort == Abort(1, (A, B, C), "s0p1 died")
     assert (assign.gid, assign.members, assign.epoch) == (2, (A, C), 4)
-    assert assign.why == "all are ready; 1 of 3 workers are not here"
+    assert assign.why == "all are ready; 1 of 3 workers are absent"
     assert scheduler.step(Done(B, 1, True, now=2.1)) == []  # from the grave
     assert scheduler.step(Dead(B, now=2.2)) == []
     assert scheduler.counters["late"] == 2
     (refuse,) = ready(scheduler, B, clock=2, now=3.0)
-    assert refuse == Refuse(B, 2, "s0p1 is dead, and has to join anew")
+    assert refuse == Refuse(B, 2, "s0p1 is dead, and must join again")
 
 
 def test_losses_do_not_count_as_failures() -> None:
@@ -146,7 +104,7 @@ def test_losses_do_not_count_as_failures() -> None:
         assert isinstance(scheduler.step(Dead(lost, now=2.0))[-1], Assign)
     abort, skip = scheduler.step(Dead(Worker(0, 3), now=3.0))
     assert isinstance(abort, Abort)
-    assert skip == Skip(A, 1, "all are ready; 3 of 4 workers are not here")
+    assert skip == Skip(A, 1, "all are ready; 3 of 4 workers are absent")
 
 
 def test_duplicates_are_counted_and_get_the_same_answer() -> None:
@@ -165,11 +123,11 @@ def test_duplicates_are_counted_and_get_the_same_answer() -> None:
     assert scheduler.counters == {"duplicate": 7, "committed": 1, "late": 1}
 
 
-def test_a_clock_that_goes_back_is_refused() -> None:
+def test_decreasing_clock_is_refused() -> None:
     scheduler = scheduler_of()
     ready(scheduler, A, clock=5)
     (refuse,) = ready(scheduler, A, clock=3)
-    why = "s0p0 goes back from clock 5 to 3: it has to join anew"
+    why = "s0p0 goes back from clock 5 to 3: it must join again"
     assert refuse == Refuse(A, 3, why)
     assert scheduler.counters == {"clock_backwards": 1}
     assert isinstance(ready(scheduler, B)[0], Assign)  # nothing has changed
@@ -195,7 +153,7 @@ def test_worker_that_has_not_joined_in_this_incarnation_is_refused() -> None:
 
 def test_done_for_a_group_of_others_or_not_assigned_yet_changes_nothing() -> None:
     groups = [Group((A, B), "first"), Group((B, C), "second")]
-    scheduler = Scheduler([Scripted({A: groups})], 3)
+    scheduler = Scheduler([ScriptedPolicy({A: groups})], 3)
     for worker in (A, B, C):
         scheduler.step(Join(worker, "node", 0))
     (assign,) = ready(scheduler, A, B, C)
@@ -208,7 +166,7 @@ def test_done_for_a_group_of_others_or_not_assigned_yet_changes_nothing() -> Non
 
 def test_groups_sharing_a_worker_run_in_id_order() -> None:
     groups = [Group((A, B), "1st"), Group((B, C), "2nd"), Group((A, C), "3rd")]
-    scheduler = Scheduler([Scripted({A: groups})], 3)
+    scheduler = Scheduler([ScriptedPolicy({A: groups})], 3)
     for worker in (A, B, C):
         scheduler.step(Join(worker, "node", 0))
     assert [c.why for c in ready(scheduler, A, B, C)] == ["1st"]
@@ -223,7 +181,7 @@ def test_groups_sharing_a_worker_run_in_id_order() -> None:
 
 def test_death_removes_queued_groups() -> None:
     groups = [Group((A, B), "1st"), Group((A, C), "2nd"), Group((B, C), "3rd")]
-    policy = Scripted({A: groups})
+    policy = ScriptedPolicy({A: groups})
     scheduler = Scheduler([policy], 3)
     for worker in (A, B, C):
         scheduler.step(Join(worker, "node", 0))
@@ -234,7 +192,7 @@ def test_death_removes_queued_groups() -> None:
 
 
 def test_timeout_of_a_requested_group_starts_at_the_last_ready() -> None:
-    scheduler = Scheduler([Scripted({B: [Group((A, B), "asked")]})], 2, limits=LIMITS)
+    scheduler = Scheduler([ScriptedPolicy({B: [Group((A, B), "asked")]})], 2, limits=LIMITS)
     for worker in (A, B):
         scheduler.step(Join(worker, "node", 0))
     assert scheduler.step(Request(A, 1, now=1.0)) == []
@@ -256,7 +214,7 @@ def test_timeout_of_a_requested_group_starts_at_the_last_ready() -> None:
 
 
 def test_assigned_group_times_out_if_a_member_is_not_ready() -> None:
-    scheduler = Scheduler([Scripted({B: [Group((A, B), "asked")]})], 2, limits=LIMITS)
+    scheduler = Scheduler([ScriptedPolicy({B: [Group((A, B), "asked")]})], 2, limits=LIMITS)
     for worker in (A, B):
         scheduler.step(Join(worker, "node", 0))
     scheduler.step(Request(A, 1, now=1.0))
@@ -272,7 +230,7 @@ def test_assigned_group_times_out_if_a_member_is_not_ready() -> None:
 
 
 def test_ready_worker_without_a_group_is_skipped_after_the_timeout() -> None:
-    policy = Scripted()
+    policy = ScriptedPolicy()
     scheduler = Scheduler([policy], 2, limits=Limits(group_timeout=20.0))
     for worker in (A, B):
         scheduler.step(Join(worker, "node", 0))
@@ -321,7 +279,7 @@ def test_a_passive_member_answers_while_it_computes(requests: bool) -> None:
 
 
 def test_a_passive_member_that_is_ready_meanwhile_waits_for_the_group() -> None:
-    scheduler = Scheduler([Scripted({A: [Group((A, B), "exchange")]})], 2, limits=LIMITS)
+    scheduler = Scheduler([ScriptedPolicy({A: [Group((A, B), "exchange")]})], 2, limits=LIMITS)
     for worker in (A, B):
         scheduler.step(Join(worker, "node", 0))
     ready(scheduler, A, B)
@@ -339,12 +297,12 @@ def test_time_going_backwards_is_counted_and_harmless() -> None:
     assert scheduler.next_timer() == 10.0 + assign.timeout
 
 
-def test_a_scheduler_that_replaces_another_does_not_use_its_ids_again() -> None:
+def test_first_gid_continues_the_ids_of_an_earlier_scheduler() -> None:
     scheduler = scheduler_of(first_gid=1000)
     assert ready(scheduler, A, B)[0].gid == 1000
 
 
-def test_a_job_of_one_worker_is_never_told_to_average() -> None:
+def test_single_worker_is_always_skipped() -> None:
     scheduler = scheduler_of(1)
     assert ready(scheduler, A) == [Skip(A, 1, "all are ready")]
 

@@ -72,7 +72,7 @@ class RandomMessages(RuleBasedStateMachine):
         self.waits = dict.fromkeys(WORKERS, False)
         self.averages_all: set[Worker] = set()
         self.open: dict[int, Assign] = {}
-        self.said_done: dict[int, set[Worker]] = {}
+        self.reported_done: dict[int, set[Worker]] = {}
         self.closed: dict[int, Command] = {}
         self.last_gid = dict.fromkeys(WORKERS, 0)
         # A worker's weight is its own number; averages mix them.
@@ -116,7 +116,7 @@ class RandomMessages(RuleBasedStateMachine):
                 self.last_gid[worker] = command.gid
                 self.since.pop(worker, None)
             self.open[command.gid] = command
-            self.said_done[command.gid] = set()
+            self.reported_done[command.gid] = set()
         elif isinstance(command, Commit | Abort):
             if command.gid in self.closed:
                 assert command == self.closed[command.gid]
@@ -127,7 +127,7 @@ class RandomMessages(RuleBasedStateMachine):
                 if incarnation == self.incarnation[worker]:
                     self.last_end[worker] = command
             if isinstance(command, Commit):
-                assert self.said_done[command.gid] == set(assign.members)
+                assert self.reported_done[command.gid] == set(assign.members)
                 self.average(assign, command)
         elif isinstance(command, Skip):
             if command.clock == self.clock[command.worker]:
@@ -229,7 +229,7 @@ class RandomMessages(RuleBasedStateMachine):
         worker = data.draw(st.sampled_from(self.open[gid].members))
         if self.alive[worker]:
             if ok:
-                self.said_done[gid].add(worker)
+                self.reported_done[gid].add(worker)
             self.deliver(Done(worker, gid, ok, self.incarnation[worker], self.now))
 
     @precondition(lambda self: self.open)
@@ -237,7 +237,7 @@ class RandomMessages(RuleBasedStateMachine):
     def finish_a_group(self, data: st.DataObject) -> None:
         gid = data.draw(st.sampled_from(sorted(self.open)))
         for worker in self.open[gid].members:
-            self.said_done[gid].add(worker)
+            self.reported_done[gid].add(worker)
             self.deliver(Done(worker, gid, True, self.incarnation[worker], self.now))
         assert gid in self.closed
 
@@ -324,7 +324,7 @@ class RandomMessages(RuleBasedStateMachine):
     def finish_all_groups(self) -> None:
         while self.open:
             for worker in (assign := self.open[min(self.open)]).members:
-                self.said_done[assign.gid].add(worker)
+                self.reported_done[assign.gid].add(worker)
                 self.deliver(Done(worker, assign.gid, True, self.incarnation[worker], self.now))
 
     def run_timers(self) -> None:

@@ -17,24 +17,13 @@ from polyrhythm.sync.validators import (
     spectral_gap,
 )
 from polyrhythm.types import Group, Worker
+from tests.pure.policy_driver import connected
 
 MOST = 5  # workers of a small stage
 
 
 def group_of(*pipelines: int) -> Group:
     return Group(tuple(Worker(0, pipeline) for pipeline in sorted(pipelines)), why="")
-
-
-def connected(cliques: list[set[int]], nodes: set[int]) -> bool:
-    """By hand: flood from one node along the cliques."""
-    if not nodes:
-        return True
-    reached = {min(nodes)}
-    for _ in cliques:
-        for clique in cliques:
-            if clique & reached:
-                reached |= clique
-    return nodes <= reached
 
 
 groups_of_small_stage = st.lists(
@@ -118,7 +107,7 @@ class ChurningUnion(RuleBasedStateMachine):
 TestChurningUnion = ChurningUnion.TestCase
 
 
-def test_a_worker_that_has_left_connects_nobody() -> None:
+def test_a_worker_that_has_left_connects_no_others() -> None:
     union = UnionConnectivity(3)
     for pipeline in range(3):
         union.join(Worker(0, pipeline))
@@ -299,8 +288,8 @@ def test_contraction_and_gap_of_known_groups() -> None:
 
 @given(st.integers(0, 10**6))
 def test_connected_windows_contract_and_unconnected_ones_do_not(seed: int) -> None:
-    chance = random.Random(seed)
-    groups = [chance.sample(range(MOST), chance.randint(1, 3)) for _ in range(4)]
+    rng = random.Random(seed)
+    groups = [rng.sample(range(MOST), rng.randint(1, 3)) for _ in range(4)]
     joined = connected([set(group) for group in groups], set(range(MOST)))
     assert (contraction(groups * 2 * MOST, MOST) < 1 - 1e-6) == joined
 

@@ -19,9 +19,9 @@ def test_the_rate_window_aims_at_the_group_size(name: str) -> None:
     loose = {"last_groups": 10**6} if kind is Adaptive else {"max_age": 10**6}
     for num_workers in (8, 32):
         for target in (2, 4):
-            chance = random.Random(0)
+            rng = random.Random(0)
             policy = kind(num_workers, group_size=target, **loose)
-            step = lambda worker: chance.expovariate(1.0)  # noqa: E731, B023
+            step = lambda worker: rng.expovariate(1.0)  # noqa: E731, B023
             formed = train(policy, num_workers, step, num_groups=1500)[100:]
             mean = sum(len(one.group.members) for one in formed) / len(formed)
             assert mean == pytest.approx(target, rel=0.2)

@@ -17,8 +17,7 @@ from polyrhythm.sync.policies.partial_reduce import PartialReduce
 from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.token import EnforcementToken
 from polyrhythm.types import Group, Seconds, Worker
-from tests.pure.policy_driver import join_all, replay, train, workers
-from tests.pure.test_sync_validators import connected
+from tests.pure.policy_driver import connected, join_all, replay, train, workers
 
 LEASE, MAX_WINDOW = 5.0, 2.0
 ready_times = st.lists(st.floats(0, 100), min_size=1, max_size=8)  # index = worker
@@ -45,11 +44,11 @@ every_policy = pytest.mark.parametrize("make", EVERY_POLICY.values(), ids=EVERY_
 
 
 def noisy(seed: int, slow: float = 1.0) -> Callable[[Worker], Seconds]:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
 
     def step(worker: Worker) -> Seconds:
-        stall = 3 if chance.random() < 0.1 else 0
-        return (slow if worker.pipeline == 0 else 1) * (chance.uniform(0.97, 1.03) + stall)
+        stall = 3 if rng.random() < 0.1 else 0
+        return (slow if worker.pipeline == 0 else 1) * (rng.uniform(0.97, 1.03) + stall)
 
     return step
 
@@ -79,7 +78,7 @@ def test_every_worker_keeps_training(make: Make, seed: int, num_workers: int) ->
 @pytest.mark.parametrize("name", ["adaptive", "adaptive paper", "age"])
 @given(seed=seeds, num_workers=st.integers(2, 8))
 @settings(max_examples=20)
-def test_nobody_waits_longer_than_a_window_and_a_lease(
+def test_no_worker_waits_longer_than_a_window_and_a_lease(
     name: str, seed: int, num_workers: int
 ) -> None:
     step = noisy(seed, slow=50.0)  # the first one comes too late for any lease
@@ -323,15 +322,15 @@ def test_a_worker_that_leaves_is_not_waited_for(make: Make) -> None:
 
 
 @every_policy
-def test_misuse_is_refused(make: Make) -> None:
+def test_invalid_calls_are_refused(make: Make) -> None:
     policy = make(2)
     join_all(policy, 2)
-    stranger, known = Worker(0, 7), Worker(0, 0)
+    unknown, known = Worker(0, 7), Worker(0, 0)
     policy.on_ready(known, 1.0)
     for misuse in (
         lambda: policy.on_ready(known, 1.0),
-        lambda: policy.on_ready(stranger, 1.0),
-        lambda: policy.on_leave(stranger, 1.0),
+        lambda: policy.on_ready(unknown, 1.0),
+        lambda: policy.on_leave(unknown, 1.0),
         lambda: policy.on_join(known, "node", 1.0),
     ):
         with pytest.raises(PolicyError, match="expected:"):

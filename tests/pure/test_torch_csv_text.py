@@ -1,4 +1,4 @@
-"""Torch's CSV of a schedule: written, read back, and refused where it says more than we run."""
+"""Torch's CSV of a schedule is written and read back; unsupported tables are refused."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from polyrhythm.errors import ScheduleError
 from polyrhythm.schedule.builders import build
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.schedule.torch_csv import from_csv, to_csv
-from tests.pure.test_schedule_spec import specs
+from tests.pure.schedule_cases import specs
 
 
 @given(specs, st.integers(1, 8), st.integers(1, 32))
@@ -31,7 +31,7 @@ def test_empty_cells_are_slots_in_which_a_rank_waits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("", "without rows"),
         ("\n\n", "without rows"),
@@ -47,7 +47,7 @@ def test_empty_cells_are_slots_in_which_a_rank_waits() -> None:
         ("0F0,0B0\n\n2F0,2B0", "stage 1 runs F of micro-batches []"),
     ],
 )
-def test_unsupported_csv_is_refused(text: str, says: str) -> None:
+def test_unsupported_csv_is_refused(text: str, message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         from_csv(text)
-    assert says in str(caught.value)
+    assert message in str(caught.value)

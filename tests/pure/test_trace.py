@@ -1,4 +1,4 @@
-"""Traces: a worker is never faster than full speed, and what comes along is what was published."""
+"""Traces: no worker exceeds full speed, and the bundled traces match their publications."""
 
 import json
 import math
@@ -66,7 +66,7 @@ def test_impossible_trace_is_refused(change, wrong):
     assert caught.value.wrong == wrong
 
 
-def test_trace_is_read_from_a_file_with_its_place_in_errors(tmp_path):
+def test_trace_is_read_from_a_file_named_in_errors(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(
         'name = "mine"\nduration = "2min"\nworkers = [[[0.5, 1]], [[1, 1], [0.2, 0.3]]]'
@@ -85,7 +85,7 @@ def test_unknown_trace_is_refused_with_the_nearest_name():
     assert caught.value.fix == "did you mean 'sdpipe_16gpu'?"
 
 
-def test_path_is_never_taken_for_a_name():
+def test_path_is_never_a_bundled_name():
     for source in ("here/sdpipe_16gpu", Path("sdpipe_16gpu")):
         with pytest.raises(DescriptionError, match="sdpipe_16gpu: cannot read it"):
             Trace.load(source)

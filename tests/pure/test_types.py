@@ -13,7 +13,7 @@ actions = st.builds(Action, st.sampled_from(Op), st.integers(0, 10_000))
 
 
 @given(actions)
-def test_an_action_parses_back_from_what_it_prints(action: Action) -> None:
+def test_action_parses_back_from_its_text(action: Action) -> None:
     assert Action.parse(str(action)) == action
 
 
@@ -28,7 +28,7 @@ def test_a_worker_prints_short() -> None:
     assert str(Worker(stage=2, pipeline=13)) == "s2p13"
 
 
-def test_an_error_says_wrong_expected_and_fix_and_survives_a_process_boundary() -> None:
+def test_error_has_wrong_expected_and_fix_and_survives_a_process_boundary() -> None:
     error = PlanError("9 stages", expected="at most 6", fix="use 6").at("plan.json")
     assert str(error) == "plan.json: 9 stages\n  expected: at most 6\n  fix: use 6"
     copy = pickle.loads(pickle.dumps(error))

@@ -1,4 +1,4 @@
-"""Quantities: what people write is what they get, and what they get can be written again."""
+"""Quantities: parsing gives the written value, and formatted values parse back."""
 
 import math
 
@@ -48,7 +48,7 @@ def test_written_quantity_has_its_value_in_base_units(text, kind, value):
         ("nan s", Seconds, "'nan s' is not a time", 'write it like "34ms"'),
     ],
 )
-def test_bad_quantity_is_refused_with_a_way_to_write_it(text, kind, wrong, fix):
+def test_bad_quantity_is_refused_with_a_correct_spelling(text, kind, wrong, fix):
     with pytest.raises(DescriptionError) as caught:
         parse(text, kind)
     assert (caught.value.wrong, caught.value.fix) == (wrong, fix)
@@ -111,7 +111,7 @@ def test_amount_must_be_finite_and_not_negative(value):
         check_amount("speed", value)
 
 
-def test_zero_is_an_amount_unless_it_is_ruled_out():
+def test_zero_is_allowed_unless_excluded():
     check_amount("latency", 0.0, Seconds)
     with pytest.raises(DescriptionError, match="bandwidth is 0kbit/s"):
         check_amount("bandwidth", 0.0, BytesPerSecond, zero=False)

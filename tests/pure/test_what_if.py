@@ -34,7 +34,7 @@ def test_latency_changes_only_if_named() -> None:
     assert cluster.bandwidth == CLUSTER.bandwidth
 
 
-def test_links_inside_a_region() -> None:
+def test_links_inside_a_region_can_change() -> None:
     cluster, _ = what_if("link Tokyo-Tokyo x3", CLUSTER, EMPTY_SCENARIO)
     assert cluster.bandwidth == ((3e9, 1e8), (2e8, 1e9))
 
@@ -45,13 +45,13 @@ def test_a_link_of_a_single_device_is_a_change_at_the_start() -> None:
     assert scenario.link == (LinkChange(at=0.0, source="a1", target="b-0", bandwidth=1e7),)
 
 
-def test_a_link_that_is_lost() -> None:
+def test_down_loses_the_link_at_the_start() -> None:
     _, scenario = what_if("link Tokyo-New-York down", CLUSTER, EMPTY_SCENARIO)
     assert scenario.link == (LinkChange(at=0.0, source="Tokyo", target="New-York", up=False),)
 
 
 @pytest.mark.parametrize("name", ["b-0", "2"])
-def test_a_device_by_its_name_or_its_place(name: str) -> None:
+def test_device_is_given_by_name_or_index(name: str) -> None:
     _, scenario = what_if(f"device {name} slow x4", CLUSTER, EMPTY_SCENARIO)
     assert scenario.slow == (Slow(device="b-0", factor=4.0),)
     cluster, _ = what_if(f"device {name} speed x2", CLUSTER, EMPTY_SCENARIO)

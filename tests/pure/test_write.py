@@ -1,4 +1,4 @@
-"""What is written is read again alike, up to the digits that are written."""
+"""Written descriptions are read back equal, up to the written digits."""
 
 import math
 import tempfile
@@ -121,7 +121,7 @@ def test_a_profile_is_read_as_it_was_written(layers, sizes, ending, flops, name)
 
 
 @pytest.mark.parametrize(
-    ("target", "says"),
+    ("target", "message"),
     [
         ("cluster.yaml", "ends in .toml"),
         ("nowhere/cluster.toml", "cannot be made in"),
@@ -129,12 +129,12 @@ def test_a_profile_is_read_as_it_was_written(layers, sizes, ending, flops, name)
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_beforehand(
-    tmp_path: Path, target: str, says: str
+    tmp_path: Path, target: str, message: str
 ) -> None:
     (tmp_path / "folder.toml").mkdir()
     with pytest.raises(DescriptionError) as caught:
         check_target(tmp_path / target, (".toml",))
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     check_target(tmp_path / "cluster.toml", (".toml",))
 
 

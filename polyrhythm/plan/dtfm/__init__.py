@@ -1,1 +1,1 @@
-"""Placement by DT-FM's cost: our search with its bound, and the paper's own as the reference."""
+"""Placement by DT-FM's cost: our search with its bound, and the paper's search as a reference."""

@@ -1,10 +1,10 @@
 """Simulated annealing of a layout, compiled: half a microsecond per move for 64 devices.
 
-The cost is a maximum plus maxima, so most moves change nothing and tell nothing. What is annealed
-is therefore a blend of the cost and of the same with means for maxima; the share of the means falls
-as it cools. Moves: two devices change places, at random or so that near ones become neighbours; the
-ends of two pipelines change places, which pairs two stages anew; a run of stages turns round. Each
-takes time linear in a stage, and none needs a matching: columns are part of what is annealed.
+The cost is a maximum plus maxima, so most moves do not change it. Therefore the annealed value is a
+blend of the cost and of the same with means for maxima; the weight of the means falls with the
+temperature. Moves: swap two devices, at random or so that near ones become neighbours; swap the
+ends of two pipelines, which pairs two stages differently; reverse a run of stages. Each takes time
+linear in a stage, and none needs a matching: columns are part of the layout.
 """
 
 import math
@@ -23,9 +23,9 @@ from polyrhythm.plan.dtfm.moves import (
     swap_runs,
 )
 
-_ENDS, _REVERSALS, _RUNS = 0.40, 0.03, 0.10  # shares of moves; else two devices change places
+_ENDS, _REVERSALS, _RUNS = 0.40, 0.03, 0.10  # fractions of moves; the others swap two devices
 _GUIDED = 0.5  # of those: to where a near device is
-_CRITICAL = 0.5  # of all: begins with what decides the cost
+_CRITICAL = 0.5  # of all moves: start with a device that decides the cost
 _ROUNDING = 1e-9  # seconds
 
 
@@ -40,7 +40,7 @@ class AnnealingSchedule(NamedTuple):
 def anneal(
     layout: Ints, sync: Floats, hop: Floats, near: Ints, schedule: AnnealingSchedule
 ) -> float:
-    """Improve `layout` in place and return its cost, which is never worse than at the start.
+    """Improve `layout` in place and return its cost, never worse than at the start.
 
     `near[d]` lists devices near d, `hop` is symmetric.
     """

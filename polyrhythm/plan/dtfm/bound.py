@@ -1,4 +1,4 @@
-"""What no layout can beat: a lower bound of DT-FM's cost, and so how far from the best a plan is.
+"""A lower bound of DT-FM's cost over all layouts, which shows how good a plan is.
 
 The argument, for a layout whose gradients take D (eq. 2) and a time t:
 
@@ -33,13 +33,13 @@ from scipy.spatial.distance import squareform
 from polyrhythm.cost.dtfm import Matrix, PairTimes
 from polyrhythm.types import Seconds
 
-MAX_LEVELS = 128  # component structures looked at; with more the bound of large clusters rises
+MAX_LEVELS = 128  # component structures considered; more give higher bounds of large clusters
 
 _ROUNDING = 1e-9  # relative: sums in another order must not turn "equal" into "less"
 
 
 def lower_bound(times: PairTimes) -> Seconds:
-    """Seconds that every layout of these devices takes at least."""
+    """Return a lower bound in seconds for all layouts of these devices."""
     if times.num_devices == 1:
         return 0.0
     size = times.num_pipelines
@@ -64,7 +64,7 @@ def lower_bound(times: PairTimes) -> Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Level:
-    """What is known about times t in a range of `width` seconds, which have the same components."""
+    """A range of `width` seconds of times t with the same components."""
 
     width: Seconds
     num_stages: int
@@ -73,7 +73,7 @@ class _Level:
     unbroken: Seconds  # what D is at least if there is one piece; inf if there cannot be; step 5
 
     def occurring(self) -> Matrix:
-        """All D at which the number of pieces may change."""
+        """Return all D at which the number of pieces may change."""
         every: Matrix = np.append(self.sends, self.unbroken)
         finite: Matrix = every[np.isfinite(every)]
         return finite
@@ -88,7 +88,7 @@ class _Level:
 
 
 def _components(hop: Matrix) -> Iterator[tuple[Seconds, NDArray[np.int64]]]:
-    """Ranges of t by width, and which component each device is in there; from fast to slow."""
+    """Yield the width of each range of t and the component of each device, from fast to slow."""
     tree = linkage(squareform(hop, checks=False), "single")  # from fast to slow
     heights = np.unique(tree[:, 2])
     # Between two heights nothing merges. Of too many, some are left out; a range over several has
@@ -124,7 +124,7 @@ def _level(width: Seconds, component: NDArray[np.int64], times: PairTimes) -> _L
 
 
 def _unbroken(component: NDArray[np.int64], sizes: NDArray[np.int64], times: PairTimes) -> Seconds:
-    """Every stage alike: each device sends at least to the fastest of every component's share."""
+    """Return the least D if all stages are equal: each device uses its fastest links."""
     if (sizes % times.num_stages).any():
         return np.inf
     sends = np.zeros(times.num_devices)
@@ -135,7 +135,7 @@ def _unbroken(component: NDArray[np.int64], sizes: NDArray[np.int64], times: Pai
 
 
 def _sums_of_fastest(sync: Matrix, of: NDArray[np.bool_], most: int) -> Matrix:
-    """[device, n]: the sum of its n fastest links among those marked; inf where it has fewer."""
+    """Return [device, n]: the sum of its n fastest links among those marked; inf if fewer."""
     marked = np.where(of, sync, np.inf)
     fastest = np.sort(np.partition(marked, min(most, len(sync) - 1), axis=1)[:, :most], axis=1)
     return np.hstack([np.zeros((len(sync), 1)), np.cumsum(fastest, axis=1)])

@@ -1,8 +1,8 @@
-"""Devices that are alike collapse into classes, and stages into types: how many of each class.
+"""Group interchangeable devices into classes, and stages into types: the count of each class.
 
-Two devices are alike if they could change places and no link would be another one. Devices of one
-region mostly are, and then what counts is how many of each class a stage has. Four classes of 16
-devices and stages of 8 make 165 types of stage, against 4 * 10^9 stages.
+Two devices are interchangeable if swapping them changes no link. Devices of one region mostly are,
+and then only the count of each class in a stage matters. Four classes of 16 devices and stages of 8
+make 165 types of stage, instead of 4 * 10^9 stages.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class DeviceClasses:
 
 
 def device_classes(times: PairTimes) -> DeviceClasses:
-    """The fewest classes; with links that all differ, as many as devices."""
+    """Return the fewest classes; with all links different, one per device."""
     members: list[list[int]] = []
     for device in range(times.num_devices):
         for others in members:
@@ -47,7 +47,7 @@ def device_classes(times: PairTimes) -> DeviceClasses:
 
 
 def num_stage_types(counts: _Ints, size: int) -> int:
-    """How many ways there are to take `size` devices out of these counts."""
+    """Return the number of ways to choose `size` devices from these counts."""
     ways = [1] + [0] * size
     for count in counts.tolist():
         ways = [sum(ways[max(0, taken - count) : taken + 1]) for taken in range(size + 1)]
@@ -55,7 +55,7 @@ def num_stage_types(counts: _Ints, size: int) -> int:
 
 
 def stage_types(counts: _Ints, size: int) -> _Ints:
-    """All of them, one row each: how many of each class."""
+    """Return all types, one row each: the count of each class."""
     return np.array(list(_taken(counts.tolist(), size)), np.int64).reshape(-1, len(counts))
 
 
@@ -67,7 +67,7 @@ def type_sync(types: _Ints, classes: DeviceClasses) -> Matrix:
 
 
 def assign_devices(sequence: _Ints, classes: DeviceClasses) -> _Ints:
-    """Stages of these types, made of devices."""
+    """Return stages of these types with concrete devices."""
     left = [list(devices) for devices in classes.members]
     return np.array(
         [

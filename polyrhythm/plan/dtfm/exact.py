@@ -1,9 +1,9 @@
-"""The best layout of all, proven, where devices are of few kinds.
+"""Find the provably best layout, if devices are of few classes.
 
 With few classes there are few types of stage (`classes.py`). A depth-first search appends one type
-after another and turns back where what is certain already - the slowest stage so far, the hops so
-far, and the cheapest hop for each that is missing - is no better than the best layout known. With a
-good one to start from it ends at once or within seconds.
+after another and backtracks when its lower bound - the slowest stage so far, the hops so far, and
+the cheapest hop for each that is missing - is no better than the best known layout. With a good
+initial layout it ends at once or within seconds.
 """
 
 from dataclasses import dataclass
@@ -28,16 +28,16 @@ MAX_NODES = 20_000_000  # of the search tree: about a second
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactResult:
-    """What an exact search found below a cost that was known."""
+    """The result of an exact search below a known cost."""
 
     better: LayoutCost | None
-    complete: bool  # if so, nothing is better than `better`, or than what was known
+    complete: bool  # True: no layout is better than `better`, or than the known one
 
 
 def search_exactly(
     times: PairTimes, *, below: Seconds = np.inf, max_nodes: int = MAX_NODES
 ) -> ExactResult:
-    """Look for the best layout that costs less than `below`; gives up where kinds are too many."""
+    """Search for the best layout that costs less than `below`; stop if there are too many types."""
     from polyrhythm.plan.dtfm.exact_tree import Choices, explore  # compiled: imported when needed
     from polyrhythm.plan.dtfm.group_layout import layout_of_groups
 
@@ -58,7 +58,7 @@ def search_exactly(
 
 
 def _type_hops(types: NDArray[np.int64], classes: DeviceClasses, size: int) -> Matrix:
-    """Eq. 3 for each two types; inf for a type that there cannot be two stages of."""
+    """Eq. 3 for each two types; inf for a type of which there cannot be two stages."""
     from polyrhythm.plan.dtfm.matching import all_hops, bottleneck
 
     every_class = np.arange(len(classes.counts))

@@ -11,30 +11,30 @@ _ROUNDING = 1e-9  # relative: a gain below is none
 
 
 class Choices(NamedTuple):
-    """What a sequence can be made of."""
+    """The stage types that a sequence can use."""
 
     types: Ints  # [type, class]: how many devices
     sync: Floats  # per type
     hops: Floats  # between types
-    counts: Ints  # per class: how many devices there are
+    counts: Ints  # per class: number of devices
 
 
 class _State(NamedTuple):
-    """Where the search is, by stages."""
+    """The state of the search, by stages."""
 
-    sequence: Ints  # -1 from where the search is on
+    sequence: Ints  # -1 from the current depth on
     num_tried: Ints  # types
     cost: Floats  # the hops before
     worst: Floats  # the slowest type before
-    rest: Floats  # what the hops after it take at least
-    left: Ints  # per class: how many devices
+    rest: Floats  # lower bound of the hops after it
+    left: Ints  # per class: unused devices
     best: Ints  # the best sequence so far
 
 
 def explore(
     choices: Choices, *, num_stages: int, below: Seconds, max_nodes: int
 ) -> tuple[Ints, bool]:
-    """The best sequence that costs less than `below` (-1 if none), and whether all was seen."""
+    """Return the best sequence that costs less than `below` (-1 if none), and if it is complete."""
     least = float(choices.hops.min())
     state = _State(
         sequence=np.full(num_stages, -1),
@@ -52,12 +52,12 @@ def explore(
 
 @compiled
 def _descend(choices: Choices, near: Ints, state: _State, below: float, max_nodes: int) -> int:
-    """Fill in `state.best`; the number of nodes seen, which ends the search."""
+    """Fill in `state.best`; return the number of visited nodes, at most `max_nodes`."""
     types, sequence, left = choices.types, state.sequence, state.left
     num_types, num_classes, last = len(types), len(left), len(sequence) - 1
     best, depth, num_nodes = below, 0, 0
     while depth >= 0:
-        if sequence[depth] >= 0:  # back from below: take this stage away again
+        if sequence[depth] >= 0:  # returned from below: remove this stage
             for c in range(num_classes):
                 left[c] += types[sequence[depth], c]
             sequence[depth] = -1

@@ -1,9 +1,8 @@
-"""A layout with its books, compiled: what annealing must know to price a move by what it changes.
+"""A layout with sums and maxima, compiled: annealing prices a move by what it changes.
 
-Kept are, per device, what it sends within its stage; per stage the most of that; per hop the
-slowest column and the sum over columns. Two totals follow: the cost (`cost/dtfm.py`), and the same
-with means for maxima. Two devices changing places is the elementary move: it takes time linear in
-a stage.
+The grid stores per device the sync time within its stage; per stage the maximum of that; per hop
+the slowest column and the sum over columns. Two totals follow: the cost (`cost/dtfm.py`), and the
+same with means for maxima. The elementary move swaps two devices, in time linear in a stage.
 """
 
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from polyrhythm.compiled import Floats, Ints, inlined
 
 
 class Grid(NamedTuple):
-    """A layout and what is known about it. Hop h leads into stage h; 0 and the last are no hops."""
+    """A layout with its sums. Hop h leads into stage h; hop 0 and the last are unused."""
 
     sync: Floats
     hop: Floats
@@ -29,14 +28,14 @@ class Grid(NamedTuple):
 
 
 class Acceptance(NamedTuple):
-    """What a move may cost: `allowed` is drawn before the move, so the decision is one test."""
+    """The cost that a move may have: `allowed` is drawn before, so the decision is one test."""
 
     blend: float
     allowed: float
 
 
 def make_grid(layout: Ints, sync: Floats, hop: Floats) -> Grid:
-    """The books of a layout, which is shared: moves change it in place."""
+    """Return the grid of a layout, which is not copied: moves change it in place."""
     num_stages, size = layout.shape
     stage_of, column_of = np.empty((2, num_stages * size), np.int64)
     stage_of[layout], column_of[layout] = np.indices(layout.shape)
@@ -52,7 +51,7 @@ def make_grid(layout: Ints, sync: Floats, hop: Floats) -> Grid:
 
 @inlined
 def between(layout: Ints, hop: Floats, s: int, t: int) -> tuple[float, float]:
-    """The worst and the sum over columns between two stages; 0 beyond the ends."""
+    """Return the worst column and the sum over columns between two stages; 0 beyond the ends."""
     worst, total = 0.0, 0.0
     if s >= 0 and t < len(layout):
         for p in range(layout.shape[1]):
@@ -64,7 +63,7 @@ def between(layout: Ints, hop: Floats, s: int, t: int) -> tuple[float, float]:
 
 @inlined
 def accept(grid: Grid, acceptance: Acceptance, cost: float, mean: float) -> bool:
-    """Whether a change of both totals is taken; if so they are updated."""
+    """Return whether a change of both totals is accepted; if so, update them."""
     if (1 - acceptance.blend) * cost + acceptance.blend * mean > acceptance.allowed:
         return False
     grid.total[0] += cost
@@ -117,7 +116,7 @@ def swap_devices(grid: Grid, a: int, b: int, acceptance: Acceptance) -> None:
 
 @inlined
 def _touched(s: int, t: int, i: int) -> int:
-    """The hops around two stages, one by one, each once; -1 for one named before."""
+    """Return the i-th hop around two stages; -1 for a repeated one."""
     h = (s, s + 1, t, t + 1)[i]
     if (i == 2 and (t == s or t == s + 1)) or (i == 3 and (t == s or t + 1 == s)):
         return -1
@@ -126,7 +125,7 @@ def _touched(s: int, t: int, i: int) -> int:
 
 @inlined
 def _exchanged(grid: Grid, s: int, gone: int, come: int) -> tuple[float, float, float]:
-    """Stage s after one device came for another: its worst row, the newcomer's, and all change."""
+    """Return stage s after a swap: its worst row, the new device's row, and the total change."""
     worst, row_come, change = 0.0, 0.0, 0.0
     for i in range(grid.layout.shape[1]):
         d = grid.layout[s, i]

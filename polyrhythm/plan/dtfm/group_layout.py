@@ -1,4 +1,4 @@
-"""From groups to a layout: the best order of stages, and who follows whom in a pipeline."""
+"""Turn groups into a layout: the best order of stages, and the best pipelines through them."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,13 +10,13 @@ from polyrhythm.types import Seconds
 
 
 def layout_of_groups(groups: NDArray[np.int64], times: PairTimes) -> LayoutCost:
-    """The layout of these groups; the best one if they are few enough for `path`'s exact order."""
+    """Return the layout of these groups; the best one if `path` can order them exactly."""
     order = cheapest_order(all_hops(groups, times.hop))
     return layout_cost(match_groups(groups, order, times.hop).tolist(), times)
 
 
 def partition_cost(groups: NDArray[np.int64], times: PairTimes) -> Seconds:
-    """The cost of `layout_of_groups`, and no layout."""
+    """Return only the cost of `layout_of_groups`."""
     sync = times.sync[groups[:, :, None], groups[:, None, :]].sum(axis=2).max()
     hops = all_hops(groups, times.hop)
     return float(sync) + path_length(hops, cheapest_order(hops))

@@ -1,22 +1,22 @@
-"""DT-FM's local searches: each takes a partition and leaves a balanced one, in place.
+"""DT-FM's local searches: each improves a partition in place and leaves it balanced.
 
-All three are passes in the manner of Kernighan and Lin: the step with the largest gain is taken
-even if it is a loss, what moved stays put for the rest of the pass, and in the end all steps after
-the best point are undone. They differ in their steps.
+All three are passes like Kernighan and Lin's: the step with the largest gain is taken even if it is
+a loss, a moved device stays fixed for the rest of the pass, and at the end all steps after the best
+point are undone. They differ in their steps.
 
 - `pairwise`: two groups exchange a device each. Only ends of the fastest link of a group are
   considered, so four exchanges per pair of groups. The gain is that of section 3.4: what a device
   would pay on average to reach the other group, less its fast link, which a pipeline could use
   then.
-- `circular`: the same gain for single devices, that move from group to group; where it is worth
-  most, the first group gets one back.
+- `circular`: the same gain for single devices that move from group to group; where the gain is
+  largest, the cycle closes: the first group receives a device.
 - `kernighan_lin`: two groups exchange any two devices; the gain is the weight that is cut.
 
 Source: Yuan et al., arXiv:2206.01288, section 3.4; the circular pass follows Kang and Moon, "A
-hybrid genetic algorithm for multiway graph partitioning", GECCO 2000, by what DT-FM's code makes
-of it. Departures: the paper does not say how many steps a pass has; here it ends when nothing is
-left to move (`pairwise`, `kernighan_lin`), or after one cycle per group or when each group has got
-a device (`circular`, as the code has it). A cycle may begin with either end of a fastest link, as
+hybrid genetic algorithm for multiway graph partitioning", GECCO 2000, as in DT-FM's code.
+Departures: the paper does not state how many steps a pass has; here it ends when nothing is left to
+move (`pairwise`, `kernighan_lin`), or after one cycle per group or when each group has received a
+device (`circular`, as in the code). A cycle may begin with either end of a fastest link, as
 printed, not with the first one. The weight is eq. 3's term throughout; the code mixes in eq. 2's
 for `kernighan_lin`, the paper does not. The first two are compiled, so that comparisons at equal
 time are fair to them.
@@ -138,7 +138,7 @@ def _circular(now: _Partition, moved: Ints, origin: Ints, got_one: Flags) -> Non
                     best_gain = gain + _gain(now, device, start)
                     num_kept, closing = num_moves, device
             value, device, target = _best_move(now, at)
-            if device < 0 or target == start:  # to close the cycle here is a case of the above
+            if device < 0 or target == start:  # closing the cycle here is handled above
                 break
             moved[num_moves], origin[num_moves] = device, at
             num_moves += 1
@@ -156,7 +156,7 @@ def _circular(now: _Partition, moved: Ints, origin: Ints, got_one: Flags) -> Non
 
 @inlined
 def _best_move(now: _Partition, group: int) -> tuple[float, int, int]:
-    """The largest gain of a move out of this group, its device and target; -1 if there is none."""
+    """Return the largest gain of a move out of this group, its device and target; -1 if none."""
     best, best_device, best_target = -np.inf, -1, -1
     for end in range(2):
         device = now.ends[group, end]

@@ -1,6 +1,6 @@
-"""Bottleneck matching, compiled: pair two groups so that the slowest pair is as fast as can be.
+"""Bottleneck matching, compiled: pair two groups so that the slowest pair is as fast as possible.
 
-Rows find their column one after another, along the alternating path whose slowest pair is fastest
+Rows are matched one after another, along the alternating path whose slowest pair is fastest
 (Dijkstra, with a maximum for the sum). After each row the matching of the rows so far is the best
 one, by Berge's theorem. That is cubic in the size of a group, so a search calls it on finished
 groups and not per move.
@@ -18,13 +18,13 @@ from polyrhythm.compiled import Flags, Floats, Ints, compiled, inlined
 
 
 def bottleneck(weights: Floats) -> tuple[float, Ints]:
-    """The smallest possible largest weight, and the column of each row."""
+    """Return the smallest possible largest weight, and the column of each row."""
     work = _work(len(weights))
     return _paired(weights, work), work.column_of
 
 
 def all_hops(groups: Ints, hop: Floats) -> Floats:
-    """The hop between any two groups; row i of `groups` holds the devices of group i."""
+    """Return the hop between any two groups; row i of `groups` holds the devices of group i."""
     num_groups, size = groups.shape
     hops = np.zeros((num_groups, num_groups))
     _fill_hops(groups, hop, hops, np.empty((size, size)), _work(size))
@@ -32,7 +32,7 @@ def all_hops(groups: Ints, hop: Floats) -> Floats:
 
 
 def match_groups(groups: Ints, order: Ints, hop: Floats) -> Ints:
-    """The groups in this order, each sorted so that columns are pipelines."""
+    """Return the groups in this order, each sorted so that columns are pipelines."""
     layout = [groups[order[0]]]
     for index in order[1:]:
         weights = hop[np.ix_(layout[-1], groups[index])]
@@ -41,12 +41,12 @@ def match_groups(groups: Ints, order: Ints, hop: Floats) -> Ints:
 
 
 class _Work(NamedTuple):
-    """What is known while rows are paired with columns; -1 for a row or column that is free."""
+    """Working arrays of a matching; -1 for a free row or column."""
 
     column_of: Ints
     row_of: Ints
-    height: Floats  # per column: the slowest pair on the way to it
-    via: Ints  # and the row before it on that way
+    height: Floats  # per column: the slowest pair on the path to it
+    via: Ints  # and the row before it on that path
     done: Flags
 
 
@@ -74,7 +74,7 @@ def _paired(weights: Floats, work: _Work) -> float:
     for start in range(len(weights)):
         column = _lowest_free(weights, start, work)
         worst = max(worst, work.height[column])
-        while column >= 0:  # everybody on the way moves on by one
+        while column >= 0:  # augment along the path
             row = work.via[column]
             work.row_of[column] = row
             work.column_of[row], column = column, work.column_of[row]
@@ -83,7 +83,7 @@ def _paired(weights: Floats, work: _Work) -> float:
 
 @inlined
 def _lowest_free(weights: Floats, start: int, work: _Work) -> int:
-    """The free column with the lowest way from row `start`."""
+    """Return the free column with the lowest path from row `start`."""
     size, height, via, done = len(weights), work.height, work.via, work.done
     for c in range(size):
         height[c], via[c], done[c] = weights[start, c], start, False
@@ -97,6 +97,6 @@ def _lowest_free(weights: Floats, start: int, work: _Work) -> int:
         if row < 0:
             return column
         for c in range(size):
-            way = max(height[column], weights[row, c])
-            if not done[c] and way < height[c]:
-                height[c], via[c] = way, row
+            slowest = max(height[column], weights[row, c])
+            if not done[c] and slowest < height[c]:
+                height[c], via[c] = slowest, row

@@ -1,4 +1,4 @@
-"""What annealing tries, compiled: larger moves than two devices, and which devices to move."""
+"""Larger moves of annealing than swapping two devices, and the choice of devices; compiled."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from polyrhythm.plan.dtfm.grid import Acceptance, Grid, accept, between, swap_de
 
 @inlined
 def swap_ends(grid: Grid, h: int, p: int, q: int, acceptance: Acceptance) -> None:
-    """Columns p and q change places from stage h on: only one hop is not as before."""
+    """Swap columns p and q from stage h on: only one hop changes."""
     layout, size = grid.layout, grid.layout.shape[1]
     worst, total = 0.0, 0.0
     for i in range(size):
@@ -25,7 +25,7 @@ def swap_ends(grid: Grid, h: int, p: int, q: int, acceptance: Acceptance) -> Non
 
 @inlined
 def reverse_stages(grid: Grid, first: int, last: int, acceptance: Acceptance) -> None:
-    """Stages first to last turn round: the hops within stay as they are."""
+    """Reverse stages first to last: the hops within do not change."""
     first, last = min(first, last), max(first, last)
     layout, size = grid.layout, grid.layout.shape[1]
     if first == last:
@@ -55,16 +55,16 @@ def reverse_stages(grid: Grid, first: int, last: int, acceptance: Acceptance) ->
 
 @inlined
 def swap_runs(grid: Grid, length: int, acceptance: Acceptance) -> None:
-    """As many stages of two pipelines, or of two parts of one, change places; or one turns round.
+    """Swap runs of `length` stages of two pipelines or within one; or reverse one run.
 
-    One swap after another is made; if all together are not worth it, they are unmade.
+    The swaps are made one after another and undone if all together are not accepted.
     """
     num_stages, size = grid.layout.shape
     p, q = random_below(size), random_below(size)
     s, t = random_below(num_stages - length + 1), random_below(num_stages - length + 1)
     turned = np.random.random() < 0.5
     if p == q and abs(s - t) < length:
-        t, turned = s, True  # a part cannot change places with itself: it turns round
+        t, turned = s, True  # a run cannot be swapped with itself: reverse it
     num_swaps = length // 2 if p == q and s == t else length
     before, before_mean = grid.total[0], grid.total[1]
     always = Acceptance(acceptance.blend, np.inf)
@@ -88,7 +88,7 @@ def slowest_column(grid: Grid, h: int) -> int:
 
 @inlined
 def critical_device(grid: Grid) -> int:
-    """A device that a maximum is due to: of a hop, or of the gradients."""
+    """Return a device that causes a maximum: of a hop, or of the gradients."""
     h = random_below(len(grid.layout))
     if h > 0:
         return int(grid.layout[h - random_below(2), slowest_column(grid, h)])
@@ -101,7 +101,7 @@ def critical_device(grid: Grid) -> int:
 
 @inlined
 def random_neighbour(grid: Grid, device: int) -> int:
-    """Who is before or after a device in its pipeline."""
+    """Return the device before or after a device in its pipeline."""
     s, last = grid.stage_of[device], len(grid.layout) - 1
     after = s == 0 or (s < last and np.random.random() < 0.5)
     return int(grid.layout[s + 1 if after else s - 1, grid.column_of[device]])

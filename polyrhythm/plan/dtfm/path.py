@@ -1,8 +1,8 @@
-"""In which order stages follow one another: the cheapest path through all of them, ends free.
+"""Order the stages: the cheapest path through all of them, with free ends.
 
-Exact by Held-Karp up to `MAX_EXACT` stages, which takes milliseconds. Beyond, a path from every
-start that goes to the nearest stage left, each improved by turning round pieces of it and by
-moving pieces of up to three stages elsewhere (2-opt, Or-opt) until neither helps; the best of them.
+Exact by Held-Karp up to `MAX_EXACT` stages, which takes milliseconds. Beyond, the best of
+nearest-neighbour paths from every start, each improved by reversing segments and by moving segments
+of up to three stages (2-opt, Or-opt) until neither helps.
 
 Source: equation 4 of arXiv:2206.01288, "open-loop travelling salesman". Departures: the published
 code has no answer for more stages than Held-Karp can do.
@@ -17,14 +17,14 @@ _ROUNDING = 1e-9  # seconds: a gain below could be found again and again
 
 
 def cheapest_order(hops: Floats) -> Ints:
-    """An order of all stages; the best one if there are at most `MAX_EXACT`."""
+    """Return an order of all stages; the best one if there are at most `MAX_EXACT`."""
     num_stages = len(hops)
     if num_stages <= MAX_EXACT:
         order = np.empty(num_stages, np.int64)
         shape = 1 << num_stages, num_stages
         _held_karp(hops, np.full(shape, np.inf), np.full(shape, -1), order)
         return order
-    # A round trip by a place that is no way from anywhere: between its two visits lies the path.
+    # A round trip through a dummy stage with distance 0 to all: the rest of it is the path.
     with_nowhere = np.pad(hops, (1, 0))
     trips = []
     for start in range(num_stages):
@@ -48,7 +48,7 @@ def _nearest_first(hops: Floats, start: int) -> list[int]:
 
 @compiled
 def _held_karp(hops: Floats, best: Floats, came: Ints, order: Ints) -> None:
-    """`best[visited, last]` becomes the cheapest way to end there, from infinite."""
+    """Fill in `best[visited, last]`, initially inf: the cheapest path over `visited` to `last`."""
     size = len(hops)
     for visited in range(1, 1 << size):
         for last in range(size):
@@ -71,14 +71,14 @@ def _held_karp(hops: Floats, best: Floats, came: Ints, order: Ints) -> None:
 
 @compiled
 def _improve(hops: Floats, trip: Ints) -> None:
-    """Make a round trip shorter; who is first in it stays there."""
+    """Shorten a round trip; its first stage stays in place."""
     while _reverse_pieces(hops, trip) or _move_piece(hops, trip):
         pass
 
 
 @inlined
 def _reverse_pieces(hops: Floats, trip: Ints) -> bool:
-    """Turn round every piece for which that is shorter; False if there was none."""
+    """Reverse every segment for which that is shorter; return False if there was none."""
     improved = False
     for first in range(1, len(trip) - 1):
         for last in range(first + 1, len(trip)):
@@ -93,13 +93,13 @@ def _reverse_pieces(hops: Floats, trip: Ints) -> bool:
 
 @inlined
 def _move_piece(hops: Floats, trip: Ints) -> bool:
-    """Move a piece of up to three stages to where it is better; False if there is none."""
+    """Move a segment of up to three stages to a better position; return False if there is none."""
     for length in range(1, 4):
         for first in range(1, len(trip) - length + 1):
             last = first + length - 1
             before, after = trip[first - 1], trip[(last + 1) % len(trip)]
             saved = hops[before, trip[first]] + hops[trip[last], after] - hops[before, after]
-            for i in range(len(trip)):  # to between places i and i + 1
+            for i in range(len(trip)):  # to between positions i and i + 1
                 if first - 1 <= i <= last:
                     continue
                 left, right = trip[i], trip[(i + 1) % len(trip)]
@@ -115,7 +115,7 @@ def _move_piece(hops: Floats, trip: Ints) -> bool:
 
 @inlined
 def _shift(trip: Ints, first: int, last: int, i: int) -> None:
-    """The piece goes to between places i and i + 1: two neighbours change places by three turns."""
+    """Move the segment to between positions i and i + 1: three reversals swap two neighbours."""
     low, high = (first, i) if i > last else (i + 1, last)
     split = high - (last - first) - 1 if i > last else low + (last - first)
     _reverse(trip, low, high)

@@ -1,13 +1,12 @@
-"""Who runs which stage of which pipeline: a good layout for DT-FM's cost, and how good it is.
+"""Place devices on stages and pipelines: a good layout by DT-FM's cost, with a lower bound.
 
-A portfolio, cheapest first, that ends as soon as the lower bound is met: layouts made in one go;
-the exact search, where devices are of few kinds; then rounds of annealing, from layouts made in
-one go, from scratch, and from the best so far. What a round leaves is settled: the best matching
-and the best order for its groups. Each part alone fails somewhere: layouts made in one go where
-regions are of unequal sizes or links differ within a region, annealing where only many devices
-together can move for the better.
+A portfolio, cheapest first, that ends as soon as the lower bound is met: constructed layouts; the
+exact search, if devices are of few classes; then rounds of annealing, from constructed layouts,
+from random ones, and from the best so far. Each round ends with the best matching and the best
+order of its groups. Each part alone fails somewhere: construction if regions have unequal sizes or
+links differ within a region, annealing if only many devices together can improve the layout.
 
-The result depends on the times, the seed and the effort only, never on a clock: two machines with
+The result depends only on the times, the seed and the effort, never on a clock: two machines with
 the same numbers make the same plan.
 """
 
@@ -31,10 +30,10 @@ _EXACT_NODES = 2_000_000  # a tenth of a second
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchEffort:
-    """How long to anneal: a move takes a microsecond with 64 devices, two with 512."""
+    """The length of annealing: a move takes a microsecond with 64 devices, two with 512."""
 
     num_rounds: int = 6
-    num_moves: int = 150_000  # per round, for up to 64 devices; for more, with the root of that
+    num_moves: int = 150_000  # per round, for up to 64 devices; grows with the square root beyond
 
     def __post_init__(self) -> None:
         if self.num_rounds < 0 or self.num_moves < 1:
@@ -49,16 +48,16 @@ class SearchEffort:
 class Placement:
     cost: LayoutCost
     bound: Seconds  # no layout is faster
-    why: str  # what found it
+    why: str  # the method that found it
 
     @property
     def gap(self) -> float:
-        """The share of the time that another layout could save at most; 0 if none can."""
+        """The fraction of the time that another layout could save at most."""
         return max(0.0, 1 - self.bound / self.cost.total) if self.cost.total else 0.0
 
     @property
     def proven(self) -> bool:
-        """Whether this is the best layout of all."""
+        """Whether this is provably the best layout."""
         return self.gap <= _PROVEN
 
 
@@ -69,7 +68,7 @@ def place(
     effort: SearchEffort | None = None,
     on_better: Callable[[Placement], None] = lambda _: None,
 ) -> Placement:
-    """Search for the cheapest layout; `on_better` hears of each that is better than all before."""
+    """Search for the cheapest layout, calling `on_better` with each improvement."""
     from polyrhythm.plan.dtfm.group_layout import layout_of_groups  # compiled: imported when needed
 
     effort = effort or SearchEffort()
@@ -95,7 +94,7 @@ def place(
 
 
 class _Round(NamedTuple):
-    """How to anneal once; temperatures are shares of the cost of a stage."""
+    """The parameters of one round; temperatures are fractions of the cost of a stage."""
 
     start: str
     hot: float
@@ -104,8 +103,8 @@ class _Round(NamedTuple):
     blend_cold: float
 
 
-# Found by trying on DT-FM's five clusters with links made unequal: several rounds from a layout
-# made in one go find different valleys, cooler ones then go down the best of them.
+# Tuned on DT-FM's five clusters with unequal links: several rounds from a constructed layout find
+# different local minima, and cooler rounds then improve the best of them.
 _ROUNDS = (
     _Round("made", 0.10, 0.005, 0.5, 0.05),
     _Round("made", 0.10, 0.005, 0.5, 0.05),

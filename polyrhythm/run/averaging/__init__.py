@@ -1,1 +1,1 @@
-"""Replicas that keep together by averaging: in groups, all at once, or through a server."""
+"""Keep replicas consistent by averaging: in groups, over all workers, or through a server."""

@@ -1,16 +1,16 @@
-"""Sees a worker's averages through: publish, exchange, Done, then Commit applies or Abort forgets.
+"""Run a worker's rounds: publish, exchange, Done, then Commit applies the mean or Abort drops it.
 
-Training publishes a buffer and says Ready. A thread of its own then does what the scheduler says:
-on Assign it exchanges with the other members, out of place, and says Done; on Commit the mean
-counts; on Abort nothing has happened. Training may wait for the outcome, or go on and take it in at
-the next step's end: then it adds the difference to what the weights have become meanwhile
-(x += mean - published). Differences of a group add up to zero, so the mean of all weights stays.
+Training publishes a buffer and sends Ready. The averager's thread executes the scheduler's
+commands: on Assign it exchanges with the other members, out of place, and sends Done; on Commit the
+mean becomes valid; on Abort nothing has changed. Training waits for the result, or continues and
+applies it at the end of the next step: it then adds the difference to the current weights
+(x += mean - published). Differences of a group sum to zero, so the mean of all weights is kept.
 
-An average in two halves (`split.py`) counts at Commit as well, when each member has its own part
-of the mean. Training goes on, and the thread gathers the parts of the others.
+A split all-reduce (`split_all_reduce.py`) is valid at Commit as well, when each member has its own
+shard of the mean. Training continues, and the thread all-gathers the shards of the others.
 
-A worker that answers while it computes (the passive side of a pair) has its latest buffer averaged,
-without being asked, any number of times between two of its steps; differences add up.
+A worker that answers while it computes (the passive side of a pair) has its latest buffer averaged
+any number of times between two of its steps, without being asked; the differences add up.
 """
 
 import logging
@@ -33,20 +33,20 @@ from polyrhythm.run.coordinator.wire import FromWorker, ToWorker
 from polyrhythm.sync.protocol import Abort, Assign, AverageAll, Commit, CopyFrom, Done, Ready, Skip
 from polyrhythm.types import Seconds
 
-# Only if the scheduler falls silent: it gives up a group that waits too long, and says so.
+# Reached only without a scheduler, which sends Abort to a group that waits too long.
 _EXCHANGE_TIMEOUT: Seconds = 900.0
-_CLOSE_TIMEOUT: Seconds = 30.0  # for the thread, whose exchange has been broken off
+_CLOSE_TIMEOUT: Seconds = 30.0  # for the thread to end; its exchange has been aborted
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class AverageResult:
-    """What has become of what was published."""
+    """A published buffer and its average."""
 
     published: Tensor
     value: Tensor
-    streaming_buffer: StreamingBuffer | None = None  # what fills `value`, if it is not there yet
+    streaming_buffer: StreamingBuffer | None = None  # fills `value`, if the all-gather still runs
 
     @property
     def difference(self) -> Tensor:
@@ -58,18 +58,19 @@ class _Exchange:
     gid: int
     published: Tensor
     mean: Tensor
-    split: SplitAllReduce | None  # if the mean is not there yet
+    split: SplitAllReduce | None  # if the all-gather is still to come
     timeout: Seconds
     why: str
-    began: Seconds
-    took: Seconds
+    start: Seconds
+    duration: Seconds
 
 
 class Averager:
-    """Of one worker. The coordinator's client calls `on_command` and `fail`, training calls the rest.
+    """The averages of one worker.
 
-    `answers_while_computing`: exchanges whenever it is asked to, else only once training has published.
-    `decoupled`: in two halves, but for what is gathered from all.
+    The coordinator's client calls `on_command` and `fail`, training calls the rest.
+    `answers_while_computing`: exchange on every Assign, else only once training has published.
+    `decoupled`: reduce-scatter before the Commit and all-gather after it, except in `average_all`.
     """
 
     def __init__(
@@ -86,17 +87,15 @@ class Averager:
         self._commands: SimpleQueue[ToWorker | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._published: Tensor | None = None
-        self._value: Tensor | None = None  # the same, with all averages since
-        self._streaming_buffer: StreamingBuffer | None = (
-            None  # what fills that, if it is not there yet
-        )
-        self._is_unsplit = True  # what was published is averaged in one piece
-        self._clock: int | None = None  # of the step whose end training is to be told
-        self._skip_reason: str | None = None  # why the last step has no average, though one was due
+        self._value: Tensor | None = None  # `_published` plus all averages since
+        self._streaming_buffer: StreamingBuffer | None = None  # fills `_value` during an all-gather
+        self._is_unsplit = True  # average the published buffer in one piece
+        self._clock: int | None = None  # of the step that has not ended yet
+        self._skip_reason: str | None = None  # why the last step's average failed, if it did
         self._pending_exchange: _Exchange | None = None
-        self._running: tuple[int, list[Peer]] | None = None  # a group in the midst of its exchange
-        self._aborted: set[int] = set()  # groups whose Abort has come, and not been seen to
-        self._last_exchange: tuple[Seconds, int] = 0.0, 1  # how long, and of how many
+        self._running: tuple[int, list[Peer]] | None = None  # the group that exchanges now
+        self._aborted: set[int] = set()  # groups whose Abort is received, but not yet handled
+        self._last_exchange: tuple[Seconds, int] = 0.0, 1  # duration, number of members
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="averager", daemon=True)
         self._thread.start()
@@ -108,9 +107,9 @@ class Averager:
         *,
         average_all: bool = False,
     ) -> Tensor:
-        """Training has made a local update: what `read` gives may be averaged, and is returned.
+        """Publish the buffer that `read` returns after a local update, and return it.
 
-        `read` takes in what has come since the last time, first.
+        `read` gets the result since the last publish, to apply it first.
         """
         with self._changed:
             self._raise_error()
@@ -125,14 +124,14 @@ class Averager:
         return flat
 
     def wait(self, timeout: Seconds, action: str, warn_after: Seconds = math.inf) -> str | None:
-        """Until the step has ended; why without an average, if there should have been one."""
-        began = time.monotonic()
+        """Wait until the step has ended; return why its average failed, or None."""
+        start = time.monotonic()
         with self._changed:
             if warn_after < timeout and not self._changed.wait_for(
                 self._step_has_ended, warn_after
             ):
                 _logger.warning(
-                    "%s has waited %g s for others while %s, and gives up after %g s",
+                    "%s has waited %g s for other workers while %s; timeout is %g s",
                     *(self._connections.me.worker, warn_after, action, timeout),
                 )
                 timeout -= warn_after
@@ -142,36 +141,36 @@ class Averager:
                 raise PeerError(
                     "another worker",
                     action=action,
-                    waited=time.monotonic() - began,
-                    cause="it is alive, but not ready; the scheduler's log says who was missing",
+                    waited=time.monotonic() - start,
+                    cause="it is alive but not ready; the scheduler's log names the missing worker",
                 )
             return self._skip_reason
 
     def pop_result(self) -> AverageResult | None:
-        """What has come since the last time, for training to take in."""
+        """Return the averages since the last call, or None if there are none."""
         with self._changed:
             return self._pop_locked()
 
     def last_exchange(self) -> tuple[Seconds, int]:
-        """How long that of the last group took, and of how many; told once."""
+        """Return duration and number of members of the last exchange, and reset them."""
         with self._changed:
             last, self._last_exchange = self._last_exchange, (0.0, 1)
         return last
 
     def on_command(self, command: ToWorker) -> None:
-        """A command of the scheduler."""
+        """Queue a command of the scheduler; an Abort interrupts the running exchange at once."""
         if isinstance(command, Abort):
             with self._changed:
                 self._aborted.add(command.gid)
                 running = self._running
                 self._changed.notify_all()
-            # Before it is in the queue: then no later group uses these connections yet.
+            # Abort before queueing the command: no later group uses these connections yet.
             if running is not None and running[0] == command.gid:
                 self._connections.abort(running[1])
         self._commands.put(command)
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come: training is to be told why."""
+        """Make training raise `error`: no more commands will arrive."""
         with self._changed:
             self._error = self._error or error
             running = self._running
@@ -180,12 +179,12 @@ class Averager:
             self._connections.abort(running[1])
 
     def wait_idle(self, timeout: Seconds) -> None:
-        """Until nobody needs this worker for an average that has been committed."""
+        """Wait until no peer needs this worker for a committed average."""
         with self._changed:
             self._changed.wait_for(lambda: self._running is None, timeout)
 
     def close(self) -> None:
-        self.fail(RuntimeError("averaging is over"))
+        self.fail(RuntimeError("the averager is closed"))
         self._commands.put(None)
         self._thread.join(_CLOSE_TIMEOUT)
         self._connections.close()
@@ -208,7 +207,7 @@ class Averager:
         while (command := self._commands.get()) is not None:
             try:
                 self._handle(command)
-            except Exception as error:  # a defect of ours: training must hear of it
+            except Exception as error:  # a defect of ours: training must raise it
                 self.fail(error)
 
     def _handle(self, command: ToWorker) -> None:
@@ -226,9 +225,9 @@ class Averager:
         elif isinstance(command, CopyFrom):
             self.fail(
                 PolicyError(
-                    f"{command.worker} joins a job that has begun",
-                    expected="all workers there from the beginning",
-                    fix="start the job anew, from a checkpoint",
+                    f"{command.worker} joins a job that has started",
+                    expected="all workers present from the start",
+                    fix="restart the job from a checkpoint",
                 )
             )
 
@@ -240,15 +239,15 @@ class Averager:
             if self._error or assign.gid in self._aborted:
                 return
             published = self._value
-            assert published is not None, "published before it was ready"
+            assert published is not None, "training publishes before it sends Ready"
             self._running = assign.gid, others
-        found = self._exchange(assign, members, others, published)
+        exchange = self._exchange(assign, members, others, published)
         with self._changed:
-            self._running, self._pending_exchange = None, found
-        if found is None:
+            self._running, self._pending_exchange = None, exchange
+        if exchange is None:
             self._connections.drop(peer.worker for peer in others)
         worker, incarnation = self._connections.me
-        self._send(Done(worker, assign.gid, found is not None, incarnation))
+        self._send(Done(worker, assign.gid, exchange is not None, incarnation))
 
     def _can_start(self, gid: int) -> bool:
         is_ready = self._clock is not None
@@ -259,21 +258,24 @@ class Averager:
     def _exchange(
         self, assign: Assign, members: list[Peer], others: list[Peer], published: Tensor
     ) -> _Exchange | None:
-        """Whole or its first half; None if somebody was lost: the scheduler finds out who."""
+        """Run the all-reduce or its reduce-scatter; None if a peer was lost.
+
+        The scheduler finds out which peer.
+        """
 
         def should_stop() -> bool:
             return assign.gid in self._aborted or self._error is not None
 
-        gid, weights, began = assign.gid, assign.weights, time.perf_counter()
+        gid, weights, start = assign.gid, assign.weights, time.perf_counter()
         split: SplitAllReduce | None = None
         try:
             self._connections.connect(
                 others, str(gid), timeout=_EXCHANGE_TIMEOUT, should_stop=should_stop
             )
-            if should_stop():  # while the last pair was made, which nobody could break off
+            if should_stop():  # set while the last connection was made, which cannot be aborted
                 return None
             if self._is_unsplit:
-                found = all_reduce_mean(
+                mean = all_reduce_mean(
                     self._connections,
                     members,
                     weights,
@@ -283,29 +285,30 @@ class Averager:
                 )
             else:
                 split = SplitAllReduce(self._connections, members, published, number=gid)
-                found = split.reduce_scatter(weights, timeout=_EXCHANGE_TIMEOUT)
-            took = time.perf_counter() - began
-            return _Exchange(gid, published, found, split, assign.timeout, assign.why, began, took)
+                mean = split.reduce_scatter(weights, timeout=_EXCHANGE_TIMEOUT)
+            duration = time.perf_counter() - start
+            timeout, why = assign.timeout, assign.why
+            return _Exchange(gid, published, mean, split, timeout, why, start, duration)
         except PeerError as error:
             if self._log is not None:
                 self._log.write("average_failed", name=str(gid), why=str(error))
             return None
 
     def _commit(self, commit: Commit) -> None:
-        self._connections.release()  # all members have said Done
+        self._connections.release()  # all members have sent Done
         with self._changed:
             done, self._pending_exchange = self._pending_exchange, None
-            assert done is not None, f"group {commit.gid} is committed after our Done"
-            assert done.gid == commit.gid, f"group {done.gid} was to be committed"
-            self._last_exchange = done.took, len(commit.members)
+            assert done is not None, f"group {commit.gid} is committed before our Done"
+            assert done.gid == commit.gid, f"expected the Commit of group {done.gid}"
+            self._last_exchange = done.duration, len(commit.members)
             if self._value is done.published:
                 self._value = done.mean
                 if done.split is not None:
                     self._streaming_buffer = done.split.streaming_buffer
                     self._running = done.gid, done.split.others
-            else:  # training has published anew since the exchange began
-                assert self._value is not None, "something was exchanged"
-                assert done.split is None, "training waits for the first half"
+            else:  # training has published again since the exchange started
+                assert self._value is not None, "a buffer was exchanged"
+                assert done.split is None, "training waits for the reduce-scatter"
                 self._value = self._value + (done.mean - done.published)
             self._end_step(commit.end_clocks[commit.members.index(self._connections.me.worker)])
         if done.split is not None:
@@ -313,7 +316,7 @@ class Averager:
         self._record(done, commit)
 
     def _all_gather(self, done: _Exchange, split: SplitAllReduce) -> None:
-        """The second half, while training goes on."""
+        """Run the all-gather while training continues."""
         try:
             repaired = split.all_gather(done.timeout, lambda: self._error is not None)
         except Exception as error:
@@ -336,7 +339,7 @@ class Averager:
         self._connections.drop(others)
 
     def _end_step(self, clock: int) -> None:
-        """Of that clock, if it has not ended yet; a worker that answers meanwhile ends none."""
+        """End the step with this clock; a worker that answers while it computes has none."""
         if clock == self._clock:
             self._clock = None
             self._changed.notify_all()
@@ -346,7 +349,7 @@ class Averager:
             members = " ".join(map(str, commit.members))
             self._log.write(
                 "average",
-                start=self._log.at(done.began),
+                start=self._log.at(done.start),
                 name=str(done.gid),
                 why=done.why,
                 values={"members": members, "bytes": done.mean.nbytes},

@@ -1,7 +1,7 @@
-"""What is averaged, as one buffer: weights or gradients, running statistics, optimizer state.
+"""Flatten what is averaged into one buffer: weights or gradients, statistics, optimizer state.
 
-One message instead of one per tensor. The buffer lives in CPU memory, where gloo sends from; it is
-made anew at each reading, so that training may go on while it is under way.
+One message instead of one per tensor. The buffer is in CPU memory, from which gloo sends; every
+read makes a new one, so that training can continue while the buffer is in flight.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ OptimizerStateMode = Literal["local", "average"]
 
 
 class FlatBuffer:
-    """Tensors that stay where they are, read into a buffer and written from one."""
+    """Tensors that are copied into one flat buffer and back, in place."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [_local(tensor) for tensor in tensors]
@@ -42,11 +42,11 @@ class FlatBuffer:
 
     @torch.no_grad()
     def add(self, delta: Tensor) -> None:
-        for tensor, view in self.views(delta):  # rounded once, if it is in half precision
+        for tensor, view in self.views(delta):  # half precision is rounded only once
             tensor.copy_(tensor + view.to(tensor.device))
 
     def views(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each tensor, and what such a buffer has of it."""
+        """Yield each tensor with its view into `flat`."""
         views = flat.split([tensor.numel() for tensor in self._tensors])
         for tensor, view in zip(self._tensors, views, strict=True):
             yield tensor, view.view(tensor.shape)
@@ -54,13 +54,13 @@ class FlatBuffer:
 
 @dataclass(slots=True)
 class ReplicaState:
-    """The weights that are trained, running statistics and, if it is asked for, optimizer state."""
+    """The trainable weights, running statistics and, with state="average", optimizer state."""
 
     module: nn.Module
     optimizer: Optimizer
     state: OptimizerStateMode = "local"
-    decoupled: bool = False  # averages come during the forward
-    order: list[int] = field(default_factory=list, init=False)  # in the buffer; empty: as they are
+    decoupled: bool = False  # averages arrive during the forward
+    order: list[int] = field(default_factory=list, init=False)  # of tensors in the buffer
     _trainable: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,24 +68,24 @@ class ReplicaState:
             raise PolicyError(
                 f"state={self.state!r}",
                 expected='"local" or "average"',
-                fix='state="average" averages momentum and the like, state="local" does not',
+                fix='use state="average" to average momentum and other state, else "local"',
             )
         self._trainable = trainable_parameters(self.module)
 
     @property
     def num_weights(self) -> int:
-        """They come first in the buffer, unless it has another order."""
+        """Number of trained elements; they are first in the buffer, unless `order` is set."""
         return sum(_local(p).numel() for p in self._trainable)
 
     def flat(self) -> FlatBuffer:
-        """To be asked for after the first step of the optimizer, which makes its state."""
+        """Return the buffer; call it after the optimizer's first step, which creates its state."""
         if any(
             p is not q for p, q in zip_longest(trainable_parameters(self.module), self._trainable)
         ):
             raise PolicyError(
-                "other parameters are trained than when averaging began",
-                expected="the same ones all along",
-                fix="make a new GroupSync when parameters are frozen or unfrozen",
+                "the trainable parameters have changed since the GroupSync was created",
+                expected="the same trainable parameters throughout",
+                fix="create a new GroupSync when parameters are frozen or unfrozen",
             )
         tensors = self.averaged_tensors()
         if self.order:
@@ -95,23 +95,23 @@ class ReplicaState:
         return FlatBuffer(tensors)
 
     def averaged_tensors(self) -> list[Tensor]:
-        """Weights, then running statistics."""
+        """Return the weights, then the running statistics."""
         return [*self._trainable, *running_statistics(self.module)]
 
     def all_tensors(self) -> list[FlatBuffer]:
-        """All parameters, then all buffers, also those that are never averaged: one of each type.
+        """Return one FlatBuffer per dtype, parameters first; includes what is never averaged.
 
-        Buffers differ more often: each replica counts, and has statistics, of its own samples.
+        Buffers differ more often: each replica has counts and statistics of its own samples.
         """
-        found = []
+        buffers = []
         for kind in (self.module.parameters(), self.module.buffers()):
             tensors = [tensor for tensor in kind if tensor.numel()]
             types = dict.fromkeys(tensor.dtype for tensor in tensors)
-            found += [FlatBuffer([t for t in tensors if t.dtype == dtype]) for dtype in types]
-        return found
+            buffers += [FlatBuffer([t for t in tensors if t.dtype == dtype]) for dtype in types]
+        return buffers
 
     def shape(self) -> TensorShapes:
-        """All workers of a stage must have the same one."""
+        """Describe all tensors; the description must be equal in all workers of a stage."""
         named: list[tuple[str, Tensor]] = [
             (name if p.requires_grad else f"{name} (frozen)", p)
             for name, p in self.module.named_parameters()
@@ -124,18 +124,18 @@ class ReplicaState:
         if self.state == "average":
             shape.append((f"state of {type(self.optimizer).__name__}", ()))
         if self.decoupled:
-            shape.append(("what comes during the forward (decoupled=True)", ()))
+            shape.append(("an all-gather during the forward (decoupled=True)", ()))
         return tuple(shape)
 
 
 @dataclass(slots=True)
 class GradientBuffer:
-    """The gradients, and which parameters have one: one that nobody has stays away."""
+    """The gradients, and which parameters have one; a gradient that no worker has stays None."""
 
     module: nn.Module
 
     def read(self) -> Tensor:
-        """Gradients, running statistics, and a 1 for each gradient there is."""
+        """Return gradients, running statistics, and per parameter a 1 if it has a gradient."""
         parameters = trainable_parameters(self.module)
         flat = FlatBuffer([*self._gradients(parameters), *running_statistics(self.module)]).read()
         has_grad = [p.grad is not None for p in parameters]
@@ -143,7 +143,7 @@ class GradientBuffer:
 
     @torch.no_grad()
     def write(self, flat: Tensor, factor: float = 1.0) -> None:
-        """Of what `read` gave, averaged_tensors; gradients times `factor`."""
+        """Write back the average of what `read` returned; scale gradients by `factor`."""
         parameters = trainable_parameters(self.module)
         any_has_grad = flat[-len(parameters) :].real > 0
         for parameter, has in zip(parameters, any_has_grad.tolist(), strict=True):
@@ -151,14 +151,14 @@ class GradientBuffer:
                 parameter.grad = torch.zeros_like(parameter)
         flat = flat[: -len(parameters)]
         flat[: sum(_local(p).numel() for p in parameters)] *= factor
-        gradients = self._gradients(parameters)  # those that are not there go to waste
+        gradients = self._gradients(parameters)  # a missing one is a zero that is thrown away
         FlatBuffer([*gradients, *running_statistics(self.module)]).write(flat)
 
     def _gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
             raise PolicyError(
                 "a sparse gradient",
-                expected="dense ones, which can be averaged as one buffer",
+                expected="dense gradients, which can be averaged as one buffer",
                 fix="use nn.Embedding(..., sparse=False), or a policy that averages models",
             )
         return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -169,16 +169,16 @@ def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def running_statistics(module: nn.Module) -> list[Tensor]:
-    """Running means and variances of normalisation layers; their counts are not averaged."""
+    """Return running means and variances of normalisation layers; counts are not averaged."""
     layers = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase))
     buffers = (buffer for layer in layers for buffer in layer.buffers(recurse=False))
     return [buffer for buffer in buffers if buffer.is_floating_point()]
 
 
 def optimizer_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """For each parameter what the optimizer keeps of its size, such as momentum.
+    """Return the optimizer's tensors of each parameter's shape, such as momentum.
 
-    All workers need the same list: one that a worker has nothing for is a zero that goes to waste.
+    All workers need the same list: a missing tensor is a zero that is thrown away.
     """
     states = [(p, optimizer.state.get(p, {})) for p in parameters]
     keys = sorted(
@@ -196,10 +196,10 @@ def _is_like(value: object, parameter: Tensor) -> bool:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Of a sharded one the shard: replicas of a stage are sharded alike."""
+    """Return the local shard of a DTensor: replicas of a stage are sharded in the same way."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _common_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """One that holds all of them."""
+    """Return the dtype to which all `dtypes` promote."""
     return reduce(torch.promote_types, dtypes)

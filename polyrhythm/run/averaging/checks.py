@@ -1,4 +1,4 @@
-"""What cannot work is refused when a GroupSync is made, before anybody is waited for."""
+"""Check the arguments of a GroupSync before it waits for other workers."""
 
 import torch.distributed as dist
 from torch import nn
@@ -21,29 +21,29 @@ def check_model(module: nn.Module, optimizer: Optimizer) -> None:
         )
     if not trainable_parameters(module):
         raise PolicyError(
-            f"a {type(module).__name__} without a parameter that is trained",
-            expected="a model with at least one",
-            fix="give the model that the optimizer updates, unfrozen",
+            f"a {type(module).__name__} without a trainable parameter",
+            expected="a model with at least one trainable parameter",
+            fix="pass the model that the optimizer updates, unfrozen",
         )
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(id(parameter) in updated for parameter in trainable_parameters(module)):
         raise PolicyError(
             f"an optimizer that updates no parameter of this {type(module).__name__}",
             expected="the optimizer of the model",
-            fix="make the optimizer of model.parameters(), after the model has its final form",
+            fix="create the optimizer from model.parameters() after the model is complete",
         )
 
 
 def check_worker(setup: Setup, worker: Worker) -> None:
-    """That all workers of the plan can be there, and this one is one of them."""
+    """Check that the job has a process for each worker, and that `worker` is in the plan."""
     if not dist.is_initialized():
-        return  # the next thing to be refused
+        return  # Rendezvous refuses that
     num_workers, world = len(setup.workers), dist.get_world_size()
     plan = f"{setup.num_stages} x {setup.num_pipelines}" if setup.num_stages > 1 else num_workers
     if setup.policy == "ssp" and world <= num_workers:
         raise PolicyError(
             f"ssp with {plan} workers in a job of {world} processes",
-            expected="one process more, on the last rank, which is the parameter server",
+            expected="one more process, on the last rank, which is the parameter server",
             fix=f"start {num_workers + 1} processes; on rank {num_workers} call "
             f"ParameterServer(num_pipelines={setup.num_pipelines}).serve() instead of training",
         )
@@ -51,14 +51,13 @@ def check_worker(setup: Setup, worker: Worker) -> None:
         raise PolicyError(
             f"{plan} workers in a job of {world} processes",
             expected="a process for each worker",
-            fix=f"start {num_workers} processes, or leave num_pipelines away",
+            fix=f"start {num_workers} processes, or omit num_pipelines",
         )
     if worker not in setup.workers:
         raise PolicyError(
             f"{worker} in a job of {setup.num_stages} stages x {setup.num_pipelines} pipelines",
-            expected=f"one of s0p0 to {setup.workers[-1]}: ranks from 0 on, unless worker= says "
-            "otherwise",
-            fix="let processes that do not train be the last ones, and make no GroupSync there",
+            expected=f"a worker from s0p0 to {setup.workers[-1]}: the rank, unless worker= is set",
+            fix="put processes that do not train on the last ranks, and create no GroupSync there",
         )
 
 
@@ -78,34 +77,34 @@ def check_options(
         raise PolicyError(
             f"an outer optimizer under {setup.policy}",
             expected="the policy local",
-            fix="leave outer away, or use policy='local'",
+            fix="omit outer, or use policy='local'",
         )
     if setup.policy == "balanced" and setup.steps_between > 1:
         raise PolicyError(
             f"every={setup.steps_between} under balanced",
             expected="every=1: the gradients of each step are averaged",
-            fix="make more micro-batches of a larger batch instead",
+            fix="use a larger batch of more micro-batches instead",
         )
     if coordinator is not None and setup.policy == "static":
         raise PolicyError(
             f"coordinator={coordinator!r} under static",
-            expected="no coordinator: a fixed rule says who averages with whom",
-            fix="leave coordinator away, or use a policy that asks, such as adaptive",
+            expected="no coordinator: a fixed rule forms the groups",
+            fix="omit coordinator, or use a policy with a scheduler, such as adaptive",
         )
     if keys is not None and coordinator is None:
         raise PolicyError(
             f"keys={str(keys)!r} without a coordinator",
             expected="the address of the `polyrhythm coordinator` whose keys these are",
-            fix="add coordinator='tcp://HOST:PORT', or leave keys away",
+            fix="pass coordinator='tcp://HOST:PORT', or omit keys",
         )
 
 
 def check_flush(model: object, decoupled: bool) -> None:
     if decoupled and isinstance(model, Pipeline) and not model.is_flushed:
         raise PolicyError(
-            "decoupled=True with a Pipeline that is never flushed",
-            expected="one version of the weights at a time: this one copies them before a forward",
-            fix="make the Pipeline with flush=True, or use overlap=True instead of decoupled=True",
+            "decoupled=True with a Pipeline with flush=False",
+            expected="one version of the weights: flush=False copies them before each forward",
+            fix="use flush=True, or overlap=True instead of decoupled=True",
         )
 
 
@@ -113,13 +112,13 @@ def _check_decoupled(setup: Setup) -> None:
     if setup.averages_gradients:
         raise PolicyError(
             f"decoupled=True under {setup.policy}",
-            expected="a policy that averages models; this one averages gradients",
-            fix="use polyrhythm.DistributedOptimizer, which does the same for gradients",
+            expected=f"a policy that averages models; {setup.policy} averages gradients",
+            fix="use polyrhythm.DistributedOptimizer, which decouples the gradients' all-reduce",
         )
     if setup.why_not_decoupled is not None:
         raise PolicyError(
             f"decoupled=True under {setup.policy}",
-            expected=f"a policy whose averages may come in parts; {setup.why_not_decoupled}",
+            expected=f"a policy whose averages can be split; {setup.why_not_decoupled}",
             fix="use age or adaptive, or decoupled=False",
         )
 
@@ -128,12 +127,12 @@ def check_overlap(setup: Setup, overlap: bool, decoupled: bool) -> None:
     if overlap and decoupled:
         raise PolicyError(
             "overlap=True and decoupled=True",
-            expected="one of them: with overlap nobody waits for an average, whole or in parts",
-            fix="decoupled=True alone keeps exact copies, overlap=True alone hides slow groups",
+            expected="one of them: with overlap no worker waits for an average or a part of it",
+            fix="use decoupled=True for exact copies, or overlap=True to hide slow groups",
         )
     if overlap and not setup.can_overlap:
         raise PolicyError(
             f"overlap under {setup.policy}",
-            expected="a policy that averages models, with whom the scheduler says",
+            expected="a policy that averages models in groups of the scheduler",
             fix="use age or adaptive, or overlap=False",
         )

@@ -1,11 +1,11 @@
-"""Average models at the end of steps, and gather the averages during the next forward.
+"""Average models at the end of steps, and all-gather the averages during the next forward.
 
-`step` returns when the average is certain: each member has made its part of the mean, and all have
-said so. The forward waits for each part of the model where it uses it, so it computes with the same
+`step` returns when the average is committed: each member has its shard of the mean and has sent
+Done. The forward waits for each part of the model where it uses it, so it computes with the same
 weights as if it had waited for all of them.
 
-Buckets are in the order of a forward. The first worker to come says which order that is; the others
-go by it, without waiting for anybody.
+Buckets are in the order of a forward. The first worker that stores its order fixes it for all
+workers of the stage, without waiting for anyone.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from polyrhythm.run.averaging.model_averaging import ModelAveraging
 from polyrhythm.run.averaging.rendezvous import Rendezvous
 from polyrhythm.types import Seconds
 
-_FAILED_TIMEOUT: Seconds = 2.0  # for the rest of an average, when training has failed
+_FAILED_TIMEOUT: Seconds = 2.0  # for the rest of an average after training has failed
 
 
 class DecoupledModelAveraging(ModelAveraging):
@@ -50,7 +50,7 @@ class DecoupledModelAveraging(ModelAveraging):
         self._forward_hooks.finish()
 
     def average_all(self) -> None:
-        """Both halves at once: nothing could hide the second."""
+        """Average without splitting: there is no forward to hide the all-gather behind."""
         self._forward_hooks.finish()
         self._agree_on_order()
         super().average_all()
@@ -60,7 +60,7 @@ class DecoupledModelAveraging(ModelAveraging):
             if graceful:
                 self._forward_hooks.finish()
                 self._client.wait_idle()
-            else:  # the weights may be wanted nevertheless
+            else:  # the caller may still read the weights
                 with contextlib.suppress(PeerError):
                     self._forward_hooks.finish(_FAILED_TIMEOUT)
         finally:
@@ -74,6 +74,6 @@ class DecoupledModelAveraging(ModelAveraging):
 
     def _apply(self, result: AverageResult | None, *, unmoved: Tensor | None = None) -> None:
         if result is not None:
-            assert result.published is unmoved, "training has waited for it"
-            assert result.streaming_buffer is not None, "its second half is on its way"
+            assert result.published is unmoved, "training has waited for the Commit"
+            assert result.streaming_buffer is not None, "the all-gather is running"
             self._forward_hooks.start(result.streaming_buffer)

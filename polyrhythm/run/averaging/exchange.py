@@ -1,16 +1,16 @@
 """Partial all-reduce: the weighted mean of a buffer over any group, in two direct exchanges.
 
-Each member owns one part of the buffer. First everybody sends every owner its part, and the owner
-adds them up (`reduce_scatter`); then every owner sends the all_reduce_mean to everybody (`post_all_gather`). That moves
-as many bytes as a ring, with two messages one after the other instead of 2(g-1). A buffer so small
-that the number of messages counts, not their size, has one owner, the first member. All members get
-the same bits, since each part is added up in one place. The buffer given is left as it is.
+Each member owns one shard of the buffer. First every member sends each owner its shard, and the
+owner sums them (`reduce_scatter`); then every owner sends its mean to all (`post_all_gather`). That
+moves as many bytes as a ring, with two messages in sequence instead of 2(g-1). A buffer so small
+that the number of messages matters, not their size, has one owner, the first member. All members
+get the same bits, since each shard is summed by one member. The input buffer is not modified.
 
-The two halves may be far apart. Then the buffer is cut into buckets, and each member owns a part of
-each: the first bucket comes over all links, and before the others.
+Other work may run between reduce-scatter and all-gather. Then the buffer is split into buckets, and
+each member owns a shard of each: the first bucket uses all links and arrives first.
 
-Sums of half-precision numbers are made in single precision, and rounded once. Every product and
-every sum is rounded by itself, so that a mean does not depend on where the buffer is cut.
+Half-precision numbers are summed in single precision and rounded once. Every product and every sum
+is rounded separately, so that a mean does not depend on the bucket boundaries.
 """
 
 import time
@@ -28,15 +28,15 @@ from polyrhythm.run.averaging.peer_connections import Message, Peer, PeerConnect
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.types import Bytes, Seconds
 
-ShardSlices = list[list[slice]]  # of each bucket, what each member owns
+ShardSlices = list[list[slice]]  # per bucket, the shard of each member
 
-_HALF_PRECISION = (torch.float16, torch.bfloat16)
-_MIN_TIMEOUT: Seconds = 0.001  # to gloo, 0 is no limit
-_NUM_GROUPS, _NUM_BUCKETS = 2**12, 2**16  # that tags tell apart; a tag is below 2**30
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+_MIN_TIMEOUT: Seconds = 0.001  # for gloo, 0 means no limit
+_NUM_GROUPS, _NUM_BUCKETS = 2**12, 2**16  # that a tag can distinguish; a tag is below 2**30
 
 
 class MessageKind(IntEnum):
-    """Of a message."""
+    """The part of an exchange that a message belongs to."""
 
     REDUCE_SCATTER = 0
     ALL_GATHER = 1
@@ -45,7 +45,7 @@ class MessageKind(IntEnum):
 
 
 def tag(kind: MessageKind, number: int, bucket: int = 0) -> int:
-    """Messages of a pair have one order per tag, and those of different groups never mix."""
+    """Return the tag of a message: order is kept per tag, and groups have different tags."""
     group = kind * _NUM_GROUPS + number % _NUM_GROUPS
     return group * _NUM_BUCKETS + bucket % _NUM_BUCKETS
 
@@ -53,13 +53,13 @@ def tag(kind: MessageKind, number: int, bucket: int = 0) -> int:
 def shard_slices(
     num: int, size: int, element_bytes: Bytes, bucket: Bytes | None = None
 ) -> ShardSlices:
-    """What each of `size` members owns of `num` numbers, in buckets; in one without `bucket`.
+    """Split `num` numbers into buckets of `bucket` bytes (None: one), each into `size` shards.
 
-    What is left over is the first bucket, which is waited for.
+    The first bucket is the remainder: training waits for it, so it is the smallest.
     """
-    most = max(num if bucket is None else bucket // element_bytes, 1)
-    stops = sorted(range(num, 0, -most))
-    return [_shard_bucket(*deadline, size, element_bytes) for deadline in pairwise([0, *stops])]
+    bucket_size = max(num if bucket is None else bucket // element_bytes, 1)
+    stops = sorted(range(num, 0, -bucket_size))
+    return [_shard_bucket(*bounds, size, element_bytes) for bounds in pairwise([0, *stops])]
 
 
 def all_reduce_mean(
@@ -71,10 +71,10 @@ def all_reduce_mean(
     number: int,  # of the group
     timeout: Seconds,
 ) -> Tensor:
-    """The weighted mean of the members' `flat`; raises PeerError if a member is lost.
+    """Return the weighted mean of the members' `flat`; raises PeerError if a member is lost.
 
-    And PolicyError, in both, if two of them have buffers of different size. What this one sends may
-    still be on its way: its pairs keep it until `PeerConnections.release`.
+    Two members whose buffers differ in size both raise PolicyError. Sends may still be in flight:
+    the connections hold their tensors until `PeerConnections.release`.
     """
     shards = shard_slices(flat.numel(), len(members), flat.element_size())
     result = reduce_scatter(
@@ -96,28 +96,28 @@ def reduce_scatter(
     number: int,
     timeout: Seconds,
 ) -> Tensor:
-    """A buffer that has the mean where this member owns it, and nothing elsewhere."""
-    place = members.index(connections.me)
-    others = [(i, peer) for i, peer in enumerate(members) if i != place]
+    """Return a buffer with the mean in this member's shards, uninitialised elsewhere."""
+    index = members.index(connections.me)
+    others = [(i, peer) for i, peer in enumerate(members) if i != index]
     size_tag = tag(MessageKind.SIZE, number)
     connections.check_sizes(
         [peer for _, peer in others], flat.nbytes, tag=size_tag, timeout=timeout
     )
     in_flight: deque[tuple[slice, list[Tensor], PostedMessages]] = deque()
     for bucket, owned in enumerate(shards):
-        own, messages = flat[owned[place]], PostedMessages(connections)
+        own, messages = flat[owned[index]], PostedMessages(connections)
         rows = [own if peer == connections.me else torch.empty_like(own) for peer in members]
         bucket_tag = tag(MessageKind.REDUCE_SCATTER, number, bucket)
         for i, peer in others:
             messages.receive(peer, rows[i], tag=bucket_tag)
         for i, peer in others:
             messages.send(peer, flat[owned[i]], tag=bucket_tag)
-        in_flight.append((owned[place], rows, messages))
+        in_flight.append((owned[index], rows, messages))
     result, deadline = torch.empty_like(flat), time.monotonic() + timeout
     while in_flight:
         shard, rows, messages = in_flight.popleft()
         messages.wait_until(deadline)
-        result[shard] = _weighted(rows, weights)
+        result[shard] = _weighted_sum(rows, weights)
     return result
 
 
@@ -129,7 +129,7 @@ def post_all_gather(
     *,
     number: int,
 ) -> None:
-    """All messages of the second half, bucket by bucket; each part has a number of its own."""
+    """Post all messages of the all-gather, bucket by bucket; each shard has its own number."""
     me, size = messages.me, len(members)
     for bucket, owned in enumerate(shards):
         bucket_tag = tag(MessageKind.ALL_GATHER, number, bucket)
@@ -143,9 +143,9 @@ def post_all_gather(
 
 
 class PostedMessages:
-    """Posted at once; those that are received are waited for in order, and none of them twice.
+    """Messages posted at once; received ones are waited for in order, each once.
 
-    What is empty is not sent.
+    Empty tensors are not sent.
     """
 
     def __init__(self, connections: PeerConnections) -> None:
@@ -154,19 +154,19 @@ class PostedMessages:
 
     def receive(self, peer: Peer, into: Tensor, *, tag: int, shard: int = -1) -> None:
         if into.numel():
-            message = self._connections.receive(peer, _raw(into), tag=tag)
+            message = self._connections.receive(peer, _as_bytes(into), tag=tag)
             self._received.append((peer, message, shard))
 
     def send(self, peer: Peer, tensor: Tensor, *, tag: int) -> None:
         if tensor.numel():
-            self._connections.post(peer, _raw(tensor), tag=tag)
+            self._connections.post(peer, _as_bytes(tensor), tag=tag)
 
     def wait_until(self, deadline: Seconds) -> None:
         for _ in self.iter_received(deadline):
             pass
 
     def iter_received(self, deadline: Seconds) -> Iterator[int]:
-        """Parts as they are received. Raises PeerError if somebody is lost."""
+        """Yield the number of each received shard; raises PeerError if a peer is lost."""
         while self._received:
             peer, message, shard = self._received.popleft()
             left = max(deadline - time.monotonic(), _MIN_TIMEOUT)
@@ -175,36 +175,36 @@ class PostedMessages:
             yield shard
 
     def iter_completed(self) -> Iterator[int]:
-        """After a failure, with all connections broken off: parts that are there nevertheless."""
+        """Yield the shards that had arrived before all connections were aborted."""
         while self._received:
             _, message, shard = self._received.popleft()
             try:
                 message.content.wait(timedelta(seconds=_MIN_TIMEOUT))
-            except RuntimeError:  # it was on its way
+            except RuntimeError:  # still in flight
                 continue
             yield shard
 
 
 def _shard_bucket(start: int, stop: int, size: int, element_bytes: Bytes) -> list[slice]:
-    """Of each member; that of the first is all of a small bucket."""
+    """Return the shard of each member; the first member owns all of a small bucket."""
     num = stop - start
     if num * element_bytes <= SMALL:
-        cuts = [start, *[stop] * size]
+        bounds = [start, *[stop] * size]
     else:
-        cuts = [start + num * i // size for i in range(size + 1)]
-    return [slice(first, end) for first, end in pairwise(cuts)]
+        bounds = [start + num * i // size for i in range(size + 1)]
+    return [slice(first, end) for first, end in pairwise(bounds)]
 
 
-def _weighted(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """In the order of members, whoever adds them up."""
+def _weighted_sum(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Sum in the order of members, so that the result does not depend on the owner."""
     dtype = rows[0].dtype
-    wide = torch.float32 if dtype in _HALF_PRECISION else dtype
-    total = rows[0].to(wide) * weights[0]
+    sum_dtype = torch.float32 if dtype in _HALF_DTYPES else dtype
+    total = rows[0].to(sum_dtype) * weights[0]
     for row, weight in zip(rows[1:], weights[1:], strict=True):
-        total += row.to(wide) * weight
+        total += row.to(sum_dtype) * weight
     return total.to(dtype)
 
 
-def _raw(tensor: Tensor) -> Tensor:
-    """As bytes: gloo need not know the type."""
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """View as bytes, so that gloo needs no support for the dtype."""
     return tensor.view(torch.uint8)

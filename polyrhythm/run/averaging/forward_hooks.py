@@ -1,12 +1,12 @@
-"""Takes an average into the model while it arrives: each module waits for its own, when it is used.
+"""Write an average into the model while it arrives: each module waits for its tensors in forward.
 
-A hook runs before the forward of every module that has weights or running statistics of its own, in
-training and evaluation, also when activations are computed anew: it waits until they are there, and
-writes them. Whatever else reads or writes the model waits for all of it: its state, the optimizer's
-step, a forward in evaluation.
+A hook runs before the forward of every module with weights or running statistics of its own, in
+training and evaluation, also when activations are recomputed: it waits for the averaged tensors and
+writes them. Everything else that reads or writes the model waits for the whole average: state_dict,
+load_state_dict, the optimizer's step, a forward in evaluation.
 
-Weights that are used without their module being called (those of `out_proj` in
-nn.MultiheadAttention, say) have no such place. What no hook has seen yet is waited for at once.
+Weights that are used without calling their module (such as those of `out_proj` in
+nn.MultiheadAttention) have no hook. `start` waits for all tensors that no hook has seen yet.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,13 +22,16 @@ from polyrhythm.types import Seconds
 
 
 class ForwardWaitHooks:
-    """In the thread of training. Tensors have numbers, as in `ReplicaState.averaged_tensors`; state follows."""
+    """The hooks of one model, run in the training thread.
+
+    A tensor's number is its index in `ReplicaState.averaged_tensors`; optimizer state follows.
+    """
 
     def __init__(self, model: ReplicaState, *, timeout: Seconds) -> None:
         self._model, self._timeout = model, timeout
-        self._seen: dict[int, None] = {}  # a set in order
+        self._seen: dict[int, None] = {}  # an ordered set
         self._streaming_buffer: StreamingBuffer | None = None
-        self._missing: dict[int, tuple[Tensor, Tensor, int]] = {}  # tensor, its mean, where it ends
+        self._missing: dict[int, tuple[Tensor, Tensor, int]] = {}  # tensor, mean, end in buffer
         self._handles: list[RemovableHandle] = []
         numbers = {id(tensor): number for number, tensor in enumerate(model.averaged_tensors())}
         for module in model.module.modules():
@@ -40,23 +43,23 @@ class ForwardWaitHooks:
         self._hook_reads()
 
     def order(self) -> list[int]:
-        """As the forward uses them; before that, what it was not seen to use."""
+        """Return tensor numbers in forward order, preceded by those that no hook has seen."""
         num = len(self._model.averaged_tensors())
         return [*(i for i in range(num) if i not in self._seen), *self._seen]
 
     def start(self, streaming_buffer: StreamingBuffer) -> None:
-        """A mean of what the model is now; returns when the forward may begin."""
-        assert not self._missing, "the average before is there"
+        """Start to write the mean of the current model; return when the forward may start."""
+        assert not self._missing, "the previous average is complete"
         self._streaming_buffer, flat = streaming_buffer, self._model.flat()
         numbers, stop = [*self._model.order], 0
-        for place, (tensor, mean) in enumerate(flat.views(streaming_buffer.value)):
+        for index, (tensor, mean) in enumerate(flat.views(streaming_buffer.value)):
             stop += mean.numel()
-            number = numbers[place] if place < len(numbers) else place
+            number = numbers[index] if index < len(numbers) else index
             self._missing[number] = tensor, mean, stop
         self._copy_received([i for i in numbers if i not in self._seen])
 
     def finish(self, timeout: Seconds | None = None) -> None:
-        """Wait for all of it."""
+        """Wait for the whole average and write it."""
         if self._missing:
             self._copy_received(list(self._missing), timeout)
 
@@ -69,7 +72,7 @@ class ForwardWaitHooks:
         streaming_buffer = self._streaming_buffer
         for number in numbers:
             if number in self._missing:
-                assert streaming_buffer is not None, "something is missing"
+                assert streaming_buffer is not None, "an average is arriving"
                 tensor, mean, stop = self._missing[number]
                 streaming_buffer.wait(stop, self._timeout if timeout is None else timeout)
                 tensor.copy_(mean)
@@ -77,14 +80,14 @@ class ForwardWaitHooks:
         if not self._missing:
             self._streaming_buffer = None
 
-    # Functions that hold this object, not methods of it: a copy of the model shares them.
+    # Closures, not bound methods: a deep copy of the model shares them.
 
     def _before_forward(self, own: list[int]) -> Callable[[nn.Module, Any], None]:
         root = self._model.module
 
         def before_forward(module: nn.Module, args: Any) -> None:
             self._seen.update(dict.fromkeys(own))
-            if self._missing:  # in evaluation, modules may call each other in other ways
+            if self._missing:  # in evaluation, the forward may take another path
                 self._copy_received(own if root.training else list(self._missing))
 
         return before_forward

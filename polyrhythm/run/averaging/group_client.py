@@ -1,7 +1,7 @@
-"""A worker's line to the scheduler: it joins, hears what to do, and leaves.
+"""Connect a worker to the scheduler: join, run averages and sample requests, leave.
 
-Its clock counts what it has reported: each average, or gathering, has a number of its own. Whoever
-serves the coordinator for the others leaves last, after waiting for them.
+The worker's clock counts its reports: each group average and each global average has its own
+number. The process that hosts the coordinator leaves last, after waiting for the others.
 """
 
 import math
@@ -29,11 +29,11 @@ from polyrhythm.types import Seconds
 
 
 class AverageTimings(NamedTuple):
-    """What averages took of some time."""
+    """Time spent on averages since the last query."""
 
     waited: Seconds  # by training
-    exchange: Seconds  # the last one, from when all were there, whether training waited or not
-    num_members: int  # of that; 1 if there was none
+    exchange: Seconds  # the last one, from when all members were ready, waited for or not
+    num_members: int  # of the last exchange; 1 if there was none
 
 
 class GroupClient:
@@ -48,14 +48,14 @@ class GroupClient:
         log: EventLog | None,
         decoupled: bool = False,
     ) -> None:
-        """Returns when all workers have joined."""
+        """Join the job; return when all workers have joined."""
         self._timeout, self._clock = rendezvous.timeout, 0
         self._num_acquired = self._num_queries = 0
         self._waited: Seconds = 0.0
         self._policy, self._log = rendezvous.setup.policy, log
         worker, incarnation = self.me = rendezvous.me
         hello = Hello(PROTOCOL, worker, node, 0, incarnation, rendezvous.setup.text, shape)
-        with ExitStack() as undo:  # threads that lived on would be taken for a worker
+        with ExitStack() as undo:  # a thread left running would send heartbeats of a dead worker
             self._coordinator = (
                 None if coordinator else rendezvous.start_coordinator(_decision_log_path(log))
             )
@@ -87,72 +87,75 @@ class GroupClient:
             undo.pop_all()
 
     def request(self) -> None:
-        """A step begins after which a group will be wanted."""
+        """Ask for a group at the start of the step after which it is needed."""
         self._send(Request(self.me.worker, self._clock + 1, self.me.incarnation))
 
     def publish(self, read: Callable[[AverageResult | None], Tensor]) -> Tensor:
-        """What `read` gives may be averaged in a group."""
+        """Publish the buffer that `read` returns, to be averaged in a group."""
         self._clock += 1
         return self._averager.publish(read, self._clock)
 
     def average_all(
         self, read: Callable[[AverageResult | None], Tensor], step: int
     ) -> AverageResult | None:
-        """The average with all workers of the stage; None if there is nobody else."""
+        """Average with all workers of the stage; None if there is no other worker."""
         self._clock += 1
         self._averager.publish(read, self._clock, average_all=True)
         self.wait(step, needed="averaging all workers", warn_after=WARN_AFTER)
         return self.pop_result()
 
     def wait(self, step: int, *, needed: str = "", warn_after: Seconds = math.inf) -> None:
-        """Until the scheduler has sent this worker on; `step` is for the log.
+        """Wait until the scheduler has ended the step; `step` is for the log.
 
-        `needed` says what for: then to go on without an average is an error.
+        `needed` names the action that cannot continue without an average: a Skip then raises.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         why = self._averager.wait(self._timeout, needed or "waiting for a group", warn_after)
-        self._waited += time.perf_counter() - began
+        self._waited += time.perf_counter() - start
         if self._log is not None:
-            self._log.write("sync", start=self._log.at(began), step=step, name=self._policy)
+            self._log.write("sync", start=self._log.at(start), step=step, name=self._policy)
         if needed and why is not None:
-            waited = time.perf_counter() - began
+            waited = time.perf_counter() - start
             raise PeerError("another worker", action=needed, waited=waited, cause=why)
 
     def pop_result(self) -> AverageResult | None:
         return self._averager.pop_result()
 
     def acquire(self, number: int, count: int, until: int | None) -> SampleFuture[Ranges]:
-        """Ask for a chunk; one that was asked for before, or the next one."""
+        """Request the next chunk, or again an earlier one."""
         is_possible = 1 <= count <= MAX_CHUNK_SIZE and 0 <= (until or 0) <= MAX_POSITION
         if not (is_possible and 0 <= number <= self._num_acquired):
             raise PolicyError(
                 f"{self.me.worker} asks for {count} positions before {until}, as chunk {number}",
-                expected=f"one position or more, and chunks in order: 0 to {self._num_acquired}",
+                expected=f"at least one position, and chunks in order: 0 to {self._num_acquired}",
                 fix=f"ask for chunk {self._num_acquired} next",
             )
         self._num_acquired = max(self._num_acquired, number + 1)
         return self._client.acquire(number, count, until, self._timeout)
 
     def acknowledge(self, number: int) -> None:
-        """All chunks up to that one are used."""
+        """Report that all chunks up to `number` are used."""
         self._client.acknowledge(number)
 
     def sampler_state(self, last_batch: int | None) -> SamplerState:
-        """Which positions were used by now, by all."""
+        """Return which positions all workers have used so far."""
         self._num_queries += 1
         return self._client.query_progress(self._num_queries, self._timeout, last_batch).wait()
 
     def averaged(self) -> AverageTimings:
-        """Since it was asked the last time."""
+        """Return the timings since the last call, and reset them."""
         waited, self._waited = self._waited, 0.0
         return AverageTimings(waited, *self._averager.last_exchange())
 
     def wait_idle(self) -> None:
-        """Until nobody needs this worker for an average that has been committed."""
+        """Wait until no peer needs this worker for a committed average."""
         self._averager.wait_idle(self._timeout)
 
     def close(self, *, graceful: bool) -> None:
-        """Leave; who serves the others waits for them. If not `graceful`, be missed: at once."""
+        """Leave; the host of the coordinator waits for the others.
+
+        If not `graceful`, close at once: the coordinator marks this worker dead.
+        """
         self._averager.close()
         self._client.close(leave=graceful)
         if self._coordinator is not None:
@@ -162,11 +165,11 @@ class GroupClient:
         self._client.send(message)
 
 
-_num_logs: Counter[Path] = Counter()  # that this process has begun, by run
+_num_logs: Counter[Path] = Counter()  # decision logs that this process has created, by run
 
 
 def _decision_log_path(log: EventLog | None) -> Path | None:
-    """Where the scheduler's log goes: to the folder of the run, beside that of the workers."""
+    """Return the path of the decision log, in the folder of the run."""
     if log is None:
         return None
     folder = log.path.parent

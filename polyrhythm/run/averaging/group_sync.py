@@ -1,4 +1,4 @@
-"""Group averaging in any loop: replicas that keep together without waiting for the slowest.
+"""Group averaging in any training loop: keep replicas consistent without waiting for stragglers.
 
     sync = pr.GroupSync(model, optimizer, policy="adaptive")
     for batch in data:
@@ -6,12 +6,12 @@
         optimizer.step()
         sync.step()
         optimizer.zero_grad()
-    sync.consolidate()
+    sync.average_all()
     sync.close()
 
-Most policies average models, in `step`. `all_reduce` and `balanced` average gradients, before the
-optimizer uses them. Who averages with whom is for the scheduler to say (`sync/`), except under
-`static`, where a rule says it.
+Most policies average models, in `step`. `all_reduce` and `balanced` average gradients, in a
+pre-hook of the optimizer's step. The scheduler (`sync/`) forms the groups, except under `static`,
+where a fixed rule does.
 """
 
 import socket
@@ -53,14 +53,13 @@ from polyrhythm.sync.setup import Setup
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Seconds, Worker
 
-_AVERAGE_ALL_SHARE = (
-    0.9  # of the timeout: the scheduler then says who did not come, before it has passed
-)
+# Of the timeout: the scheduler reports the missing workers before this worker's wait ends.
+_AVERAGE_ALL_SHARE = 0.9
 _Strategy = GradientAveraging | ModelAveraging | ServerAveraging | StaticAveraging
 
 
 class GroupSync:
-    """One worker's; made by all workers of the job, each with a replica of the same model."""
+    """The group averaging of one worker; every worker of the job creates one for its replica."""
 
     def __init__(
         self,
@@ -88,20 +87,21 @@ class GroupSync:
     ) -> None:
         """`policy` and its `options` are those of `polyrhythm.sync`; `every`: steps per average.
 
-        `overlap`: go on at once, and acquire in the average at the next step's end. `decoupled`: go on
-        when the average is certain, and wait for each module's part of it in the next forward.
-        `state`: whether momentum and the like are averaged, too. `outer` is the outer optimizer of
-        `local`. `sampler_state`: positions of samples to be dealt by `acquire`, all alike; under policies
-        with a scheduler.
+        `overlap`: continue at once, and apply the average at the end of the next step. `decoupled`:
+        continue once the average is committed, and wait for each module's part in the next forward.
+        `state`: whether optimizer state such as momentum is averaged. `outer`: the outer optimizer
+        of `local`. `sampler_state`: the sample positions that `acquire` hands out, equal in all
+        processes; only under policies with a scheduler.
 
-        Of a Pipeline, each stage synchronises on its own. Otherwise every process of the job is a
-        replica, or `worker`, `num_stages` and `num_pipelines` say what it is. `node` names the
-        machine; `coordinator` and `keys` a `polyrhythm coordinator` that runs on its own: without,
-        the process of rank 0 serves. `timeout` bounds every wait for other workers. `log` is an
-        event log, or the folder of a run to write one in; a Pipeline's own log is used, too.
+        Each stage of a Pipeline synchronises separately. Without a Pipeline every process of the
+        job is a replica, unless `worker`, `num_stages` and `num_pipelines` are given. `node` names
+        the machine. `coordinator` and `keys`: address and key file of a separate `polyrhythm
+        coordinator`; by default the process of rank 0 hosts it. `timeout` bounds every wait for
+        other workers. `log`: an event log, or a run folder to create one in; the log of a Pipeline
+        takes precedence.
 
-        All begin with the parameters and buffers of the first pipeline. A process may have several
-        of these: all processes make them in the same order, or give each a `name`, used once.
+        All workers start with the parameters and buffers of the first pipeline. For several
+        GroupSyncs in a process, create them in the same order in all, or give each a unique `name`.
         """
         check_timeout(timeout)
         module = model.module if isinstance(model, Pipeline) else model
@@ -150,7 +150,7 @@ class GroupSync:
         except BaseException as error:
             self._rendezvous.report_failure(error)
             raise
-        # Threads that wait in gloo when the interpreter ends would abort it.
+        # A thread that waits in gloo when the interpreter exits would abort the process.
         self._finalizer = weakref.finalize(self, self._strategy.close, graceful=False)
 
     def _start(
@@ -170,10 +170,10 @@ class GroupSync:
             self._model.optimizer,
         )
         rendezvous.wait_for_all()
-        rendezvous.check(self._model.shape())
+        rendezvous.check_same_shapes(self._model.shape())
         rendezvous.broadcast_initial_state(self._model.all_tensors())
         if isinstance(optimizer, ReducedVarianceAdamW) and _averages_models_at_each_step(setup):
-            # Not the size of a group: within a few steps an update has come to all of them.
+            # Not the size of a group: within a few steps an update reaches all replicas.
             optimizer.num_averaged = float(setup.num_pipelines)
         if setup.policy == "static":
             self._strategy: _Strategy = StaticAveraging(
@@ -204,12 +204,12 @@ class GroupSync:
 
     @property
     def num_steps(self) -> int:
-        """That this worker has made."""
+        """Number of steps of this worker."""
         return self._strategy.num_steps
 
     @property
     def overlap(self) -> bool:
-        """Whether training goes on at once; may be changed between steps, by each for itself."""
+        """Whether training continues at once; each worker may change it between steps."""
         return isinstance(self._strategy, ModelAveraging) and self._strategy.overlap
 
     @overlap.setter
@@ -219,89 +219,88 @@ class GroupSync:
             self._strategy.overlap = overlap
 
     def step(self) -> None:
-        """After the optimizer's step: average if it is time, with whom the policy says."""
+        """Average with the group that the policy forms, if due; call after optimizer.step()."""
         self._check_open()
         self._strategy.step()
         if self._own_log is not None:
-            began, self._last_step_at = self._last_step_at, time.perf_counter()
-            start = self._own_log.at(began)
-            self._own_log.write("step", start=start, step=self.num_steps - 1)
+            start, self._last_step_at = self._last_step_at, time.perf_counter()
+            self._own_log.write("step", start=self._own_log.at(start), step=self.num_steps - 1)
 
     def refresh(self) -> None:
-        """With overlap, between micro-batches: take in an average that has come meanwhile.
+        """With overlap, apply an average that has arrived; call between micro-batches.
 
-        With decoupled, wait for the rest of it, before weights are read other than in a forward.
-        Not between a forward and its backward, which needs the weights that the forward had.
+        With decoupled, wait for the whole average; call before reading weights outside a forward.
+        Never call between a forward and its backward, which needs the forward's weights.
         """
         self._check_open()
         if isinstance(self._strategy, ModelAveraging):
             self._strategy.refresh()
 
     def average_gradients(self) -> None:
-        """Under `all_reduce` and `balanced`: now, before the optimizer's step does it by itself.
+        """Average gradients now, under `all_reduce` and `balanced`, not in optimizer.step().
 
-        For what needs the mean, such as clipping, or a GradScaler, which may leave the step out.
-        Under other policies nothing happens: they average models.
+        Needed before gradient clipping, or with a GradScaler, which may skip the step. Does nothing
+        under other policies: they average models.
         """
         self._check_open()
         if isinstance(self._strategy, GradientAveraging):
             self._strategy.average_gradients()
 
     def share(self, num_microbatches: int) -> range:
-        """Under `balanced`: which micro-batches of the global batch this worker is to compute.
+        """Return the micro-batches of the global batch for this worker, under `balanced`.
 
-        Call backward for each of them, and do not divide: the gradient becomes the mean over all.
+        Call backward for each, without dividing the loss: the gradient becomes the mean over all.
         """
         if not isinstance(self._strategy, BalancedGradientAveraging):
             raise PolicyError(
-                f"a share under {self._rendezvous.setup.policy}",
-                expected="the policy balanced, which deals micro-batches",
+                f"share() under {self._rendezvous.setup.policy}",
+                expected="the policy balanced, which assigns micro-batches",
                 fix='use GroupSync(..., policy="balanced"), or split the batch equally',
             )
         return self._strategy.share(num_microbatches)
 
     def acquire(self, number: int, count: int, until: int | None = None) -> SampleFuture[Ranges]:
-        """Ask for the next `count` positions of samples to train on, and return at once.
+        """Request the next `count` sample positions to train on, and return a future at once.
 
-        `wait()` of what is returned gives them, as ranges (start, end): fewer where they end, which
-        is at the limit of `sampler_state`, or before `until`; none if all before that were used. Ask for
-        chunk k + 1 before computing chunk k: then nobody waits for the answer. It comes late only
-        when other pipelines have the last positions; so finish and report chunk k before waiting.
+        `wait()` of the future returns ranges (start, end): fewer positions at the limit of
+        `sampler_state` or before `until`, and none if all of those are used. Request chunk k + 1
+        before computing chunk k, to hide the round trip. The answer is late only while other
+        pipelines hold the last positions; so acknowledge chunk k before waiting.
 
-        Chunks have numbers, from 0 on. All processes of a pipeline that ask for a number get the
-        same; after none, the same number is asked for again, with another `until`.
+        Chunks are numbered from 0. All processes of a pipeline that request a number get the same
+        chunk; after an empty chunk, request the same number again with another `until`.
         """
         return self._dispatch_client().acquire(number, count, until)
 
     def acknowledge(self, number: int) -> None:
-        """After the optimizer's step, before `step`: all chunks up to `number` are used.
+        """Report that all chunks up to `number` are used; call after optimizer.step().
 
-        By each process that took them. What a pipeline has not used when it dies, or closes, is
-        dealt to another one.
+        Each process that acquired a chunk calls this, before `step`. Chunks that a pipeline has not
+        acknowledged when it dies or closes go to another pipeline.
         """
         self._dispatch_client().acknowledge(number)
 
     def sampler_state(self, *, last_batch: int | None = None) -> SamplerState:
-        """Which positions are used by now: for a checkpoint, and for `sampler_state` after it.
+        """Return which positions are used so far: for a checkpoint, and to resume from it.
 
-        `last_batch`: deal no more, for anybody, when the batch of so many that is begun is dealt.
+        `last_batch`: a batch size; hand out nothing after the current batch of that size.
         """
         return self._dispatch_client().sampler_state(last_batch)
 
     def averaged(self) -> AverageTimings:
-        """What averages took since this was asked the last time; nothing under `static`."""
+        """Return the time spent on averages since the last call; zero under `static`."""
         return AverageTimings(0.0, 0.0, 1) if self._client is None else self._client.averaged()
 
     def average_all(self) -> None:
-        """Average over all workers of the stage, who all call this: to evaluate, save or end.
+        """Average over all workers of the stage; all must call this: to evaluate, save or finish.
 
-        Those who have closed theirs, or died, are not waited for.
+        Workers that have closed their GroupSync or died are not waited for.
         """
         self._check_open()
         self._strategy.average_all()
 
     def close(self) -> None:
-        """Leave; the others go on without this worker. Who serves them waits until they leave."""
+        """Leave the job; the others continue. The coordinator's host waits until they leave."""
         if self._finalizer.detach() is not None:
             self._strategy.close(graceful=True)
         if self._own_log is not None:
@@ -318,7 +317,7 @@ class GroupSync:
     ) -> None:
         if error is None:
             self.close()
-        else:  # the others must not take this worker for one that has finished
+        else:  # not a graceful close: this worker has not finished
             self._finalizer()
             self.close()
 
@@ -327,18 +326,18 @@ class GroupSync:
         setup = self._rendezvous.setup
         if self._client is None or setup.sampler_state is None:
             raise PolicyError(
-                f"{self.worker} asks for positions, and none are dealt",
-                expected="GroupSync(..., dispense=Supply(limit=...)), in all processes alike",
-                fix="give it, or let each worker find its share by its rank and its step",
+                f"{self.worker} uses sample dispatch without sampler_state",
+                expected="GroupSync(..., sampler_state=SamplerState(limit=...)) in all processes",
+                fix="pass sampler_state=, or use a sampler that depends on rank and step only",
             )
         return self._client
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
             raise PolicyError(
-                f"{self.worker} goes on after its GroupSync was closed",
-                expected="close() after the last step, and after consolidate()",
-                fix="close it later, or make a new one: all workers do",
+                f"{self.worker} uses a GroupSync that is closed",
+                expected="close() after the last step, and after average_all()",
+                fix="close it later, or create a new GroupSync in all workers",
             )
 
 
@@ -350,7 +349,7 @@ def _make_setup(
     num_pipelines: int | None,
     **policy_args: Any,
 ) -> tuple[Setup, Worker]:
-    """What the job is, and what this process is in it; by default, as ranks and sizes say."""
+    """Return the setup of the job and this process's worker, by default from rank and size."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     if isinstance(model, Pipeline):
@@ -358,7 +357,7 @@ def _make_setup(
         pipeline = rank // num_stages if worker is None else worker.pipeline
         worker = Worker(model.stage, pipeline)
     num_stages = num_stages or 1
-    if num_pipelines is None:  # a process that serves parameters is none of them
+    if num_pipelines is None:  # the parameter server is not a replica
         num_training = world - (policy_args["policy"] == "ssp")
         num_pipelines = max(num_training // num_stages, 1)
     setup = Setup(num_stages=num_stages, num_pipelines=num_pipelines, **policy_args)

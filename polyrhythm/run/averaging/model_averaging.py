@@ -1,12 +1,12 @@
-"""Average models at the end of steps, with whom the scheduler says.
+"""Average models at the end of steps, in the groups of the scheduler.
 
 If training waits for the average, all members of a group continue from exact copies. With `overlap`
-it goes on at once, and at the end of the next step adds the difference to what the weights have
-become; a group then has a whole step to come about, and its window costs nobody any time. A step of
-several micro-batches may take it in sooner, between two of them: the gradients of those that follow
-are then of the averaged model.
+training continues at once, and at the end of the next step adds the difference to the current
+weights; a group then has a whole step to form, and its window costs no time. A step of several
+micro-batches may apply the average sooner, between two of them: the remaining gradients are then
+those of the averaged model.
 
-`local` takes the mean of the models as a direction, in which an outer optimizer makes one step.
+`local` uses the mean of the models as a direction, in which an outer optimizer makes one step.
 """
 
 import torch
@@ -46,7 +46,7 @@ class ModelAveraging:
         self._request_group()
 
     def refresh(self) -> None:
-        """Added, not written: should the optimizer have made its step already, that stays."""
+        """Add the difference instead of writing the mean, which would undo an optimizer step."""
         self._apply(self._client.pop_result())
 
     def average_all(self) -> None:
@@ -71,7 +71,7 @@ class ModelAveraging:
         return self._model.flat().read()
 
     def _apply(self, result: AverageResult | None, *, unmoved: Tensor | None = None) -> None:
-        """`unmoved` is what the model still is, if it is that."""
+        """`unmoved`: the published buffer, if the weights have not changed since."""
         if result is None:
             return
         if self._outer is not None:
@@ -83,7 +83,7 @@ class ModelAveraging:
 
 
 class _Outer:
-    """The outer optimizer's point and velocity, the same on all workers; of the weights alone."""
+    """The outer optimizer's anchor and velocity, equal on all workers; of the weights only."""
 
     def __init__(self, optimizer: OuterNesterov, model: ReplicaState) -> None:
         self._optimizer, self._num_weights = optimizer, model.num_weights
@@ -91,7 +91,7 @@ class _Outer:
         self._velocity = torch.zeros_like(self._anchor)
 
     def step(self, result: AverageResult) -> AverageResult:
-        """Where the model is to be instead of the mean."""
+        """Return the result with the outer optimizer's weights in place of the mean."""
         weights, rest = result.value.split(
             [self._num_weights, result.value.numel() - self._num_weights]
         )

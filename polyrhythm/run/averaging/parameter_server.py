@@ -1,9 +1,9 @@
 """A parameter server: one process holds the model; workers push to it, and pull from it.
 
-The baseline that group averaging is compared with. A worker pushes how far its weights have moved
-since it last pulled; the server adds the mean over workers of these moves, one push at a time. Who
-may go on when is the scheduler's matter (`sync/ssp.py`). The server is a process of the job beside
-the workers, best on a host of its own:
+The baseline that group averaging is compared with. A worker pushes the change of its weights since
+its last pull; the server adds 1 / number of workers of it, one push at a time. The scheduler
+decides which worker may continue (`sync/policies/ssp.py`). The server is a process of the job in
+addition to the workers, best on a host of its own:
 
     if rank == num_workers:
         pr.ParameterServer(num_pipelines=num_workers).serve()
@@ -26,20 +26,20 @@ from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_OPERATION_TAG, _WEIGHTS_TAG = 1, 2  # tags
+_OPERATION_TAG, _WEIGHTS_TAG = 1, 2
 
 
 class _Operation(IntEnum):
-    """What a worker is about to do; it says so with the size and type of the buffer."""
+    """A request of a worker, sent in a header with the size and dtype of the buffer."""
 
-    BEGIN = 0  # offers the weights to begin with
+    INIT = 0  # sends the initial weights
     PUSH = 1
     PULL = 2
     LEAVE = 3
 
 
 class ParameterServerClient:
-    """A worker's line to the server."""
+    """A worker's connection to the parameter server."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._timeout = timedelta(seconds=rendezvous.timeout)
@@ -49,15 +49,15 @@ class ParameterServerClient:
         )
         self._connections.connect([self._server], "server", timeout=rendezvous.timeout)
 
-    def begin(self, weights: Tensor) -> None:
-        self._send_header(_Operation.BEGIN, weights)
+    def init(self, weights: Tensor) -> None:
+        self._send_header(_Operation.INIT, weights)
         self._send(weights)
 
-    def push(self, move: Tensor) -> None:
-        """Returns when the server has added it: whoever pulls from now on gets it."""
-        self._send_header(_Operation.PUSH, move)
-        self._send(move)
-        with peer_errors("the parameter server", "waiting until it has added a push"):
+    def push(self, delta: Tensor) -> None:
+        """Return when the server has added `delta`: every later pull includes it."""
+        self._send_header(_Operation.PUSH, delta)
+        self._send(delta)
+        with peer_errors("the parameter server", "waiting for the reply to a push"):
             self._connections.receive(self._server, torch.empty(1), tag=_WEIGHTS_TAG).wait(
                 self._timeout
             )
@@ -73,41 +73,41 @@ class ParameterServerClient:
         try:
             self._send_header(_Operation.LEAVE, torch.empty(0))
         except PeerError:
-            return  # it is gone before us
+            return  # the server is gone already
         finally:
             self._connections.close()
 
     def _send_header(self, operation: _Operation, buffer: Tensor) -> None:
         header = torch.tensor([operation, buffer.numel(), _DTYPES.index(buffer.dtype)])
-        with peer_errors("the parameter server", f"telling it to {operation.name.lower()}"):
+        with peer_errors("the parameter server", f"requesting {operation.name.lower()}"):
             self._connections.send(self._server, header, tag=_OPERATION_TAG).wait(self._timeout)
 
     def _send(self, buffer: Tensor) -> None:
-        with peer_errors("the parameter server", "sending to it"):
+        with peer_errors("the parameter server", "sending weights"):
             self._connections.send(self._server, buffer, tag=_WEIGHTS_TAG).wait(self._timeout)
 
 
 @dataclass(slots=True)
 class _StageWeights:
-    """In single precision at least: small moves add up, which half precision would round away."""
+    """The weights of a stage, at least in float32: half precision would round small pushes away."""
 
     num_pipelines: int
     lock: threading.Lock = field(default_factory=threading.Lock)
     weights: Tensor | None = None
 
-    def begin(self, weights: Tensor) -> None:
+    def init(self, weights: Tensor) -> None:
         with self.lock:
-            if self.weights is None:  # all offer the same
+            if self.weights is None:  # all workers send the same
                 self.weights = _to_wide(weights)
 
-    def push(self, move: Tensor) -> None:
+    def push(self, delta: Tensor) -> None:
         with self.lock:
-            assert self.weights is not None, "a worker begins before it pushes"
-            self.weights += _to_wide(move) / self.num_pipelines
+            assert self.weights is not None, "a worker sends INIT before it pushes"
+            self.weights += _to_wide(delta) / self.num_pipelines
 
     def pull(self, dtype: torch.dtype) -> Tensor:
         with self.lock:
-            assert self.weights is not None, "a worker begins before it pulls"
+            assert self.weights is not None, "a worker sends INIT before it pulls"
             return self.weights.to(dtype, copy=True)
 
 
@@ -126,7 +126,7 @@ class ParameterServer:
         timeout: Seconds = 600.0,
         name: str | None = None,
     ) -> None:
-        """All as in the workers' GroupSync; of several, in the same order or each with a name."""
+        """Take the arguments of the workers' GroupSync; several need the same order or a `name`."""
         self._setup = Setup(policy="ssp", num_stages=num_stages, num_pipelines=num_pipelines)
         _check_rank(len(self._setup.workers))
         self._timeout, name = timeout, name or next_name(self._setup)
@@ -135,10 +135,10 @@ class ParameterServer:
             for stage in range(num_stages)
         ]
         self._weights = [_StageWeights(num_pipelines) for _ in range(num_stages)]
-        self.lost: list[str] = []  # why, of workers that did not leave in good order
+        self.lost: list[str] = []  # the errors of workers that did not leave
 
     def serve(self) -> None:
-        """Raises PeerError if not all workers come."""
+        """Serve until all workers have left; raises PeerError if not all workers join."""
         try:
             self._stage_rendezvous[0].wait_for_all()
         except BaseException as error:
@@ -168,10 +168,10 @@ class ParameterServer:
             connections.close()
 
     def _answer(self, connections: PeerConnections, peer: Peer) -> bool:
-        """Do what a worker says; False when it leaves."""
+        """Handle a worker's next request; False when it leaves."""
         stage, timeout = self._weights[peer.worker.stage], timedelta(seconds=self._timeout)
         header = torch.empty(3, dtype=torch.int64)
-        with peer_errors(peer.worker, "waiting for its next word"):
+        with peer_errors(peer.worker, "waiting for its next request"):
             connections.receive(peer, header, tag=_OPERATION_TAG).wait(timeout)
         operation, size, dtype = _Operation(int(header[0])), int(header[1]), _DTYPES[int(header[2])]
         if operation is _Operation.LEAVE:
@@ -182,8 +182,8 @@ class ParameterServer:
                 return True
             buffer = torch.empty(size, dtype=dtype)
             connections.receive(peer, buffer, tag=_WEIGHTS_TAG).wait(timeout)
-            if operation is _Operation.BEGIN:
-                stage.begin(buffer)
+            if operation is _Operation.INIT:
+                stage.init(buffer)
             else:
                 stage.push(buffer)
                 connections.send(peer, torch.empty(1), tag=_WEIGHTS_TAG).wait(timeout)
@@ -191,11 +191,11 @@ class ParameterServer:
 
 
 def _check_rank(num_workers: int) -> None:
-    """Workers have the ranks from 0 on; the first of them coordinates."""
+    """Check that the server's rank follows the workers', which start at 0 with the coordinator."""
     if dist.is_initialized() and dist.get_rank() < num_workers:
         raise PolicyError(
             f"a parameter server on rank {dist.get_rank()} of {dist.get_world_size()}, "
             f"for {num_workers} workers",
-            expected=f"the rank after those of the workers, {num_workers}",
-            fix=f"start {num_workers + 1} processes, and serve on the last one",
+            expected=f"rank {num_workers}, the first one after the workers",
+            fix=f"start {num_workers + 1} processes, and call serve() on the last one",
         )

@@ -1,20 +1,19 @@
-"""Pairs: a connection between two workers, made when a group first needs it and kept for the next.
+"""A connection per pair of workers, made when a group first needs it and kept for later groups.
 
-A group exchanges over the pairs of its members. With a process group for each group of workers
-instead, most groups would have to be made first, which takes three times as long as the average
-itself (`polyrhythm bench average`); with one process group for all workers, one lost worker would
-break the connections of everybody. A pair breaks alone. There are at most as many as a worker has
-peers.
+A group exchanges over the pairs of its members. With one process group per group of workers, most
+groups would have to be created first, which takes three times as long as the average itself
+(`polyrhythm bench average`); with one process group for all workers, one lost worker would break
+all connections. A pair breaks alone. A worker has at most as many pairs as peers.
 
-Both sides have to agree on which connection is meant: it is named after the two, their lives (one
-that starts anew has none of the old connections) and the group that first needed it; and when a
-group fails, all its members drop all connections among them. Before they exchange buffers of some
-size for the first time, they compare it: gloo ends a process that gets more than it expects.
+Both sides must name the same connection: by the two workers, their incarnations (a restarted worker
+has none of the old connections) and the group that first needed it; and when a group fails, all its
+members drop all connections among them. Before the first exchange of a buffer size, both compare
+it: gloo aborts a process that receives more than it expects.
 
-When a connection breaks, gloo wakes whoever waits for a message that has not begun, and leaves
-waiting who waits for one that is half way, in or out. So an empty message, which has no half,
-follows each: whoever receives waits for that. And what is sent is not waited for, but kept until
-its receiver is known to have it.
+When a connection breaks, gloo wakes a thread that waits for a message not yet started, but not one
+that waits for a message in transfer, in either direction. So an empty message, which is never in
+transfer, follows each message, and the receiver waits for the empty one. A sender does not wait; it
+holds the tensor until the receiver is known to have it.
 """
 
 import os
@@ -34,42 +33,42 @@ from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import abort
 from polyrhythm.types import Bytes, Seconds, Worker
 
-_POLL: Seconds = 0.002  # at first; doubled up to the next one
+_POLL: Seconds = 0.002  # initially; doubled up to _LONGEST_POLL
 _LONGEST_POLL: Seconds = 0.05
-_HANDSHAKE: Seconds = 20.0  # of two that are both here
-_CONNECT_DECISION = "fate"  # the key of what both do: "on" or "off"
+_HANDSHAKE_TIMEOUT: Seconds = 20.0  # of two peers that are both present
+_CONNECT_DECISION = "decision"  # the store key of the common decision: "on" or "off"
 
 
 class Peer(NamedTuple):
-    """A worker in one of its lives."""
+    """A worker in one of its incarnations."""
 
     worker: Worker
     incarnation: int
 
 
 class Message(NamedTuple):
-    """On its way, one way or the other."""
+    """A send or receive in flight."""
 
     content: dist.Work
-    end: dist.Work  # the empty one behind it
+    end: dist.Work  # the empty message that follows
 
     def wait(self, timeout: timedelta) -> None:
         self.end.wait(timeout)
-        self.content.wait(timeout)  # is there: messages keep their order
+        self.content.wait(timeout)  # complete: messages keep their order
 
 
 class _PeerConnection(NamedTuple):
     group: dist.ProcessGroup
-    sizes: set[Bytes]  # that both have had
-    posted: list[Message]  # that the other one may not have yet
+    sizes: set[Bytes]  # that both have compared
+    posted: list[Message]  # that the peer may not have received yet
 
 
 class PeerConnections:
-    """Of one worker; `connect` and what follows are called by one thread, `abort` by any."""
+    """The connections of one worker; used by one thread, but any thread may call `abort`."""
 
     def __init__(self, store: Store, me: Peer) -> None:
         self.me = me
-        # A connection of its own: one that waits for a key holds up whoever shares it.
+        # A clone: a wait for a key blocks all users of the same store connection.
         self.store = store.clone()  # type: ignore[attr-defined]
         self._by_peer: dict[Peer, _PeerConnection] = {}
 
@@ -81,10 +80,10 @@ class PeerConnections:
         timeout: Seconds,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Make what is missing, together with the peers, who do so under the same name.
+        """Make the missing connections; each peer does so under the same name.
 
-        All make their pairs in one order, so that nobody waits in a circle. Raises PeerError after
-        `timeout`, or as soon as `should_stop` says so.
+        All workers make pairs in one global order, which rules out a deadlock. Raises PeerError
+        after `timeout`, or once `should_stop` returns True.
         """
         deadline = time.monotonic() + timeout
         missing = [tuple(sorted((self.me, peer))) for peer in peers if peer not in self._by_peer]
@@ -100,39 +99,39 @@ class PeerConnections:
     def check_sizes(
         self, peers: Iterable[Peer], size: Bytes, *, tag: int, timeout: Seconds
     ) -> None:
-        """With those who have not had that size before; PolicyError if theirs is another."""
-        new = [peer for peer in peers if size not in self._by_peer[peer].sizes]
-        ours, theirs = (
+        """Compare `size` with peers that have not compared it before; PolicyError if it differs."""
+        unchecked = [peer for peer in peers if size not in self._by_peer[peer].sizes]
+        own_size, peer_sizes = (
             torch.tensor([size]),
-            {peer: torch.zeros(1, dtype=torch.int64) for peer in new},
+            {peer: torch.zeros(1, dtype=torch.int64) for peer in unchecked},
         )
-        messages = [(peer, self.receive(peer, theirs[peer], tag=tag)) for peer in new]
-        for peer in new:
-            self.post(peer, ours, tag=tag)
+        messages = [(peer, self.receive(peer, peer_sizes[peer], tag=tag)) for peer in unchecked]
+        for peer in unchecked:
+            self.post(peer, own_size, tag=tag)
         for peer, message in messages:
             with peer_errors(peer.worker, "comparing sizes"):
                 message.wait(timedelta(seconds=timeout))
-        for peer in new:
-            if (other := int(theirs[peer])) != size:
+        for peer in unchecked:
+            if (other := int(peer_sizes[peer])) != size:
                 raise PolicyError(
                     f"{self.me.worker} has {size:,} bytes to average, {peer.worker} has {other:,}",
                     expected="the same tensors in both",
-                    fix='average no optimizer state (state="local") if workers may skip their '
-                    "first step of the optimizer, and freeze the same parameters everywhere",
+                    fix='use state="local" if workers may skip their first optimizer step, and '
+                    "freeze the same parameters in all workers",
                 )
             self._by_peer[peer].sizes.add(size)
 
     def post(self, peer: Peer, tensor: Tensor, *, tag: int) -> None:
-        """Send it, and keep it until `release`, or until the connection is dropped."""
+        """Send `tensor`, and hold it until `release` or until the connection is dropped."""
         self._by_peer[peer].posted.append(self.send(peer, tensor, tag=tag))
 
     def release(self) -> None:
-        """All that was posted has been received: somebody has said so."""
+        """Free the posted tensors; call once the receivers are known to have them."""
         for connection in self._by_peer.values():
             connection.posted.clear()
 
     def flush(self, timeout: Seconds) -> None:
-        """Until all that was posted is sent, where nobody says that it has been received."""
+        """Wait until all posted tensors are sent; for use without acknowledgements."""
         for peer, connection in self._by_peer.items():
             for message in connection.posted:
                 with peer_errors(peer.worker, "sending"):
@@ -140,20 +139,20 @@ class PeerConnections:
         self.release()
 
     def send(self, peer: Peer, tensor: Tensor, *, tag: int) -> Message:
-        """To be waited for, or kept: a pair stops for good at one that nobody holds any more."""
-        group, nothing = self._by_peer[peer].group, tensor.new_empty(0)
+        """Send `tensor`; hold the returned message, since dropping it blocks the pair for good."""
+        group, empty = self._by_peer[peer].group, tensor.new_empty(0)
         with peer_errors(peer.worker, "sending"):  # fails at once if the connection has closed
-            works = [group.send([each], 1 - group.rank(), tag) for each in (tensor, nothing)]
+            works = [group.send([part], 1 - group.rank(), tag) for part in (tensor, empty)]
         return Message(*works)
 
     def receive(self, peer: Peer, tensor: Tensor, *, tag: int) -> Message:
-        group, nothing = self._by_peer[peer].group, tensor.new_empty(0)
+        group, empty = self._by_peer[peer].group, tensor.new_empty(0)
         with peer_errors(peer.worker, "receiving"):
-            works = [group.recv([each], 1 - group.rank(), tag) for each in (tensor, nothing)]
+            works = [group.recv([part], 1 - group.rank(), tag) for part in (tensor, empty)]
         return Message(*works)
 
     def abort(self, peers: Sequence[Peer]) -> None:
-        """Wake whoever waits for these peers, here and there; then `drop` them."""
+        """Wake all threads that wait for these peers, on both sides; `drop` them afterwards."""
         for connection in [self._by_peer.get(peer) for peer in peers]:
             if connection is not None:
                 abort(connection.group)
@@ -162,10 +161,10 @@ class PeerConnections:
         self.abort(list(self._by_peer))
 
     def drop(self, workers: Iterable[Worker]) -> None:
-        """Forget the connections to these, in whatever life."""
-        gone = set(workers)
+        """Forget the connections to these workers, in any incarnation."""
+        dropped = set(workers)
         self._by_peer = {
-            p: connection for p, connection in self._by_peer.items() if p.worker not in gone
+            p: connection for p, connection in self._by_peer.items() if p.worker not in dropped
         }
 
     def close(self) -> None:
@@ -174,48 +173,51 @@ class PeerConnections:
     def _make_group(
         self, other: Peer, pair_prefix: str, deadline: Seconds, should_stop: Callable[[], bool]
     ) -> dist.ProcessGroup:
-        store, mine = PrefixStore(pair_prefix, self.store), int(other < self.me)
+        store, rank = PrefixStore(pair_prefix, self.store), int(other < self.me)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))]
-        options._threads = 1  # of those that run collectives, which a pair does not
-        options._timeout = timedelta(seconds=_HANDSHAKE)
-        with peer_errors(other.worker, "connecting"):  # the store may be gone, too
-            self._rendezvous(store, mine, other, deadline, should_stop)
-            return dist.ProcessGroupGloo(store, mine, 2, options)  # type: ignore[return-value]
+        options._threads = 1  # they run collectives, which a pair does not use
+        options._timeout = timedelta(seconds=_HANDSHAKE_TIMEOUT)
+        with peer_errors(other.worker, "connecting"):  # the store may be gone as well
+            self._rendezvous(store, rank, other, deadline, should_stop)
+            return dist.ProcessGroupGloo(store, rank, 2, options)  # type: ignore[return-value]
 
     def _rendezvous(
         self,
         store: Store,
-        mine: int,
+        rank: int,
         other: Peer,
         deadline: Seconds,
         should_stop: Callable[[], bool],
     ) -> None:
-        """Wait until both are here, and agree: either both connect now, or neither does.
+        """Wait until both peers are present, and agree: either both connect now, or neither.
 
-        Gloo would wait for a peer that has given up, or is gone, and could not be told to stop.
+        Gloo would wait for a peer that has stopped or died, and that wait cannot be aborted.
         """
-        store.set(f"here{mine}", "")
-        began, pause = time.monotonic(), _POLL
-        while not store.check([f"here{1 - mine}"]):
+        store.set(f"here{rank}", "")
+        start, pause = time.monotonic(), _POLL
+        while not store.check([f"here{1 - rank}"]):
             if should_stop() or time.monotonic() >= deadline:
-                cause = "the group was given up" if should_stop() else "it did not come"
+                cause = "the group was aborted" if should_stop() else "it did not connect"
                 if store.compare_set(_CONNECT_DECISION, "", "off") == b"off":
-                    raise self._lost_error(other, began, cause)
-                return  # it has come just now, and waits for us
+                    raise self._lost_error(other, start, cause)
+                return  # the peer has just arrived, and waits for us
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL)
         if store.compare_set(_CONNECT_DECISION, "", "on") != b"on":
-            raise self._lost_error(other, began, "it has given up the group")
+            raise self._lost_error(other, start, "it has aborted the group")
 
-    def _lost_error(self, other: Peer, began: Seconds, cause: str) -> PeerError:
-        waited = time.monotonic() - began
+    def _lost_error(self, other: Peer, start: Seconds, cause: str) -> PeerError:
+        waited = time.monotonic() - start
         return PeerError(str(other.worker), action="connecting", waited=waited, cause=cause)
 
 
 @cache
 def _device(interfaces: str) -> dist.ProcessGroupGloo.Device:
-    """One listening socket and one thread for all pairs; torch reads the same variable."""
+    """Return one listening socket and one thread for all pairs.
+
+    torch.distributed reads the same environment variable.
+    """
     if interfaces:
         return dist.ProcessGroupGloo.create_device(interface=interfaces.split(",")[0])
     return dist.ProcessGroupGloo.create_default_device()

@@ -4,11 +4,11 @@ A worker that updates its own weights before they are averaged with those of oth
 of its own gradient g only. Adam divides by the root of the mean of g^2 = mean^2 + variance, though
 of the average of n such gradients it would be mean^2 + variance / n: where noise dominates, steps
 are up to sqrt(n) times smaller than those of Adam on averaged gradients. Here a second mean of g,
-with the second moment's decay b2, tells mean and variance apart. With m2 and v the running means of
+with the second moment's decay b2, separates mean and variance. With m2 and v the running means of
 g and g^2 after t steps, both from zero, and m the usual first moment:
 
     mh = m2 / (1 - b2^t)      vh = v / (1 - b2^t)      v_s = mh^2 + max(vh - mh^2, 0) / n
-    step = lr * m / (1 - b1^t) / (sqrt(v_s) + eps)     after the decay of weights
+    step = lr * m / (1 - b1^t) / (sqrt(v_s) + eps)     after weight decay
 
 `num_averaged` is n, the effective number of workers: 1 / sum of w^2 for an average with weights w.
 The moments do not depend on it, so it may change. GroupSync sets it to the number of replicas if
@@ -16,7 +16,7 @@ models are averaged at each step: a group is smaller, but what moves the mean of
 mean of all updates. With 1 this is AdamW, as it must be where the gradients themselves have been
 averaged before the step.
 
-How exact: mh^2 has some of the noise too, so the expectation of v_s is mean^2 + variance / n
+Accuracy: mh^2 contains some of the noise too, so the expectation of v_s is mean^2 + variance / n
 + S * variance * (1 - 1/n), where S = (1 - b2) (1 + b2^t) / ((1 + b2) (1 - b2^t)) is the sum of the
 squared weights in mh. S falls about as 1/t, from 1 (one gradient shows no variance: any n gives the
 step of AdamW) to 0.0005 for b2 = 0.999, so early steps err towards AdamW's smaller ones. vh < mh^2
@@ -26,8 +26,8 @@ Source: Miao et al., "SDPipe: A Semi-Decentralized Framework for Heterogeneity-a
 Pipeline-parallel Training", PVLDB 16(9), 2023, section 4, "Optimizer Variance Reduction".
 Departures: the published code has v_s = (m2^2 + (v - m2^2) / N) / (1 - b2^t), which divides m2^2
 once instead of twice: early on the mean is all but lost and steps are up to sqrt(N) times too
-large. m2 has at least float32: in bfloat16 it stops far short of a constant gradient. The other
-moments have the type of their parameter, as in AdamW.
+large. m2 is at least float32: in bfloat16 it stops far short of a constant gradient. The other
+moments have the dtype of their parameter, as in AdamW.
 """
 
 import math
@@ -55,13 +55,13 @@ class ReducedVarianceAdamW(Optimizer):
         weight_decay: float = 1e-2,
         num_averaged: float = 1.0,
     ) -> None:
-        # Options of a group, since those are what state_dict and pickle keep.
+        # In param_groups, which state_dict and pickle keep.
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options | {"num_averaged": num_averaged})
 
     @property
     def num_averaged(self) -> float:
-        """Effective number of workers in the average of weights that follows the next step."""
+        """Effective number of workers in the average of weights after the next step."""
         return self.param_groups[0]["num_averaged"]
 
     @num_averaged.setter
@@ -78,11 +78,11 @@ class ReducedVarianceAdamW(Optimizer):
         if not all("num_averaged" in group for group in state_dict["param_groups"]):
             raise UserError(
                 "the state of an optimizer without num_averaged",
-                expected="what state_dict() of a ReducedVarianceAdamW returned",
-                fix="start with fresh moments, or go on with the optimizer that saved them",
+                expected="the state_dict() of a ReducedVarianceAdamW",
+                fix="start with fresh moments, or continue with the optimizer that saved them",
             )
         super().load_state_dict(state_dict)
-        # It has cast every moment to the type of its parameter, which is too coarse for m2.
+        # It has cast every moment to the dtype of its parameter, which is too coarse for m2.
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         loaded = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, p in zip(saved, loaded, strict=True):
@@ -91,13 +91,13 @@ class ReducedVarianceAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns what `closure` returned."""
+        """Update every parameter that has a gradient; return the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         trained = [[p for p in g["params"] if p.grad is not None] for g in self.param_groups]
-        for p in chain.from_iterable(trained):  # all of them before any is changed
+        for p in chain.from_iterable(trained):  # check all before changing any
             _check_gradient(p)
         for group, params in zip(self.param_groups, trained, strict=True):
             if params:
@@ -123,7 +123,7 @@ class ReducedVarianceAdamW(Optimizer):
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
 
         corrections = [1 - beta2**t for t in steps]
-        if group["num_averaged"] == 1:  # in the order of AdamW, to have its very bits
+        if group["num_averaged"] == 1:  # in the order of AdamW, for bit-identical results
             roots = list(torch._foreach_sqrt(squares))
             torch._foreach_div_(roots, [c**0.5 for c in corrections])
         else:
@@ -134,7 +134,7 @@ class ReducedVarianceAdamW(Optimizer):
 
     def _moments(self, p: Tensor) -> dict[str, Tensor]:
         state = self.state[p]
-        if not state:  # names as in AdamW, which can take over
+        if not state:  # named as in AdamW, which can load them
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
@@ -145,7 +145,7 @@ class ReducedVarianceAdamW(Optimizer):
 def _second_moments(
     slow_averages: list[Tensor], squares: list[Tensor], corrections: list[float], number: float
 ) -> list[Tensor]:
-    """Of the average of `number` independent gradients."""
+    """Return the second moments of the average of `number` independent gradients."""
     means = torch._foreach_div(slow_averages, corrections)
     wide_squares = [v.to(mean.dtype) for v, mean in zip(squares, means, strict=True)]
     variances = torch._foreach_div(wide_squares, corrections)
@@ -157,7 +157,7 @@ def _second_moments(
 
 
 def _scale(tensors: list[Tensor], factor: float) -> None:
-    if tensors[0].is_cpu:  # there _foreach_mul_ would round the factor to half precision first
+    if tensors[0].is_cpu:  # _foreach_mul_ on CPU rounds the factor to half precision first
         for tensor in tensors:
             tensor.mul_(factor)
     else:
@@ -176,7 +176,7 @@ def _check_options(options: dict[str, Any]) -> None:
         raise UserError(
             f"betas={options['betas']}",
             expected="two decays in [0, 1)",
-            fix="use (0.9, 0.999), or closer to 0 for a shorter memory",
+            fix="use (0.9, 0.999), or values closer to 0 for a shorter memory",
         )
     _check_num_averaged(options["num_averaged"])
 
@@ -186,12 +186,12 @@ def _check_num_averaged(number: float) -> None:
         raise UserError(
             f"num_averaged={number}",
             expected="a finite number >= 1",
-            fix="use 1 / sum of squared weights, of weights that sum to 1; 1 for no averaging",
+            fix="use 1 / sum of squared weights that sum to 1; use 1 for no averaging",
         )
 
 
 def _check_gradient(p: Tensor) -> None:
-    assert p.grad is not None, "chosen for it"
+    assert p.grad is not None, "step() passes only parameters with a gradient"
     if p.grad.layout != torch.strided or p.grad.is_complex():
         kind = "complex" if p.grad.is_complex() else f"sparse ({p.grad.layout})"
         raise UserError(

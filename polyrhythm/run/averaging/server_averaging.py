@@ -1,4 +1,4 @@
-"""Push to a parameter server and pull from it; how far one may run ahead, the scheduler says."""
+"""Push to a parameter server and pull from it; the scheduler bounds how far a worker runs ahead."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ class ServerAveraging:
         self._model, self._client, self._server = model, client, server
         self._every = every
         self._pulled = model.flat().read()
-        server.begin(self._pulled)
+        server.init(self._pulled)
 
     def step(self) -> None:
         self.num_steps += 1
@@ -25,7 +25,7 @@ class ServerAveraging:
             self._push_pull(self._wait)
 
     def average_all(self) -> None:
-        """All have pushed by the time that anybody pulls."""
+        """Pull after all workers have pushed."""
         self._push_pull(self._average_all)
 
     def close(self, *, graceful: bool) -> None:

@@ -1,14 +1,14 @@
-"""An average in two halves: the means are made before it is committed, and come together after.
+"""An all-reduce split at the Commit: reduce-scatter before it, all-gather after it.
 
-`reduce_scatter` makes this member's shard of each bucket; then it may say Done. After the Commit, `all_gather`
-brings the parts of all members together, while training goes on and waits for each bucket where it
-needs it (`streaming_buffer.py`). Members that have everything say so to each other; until all have, nobody
-is through.
+`reduce_scatter` computes this member's shard of each bucket; then the member may send Done. After
+the Commit, `all_gather` collects the shards of all members while training continues and waits for
+each bucket where it needs it (`streaming.py`). A member that has everything sends END to the
+others, and returns when it has received END from all.
 
-If a member is lost meanwhile, all who are left notice, since whoever does breaks off its
-connections to the others. They call the roll, and hand on what each is missing (`sync/mending.py`);
-should another one be lost on the way, once more. In the end they are exact copies. Whoever comes
-too late to that, or is the only one, keeps its own numbers for what it is missing.
+If a member is lost during the all-gather, all survivors notice, since each aborts its connections
+to the others. They agree on the survivors and transfer the missing shards (`sync/repair.py`); if
+another member is lost, they do so again. In the end they are exact copies. A member that is too
+late for the agreement, or the only survivor, keeps its own numbers for the missing shards.
 """
 
 import time
@@ -33,15 +33,16 @@ from polyrhythm.run.averaging.survivors import agree_on_survivors
 from polyrhythm.sync.repair import plan_transfers
 from polyrhythm.types import Seconds
 
-_MIN_TIMEOUT: Seconds = (
-    15.0  # nobody is given up sooner; for as long a worker may be silent elsewhere
-)
-# Between two who are alive and notice that a third one is lost: one has a bucket to wait for first.
+_MIN_TIMEOUT: Seconds = 15.0  # as the coordinator's heartbeat timeout
+# Between two survivors that notice a loss: one may first have to wait for a bucket.
 _PEER_TIMEOUT: Seconds = 5.0
 
 
 class SplitAllReduce:
-    """Of one average and one member, in the thread that averages; training waits for `streaming_buffer`."""
+    """One member's side of a split all-reduce; runs in the averager's thread.
+
+    Training waits for `streaming_buffer`.
+    """
 
     def __init__(
         self,
@@ -58,17 +59,17 @@ class SplitAllReduce:
             published.numel(), len(members), published.element_size(), BUCKET
         )
         self._slices = [shard for owned in self._shards for shard in owned]
-        place, size = self._members.index(connections.me), len(members)
+        index, size = self._members.index(connections.me), len(members)
         self._has = {
             number
             for number, shard in enumerate(self._slices)
-            if number % size == place or shard.start == shard.stop
+            if number % size == index or shard.start == shard.stop
         }
         self._num_complete = 0  # buckets, from the first on
         self.streaming_buffer: StreamingBuffer
 
     def reduce_scatter(self, weights: Sequence[float], *, timeout: Seconds) -> Tensor:
-        """The first half; the buffer that the second one fills. PeerError if somebody is lost."""
+        """Return the buffer that `all_gather` fills; raises PeerError if a member is lost."""
         value = reduce_scatter(
             self._connections,
             self._members,
@@ -82,7 +83,7 @@ class SplitAllReduce:
         return value
 
     def all_gather(self, timeout: Seconds, should_stop: Callable[[], bool]) -> str | None:
-        """The second half; why it had to be mended, if it had. `timeout`: as the first half's."""
+        """Fill the buffer within the group's `timeout`; return why it was repaired, or None."""
         timeout, messages = max(timeout, _MIN_TIMEOUT), PostedMessages(self._connections)
         try:
             self._advance()
@@ -105,7 +106,7 @@ class SplitAllReduce:
         members = self._members
         for attempt in range(len(self._members)):
             name, reports = f"{self._number}/{attempt}", dict[Peer, str]()
-            if not should_stop():  # else nobody is to count on this one
+            if not should_stop():  # a stopping member must not count as a survivor
                 reports = agree_on_survivors(
                     self._connections.store,
                     name,
@@ -120,17 +121,17 @@ class SplitAllReduce:
             members = list(reports)
             if self._connections.me not in reports or len(reports) == 1:
                 break
-            if self._transfer_parts(name, reports, timeout, should_stop):
-                return f"{error}; {len(members)} of {len(self._members)} have mended it"
+            if self._transfer_shards(name, reports, timeout, should_stop):
+                return f"{error}; {len(members)} of {len(self._members)} members repaired it"
         missing = [shard for i, shard in enumerate(self._slices) if i not in self._has]
         if missing:
             self.streaming_buffer.keep_own(self._published, missing)
-        return f"{error}; kept own numbers for {len(missing)} of {len(self._slices)} parts"
+        return f"{error}; kept own numbers for {len(missing)} of {len(self._slices)} shards"
 
-    def _transfer_parts(
+    def _transfer_shards(
         self, name: str, reports: dict[Peer, str], timeout: Seconds, should_stop: Callable[[], bool]
     ) -> bool:
-        """Whether all who are left have everything."""
+        """Transfer missing shards; return whether all survivors have everything."""
         has = {
             peer.worker: {int(shard) for shard in text.split()} for peer, text in reports.items()
         }
@@ -142,9 +143,9 @@ class SplitAllReduce:
         others = [peer for peer in reports if peer != me]
         try:
             self._connections.connect(
-                others, f"{name}/mend", timeout=_PEER_TIMEOUT, should_stop=should_stop
+                others, f"{name}/repair", timeout=_PEER_TIMEOUT, should_stop=should_stop
             )
-            if should_stop():  # while the last pair was made, which nobody could break off
+            if should_stop():  # set while the last connection was made, which cannot be aborted
                 self._abort_connections(messages)
                 return False
             deadline = time.monotonic() + timeout
@@ -168,7 +169,7 @@ class SplitAllReduce:
         return True
 
     def _mark_received(self, shards: Iterable[int]) -> None:
-        """Training hears of each bucket that is complete, and of all before it."""
+        """Record received shards, and let training use the complete leading buckets."""
         for shard in shards:
             self._has.add(shard)
             self._advance()
@@ -183,18 +184,18 @@ class SplitAllReduce:
             self._num_complete += 1
 
     def _wait_for_others(self, others: Sequence[Peer], deadline: Seconds) -> None:
-        """Until all others have everything, too."""
+        """Exchange END with all others: then every member has everything."""
         messages, message = PostedMessages(self._connections), torch.zeros(1, dtype=torch.uint8)
         end_tag = tag(MessageKind.END, self._number)
         for peer in others:
             messages.receive(peer, torch.zeros_like(message), tag=end_tag)
             messages.send(peer, message, tag=end_tag)
         messages.wait_until(deadline)
-        # Before they said so, they were ready for our word: that is sent, too.
+        # Each peer posted its receive before it sent END, so our END has been sent as well.
         self._connections.release()
 
     def _abort_connections(self, messages: PostedMessages) -> None:
-        """So that all others notice, and no message comes any more; all do the same."""
+        """Abort all connections, so that every member notices and no message arrives later."""
         self._connections.abort(self.others)
         self._mark_received(messages.iter_completed())
         self._connections.drop(peer.worker for peer in self.others)

@@ -1,7 +1,7 @@
-"""Average models by a fixed rule: every worker computes its group itself, and asks nobody.
+"""Average models by a fixed rule: every worker computes its group itself, without a scheduler.
 
-There is no scheduler, so nobody commits: a member that is lost ends the others' training with a
-PeerError, and weights are those before the average or after it.
+There is no Commit: the loss of a member ends the others' training with a PeerError, and their
+weights are those before the average or after it.
 """
 
 from polyrhythm.errors import PeerError
@@ -20,7 +20,7 @@ class StaticAveraging:
         self.num_steps = 0
         self._model, self._rendezvous, self._every = model, rendezvous, every
         self._layout = NodeLayout.of(rendezvous.gather_nodes(node))
-        self._peers: dict[Worker, Peer] = {}  # nobody has another life: to ask once is enough
+        self._peers: dict[Worker, Peer] = {}  # cached: under static no worker restarts
 
     def step(self) -> None:
         self.num_steps += 1
@@ -51,13 +51,13 @@ class StaticAveraging:
                     connections, members, weights, flat.read(), number=number, timeout=timeout
                 )
             )
-            connections.flush(timeout)  # nobody says that it has been received
+            connections.flush(timeout)  # there is no acknowledgement
         except PeerError as error:
-            # Those who see it die are told by gloo; the others only that these have ended.
+            # Only the dead worker's peers see its loss; others see that those peers have ended.
             first = self._rendezvous.report_failure(error)
             if first.startswith(f"{connections.me.worker}: "):
                 raise
-            cause = f"{error.cause}; first of all, {first}"
+            cause = f"{error.cause}; first error: {first}"
             raise PeerError(
                 error.peer, action=error.action, waited=error.waited, cause=cause
             ) from None

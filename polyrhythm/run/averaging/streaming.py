@@ -1,7 +1,7 @@
-"""A mean that comes bucket by bucket, into a buffer of its own, while training goes on.
+"""A mean that arrives bucket by bucket, in a separate buffer, while training continues.
 
-One thread fills it from the front, another one waits for as much of it as it needs. Weights are
-written from here alone, so they are never those of an average that has not been committed.
+One thread fills the buffer from the front, another waits for as much of it as it needs. Weights are
+written only from this buffer, so they never come from an average that is not committed.
 """
 
 import threading
@@ -17,41 +17,41 @@ from polyrhythm.types import Seconds
 class StreamingBuffer:
     def __init__(self, value: Tensor) -> None:
         self.value = value
-        self._num_filled = 0  # so many numbers, from the front
+        self._num_filled = 0  # elements, from the front
         self._is_used = False
         self._error: Exception | None = None
         self._changed = threading.Condition()
 
     def wait(self, num: int, timeout: Seconds) -> None:
-        """Until the first `num` numbers are there; raises why they will not be."""
-        began = time.monotonic()
+        """Wait for the first `num` elements; raises the error of `fail`, or PeerError."""
+        start = time.monotonic()
         with self._changed:
             self._changed.wait_for(lambda: self._num_filled >= num or self._error, timeout)
             if self._num_filled < num:
                 raise self._error or PeerError(
                     "another worker",
-                    action="gathering an average",
-                    waited=time.monotonic() - began,
-                    cause="it is alive, but has not sent its part",
+                    action="all-gathering an average",
+                    waited=time.monotonic() - start,
+                    cause="it is alive but has not sent its shard",
                 )
             self._is_used = True
 
     def mark_filled(self, num: int) -> None:
-        """The first `num` numbers are there."""
+        """Mark the first `num` elements as valid."""
         with self._changed:
             self._num_filled = num
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """No more will come."""
+        """Make current and later waits raise `error`."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def keep_own(self, own: Tensor, missing: Iterable[slice]) -> None:
-        """Nobody gives what is missing: it is as it was here before the average.
+        """Fill `missing` with the numbers from before the average.
 
-        All of it is, as if there had been none, unless training uses some already.
+        If training has used none of the average yet, undo all of it instead.
         """
         with self._changed:
             for shard in missing if self._is_used else [slice(None)]:

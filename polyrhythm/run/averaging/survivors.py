@@ -1,7 +1,7 @@
-"""Who is still there: some workers tell each other something, and agree on who has told it.
+"""Agree on the surviving members of a group, and gather one report from each.
 
-Not over their connections, of which some are broken: when one more worker is lost on the way, those
-who are left would disagree on whether it had been heard. The store of torch.distributed decides.
+The store of torch.distributed decides, not the members' connections, some of which are broken: if
+another worker were lost meanwhile, the rest would disagree on whether its report had arrived.
 """
 
 import time
@@ -13,9 +13,9 @@ from polyrhythm.run.averaging.peer_connections import Peer
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.types import Seconds
 
-_POLL: Seconds = 0.002  # at first; doubled up to the next one
+_POLL: Seconds = 0.002  # initially; doubled up to _LONGEST_POLL
 _LONGEST_POLL: Seconds = 0.05
-_SURVIVORS = "who"  # the key of who counts
+_SURVIVORS = "decision"  # the store key of the agreed survivors
 
 
 def agree_on_survivors(
@@ -28,28 +28,28 @@ def agree_on_survivors(
     timeout: Seconds,
     should_stop: Callable[[], bool],
 ) -> dict[Peer, str]:
-    """Of those who have come: what each tells. All who come get the same; nothing if `should_stop`.
+    """Return the report of each survivor, equal for all callers; empty if `should_stop`.
 
-    The first one who has seen all of them, or has waited for long enough, says who has come; who is
-    not among them has come too late.
+    The first member that has seen all reports, or has waited for `timeout`, stores the survivors; a
+    member that reports later is not among them.
     """
-    reports = PrefixStore(f"calls/{name}", store)
+    reports = PrefixStore(f"survivors/{name}", store)
     deadline, pause = time.monotonic() + timeout, _POLL
 
     def arrived() -> list[Peer]:
         return [peer for peer in members if reports.check([str(peer.worker)])]
 
-    with peer_errors("the store", "calling the roll"):
+    with peer_errors("the store", "agreeing on survivors"):
         reports.set(str(me.worker), report)
         while not reports.check([_SURVIVORS]) and len(arrived()) < len(members):
-            if should_stop():  # not to say who has come, before the others have
+            if should_stop():  # do not decide for the others
                 return {}
             if time.monotonic() >= deadline:
                 break
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL)
-        mine = " ".join(str(peer.worker) for peer in arrived())
-        survivors = reports.compare_set(_SURVIVORS, "", mine).decode().split()
+        own_view = " ".join(str(peer.worker) for peer in arrived())
+        survivors = reports.compare_set(_SURVIVORS, "", own_view).decode().split()
         return {
             p: reports.get(str(p.worker)).decode() for p in members if str(p.worker) in survivors
         }

@@ -1,1 +1,1 @@
-"""The state of a run on disk: saved while it trains, whole or not at all, for any cut."""
+"""Checkpoints: saved asynchronously and atomically, restored into any split of the model."""

@@ -1,6 +1,6 @@
-"""Checkpoints of a model that is cut into stages: saved in the background, whole or not at all.
+"""Checkpoints of a model split into stages: saved in the background, complete or not at all.
 
-    checkpoints = Checkpoints("runs/mine/checkpoints", group=stages, tied=part.tied)
+    checkpoints = Checkpointer("runs/mine/checkpoints", group=stages, tied=part.tied)
     if (path := checkpoints.latest()) is not None:
         step = checkpoints.restore(path, pipe.module, optimizer).step
     ...
@@ -8,9 +8,9 @@
     ...
     checkpoints.close()
 
-`save` copies the state and returns; a thread writes it while training goes on. A save that fails,
-for a full disk or a peer that is gone, becomes a warning and an event: training goes on, earlier
-checkpoints stay, the next save tries again. All stages agree on which it was.
+`save` copies the state and returns; a thread writes it while training continues. A failed save
+(a full disk, a lost peer) becomes a warning and an event: training continues, earlier checkpoints
+stay, the next save tries again. All stages agree on whether a save failed.
 """
 
 import contextlib
@@ -52,15 +52,15 @@ from polyrhythm.run.pipeline.stage_setup import stage_ranks
 from polyrhythm.types import Seconds
 
 SAVE_TIMEOUT: Seconds = 600.0
-_NICENESS = 10  # the niceness of the thread that writes: cores are for training first
+_NICENESS = 10  # of the writing thread: training has priority
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """How a save ended, on all stages alike."""
+    """The outcome of a save, equal on all stages."""
 
     step: int
-    path: Path | None  # None: it failed, or was left out
+    path: Path | None  # None: the save failed or was skipped
     why: str = ""
 
     @property
@@ -69,7 +69,7 @@ class SaveOutcome:
 
 
 class Checkpointer:
-    """Made and used by all stages of one pipeline together; replicas do not save."""
+    """Saves and restores one pipeline; all of its stages make it and call it together."""
 
     def __init__(
         self,
@@ -81,19 +81,19 @@ class Checkpointer:
         timeout: Seconds = SAVE_TIMEOUT,
         log: EventLog | None = None,
     ) -> None:
-        """`group`: the processes that hold the stages, in their order, or their ranks.
+        """`group`: the processes of the stages in order, or their ranks; by default the whole job.
 
-        Without it those of the whole job, or this process alone. All must see the same `folder`.
-        `tied` is the `Part`'s: parameters that other stages hold, too. After a save the newest
-        `keep` stay. `timeout` bounds what a save waits for another stage, its writing included.
+        All must see the same `folder`. `tied` is the `ModelPartition`'s: parameters that other
+        stages hold, too. After a save the newest `keep` are kept. `timeout` bounds the wait of a
+        save for another stage, including the other stage's writing.
         """
         if keep < 1 or timeout <= 0:
             raise CheckpointError(
                 f"keep={keep}, timeout={timeout}",
-                expected="one checkpoint or more to keep, and some time to wait",
-                fix="use keep=1, and a timeout above what writing takes",
+                expected="keep >= 1, and timeout > 0",
+                fix="use keep=1, and a timeout longer than writing takes",
             )
-        ranks, self.stage = _stage_of(group)
+        ranks, self.stage = _find_stage(group)
         self.num_stages, self.folder = len(ranks), Path(folder)
         self._tied, self._log = tuple(tied), log
         self._store = JobStore(ranks, self.stage, timeout=timeout)
@@ -101,7 +101,7 @@ class Checkpointer:
         self._context = SaveContext(self.folder, self.stage, self._store, keep, rounds=[])
         self._thread: threading.Thread | None = None
         self._outcome: SaveOutcome | None = None
-        self._num_rounds = 0  # that all stages count alike
+        self._num_rounds = 0  # equal on all stages
         self._is_closed = False
         self._check_shared_folder()
 
@@ -116,22 +116,22 @@ class Checkpointer:
         run_info: Mapping[str, Any] | None = None,
         blocking: bool = False,
     ) -> bool:
-        """Copy the state now, and write it in the background; False if it is left out.
+        """Copy the state now, and write it in the background; False if the save is skipped.
 
-        While an earlier save is under way, this one is left out with a warning, for training not
-        to wait for a slow disk; a `blocking` one, such as the last of a run, waits for it. `extra`
-        and `run_info` are the first stage's: what the loop needs to go on, and what is known of the
-        run (its plan, say). The replicas of a DistributedOptimizer call its state_dict() meanwhile;
-        or all call its state_later(), whose result is `optimizer_state_fn`, and is asked for when it is written.
+        During an earlier save, this one is skipped with a warning, so that training does not wait
+        for a slow disk; with `blocking`, such as for the last save of a run, it waits. `extra` and
+        `run_info` are the first stage's: what the loop needs to continue, and a description of the
+        run (such as its plan). Replicas of a DistributedOptimizer call its `state_dict` meanwhile;
+        or all call `async_state_dict`, whose `result` is `optimizer_state_fn`, called at the write.
         """
         self._check_open()
         if optimizer_state_fn is not None and optimizer is None:
             raise CheckpointError(
                 "save() with optimizer_state_fn= and without an optimizer",
-                expected="the optimizer whose state comes later, which names its parameters",
+                expected="the optimizer too, which names its parameters",
                 fix="save(step, module, optimizer, optimizer_state_fn=...)",
             )
-        began = time.perf_counter()
+        start = time.perf_counter()
         name = self._next_round()
         if self.stage == 0:
             self._context.rounds.append(name)
@@ -159,15 +159,15 @@ class Checkpointer:
             run_info=as_json(run_info, "run_info"),
             optimizer_state_fn=state_fn,
         )
-        copied = time.perf_counter() - began
+        copied = time.perf_counter() - start
         self._thread = threading.Thread(
-            target=self._write, args=(snapshot, began, copied), name="checkpoint", daemon=True
+            target=self._write, args=(snapshot, start, copied), name="checkpoint", daemon=True
         )
         self._thread.start()
         return True
 
     def wait(self, timeout: Seconds | None = None) -> SaveOutcome | None:
-        """How the last save ended; None if there was none, or it takes longer than this."""
+        """Return the outcome of the last save; None if there was none, or after `timeout`."""
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
@@ -175,19 +175,19 @@ class Checkpointer:
         return self._outcome
 
     def latest(self) -> Path | None:
-        """The newest checkpoint that is whole; warns of damaged ones. Called by all stages.
+        """Find the newest complete checkpoint; warn of damaged ones. All stages call it.
 
         Every file is read, each by one of the stages.
         """
         self._check_open()
         name = self._next_round()
-        told: list[str] | CheckpointError = []
+        proposed: list[str] | CheckpointError = []
         if self.stage == 0:
             try:
-                told = [path.name for path, _ in folders.candidates(self.folder)]
+                proposed = [path.name for path, _ in folders.candidates(self.folder)]
             except CheckpointError as error:
-                told = error  # for all stages to raise
-        listed = self._store.all_gather(name, told)[0]
+                proposed = error  # all stages raise it
+        listed = self._store.all_gather(name, proposed)[0]
         if isinstance(listed, CheckpointError):
             raise listed
         for each in listed:
@@ -196,13 +196,13 @@ class Checkpointer:
             if problem is None:
                 return path
             if self.stage == 0:
-                warnings.warn(f"checkpoint passed over: {path}: {problem}", stacklevel=2)
+                warnings.warn(f"checkpoint skipped: {path}: {problem}", stacklevel=2)
         return None
 
     def verify_files(self, path: Path | str) -> Path:
-        """That checkpoint, every file of which is read; raises CheckpointError if it is damaged.
+        """Read every file of a checkpoint; raises CheckpointError if one is damaged.
 
-        Called by all stages, each of which reads a part.
+        All stages call it, and each reads its share of the files.
         """
         self._check_open()
         path = Path(path)
@@ -219,11 +219,11 @@ class Checkpointer:
         *,
         verify: bool = True,
     ) -> Manifest:
-        """Into this cut of the model, whatever the cut that was saved. Called by all stages.
+        """Restore into this split of the model, whatever the saved split. All stages call it.
 
-        The manifest has `step`, `extra` and `run_info`. Raises CheckpointError, and leaves module and
-        optimizer as they are, if the checkpoint is damaged or of another model. `verify` reads all
-        files first: not needed for what `latest` or `verify_files` has just read.
+        Returns the manifest, with `step`, `extra` and `run_info`. Raises CheckpointError, and does
+        not change module and optimizer, if the checkpoint is damaged or of another model.
+        `verify` reads all files first: not needed after `latest` or `verify_files`.
         """
         self._check_open()
         path = self.verify_files(path) if verify else Path(path)
@@ -234,7 +234,7 @@ class Checkpointer:
         return manifest
 
     def close(self) -> None:
-        """Wait for the save that is under way."""
+        """Wait for the save in progress, and close."""
         self.wait()
         self._release()
 
@@ -250,7 +250,7 @@ class Checkpointer:
         if error is None:
             self.close()
         else:
-            self._release()  # a peer may be gone: waiting would hide the error
+            self._release()  # a peer may be lost: waiting would hide the error
 
     def _release(self) -> None:
         self._is_closed = True
@@ -260,7 +260,7 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._is_closed:
             raise CheckpointError(
-                "checkpoints that are closed", expected="open ones", fix="make new ones"
+                "this Checkpointer is closed", expected="an open one", fix="make a new one"
             )
 
     def _next_round(self) -> str:
@@ -268,62 +268,62 @@ class Checkpointer:
         return f"round{self._num_rounds}"
 
     def _check_shared_folder(self) -> None:
-        """Clean up after a run that was killed; see that all stages look at the same folder."""
-        mark, secret, problem = self.folder / ".in-use", os.urandom(8).hex(), ""
+        """Remove leftovers of a killed run; check that all stages see the same folder."""
+        marker, token, problem = self.folder / ".in-use", os.urandom(8).hex(), ""
         if self.stage == 0:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 folders.remove_leftovers(self.folder)
-                mark.write_text(secret)
+                marker.write_text(token)
             except OSError as error:
                 problem = f"stage 0 cannot write there: {error.strerror}"
-        secret, problem = self._store.all_gather("meet", (secret, problem))[0]
-        seen = mark.exists() and mark.read_text() == secret
-        blind = [i for i, sees in enumerate(self._store.all_gather("seen", seen)) if not sees]
-        if problem or blind:
+        token, problem = self._store.all_gather("open", (token, problem))[0]
+        seen = marker.exists() and marker.read_text() == token
+        not_seeing = [i for i, sees in enumerate(self._store.all_gather("seen", seen)) if not sees]
+        if problem or not_seeing:
             raise LaunchError(
                 f"{self.folder.absolute()}: "
-                + (problem or f"stage {blind[0]} does not see what stage 0 writes there"),
+                + (problem or f"stage {not_seeing[0]} does not see what stage 0 writes there"),
                 expected="a folder that all stages share, such as one on a network file system",
-                fix="give the path of one",
+                fix="pass the path of a shared folder",
             )
         if self.stage == 0:
-            mark.unlink()
+            marker.unlink()
 
     def _find_damage(self, name: str, path: Path, manifest: Manifest) -> str | None:
-        """Each stage reads its share of the files; the first problem of all."""
+        """Read this stage's share of the files; return the first problem of all stages."""
         share = dict(sorted(manifest.files.items())[self.stage :: self.num_stages])
         problems = self._store.all_gather(f"{name}/damage", find_damage(path, share))
         return next((problem for problem in problems if problem is not None), None)
 
     def _skip(self, name: str, step: int) -> None:
         why = f"stage {self.stage} was still writing an earlier one"
-        with contextlib.suppress(PeerError):  # no store, no job: training will say so
+        with contextlib.suppress(PeerError):  # without the store, training itself fails
             self._store.decide(name, why)
             self._store.put(f"{name}/part", None)
         self._log_event(SaveOutcome(step, None, why), time.perf_counter(), {})
         if self.stage == 0:
             warnings.warn(
-                f"checkpoint of step {step} left out: {why}; save less often", stacklevel=3
+                f"checkpoint of step {step} skipped: {why}; save less often", stacklevel=3
             )
 
-    def _write(self, snapshot: StageSnapshot, began: Seconds, copied: Seconds) -> None:
+    def _write(self, snapshot: StageSnapshot, start: Seconds, copied: Seconds) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        ended = save_with_all_stages(snapshot, self._context)
-        self._outcome = SaveOutcome(snapshot.step, ended.path, ended.why)
-        self._log_event(self._outcome, began, {"copied_s": copied})
-        if ended.path is None and ended.should_warn:
+        decision = save_with_all_stages(snapshot, self._context)
+        self._outcome = SaveOutcome(snapshot.step, decision.path, decision.why)
+        self._log_event(self._outcome, start, {"copied_s": copied})
+        if decision.path is None and decision.should_warn:
             warnings.warn(
-                f"checkpoint of step {snapshot.step} failed: {ended.why}; training goes on",
+                f"checkpoint of step {snapshot.step} failed: {decision.why}; training continues",
                 stacklevel=1,
             )
 
-    def _log_event(self, outcome: SaveOutcome, began: Seconds, values: Mapping[str, float]) -> None:
+    def _log_event(self, outcome: SaveOutcome, start: Seconds, values: Mapping[str, float]) -> None:
         if self._log is not None:
             self._log.write(
                 "checkpoint",
-                start=self._log.at(began),
+                start=self._log.at(start),
                 step=outcome.step,
                 name="saved" if outcome.is_saved else "failed",
                 why=outcome.why or None,
@@ -340,14 +340,14 @@ def _optimizer_state_from(
     return optimizer_state(optimizer, module, model, optimizer_state_fn())
 
 
-def _stage_of(group: dist.ProcessGroup | Sequence[int] | None) -> tuple[list[int], int]:
+def _find_stage(group: dist.ProcessGroup | Sequence[int] | None) -> tuple[list[int], int]:
     if not isinstance(group, Sequence):
         return stage_ranks(group)
-    ranks, own = list(group), dist.get_rank() if dist.is_initialized() else 0
-    if own not in ranks:
+    ranks, rank = list(group), dist.get_rank() if dist.is_initialized() else 0
+    if rank not in ranks:
         raise LaunchError(
-            f"checkpoints of ranks {ranks} in the process of rank {own}",
+            f"checkpoints of ranks {ranks} in the process of rank {rank}",
             expected="the processes of one pipeline: replicas do not save",
-            fix="make them in those, and restore the others with the function restore()",
+            fix="make the Checkpointer in those only, and restore the others with restore()",
         )
-    return ranks, ranks.index(own)
+    return ranks, ranks.index(rank)

@@ -1,8 +1,8 @@
-"""A checkpoint as safetensors files: the whole model, for whoever does not have Polyrhythm.
+"""Export a checkpoint as safetensors files: the whole model, usable without Polyrhythm.
 
-Laid out as Hugging Face's `save_pretrained` does it: one `model.safetensors`, or, above a size,
-several and an index; beside them `config.json` where the model came from there. A parameter with
-several names is written once, under its first. One process, and no more memory than one file.
+The layout is that of Hugging Face's `save_pretrained`: one `model.safetensors`, or, above a size,
+several and an index; and `config.json` for a Hugging Face model. A parameter with several names is
+written once, under its first. One process exports, with the memory of one file.
 """
 
 import json
@@ -27,13 +27,13 @@ from polyrhythm.run.checkpoint.manifest import (
 from polyrhythm.run.checkpoint.restore import damage_error
 from polyrhythm.types import Bytes
 
-LARGEST_FILE: Bytes = 5 * 10**9  # Hugging Face's
+LARGEST_FILE: Bytes = 5 * 10**9  # Hugging Face's default
 _CONFIGS = {"hf_config": "config.json", "hf_generation_config": "generation_config.json"}
-_FORMAT = {"format": "pt"}  # which transformers asks for
+_FORMAT = {"format": "pt"}  # required by transformers
 
 
 def hugging_face_configs(model: Any) -> dict[str, Any]:
-    """What `save(run_info=...)` needs to know of a model of Hugging Face's; nothing of another one."""
+    """Return the `run_info` of a Hugging Face model for `save`; {} for other models."""
     run_info: dict[str, Any] = {}
     for key, config in (
         ("hf_config", getattr(model, "config", None)),
@@ -71,8 +71,8 @@ def export(checkpoint: Path | str, out: Path | str, *, largest_file: Bytes = LAR
 def files_for(
     tensors: Mapping[str, TensorSpec], largest: Bytes
 ) -> tuple[dict[str, list[str]], dict[str, Bytes]]:
-    """Which file holds which tensors, in their order; and the bytes of each tensor."""
-    sizes = {name: prod(of.shape) * _dtype(of).itemsize for name, of in tensors.items()}
+    """Return the tensor names of each file, in order, and the bytes of each tensor."""
+    sizes = {name: prod(spec.shape) * _dtype(spec).itemsize for name, spec in tensors.items()}
     files: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -109,16 +109,16 @@ def _write(checkpoint: Path, manifest: Manifest, folder: Path, largest: Bytes) -
             write_synced(folder / file, json.dumps(manifest.run_info[key], indent=2) + "\n")
 
 
-def _dtype(of: TensorSpec) -> torch.dtype:
-    found = getattr(torch, of.dtype, None)
-    assert isinstance(found, torch.dtype), f"torch has a type {of.dtype}"
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    found = getattr(torch, spec.dtype, None)
+    assert isinstance(found, torch.dtype), f"torch has a type {spec.dtype}"
     return found
 
 
 def _check_free(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(
-            f"{out} is there already",
+            f"{out} exists",
             expected="a new folder, or an empty one",
             fix=f"--out {out.with_name(out.name + '-2')}, or remove it",
         )

@@ -1,8 +1,8 @@
-"""The files of a checkpoint, as torch.distributed.checkpoint writes and reads them.
+"""The files of a checkpoint, written and read by torch.distributed.checkpoint.
 
-Its planners and its file format do the work; what its collectives do is done by notes (`board.py`).
-A stage needs nobody to write its own file. The first stage joins what all have written into one
-index, in which a name that several wrote stands once. Reading needs nobody at all.
+Its planners and its file format do the work; `job_store.py` replaces its collectives. Each stage
+writes its own file. The first stage merges the metadata of all stages into one index, in which a
+name that several stages wrote appears once. Reading needs no other process.
 """
 
 from collections.abc import Iterable
@@ -20,12 +20,12 @@ from polyrhythm.run.checkpoint.manifest import File, file_of
 from polyrhythm.run.checkpoint.staging import Nested
 from polyrhythm.run.checkpoint.state import OptimizerTensors
 
-MODEL, OPTIMIZER = "model", "optimizer"  # the two parts, which torch's own tools find as well
+MODEL, OPTIMIZER = "model", "optimizer"  # top-level keys, which torch's own tools read, too
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenStage:
-    """What a stage has written."""
+    """The files and metadata that a stage has written."""
 
     plan: SavePlan
     results: list[WriteResult]
@@ -33,7 +33,7 @@ class WrittenStage:
 
 
 def write_stage(folder: Path, tensors: Nested, stage: int) -> WrittenStage:
-    """The tensors of a stage, in a file of its own that has reached the disk."""
+    """Write the tensors of a stage to its own file, synced to disk."""
     writer, planner = _writer(folder), DefaultSavePlanner()
     planner.set_up_planner(tensors, is_coordinator=stage == 0)
     plan = writer.prepare_local_plan(planner.create_local_plan())
@@ -44,7 +44,7 @@ def write_stage(folder: Path, tensors: Nested, stage: int) -> WrittenStage:
 
 
 def write_index(folder: Path, parts: Iterable[WrittenStage]) -> dict[str, File]:
-    """Join the parts; all files of the checkpoint."""
+    """Merge the parts into an index; return all files of the checkpoint."""
     parts = list(parts)
     before = set(folder.iterdir())
     _, metadata = DefaultSavePlanner().create_global_plan([part.plan for part in parts])
@@ -58,7 +58,7 @@ def read_index(checkpoint: Path) -> Metadata:
 
 
 def read_into(checkpoint: Path, tensors: Nested) -> None:
-    """Overwrite these tensors, of any device, with what was saved under their names."""
+    """Overwrite these tensors, on any device, with the saved tensors of the same names."""
     reader, planner = FileSystemReader(checkpoint), DefaultLoadPlanner()
     metadata = reader.read_metadata()
     planner.set_up_planner(tensors, metadata, is_coordinator=True)
@@ -68,14 +68,14 @@ def read_into(checkpoint: Path, tensors: Nested) -> None:
 
 
 def read_optimizer(checkpoint: Path, names: Iterable[str]) -> OptimizerTensors:
-    """The optimizer's tensors for these parameters, in CPU memory."""
+    """Read the optimizer's tensors for these parameters into CPU memory."""
     metadata = read_index(checkpoint)
     wanted = set(names)
     found: OptimizerTensors = {}
     for fqn, (part, *path) in (metadata.planner_data or {}).items():
-        noted = metadata.state_dict_metadata[fqn]
-        if part == OPTIMIZER and path[0] in wanted and isinstance(noted, TensorStorageMetadata):
-            empty = torch.empty(noted.size, dtype=noted.properties.dtype)
+        recorded = metadata.state_dict_metadata[fqn]
+        if part == OPTIMIZER and path[0] in wanted and isinstance(recorded, TensorStorageMetadata):
+            empty = torch.empty(recorded.size, dtype=recorded.properties.dtype)
             found.setdefault(path[0], {})[path[1]] = empty
     if found:
         read_into(checkpoint, {OPTIMIZER: found})
@@ -83,5 +83,5 @@ def read_optimizer(checkpoint: Path, names: Iterable[str]) -> OptimizerTensors:
 
 
 def _writer(folder: Path) -> FileSystemWriter:
-    # Tensors are in CPU memory already: no copies ahead.
+    # No copies ahead: the tensors are in CPU memory already.
     return FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0, overwrite=False)

@@ -1,7 +1,7 @@
-"""The folder of a run's checkpoints: `step-00000100`, written as `.step-00000100.partial` before.
+"""The folder of a run's checkpoints: `step-00000100`, written as `.step-00000100.partial` first.
 
-A checkpoint is there from one moment to the next, by a rename: who looks finds it whole or not at
-all. What a killed run left half-written is hidden by its name, and removed when the next begins.
+A checkpoint appears atomically, by a rename: a reader finds it complete or not at all. A partial
+folder that a killed run left is hidden by its name, and the next run removes it.
 """
 
 import os
@@ -21,7 +21,7 @@ from polyrhythm.run.checkpoint.manifest import (
     read_manifest,
 )
 
-CHECKPOINTS = "checkpoints"  # the folder of them, in that of a run
+CHECKPOINTS = "checkpoints"  # subfolder of the run folder
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|replaced)")
 DamageCheck = Callable[[Path, Manifest], Problem | None]
@@ -36,46 +36,47 @@ def partial_folder(folder: Path, step: int) -> Path:
 
 
 def list_steps(folder: Path) -> dict[int, Path]:
-    """What is there under the name of a checkpoint, by step."""
+    """Return the folders with the name of a checkpoint, by step."""
     found = (entry for entry in _entries(folder) if _STEP.fullmatch(entry.name))
     return {int(entry.name.removeprefix("step-")): entry for entry in sorted(found)}
 
 
 def find_checkpoint(run: Path, step: int | None = None) -> Path:
-    """A checkpoint of a run, the latest that is whole unless a step is named.
+    """Find the checkpoint of a step, by default the newest complete one of a run.
 
-    `run` is the folder of a run, that of its checkpoints, or a checkpoint; raises CheckpointError.
+    `run` is a run folder, its checkpoints folder, or a checkpoint; raises CheckpointError.
     """
     if (run / MANIFEST).is_file() and step is None:
         return run
     folder = run / CHECKPOINTS if (run / CHECKPOINTS).is_dir() else run
-    there = list_steps(folder)
-    found = latest(folder) if step is None else there.get(step)
+    steps = list_steps(folder)
+    found = latest(folder) if step is None else steps.get(step)
     if found is not None:
         return found
-    wanted = "a checkpoint that is whole" if step is None else f"a checkpoint of step {step}"
+    wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
     raise CheckpointError(
-        f"{run} has no {wanted.removeprefix('a ')}",
-        expected=f"{wanted}, as a run keeps them in its folder {CHECKPOINTS}/",
-        fix=f"--step with one of {', '.join(map(str, there))}" if there else "give another run",
+        f"{run} has no {wanted}",
+        expected=f"a {wanted} in its folder {CHECKPOINTS}/",
+        fix=f"--step with one of {', '.join(map(str, steps))}" if steps else "pass another run",
     )
 
 
 def latest(folder: Path | str) -> Path | None:
-    """The newest checkpoint that is whole, which every file is read for; warns of damaged ones."""
-    return newest_complete(candidates(Path(folder)), lambda path, of: find_damage(path, of.files))
+    """Find the newest complete checkpoint by reading every file; warn of damaged ones."""
+    found = candidates(Path(folder))
+    return newest_complete(found, lambda path, manifest: find_damage(path, manifest.files))
 
 
 def candidates(folder: Path) -> list[tuple[Path, Manifest]]:
-    """Those whose manifest can be read, the newest first; warns of the others."""
+    """Return the checkpoints with a readable manifest, newest first; warn of the others."""
     found: list[tuple[Path, Manifest]] = []
     for path in list_steps(folder).values():
         try:
             found.append((path, read_manifest(path)))
         except NewerFormatError:
-            raise  # an earlier one would be trained on, and this one removed in time
+            raise  # training from an earlier one would in time delete this one
         except CheckpointError as error:
-            warnings.warn(f"checkpoint passed over: {error.wrong}", stacklevel=3)
+            warnings.warn(f"checkpoint skipped: {error.wrong}", stacklevel=3)
     return sorted(found, key=lambda each: (each[1].serial, each[1].step), reverse=True)
 
 
@@ -84,7 +85,7 @@ def newest_complete(found: Sequence[tuple[Path, Manifest]], problem_of: DamageCh
         problem = problem_of(path, manifest)
         if problem is None:
             return path
-        warnings.warn(f"checkpoint passed over: {path}: {problem}", stacklevel=3)
+        warnings.warn(f"checkpoint skipped: {path}: {problem}", stacklevel=3)
     return None
 
 
@@ -93,7 +94,7 @@ def next_serial(folder: Path) -> int:
 
 
 def complete(partial: Path, target: Path) -> None:
-    """Make it the checkpoint `target`, in place of one of the same step."""
+    """Rename the partial folder to `target`, replacing a checkpoint of the same step."""
     sync_folder(partial)
     replaced = _replaced(target)
     if target.exists():
@@ -104,16 +105,16 @@ def complete(partial: Path, target: Path) -> None:
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """All but the newest `keep`; what cannot be read is somebody else's to look at."""
+    """Remove all but the newest `keep`; unreadable ones stay, for the user to inspect."""
     ordered = sorted(_readable(folder), key=lambda each: (each[1].serial, each[1].step))
     for path, _ in ordered[:-keep]:
-        hidden = _replaced(path)  # a removal that is cut off is then a leftover like others
+        hidden = _replaced(path)  # an interrupted removal then leaves a known leftover
         path.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Of saves that did not come to their end."""
+    """Remove the folders of interrupted saves and removals."""
     for entry in _entries(folder):
         if _LEFTOVER.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
@@ -127,7 +128,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """What a rename or a new file changed in it reaches the disk."""
+    """Sync renames and new files in the folder to disk."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)

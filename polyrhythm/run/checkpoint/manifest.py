@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: what it holds, of which model, and the hash of every file.
+"""The manifest of a checkpoint: its contents, its model, and the hash of every file.
 
-It is written last and carries a hash of itself, so that a folder whose manifest can be read is
-complete, and a file that was cut off or changed later is known by name. JSON, for people; numbers
-that JSON lacks (an infinite best loss of a scheduler, say) are written as Python does.
+It is written last and contains its own hash, so that a folder with a readable manifest is
+complete, and a file truncated or changed later is found by name. The format is readable JSON;
+numbers that JSON lacks (such as an infinite best loss of a scheduler) are written as in Python.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from polyrhythm.types import Bytes
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-Problem = str  # what is wrong with a checkpoint, in half a sentence
+Problem = str  # what is wrong with a checkpoint, as part of a sentence
 
 
 class CheckpointError(UserError):
@@ -27,10 +27,10 @@ class CheckpointError(UserError):
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """What a tensor of the model looks like."""
+    """Shape and type of a tensor of the model."""
 
     shape: tuple[int, ...]
-    dtype: str  # as torch names it, such as float32
+    dtype: str  # torch's name, such as float32
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -49,23 +49,23 @@ class ParamGroup(msgspec.Struct, frozen=True):
 
 
 class OptimizerTable(msgspec.Struct, frozen=True):
-    """What is known of an optimizer besides its tensors, by name of parameter."""
+    """The state of an optimizer except for its tensors, by parameter name."""
 
-    options: tuple[str, ...]  # that this kind of optimizer has; schedulers add to those of groups
+    options: tuple[str, ...]  # of the optimizer class; schedulers add more to the groups
     groups: tuple[ParamGroup, ...]
-    values: dict[str, dict[str, Any]]  # its state that is no tensor
+    values: dict[str, dict[str, Any]]  # its state other than tensors
 
 
 class ModelTable(msgspec.Struct, frozen=True):
-    """Names, shapes and types of a model, or of a stage's part of one."""
+    """Names, shapes and types of a model, or of one stage."""
 
     tensors: dict[str, TensorSpec]  # by first name
     tied: dict[str, str] = {}  # further names of a parameter -> the first one
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal models, however they are cut."""
-        listed = sorted((name, list(of.shape), of.dtype) for name, of in self.tensors.items())
+        """A hash, equal for equal models however they are split."""
+        listed = sorted((name, list(spec.shape), spec.dtype) for name, spec in self.tensors.items())
         return _hash_of(json.dumps([listed, sorted(self.tied.items())]))
 
 
@@ -74,21 +74,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     polyrhythm: str = __version__
     torch: str
     step: int
-    serial: int  # counts the checkpoints of a folder: a run that goes back saves earlier steps
+    serial: int  # order of saving: after restoring an earlier one, steps are saved again
     saved_at: str
     num_stages: int
     model: ModelTable
     optimizer: OptimizerTable | None
-    extra: dict[str, Any]  # of the loop: where the data stands, seeds, schedulers
-    run_info: dict[str, Any] = msgspec.field(
-        name="facts"
-    )  # about the run: its plan, the configuration of its model
+    extra: dict[str, Any]  # of the training loop: sampler state, seeds, schedulers
+    # The run's plan and the configuration of its model. Format 1 names the key "facts".
+    run_info: dict[str, Any] = msgspec.field(name="facts")
     fingerprint: str  # of the model
     files: dict[str, File]
 
 
 def merge_tables(tables: Iterable[ModelTable]) -> ModelTable:
-    """Of all stages as of the whole model."""
+    """Merge the tables of all stages into that of the whole model."""
     tensors: dict[str, TensorSpec] = {}
     tied: dict[str, str] = {}
     for table in tables:
@@ -98,7 +97,7 @@ def merge_tables(tables: Iterable[ModelTable]) -> ModelTable:
 
 
 def merge_optimizers(tables: Iterable[OptimizerTable | None]) -> OptimizerTable | None:
-    """Of all stages; groups with the same options become one."""
+    """Merge the tables of all stages; groups with the same options become one."""
     known = [table for table in tables if table is not None]
     if not known:
         return None
@@ -109,19 +108,19 @@ def merge_optimizers(tables: Iterable[OptimizerTable | None]) -> OptimizerTable 
     return OptimizerTable(
         options=known[0].options,
         groups=tuple(ParamGroup(options, tuple(names)) for options, names in groups.values()),
-        values={name: of for table in known for name, of in table.values.items()},
+        values={name: state for table in known for name, state in table.values.items()},
     )
 
 
 def as_json(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
-    """A copy of it, as a manifest would give it back; refuses what JSON has no words for."""
+    """Return a copy as read back from a manifest; rejects values that JSON cannot represent."""
     try:
         copied: dict[str, Any] = json.loads(json.dumps(dict(value or {})))
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"{what}: {error}",
             expected="numbers, strings, lists and dictionaries of them, as in JSON",
-            fix="convert what is something else, tensors with .tolist()",
+            fix="convert other values, such as tensors with .tolist()",
         ) from None
     return copied
 
@@ -132,7 +131,7 @@ def to_text(manifest: Manifest) -> str:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Of a folder; raises CheckpointError for what is none, is damaged, or is of a later format."""
+    """Read the manifest of a folder; raises CheckpointError if it is missing, damaged or newer."""
     try:
         table = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -141,16 +140,16 @@ def read_manifest(checkpoint: Path) -> Manifest:
             checkpoint, f"no {MANIFEST}" if missing else f"{MANIFEST}: {error}"
         ) from None
     if not isinstance(table, dict) or type(table.get("format")) is not int:
-        raise _unusable(checkpoint, f"{MANIFEST} is not one of a checkpoint")
+        raise _unusable(checkpoint, f"{MANIFEST} is not a checkpoint's manifest")
     if table["format"] > FORMAT:
         raise NewerFormatError(
             f"{checkpoint}: a checkpoint of format {table['format']}",
             expected=f"format {FORMAT}, or an older one",
-            fix=f"use polyrhythm {table.get('polyrhythm', 'as it was saved with')} or later",
+            fix=f"use polyrhythm {table.get('polyrhythm', 'of that version')} or later",
         )
-    noted = table.pop("hash", None)
-    if noted != _hash_of(_canonical(table)):
-        raise _unusable(checkpoint, f"{MANIFEST} is not as it was written")
+    recorded = table.pop("hash", None)
+    if recorded != _hash_of(_canonical(table)):
+        raise _unusable(checkpoint, f"{MANIFEST} was changed after it was written")
     try:
         return msgspec.convert(table, Manifest)
     except msgspec.ValidationError as error:
@@ -158,7 +157,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 class NewerFormatError(CheckpointError):
-    """To be put right, not to be passed over: the state is there."""
+    """A checkpoint of a newer format: the user must upgrade, it is not skipped as damaged."""
 
 
 def file_of(path: Path) -> File:
@@ -168,38 +167,38 @@ def file_of(path: Path) -> File:
 
 
 def find_damage(checkpoint: Path, files: Mapping[str, File]) -> Problem | None:
-    """The first of these files that is not as it was written."""
-    for name, noted in files.items():
+    """Return the problem of the first damaged file; None if all are as written."""
+    for name, recorded in files.items():
         path = checkpoint / name
         try:
             size = path.stat().st_size
-            if size != noted.size_bytes:
-                return f"{name} has {size:,} bytes, not {noted.size_bytes:,}"
-            if file_of(path) != noted:
-                return f"{name} has other contents than were written"
+            if size != recorded.size_bytes:
+                return f"{name} has {size:,} bytes, not {recorded.size_bytes:,}"
+            if file_of(path) != recorded:
+                return f"{name} has other contents than written"
         except OSError as error:
             return f"{name}: {error.strerror}"
     return None
 
 
 def check_model(manifest: Manifest, model: ModelTable, *, whole: bool) -> None:
-    """Refuse the checkpoint of another model; `whole`: this is all of it, not a stage's part."""
-    saved, theirs = manifest.model, manifest.model.tensors
-    for name, ours in model.tensors.items():
+    """Reject the checkpoint of another model; `whole`: `model` is all of it, not one stage."""
+    saved, saved_tensors = manifest.model, manifest.model.tensors
+    for name, spec in model.tensors.items():
         if name in saved.tied:
-            raise _model_mismatch(f"its {name} is one with {saved.tied[name]}", "two tensors")
-        if (found := theirs.get(name)) is None:
-            raise _model_mismatch(f"it has no {name}", f"{name}: {ours}, as the model has")
-        if found != ours:
-            raise _model_mismatch(f"its {name} is {found}", f"{ours}, as in the model")
+            raise _model_mismatch(f"its {name} is tied to {saved.tied[name]}", "separate tensors")
+        if (found := saved_tensors.get(name)) is None:
+            raise _model_mismatch(f"it has no {name}", f"{name}: {spec}, as the model has")
+        if found != spec:
+            raise _model_mismatch(f"its {name} is {found}", f"{spec}, as in the model")
     for name, first in model.tied.items():
         if saved.tied.get(name, name) != saved.tied.get(first, first):
-            raise _model_mismatch(f"its {name} is a tensor of its own", f"one with {first}")
+            raise _model_mismatch(f"its {name} is a separate tensor", f"one tied to {first}")
     if not whole:
         return
-    for name in (*theirs, *saved.tied):
+    for name in (*saved_tensors, *saved.tied):
         if name not in model.tensors and name not in model.tied:
-            raise _model_mismatch(f"it has {name}", "no such tensor: the model has none")
+            raise _model_mismatch(f"it has {name}", f"no {name}: the model has none")
 
 
 def _model_mismatch(wrong: str, expected: str) -> CheckpointError:
@@ -213,7 +212,7 @@ def _model_mismatch(wrong: str, expected: str) -> CheckpointError:
 def _unusable(checkpoint: Path, problem: Problem) -> CheckpointError:
     return CheckpointError(
         f"{checkpoint}: {problem}",
-        expected="a checkpoint that is complete",
+        expected="a complete checkpoint",
         fix="use an earlier one, or remove this folder",
     )
 
@@ -229,7 +228,7 @@ def _hash_of(text: str) -> str:
 
 
 def _lines(value: object, *, depth: int, indent: str = "") -> str:
-    """JSON with a line for each entry of the outer dictionaries, such as a tensor."""
+    """Format JSON with one line per entry of the outer dictionaries, such as a tensor."""
     if depth == 0 or not isinstance(value, dict) or not value:
         return json.dumps(value)
     inner = indent + " "

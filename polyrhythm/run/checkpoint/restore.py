@@ -1,4 +1,4 @@
-"""From a checkpoint into the module and the optimizer of a stage, or of a whole model."""
+"""Restore a checkpoint into the module and the optimizer of a stage, or of a whole model."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,10 +28,10 @@ def restore(
     whole: bool = True,
     verify: bool = True,
 ) -> Manifest:
-    """The manifest of what is now in `module` and `optimizer`; nothing changes if it is refused.
+    """Restore in one process and return the manifest; if it raises, nothing has changed.
 
-    By one process alone. `whole=False`: the module is a stage's part of the model that was saved,
-    with `tied` as its `Part` has it. `verify` reads all files first.
+    `whole=False`: the module is one stage of the saved model, and `tied` is that of its
+    `ModelPartition`. `verify` reads all files first.
     """
     path = Path(path)
     manifest = read_manifest(path)
@@ -52,7 +52,7 @@ def load(
     table: ModelTable,
     whole: bool,
 ) -> None:
-    """`table` is of all that is restored at once, the model of this process among it."""
+    """Check and read; `table` describes the modules of all processes that restore together."""
     check_model(manifest, table, whole=whole)
     if optimizer is not None:
         check_optimizer(optimizer, module, model, manifest.optimizer)
@@ -66,5 +66,5 @@ def damage_error(path: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{path}: {problem}",
         expected="files as they were written",
-        fix="restore an earlier one: latest() finds the newest that is whole",
+        fix="restore an earlier one: latest() finds the newest complete one",
     )

@@ -1,8 +1,8 @@
-"""One save, as every stage goes through it; it ends in a checkpoint that is whole, or in a reason.
+"""One save on one stage; it ends in a complete checkpoint, or in a reason for the failure.
 
-The first stage makes the folder; each writes its part and says so; the first joins the parts, adds
-the manifest and renames the folder. What goes wrong anywhere is decided to be a failure by whoever
-sees it first, and the first stage removes the folder once nobody writes in it any more.
+The first stage makes the folder; each stage writes its part and reports; the first merges the
+parts, adds the manifest and renames the folder. The first stage to see an error decides that the
+save has failed; stage 0 removes the folder once no stage writes in it any more.
 """
 
 import contextlib
@@ -38,24 +38,24 @@ from polyrhythm.run.checkpoint.manifest import (
 )
 from polyrhythm.run.checkpoint.staging import Nested
 
-SAVED = "saved"  # the decision; any other is the reason why not
+SAVED = "saved"  # the decision; any other text is the reason of the failure
 _REPORT_KEYS = ("begin", "part", "end")  # of a round
 
 
 @dataclass(frozen=True, slots=True)
 class SaveContext:
-    """Where, and with whom."""
+    """What all saves of a stage share."""
 
     folder: Path
     stage: int
     store: JobStore
     keep: int
-    rounds: list[str]  # the first stage's: saves, in order, whose notes are still there
+    rounds: list[str]  # on stage 0: saves whose values are still in the store, in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSnapshot:
-    """What a stage has to save."""
+    """The state that a stage saves."""
 
     name: str  # of the round, the same on all stages
     step: int
@@ -64,12 +64,10 @@ class StageSnapshot:
     optimizer: OptimizerTable | None
     extra: dict[str, Any]
     run_info: dict[str, Any]
-    optimizer_state_fn: (
-        Callable[[], tuple[Nested, OptimizerTable]] | None
-    )  # of the optimizer, if not above
+    optimizer_state_fn: Callable[[], tuple[Nested, OptimizerTable]] | None  # replaces `optimizer`
 
     def with_optimizer_state(self) -> "StageSnapshot":
-        """With what comes later."""
+        """Return the snapshot with the result of `optimizer_state_fn`."""
         if self.optimizer_state_fn is None:
             return self
         state, table = self.optimizer_state_fn()
@@ -79,7 +77,7 @@ class StageSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class _StageReport:
-    """What the first stage needs from the others."""
+    """What stage 0 needs from each stage."""
 
     part: WrittenStage
     model: ModelTable
@@ -90,18 +88,18 @@ class _StageReport:
 class SaveDecision:
     path: Path | None  # None: there is no checkpoint of this step
     why: str
-    should_warn: bool  # by this stage
+    should_warn: bool  # this stage warns
 
 
 def save_with_all_stages(snapshot: StageSnapshot, context: SaveContext) -> SaveDecision:
-    """Called by all stages, each in a thread of its own; they return alike."""
+    """Save; all stages call it, each in its checkpoint thread, and get the same decision."""
     try:
-        whole = snapshot.with_optimizer_state()
+        full = snapshot.with_optimizer_state()
         report: _StageReport | None = _StageReport(
-            _write(whole, context), whole.model, whole.optimizer
+            _write(full, context), full.model, full.optimizer
         )
         failure = ""
-    except Exception as error:  # whatever it is, training goes on
+    except Exception as error:  # training continues whatever it is
         report, failure = None, f"stage {context.stage}: {summarize_error(error)}"
     is_first = context.stage == 0
     try:
@@ -110,7 +108,7 @@ def save_with_all_stages(snapshot: StageSnapshot, context: SaveContext) -> SaveD
         context.store.put(f"{snapshot.name}/part", report)
         decided = _commit(snapshot, context) if is_first else _wait_for_decision(snapshot, context)
     except Exception as error:
-        is_first = True  # nobody else may be there to tell
+        is_first = True  # warn here: stage 0 may be lost
         decided = _decide_failed(snapshot, context, error)
     if decided == SAVED:
         return SaveDecision(step_folder(context.folder, snapshot.step), "", is_first)
@@ -125,24 +123,24 @@ def _write(snapshot: StageSnapshot, context: SaveContext) -> WrittenStage:
             remove_leftovers(context.folder)
             partial.mkdir(parents=True)
         finally:
-            context.store.put(begin, None)  # whatever became of it, the others must not wait
+            context.store.put(begin, None)  # also after an error: the others must not wait
     context.store.get(begin, 0)
     return write_stage(partial, snapshot.tensors, context.stage)
 
 
 def _wait_for_decision(snapshot: StageSnapshot, context: SaveContext) -> str:
-    # Twice: the first stage, too, may be waiting for another one until its deadline.
+    # Twice the timeout: stage 0 may itself wait a timeout for another stage.
     decision: str = context.store.get(f"{snapshot.name}/end", 0, timeout=2 * context.store.timeout)
     return decision
 
 
 def _commit(snapshot: StageSnapshot, context: SaveContext) -> str:
-    """By the first stage: join what all have written; what became of it, as all are told."""
+    """On stage 0: merge what all stages have written, publish the decision and return it."""
     partial = partial_folder(context.folder, snapshot.step)
     try:
         reports = context.store.get_all(f"{snapshot.name}/part")
         if None in reports:
-            decided = context.store.decide(snapshot.name, "a stage failed")  # it has said why
+            decided = context.store.decide(snapshot.name, "a stage failed")  # its reason wins
         else:
             _delete_past_rounds(snapshot, context)
             _write_manifest(partial, snapshot, reports, next_serial(context.folder))
@@ -152,7 +150,7 @@ def _commit(snapshot: StageSnapshot, context: SaveContext) -> str:
     except Exception as error:
         decided = _decide_failed(snapshot, context, error)
     if decided == SAVED:
-        with contextlib.suppress(OSError):  # what cannot be removed is tried after the next one
+        with contextlib.suppress(OSError):  # tried again after the next save
             remove_old(context.folder, context.keep)
     else:
         shutil.rmtree(partial, ignore_errors=True)
@@ -161,7 +159,7 @@ def _commit(snapshot: StageSnapshot, context: SaveContext) -> str:
 
 
 def _delete_past_rounds(snapshot: StageSnapshot, context: SaveContext) -> None:
-    """Once all write in this round, nobody reads what was said in earlier ones."""
+    """Delete the values of earlier rounds: all stages are in this round and read them no more."""
     while (past := context.rounds[0]) != snapshot.name:
         for name in (past, *(f"{past}/{report}" for report in _REPORT_KEYS)):
             context.store.delete(name)
@@ -171,7 +169,7 @@ def _delete_past_rounds(snapshot: StageSnapshot, context: SaveContext) -> None:
 def _write_manifest(
     partial: Path, snapshot: StageSnapshot, reports: list[_StageReport], serial: int
 ) -> None:
-    """The index of all parts, and last the manifest."""
+    """Write the index of all parts, and last the manifest."""
     model = merge_tables(report.model for report in reports)
     manifest = Manifest(
         torch=str(torch.__version__),
@@ -193,14 +191,14 @@ def _decide_failed(snapshot: StageSnapshot, context: SaveContext, error: Excepti
     reason = summarize_error(error)
     try:
         decided = context.store.decide(snapshot.name, reason)
-    except PeerError:  # the store is gone, and with it the job
+    except PeerError:  # the store is lost, and with it the job
         return reason
-    # The first stage decides before it renames: if that went wrong, it says so to the others.
+    # Stage 0 decides before it renames: if the rename fails, it publishes that instead.
     return reason if decided == SAVED and context.stage == 0 else decided
 
 
 def summarize_error(error: BaseException) -> str:
-    """In a line; of a chain of errors the system's own, which says what to do (a full disk)."""
+    """Describe an error in one line; prefer the OSError of its chain (such as a full disk)."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

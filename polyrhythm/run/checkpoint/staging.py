@@ -1,6 +1,6 @@
-"""Copies of a stage's tensors in CPU memory, which training cannot change while they are written.
+"""Copies of a stage's tensors in CPU memory, which training does not change during the write.
 
-The memory is kept from save to save: to get it anew takes longer than the copy. For a GPU it is
+The memory is reused from save to save: allocating it takes longer than the copy. For a GPU it is
 pinned, so that copies run at the speed of the bus.
 """
 
@@ -17,7 +17,7 @@ class Staging:
         self._copies: Nested = {}
 
     def copy_to_host(self, tensors: Nested) -> Nested:
-        """All copies are made when this returns; they are valid until the next call."""
+        """Copy the tensors; the copies are complete on return and valid until the next call."""
         self._copies = _copy(tensors, self._copies)
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
@@ -30,13 +30,13 @@ class Staging:
 def _copy(tensors: Nested, into: Nested) -> Nested:
     copies: Nested = {}
     for name, value in tensors.items():
-        kept = into.get(name)
+        copy = into.get(name)
         if isinstance(value, dict):
-            copies[name] = _copy(value, kept if isinstance(kept, dict) else {})
+            copies[name] = _copy(value, copy if isinstance(copy, dict) else {})
             continue
-        if not isinstance(kept, Tensor) or _kind(kept) != _kind(value):
-            kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        copies[name] = kept.copy_(value, non_blocking=True)
+        if not isinstance(copy, Tensor) or _kind(copy) != _kind(value):
+            copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        copies[name] = copy.copy_(value, non_blocking=True)
     return copies
 
 

@@ -1,8 +1,8 @@
-"""The state of a stage by the whole model's names, and from names back into modules and optimizers.
+"""The state of a stage by the whole model's names, and back into modules and optimizers.
 
-Everything is keyed by the name of a parameter in the whole model, optimizer state too, so that a
-checkpoint knows nothing of stages: any cut finds its own names in it. A parameter with several
-names goes by its first one; where several stages hold it, the first of them saves it.
+Everything, including optimizer state, is keyed by the parameter's name in the whole model. A
+checkpoint therefore does not depend on stages: any split finds its names in it. A parameter with
+several names has its first one; if several stages hold it, the first of them saves it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,18 +25,18 @@ from polyrhythm.run.checkpoint.manifest import (
 from polyrhythm.run.pipeline.partition import TiedParameter
 
 Tensors = dict[str, Tensor]
-OptimizerTensors = dict[str, Tensors]  # by parameter, then by what it is
-_COMPILED = "_orig_mod."  # in the names of what torch.compile wraps
+OptimizerTensors = dict[str, Tensors]  # by parameter, then by state name (such as exp_avg)
+_COMPILED = "_orig_mod."  # in the names of modules that torch.compile wraps
 _NO_OPTIONS = ("params", "param_names")
 
 
 @dataclass(frozen=True, slots=True)
 class StageModel:
-    """The tensors of a stage's module, by first name, and what they look like."""
+    """The tensors of a stage's module by first name, and their table."""
 
     tensors: Tensors
     table: ModelTable
-    held_elsewhere: frozenset[str]  # names that an earlier stage holds, and saves
+    held_elsewhere: frozenset[str]  # names that an earlier stage holds and saves
     first_names: Mapping[str, str]  # of every parameter, by its name in the module
 
     @classmethod
@@ -48,13 +48,13 @@ class StageModel:
         by_parameter: dict[nn.Parameter, str] = {}
         shared = {each.name: each for each in tied}
         for found, parameter in module.named_parameters(remove_duplicate=False):
-            name = _plain(found)
+            name = _unwrapped(found)
             key = shared[name].key if name in shared else name
             first_names[name] = by_parameter.setdefault(parameter, key)
         tensors: Tensors = {}
         for found, value in module.state_dict().items():
-            name = _plain(found)
-            tensors.setdefault(first_names.get(name, name), _checked(name, value))
+            name = _unwrapped(found)
+            tensors.setdefault(first_names.get(name, name), _plain_tensor(name, value))
         return cls(
             tensors=tensors,
             table=ModelTable(
@@ -77,17 +77,17 @@ class StageModel:
 def optimizer_state(
     optimizer: Optimizer, module: nn.Module, model: StageModel, state: Mapping[str, Any]
 ) -> tuple[OptimizerTensors, OptimizerTable]:
-    """What is to be saved of it, from its state_dict."""
+    """Return the tensors and the table to save, from the optimizer's state_dict."""
     names = _names_by_index(optimizer, module, model)
     tensors: OptimizerTensors = {}
     values: dict[str, dict[str, Any]] = {}
-    for index, of in state["state"].items():
+    for index, entry in state["state"].items():
         name = names[index]
         if name in model.held_elsewhere:
             continue
-        if kept := {k: _checked(name, v) for k, v in of.items() if isinstance(v, Tensor)}:
-            tensors[name] = kept
-        if rest := {k: v for k, v in of.items() if not isinstance(v, Tensor)}:
+        if found := {k: _plain_tensor(name, v) for k, v in entry.items() if isinstance(v, Tensor)}:
+            tensors[name] = found
+        if rest := {k: v for k, v in entry.items() if not isinstance(v, Tensor)}:
             values[name] = as_json(rest, f"the optimizer's state of {name}")
     groups = tuple(
         ParamGroup(_options(group), tuple(names[index] for index in group["params"]))
@@ -99,16 +99,16 @@ def optimizer_state(
 def check_optimizer(
     optimizer: Optimizer, module: nn.Module, model: StageModel, saved: OptimizerTable | None
 ) -> None:
-    """Refuse the state of another kind of optimizer, or of one for other parameters."""
+    """Reject the state of another kind of optimizer, or of one for other parameters."""
     if saved is None:
-        raise _optimizer_mismatch("a checkpoint without an optimizer", "its state")
+        raise _optimizer_mismatch("a checkpoint without an optimizer", "optimizer state")
     unknown = [name for name in saved.options if name not in optimizer.defaults]
     if unknown:
         raise _optimizer_mismatch(
             f"a checkpoint of an optimizer with the option {unknown[0]}",
             f"one like {type(optimizer).__name__}, with {', '.join(sorted(optimizer.defaults))}",
         )
-    options = _by_name(saved)
+    options = _options_by_name(saved)
     names = _names_by_index(optimizer, module, model)
     for group in optimizer.state_dict()["param_groups"]:
         for name in (names[index] for index in group["params"]):
@@ -120,7 +120,7 @@ def check_optimizer(
             if options[name] != options[first]:
                 raise _optimizer_mismatch(
                     f"{name} and {first} had different options in the checkpoint",
-                    "groups of parameters as they were",
+                    "the same parameter groups",
                 )
 
 
@@ -131,13 +131,13 @@ def load_optimizer(
     saved: OptimizerTable,
     tensors: OptimizerTensors,
 ) -> None:
-    """`tensors` has what the checkpoint has for the parameters of this stage."""
-    names, options = _names_by_index(optimizer, module, model), _by_name(saved)
+    """Load the optimizer; `tensors` are the saved ones of this stage's parameters."""
+    names, options = _names_by_index(optimizer, module, model), _options_by_name(saved)
     state: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(names):
         found = {**tensors.get(name, {}), **saved.values.get(name, {})}
         if found:
-            # A name may stand for two parameters here, which must not share their state.
+            # Two parameters may have one name here, and must not share their state.
             state[index] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in found.items()}
     groups = []
     for group in optimizer.state_dict()["param_groups"]:
@@ -147,22 +147,22 @@ def load_optimizer(
 
 
 def _names_by_index(optimizer: Optimizer, module: nn.Module, model: StageModel) -> list[str]:
-    """As the optimizer's state_dict counts parameters."""
+    """Return first names in the order in which the optimizer's state_dict counts parameters."""
     names: Iterable[str] | None = getattr(optimizer, "parameter_names", None)
     if names is None:
         known = {parameter: name for name, parameter in module.named_parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if stranger := [p for p in parameters if p not in known]:
+        if unknown := [p for p in parameters if p not in known]:
             raise CheckpointError(
-                f"the optimizer has a parameter {_shape(stranger[0])} that the module has not",
+                f"the optimizer has a parameter {_shape(unknown[0])} that the module has not",
                 expected="an optimizer of the module's parameters",
                 fix="save the module whose parameters() the optimizer was made with",
             )
         names = (known[parameter] for parameter in parameters)
-    return [model.first_names[_plain(name)] for name in names]
+    return [model.first_names[_unwrapped(name)] for name in names]
 
 
-def _by_name(saved: OptimizerTable) -> dict[str, dict[str, Any]]:
+def _options_by_name(saved: OptimizerTable) -> dict[str, dict[str, Any]]:
     return {name: group.options for group in saved.groups for name in group.parameters}
 
 
@@ -176,13 +176,13 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _like(value: Any, present: Any) -> Any:
-    """What JSON made a list or a number of may have been a tuple, or a tensor on a device."""
+    """Convert a JSON list or number back to the tuple or tensor that `present` is."""
     if isinstance(present, Tensor):
         return torch.full_like(present, value)
     return tuple(value) if isinstance(present, tuple) else value
 
 
-def _plain(name: str) -> str:
+def _unwrapped(name: str) -> str:
     return name.replace(_COMPILED, "")
 
 
@@ -190,13 +190,13 @@ def _shape(value: Tensor) -> TensorSpec:
     return TensorSpec(tuple(value.shape), str(value.dtype).removeprefix("torch."))
 
 
-def _checked(name: str, value: Any) -> Tensor:
+def _plain_tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta:
         return value.detach()
     kind = "a tensor without memory" if getattr(value, "is_meta", False) else type(value).__name__
     raise CheckpointError(
         f"{name} is {kind}",
-        expected="plain tensors, each whole in one process",
+        expected="plain tensors, each complete in one process",
         fix="save sharded models with torch.distributed.checkpoint itself; leave extra state out",
     )
 

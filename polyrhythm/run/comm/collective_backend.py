@@ -1,4 +1,4 @@
-"""Which way buckets take: by the device they are on, and what the workers' group can do there."""
+"""Select the collectives of buckets by their device and by the backend of the process group."""
 
 from collections.abc import Callable
 
@@ -18,10 +18,10 @@ def select_backend(
     *,
     start: Callable[[Callable[[], None]], object],
 ) -> Collectives:
-    """For buckets on `device`, as parameters have it.
+    """Select the collectives for buckets on `device`, the device of the parameters.
 
-    `group` is the user's, if there is one; `host` are those for buckets in main memory, and `start`
-    runs things in the thread that waits for them.
+    `group` is the user's process group, if there is one; `host` are the collectives of buckets in
+    main memory; `start` runs a function in the communication thread.
     """
     if device.type == "cpu":
         return host
@@ -37,7 +37,7 @@ def select_backend(
 
 
 def uses_nccl(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Whether what is on `device` travels by NCCL."""
-    # As in "cpu:gloo,cuda:nccl", which is the form of all, however they were asked for.
+    """Whether `group` sends tensors on `device` over NCCL."""
+    # Torch normalises every backend name to this form: "cpu:gloo,cuda:nccl".
     backends = dist.get_backend_config(group).split(",")
     return device.type == "cuda" and "cuda:nccl" in backends

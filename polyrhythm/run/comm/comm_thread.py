@@ -1,4 +1,4 @@
-"""A thread that waits for what is on its way, and adds up gradients, while compute goes on."""
+"""A thread that waits for communication and sums gradients while compute continues."""
 
 import threading
 import weakref
@@ -11,13 +11,13 @@ from polyrhythm.errors import PeerError
 from polyrhythm.run.comm.process_groups import abort
 from polyrhythm.types import Seconds
 
-_CLOSE_TIMEOUT: Seconds = 5.0  # for what is on its way; then again, for waits that were broken off
+_CLOSE_TIMEOUT: Seconds = 5.0  # for messages in flight; then once more, for aborted waits
 
 _Job = tuple[Callable[[], None], "Work"]
 
 
 class Work:
-    """Something that the thread does; `wait` raises what went wrong there."""
+    """A function that runs in the thread; `wait` raises the error that it raised."""
 
     def __init__(self, timeout: Seconds) -> None:
         self._timeout = timeout
@@ -30,21 +30,21 @@ class Work:
                 "another worker",
                 action="averaging gradients",
                 waited=self._timeout,
-                cause="it is alive, but has not computed its own",
+                cause="it is alive, but has not computed its gradients",
             )
         if self._error is not None:
             raise self._error
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, function: Callable[[], None]) -> None:
         try:
-            work()
-        except Exception as error:  # told where it is waited for
+            function()
+        except Exception as error:  # raised by `wait`
             self._error = error
         self._is_done.set()
 
 
 class CommThread:
-    """One thing after the other. In `groups` the thread waits: they are broken off at exit."""
+    """Runs functions one after the other; aborts `groups`, in which they wait, at exit."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], *, timeout: Seconds) -> None:
         self._timeout = timeout
@@ -56,14 +56,14 @@ class CommThread:
         # A daemon thread that waits in gloo when the interpreter ends would abort it.
         self._end = weakref.finalize(self, _end, self._jobs, self._thread, groups)
 
-    def start(self, work: Callable[[], None]) -> Work:
-        task = Work(self._timeout)
-        self._jobs.put((work, task))
-        return task
+    def start(self, function: Callable[[], None]) -> Work:
+        work = Work(self._timeout)
+        self._jobs.put((function, work))
+        return work
 
     @property
     def is_alive(self) -> bool:
-        """Until it was closed, and its thread has seen that."""
+        """Whether the thread runs; after `close` it ends with its current function."""
         return self._thread.is_alive()
 
     def close(self) -> None:
@@ -72,8 +72,8 @@ class CommThread:
 
 def _run_jobs(jobs: "SimpleQueue[_Job | None]") -> None:
     while (job := jobs.get()) is not None:
-        work, task = job
-        task.run(work)
+        function, work = job
+        work.run(function)
 
 
 def _end(
@@ -82,7 +82,7 @@ def _end(
     groups: Sequence[dist.ProcessGroup],
 ) -> None:
     jobs.put(None)
-    thread.join(_CLOSE_TIMEOUT)  # others may need what this worker sends
+    thread.join(_CLOSE_TIMEOUT)  # other workers may still need messages in flight
     for group in groups:
         abort(group)
     thread.join(_CLOSE_TIMEOUT)

@@ -1,9 +1,9 @@
-"""Averaging inside of a node first, and then across: what nodes send each other shrinks.
+"""Average inside each node first, then across nodes: fewer bytes travel between nodes.
 
-Of two workers on each of two nodes, each sends half of its gradients to its neighbour, and of what
-then is the node's half of that to the other node: a quarter of all, where it would be half if each
-sent to all. On the way back it is the other way round. Nodes have equally many workers, so that the
-mean of their means is the mean.
+With two workers on each of two nodes, a worker sends half of its gradients to its neighbour, then
+half of the sum to the other node: a quarter of all gradients crosses between nodes instead of half.
+The all-gather runs in reverse order. All nodes have the same number of workers, so that the mean of
+their means is the global mean.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from polyrhythm.run.comm.reduce_scatter import CollectivePhase, Collectives, Pen
 
 
 def ranks_by_node(nodes: Sequence[str]) -> list[list[int]] | None:
-    """Workers by node, given that of each; None where there is nothing to gain."""
+    """Group ranks by node; `nodes[rank]` names the node. None if a hierarchy gains nothing."""
     members: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         members.setdefault(node, []).append(rank)
@@ -25,14 +25,14 @@ def ranks_by_node(nodes: Sequence[str]) -> list[list[int]] | None:
 
 
 class HierarchicalCollectives:
-    """`inside` is of the workers of this node, `across` of one worker of each node."""
+    """`inside` connects the workers of this node, `across` one worker of each node."""
 
     waits_on_host = True
 
     def __init__(self, inside: Collectives, across: Collectives) -> None:
         self._inside, self._across = inside, across
         self.num_workers = inside.num_workers * across.num_workers
-        self.rank = inside.rank * across.num_workers + across.rank  # of its part, not in the job
+        self.rank = inside.rank * across.num_workers + across.rank  # of its shard, not in the job
 
     def expect(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
         self._inside.expect(flat, number, phase)
@@ -51,7 +51,7 @@ class HierarchicalCollectives:
 
 
 class _Sequence:
-    """One, and when it is there, the next."""
+    """Wait for one collective, then start the next and wait for it."""
 
     def __init__(self, first: Pending, then: Callable[[], Pending]) -> None:
         self._first, self._then = first, then

@@ -1,8 +1,8 @@
-"""Start a job: local processes forked from here, or the place that torchrun gave this process.
+"""Start a job: fork local processes, or read the rank that torchrun gave this process.
 
 Local workers are forked from a parent that has torch loaded: they start in a tenth of a second and
-share its memory. The parent owns them: they die with it (whatever kills it), and the first one that
-fails ends the job with its reason. Inside a worker nothing tells the two ways apart.
+share its memory. The parent owns them: they die with the parent, whatever kills it, and the first
+worker that fails ends the job with its error. A worker runs the same code under both launchers.
 """
 
 import gc
@@ -35,17 +35,17 @@ from polyrhythm.types import Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistContext:
-    """Which process of the job this is, and how it finds the others."""
+    """The rank of this process in the job, and how it reaches the other processes."""
 
     rank: int
     world_size: int
     local_rank: int
-    listen_socket: socket.socket | None = None  # local jobs: where rank 0 serves the rendezvous
-    store: Store | None = None  # that all share, where they have met before
+    listen_socket: socket.socket | None = None  # local jobs: rank 0 serves the rendezvous on it
+    store: Store | None = None  # the store of the job, after a rendezvous
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self | None:
-        """The place that torchrun (or whatever sets its variables) gave; None outside of it."""
+        """Read the variables that torchrun sets; None if they are not set."""
         if "RANK" not in environ or "WORLD_SIZE" not in environ:
             return None
         try:
@@ -68,40 +68,40 @@ class DistContext:
 
     @classmethod
     def current(cls) -> "DistContext | None":
-        """Of this process: in a LocalJob, under torchrun, or None where it is on its own."""
+        """Return the context of this process in a LocalJob or under torchrun; None outside both."""
         return _contexts[-1] if _contexts else cls.from_environment(os.environ)
 
     def with_store(self, timeout: Seconds) -> "DistContext":
-        """The same with the store that all share: processes meet once, and may join twice."""
-        with peer_errors("another process of the job", "meeting"):
+        """Run the rendezvous once and keep its store: `process_group` may then be entered twice."""
+        with peer_errors("another process of the job", "rendezvous"):
             return replace(
                 self, listen_socket=None, store=self._get_store(timedelta(seconds=timeout))
             )
 
     def with_store_prefix(self, name: str) -> "DistContext":
-        """The same with what it keeps in the store under a name: for a group before another one."""
-        assert self.store is not None, "met before"
+        """Prefix all keys in the store, so that several process groups can share it."""
+        assert self.store is not None, "with_store() comes first"
         return replace(self, store=PrefixStore(name, self.store))
 
     @contextmanager
     def process_group(
         self, timeout: Seconds, choose_rank: Callable[[Store], int] | None = None
     ) -> Iterator[None]:
-        """Meet the other processes; inside, torch.distributed works and every wait is bounded.
+        """Initialise torch.distributed for a `with` block, with `timeout` for every wait.
 
-        `choose_rank` gives this process another rank than its launcher did; all agree through the
-        store. All leave together: who serves the rendezvous must not go while another needs it.
+        `choose_rank` replaces the rank of the launcher, consistently over all processes through the
+        store. All processes leave at a barrier: rank 0 serves the store until none needs it.
         """
         with peer_errors("another process of the job", "joining"):
             self._init_process_group(timedelta(seconds=timeout), choose_rank)
         yield
         # Not after a failure: a live exception holds the group, and its sockets would stay open.
         try:
-            with peer_errors("another process of the job", "leaving together"):
+            with peer_errors("another process of the job", "the barrier at the end"):
                 dist.barrier()
         except PeerError as error:
-            # One that has left closed its connections: then all have arrived, and all is well. One
-            # that crashed tells so itself. Only silence is for us to report.
+            # A peer that has left the barrier closes its connections: then all have arrived. A peer
+            # that crashed reports its own error. Only a timeout is reported here.
             if "imed out" in error.cause:
                 raise
         dist.destroy_process_group()
@@ -116,7 +116,7 @@ class DistContext:
         )
 
     def _get_store(self, timeout: timedelta) -> Store:
-        """The store that all share."""
+        """Return the store that all processes of the job share."""
         if self.store is not None:
             return self.store
         if self.listen_socket is None:
@@ -127,32 +127,32 @@ class DistContext:
         else:
             store = self._open_store(self.listen_socket, timeout)
             _open_stores.append(store)
-        # A store outlives a meeting: what was said in an earlier one is no longer true.
-        return PrefixStore(f"polyrhythm/meeting {next(_rendezvous_counter)}", store)
+        # A store outlives a rendezvous: keys of an earlier one are stale.
+        return PrefixStore(f"polyrhythm/rendezvous {next(_rendezvous_counter)}", store)
 
     def _open_store(self, listen_socket: socket.socket, timeout: timedelta) -> Store:
-        """Of a local job; rank 0 serves it."""
+        """Open the store of a local job, which rank 0 serves."""
         host, port = listen_socket.getsockname()
-        serving = listen_socket.detach() if self.rank == 0 else None
-        listen_socket.close()  # a copy left open elsewhere would accept for a rank 0 that died
+        listen_fd = listen_socket.detach() if self.rank == 0 else None
+        listen_socket.close()  # a copy left open would accept connections for a dead rank 0
         return dist.TCPStore(  # type: ignore[attr-defined]  # public, but not listed as such
             host,
             port,
             self.world_size,
             is_master=self.rank == 0,
             timeout=timeout,
-            master_listen_fd=serving,
+            master_listen_fd=listen_fd,
         )
 
 
-_open_stores: list[Store] = []  # of the local job that this process belongs to, once it has met
-_STOPPED_STATUSES = {TERMINATED, PEER_LOST}  # how workers end that were told to
-_rendezvous_counter = count()  # of this process; all processes of a job have met as often
-_contexts: list[DistContext] = []  # to this process, by the LocalJob that it belongs to
+_open_stores: list[Store] = []  # the store of this process's local job, after its rendezvous
+_STOPPED_STATUSES = {TERMINATED, PEER_LOST}  # exit statuses after a request to stop
+_rendezvous_counter = count()  # equal in all processes of a job
+_contexts: list[DistContext] = []  # the context that this process's LocalJob gave it
 
 
 class LocalJob:
-    """`work(ctx)` in `num_workers` processes of this machine, while a `with` block lasts."""
+    """Runs `work(ctx)` in `num_workers` processes of this machine during a `with` block."""
 
     def __init__(
         self,
@@ -163,9 +163,9 @@ class LocalJob:
         name: Callable[[int], str] = "worker of rank {}".format,
         shown_ranks: Collection[int] = (),
     ) -> None:
-        """`name` gives the name of the worker with a rank, for messages.
+        """`name` maps a rank to the worker's name in error messages.
 
-        What those of the ranks `shown_ranks` write is not kept in a file, but goes where ours goes.
+        The ranks in `shown_ranks` inherit this process's output; the others write to a file each.
         """
         self._shown_ranks = shown_ranks
         self._work, self._num_workers, self._folder = work, num_workers, output_folder
@@ -180,7 +180,7 @@ class LocalJob:
             with socket.create_server(("127.0.0.1", 0), backlog=self._num_workers) as listen_socket:
                 for rank in range(self._num_workers):
                     self._start(rank, listen_socket)
-        except BaseException:  # Ctrl-C, or no more processes to be had
+        except BaseException:  # Ctrl-C, or the limit of processes is reached
             end_all(self._workers)
             raise
         finally:
@@ -195,13 +195,13 @@ class LocalJob:
         self._workers.append(Child(partial(_run, self._work, ctx), output=output))
 
     def request_stop(self) -> None:
-        """SIGTERM to every worker, which may save what it has: `wait` until they have ended."""
+        """Send SIGTERM to every worker, which may then save a checkpoint: call `wait` next."""
         for worker in self._workers:
             if worker.status is None:
                 os.kill(worker.pid, signal.SIGTERM)
 
     def wait(self, timeout: Seconds) -> bool:
-        """Wait for an end, `timeout` at the most; True when all are done. Raises WorkerError."""
+        """Wait up to `timeout`; True when all workers have succeeded. Raises WorkerError."""
         deadline = time.monotonic() + timeout
         while any(worker.status is None for worker in self._workers):
             self._raise_failure()
@@ -212,14 +212,14 @@ class LocalJob:
         return all(worker.status == 0 for worker in self._workers)
 
     def _raise_failure(self) -> None:
-        """Name the worker that failed, not those that lost it as a peer.
+        """Raise the error of the worker that failed, not of the workers that lost it as a peer.
 
-        They may be seen first: the connections of a dying process close before it can be reaped.
-        Who was told to end may be saving, and is left alone until all have ended.
+        Those may exit first: the connections of a dying process close before it can be reaped.
+        Workers that were asked to stop may be saving: wait until all of them have exited.
         """
         deadline = time.monotonic() + 2.0
         while True:
-            # Asked before the failures: who ends in between is then waited for, not overlooked.
+            # Read before the failures: a worker that exits in between is waited for.
             is_any_running = any(worker.status is None for worker in self._workers)
             failed = {rank: w.status for rank, w in enumerate(self._workers) if w.status}
             remaining = deadline - time.monotonic()
@@ -252,13 +252,13 @@ class LocalJob:
         end_all(self._workers)
         for worker in self._workers:
             if worker.output and worker.output.exists() and not worker.output.stat().st_size:
-                worker.output.unlink()  # a job that went well leaves no empty files
+                worker.output.unlink()  # leave no empty files
 
 
 def _run(work: Callable[[DistContext], None], ctx: DistContext) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if "OMP_NUM_THREADS" not in os.environ:
-        usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        torch.set_num_threads(max(1, usable // ctx.world_size))
+        num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        torch.set_num_threads(max(1, num_cores // ctx.world_size))
     _contexts.append(ctx)
     work(ctx)

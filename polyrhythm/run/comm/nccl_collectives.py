@@ -1,9 +1,9 @@
-"""Buckets on GPUs that reach each other: NCCL's own collectives, in place.
+"""NCCL's own collectives for buckets on GPUs, in place.
 
-Nothing here keeps the processor waiting: a wait lets the caller's stream wait, so it is the stream
-that needs the bucket that has to be current then. Collectives are begun by all workers in the same
-order, and follow each other in one stream: a gather may be begun behind a scatter of the same
-bucket without a wait in between. A lost peer is noticed by NCCL's watchdog, which ends the process.
+A wait blocks the current CUDA stream, not the host: wait in the stream that needs the bucket. All
+workers start collectives in the same order, in one stream: an all-gather may be started after a
+reduce-scatter of the same bucket without a wait in between. NCCL's watchdog notices a lost peer and
+ends the process.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import Tensor
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.reduce_scatter import CollectivePhase, Pending
 
-# Torch 2.11 has the old names alone; where there are new ones, the old ones warn.
+# Torch 2.11 has only the old names; newer releases warn about them.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -24,7 +24,7 @@ _HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class NcclCollectives:
-    """Over a group that torch.distributed knows. Begun and waited for by one thread at a time."""
+    """Collectives over a group of torch.distributed; used by one thread at a time."""
 
     waits_on_host = False
 
@@ -32,12 +32,12 @@ class NcclCollectives:
         self.rank, self.num_workers, self._group = group.rank(), group.size(), group
 
     def expect(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
-        """NCCL needs no notice."""
+        """Do nothing: NCCL posts no receives ahead."""
 
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:
-        """Half-precision numbers are divided before they are added up, as in DDP.
+        """Average; divide half-precision numbers before the sum, as DDP does.
 
-        NCCL's mean multiplies by the reciprocal, rounded to their type: a third would be 0.2 % off.
+        NCCL's mean multiplies by the reciprocal rounded to their type: a third would be 0.2 % off.
         """
         flat = _real(flat)
         own_shard = flat.view(self.num_workers, -1)[self.rank]
@@ -55,7 +55,7 @@ class NcclCollectives:
         return _start(lambda: _all_gather(flat, own_shard, group=self._group, async_op=True))
 
     def all_reduce_any(self, flag: Tensor) -> None:
-        """Whether any worker has set it, for what follows in the current stream."""
+        """Set `flag`, for later work in the current stream, if any worker has set it."""
         _start(lambda: dist.all_reduce(flag, dist.ReduceOp.MAX, self._group, async_op=True)).wait()
 
 
@@ -65,14 +65,14 @@ class _Collective:
 
     def wait(self) -> None:
         with peer_errors("another worker", "averaging"):
-            self.work.wait()  # with a timeout it would keep the processor
+            self.work.wait()  # with a timeout it would block the host
 
 
 def _start(collective: Callable[[], dist.Work]) -> Pending:
-    with peer_errors("another worker", "averaging"):  # the first one connects all
+    with peer_errors("another worker", "averaging"):  # the first collective connects all workers
         return _Collective(collective())
 
 
 def _real(flat: Tensor) -> Tensor:
-    """The same memory, of which NCCL knows the type."""
+    """View complex numbers as real ones: NCCL has no complex types."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -1,4 +1,4 @@
-"""Waiting for other workers: a failure of torch.distributed becomes a PeerError with its who."""
+"""Turn failures of torch.distributed into PeerErrors that name the peer."""
 
 import re
 import time
@@ -11,19 +11,19 @@ from polyrhythm.types import Worker
 
 @contextmanager
 def peer_errors(peer: Worker | str, action: str) -> Iterator[None]:
-    """Turn a lost connection or a passed deadline of the process group into a PeerError."""
+    """Turn a lost connection or a timeout of the process group into a PeerError."""
     start = time.monotonic()
     try:
         yield
-    except PeerError:  # says it already
+    except PeerError:
         raise
-    except RuntimeError as error:  # gloo raises plain ones; torch's DistError is one too
+    except RuntimeError as error:  # gloo raises plain RuntimeErrors; torch's DistError is one
         waited = time.monotonic() - start
         raise PeerError(str(peer), action=action, waited=waited, cause=short_cause(error)) from None
 
 
 def short_cause(error: RuntimeError) -> str:
-    """What torch.distributed complained of, in a line."""
+    """Shorten an error of torch.distributed to one line."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    line = line.split(" This is typically")[0]  # gloo guesses on
-    return re.sub(r"^\[\S+:\d+\] ", "", line)  # without the place in gloo's source
+    line = line.split(" This is typically")[0]  # gloo continues with a guess
+    return re.sub(r"^\[\S+:\d+\] ", "", line)  # without the line of gloo's source

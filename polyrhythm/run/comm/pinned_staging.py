@@ -1,11 +1,11 @@
-"""Buckets on a GPU, over workers who can only send from main memory: through pinned buffers.
+"""Collectives of buckets on a GPU over gloo: staged through pinned host memory.
 
-A bucket is copied out behind the kernels that compute it, without anybody waiting. A thread of its
-own waits for that and posts the messages, so that they travel while the bucket before is added up.
-Whoever waits for the bucket copies back what has become of it.
+A bucket is copied to the host in stream order behind the kernels that compute it. A separate thread
+waits for the copy and posts the messages, which travel while the previous bucket is summed. The
+thread that waits for the bucket copies the result back.
 
-Copies out and copies back have streams of their own: in one, a copy back would stand behind the
-copy out of the next bucket, which stands behind gradients that are not computed yet.
+The copies in the two directions have separate streams: in one stream, a copy to the GPU would queue
+behind the copy of the next bucket to the host, which waits for gradients not computed yet.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ from torch import Tensor
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.reduce_scatter import CollectivePhase, Collectives, Pending
 
-_ALL = slice(None)
+_WHOLE = slice(None)
 
 
 class PinnedCollectives:
-    """Around the halves of buckets in main memory.
+    """Wraps the collectives of buckets in main memory.
 
-    `start` runs something in the thread that is to wait for what is on its way. Buckets may also
-    be sent from there. Once a wait is over, the bucket is on the GPU: no stream has to wait.
+    `start` runs a function in the communication thread, which may also start collectives. After a
+    wait the bucket is on the GPU: no stream has to wait.
     """
 
     waits_on_host = True
@@ -40,27 +40,30 @@ class PinnedCollectives:
     ) -> None:
         self.rank, self.num_workers = host.rank, host.num_workers
         self._host, self._device = host, device
-        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._pinned_buffers: dict[
-            tuple[int, CollectivePhase], Tensor
-        ] = {}  # pinned, and not in use
+        self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        # Pinned buffers that are not in use.
+        self._pinned_buffers: dict[tuple[int, CollectivePhase], Tensor] = {}
         self._post_executor = ThreadPoolExecutor(1, thread_name_prefix="decoupled posting")
         start(self._set_thread_stream)
 
     def expect(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
-        """Nothing yet: there is no room for it in main memory before it leaves."""
+        """Do nothing: a bucket has no buffer in main memory before its collective starts."""
 
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:
         post, own_shard = partial(self._host.reduce_scatter, number=number), self._own_shard(flat)
         return self._start_send(
-            flat, (number, CollectivePhase.REDUCE_SCATTER), post, out=[_ALL], back=[own_shard]
+            flat,
+            (number, CollectivePhase.REDUCE_SCATTER),
+            post,
+            to_host=[_WHOLE],
+            to_device=[own_shard],
         )
 
     def all_gather(self, flat: Tensor, number: int) -> Pending:
         post, own_shard = partial(self._host.all_gather, number=number), self._own_shard(flat)
         others = [slice(0, own_shard.start), slice(own_shard.stop, len(flat))]
         return self._start_send(
-            flat, (number, CollectivePhase.ALL_GATHER), post, out=[own_shard], back=others
+            flat, (number, CollectivePhase.ALL_GATHER), post, to_host=[own_shard], to_device=others
         )
 
     def _own_shard(self, flat: Tensor) -> slice:
@@ -73,25 +76,25 @@ class PinnedCollectives:
         key: tuple[int, CollectivePhase],
         post: Callable[[Tensor], Pending],
         *,
-        out: Sequence[slice],
-        back: Sequence[slice],
+        to_host: Sequence[slice],
+        to_device: Sequence[slice],
     ) -> Pending:
         staged = self._pinned(flat, key)
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
-        copied = self._copy(flat, staged, out, self._out)
-        for stream in (self._out, self._back):
-            flat.record_stream(stream)  # should nobody wait, after an error, and it be freed
+        self._to_host.wait_stream(torch.cuda.current_stream(self._device))
+        copied = self._copy(flat, staged, to_host, self._to_host)
+        for stream in (self._to_host, self._to_device):
+            flat.record_stream(stream)  # after an error `flat` may be freed without a wait
         return _StagedWork(
             posted=self._post_executor.submit(_post, copied, post, staged),
-            copy_back=partial(self._copy_back, staged, flat, back, key),
+            copy_back=partial(self._copy_back, staged, flat, to_device, key),
         )
 
     def _pinned(self, flat: Tensor, key: tuple[int, CollectivePhase]) -> Tensor:
-        """One of the size of `flat`. It is kept again when its wait is over, and not before."""
+        """Take a pinned buffer of the size of `flat`; `_copy_back` returns it after the wait."""
         staged = self._pinned_buffers.pop(key, None)
         if staged is not None and (staged.shape, staged.dtype) == (flat.shape, flat.dtype):
             return staged
-        if staged is not None:  # there are other buckets now
+        if staged is not None:  # the buckets have changed
             self._pinned_buffers.clear()
         return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
 
@@ -102,15 +105,15 @@ class PinnedCollectives:
         shards: Sequence[slice],
         key: tuple[int, CollectivePhase],
     ) -> None:
-        # Here, and not in the stream of whoever needs it: it is short, beside the messages.
-        self._copy(staged, flat, shards, self._back).synchronize()
+        # Waits here, not in the consumer's stream: a copy is short compared with the messages.
+        self._copy(staged, flat, shards, self._to_device).synchronize()
         self._pinned_buffers[key] = staged
 
     def _copy(
         self, source: Tensor, into: Tensor, shards: Sequence[slice], stream: torch.cuda.Stream
     ) -> torch.cuda.Event:
-        """The end of it."""
-        done = torch.cuda.Event(blocking=True)  # its waiter sleeps: the sums need the core
+        """Start the copy; return the event of its end."""
+        done = torch.cuda.Event(blocking=True)  # the waiting thread sleeps: sums need the core
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             for shard in shards:
                 into[shard].copy_(source[shard], non_blocking=True)
@@ -118,12 +121,12 @@ class PinnedCollectives:
         return done
 
     def _set_thread_stream(self) -> None:
-        """In the thread that waits: what it sends itself follows what it has copied back.
+        """In the communication thread: order its own sends behind its copies to the GPU.
 
-        In a thread's first stream, which is that of all threads, it would follow all of compute.
+        In the default stream, which all threads share, they would queue behind all compute.
         """
         torch.cuda.set_device(self._device)
-        torch.cuda.set_stream(self._back)
+        torch.cuda.set_stream(self._to_device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

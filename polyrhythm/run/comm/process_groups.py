@@ -1,9 +1,9 @@
-"""Process groups of our own, under names of our own.
+"""Gloo process groups that only their members create, under names of their own.
 
-torch.distributed.new_group needs every process of the job or, with local synchronisation, that all
-members have made equally many groups before: a stage that has one more (for tensor parallelism,
-say) would wait for a name that nobody uses. A pipeline asks its members alone, whatever else they
-have made. The same store serves the rendezvous.
+torch.distributed.new_group needs every process of the job or, with local synchronisation, the same
+number of groups made before on all members: a stage with one more (as for tensor parallelism)
+would wait under a name that no other member uses. Here the name depends on the members alone. The
+rendezvous uses the store of the default group.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.types import Seconds
 
-_UNUSED_TAG = 2**30  # a tag
-_num_groups: Counter[tuple[int, ...]] = Counter()  # by members, who all count alike
+_UNUSED_TAG = 2**30
+_num_groups: Counter[tuple[int, ...]] = Counter()  # by members: the same count on all of them
 
 
 def new_gloo_group(ranks: Sequence[int], purpose: str, *, timeout: Seconds) -> dist.ProcessGroup:
-    """A gloo group of these processes of the job, made by them together; ranks inside are indices.
+    """Create a gloo group of these ranks, called by all of them; ranks inside it are indices.
 
-    It is not known to torch.distributed's functions: call its methods, or those below.
+    The functions of torch.distributed do not know this group: use its methods or those below.
     """
     members = tuple(ranks)
     name = f"polyrhythm/{','.join(map(str, members))}/{_num_groups[members]}"
@@ -38,7 +38,7 @@ def new_gloo_group(ranks: Sequence[int], purpose: str, *, timeout: Seconds) -> d
             PrefixStore(name, _get_default_store()),
             members.index(dist.get_rank()),
             len(members),
-            timedelta(seconds=timeout),  # or it would wait half an hour
+            timedelta(seconds=timeout),  # torch's default is half an hour
         )
 
 
@@ -63,13 +63,13 @@ def all_gather(group: dist.ProcessGroup, outputs: list[Tensor], tensor: Tensor) 
 
 
 def all_gather_object(group: dist.ProcessGroup, obj: Any) -> list[Any]:
-    """What all give, by rank, whatever it is; small, since it is pickled."""
+    """Gather an object of every rank, in rank order; for small objects, since it is pickled."""
     payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
     sizes = _all_gather(group, torch.tensor([len(payload)]))
     padded = torch.zeros(int(max(size.item() for size in sizes)), dtype=torch.uint8)
     padded[: len(payload)] = payload
     gathered = zip(_all_gather(group, padded), sizes, strict=True)
-    return [pickle.loads(of[: size.item()].numpy().tobytes()) for of, size in gathered]
+    return [pickle.loads(raw[: size.item()].numpy().tobytes()) for raw, size in gathered]
 
 
 def _all_gather(group: dist.ProcessGroup, obj: Tensor) -> list[Tensor]:
@@ -79,10 +79,10 @@ def _all_gather(group: dist.ProcessGroup, obj: Tensor) -> list[Tensor]:
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """Wake whoever waits in the group, here and elsewhere; it is of no use afterwards.
+    """Wake all threads that wait in the group, here and on peers; the group is unusable afterwards.
 
-    Gloo's abort does nothing, but a receive that times out closes all connections of its group. One
-    from a peer that is gone fails at once and closes nothing: all are tried.
+    Gloo's abort does nothing, but a receive that times out closes all connections of its group. A
+    receive from a lost peer fails at once and closes nothing: try every peer.
     """
     for other in range(group.size()):
         if other != group.rank():

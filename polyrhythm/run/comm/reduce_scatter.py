@@ -1,11 +1,12 @@
-"""The two halves of an all-reduce of one buffer, each on its way while the processor does else.
+"""Asynchronous reduce-scatter and all-gather of one buffer, the two halves of an all-reduce.
 
-Over gloo, messages between each two workers, posted at once: every worker sends each other one its
-part, which adds them up; later it sends its own part to all. Gloo's own reduce-scatter would move
-as many bytes as a whole all-reduce. Over NCCL, its own collectives.
+Over gloo they are point-to-point messages, all posted at once: in the reduce-scatter every worker
+sends each other worker that one's shard and sums the shards that it receives; in the all-gather it
+sends its own shard to all. Gloo's own reduce-scatter would move as many bytes as an all-reduce.
+Over NCCL they are NCCL's own collectives.
 
-Messages have tags, by buffer and half, so that nothing depends on the order of waits; they leave in
-the order in which they are posted, so that what is needed first comes first.
+Messages have tags by buffer and phase, so that waits may come in any order; they leave in the order
+in which they are posted: post first what is needed first.
 """
 
 from collections.abc import Sequence
@@ -31,45 +32,45 @@ class CollectivePhase(IntEnum):
 
 
 class Pending(Protocol):
-    """A half that is on its way."""
+    """A collective in flight."""
 
     def wait(self) -> None:
-        """Until it is there; raises PeerError when a peer is lost. Called once."""
+        """Wait for its end; raises PeerError if a peer is lost. Call it once."""
 
 
 class Collectives(Protocol):
-    rank: int  # of the part that is this worker's
+    rank: int  # index of the shard that this worker owns
     num_workers: int
-    waits_on_host: bool  # a wait keeps a thread; otherwise the stream that is current
+    waits_on_host: bool  # a wait blocks the thread; otherwise the current CUDA stream
 
     def expect(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
-        """Receive from now on what `reduce_scatter` or `all_gather` of this buffer, soon to come, will need.
+        """Post the receives of the next collective of this buffer and phase ahead of its call.
 
-        Gloo sends nothing before its receiver asks for it: who asks early saves the way there.
+        A gloo sender waits for the receive: posting it early saves the latency of that request.
         """
 
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:
-        """In the end, this worker's part of `flat` has the mean over all workers."""
+        """Average: after the wait, this worker's shard of `flat` is the mean over all workers."""
 
     def all_gather(self, flat: Tensor, number: int) -> Pending:
-        """In the end, `flat` has every worker's own part."""
+        """Gather: after the wait, `flat` contains every worker's own shard."""
 
 
 _Works = list[tuple[int, dist.Work]]
 
 
 class GlooCollectives:
-    """Over messages of a gloo group."""
+    """Collectives made of point-to-point messages of a gloo group."""
 
     waits_on_host = True
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: Seconds) -> None:
         self.rank, self.num_workers = group.rank(), group.size()
         self._group, self._timeout = group, timedelta(seconds=timeout)
-        self._others = [  # each begins with another one, so that not all send to the same
+        self._others = [  # each worker starts at another peer: no peer gets all messages at once
             (self.rank + step) % self.num_workers for step in range(1, self.num_workers)
         ]
-        self._buffers: dict[int, Tensor] = {}  # for what is added up, by number; kept, as large
+        self._buffers: dict[int, Tensor] = {}  # received addends by number; kept for reuse
         self._expected: dict[tuple[int, CollectivePhase], tuple[_Works, Tensor]] = {}
 
     def expect(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
@@ -77,23 +78,23 @@ class GlooCollectives:
 
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:
         shards = flat.view(self.num_workers, -1)
-        works, theirs = self._pop_or_post(flat, number, CollectivePhase.REDUCE_SCATTER)
+        works, received = self._pop_or_post(flat, number, CollectivePhase.REDUCE_SCATTER)
         works += self._send(
             [shards[other] for other in self._others], number, CollectivePhase.REDUCE_SCATTER
         )
-        return _Scatter(works, self._timeout, shards[self.rank], theirs)
+        return _PendingReduceScatter(works, self._timeout, shards[self.rank], received)
 
     def all_gather(self, flat: Tensor, number: int) -> Pending:
         own_shard = flat.view(self.num_workers, -1)[self.rank]
         works, _ = self._pop_or_post(flat, number, CollectivePhase.ALL_GATHER)
         works += self._send([own_shard] * len(self._others), number, CollectivePhase.ALL_GATHER)
-        return _Messages(works, self._timeout)
+        return _PendingMessages(works, self._timeout)
 
     def all_reduce_any(self, flags: Tensor, number: int) -> Pending:
-        """In the end, `flags` (bytes of 0 and 1) has what any worker has set."""
-        works, theirs = self._pop_or_post(flags, number, CollectivePhase.FLAGS)
+        """Or: after the wait, `flags` (bytes of 0 and 1) are set where any worker has set them."""
+        works, received = self._pop_or_post(flags, number, CollectivePhase.FLAGS)
         works += self._send([flags.clone()] * len(self._others), number, CollectivePhase.FLAGS)
-        return _AnyOf(works, self._timeout, flags, theirs)
+        return _PendingAny(works, self._timeout, flags, received)
 
     def _pop_or_post(
         self, flat: Tensor, number: int, phase: CollectivePhase
@@ -104,22 +105,22 @@ class GlooCollectives:
     def _post_receives(
         self, flat: Tensor, number: int, phase: CollectivePhase
     ) -> tuple[_Works, Tensor]:
-        """What the others send, in the order of `_others`, and where it goes."""
+        """Post one receive per peer, in the order of `_others`; return them and their buffer."""
         match phase:
             case CollectivePhase.ALL_GATHER:
-                theirs = flat.view(self.num_workers, -1)
-                into = [theirs[other] for other in self._others]
+                received = flat.view(self.num_workers, -1)
+                into = [received[other] for other in self._others]
             case CollectivePhase.REDUCE_SCATTER:
-                theirs = self._buffer(flat, number)
-                into = list(theirs)
+                received = self._buffer(flat, number)
+                into = list(received)
             case CollectivePhase.FLAGS:
-                theirs = flat.new_empty(len(self._others), flat.numel())
-                into = list(theirs)
+                received = flat.new_empty(len(self._others), flat.numel())
+                into = list(received)
         works, tag = [], _tag(number, phase)
         for other, tensor in zip(self._others, into, strict=True):
-            with peer_errors(f"rank {other}", "averaging"):  # fails at once if it has gone
+            with peer_errors(f"rank {other}", "averaging"):  # fails at once if the peer is lost
                 works.append((other, self._group.recv([tensor], other, tag)))
-        return works, theirs
+        return works, received
 
     def _buffer(self, flat: Tensor, number: int) -> Tensor:
         shape = len(self._others), flat.numel() // self.num_workers
@@ -136,7 +137,7 @@ class GlooCollectives:
         return works
 
 
-class _Messages:
+class _PendingMessages:
     def __init__(self, works: Sequence[tuple[int, dist.Work]], timeout: timedelta) -> None:
         self._works, self._timeout = works, timeout
 
@@ -146,45 +147,45 @@ class _Messages:
                 work.wait(self._timeout)
 
 
-class _Scatter(_Messages):
+class _PendingReduceScatter(_PendingMessages):
     def __init__(
         self,
         works: Sequence[tuple[int, dist.Work]],
         timeout: timedelta,
         own_shard: Tensor,
-        theirs: Tensor,
+        received: Tensor,
     ) -> None:
         super().__init__(works, timeout)
-        self._own_shard, self._theirs = own_shard, theirs
+        self._own_shard, self._received = own_shard, received
 
     def wait(self) -> None:
-        """Sums of half-precision numbers are made in single precision, and rounded once."""
+        """Average the shards; half-precision numbers in single precision, rounded once."""
         super().wait()
-        num_workers = len(self._theirs) + 1
+        num_workers = len(self._received) + 1
         if self._own_shard.dtype in _HALF_PRECISION:
-            total = self._own_shard.float() + self._theirs.float().sum(0)
+            total = self._own_shard.float() + self._received.float().sum(0)
             self._own_shard.copy_(total / num_workers)
         else:
-            for their in self._theirs:
-                self._own_shard.add_(their)
+            for row in self._received:
+                self._own_shard.add_(row)
             self._own_shard.div_(num_workers)
 
 
-class _AnyOf(_Messages):
+class _PendingAny(_PendingMessages):
     def __init__(
         self,
         works: Sequence[tuple[int, dist.Work]],
         timeout: timedelta,
         flags: Tensor,
-        theirs: Tensor,
+        received: Tensor,
     ) -> None:
         super().__init__(works, timeout)
-        self._flags, self._theirs = flags, theirs
+        self._flags, self._received = flags, received
 
     def wait(self) -> None:
         super().wait()
-        for their in self._theirs:
-            self._flags.bitwise_or_(their)
+        for row in self._received:
+            self._flags.bitwise_or_(row)
 
 
 def _tag(number: int, phase: CollectivePhase) -> int:

@@ -1,1 +1,1 @@
-"""The scheduler as a service, and how a worker speaks to it."""
+"""The coordinator: the scheduler as a service, and the client of a worker."""

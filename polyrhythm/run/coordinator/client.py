@@ -1,12 +1,12 @@
-"""A worker's side of the coordinator: says what the worker says, and hears what it is told.
+"""A worker's client of the coordinator: sends the worker's messages and receives its commands.
 
-One thread owns the connection. `send` may be called from any thread and never is_waiting; `on_command` is
-called by that thread for each command, in order and once, and should not take long; `on_failure` is
-called once, when nothing more will come, with the reason. Positions are asked for, and waited for,
-by whoever needs them (`deals.py`).
+One thread owns the connection. Any thread may call `send`, which never blocks. The thread calls
+`on_command` once for each command, in order, which should return quickly, and `on_failure` once,
+with the error after which no command follows. Any thread may request sample positions and wait for
+them (`sample_requests.py`).
 
-When the connection broke and is there again, the worker says Hello again, and whatever was not
-answered yet. Signs of life go both ways; a coordinator that is silent for too long is lost.
+After a reconnect the client sends Hello again, then all unanswered messages. Both sides send
+heartbeats; a coordinator that is silent for longer than the heartbeat timeout is lost.
 """
 
 import atexit
@@ -48,19 +48,19 @@ from polyrhythm.sync.protocol import (
 )
 from polyrhythm.types import Seconds
 
-# A connection that has closed, and is refused since: the process is gone, or has given us up.
+# For a closed connection that is refused since: the coordinator's process has exited.
 RECONNECT_TIMEOUT: Seconds = 2.0
-CLOSE_TIMEOUT: Seconds = 1.0  # for the last words, and as long again for the thread to end
+CLOSE_TIMEOUT: Seconds = 1.0  # for the last messages, and again for the thread to end
 _PROBLEMS = {
-    ConnectionEvent.CONNECTED: "nothing was heard from it",
-    ConnectionEvent.HANDSHAKE_CLOSED: "it ends connections at once: are the keys those of its job?",
-    ConnectionEvent.PROTOCOL_ERROR: "something else answers there",
-    ConnectionEvent.CLOSED: "its connection has closed: its process has ended",
+    ConnectionEvent.CONNECTED: "it sends nothing",
+    ConnectionEvent.HANDSHAKE_CLOSED: "it closes connections at once: are the keys of its job?",
+    ConnectionEvent.PROTOCOL_ERROR: "another service answers at this address",
+    ConnectionEvent.CLOSED: "its connection has closed: its process has exited",
 }
 
 
 class CoordinatorClient:
-    """Of one worker. Connects at once; `join` waits until all workers are there."""
+    """The client of one worker. Connects at once; `join` waits until all workers have joined."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class CoordinatorClient:
         heartbeat_timeout: Seconds = 15.0,
         served_by: str = "",
     ) -> None:
-        """`served_by` says where the coordinator is, for messages."""
+        """`served_by` names the host of the coordinator in error messages."""
         _check(hello, heartbeat_timeout)
         self._name = f"coordinator at {address}" + (f" (in {served_by})" if served_by else "")
         self.address, self._hello, self._heartbeat_timeout = address, hello, heartbeat_timeout
@@ -81,13 +81,11 @@ class CoordinatorClient:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToWorker).decode
         self._outgoing: deque[FromWorker] = deque([hello])
-        self._pending, self._sample_requests = (
-            PendingMessages(hello.worker, hello.clock),
-            SampleRequests(),
-        )
-        self._coordinator: str | None = None  # its name, since it has accepted us
+        self._pending = PendingMessages(hello.worker, hello.clock)
+        self._sample_requests = SampleRequests()
+        self._coordinator: str | None = None  # its name, once it has accepted the Hello
         self._heartbeat_interval = heartbeat_timeout / HEARTBEATS_PER_TIMEOUT
-        self._problem = "nobody answers there"
+        self._problem = "nothing answers at this address"
         self._is_connected, self._closed_at = False, math.inf
         self._last_sent_at = self._last_received_at = self._last_run_at = time.monotonic()
         self._changed = threading.Condition()
@@ -101,45 +99,48 @@ class CoordinatorClient:
         atexit.register(self._close_at_exit)
 
     def send(self, message: FromWorker) -> None:
-        """On its way as soon as possible; after a failure, or `close`, nobody hears it."""
+        """Queue a message; after a failure or `close` it is dropped."""
         self._outgoing.append(message)
         self._socket.wake()
 
     def acquire(
         self, number: int, count: int, until: int | None, timeout: Seconds
     ) -> SampleFuture[Ranges]:
-        """Ask for a chunk of positions; `timeout` is for whoever waits for them."""
+        """Request a chunk of positions; `timeout` bounds `wait` of the returned future."""
         request = Acquire(self._hello.worker, number, count, until, self._hello.incarnation)
         return self._submit(request, timeout)
 
     def query_progress(
         self, number: int, timeout: Seconds, batch: int | None = None
     ) -> SampleFuture[SamplerState]:
-        """Ask which positions were used, each time with another number; `batch`: the last one."""
+        """Ask which positions are used; each query needs a new number.
+
+        `batch`: the size of the last batch to hand out.
+        """
         worker, incarnation = self._hello.worker, self._hello.incarnation
         return self._submit(QueryProgress(worker, number, incarnation, batch=batch), timeout)
 
     def acknowledge(self, number: int) -> None:
-        """Say that this worker has made its updates with all chunks up to that one."""
+        """Report that this worker's updates include all chunks up to `number`."""
         ack = Acknowledge(self._hello.worker, number, self._hello.incarnation)
         self._sample_requests.acknowledge(ack)
         self.send(ack)
 
     @property
     def has_joined(self) -> bool:
-        """Whether all workers are there; raises why this one cannot take part."""
+        """Whether all workers have joined; raises the error if this worker was refused."""
         if self._error is not None:
             raise self._error
         return self._welcome is not None
 
     def missing(self) -> tuple[str, str]:
-        """Who keeps us waiting before all have joined, and why."""
-        is_known = self._coordinator is not None
-        return self._name, "others have yet to join" if is_known else self._problem
+        """Return the coordinator's name and why this worker has not joined yet."""
+        is_accepted = self._coordinator is not None
+        return self._name, "other workers have not joined" if is_accepted else self._problem
 
     def join(self, timeout: Seconds) -> Welcome:
-        """Wait until all workers are there; raises why this one cannot take part."""
-        began = time.monotonic()
+        """Wait until all workers have joined; raises the error if this worker was refused."""
+        start = time.monotonic()
         with self._changed:
             self._changed.wait_for(
                 lambda: self._welcome or self._error or self._is_closing, timeout
@@ -147,11 +148,11 @@ class CoordinatorClient:
             if self.has_joined:
                 assert self._welcome is not None, "it has joined"
                 return self._welcome
-        who, cause = self.missing()
-        raise PeerError(who, action="joining", waited=time.monotonic() - began, cause=cause)
+        peer, cause = self.missing()
+        raise PeerError(peer, action="joining", waited=time.monotonic() - start, cause=cause)
 
     def close(self, leave: bool = True) -> None:
-        """End; with `leave` the worker has finished, without it is lost."""
+        """Close; with `leave` the worker has finished, without it the worker counts as lost."""
         with self._changed:
             was_closing, self._is_closing = self._is_closing, True
             self._changed.notify_all()
@@ -160,27 +161,25 @@ class CoordinatorClient:
         atexit.unregister(self._close_at_exit)
         self._sample_requests.fail(
             PolicyError(
-                f"{self._hello.worker} waits for positions that it will not hear of",
-                expected="close() when nobody waits for positions any more",
-                fix="wait for them, or drop them, first",
+                f"{self._hello.worker} closes its client while it waits for positions",
+                expected="close() after all requested positions have arrived",
+                fix="wait() for the futures of acquire() before close()",
             )
         )
         if leave:
             self._outgoing.append(Leave(self._hello.worker, self._hello.incarnation))
         self._socket.wake()
-        if (
-            threading.current_thread() is not self._thread
-        ):  # as it is in `on_command` and `on_failure`
+        if threading.current_thread() is not self._thread:  # `on_command` may call close()
             self._thread.join(2 * CLOSE_TIMEOUT)
 
     def _close_at_exit(self) -> None:
-        # A program that ends without closing has not finished, as far as anybody knows.
+        # A program that exits without close() has not finished its training.
         self.close(leave=False)
 
     def _submit(self, request: Acquire | QueryProgress, timeout: Seconds) -> SampleFuture[Any]:
-        answer = self._sample_requests.submit(request, timeout)
+        future = self._sample_requests.submit(request, timeout)
         self.send(request)
-        return answer
+        return future
 
     def _run(self) -> None:
         try:
@@ -188,7 +187,7 @@ class CoordinatorClient:
                 self._run_once()
             if self._error is None:
                 self._send_queued()
-        except Exception as error:  # a defect, perhaps of `on_command`: nobody would know otherwise
+        except Exception as error:  # a defect, possibly of `on_command`: it would be lost here
             self._fail(error)
         finally:
             self._socket.close(CLOSE_TIMEOUT if self._is_connected and self._error is None else 0.0)
@@ -206,7 +205,7 @@ class CoordinatorClient:
         now = time.monotonic()
         gap, self._last_run_at = now - self._last_run_at, now
         if gap > 2 * self._heartbeat_interval:
-            # This process was stopped, or starved, and heard nothing for that reason: ask again.
+            # This process was stopped or starved, and received nothing for that reason: wait again.
             self._last_received_at, self._last_sent_at = now, now - self._heartbeat_interval
         elif now - self._last_received_at >= self._heartbeat_timeout:
             self._fail(self._lost_error(now - self._last_received_at, self._problem))
@@ -221,9 +220,7 @@ class CoordinatorClient:
             try:
                 message = self._decode(data)
             except msgspec.MsgspecError as error:
-                self._fail(
-                    self._lost_error(0.0, f"it said what this version does not know: {error}")
-                )
+                self._fail(self._lost_error(0.0, f"it sent a message of another version: {error}"))
             else:
                 self._handle(message)
 
@@ -233,7 +230,7 @@ class CoordinatorClient:
         if isinstance(message, Accepted):
             if self._coordinator not in (None, message.coordinator):
                 self._fail(
-                    self._lost_error(0.0, "it was started anew, and knows nothing of before")
+                    self._lost_error(0.0, "it was restarted, and has lost the state of the job")
                 )
             self._coordinator = message.coordinator
             self._heartbeat_interval = (
@@ -251,16 +248,16 @@ class CoordinatorClient:
             self._on_command(message)
 
     def _is_fatal(self, refuse: Refuse) -> bool:
-        """Whether it is about what was said last; not if that was put right meanwhile."""
+        """Whether the refusal is about the latest message; older ones have been corrected."""
         last = (FATAL, self._pending.clock, self._pending.requested_clock)
         return self._coordinator is None or refuse.clock in last
 
     def _handle_connection_events(self) -> None:
-        """What has become of the connection."""
+        """Handle connects, disconnects and refused keys."""
         now = time.monotonic()
         for event in self._socket.connection_events():
             if event is ConnectionEvent.CLOSED and not self._is_connected:
-                continue  # never was: the reason has been told
+                continue  # it was never open: an earlier event has the reason
             self._problem = _PROBLEMS.get(event, self._problem)
             if event is ConnectionEvent.CLOSED:
                 self._closed_at = min(self._closed_at, now)
@@ -271,7 +268,7 @@ class CoordinatorClient:
                 self._fail(self._lost_error(now - self._closed_at, self._problem))
             elif event is ConnectionEvent.CONNECTED:
                 self._closed_at = math.inf
-                if self._is_connected:  # again
+                if self._is_connected:  # a reconnect
                     self._send_now(
                         msgspec.structs.replace(self._hello, clock=self._pending.clock), now
                     )
@@ -282,9 +279,9 @@ class CoordinatorClient:
             elif event is ConnectionEvent.KEY_REFUSED:
                 self._fail(
                     LaunchError(
-                        f"coordinator {self.address} does not know the key of {self._hello.worker}",
-                        expected="the keys of its own job",
-                        fix="copy the key file from where the coordinator runs",
+                        f"coordinator {self.address} refuses the key of {self._hello.worker}",
+                        expected="the keys of the coordinator's job",
+                        fix="copy the key file from the coordinator's machine",
                     )
                 )
 
@@ -329,28 +326,28 @@ class CoordinatorClient:
 
     def _refusal_error(self, refuse: Refuse) -> Exception:
         if self._coordinator is not None and refuse.clock == FATAL:
-            return self._lost_error(0.0, f"it says: {refuse.why}")
+            return self._lost_error(0.0, f"it refuses this worker: {refuse.why}")
         wrong = f"the coordinator at {self.address} refuses {self._hello.worker}: {refuse.why}"
         if self._coordinator is None:
             return LaunchError(
                 wrong,
-                expected="the same job and the same configuration everywhere",
+                expected="the same job and the same configuration in all workers",
                 fix="change what differs, and start this worker again",
             )
         return PolicyError(
             wrong,
-            expected="steps that are told in order, once each",
-            fix="start this worker anew; it then joins in a new life",
+            expected="steps reported in order, once each",
+            fix="restart this worker; it then joins in a new incarnation",
         )
 
 
 def _check(hello: Hello, heartbeat_timeout: Seconds) -> None:
-    """What the coordinator would not read, and so could not answer."""
+    """Refuse a Hello that the coordinator could not decode, and so would not answer."""
     if not 0 < heartbeat_timeout < math.inf:
         raise LaunchError(
-            f"silence={heartbeat_timeout:g}",
+            f"heartbeat_timeout={heartbeat_timeout:g}",
             expected="more than 0 seconds",
-            fix="leave it out for 15 s",
+            fix="omit it for 15 s",
         )
     data = msgspec.msgpack.encode(hello)
     try:
@@ -360,7 +357,7 @@ def _check(hello: Hello, heartbeat_timeout: Seconds) -> None:
         problem = str(error)
     if problem is not None:
         raise LaunchError(
-            f"{hello.worker} cannot introduce itself: {problem}",
-            expected=f"names of up to 255 characters, and {MAX_HELLO_BYTES:,} bytes for all tensors",
-            fix="shorten the names of its tensors, or of its machine",
+            f"the Hello of {hello.worker} is invalid: {problem}",
+            expected=f"names of up to 255 characters, and {MAX_HELLO_BYTES:,} bytes in all",
+            fix="shorten the names of its tensors or of its machine",
         )

@@ -1,8 +1,8 @@
-"""The coordinator: the scheduler as a service, which workers speak to over the network.
+"""The coordinator: the scheduler as a network service for workers.
 
-One thread reads messages (`door.py`), asks the scheduler (`sync/scheduler.py`), and
-sends what it answers (`desk.py`). Bad input changes nothing. A defect of ours ends the
-service, and all workers hear of it, so that nobody waits in vain.
+One thread receives messages (`router_socket.py`), passes them to the scheduler
+(`sync/scheduler.py`), and sends its commands (`server.py`). Invalid input changes nothing. A defect
+of ours ends the service, with a message to all workers, so that none of them waits for it.
 
     with Coordinator.of(setup, bind="tcp://10.0.0.1:0", keys=keys) as coordinator:
         ...  # workers connect to coordinator.address
@@ -32,11 +32,11 @@ CLOSE_TIMEOUT: Seconds = 5.0  # for the thread to end
 
 
 def _ignore(line: str) -> None:
-    """Says nothing."""
+    """Drop a log line."""
 
 
 class Coordinator:
-    """Bound to its address when made; serves in `serve`, in a thread, or in a `with` block."""
+    """Binds its address at once; runs in `serve`, in a thread (`start`), or in a `with` block."""
 
     def __init__(
         self,
@@ -54,26 +54,26 @@ class Coordinator:
         log_info: Callable[[str], None] = _ignore,
         log_warning: Callable[[str], None] | None = None,
     ) -> None:
-        """`policy` is what a Hello has to log_info; `setup`, needed for a log, made the scheduler.
+        """`policy`: the text that every Hello must have. `setup`: needed to write a `log`.
 
-        A worker silent for `heartbeat_timeout` is dead; workers begin together, if all have joined within
-        `startup_timeout` after the first. `log_info` gets a line when one comes or goes, `log_warning` (by default the
-        same) when one is lost or refused; in the serving thread.
+        A worker silent for `heartbeat_timeout` is dead. Workers start together once all have
+        joined, or `startup_timeout` after the first. The serving thread calls `log_info` when a
+        worker joins or leaves, `log_warning` (default: `log_info`) when one is lost or refused.
         """
         _check_plan(scheduler, num_stages, num_pipelines)
         _check_times(heartbeat_timeout, startup_timeout)
         if log is not None and setup is None:
             raise PolicyError(
-                f"log={str(log)!r} without the setup of the scheduler",
-                expected="what the scheduler was made of, so that the log can be replayed",
+                f"log={str(log)!r} without setup",
+                expected="the setup of the scheduler, so that the log can be replayed",
                 fix="use Coordinator.of(setup, log=...)",
             )
         self.scheduler = scheduler
-        # The door first: if another coordinator has the address, its log must stay as it is.
+        # Bind before opening the log: another coordinator may have the address, and this log.
         self._socket = RouterSocket(bind, keys, num_peers=num_stages * num_pipelines)
         self.address = self._socket.address
         try:
-            written = None if log is None or setup is None else DecisionLog(log, setup)
+            decision_log = None if log is None or setup is None else DecisionLog(log, setup)
         except OSError:
             self._socket.close()
             raise
@@ -81,7 +81,7 @@ class Coordinator:
             scheduler,
             SessionTable(num_stages, num_pipelines, policy),
             self._socket,
-            written,
+            decision_log,
             heartbeat_timeout=heartbeat_timeout,
             startup_timeout=startup_timeout,
             log_info=log_info,
@@ -105,7 +105,7 @@ class Coordinator:
         log_info: Callable[[str], None] = _ignore,
         log_warning: Callable[[str], None] | None = None,
     ) -> Self:
-        """With a new scheduler of that setup."""
+        """Create a coordinator with a new scheduler for `setup`."""
         return cls(
             setup.scheduler(),
             bind=bind,
@@ -123,24 +123,24 @@ class Coordinator:
 
     @property
     def counters(self) -> Counter[str]:
-        """Groups by how they ended, and what was refused, ignored or lost, by kind."""
+        """Count groups by how they ended, and refused, ignored or lost messages by kind."""
         total: Counter[str] = Counter()
         for counters in (self.scheduler.counters, self._socket.counters, self._server.counters):
-            total.update(dict(counters))  # a copy at once: another thread may be counting
+            total.update(dict(counters))  # an atomic copy: another thread may be counting
         return total
 
     @property
     def present(self) -> list[Worker]:
-        """Who takes part now."""
+        """The workers that are active now."""
         return [session.worker for session in self._server.sessions.active()]
 
     @property
     def is_over(self) -> bool:
-        """Whether workers had begun, and all of them are gone."""
+        """Whether workers had started, and all of them are gone."""
         return self._server.has_started and self._server.sessions.num_active == 0
 
     def serve(self, stop_event: threading.Event) -> None:
-        """Until that is set. Raises what a defect of ours raised, once all workers were told."""
+        """Serve until `stop_event` is set; notify all workers of a defect, then raise it."""
         why = "the coordinator has ended"
         try:
             while not stop_event.is_set():
@@ -158,19 +158,19 @@ class Coordinator:
         return self
 
     def wait(self, timeout: Seconds) -> bool:
-        """Whether it has ended within `timeout`; `close` says why."""
-        # Not by joining the thread: if Ctrl-C interrupts that, Python takes the thread for ended.
+        """Return whether the service ends within `timeout`; `close` raises its error."""
+        # Not Thread.join: if Ctrl-C interrupts that, Python marks the thread as ended.
         return self._ended.wait(timeout)
 
     def close(self, timeout: Seconds = 0.0) -> None:
-        """End, once all workers have left; raises what has ended it before.
+        """End once all workers have left, and raise the error of the service, if any.
 
-        Or when none of them has said anything for `timeout`, but that it lives.
+        Ends earlier if for `timeout` the workers have sent nothing but heartbeats.
         """
         if self._thread is not None:
-            began = time.monotonic()
+            start = time.monotonic()
             while self.present and not self.wait(0.02):
-                if time.monotonic() - max(began, self._server.last_message_at) >= timeout:
+                if time.monotonic() - max(start, self._server.last_message_at) >= timeout:
                     break
             self._stop.set()
             assert self.wait(CLOSE_TIMEOUT), (
@@ -197,7 +197,7 @@ class Coordinator:
     def _run(self) -> None:
         try:
             self.serve(self._stop)
-        except BaseException as error:  # for whoever closes
+        except BaseException as error:  # raised by `close`
             self._error = error
 
     def _end(self, why: str) -> None:
@@ -215,16 +215,17 @@ def _check_plan(scheduler: Scheduler, num_stages: int, num_pipelines: int) -> No
             f"a scheduler of {plan[0]} stages x {plan[1]} pipelines, in a job of "
             f"{num_stages} stages x {num_pipelines} pipelines",
             expected="the same plan",
-            fix="make the scheduler for as many stages and pipelines",
+            fix="create the scheduler for as many stages and pipelines as the job has",
         )
 
 
 def _check_times(heartbeat_timeout: Seconds, startup_timeout: Seconds) -> None:
-    shortest = 2 * HEARTBEATS_PER_TIMEOUT * LONGEST_POLL
-    if not (shortest <= heartbeat_timeout < math.inf and 0 <= startup_timeout < math.inf):
+    min_timeout = 2 * HEARTBEATS_PER_TIMEOUT * LONGEST_POLL
+    if not (min_timeout <= heartbeat_timeout < math.inf and 0 <= startup_timeout < math.inf):
         raise PolicyError(
-            f"silence={heartbeat_timeout:g} startup={startup_timeout:g}",
-            expected=f"a silence of {shortest:g} s or more, in which a worker beats {HEARTBEATS_PER_TIMEOUT} times "
-            "and the coordinator looks more often; and 0 s or more to start up",
-            fix="leave them out for 15 s and 60 s",
+            f"heartbeat_timeout={heartbeat_timeout:g} startup_timeout={startup_timeout:g}",
+            expected=f"a heartbeat timeout of at least {min_timeout:g} s, in which a worker sends "
+            f"{HEARTBEATS_PER_TIMEOUT} heartbeats and the coordinator polls more often; "
+            "and a startup timeout of at least 0 s",
+            fix="omit them for 15 s and 60 s",
         )

@@ -1,8 +1,8 @@
-"""The keys of a job: whoever has them may speak to its coordinator, and nobody else.
+"""The keys of a job: only a client that has them can use its coordinator.
 
-CURVE (libzmq) encrypts every message and proves both sides to each other: workers know the server
-by its public key, and the server knows a worker by the client key that all workers of a job share.
-They travel in a file that only its owner may read, or through the job's own store.
+CURVE (libzmq) encrypts every message and authenticates both sides: workers know the server by its
+public key, and the server knows a worker by the client key that all workers of a job share. The
+keys are passed in a file that only its owner may read, or through the job's store.
 """
 
 import os
@@ -32,8 +32,8 @@ class JobKeys:
             if _public_of(secret) != public:
                 raise LaunchError(
                     f"the {side}'s keys of a job",
-                    expected="a public key of 40 characters (Z85), and the secret it belongs to",
-                    fix="make new ones: polyrhythm coordinator writes them if the file is not there",
+                    expected="a public key of 40 characters (Z85), and its secret key",
+                    fix="delete the file: `polyrhythm coordinator` then writes new keys",
                 )
 
     @classmethod
@@ -48,7 +48,7 @@ class JobKeys:
 
     @property
     def text(self) -> str:
-        """All of them, secret ones too, in one line."""
+        """All keys, including the secret ones, as one line of JSON."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
@@ -61,11 +61,11 @@ class JobKeys:
             raise LaunchError(
                 f"the keys of a job: {error}",
                 expected="four keys as JSON, as `polyrhythm coordinator` writes them",
-                fix="copy the file anew, or delete it to have new keys made",
+                fix="copy the file again, or delete it to get new keys",
             ) from None
 
     def save(self, path: Path) -> None:
-        """To a new file, which only its owner can read."""
+        """Write a new file that only its owner can read."""
         try:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
@@ -77,7 +77,7 @@ class JobKeys:
         except OSError as error:
             raise LaunchError(
                 f"{path}: {error.strerror}",
-                expected="a folder to write the keys of the job into",
+                expected="a folder in which the keys of the job can be written",
                 fix="create the folder, or choose another file",
             ) from None
         with os.fdopen(file, "w") as opened:
@@ -85,22 +85,22 @@ class JobKeys:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """From a file that nobody else can read."""
+        """Read a file; refuse one that other users can read."""
         try:
             with path.open("rb") as file:
                 mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
                 if mode & 0o077:
                     raise LaunchError(
-                        f"{path} has mode {mode:04o}: others can read it, or write to it",
-                        expected="mode 0600: who has the keys can speak for any worker",
-                        fix=f"chmod 600 {path}, and if others may have read it, make new keys",
+                        f"{path} has mode {mode:04o}: other users can read it or write to it",
+                        expected="mode 0600: the keys allow to send as any worker",
+                        fix=f"chmod 600 {path}; if others may have read it, make new keys",
                     )
                 text = file.read()
         except OSError as error:
             raise LaunchError(
                 f"{path}: {error.strerror}",
                 expected="the key file of the job",
-                fix="copy it from where `polyrhythm coordinator` runs",
+                fix="copy it from the machine of `polyrhythm coordinator`",
             ) from None
         try:
             return cls.parse(text)

@@ -1,4 +1,4 @@
-"""Options of a policy from a command line: name=value, or one JSON object."""
+"""Parse a policy's options from a command line: name=value, or a JSON object."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from polyrhythm.errors import PolicyError
 
 
 def parse_options(texts: Sequence[str], *, flag: str) -> dict[str, object]:
-    """As a policy takes them; `flag` is where they were given, for whoever has to put it right."""
+    """Return the options as keyword arguments of a policy; errors name `flag`."""
     options: dict[str, object] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -20,7 +20,7 @@ def parse_options(texts: Sequence[str], *, flag: str) -> dict[str, object]:
                 options[name] = msgspec.json.decode(value)
             problem = ""
         except msgspec.MsgspecError as error:
-            options[name] = value  # text needs no quotes
+            options[name] = value  # a string needs no quotes
             problem = str(error) if is_object else ""
         if problem or not (is_object or (name and equals)):
             raise PolicyError(
@@ -32,6 +32,6 @@ def parse_options(texts: Sequence[str], *, flag: str) -> dict[str, object]:
 
 
 def at_flag(error: PolicyError, *, flag: str) -> PolicyError:
-    """The same error, for whoever writes options on a command line and not in Python."""
+    """Return the error with a fix for the command line instead of Python."""
     fix = error.fix.replace("options={...}", flag)
     return PolicyError(error.wrong, expected=error.expected, fix=fix)

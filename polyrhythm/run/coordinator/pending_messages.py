@@ -1,9 +1,9 @@
-"""A worker's talk with the coordinator: what to say again, and what was heard before.
+"""Retransmission between worker and coordinator: unanswered messages, and duplicates.
 
-A broken connection loses messages, either way. So whoever is not sure says it again, and whoever
-hears something twice takes no notice. A worker that has said Ready or Done says it again until it
-is answered. A coordinator repeats the last of its commands when a worker is connected again; the
-worker has its groups one at a time, in the order of their ids, so it knows which ones are new.
+A broken connection loses messages in both directions. So both sides repeat what is not confirmed
+and ignore duplicates. A worker repeats Ready or Done until it is answered. The coordinator repeats
+its last commands when a worker reconnects; a worker has one group at a time, in the order of group
+ids, so it can tell which commands are new.
 """
 
 import math
@@ -17,17 +17,17 @@ from polyrhythm.types import Seconds, Worker
 @dataclass(slots=True)
 class PendingMessages:
     worker: Worker
-    clock: int  # of the last Ready or Gather; before that, of the model it began with
+    clock: int  # of the last Ready or AverageAll; before that, of the Hello
     requested_clock: int = field(default=-1, init=False)  # the clock of the last Request
-    waiting_since: Seconds = field(default=math.inf, init=False)  # for an answer; inf if for none
+    waiting_since: Seconds = field(default=math.inf, init=False)  # inf: no answer is expected
     _ready: Ready | AverageAll | None = field(default=None, init=False)  # until its step has ended
     _done: Done | None = field(default=None, init=False)  # until its group has ended
-    _assigned: int = field(default=-1, init=False)  # the last group heard of
-    _ended: int = field(default=-1, init=False)  # the last one that was committed or aborted
+    _assigned: int = field(default=-1, init=False)  # the last assigned group
+    _ended: int = field(default=-1, init=False)  # the last committed or aborted group
     _skip: Skip | None = field(default=None, init=False)
 
     def on_send(self, message: FromWorker, now: Seconds) -> None:
-        """The worker says this, for the first time."""
+        """Record a message that the worker sends for the first time."""
         if isinstance(message, Ready | AverageAll):
             self.clock, self._ready, self._done = message.clock, message, None
             self.waiting_since = now
@@ -38,13 +38,13 @@ class PendingMessages:
             self.requested_clock = message.clock
 
     def unanswered(self) -> list[FromWorker]:
-        """What to say again; in this order they make sense, whatever was lost."""
+        """Return the messages to repeat, in an order that is valid whichever were lost."""
         if self.waiting_since == math.inf:
             return []
         return [message for message in (self._ready, self._done) if message is not None]
 
     def on_receive(self, command: ToWorker, now: Seconds) -> bool:
-        """Whether this is news."""
+        """Record a command; return False for a duplicate."""
         if isinstance(command, Assign):
             if command.gid <= self._assigned:
                 return False
@@ -57,7 +57,7 @@ class PendingMessages:
                 self._end_step(command.end_clocks[command.members.index(self.worker)])
             self.waiting_since = math.inf if self._ready is None else now
         elif isinstance(command, Skip):
-            # A worker may gather at the clock of its last step: both may be skipped.
+            # An AverageAll may have the clock of the last step: both may be skipped.
             last = self._skip
             if last is not None and (command.clock < last.clock or command == last):
                 return False

@@ -1,9 +1,9 @@
-"""The coordinator's door: one encrypted socket that lets in whoever has the job's keys.
+"""The coordinator's socket: encrypted, and open to clients with the job's keys only.
 
-A connection has a name that its client made up (a routing id of many random bytes), and keeps it
-when TCP breaks and libzmq connects again. What comes in is bytes from a name. A message to a name
-that is not connected is refused at once (ROUTER_MANDATORY), which is how we know for sure; that a
-connection may have closed, the socket's monitor tells by its file descriptor.
+A client chooses a random routing id for its connection, and keeps it when libzmq reconnects after
+TCP breaks. A message is received as bytes with a routing id. A send to a routing id that is not
+connected fails at once (ROUTER_MANDATORY), which proves that the client is gone; the socket's
+monitor only reports the file descriptor of a connection that may have closed.
 """
 
 import math
@@ -21,50 +21,50 @@ from polyrhythm.run.coordinator.wire import MAX_HELLO_BYTES
 from polyrhythm.types import Seconds
 
 _DOMAIN = b"polyrhythm"
-_OVERHEAD = 1024  # of CURVE and ZMTP, and more than they need
+_OVERHEAD = 1024  # bytes, more than CURVE and ZMTP need
 _BACKLOG = 4096  # workers of a large job connect all at once
-_OTHER_FILES = 256  # that a process has open besides its connections
-_LINGER_MS = 500  # for the last words to those who still listen
+_OTHER_FILES = 256  # that a process has open in addition to its connections
+_LINGER_MS = 500  # for the last messages on close
 
 _BROKEN = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS = zmq.EVENT_DISCONNECTED | _BROKEN
 # Plain numbers: an enum costs more than the call it is passed to.
 _NOW, _MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 
-Received = tuple[bytes, zmq.Frame]  # the name of a connection, and what it said
+Received = tuple[bytes, zmq.Frame]  # routing id, message
 
 
 class RouterSocket:
-    """Used by one thread at a time. `counters`: what was turned away here, by kind."""
+    """A ROUTER socket for one thread at a time. `counters`: refused messages and peers by kind."""
 
     def __init__(self, bind: str, keys: JobKeys, *, num_peers: int) -> None:
         check_address(bind, label="bind")
         _raise_file_limit(num_peers)
         self.counters: Counter[str] = Counter()
-        self.closed_fds: list[int] = []  # descriptors of connections, for whoever looks after them
+        self.closed_fds: list[int] = []  # of closed connections; the server clears it
         self._client_key = z85.decode(keys.client_public)
         self._context = zmq.Context()
         self._zap = self._context.socket(zmq.REP)
-        self._zap.bind("inproc://zeromq.zap.01")  # where libzmq asks, in this context
+        self._zap.bind("inproc://zeromq.zap.01")  # libzmq's address for authentication
         self._router = self._context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.CURVE_SERVER, 1),
             (zmq.CURVE_SECRETKEY, keys.server_secret.encode()),
             (zmq.ZAP_DOMAIN, _DOMAIN),
             (zmq.ROUTER_MANDATORY, 1),
-            (zmq.ROUTER_HANDOVER, 1),  # the same name connects again: the old connection is over
+            (zmq.ROUTER_HANDOVER, 1),  # a reconnect replaces the old connection of its routing id
             (zmq.MAXMSGSIZE, MAX_HELLO_BYTES + _OVERHEAD),
             (zmq.BACKLOG, _BACKLOG),
             (zmq.IPV6, int("[" in bind)),
             (zmq.LINGER, _LINGER_MS),
         ):
             self._router.setsockopt(option, value)
-        # Without the wrapper, which looks at options of draft sockets: half the time of a send.
+        # Without pyzmq's wrapper, which checks options of draft sockets: half the time of a send.
         self._send = super(zmq.Socket, self._router).send
         self._monitor = self._router.get_monitor_socket(_EVENTS)
         self._poller = zmq.Poller()
-        for each in (self._router, self._zap, self._monitor):
-            self._poller.register(each, zmq.POLLIN)
+        for pollable in (self._router, self._zap, self._monitor):
+            self._poller.register(pollable, zmq.POLLIN)
         try:
             self._router.bind(bind)
         except zmq.ZMQError as error:
@@ -75,11 +75,11 @@ class RouterSocket:
                 fix="choose another port (0 for any), or one of this machine's addresses",
             ) from None
         endpoint = self._router.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes), "libzmq gives addresses as bytes"
+        assert isinstance(endpoint, bytes), "libzmq returns addresses as bytes"
         self.address = endpoint.rstrip(b"\0").decode()
 
     def wait(self, timeout: Seconds) -> None:
-        """Until something happens, or `timeout` has passed; connections are seen to here."""
+        """Wait for messages up to `timeout`; authenticate clients and read the monitor."""
         for socket, _ in self._poller.poll(max(0, math.ceil(1e3 * timeout))):
             if socket is self._zap:
                 self._authenticate()
@@ -87,8 +87,8 @@ class RouterSocket:
                 self._read_monitor()
 
     def receive(self, max_messages: int) -> list[Received]:
-        """What has come in, up to `max_messages` messages; those of more than one part are dropped."""
-        # A frame knows whether another one follows; asking the socket costs more than all else.
+        """Return up to `max_messages` received messages; multi-frame messages are dropped."""
+        # frame.more is cheap; asking the socket for RCVMORE costs more than everything else here.
         receive = self._router.recv
         received = []
         try:
@@ -106,7 +106,7 @@ class RouterSocket:
         return received
 
     def send(self, routing_id: bytes, data: bytes) -> bool:
-        """Whether it is on its way; False if nobody has that name, or does not take it in."""
+        """Send, or drop the message if the client's queue is full; False if it is not connected."""
         try:
             self._send(routing_id, _MORE)
         except zmq.ZMQError as error:
@@ -118,7 +118,7 @@ class RouterSocket:
         return True
 
     def close(self) -> None:
-        """What was sent is delivered to those who take it in at once."""
+        """Close; sent messages are delivered to clients that receive them at once."""
         self._router.disable_monitor()
         self._monitor.close(linger=0)
         self._zap.close(linger=0)
@@ -126,13 +126,13 @@ class RouterSocket:
         self._context.term()
 
     def _authenticate(self) -> None:
-        """Answer libzmq (ZAP, RFC 27): whether this key may come in."""
+        """Reply to libzmq (ZAP, RFC 27) whether a client's key is accepted."""
         version, request, domain, *_, mechanism, key = [*self._zap.recv_multipart(), b""][:7]
-        good = version == b"1.0" and domain == _DOMAIN and mechanism == b"CURVE"
-        good = good and key == self._client_key
-        if not good:
+        is_valid = version == b"1.0" and domain == _DOMAIN and mechanism == b"CURVE"
+        is_valid = is_valid and key == self._client_key
+        if not is_valid:
             self.counters["unauthenticated"] += 1
-        status, text = (b"200", b"OK") if good else (b"400", b"not a key of this job")
+        status, text = (b"200", b"OK") if is_valid else (b"400", b"not a key of this job")
         self._zap.send_multipart([b"1.0", request, status, text, b"", b""])
 
     def _read_monitor(self) -> None:
@@ -145,15 +145,15 @@ class RouterSocket:
 
 
 def _raise_file_limit(num_peers: int) -> None:
-    """Let this process have as many open files as it will need."""
+    """Raise this process's limit of open files for `num_peers` connections."""
     needed = num_peers + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise LaunchError(
-            f"{num_peers} workers, and at most {hard} open files for a process",
+            f"{num_peers} workers, and at most {hard} open files per process",
             expected=f"at least {needed}: each worker has a connection",
-            fix=f"ulimit -n {needed}, or what your system has instead",
+            fix=f"ulimit -n {needed}, or the equivalent of your system",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -1,8 +1,8 @@
-"""Positions that a worker has asked for, until the coordinator deals them.
+"""A worker's requests for sample positions, until the coordinator answers them.
 
-To ask never waits; whoever needs the answer waits for it, until a deadline. What was not answered
-is asked again, as the question or the answer may be lost with a connection. The last word about
-what was used is said again, too: it speaks for all before it.
+A request never blocks; the caller waits for the answer, up to a timeout. Unanswered requests are
+repeated, since request or answer may be lost with a connection. The last acknowledgement is
+repeated as well: it covers all earlier ones.
 """
 
 import math
@@ -18,11 +18,11 @@ from polyrhythm.sync.protocol import Acknowledge, Acquire, Acquired, QueryProgre
 from polyrhythm.types import Seconds
 
 T = TypeVar("T")
-_Key = tuple[type, int, int | None]  # of a question and its answer
+_Key = tuple[type, int, int | None]  # of a request and its answer
 
 
 class SampleFuture(Generic[T]):
-    """To one question. Any thread may wait for it, and as often as it likes."""
+    """The answer to one request. Any thread may wait for it, any number of times."""
 
     def __init__(self, request: Acquire | QueryProgress, timeout: Seconds) -> None:
         self.request, self._timeout = request, timeout
@@ -34,38 +34,38 @@ class SampleFuture(Generic[T]):
         return self.future.done()
 
     def wait(self, timeout: Seconds | None = None) -> T:
-        """Raises what went wrong; PeerError after `timeout`, by default that of its GroupSync."""
-        began = time.monotonic()
+        """Return the answer; raises PeerError after `timeout`, by default the GroupSync's."""
+        start = time.monotonic()
         try:
             return self.future.result(self._timeout if timeout is None else timeout)
         except FutureTimeoutError:
-            who, cause = "other pipelines", "they have the last ones, and have not used them"
+            peer, cause = "other pipelines", "they have not acknowledged the last positions"
             if isinstance(self.request, QueryProgress):
-                who, cause = "the coordinator", "it is there, but has not answered"
-            waited = time.monotonic() - began
+                peer, cause = "the coordinator", "it is alive but has not answered"
+            waited = time.monotonic() - start
             raise PeerError(
-                who, action="waiting for positions", waited=waited, cause=cause
+                peer, action="waiting for positions", waited=waited, cause=cause
             ) from None
 
 
 class SampleRequests:
-    """Of one worker: any thread asks, the thread that owns the connection answers."""
+    """The requests of one worker: any thread submits, the connection's thread resolves."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pending: dict[_Key, SampleFuture[Any]] = {}
-        self._since: Seconds = math.inf
+        self._waiting_since: Seconds = math.inf
         self._last_ack: Acknowledge | None = None
         self._error: Exception | None = None
 
     def submit(self, request: Acquire | QueryProgress, timeout: Seconds) -> SampleFuture[Any]:
-        """The same answer again, if it has not come yet."""
+        """Add a request; an equal one that is still pending returns the same future."""
         key = _key(request)
         with self._lock:
             if self._error is not None:
                 raise self._error
             if not self._pending:
-                self._since = time.monotonic()
+                self._waiting_since = time.monotonic()
             return self._pending.setdefault(key, SampleFuture(request, timeout))
 
     def acknowledge(self, ack: Acknowledge) -> None:
@@ -73,41 +73,41 @@ class SampleRequests:
             self._last_ack = ack
 
     def on_receive(self, command: Acquired | SampleProgress) -> None:
-        """An answer; once more is no news."""
+        """Resolve the pending request; ignore duplicates."""
         with self._lock:
-            answer = self._pending.pop(_key(command), None)
-        if answer is None:
+            future = self._pending.pop(_key(command), None)
+        if future is None:
             return
-        found: Ranges | SamplerState
-        found = command.ranges if isinstance(command, Acquired) else command.sampler_state
+        value: Ranges | SamplerState
+        value = command.ranges if isinstance(command, Acquired) else command.sampler_state
         if isinstance(command, Acquired) and command.why:
-            pipeline, action = f"pipeline {command.worker.pipeline}", "asking for positions"
+            pipeline, action = f"pipeline {command.worker.pipeline}", "requesting positions"
             error = PeerError(pipeline, action=action, waited=0.0, cause=command.why)
-            answer.future.set_exception(error)
+            future.future.set_exception(error)
         else:
-            answer.future.set_result(found)
+            future.future.set_result(value)
 
     def fail(self, error: Exception) -> None:
-        """There will be no more answers."""
+        """Make all pending and later requests raise `error`."""
         with self._lock:
             self._error = self._error or error
             expected, self._pending = self._pending, {}
-        for answer in expected.values():
-            answer.future.set_exception(error)
+        for future in expected.values():
+            future.future.set_exception(error)
 
     def waiting_since(self) -> Seconds:
-        """Since when an answer is expected, or was asked for again; inf if none is."""
+        """Return when the oldest request was sent or last repeated; inf if none is pending."""
         with self._lock:
-            return self._since if self._pending else math.inf
+            return self._waiting_since if self._pending else math.inf
 
     def unanswered(self, now: Seconds) -> list[Acquire | QueryProgress]:
-        """What to ask again, now."""
+        """Return the requests to repeat now."""
         with self._lock:
-            self._since = now
-            return [answer.request for answer in self._pending.values()]
+            self._waiting_since = now
+            return [future.request for future in self._pending.values()]
 
     def last_acks(self) -> list[Acknowledge]:
-        """What to say again when the connection broke, and is there again."""
+        """Return the acknowledgements to repeat after a reconnect."""
         with self._lock:
             return [] if self._last_ack is None else [self._last_ack]
 

@@ -1,8 +1,8 @@
-"""The coordinator's desk: what is heard goes to the scheduler, what it answers to whom it concerns.
+"""Pass messages of workers to the scheduler, and its commands to the workers they concern.
 
-Nothing is decided here but who may speak. What cannot be read, or comes from somebody who has not
-said Hello, is counted and changes nothing. A worker is dead when it was silent for too long; or
-sooner, when its connection has closed and is not there again after a moment.
+The server only decides which messages are accepted. A message that cannot be decoded, or comes from
+a client that has sent no Hello, is counted and changes nothing. A worker is dead when it has been
+silent for the heartbeat timeout, or when its connection has closed and it does not reconnect.
 """
 
 import math
@@ -44,27 +44,22 @@ from polyrhythm.sync.protocol import (
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.types import Seconds, Worker
 
-RECONNECT_TIMEOUT: Seconds = (
-    1.0  # at least, for a closed connection to be there again: it is tried after 0.1 s
-)
-MAX_BATCH = 256  # messages between two looks at timers
-LONGEST_POLL: Seconds = 0.1  # until it sees that it is to stop
+RECONNECT_TIMEOUT: Seconds = 1.0  # at least; a client tries to reconnect after 0.1 s
+MAX_BATCH = 256  # messages between two checks of timers
+LONGEST_POLL: Seconds = 0.1  # until the stop event is checked
 _TO_ONE = (Skip, Acquired, SampleProgress, CopyFrom, Refuse)
-_RETRIED_BY_WORKER = (
-    Acquired,
-    SampleProgress,
-)  # by whoever has not heard them: no need to keep them
+_RETRIED_BY_WORKER = (Acquired, SampleProgress)  # the worker requests them again
 
 
 class _AnyHello(msgspec.Struct, frozen=True, array_like=True, tag="Hello"):
-    """Of any protocol: more may follow."""
+    """The first fields of a Hello of any protocol version."""
 
     protocol: int
     worker: Worker
 
 
 class CoordinatorServer:
-    """Used by one thread at a time. `counters`: what was refused or odd, by kind."""
+    """Used by one thread at a time. `counters`: refused and unusual messages by kind."""
 
     def __init__(
         self,
@@ -80,31 +75,27 @@ class CoordinatorServer:
     ) -> None:
         self.sessions = sessions
         self.counters: Counter[str] = Counter()
-        self.last_message_at: Seconds = (
-            -math.inf
-        )  # when a worker said something else than that it lives
+        self.last_message_at: Seconds = -math.inf  # without heartbeats
         self._scheduler, self._socket, self._log = scheduler, socket, log
         self._heartbeat_timeout, self._startup_timeout = heartbeat_timeout, startup_timeout
         self._log_info, self._log_warning = log_info, log_warning
-        self._reconnect_timeout = max(
-            RECONNECT_TIMEOUT, heartbeat_timeout / 15
-        )  # longer where signs of life may be
+        self._reconnect_timeout = max(RECONNECT_TIMEOUT, heartbeat_timeout / 15)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromWorker).decode
         self._accepted = self._encode(Accepted(secrets.token_hex(8), heartbeat_timeout))
         self._heartbeat = self._encode(Heartbeat(Worker(0, 0)))
-        self._start_at = math.inf  # when workers are welcomed that are here; -inf once they were
-        self._heartbeat_check_at = math.inf  # when somebody may have been silent for too long
-        self._suspects: dict[bytes, Seconds] = {}  # connections that may be gone, and until when
+        self._start_at = math.inf  # when to start without missing workers; -inf once started
+        self._heartbeat_check_at = math.inf  # when the next heartbeat timeout can occur
+        self._suspects: dict[bytes, Seconds] = {}  # possibly closed connections, and when to check
         self._last_run_at = time.monotonic()
 
     @property
     def has_started(self) -> bool:
-        """Whether workers were welcomed."""
+        """Whether Welcome has been sent."""
         return self._start_at == -math.inf
 
     def run_once(self) -> None:
-        """Wait for something to happen, for a moment at the most, and see to it."""
+        """Wait for messages or timers, up to `LONGEST_POLL`, and handle them."""
         due = min(self._scheduler.next_timer(), self._next_check_at())
         self._socket.wait(min(due - time.monotonic(), LONGEST_POLL))
         received = self._socket.receive(MAX_BATCH)
@@ -117,13 +108,13 @@ class CoordinatorServer:
             self._suspect_closed(now)
         self._extend_after_stall(now - self._last_run_at)
         self._last_run_at = now
-        if self._next_check_at() <= now and len(received) < MAX_BATCH:  # nobody waits to be heard
+        if self._next_check_at() <= now and len(received) < MAX_BATCH:  # no message is queued
             self._check_connections(now)
         if self._log is not None:
             self._log.flush()
 
     def notify_shutdown(self, why: str) -> None:
-        """The last words to those who are still here."""
+        """Send a fatal Refuse to all active workers, and close the log."""
         for session in self.sessions.active():
             self._socket.send(session.routing_id, self._encode(Refuse(session.worker, FATAL, why)))
         if self._log is not None:
@@ -133,7 +124,7 @@ class CoordinatorServer:
         data = frame.bytes
         try:
             message = self._decode(data)
-        except Exception:  # whatever a decoder has to say of bytes from elsewhere
+        except Exception:  # any error of the decoder: the bytes are not trusted
             self._on_undecodable(routing_id, data)
             return
         if isinstance(message, Hello):
@@ -141,7 +132,7 @@ class CoordinatorServer:
             return
         connection = self.sessions.connections.get(routing_id)
         if connection is None or len(data) > MAX_MESSAGE_BYTES:
-            # No answer: one that has found a new coordinator says Hello in a moment.
+            # No answer: a client that has reached a new coordinator sends Hello next.
             self.counters["oversized" if connection else "unknown_worker"] += 1
             return
         connection.last_received_at = now
@@ -152,11 +143,11 @@ class CoordinatorServer:
             self._send(routing_id, data)
         else:
             self.last_message_at = now
-            msgspec.structs.force_setattr(message, "now", now)  # it is ours, and nobody else's yet
+            msgspec.structs.force_setattr(message, "now", now)  # frozen, but not shared yet
             self._step(message)
             if isinstance(message, Leave) and message.incarnation == session.incarnation:
                 self.sessions.end_session(session, "has left")
-                self._log_info(f"{session.worker} has left, {self.sessions.num_active} are here")
+                self._log_info(f"{session.worker} has left, {self.sessions.num_active} are active")
 
     def _on_hello(self, routing_id: bytes, frame: zmq.Frame, hello: Hello, now: Seconds) -> None:
         refusal = self.sessions.refusal(routing_id, hello)
@@ -174,22 +165,22 @@ class CoordinatorServer:
         worker, num_active = hello.worker, self.sessions.num_active
         if is_reconnect:
             self.counters["reconnected"] += 1
-            for data in self.sessions.of[worker].recent:
+            for data in self.sessions.by_worker[worker].recent:
                 self._send(routing_id, data)
         else:
-            self._log_info(f"{worker} has joined from {hello.node}, {num_active} are here")
+            self._log_info(f"{worker} has joined from {hello.node}, {num_active} are active")
         self._step(Join(worker, hello.node, hello.clock, hello.incarnation, now))
         if self.has_started:
             self._send(routing_id, self._encode(Welcome(num_active)))
-        elif num_active == len(self.sessions.of):
+        elif num_active == len(self.sessions.by_worker):
             self._send_welcome()
         else:
             self._start_at = min(self._start_at, now + self._startup_timeout)
 
     def _send_welcome(self) -> None:
         self._start_at = -math.inf
-        num_active, num_sessions = self.sessions.num_active, len(self.sessions.of)
-        self._log_info(f"{num_active} of {num_sessions} workers have joined: they begin")
+        num_active, num_sessions = self.sessions.num_active, len(self.sessions.by_worker)
+        self._log_info(f"{num_active} of {num_sessions} workers have joined: they start")
         welcome = self._encode(Welcome(num_active))
         for routing_id in dict.fromkeys(session.routing_id for session in self.sessions.active()):
             self._send(routing_id, welcome)
@@ -207,34 +198,34 @@ class CoordinatorServer:
             self._send(routing_id, self._encode(Refuse(hello.worker, FATAL, why)))
 
     def _refuse_sender(self, routing_id: bytes, worker: Worker, session: Session | None) -> None:
-        """Somebody speaks for a worker that is not, or not any more, its own."""
+        """Refuse a message from a connection that does not own the worker's session."""
         if session is None:
             self.counters["unknown_worker"] += 1
-            why = f"this connection has not said Hello for {worker}"
+            why = f"this connection has sent no Hello for {worker}"
         else:
             self.counters["late"] += 1
             why = f"{worker} {session.end_reason}"
             if session.is_active:
-                why = f"{worker} has started anew, in its life {session.incarnation}"
+                why = f"{worker} has restarted, as incarnation {session.incarnation}"
         self._send(routing_id, self._encode(Refuse(worker, FATAL, why)))
 
     def _step(self, event: Event) -> None:
         commands: list[Command] = []
         try:
             commands = self._scheduler.step(event)
-        finally:  # a log that ends with a defect shows it again
+        finally:  # a replay of the log then reproduces the defect
             if self._log is not None:
                 self._log.add(event, commands)
         for command in commands:
             self._send_command(command)
 
     def _send_command(self, command: Command) -> None:
-        """Once to each connection of those whom it concerns."""
+        """Send a command once to each connection of the workers it concerns."""
         data = self._encode(command)
         workers = (command.worker,) if isinstance(command, _TO_ONE) else command.members
         routing_ids: dict[bytes, None] = {}
         for worker in workers:
-            session = self.sessions.of[worker]
+            session = self.sessions.by_worker[worker]
             if not isinstance(command, _RETRIED_BY_WORKER):
                 session.recent.append(data)
             routing_ids[session.routing_id] = None
@@ -247,16 +238,16 @@ class CoordinatorServer:
             self._suspects[routing_id] = time.monotonic() + self._reconnect_timeout
 
     def _extend_after_stall(self, gap: Seconds) -> None:
-        """Nobody was silent while this process was stopped, or starved, and did not listen."""
+        """Extend heartbeats by a time in which this process was stopped or starved."""
         if gap > self._heartbeat_timeout / HEARTBEATS_PER_TIMEOUT:
             for connection in self.sessions.connections.values():
                 connection.last_received_at += gap
             self.counters["stalled"] += 1
 
     def _suspect_closed(self, now: Seconds) -> None:
-        """Connections have closed; a descriptor tells whose, but may be another's by now.
+        """Schedule a check of the connections whose file descriptors have closed.
 
-        So they are only asked, after a moment, whether they are there.
+        A descriptor may belong to another connection by now, so this alone proves nothing.
         """
         closed = set(self._socket.closed_fds)
         self._socket.closed_fds.clear()
@@ -282,9 +273,10 @@ class CoordinatorServer:
                     self._mark_dead(connection, "is dead: its connection has closed", now)
         if self._heartbeat_check_at <= now:
             for connection in connections.values():
-                silence = now - connection.last_received_at
-                if silence >= self._heartbeat_timeout:
-                    self._mark_dead(connection, f"is dead: it was silent for {silence:.1f} s", now)
+                silent_for = now - connection.last_received_at
+                if silent_for >= self._heartbeat_timeout:
+                    why = f"is dead: it was silent for {silent_for:.1f} s"
+                    self._mark_dead(connection, why, now)
             last_received_at = [
                 connections[session.routing_id].last_received_at
                 for session in self.sessions.active()
@@ -297,5 +289,5 @@ class CoordinatorServer:
         for session in connection.sessions.values():
             if session.routing_id == connection.routing_id:
                 self.sessions.end_session(session, why)
-                self._log_warning(f"{session.worker} {why}; {self.sessions.num_active} are here")
+                self._log_warning(f"{session.worker} {why}; {self.sessions.num_active} are active")
                 self._step(Dead(session.worker, session.incarnation, now))

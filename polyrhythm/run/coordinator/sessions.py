@@ -1,8 +1,8 @@
-"""Who sits where: each worker of the plan has a seat, taken by the connection that said Hello.
+"""One session per worker of the plan, owned by the connection that sent its Hello.
 
-A worker that greets is turned away, with a reason that says both sides, if it cannot take part:
-another protocol, a place outside of the plan, another policy, tensors of another shape than the
-first worker of its stage has, or a life that is not newer than the one that the seat has seen.
+A Hello is refused, with a reason that names both sides, for: another protocol, a worker outside the
+plan, another policy, other tensor shapes than the first worker of the stage, or an incarnation that
+is not newer than the session's.
 """
 
 import math
@@ -13,52 +13,50 @@ from itertools import zip_longest
 from polyrhythm.run.coordinator.wire import PROTOCOL, Hello, TensorShapes
 from polyrhythm.types import Seconds, Worker
 
-NUM_RECENT = 16  # commands; a worker that answers none of them is given up long before
+NUM_RECENT = 16  # commands; a worker that answers none of them times out long before
 
 
 class Session:
-    """Of one worker of the plan."""
+    """The session of one worker of the plan."""
 
     __slots__ = ("end_reason", "incarnation", "is_active", "node", "recent", "routing_id", "worker")
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.node, self.incarnation = worker, "", -1
         self.is_active, self.end_reason = False, "has not joined yet"
-        self.routing_id = b""  # of its connection; empty while there is none to send to
-        self.recent: deque[bytes] = deque(
-            maxlen=NUM_RECENT
-        )  # told last, for one that connects again
+        self.routing_id = b""  # of its connection; empty while there is none
+        self.recent: deque[bytes] = deque(maxlen=NUM_RECENT)  # commands to repeat on a reconnect
 
 
 class Connection:
-    """Knows the seats it has said Hello for, also those that are not its own any more."""
+    """A client's connection, with all sessions it has sent Hello for, including lost ones."""
 
     __slots__ = ("fd", "last_received_at", "routing_id", "sessions")
 
     def __init__(self, routing_id: bytes) -> None:
         self.routing_id = routing_id
         self.sessions: dict[Worker, Session] = {}
-        self.last_received_at: Seconds = -math.inf  # when it said something last
-        self.fd = -1  # of its socket, when it said Hello last
+        self.last_received_at: Seconds = -math.inf
+        self.fd = -1  # of its socket, at its last Hello
 
 
 class SessionTable:
     def __init__(self, num_stages: int, num_pipelines: int, policy: str) -> None:
         self.num_stages, self.num_pipelines, self.policy = num_stages, num_pipelines, policy
-        self.of = {
+        self.by_worker = {
             worker: Session(worker)
             for worker in (Worker(s, p) for s in range(num_stages) for p in range(num_pipelines))
         }
-        self.connections: dict[bytes, Connection] = {}  # by name
+        self.connections: dict[bytes, Connection] = {}  # by routing id
         self.num_active = 0
-        self._shapes: dict[int, tuple[Worker, TensorShapes]] = {}  # the first of each stage
+        self._shapes: dict[int, tuple[Worker, TensorShapes]] = {}  # of each stage's first worker
 
     def active(self) -> Iterator[Session]:
-        return (session for session in self.of.values() if session.is_active)
+        return (session for session in self.by_worker.values() if session.is_active)
 
     def is_same_session(self, routing_id: bytes, hello: Hello) -> bool:
-        """Whether that very connection, in that very life, has its seat already."""
-        session = self.of.get(hello.worker)
+        """Whether this connection and incarnation own the worker's session already."""
+        session = self.by_worker.get(hello.worker)
         return (
             session is not None
             and session.is_active
@@ -66,11 +64,11 @@ class SessionTable:
         )
 
     def refusal(self, routing_id: bytes, hello: Hello) -> tuple[str, str] | None:
-        """Why a worker cannot take its seat: the kind of reason, and the reason."""
+        """Return why a Hello is refused, as (counter key, text), or None."""
         worker, (stages, pipelines) = hello.worker, (self.num_stages, self.num_pipelines)
         if hello.protocol != PROTOCOL:
             return "hello_protocol", protocol_mismatch(worker, hello.protocol)
-        if worker not in self.of:
+        if worker not in self.by_worker:
             return "hello_outside", (
                 f"{worker} is not in the plan: the coordinator expects {stages} stages x "
                 f"{pipelines} pipelines, s0p0 to s{stages - 1}p{pipelines - 1}"
@@ -82,55 +80,57 @@ class SessionTable:
         first, shape = self._shapes.setdefault(worker.stage, (worker, hello.shape))
         if shape != hello.shape:
             return "hello_shape", shape_mismatch(worker, hello.shape, first, shape)
-        session = self.of[worker]
+        session = self.by_worker[worker]
         if hello.incarnation <= session.incarnation and not self.is_same_session(routing_id, hello):
             return "hello_incarnation", (
-                f"{worker} comes from {hello.node!r} in its life {hello.incarnation}, but is here "
-                f"from {session.node!r} in its life {session.incarnation}: two processes for one worker?"
+                f"{worker} joins from {hello.node!r} as incarnation {hello.incarnation}, but is "
+                f"active on {session.node!r} as incarnation {session.incarnation}: "
+                "two processes for one worker?"
                 if session.is_active
-                else f"{worker} comes in its life {hello.incarnation}, but life "
-                f"{session.incarnation} is over, as it {session.end_reason}: it needs a higher number"
+                else f"{worker} joins as incarnation {hello.incarnation}, but incarnation "
+                f"{session.incarnation} {session.end_reason}: it needs a higher incarnation"
             )
         return None
 
     def open_session(self, routing_id: bytes, hello: Hello) -> Connection:
-        """A worker sits down, in a new life or on the seat that it has."""
-        session = self.of[hello.worker]
+        """Give a worker's session to this connection, in a new incarnation or the same one."""
+        session = self.by_worker[hello.worker]
         connection = self.connections.setdefault(routing_id, Connection(routing_id))
         connection.sessions[session.worker] = session
         if hello.incarnation != session.incarnation:
             session.recent.clear()
-        session.routing_id, session.node, session.incarnation = (
-            routing_id,
-            hello.node,
-            hello.incarnation,
-        )
+        session.routing_id, session.node = routing_id, hello.node
+        session.incarnation = hello.incarnation
         self.num_active += not session.is_active
         session.is_active = True
         return connection
 
     def end_session(self, session: Session, why: str) -> None:
-        """A worker is gone; nothing is sent to it any more."""
+        """End the session of a worker that has left or died; nothing is sent to it any more."""
         self.num_active -= session.is_active
         session.is_active, session.end_reason, session.routing_id = False, why, b""
 
 
 def protocol_mismatch(worker: Worker, protocol: int) -> str:
     return (
-        f"{worker} speaks protocol {protocol}, the coordinator protocol {PROTOCOL}: "
+        f"{worker} uses protocol {protocol}, the coordinator protocol {PROTOCOL}: "
         "install the same version of polyrhythm on all machines"
     )
 
 
-def shape_mismatch(worker: Worker, shape: TensorShapes, first: Worker, known: TensorShapes) -> str:
-    """Says the first tensor that differs, and how much there is in all."""
-    place, (ours, theirs) = next(
-        (place, pair) for place, pair in enumerate(zip_longest(shape, known)) if pair[0] != pair[1]
+def shape_mismatch(
+    worker: Worker, shape: TensorShapes, first: Worker, first_shape: TensorShapes
+) -> str:
+    """Describe the first tensor that differs, and both totals."""
+    index, (own, other) = next(
+        (index, pair)
+        for index, pair in enumerate(zip_longest(shape, first_shape))
+        if pair[0] != pair[1]
     )
     return (
-        f"{worker} averages other tensors than {first}: number {place} is {_tensor(ours)} in "
-        f"{worker} and {_tensor(theirs)} in {first}; in all, {_total(shape)} against "
-        f"{_total(known)}"
+        f"{worker} averages other tensors than {first}: number {index} is {_tensor(own)} in "
+        f"{worker} and {_tensor(other)} in {first}; in total, {_total(shape)} and "
+        f"{_total(first_shape)}"
     )
 
 

@@ -1,9 +1,9 @@
-"""What a worker and the coordinator say to each other: the scheduler's messages, and a few more.
+"""Messages between a worker and the coordinator: the scheduler's, and a few for connections.
 
-Everything is MessagePack, decoded into known types with known limits; nothing is ever executed. A
-worker says Hello first, and hears Accepted, and Welcome once all are there; or Refuse. Whoever has
-nothing to say beats, so that both know that the other is alive. When a connection broke and is
-there again, the worker says Hello again, and hears once more what it was told last.
+All messages are MessagePack, decoded into known types with known limits; nothing is executed. A
+worker sends Hello first and receives Accepted, then Welcome once all workers have joined; or
+Refuse. Both sides send heartbeats when they have nothing else to send. After a reconnect the worker
+sends Hello again, and receives the last commands again.
 """
 
 from typing import Annotated
@@ -33,22 +33,20 @@ from polyrhythm.sync.protocol import (
 from polyrhythm.types import Seconds, Worker
 
 PROTOCOL = 3
-HEARTBEATS_PER_TIMEOUT = (
-    5  # within the time in which silence means death; so some may be late, or lost
-)
-FATAL = -1  # the clock of a Refuse that ends a worker's part in the job, whatever it has said
+HEARTBEATS_PER_TIMEOUT = 5  # so that some may be late or lost
+FATAL = -1  # the clock of a Refuse that removes the worker from the job
 MAX_HELLO_BYTES = 1 << 20  # of a Hello, which names all tensors
-MAX_MESSAGE_BYTES = 1 << 10  # of anything else that a worker says
+MAX_MESSAGE_BYTES = 1 << 10  # of any other message of a worker
 MAX_DIMENSIONS = 32
 
 Sizes = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
-TensorShapes = tuple[tuple[Name, Sizes], ...]  # what is averaged: each tensor's name and sizes
+TensorShapes = tuple[tuple[Name, Sizes], ...]  # name and sizes of each averaged tensor
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A worker's first words; its model is that of step `clock`, 0 if it has none.
+    """A worker's first message; its model is that of step `clock`, 0 if it has none.
 
-    In any protocol the first two fields are these, so that versions can refuse each other.
+    The first two fields are the same in every protocol, so that versions can refuse each other.
     """
 
     protocol: int
@@ -61,16 +59,16 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """I am here; the coordinator beats back."""
+    """A sign of life; the coordinator returns it."""
 
     worker: Worker
     incarnation: Count = 0
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The Hello is in order: from now on, whoever is silent for `heartbeat_timeout` is taken to be dead.
+    """The Hello is accepted: from now on a worker silent for `heartbeat_timeout` is dead.
 
-    `coordinator` is a name that a coordinator has until it ends, and the next one has not.
+    `coordinator` identifies one run of a coordinator; a restarted one has another name.
     """
 
     coordinator: Name
@@ -78,7 +76,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """All have joined that are to be expected: begin."""
+    """All expected workers have joined: start training."""
 
     num_present: int
 

@@ -1,1 +1,1 @@
-"""Samples: in which order they come, and how they are loaded."""
+"""Sample order, readers and loaders."""

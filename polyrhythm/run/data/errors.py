@@ -1,7 +1,7 @@
-"""What a dataset may do wrong."""
+"""Errors of datasets."""
 
 from polyrhythm.errors import UserError
 
 
 class DataError(UserError):
-    """A dataset that cannot be dealt out, or a sample of it that cannot be loaded."""
+    """A dataset that cannot be used, or a sample that cannot be loaded."""

@@ -1,6 +1,6 @@
-"""Loading: from positions that were dealt to batches.
+"""Load batches: from ranges of positions to collated samples.
 
-A stage loads only if it needs what the samples hold.
+A stage loads only if it needs inputs or targets.
 """
 
 import threading
@@ -18,7 +18,7 @@ Collate = Callable[[list[Any]], Sequence[Any]]
 
 
 class LoadedBatch(NamedTuple):
-    """What a stage does not need is None."""
+    """Collated samples; inputs or target that the stage does not need are None."""
 
     ranges: Ranges
     inputs: Any
@@ -26,7 +26,7 @@ class LoadedBatch(NamedTuple):
 
 
 class SampleLoader:
-    """Of one process. Any thread may call it; one at a time reads."""
+    """Loads batches in one process. Any thread may call it; one at a time reads."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class SampleLoader:
         needs_inputs: bool = True,
         needs_target: bool = True,
     ) -> None:
-        """`collate_fn` makes (inputs, target) of a list of items; by default as torch does.
+        """`collate_fn` turns a list of items into (inputs, target); the default is torch's.
 
         The first stage of a pipeline needs inputs, the last one targets.
         """
@@ -47,7 +47,7 @@ class SampleLoader:
         self._read_lock = threading.Lock()
 
     def load(self, ranges: Ranges) -> LoadedBatch:
-        """At once, in the calling thread."""
+        """Load a batch synchronously, in the calling thread."""
         if not any(self._needs):
             return LoadedBatch(ranges, None, None)
         with self._read_lock:
@@ -56,21 +56,21 @@ class SampleLoader:
             inputs, target = self._collate(items)
         except Exception as error:
             raise DataError(
-                f"{len(items)} samples at positions {_text(ranges)} make no batch: "
+                f"{len(items)} samples at positions {_text(ranges)} cannot be collated: "
                 f"{type(error).__name__}: {error}",
-                expected="(inputs, target) of a list of items",
-                fix="give a collate_fn that returns these two",
+                expected="a list of items that collates to (inputs, target)",
+                fix="pass a collate_fn that returns these two",
             ) from error
         return LoadedBatch(
             ranges, inputs if self._needs[0] else None, target if self._needs[1] else None
         )
 
     def state_at(self, position: int) -> DatasetState | None:
-        """For a checkpoint: where a dataset with its own order goes on to reach that position."""
+        """Return the state from which an iterable dataset reaches a position; else None."""
         return self._reader.state_at(position)
 
     def resume_from(self, state: DatasetState) -> None:
-        """A dataset with its own order is read from there; it is not asked for what lies before."""
+        """Read an iterable dataset from this state on; earlier positions cannot be read."""
         with self._read_lock:
             self._reader.resume_from(state)
 

@@ -1,11 +1,11 @@
-"""Prefetch: the next batch is loaded while this one is trained on.
+"""Prefetch: load the next batch in a thread while training uses this one.
 
-    prefetch = Prefetch(samples.load)
-    batch = prefetch.load(ranges, then)  # which positions now, and which are likely to come next
+    prefetcher = Prefetcher(samples.load)
+    batch = prefetcher.load(ranges, next_ranges)  # the positions now, and probably next
 
-A thread loads what comes next, as soon as it is known. That is a guess: shares may change, training
-may end early. Who asks for other positions gets those, loaded at once, and the guess is dropped
-with whatever went wrong in it. What goes wrong otherwise is raised where its batch is asked for.
+The next positions are a prediction: shares may change, training may end early. If other positions
+are requested, they are loaded synchronously, and the prefetched batch is dropped with its error, if
+any. An error of a prefetched batch is raised when the batch is requested.
 """
 
 import threading
@@ -19,12 +19,12 @@ from polyrhythm.run.data.loader import LoadedBatch
 from polyrhythm.sync.dispatch import Ranges
 from polyrhythm.types import Seconds
 
-PredictedRanges = SampleFuture[Ranges] | Ranges  # positions, or the answer that will tell; none: ()
-CLOSE_TIMEOUT: Seconds = 5.0  # for a sample that is being loaded
+PredictedRanges = SampleFuture[Ranges] | Ranges  # positions, or a future of them; () for none
+CLOSE_TIMEOUT: Seconds = 5.0  # for the sample that the thread is loading
 
 
 def resolved_ranges(predicted: PredictedRanges) -> Ranges:
-    """The positions, if they can be told by now."""
+    """Return the positions; () if they are not known yet."""
     if not isinstance(predicted, SampleFuture):
         return predicted
     is_resolved = predicted.is_done and predicted.future.exception() is None
@@ -37,7 +37,7 @@ class _PrefetchedBatch(NamedTuple):
 
 
 class Prefetcher:
-    """Of one process; `load` is called by one thread, that of training."""
+    """Prefetches batches in one process; only the training thread calls `load`."""
 
     def __init__(self, load: Callable[[Ranges], LoadedBatch]) -> None:
         self._load = load
@@ -46,7 +46,7 @@ class Prefetcher:
         self._thread: threading.Thread | None = None
 
     def load(self, ranges: Ranges, next_ranges: PredictedRanges = ()) -> LoadedBatch:
-        """The batch at these positions; from now on the thread loads those that come `next_ranges`."""
+        """Return the batch at `ranges`, and start to prefetch `next_ranges`."""
         pending, self._pending = self._pending, None
         if pending is not None and resolved_ranges(pending.predicted) == ranges:
             batch = pending.batch.result()
@@ -55,11 +55,11 @@ class Prefetcher:
                 pending.batch.cancel()
             batch = self._load(ranges)
         if next_ranges:
-            self._begin(next_ranges)
+            self._start(next_ranges)
         return batch
 
     def close(self) -> None:
-        """Drop what is ahead, and end the thread."""
+        """Drop the prefetched batch, and end the thread."""
         if self._pending is not None:
             self._pending.batch.cancel()
         self._pending = None
@@ -68,7 +68,7 @@ class Prefetcher:
             self._thread.join(CLOSE_TIMEOUT)
             self._thread = None
 
-    def _begin(self, predicted: PredictedRanges) -> None:
+    def _start(self, predicted: PredictedRanges) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
             self._thread.start()
@@ -82,8 +82,8 @@ class Prefetcher:
         while (pending := self._queue.get()) is not None:
             ranges = resolved_ranges(pending.predicted)
             if not ranges or not pending.batch.set_running_or_notify_cancel():
-                continue  # nobody will ask for it
+                continue  # no samples are left, or the batch was dropped
             try:
                 pending.batch.set_result(self._load(ranges))
-            except BaseException as error:  # for whoever asks for it
+            except BaseException as error:  # `load` raises it
                 pending.batch.set_exception(error)

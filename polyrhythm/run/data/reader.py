@@ -1,13 +1,13 @@
-"""Readers: the items at positions, from a dataset that can be asked for any, or only for the next.
+"""Readers: the items at positions of a map-style or an iterable dataset.
 
-A dataset with a length gives any sample by its id, and an order says which id comes when. One that
-only gives the next has no ids: a sample is its position, and the dataset must be able to say where
-it is, and to go on from there. It is read forward, also over what others take, which costs as much
-as if it was used; to go back it goes on from the nearest place that was kept. So a stream should be
-cheap to read, or know how to skip by itself.
+A map-style dataset returns any sample by its id, and an order maps positions to ids. An iterable
+dataset has no ids: a sample is its position, and the dataset must have `state_dict` and
+`load_state_dict`. It is read forward, also over samples of other pipelines, which costs as much as
+using them; to go back, the reader loads the nearest earlier state. An iterable dataset should
+therefore be cheap to read, or skip efficiently by itself.
 
-A dataset must give the same item each time it is asked, in any process: the first stage of a
-pipeline reads the inputs, and the last one the targets.
+A dataset must return the same item each time, in any process: the first stage of a pipeline reads
+the inputs, and the last stage the targets.
 """
 
 import base64
@@ -21,11 +21,11 @@ from polyrhythm.run.data.errors import DataError
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.sync.dispatch import Ranges
 
-_MAX_STATES = 64  # places to go back to, besides the first one
+_MAX_STATES = 64  # remembered, besides the first one
 
 
 class DatasetState(NamedTuple):
-    """Where to go on with a dataset: its `state_dict` before it gives the sample at `position`.
+    """The `state_dict` of an iterable dataset before it returns the sample at `position`.
 
     Pickled, which copies it: states hold tuples (of random generators), tensors and arrays.
     """
@@ -35,57 +35,57 @@ class DatasetState(NamedTuple):
 
     @property
     def state(self) -> Any:
-        """A copy of it."""
+        """A copy of the state_dict."""
         return pickle.loads(self.packed)
 
     def as_json(self) -> list[Any]:
         return [self.position, base64.b64encode(self.packed).decode()]
 
     @classmethod
-    def from_json(cls, kept: list[Any]) -> "DatasetState":
-        position, packed = kept
+    def from_json(cls, encoded: list[Any]) -> "DatasetState":
+        position, packed = encoded
         return cls(position, base64.b64decode(packed))
 
 
 class Reader(Protocol):
     def read(self, ranges: Ranges) -> Iterator[Any]:
-        """The items at these positions, in order."""
+        """Yield the items at these positions, in order."""
 
     def state_at(self, position: int) -> DatasetState | None:
-        """From where that position can be reached; None if from anywhere."""
+        """Return a state from which the position can be reached; None if no state is needed."""
 
     def resume_from(self, state: DatasetState) -> None:
-        """Read from there on, and nothing before."""
+        """Read from this state on; earlier positions cannot be read."""
 
 
 def make_order(dataset: Any, *, seed: int = 0, shuffle: bool = True) -> SampleOrder | None:
-    """The order of a dataset's samples; None if it has one of its own."""
+    """Make the order of a map-style dataset; None for an iterable one, which has its own."""
     return SampleOrder(len(dataset), seed, shuffle) if _has_length(dataset) else None
 
 
 def make_reader(dataset: Any, order: SampleOrder | None) -> Reader:
-    """Refuses what cannot be dealt out."""
+    """Make the reader of a dataset; raises DataError if the dataset cannot be used."""
     if _has_length(dataset):
         if order is None or order.num_samples != len(dataset):
             what = "no order" if order is None else f"an order of {order.num_samples:,} samples"
             raise DataError(
                 f"{what} for a dataset of {len(dataset):,}",
                 expected="an order of all samples",
-                fix="use order_of(dataset, seed=...)",
+                fix="use make_order(dataset, seed=...)",
             )
         return _IndexedReader(dataset, order)
     if not all(hasattr(dataset, name) for name in ("__iter__", "state_dict", "load_state_dict")):
         raise DataError(
             f"a dataset of type {type(dataset).__name__}, which has neither a length nor a state",
             expected="__len__ and __getitem__; or __iter__, state_dict and load_state_dict, so "
-            "that it can go on where it was",
-            fix="give it a length, or make it resumable",
+            "that it can resume",
+            fix="define __len__, or make it resumable",
         )
     if order is not None:
         raise DataError(
             f"an order for a {type(dataset).__name__}, which has its own",
-            expected="no order: each sample is its position",
-            fix="use order_of(dataset), and let the dataset shuffle",
+            expected="no order: a sample is its position",
+            fix="use make_order(dataset), and let the dataset shuffle",
         )
     return _StreamReader(dataset)
 
@@ -109,7 +109,7 @@ class _IndexedReader:
         return None
 
     def resume_from(self, state: DatasetState) -> None:
-        """It gives any sample, from wherever others went on."""
+        """Do nothing: any sample can be read without a state."""
 
 
 class _StreamReader:
@@ -117,7 +117,7 @@ class _StreamReader:
         self._dataset = dataset
         self._states = [self._capture_state(0)]
         self._items: Iterator[Any] = iter(())
-        self._position = -1  # of the next item; -1 if that is not known
+        self._position = -1  # of the next item; -1 if unknown
 
     def read(self, ranges: Ranges) -> Iterator[Any]:
         for start, end in ranges:
@@ -129,10 +129,10 @@ class _StreamReader:
         before = [state for state in self._states if state.position <= position]
         if not before:
             raise DataError(
-                f"position {position} of a {type(self._dataset).__name__} that goes on from "
-                f"{self._states[0].position}",
-                expected="no position before the place where it began",
-                fix="begin with the bookmark of the first position that was not used",
+                f"position {position} of a {type(self._dataset).__name__} that resumed from "
+                f"position {self._states[0].position}",
+                expected="a position from there on",
+                fix="resume from the state of the first unused position",
             )
         return before[-1]
 
@@ -154,10 +154,10 @@ class _StreamReader:
             return DatasetState(position, pickle.dumps(self._dataset.state_dict()))
         except Exception as error:
             raise DataError(
-                f"the state of a {type(self._dataset).__name__} cannot be kept: "
+                f"the state of a {type(self._dataset).__name__} cannot be pickled: "
                 f"{type(error).__name__}: {error}",
-                expected="a state_dict() of numbers, texts, tensors, and lists of them",
-                fix="leave out of it what is open: files, locks, generators",
+                expected="a state_dict() of numbers, strings, tensors, and lists of them",
+                fix="omit open files, locks and generators from it",
             ) from error
 
     def _remember(self, state: DatasetState) -> None:
@@ -171,8 +171,8 @@ class _StreamReader:
         except StopIteration:
             raise DataError(
                 f"a {type(self._dataset).__name__} that ended after {position:,} samples",
-                expected="as many samples as training takes",
-                fix="train for fewer steps, or make it begin again when it ends",
+                expected="as many samples as training uses",
+                fix="train for fewer steps, or make it start again at its end",
             ) from None
         except Exception as error:
             raise _sample_error(f"sample {position}", error) from error
@@ -183,12 +183,12 @@ class _StreamReader:
 def _sample_error(what: str, error: Exception) -> DataError:
     return DataError(
         f"{what}: {type(error).__name__}: {error}",
-        expected="a dataset that gives each of its samples",
-        fix="load that one by itself to see why it fails",
+        expected="a dataset that returns each of its samples",
+        fix="load that sample alone to see why it fails",
     )
 
 
 def _has_length(dataset: Any) -> bool:
-    """Whether it gives any sample by its number."""
-    is_stream = isinstance(dataset, IterableDataset)  # which inherits a __getitem__ that fails
+    """Return whether a dataset is map-style."""
+    is_stream = isinstance(dataset, IterableDataset)  # it inherits a __getitem__ that fails
     return isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and not is_stream

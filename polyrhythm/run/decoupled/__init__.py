@@ -1,1 +1,1 @@
-"""All-reduce in two halves: gradients scatter during backward, weights gather during forward."""
+"""All-reduce in two parts: reduce-scatter during backward, all-gather during forward (DeAR)."""

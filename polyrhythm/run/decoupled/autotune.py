@@ -1,4 +1,4 @@
-"""Tuning while training: steps are timed, times agreed on, and one worker says what comes next."""
+"""Tune the buckets while training: all workers time their steps, rank 0 decides."""
 
 import logging
 import time
@@ -19,21 +19,21 @@ _logger = logging.getLogger(__name__)
 
 
 class BucketAutotuner:
-    """All workers have one, and call it at the same steps."""
+    """Every worker has one and calls it at the same steps."""
 
     def __init__(self, space: Space, all_gather_object: AllGatherObject, rank: int) -> None:
         self._trials = BucketTuner(Bayesian(space=space))
         self._all_gather_object, self._is_first = all_gather_object, rank == 0
         self.current, self.is_over = self._trials.current, False
-        self._seconds: list[Seconds] = []  # of the steps of this trial, here
-        self._last_step_end: Seconds | None = None  # the step before, here
+        self._seconds: list[Seconds] = []  # step times of the current trial on this worker
+        self._last_step_end: Seconds | None = None
 
     def restart(self) -> None:
-        """Steps begin now: what was between is not of any."""
+        """Restart the clock: the time since the last step belongs to no step."""
         self._last_step_end = time.perf_counter()
 
     def after_step(self) -> BucketCandidate | None:
-        """What to change to now, if anything."""
+        """Return the candidate to switch to now; None for no change."""
         now = time.perf_counter()
         if self.is_over:
             return None
@@ -42,21 +42,20 @@ class BucketAutotuner:
         self._last_step_end = now
         if len(self._seconds) < self._trials.num_steps:
             return None
-        slowest = [
-            max(of) for of in zip(*self._all_gather_object(self._seconds, "step()"), strict=True)
-        ]
+        gathered = self._all_gather_object(self._seconds, "step()")
+        slowest = [max(times) for times in zip(*gathered, strict=True)]
         self._seconds.clear()
-        mine = self._decide(slowest) if self._is_first else None
-        decision: BucketDecision = self._all_gather_object(mine, "step()")[0]
-        before, self.current = self.current, decision.candidate
+        local_decision = self._decide(slowest) if self._is_first else None
+        decision: BucketDecision = self._all_gather_object(local_decision, "step()")[0]
+        previous, self.current = self.current, decision.candidate
         self.is_over = decision.is_final
-        return None if before == self.current else self.current
+        return None if previous == self.current else self.current
 
     def _decide(self, slowest: list[Seconds]) -> BucketDecision:
-        found: BucketDecision | None = None
-        with torch.enable_grad():  # a Gaussian process is fitted, in the middle of a step
+        decision: BucketDecision | None = None
+        with torch.enable_grad():  # to fit the Gaussian process, also if step() runs under no_grad
             for seconds in slowest:
-                found = self._trials.after_step(seconds)
-        assert found is not None, "a decision after so many steps"
-        _logger.info("gradients go in buckets of %s: %s", found.candidate, found.why)
-        return found
+                decision = self._trials.after_step(seconds)
+        assert decision is not None, "a trial has at least one step"
+        _logger.info("gradient buckets of %s: %s", decision.candidate, decision.why)
+        return decision

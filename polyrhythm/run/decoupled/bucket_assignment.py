@@ -1,6 +1,6 @@
-"""Which parameters travel together: neighbours in the order of the forward, of one kind.
+"""Assign parameters to buckets: neighbours in forward order, of one dtype and device.
 
-The same on all workers, who agree on the order first.
+The assignment is the same on all workers: rank 0 broadcasts the order first.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ from polyrhythm.types import Bytes
 
 @dataclass(frozen=True, slots=True)
 class ParameterOrder:
-    """Of parameters, by index."""
+    """The order in which the forward uses the parameters, by index."""
 
-    indices: tuple[int, ...]  # all of them, as the forward needs them
-    late: frozenset[int] = frozenset()  # whose gradients do not come in the reverse order
+    indices: tuple[int, ...]  # of all parameters
+    late: frozenset[int] = frozenset()  # parameters whose gradients come in no known order
 
     @classmethod
     def of(cls, seen: Sequence[int], num_parameters: int, late: frozenset[int]) -> "ParameterOrder":
-        """What the forward was not seen to use comes last, and late."""
+        """Put parameters that the forward has not used last, and mark them late."""
         unseen = frozenset(range(num_parameters)) - set(seen)
         return cls((*seen, *sorted(unseen)), late | unseen)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """Parameters of one bucket."""
+    """The parameters of one bucket."""
 
     indices: tuple[int, ...]
     is_late: bool
@@ -37,15 +37,15 @@ class BucketSpec:
 def assign_buckets(
     parameters: Sequence[nn.Parameter], order: ParameterOrder, bucket_bytes: Bytes
 ) -> tuple[BucketSpec, ...]:
-    """In the order in which the forward first needs them."""
+    """Fill buckets of about `bucket_bytes`, sorted by the first use of a bucket in the forward."""
     kinds: dict[tuple[object, object, bool], list[int]] = {}
     for index in order.indices:
         kind = parameters[index].dtype, parameters[index].device, index in order.late
         kinds.setdefault(kind, []).append(index)
     position = {index: number for number, index in enumerate(order.indices)}
-    groups = [
+    specs = [
         BucketSpec(tuple(indices[i] for i in run), is_late)
         for (_, _, is_late), indices in kinds.items()
         for run in by_bytes([parameters[i].nbytes for i in indices], bucket_bytes)
     ]
-    return tuple(sorted(groups, key=lambda group: position[group.indices[0]]))
+    return tuple(sorted(specs, key=lambda spec: position[spec.indices[0]]))

@@ -1,10 +1,9 @@
-"""A bucket: parameters that travel together, as one flat buffer of which each worker owns a part.
+"""A bucket: the flat buffer of several parameters, of which each worker owns one shard.
 
-Parameters become views of the buffer, so that what is gathered into it needs no copy. Gradients are
-copied into a second one as they come, and leave `.grad`. The part of this worker, cut where its
-parameters begin and end, is what its optimizer updates: segments, each with a state of its own, as
-if the parameter were smaller. So a parameter that nobody has used has no gradient, and is left out
-by the optimizer as ever.
+Parameters become views of the buffer, so that the all-gather needs no copy. Gradients are copied
+into a second buffer as backward computes them, and leave `.grad`. The optimizer of a worker updates
+its shard, split at the boundaries of parameters: each piece has its own state, as if the parameter
+were smaller. So a parameter that no worker has used has no gradient, and the optimizer skips it.
 """
 
 from collections.abc import Sequence
@@ -19,12 +18,12 @@ from polyrhythm.run.decoupled.in_flight_gradient import InFlightGradient
 
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
-    """What one worker owns of one parameter."""
+    """The piece of one parameter that one worker owns."""
 
     index: int  # of the parameter, in the optimizer
-    start: int  # in the parameter, as it lies in memory
-    parameter: nn.Parameter  # of these numbers alone, in the bucket
-    gradient: Tensor  # in the bucket
+    start: int  # offset in the parameter, in memory order
+    parameter: nn.Parameter  # a view of this piece in the bucket
+    gradient: Tensor  # a view of its gradient in the bucket
 
     @property
     def stop(self) -> int:
@@ -32,7 +31,7 @@ class ParameterShard:
 
 
 class Bucket:
-    """`whole`: every worker owns all of it, as with a plain all-reduce."""
+    """One bucket; with `all_reduce` every worker owns all of it, as with a plain all-reduce."""
 
     def __init__(
         self,
@@ -41,24 +40,26 @@ class Bucket:
         *,
         rank: int,
         num_workers: int,
-        whole: bool,
+        all_reduce: bool,
         late: bool = False,
     ) -> None:
-        """Takes the parameters in: `parameters` are those of one type and device, by index.
+        """Move `parameters`, by index and of one dtype and device, into the buffer.
 
-        `late`: their gradients come when they like.
+        `late`: their gradients come in no known order.
         """
         self.number, self.parameters = number, dict(parameters)
-        self.is_all_reduce, self.is_late = whole, late
+        self.is_all_reduce, self.is_late = all_reduce, late
         first = next(iter(self.parameters.values()))
         size = sum(p.numel() for p in self.parameters.values())
-        self.shard_size = -(-size // num_workers)  # rounded up: the last part is padded
+        self.shard_size = -(-size // num_workers)  # rounded up: the last shard is padded
         padded = self.shard_size * num_workers
         self.weights = torch.zeros(padded, dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros_like(self.weights)
         self.own_shard = slice(rank * self.shard_size, (rank + 1) * self.shard_size)
         self._owned = (
-            slice(0, size) if whole else slice(self.own_shard.start, min(self.own_shard.stop, size))
+            slice(0, size)
+            if all_reduce
+            else slice(self.own_shard.start, min(self.own_shard.stop, size))
         )
         self.offsets: dict[int, int] = {}
         self._filled: set[int] = set()
@@ -80,7 +81,7 @@ class Bucket:
 
     @property
     def is_full(self) -> bool:
-        """All gradients are here that are to come: not those of frozen parameters."""
+        """Whether all gradients are present; frozen parameters have none."""
         return all(i in self._filled or not p.requires_grad for i, p in self.parameters.items())
 
     def is_filled(self, index: int) -> bool:
@@ -91,7 +92,7 @@ class Bucket:
         return [index for index in self.parameters if index not in self._filled]
 
     def fill(self, index: int) -> None:
-        """Take the gradient of a parameter; 0 if it has none."""
+        """Copy the gradient of a parameter into the buffer; 0 if it has none."""
         parameter = self.parameters[index]
         view = self.view_of(self.gradients, index)
         if parameter.grad is None:
@@ -99,7 +100,7 @@ class Bucket:
         elif parameter.grad.layout != torch.strided:
             raise PolicyError(
                 f"a sparse gradient of shape {tuple(parameter.shape)}",
-                expected="dense ones, which travel in buckets",
+                expected="dense gradients, which fit into buckets",
                 fix="use nn.Embedding(..., sparse=False)",
             )
         else:
@@ -108,16 +109,16 @@ class Bucket:
         self._filled.add(index)
 
     def empty(self) -> None:
-        """For the next step."""
+        """Forget all gradients, for the next step."""
         self._filled.clear()
 
     def find_replaced(self) -> int | None:
-        """The first parameter that is not a view of the buffer any more."""
-        found = (i for i, p in self.parameters.items() if p.data_ptr() != self._addresses[i])
-        return next(found, None)
+        """Return the index of the first parameter that is no longer a view of the buffer."""
+        replaced = (i for i, p in self.parameters.items() if p.data_ptr() != self._addresses[i])
+        return next(replaced, None)
 
     def view_of(self, flat: Tensor, index: int) -> Tensor:
-        """What such a buffer has of a parameter, with its own strides if these leave no holes."""
+        """View a parameter's range of `flat`, with the parameter's strides if it is dense."""
         parameter, offset = self.parameters[index], self.offsets[index]
         region = flat[offset : offset + parameter.numel()]
         if parameter.is_contiguous() or not _is_dense(parameter):
@@ -125,19 +126,21 @@ class Bucket:
         return region.as_strided(parameter.shape, parameter.stride(), region.storage_offset())
 
     def _make_shards(self) -> "list[ParameterShard]":
-        found = []
+        shards = []
         for index, parameter in self.parameters.items():
             offset = self.offsets[index]
             start = max(offset, self._owned.start)
             stop = min(offset + parameter.numel(), self._owned.stop)
             if start < stop:
                 weights, gradient = self.weights[start:stop], self.gradients[start:stop]
-                found.append(ParameterShard(index, start - offset, nn.Parameter(weights), gradient))
-        return found
+                shards.append(
+                    ParameterShard(index, start - offset, nn.Parameter(weights), gradient)
+                )
+        return shards
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its numbers lie next to each other, in whatever order."""
+    """Whether the numbers of `tensor` are adjacent in memory, in any order."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda d: d[1]):
         if size != 1 and stride != expected:

@@ -1,4 +1,4 @@
-"""The workers of a distributed optimizer: how they reach each other, and what they tell."""
+"""The process groups and collectives that connect the workers of a DistributedOptimizer."""
 
 import os
 import socket
@@ -24,13 +24,13 @@ from polyrhythm.types import Seconds
 
 Mode = Literal[
     "auto", "decoupled", "all_reduce", "hierarchical decoupled", "hierarchical all_reduce"
-]  # or one kind alone
+]
 
 CONSTRUCTOR = "DistributedOptimizer()"
 
 
 class Communicator:
-    """As one of them sees it; made by all together."""
+    """The connections of one worker to the others; created by all workers together."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Communicator:
         node: str | None,
         timeout: Seconds,
     ) -> None:
-        """Of these ranks of the job, who are those of `group`, if there is one."""
+        """Connect `ranks` of the job; `group` is their process group, if there is one."""
         self._ranks, self._group, self._device = ranks, group, device
         self._timeout = timeout
         self._background: BackgroundGather | None = None
@@ -51,13 +51,11 @@ class Communicator:
         self._hierarchical: Collectives | None = None
         nodes = ranks_by_node(self.all_gather_object(node or _name_of_this_node(), CONSTRUCTOR))
         has_nccl = group is not None and uses_nccl(device, group)
-        if nodes is not None and not has_nccl:  # which knows nodes itself
-            mine = next(node for node in nodes if self.rank in node)
-            local_index = mine.index(self.rank)
-            for where, members in (
-                ("inside of", mine),
-                ("across", [of[local_index] for of in nodes]),
-            ):
+        if nodes is not None and not has_nccl:  # NCCL builds its own hierarchy
+            own_node = next(members for members in nodes if self.rank in members)
+            local_index = own_node.index(self.rank)
+            across_nodes = [members[local_index] for members in nodes]
+            for where, members in (("inside", own_node), ("across", across_nodes)):
                 what = f"averaging gradients {where} nodes"
                 members = [ranks[member] for member in members]
                 self._groups.append(new_gloo_group(members, what, timeout=timeout))
@@ -66,65 +64,65 @@ class Communicator:
         self.comm_thread = CommThread(self._groups, timeout=timeout)
         self._collectives: dict[bool, Collectives] = {}
 
-    def kinds(self, mode: Mode) -> list[BucketMode]:
-        """Those that there are here, of a mode."""
+    def modes(self, mode: Mode) -> list[BucketMode]:
+        """Return the bucket modes that `mode` allows on these nodes."""
         if mode != "auto" and BucketMode(mode).is_hierarchical and self._hierarchical is None:
             raise PolicyError(
-                f"mode={mode!r} where nodes do not have equally many workers, and several",
+                f"mode={mode!r} on nodes with unequal numbers of workers, or one worker each",
                 expected="two nodes or more, with two workers or more on each",
                 fix='use mode="auto", or name the machine of each worker with node=...',
             )
         if mode != "auto":
             return [BucketMode(mode)]
         return [
-            kind
-            for kind in BucketMode
-            if self._hierarchical is not None or not kind.is_hierarchical
+            bucket_mode
+            for bucket_mode in BucketMode
+            if self._hierarchical is not None or not bucket_mode.is_hierarchical
         ]
 
-    def collectives(self, kind: BucketMode) -> Collectives:
-        if kind.is_hierarchical not in self._collectives:
-            host = self._hierarchical if kind.is_hierarchical else self.control
-            assert host is not None, "it is no candidate without"
-            self._collectives[kind.is_hierarchical] = select_backend(
+    def collectives(self, mode: BucketMode) -> Collectives:
+        if mode.is_hierarchical not in self._collectives:
+            host = self._hierarchical if mode.is_hierarchical else self.control
+            assert host is not None, "hierarchical modes are candidates only with a hierarchy"
+            self._collectives[mode.is_hierarchical] = select_backend(
                 self._device, self._group, host, start=self.comm_thread.start
             )
-        return self._collectives[kind.is_hierarchical]
+        return self._collectives[mode.is_hierarchical]
 
-    def all_gather_object(self, mine: Any, what: str) -> list[Any]:
-        """What all give, by rank, who all call `what`."""
+    def all_gather_object(self, obj: Any, what: str) -> list[Any]:
+        """Gather an object of every rank; `what` names the call, which all ranks must make."""
         with peer_errors("another worker", f"{what}, which all workers call"):
-            found = all_gather_object(self._groups[0], (what, mine))
-        for rank, (theirs, _) in enumerate(found):
-            if theirs != what:
+            gathered = all_gather_object(self._groups[0], (what, obj))
+        for rank, (call, _) in enumerate(gathered):
+            if call != what:
                 raise PolicyError(
-                    f"rank {self.rank} is in {what}, and rank {rank} in {theirs}",
+                    f"rank {self.rank} is in {what}, and rank {rank} in {call}",
                     expected="all workers in the same call",
-                    fix="call it on all of them, also where one alone needs what it gives",
+                    fix="call it on all workers, even if only one needs the result",
                 )
-        return [given for _, given in found]
+        return [received for _, received in gathered]
 
     def broadcast_initial_state(self, *parts: Sequence[Tensor]) -> None:
-        """With those of the first one; a part is sent if anybody has another."""
+        """Broadcast the tensors of rank 0; skip each part that is already equal everywhere."""
         if self.control.num_workers == 1:
             return
         digests = self.all_gather_object([fingerprint(part) for part in parts], CONSTRUCTOR)
-        for part, of_part in zip(parts, zip(*digests, strict=True), strict=True):
-            if len(set(of_part)) > 1:
+        for part, part_digests in zip(parts, zip(*digests, strict=True), strict=True):
+            if len(set(part_digests)) > 1:
                 self._broadcast(part)
 
     @torch.no_grad()
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        with peer_errors("another worker", "beginning with the same weights"):
+        with peer_errors("another worker", "broadcasting the initial weights"):
             for tensor in tensors:
                 if tensor.numel():
                     first = tensor.detach().cpu().contiguous()
-                    raw = first.view(-1).view(torch.uint8)  # gloo need not know the type
+                    raw = first.view(-1).view(torch.uint8)  # gloo does not support every dtype
                     self._groups[0].broadcast(raw, 0).wait()
                     tensor.copy_(first)
 
     def background(self) -> BackgroundGather:
-        """For what goes on beside training; made by all, when they first ask for it."""
+        """Return the gatherer for async checkpoints; the first call is made by all workers."""
         if self._background is None:
             self._background = BackgroundGather(self._ranks, timeout=self._timeout)
         return self._background
@@ -138,7 +136,7 @@ class Communicator:
 def replica_ranks(
     group: dist.ProcessGroup | None, num_stages: int
 ) -> tuple[list[int], dist.ProcessGroup | None]:
-    """The ranks of all replicas of what this process has, and their group, if there is one."""
+    """Return the ranks of the replicas of this stage, and their process group, if there is one."""
     if group is None and num_stages == 1:
         group = dist.group.WORLD
     if group is not None:
@@ -148,5 +146,5 @@ def replica_ranks(
 
 @cache
 def _name_of_this_node() -> str:
-    """As torchrun numbers them; on its own, a process is on its host."""
+    """Return torchrun's node rank, or else the host name."""
     return os.environ.get("GROUP_RANK") or socket.gethostname()

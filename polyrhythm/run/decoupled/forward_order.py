@@ -1,9 +1,9 @@
-"""In which order a forward uses parameters, and where it has to wait for them.
+"""Record the order in which a forward uses parameters, and wait for each before its use.
 
-A hook runs before the forward of every module that has parameters of its own, as often as the
-module is called, also when activations are computed anew. What is used without its module being
-called (a weight that another module reads) has no such place, and is waited for in the step itself.
-In evaluation modules may take other ways, so there the first of them waits for everything.
+A pre-hook runs before every forward of every module that has parameters, also when activations are
+recomputed. A parameter that is used without a call of its module (a weight that another module
+reads) has no such hook: `step` waits for it. In evaluation a forward may use other modules, so its
+first hook waits for all parameters.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ForwardOrder:
-    """Calls `before` with the indices of a module's own parameters; notes who came first."""
+    """Calls `before` with the indices of a module's own parameters; records their first use."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class ForwardOrder:
         indices: Mapping[nn.Parameter, int],
         before: Callable[[Iterable[int]], None],
     ) -> None:
-        self.order: dict[int, None] = {}  # a set in order
+        self.order: dict[int, None] = {}  # an ordered set
         self._before, self._all, self._model = before, list(indices.values()), model
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
@@ -45,6 +45,6 @@ class ForwardOrder:
 
 
 def _without_dynamo(hook: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
-    """A compiled graph may not keep what was waited for when it was traced."""
-    found: Callable[[nn.Module, Any], None] = torch._dynamo.disable(hook)
-    return found
+    """Keep `hook` out of compiled graphs: it must run at every forward, not once at tracing."""
+    disabled: Callable[[nn.Module, Any], None] = torch._dynamo.disable(hook)
+    return disabled

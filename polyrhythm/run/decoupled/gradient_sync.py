@@ -1,10 +1,10 @@
-"""Gradients on their way to their mean, and updated weights on their way back, bucket by bucket.
+"""Average gradients and gather updated weights, bucket by bucket.
 
-A bucket leaves when backward has filled it, but not before those that come before it on all
-workers: from the last of the forward to the first. The late ones follow when backward is over, if
-anybody has a gradient for them. What a step has made of the weights goes out in the order of the
-forward. With buckets that are whole the mean of the gradients comes back instead, still in
-backward: a plain all-reduce.
+The reduce-scatter of a bucket starts when backward has filled it and all buckets before it, which
+have the same order on all workers: from the last in forward order to the first. Late buckets follow
+after backward, if any worker has a gradient for them. After the optimizer step the weights are
+gathered in forward order. With all-reduce buckets, the averaged gradients are gathered instead,
+still during backward: a plain all-reduce.
 """
 
 import time
@@ -30,17 +30,18 @@ from polyrhythm.types import Seconds
 
 
 class GradientPhase(Enum):
-    """Of the gradients since the last step."""
+    """The state of the gradients since the last step."""
 
     EMPTY = auto()
-    FILLING = auto()  # some have been taken
-    FINISHED = auto()  # their mean is here
+    FILLING = auto()  # some are in their buckets
+    FINISHED = auto()  # all are averaged
 
 
 class GradientSync:
-    """Of one worker; all do the same in the same order. `control` carries flags.
+    """The collectives of one worker; all workers start them in the same order.
 
-    `tied` are parameters whose gradients are complete when they are there: nobody calls `add_gradient`.
+    `control` carries flags. `tied` are parameters that several stages hold: their gradients are
+    read after backward, without a call of `add_gradient`.
     """
 
     def __init__(
@@ -55,21 +56,21 @@ class GradientSync:
         self._tied = [parameters[index] for index in tied]
         self._control, self._comm_thread = control, comm_thread
         self.buckets: list[Bucket] = []
-        # In the groups of the optimizer like others, but with a gradient of 0, or nan if one of
-        # anybody's is not finite: a GradScaler leaves the step out on all workers, or on none.
+        # A parameter in the optimizer's groups whose gradient is 0, or nan if any worker has a
+        # non-finite gradient: a GradScaler then skips the step on all workers, or on none.
         self.found_inf = nn.Parameter(torch.zeros(1, device=parameters[0].device))
         self._phase = GradientPhase.EMPTY
-        # By parameter, whether there is a gradient; and last, whether one is not finite.
+        # For each parameter, whether it has a gradient; last, whether any is not finite.
         self._used = torch.zeros(len(parameters) + 1, dtype=torch.uint8)
         self._weight_gathers: dict[int, Pending] = {}  # by number of bucket
-        self._unsent: list[Bucket] = []  # that have not left yet: the next one is the last
+        self._unsent: list[Bucket] = []  # buckets still to reduce; the next one is the last
         self._reduce_scatters: list[Pending] = []
         self._all_gathers: list[Pending] = []
-        self._sums: list[Tensor] = []  # of the gradients of buckets that have left
-        self._versions: list[int] = []  # of parameters, when they were sent on
-        self._waited: Seconds = 0.0  # by training, for others
-        self._exchange: Seconds = 0.0  # of both halves, as if all had been there from the beginning
-        self._error: PeerError | None = None  # after which nothing is what it should be
+        self._sums: list[Tensor] = []  # of the gradients of each bucket that was sent
+        self._versions: list[int] = []  # of the parameters when their gather started
+        self._waited: Seconds = 0.0  # time for which training waited for other workers
+        self._exchange: Seconds = 0.0  # of both collectives, if all workers start at once
+        self._error: PeerError | None = None  # the gradients are unusable after it
 
     @property
     def has_gradients(self) -> bool:
@@ -80,45 +81,45 @@ class GradientSync:
         return (shard for bucket in self.buckets for shard in bucket.shards)
 
     def rebuild_buckets(
-        self, groups: Sequence[BucketSpec], collectives: Collectives, *, whole: bool
+        self, specs: Sequence[BucketSpec], collectives: Collectives, *, all_reduce: bool
     ) -> None:
-        """With nothing on its way."""
-        self.collectives, self.is_all_reduce = collectives, whole
+        """Replace the buckets; no collective may be in flight."""
+        self.collectives, self.is_all_reduce = collectives, all_reduce
         self.buckets = [
             Bucket(
                 number,
-                [(index, self._parameters[index]) for index in group.indices],
+                [(index, self._parameters[index]) for index in spec.indices],
                 rank=collectives.rank,
                 num_workers=collectives.num_workers,
-                whole=whole,
-                late=group.is_late,
+                all_reduce=all_reduce,
+                late=spec.is_late,
             )
-            for number, group in enumerate(groups)
+            for number, spec in enumerate(specs)
         ]
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.parameters}
         self.empty()
 
     def check_received(self, index: int) -> None:
-        """A parameter that has a gradient was used, and then it must have been waited for."""
+        """Refuse the gradient of a parameter whose update had not arrived when it was used."""
         if self._bucket_of[index].number in self._weight_gathers:
             raise PolicyError(
                 f"{self._names[index]} was used before its update had arrived",
-                expected="modules that are called to use their parameters, as in the first step",
+                expected="parameters that are used by calling their module, as in the first step",
                 fix="call optimizer.synchronize() before a forward that reads weights of modules "
                 "it does not call",
             )
 
     def add_gradient(self, index: int) -> None:
-        """The gradient of a parameter, which backward has just left in `.grad`."""
+        """Take the gradient that backward has just left in `.grad` of a parameter."""
         self._check_error()
-        if self._phase is GradientPhase.FINISHED:  # looked at, but not stepped with
+        if self._phase is GradientPhase.FINISHED:  # the averaged gradients were not used
             self.empty()
         bucket = self._bucket_of[index]
         if bucket.is_filled(index):
             raise PolicyError(
                 f"a second gradient of {self._names[index]} since the last step",
                 expected="a step() after each backward, or optimizer.zero_grad()",
-                fix="call optimizer.zero_grad(), not the model's: the first one has gone already",
+                fix="call optimizer.zero_grad(), not the model's: the first gradient was sent",
             )
         bucket.fill(index)
         if self._phase is GradientPhase.EMPTY:
@@ -128,27 +129,27 @@ class GradientSync:
         self._send_full_buckets()
 
     def finish(self) -> None:
-        """Until the mean of all gradients is there; those that nobody has computed are None."""
+        """Wait for the mean of all gradients; gradients that no worker has computed are None."""
         self._check_error()
         if self._phase is GradientPhase.FINISHED:
             return
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             self._finish()
         except PeerError as error:
             self._error = error
             raise
-        self._waited += time.perf_counter() - began
+        self._waited += time.perf_counter() - start
         self._phase = GradientPhase.FINISHED
 
     def expect_weights(self) -> None:
-        """From the others, whose steps may be ahead of this one's; of late buckets, not yet."""
+        """Post the receives of weights, as other workers may be ahead; not for late buckets."""
         for bucket in self.buckets:
             if not bucket.is_all_reduce and not bucket.is_late:
                 self.collectives.expect(bucket.weights, bucket.number, CollectivePhase.ALL_GATHER)
 
     def gather_weights(self, buckets: Iterable[Bucket]) -> None:
-        """What has become of their weights; nothing has of late ones that nobody used."""
+        """Start to gather the updated weights; skip late buckets that no worker has used."""
         for bucket in buckets:
             if not bucket.is_all_reduce and (self._is_used(bucket) or not bucket.is_late):
                 pending = self.collectives.all_gather(bucket.weights, bucket.number)
@@ -157,15 +158,13 @@ class GradientSync:
                 self._weight_gathers[bucket.number] = pending
 
     def wait_for_parameters(self, indices: Iterable[int]) -> None:
-        """Before they are used; again and again, if need be."""
+        """Wait for these parameters before they are used; may be called repeatedly."""
         for index in indices:
             number = self._bucket_of[index].number
             if number in self._weight_gathers:
-                began = time.perf_counter()
-                self._weight_gathers[
-                    number
-                ].wait()  # raises each time, if the weights are not whole
-                self._waited += time.perf_counter() - began
+                start = time.perf_counter()
+                self._weight_gathers[number].wait()  # raises at every call if a peer is lost
+                self._waited += time.perf_counter() - start
                 del self._weight_gathers[number]
                 self._check_unchanged(self._bucket_of[index])
 
@@ -173,20 +172,20 @@ class GradientSync:
         self.wait_for_parameters(range(len(self._parameters)))
 
     def averaged(self) -> tuple[Seconds, Seconds]:
-        """Waits of training, and the longest exchange, since this was asked the last time."""
-        found = self._waited, self._exchange
+        """Return and reset the time that training waited and the longest exchange."""
+        times = self._waited, self._exchange
         self._waited = self._exchange = 0.0
-        return found
+        return times
 
     def mark_changed(self) -> None:
-        """Of a graph that was made before the step, autograd then says that it is out of date."""
+        """Raise the version of the weights: autograd then refuses graphs from before the step."""
         torch.autograd.graph.increment_version(
             [p for p, used in zip(self._parameters, self._used, strict=False) if used]
         )
         self._versions = [parameter._version for parameter in self._parameters]
 
     def empty(self) -> None:
-        """Ready for the next backward."""
+        """Forget all gradients, for the next backward."""
         for bucket in self.buckets:
             bucket.empty()
         self._used.zero_()
@@ -203,7 +202,7 @@ class GradientSync:
         for index, parameter in bucket.parameters.items():
             if parameter._version != self._versions[index]:
                 raise PolicyError(
-                    f"{self._names[index]} was changed while its update was on its way",
+                    f"{self._names[index]} was changed while its update was in flight",
                     expected="weights left alone between step() and the next forward",
                     fix="call optimizer.synchronize() before changing weights by hand",
                 )
@@ -219,7 +218,7 @@ class GradientSync:
     def _send_full_buckets(self) -> None:
         while self._unsent and self._unsent[-1].is_full:
             bucket = self._unsent.pop()
-            self._fill_missing(bucket)  # with those of frozen parameters
+            self._fill_missing(bucket)  # frozen parameters
             self._sums.append(_sum(bucket.gradients))
             self._start_reduce_scatter(bucket)
 
@@ -236,7 +235,7 @@ class GradientSync:
             torch.stack([self.found_inf.new_zeros(()), *self._sums]).isfinite().logical_not().any()
         )
         self._sums.clear()
-        if isinstance(self.collectives, NcclCollectives):  # without keeping the processor
+        if isinstance(self.collectives, NcclCollectives):  # without blocking the host
             bad = bad.to(torch.uint8)
             self.collectives.all_reduce_any(bad)
         else:
@@ -262,19 +261,22 @@ class GradientSync:
         )
 
     def _fill_missing(self, bucket: Bucket) -> None:
-        """With what is still missing, to be complete; once."""
+        """Fill the gradients that the bucket still lacks, once."""
         for index in bucket.missing:
             if has_gradient(self._parameters[index]):
                 self._used[index] = 1
             bucket.fill(index)
 
     def _timed(self, pending: Pending) -> Callable[[], None]:
-        """The second half begins at about the same time on all workers; the first is as long."""
-        began = time.perf_counter()
+        """Time an all-gather, which all workers start at about the same time; count it twice.
+
+        The reduce-scatter takes as long.
+        """
+        start = time.perf_counter()
 
         def wait() -> None:
             pending.wait()
-            self._exchange = max(self._exchange, 2 * (time.perf_counter() - began))
+            self._exchange = max(self._exchange, 2 * (time.perf_counter() - start))
 
         return wait
 
@@ -298,6 +300,6 @@ class GradientSync:
 
 
 def _sum(flat: Tensor) -> Tensor:
-    """Not finite, if one of them is not."""
+    """Sum in single precision: not finite if any number is not finite."""
     real = torch.view_as_real(flat) if flat.is_complex() else flat
     return real.sum(dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Where a model tells a distributed optimizer that something happens to it."""
+"""Hooks on gradients and on the state of a model, for a DistributedOptimizer."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 def gradient_hooks(
     on_gradient: Mapping[nn.Parameter, Callable[[Tensor], None]],
 ) -> list[RemovableHandle]:
-    """Called when backward has a parameter's gradient; also of those that are frozen for now."""
+    """Register hooks that run when a gradient is complete; also on frozen parameters."""
     handles = []
     for parameter, hook in on_gradient.items():
         is_trained = parameter.requires_grad
@@ -23,17 +23,17 @@ def gradient_hooks(
 def state_hooks(
     model: nn.Module, *, before: Callable[[], None], after_load: Callable[[], None]
 ) -> list[RemovableHandle]:
-    """Called `before` the state of any part of the model is read or loaded, and after the whole."""
+    """Call `before` each save or load of any module's state, `after_load` after the model's."""
 
-    def begin(*_: Any) -> None:
+    def pre_hook(*_: Any) -> None:
         before()
 
-    def end(*_: Any) -> None:
+    def post_hook(*_: Any) -> None:
         after_load()
 
     handles: list[RemovableHandle] = []
-    for part in model.modules():
-        handles.append(part.register_state_dict_pre_hook(begin))
-        handles.append(part.register_load_state_dict_pre_hook(begin))
-    handles.append(model.register_load_state_dict_post_hook(end))
+    for module in model.modules():
+        handles.append(module.register_state_dict_pre_hook(pre_hook))
+        handles.append(module.register_load_state_dict_pre_hook(pre_hook))
+    handles.append(model.register_load_state_dict_post_hook(post_hook))
     return handles

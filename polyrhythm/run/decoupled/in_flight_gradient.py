@@ -1,8 +1,8 @@
-"""What stands in a parameter's `.grad` once its gradient has gone to be averaged.
+"""The placeholder in a parameter's `.grad` while its gradient is being averaged.
 
-From then on the gradient is not here to look at: what backward left was this worker's alone, and
-what comes back is a part of the mean. Whoever would clip, scale or add to it in the usual way gets
-an error that says what to call instead, where `None` would let clipping do nothing.
+The gradient cannot be read then: backward left this worker's own gradient, and only a shard of the
+mean comes back. Code that clips, scales or adds to it gets an error that names the call to use
+instead; with `None`, clipping would silently do nothing.
 """
 
 from collections.abc import Iterable
@@ -18,24 +18,24 @@ _ADD_OPS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 
 class InFlightGradient(Tensor):
-    """Of the shape of a gradient, without its numbers."""
+    """A tensor with the shape of a gradient and without its numbers."""
 
     @staticmethod
     def __new__(cls, parameter: Tensor) -> Self:
-        found: Self = Tensor._make_wrapper_subclass(
+        placeholder: Self = Tensor._make_wrapper_subclass(
             cls,
             parameter.shape,
             strides=parameter.stride(),
             dtype=parameter.dtype,
             device=parameter.device,
         )
-        return found
+        return placeholder
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"InFlightGradient(shape={tuple(self.shape)})"
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # whose stub is that of a function
+    def __torch_dispatch__(  # type: ignore[override]  # the stub declares a function
         cls,
         func: Any,
         types: Iterable[type],
@@ -46,20 +46,20 @@ class InFlightGradient(Tensor):
             return args[0]
         if func in _ADD_OPS:
             raise PolicyError(
-                "a backward on top of gradients that have gone to be averaged",
+                "a backward on top of gradients that are being averaged",
                 expected="step() and zero_grad() before the next backward",
                 fix="call optimizer.zero_grad() after each step; to accumulate, "
                 "with optimizer.no_sync(): loss.backward() for all but the last",
             )
         raise PolicyError(
-            f"{func} of a gradient that has gone to be averaged",
-            expected="gradients left alone between backward() and step()",
-            fix="optimizer.clip_grad_norm_(max_norm) clips by the norm of the mean of all workers; "
-            "for what treats each number by itself, take the parameters of "
-            "optimizer.param_groups: they have this worker's part of the mean",
+            f"{func} of a gradient that is being averaged",
+            expected="no access to gradients between backward() and step()",
+            fix="call optimizer.clip_grad_norm_(max_norm) to clip by the norm of the mean; for an "
+            "elementwise operation use the parameters in optimizer.param_groups: their gradients "
+            "are this worker's shard of the mean",
         )
 
 
 def has_gradient(parameter: Tensor) -> bool:
-    """That has not gone yet."""
+    """Whether a parameter has a gradient that is not being averaged yet."""
     return parameter.grad is not None and not isinstance(parameter.grad, InFlightGradient)

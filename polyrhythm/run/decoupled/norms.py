@@ -9,7 +9,7 @@ from torch import Tensor
 def norm_of(
     tensors: Sequence[Tensor], norm_type: float, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Of all as one, in single precision at least; 0 of none."""
+    """Return the norm of all tensors as one, in single precision or better; 0 for no tensors."""
     half = (torch.float16, torch.bfloat16)
     wide = [t.float() if t.dtype in half else t for t in tensors]
     norms = [torch.linalg.vector_norm(t, norm_type) for t in wide]

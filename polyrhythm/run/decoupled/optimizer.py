@@ -6,14 +6,14 @@
         optimizer.step()
         optimizer.zero_grad()
 
-Gradients are averaged in buckets as they come. `step` updates this worker's part of each bucket;
-the others' parts arrive during the next forward, which waits for each where it is needed first. So
-the state of the optimizer is spread over all workers, and nobody computes an update twice.
+Gradients are averaged in buckets during backward. `step` updates this worker's shard of each
+bucket; the other shards arrive during the next forward, which waits for each at its first use. So
+the optimizer state is sharded over all workers, and no update is computed twice.
 
 Source: Zhang et al., "DeAR", ICDCS 2023. Departures: it gathers updated parameters, not gradients,
 as ZeRO does: the update is made in `step`, with the learning rate of that step; buckets follow the
-order in which the forward was seen to use parameters; parameters that only some steps use, shared
-ones and modules that are called twice are as without this.
+measured order in which the forward uses parameters; parameters that only some steps use, shared
+parameters and modules that are called twice behave as in single-process training.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ from polyrhythm.types import Seconds
 
 
 class DistributedOptimizer(Optimizer):
-    """Wraps an optimizer that updates each number by itself; made by all workers together."""
+    """Wraps an optimizer that updates each number by itself; created by all workers together."""
 
     def __init__(
         self,
@@ -79,24 +79,24 @@ class DistributedOptimizer(Optimizer):
         elementwise: bool = False,
         timeout: Seconds = 600.0,
     ) -> None:
-        """All workers begin with the parameters and buffers of the first one.
+        """Broadcast the parameters and buffers of rank 0, and take over `optimizer`.
 
-        `optimizer` is this one's from now on: its groups hold what this worker updates. `timeout`
-        bounds every wait for other workers.
+        Afterwards the groups of `optimizer` hold this worker's shards. `timeout` bounds every wait
+        for other workers.
 
-        With `bucket_bytes="auto"` the first hundred steps try sizes, and a plain all-reduce
-        (`all_reduce`, with which every worker has the whole state of the optimizer), and the best
-        stays. `mode` takes one kind alone; with a size that is given, that is `decoupled` unless it
-        is said. `node` names the machine, by default as torchrun numbers it, or else the host's
-        name: where several machines have several workers each, averages inside of machines and
-        then across (`nested`) are tried, too.
+        With `bucket_bytes="auto"` the first hundred steps try bucket sizes and a plain all-reduce
+        (`all_reduce`, where every worker has the whole optimizer state), and keep the fastest.
+        `mode` restricts that to one mode; with a given size the default mode is `decoupled`. `node`
+        names the machine, by default torchrun's node rank, or else the host name: if several
+        machines have several workers each, averaging inside machines and then across them
+        (`hierarchical`) is tried, too.
 
-        `elementwise` says of an optimizer that is not torch's own that it updates each number by
+        `elementwise=True` asserts that an optimizer which is not torch's own updates each number by
         itself.
 
-        Of a Pipeline, each stage is averaged with its replicas: of consecutive ranks, as many as
-        there are stages make one pipeline, or `process_group` has the replicas of this stage.
-        Sizes are not tuned there: stages would take each other's changes for their own.
+        With a Pipeline, each stage is averaged with its replicas: every `num_stages` consecutive
+        ranks make one pipeline, or `process_group` contains the replicas of this stage. Sizes are
+        not tuned there: a stage would measure the changes of other stages as its own.
         """
         stage = model if isinstance(model, Pipeline) else None
         module = model.module if isinstance(model, Pipeline) else model
@@ -112,13 +112,13 @@ class DistributedOptimizer(Optimizer):
         check_consistent(self._communicator.all_gather_object, optimizer, self._names, settings)
         self._group_of = {
             id(parameter): number
-            for number, of in enumerate(optimizer.param_groups)
-            for parameter in of["params"]
+            for number, param_group in enumerate(optimizer.param_groups)
+            for parameter in param_group["params"]
         }
         self._communicator.broadcast_initial_state(
             list(module.parameters()), list(module.buffers())
         )
-        whole = {
+        initial_state = {
             i: dict(optimizer.state[p])
             for i, p in enumerate(self._parameters)
             if p in optimizer.state
@@ -135,12 +135,12 @@ class DistributedOptimizer(Optimizer):
             self._communicator.comm_thread,
         )
         self._order = ParameterOrder(tuple(indices.values()), self._tied | self._frozen())
-        self._unseen: Sequence[int] = ()  # that no module waits for
+        self._unseen: Sequence[int] = ()  # parameters that no forward hook waits for
         self._is_ordered = False
         self._autotuner: BucketAutotuner | None = None
-        self._kinds = self._communicator.kinds(mode)
+        self._modes = self._communicator.modes(mode)
         self._is_auto = bucket_bytes == "auto" and stage is None
-        self._rebuild_buckets(BucketCandidate(size, self._kinds[0]), whole)
+        self._rebuild_buckets(BucketCandidate(size, self._modes[0]), initial_state)
         self._forward = ForwardOrder(module, indices, self._gradient_sync.wait_for_parameters)
         self._is_updating = False
         self._hooks = [
@@ -156,13 +156,13 @@ class DistributedOptimizer(Optimizer):
         ]
         if stage is not None:
             stage.set_accumulation_context(self.no_sync)
-        self.__setstate__({"defaults": optimizer.defaults})  # hooks of a step, as others have
+        self.__setstate__({"defaults": optimizer.defaults})  # creates the step hooks of Optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the wrapped optimizer, with this worker's part of the parameters.
+        """The groups of the wrapped optimizer, with this worker's shards of the parameters.
 
-        After backward their gradients are waited for: a GradScaler looks at them here.
+        After backward, reading them waits for the gradients, which a GradScaler reads here.
         """
         if self._gradient_sync.has_gradients:
             self._gradient_sync.finish()
@@ -174,28 +174,28 @@ class DistributedOptimizer(Optimizer):
 
     @property
     def parameter_names(self) -> Sequence[str]:
-        """In the model, in the order in which `state_dict` counts parameters."""
+        """The names in the model, in the order in which `state_dict` numbers parameters."""
         return self._names
 
     @property
     def candidate(self) -> BucketCandidate:
-        """The size of buckets, and how they are averaged, at present."""
+        """The current size of buckets and the mode in which they are averaged."""
         return self._candidate
 
     @property
     def is_tuned(self) -> bool:
-        """Whether that will stay."""
+        """Whether `candidate` is final."""
         return not self._is_auto or (self._autotuner is not None and self._autotuner.is_over)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise PolicyError(
-            "a parameter group added to a distributed optimizer",
-            expected="all groups in the optimizer that is wrapped",
+            "a parameter group added to a DistributedOptimizer",
+            expected="all groups in the wrapped optimizer from the start",
             fix="save its state_dict(), close() it, and wrap a new optimizer with all groups",
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._gradient_sync.has_gradients:  # of a backward that no step has followed
+        if self._gradient_sync.has_gradients:  # a backward without a step
             self._gradient_sync.finish()
             self._gradient_sync.empty()
         for parameter in self._parameters:
@@ -203,12 +203,12 @@ class DistributedOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here add to gradients and average nothing; for all but the last one."""
-        before, self._syncing = self._syncing, False
+        """Accumulate gradients without averaging; use it for all backwards but the last."""
+        was_syncing, self._syncing = self._syncing, False
         try:
             yield
         finally:
-            self._syncing = before
+            self._syncing = was_syncing
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None
@@ -232,26 +232,20 @@ class DistributedOptimizer(Optimizer):
         return loss
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the mean gradients so that their norm is at most `max_norm`; the norm before."""
+        """Scale the mean gradients to a norm of at most `max_norm`; return the norm before."""
         check_has_gradients("clip_grad_norm_()", self._gradient_sync.has_gradients)
         self._gradient_sync.finish()
-        elsewhere = set() if self._stage is None else self._stage.tied_not_owned
-        found = [s for s in self._gradient_sync.shards if s.parameter.grad is not None]
-        counted = [s.gradient for s in found if self._parameters[s.index] not in elsewhere]
+        not_owned = set() if self._stage is None else self._stage.tied_not_owned
+        shards = [s for s in self._gradient_sync.shards if s.parameter.grad is not None]
+        counted = [s.gradient for s in shards if self._parameters[s.index] not in not_owned]
         total = norm_of(counted, norm_type, self._parameters[0].device)
         if not self._gradient_sync.is_all_reduce:
-            total = norm_of(
-                list(
-                    torch.tensor(
-                        self._communicator.all_gather_object(total.item(), "clip_grad_norm_()")
-                    )
-                ),
-                norm_type,
-            )
+            norms = self._communicator.all_gather_object(total.item(), "clip_grad_norm_()")
+            total = norm_of(list(torch.tensor(norms)), norm_type)
         if self._stage is not None:
             total = self._stage.norm_over_stages(total.cpu(), norm_type).float()
         factor = min(1.0, max_norm / (total.item() + 1e-6))
-        for shard in found if factor < 1.0 else ():
+        for shard in shards if factor < 1.0 else ():
             shard.gradient.mul_(factor)
         return total.to(self._parameters[0].device)
 
@@ -260,11 +254,11 @@ class DistributedOptimizer(Optimizer):
         self._gradient_sync.wait_for_all()
 
     def averaged(self) -> tuple[Seconds, Seconds]:
-        """What it took since this was asked: waits of training, and both halves, hidden or not."""
+        """Return, since the last call, the wait of training and the time of both collectives."""
         return self._gradient_sync.averaged()
 
     def state_dict(self) -> dict[str, Any]:
-        """Of all workers, who call this together; as the wrapped optimizer alone would have it."""
+        """Gather the whole state, in torch's format; all workers call this together."""
         check_initialized()
         return {
             "state": self._full_state("state_dict()"),
@@ -272,42 +266,37 @@ class DistributedOptimizer(Optimizer):
         }
 
     def async_state_dict(self) -> GatherFuture:
-        """The state_dict of now, put together while training goes on; called by all workers."""
+        """Copy this worker's shard now and gather the rest during training; called by all."""
         check_initialized()
         self.synchronize()
         buckets, groups = list(self._gradient_sync.buckets), self._unsharded_param_groups()
-        own, background = (
-            copy_state_to_cpu(buckets, self._inner.state),
-            self._communicator.background(),
-        )
-        given = (
+        own_state = copy_state_to_cpu(buckets, self._inner.state)
+        background = self._communicator.background()
+        arguments = (
             buckets,
-            own,
+            own_state,
             background.collectives,
             background.all_gather_object,
             "async_state_dict()",
             torch.device("cpu"),
         )
-        return background.start(lambda: {"state": full_state(*given), "param_groups": groups})
+        return background.start(lambda: {"state": full_state(*arguments), "param_groups": groups})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict`, or that of the wrapped optimizer without this, has given.
-
-        Called by all workers, with the same.
-        """
-        groups, ours = state_dict["param_groups"], self._inner.param_groups
+        """Load a state_dict of this or of a plain optimizer; all workers load the same one."""
+        groups, own_groups = state_dict["param_groups"], self._inner.param_groups
         counts = Counter(self._group_of.values())
-        check_groups(groups, [counts[number] for number in range(len(ours))])
+        check_groups(groups, [counts[number] for number in range(len(own_groups))])
         check_state(state_dict["state"], self._parameters, self._names)
         self.synchronize()
-        for of, into in zip(groups, ours, strict=True):
-            into |= {k: v for k, v in of.items() if k != "params"}
+        for loaded, own in zip(groups, own_groups, strict=True):
+            own |= {k: v for k, v in loaded.items() if k != "params"}
         self._adopt_state(cast_state(state_dict["state"], self._parameters))
 
     def close(self) -> None:
-        """End, with all parameters of the last step; the others may still need what this one sends.
+        """Receive all parameters of the last step, finish the sends to other workers, and end.
 
-        Without it a process that ends waits some seconds for that, and then leaves them.
+        Without it, the interpreter waits some seconds at exit for those sends, then drops them.
         """
         try:
             self.synchronize()
@@ -324,8 +313,8 @@ class DistributedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise PolicyError(
-            "a copy of a distributed optimizer",
-            expected="one for each model, made by all workers together",
+            "a copy of a DistributedOptimizer",
+            expected="one per model, created by all workers together",
             fix="copy or save its state_dict()",
         )
 
@@ -344,21 +333,21 @@ class DistributedOptimizer(Optimizer):
         return on_gradient
 
     def _update(self, buckets: Sequence[Bucket]) -> None:
-        """With the gradients of these alone, and send on what has become of them."""
-        own = {id(s.parameter) for bucket in buckets for s in bucket.shards}
-        kept = {s.parameter: s.parameter.grad for s in self._gradient_sync.shards}
-        self._gradient_sync.found_inf.grad = None  # which is no weight
-        for parameter, gradient in kept.items():
-            parameter.grad = gradient if id(parameter) in own else None
+        """Step the wrapped optimizer on these buckets alone, and start to gather their weights."""
+        updated = {id(s.parameter) for bucket in buckets for s in bucket.shards}
+        gradients = {s.parameter: s.parameter.grad for s in self._gradient_sync.shards}
+        self._gradient_sync.found_inf.grad = None  # it is not a weight
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient if id(parameter) in updated else None
         self._is_updating = True
         self._inner.step()
         self._is_updating = False
-        for parameter, gradient in kept.items():
+        for parameter, gradient in gradients.items():
             parameter.grad = gradient
         self._gradient_sync.gather_weights(buckets)
 
     def _reorder_buckets(self) -> None:
-        """Once, after the first step: buckets in the order in which the forward uses them."""
+        """Rebuild the buckets in forward order; once, after the first step."""
         self._is_ordered = True
         seen_and_frozen = list(self._forward.order), self._frozen()
         seen, frozen = self._communicator.all_gather_object(seen_and_frozen, "step()")[0]
@@ -366,7 +355,7 @@ class DistributedOptimizer(Optimizer):
         self._unseen = self._order.indices[len(seen) :]
         self._rebuild_buckets(self._candidate, self._full_state("step()"))
         if self._is_auto:
-            space = Space(self._assign_buckets, self._kinds)
+            space = Space(self._assign_buckets, self._modes)
             self._autotuner = BucketAutotuner(
                 space, self._communicator.all_gather_object, self._communicator.rank
             )
@@ -381,18 +370,18 @@ class DistributedOptimizer(Optimizer):
         return assign_buckets(self._parameters, self._order, candidate.bucket_bytes)
 
     def _rebuild_buckets(self, candidate: BucketCandidate, state: State) -> None:
-        """With nothing on its way; `state` is the optimizer's, of whole parameters."""
+        """Replace the buckets, with no collective in flight; `state` is of whole parameters."""
         self._candidate = candidate
         self._gradient_sync.rebuild_buckets(
             self._assign_buckets(candidate),
             self._communicator.collectives(candidate.kind),
-            whole=candidate.kind.is_all_reduce,
+            all_reduce=candidate.kind.is_all_reduce,
         )
-        for of in self._inner.param_groups:
-            of["params"] = []
+        for group in self._inner.param_groups:
+            group["params"] = []
         for shard in self._gradient_sync.shards:
-            of = self._inner.param_groups[self._group_of[id(self._parameters[shard.index])]]
-            of["params"].append(shard.parameter)
+            group = self._inner.param_groups[self._group_of[id(self._parameters[shard.index])]]
+            group["params"].append(shard.parameter)
         self._inner.param_groups[0]["params"].append(self._gradient_sync.found_inf)
         self._adopt_state(state)
 
@@ -401,7 +390,7 @@ class DistributedOptimizer(Optimizer):
         return unsharded_param_groups(self._inner.param_groups, numbers)
 
     def _full_state(self, what: str) -> State:
-        """For `what`, which all workers call."""
+        """Gather the whole state; `what` names the call, which all workers make."""
         self.synchronize()
         return full_state(
             self._gradient_sync.buckets,
@@ -414,10 +403,10 @@ class DistributedOptimizer(Optimizer):
     def _adopt_state(self, state: State) -> None:
         self._inner.state.clear()
         for shard in self._gradient_sync.shards:
-            whole, parameter = state.get(shard.index), self._parameters[shard.index]
-            if whole:
-                of = self._inner.param_groups[self._group_of[id(parameter)]]
-                fused = bool(of.get("fused") or of.get("capturable"))
+            full, parameter = state.get(shard.index), self._parameters[shard.index]
+            if full:
+                group = self._inner.param_groups[self._group_of[id(parameter)]]
+                fused = bool(group.get("fused") or group.get("capturable"))
                 self._inner.state[shard.parameter] = shard_state(
-                    whole, shard, parameter, fused=fused
+                    full, shard, parameter, fused=fused
                 )

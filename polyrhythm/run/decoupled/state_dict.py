@@ -1,7 +1,7 @@
-"""Optimizer state as if there were one worker: what segments have, put together, and cut again.
+"""Convert sharded optimizer state to and from the state_dict of a single worker.
 
-In the form of torch's own `state_dict`, so that a checkpoint does not depend on the number of
-workers or the size of buckets, and a plain optimizer can load it.
+The format is torch's own, so that a checkpoint does not depend on the number of workers or the size
+of buckets, and a plain optimizer can load it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +16,7 @@ from polyrhythm.run.decoupled.buckets import Bucket, ParameterShard
 
 State = dict[int, dict[str, Any]]  # by the index of a parameter
 _STEP_COUNTERS = ("step", "eta", "mu", "mu_product")  # of torch's optimizers
-AllGatherObject = Callable[
-    [Any, str], list[Any]
-]  # what all workers give, by rank, in a call of all
+AllGatherObject = Callable[[Any, str], list[Any]]  # (object, name of the call) -> by rank
 
 
 def full_state(
@@ -29,37 +27,37 @@ def full_state(
     what: str,
     device: torch.device | None = None,
 ) -> State:
-    """Of all parameters; called by all workers together, with nothing else on its way in `collectives`.
+    """Gather the state of all parameters, on `device` or else on that of the buckets.
 
-    It is put together on `device`, or else on that of the buckets.
+    All workers call this together, with nothing else in flight in `collectives`.
     """
     shards = (shard for bucket in buckets for shard in bucket.shards)
-    mine = {s.index: state.get(s.parameter, {}) for s in shards}
     summaries = {
-        index: {key: _summary(value) for key, value in of.items()} for index, of in mine.items()
+        s.index: {key: _summary(value) for key, value in state.get(s.parameter, {}).items()}
+        for s in shards
     }
     all_summaries: State = {}
-    for theirs in all_gather_object(summaries, what):
-        for index, of in theirs.items():
-            all_summaries.setdefault(index, {}).update(of)
-    found: State = {}
+    for received in all_gather_object(summaries, what):
+        for index, summary in received.items():
+            all_summaries.setdefault(index, {}).update(summary)
+    full: State = {}
     for bucket in buckets:
-        known = {index: all_summaries.get(index, {}) for index in bucket.parameters}
-        keys = dict.fromkeys(k for of in known.values() for k, v in of.items() if _is_type(v))
+        entries = {index: all_summaries.get(index, {}) for index in bucket.parameters}
+        keys = dict.fromkeys(k for e in entries.values() for k, v in e.items() if _is_type(v))
         for key in keys:
-            dtype = next(of[key] for of in known.values() if key in of)
-            full = _gather(bucket, key, state, collectives, dtype=dtype, device=device)
-            for index, of in known.items():
-                if key in of:
-                    of[key] = bucket.view_of(full, index).clone()
-        found |= {index: of for index, of in known.items() if of}
-    return found
+            dtype = next(entry[key] for entry in entries.values() if key in entry)
+            flat = _gather(bucket, key, state, collectives, dtype=dtype, device=device)
+            for index, entry in entries.items():
+                if key in entry:
+                    entry[key] = bucket.view_of(flat, index).clone()
+        full |= {index: entry for index, entry in entries.items() if entry}
+    return full
 
 
 def copy_state_to_cpu(
     buckets: Sequence[Bucket], state: Mapping[Tensor, Mapping[str, Any]]
 ) -> dict[Tensor, dict[str, Any]]:
-    """What this worker has, on the CPU, where no step changes it."""
+    """Copy this worker's state to the CPU, where no step changes it."""
     return {
         s.parameter: {key: _copied(value) for key, value in state[s.parameter].items()}
         for bucket in buckets
@@ -71,70 +69,73 @@ def copy_state_to_cpu(
 def unsharded_param_groups(
     groups: Sequence[Mapping[str, Any]], group_of: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """As `state_dict` has them: options, and the indices of parameters, of which each has one."""
-    found = [{k: _cloned(v) for k, v in of.items() if k != "params"} for of in groups]
-    for number, of in enumerate(found):
-        of["params"] = [index for index, group in enumerate(group_of) if group == number]
-    return found
+    """Return the groups as in a state_dict: options and parameter indices.
+
+    `group_of` gives the group of each parameter.
+    """
+    unsharded = [{k: _cloned(v) for k, v in group.items() if k != "params"} for group in groups]
+    for number, group in enumerate(unsharded):
+        group["params"] = [index for index, owner in enumerate(group_of) if owner == number]
+    return unsharded
 
 
 def shard_state(
     full: Mapping[str, Any], shard: ParameterShard, parameter: nn.Parameter, *, fused: bool
 ) -> dict[str, Any]:
-    """What a segment has of its parameter's state; `fused` optimizers count steps on the GPU."""
-    found: dict[str, Any] = {}
+    """Cut a shard's state from its parameter's; `fused` optimizers count steps on the GPU."""
+    state: dict[str, Any] = {}
     for key, value in full.items():
         if not _is_shared_scalar(key, value, parameter):
-            found[key] = _flat_in_memory_order(value, parameter)[shard.start : shard.stop].clone()
+            state[key] = _flat_in_memory_order(value, parameter)[shard.start : shard.stop].clone()
         elif isinstance(value, Tensor):
-            found[key] = value.to(parameter.device if fused else "cpu", copy=True)
+            state[key] = value.to(parameter.device if fused else "cpu", copy=True)
         else:
-            found[key] = value
-    return found
+            state[key] = value
+    return state
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> None:
-    """`groups` are those of a checkpoint, `counts` the parameters in each of this optimizer's."""
-    sizes = [len(of["params"]) for of in groups]
+    """Refuse `groups` of a checkpoint whose sizes differ from `counts`, this optimizer's."""
+    sizes = [len(group["params"]) for group in groups]
     if sizes != list(counts):
         raise PolicyError(
             f"a checkpoint with parameter groups of {sizes}",
-            expected=f"groups of {list(counts)}, as this optimizer has",
-            fix="load the checkpoint of the same model and the same groups",
+            expected=f"groups of {list(counts)}, as in this optimizer",
+            fix="load a checkpoint of the same model and the same groups",
         )
 
 
 def check_state(full: State, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
     """Refuse the state of another model."""
-    for index, of in full.items():
+    for index, entry in full.items():
         if not 0 <= index < len(parameters):
             raise PolicyError(
                 f"a checkpoint with state for parameter {index}",
-                expected=f"at most {len(parameters)} parameters, as this optimizer has",
-                fix="load the checkpoint of the same model",
+                expected=f"at most {len(parameters)} parameters, as in this optimizer",
+                fix="load a checkpoint of the same model",
             )
         shape = tuple(parameters[index].shape)
-        for key, value in of.items():
-            is_one = _is_shared_scalar(key, value, parameters[index])
-            if not is_one and tuple(value.shape) != shape:
+        for key, value in entry.items():
+            is_scalar = _is_shared_scalar(key, value, parameters[index])
+            if not is_scalar and tuple(value.shape) != shape:
                 raise PolicyError(
                     f"{key} of {names[index]} has shape {tuple(value.shape)} in the checkpoint",
                     expected=f"shape {shape}, as the parameter",
-                    fix="load the checkpoint of the same model",
+                    fix="load a checkpoint of the same model",
                 )
 
 
 def cast_state(full: State, parameters: Sequence[nn.Parameter]) -> State:
-    """As torch loads a checkpoint: numbers of a parameter get its type."""
+    """Cast each parameter's state to its dtype, as torch does when it loads a checkpoint."""
     return {
         index: {
             key: value.to(parameters[index].dtype)
             if parameters[index].is_floating_point()
             and not _is_shared_scalar(key, value, parameters[index])
             else value
-            for key, value in of.items()
+            for key, value in entry.items()
         }
-        for index, of in full.items()
+        for index, entry in full.items()
     }
 
 
@@ -159,14 +160,13 @@ def _gather(
 
 
 def _is_scalar(value: Any) -> bool:
-    """In the state of a segment, which has a dimension: a count of steps, say."""
+    """Whether a value in the state of a shard is a single number, as a count of steps."""
     return not isinstance(value, Tensor) or value.dim() == 0
 
 
 def _is_shared_scalar(key: str, value: Any, parameter: nn.Parameter) -> bool:
-    """The same in the state of a whole parameter, which may have none itself."""
-    is_number = _is_scalar(value)
-    return is_number and (
+    """The same in the state of a whole parameter, which may itself be a scalar."""
+    return _is_scalar(value) and (
         parameter.dim() > 0 or key in _STEP_COUNTERS or not isinstance(value, Tensor)
     )
 
@@ -180,7 +180,7 @@ def _cloned(value: Any) -> Any:
 
 
 def _summary(value: Any) -> Any:
-    """What the others need to know: all of a single number, else its type."""
+    """Return a scalar itself, or the dtype of a tensor: what other workers need to know."""
     if not _is_scalar(value):
         return value.dtype
     return value.cpu() if isinstance(value, Tensor) else value
@@ -191,7 +191,7 @@ def _is_type(value: Any) -> bool:
 
 
 def _flat_in_memory_order(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Flat, in the order in which the parameter lies in memory."""
+    """Flatten `value` in the memory order of the parameter."""
     shape, stride = parameter.shape, parameter.stride()
     placed = torch.empty_strided(shape, stride, dtype=value.dtype, device=parameter.device)
     placed.copy_(value)

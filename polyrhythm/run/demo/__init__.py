@@ -1,1 +1,1 @@
-"""What `polyrhythm demo` trains: a small byte-level GPT on real text."""
+"""The training job of `polyrhythm demo`: a small byte-level GPT on real text."""

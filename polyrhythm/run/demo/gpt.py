@@ -1,8 +1,8 @@
-"""A small byte-level GPT as a list of layers, so that any stage can build just its own.
+"""A small byte-level GPT as a list of layers, so that a stage builds only its own layers.
 
 Layer 0 embeds bytes, layers 1 to num_blocks are transformer blocks (pre-norm, arXiv:2002.04745),
-the last is the output head. Each layer is initialised from its own seed: the parts that four
-processes build are exactly the parts of the whole model.
+the last is the output head. Each layer is initialised from its own seed: the stages that separate
+processes build together equal the whole model.
 """
 
 import torch
@@ -64,7 +64,7 @@ class Head(nn.Module):
 
 
 def build_layers(shape: GPTShape, layers: range, *, seed: int) -> nn.Sequential:
-    """The given layers of the model; the same seed gives the same weights whoever builds them."""
+    """Build some layers of the model; the same seed gives the same weights in any process."""
     kinds = [Embedding, *[TransformerBlock] * shape.num_blocks, Head]
     built = []
     with torch.random.fork_rng(devices=[]):
@@ -75,5 +75,5 @@ def build_layers(shape: GPTShape, layers: range, *, seed: int) -> nn.Sequential:
 
 
 def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte."""
+    """Return the mean cross-entropy in nats per byte."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

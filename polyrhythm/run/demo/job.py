@@ -1,6 +1,6 @@
-"""What a demo job is, decided before any process starts: settings in, plan and schedule out.
+"""A demo job, checked before any process starts: configuration in, plan out.
 
-No torch here: the command line reads `DemoConfig` and must stay quick.
+No torch here: the command line reads `DemoConfig` and must start quickly.
 """
 
 import time
@@ -23,18 +23,19 @@ from polyrhythm.types import Seconds
 MAX_TIMEOUT: Seconds = 86_400.0  # a day; timers overflow at some point beyond
 _SYNC_OPTIONS = "--sync-options"
 _UNSUPPORTED_POLICIES = {  # policies that need more than the demo has
-    "ssp": "it needs a process more that serves, a polyrhythm.ParameterServer, "
+    "ssp": "it needs another process, a polyrhythm.ParameterServer, "
     "and the demo starts workers only",
-    "balanced": "it deals micro-batches by speed, and in the demo each pipeline has a fixed number",
+    "balanced": "it assigns micro-batches by speed, and in the demo each pipeline has a fixed "
+    "number",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoConfig:
-    """The model, its data, and how both are cut."""
+    """The model, its data, and how both are divided."""
 
     stages: int = 2
-    """Consecutive parts the model is cut into."""
+    """Number of stages that the model is split into."""
     pipelines: int = 2
     """Replicas of the whole pipeline."""
     steps: int = 200
@@ -45,33 +46,33 @@ class DemoConfig:
     """Sequences in a micro-batch."""
     schedule: str = "1f1b"
     """Order in which a stage runs its micro-batches: auto (measures and chooses), 1f1b, gpipe,
-    kfkb:K, or bounded:L0,L1,... with the most in flight on each stage."""
+    kfkb:K, or bounded:L0,L1,... with the in-flight limit of each stage."""
     sync: str = "all_reduce"
-    """How replicas keep together: all_reduce (gradients, of all), adaptive, age, static, smart,
-    random, pairwise, partial_reduce (models, in groups), or local (models, each 500 steps)."""
+    """Sync mode of the replicas: all_reduce (gradients of all), adaptive, age, static, smart,
+    random, pairwise, partial_reduce (models, in groups), or local (models, every 500 steps)."""
     sync_options: tuple[str, ...] = ()
-    """Of the way to keep together: name=value, once or more, or one JSON object, such as
+    """Options of the sync mode: name=value, once or more, or one JSON object, such as
     group_size=2 for partial_reduce."""
     blocks: int = 4
-    """Transformer blocks of the model, which has an embedding and a head besides."""
+    """Transformer blocks of the model; an embedding and a head are added."""
     width: int = 128
     """Width of the model."""
     context: int = 128
-    """Bytes of text that the model looks at."""
+    """Context length of the model in bytes of text."""
     lr: float = 2e-3
     """Learning rate of AdamW, after a warm-up over the first tenth of the steps."""
     seed: int = 0
     """Seed of weights and data: the same seed gives the same losses."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute: auto takes the GPUs if there are any."""
+    """Device to compute on: auto uses the GPUs if there are any."""
     text: Path | None = None
-    """A text of your own, of which 8 MB are used, instead of Python's standard library."""
+    """A text file to train on, of which 8 MB are used, instead of Python's standard library."""
     timeout: Seconds = 60.0
-    """Seconds to wait for another worker before giving it up as lost."""
+    """Seconds to wait for another worker before it counts as lost."""
 
     @property
     def policy_options(self) -> dict[str, object]:
-        """`sync_options` as a policy takes them."""
+        """`sync_options` as the policy's arguments."""
         return parse_options(self.sync_options, flag=_SYNC_OPTIONS)
 
     @property
@@ -80,7 +81,7 @@ class DemoConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Bytes of text that one pipeline learns from in a step."""
+        """Bytes of text that one pipeline trains on in a step."""
         return self.microbatches * self.microbatch_size * self.context
 
     def save(self, path: Path) -> None:
@@ -95,7 +96,7 @@ class DemoJob:
 
     @classmethod
     def of(cls, settings: DemoConfig) -> Self:
-        """Check the settings and decide; raises UserError before any process is started."""
+        """Check the settings and make the plan; raises UserError before any process starts."""
         _check(settings)
         plan = even_plan(
             num_layers=settings.shape.num_layers,
@@ -116,7 +117,7 @@ class DemoJob:
             raise PlanError(
                 f"{num_processes} processes for {stages} stages x {pipelines} pipelines",
                 expected=f"{self.plan.num_workers} processes",
-                fix=f"torchrun --nproc-per-node={self.plan.num_workers}, "
+                fix=f"use torchrun --nproc-per-node={self.plan.num_workers}, "
                 "or other --stages and --pipelines",
             )
 
@@ -126,7 +127,7 @@ class DemoJob:
 
 
 def _check(settings: DemoConfig) -> None:
-    # Not in Settings.__post_init__: the command line would wrap the message in one of its own.
+    # Not in DemoConfig.__post_init__: the command line parser would wrap the message.
     for name in ("stages", "pipelines", "steps", "microbatches", "microbatch_size"):
         if getattr(settings, name) < 1:
             raise _invalid(name, getattr(settings, name), "at least 1")
@@ -144,7 +145,7 @@ def _check_sync(settings: DemoConfig) -> None:
             f"--sync {settings.sync}: {_UNSUPPORTED_POLICIES[settings.sync]}",
             expected="all_reduce, adaptive, age, static, smart, random, pairwise, partial_reduce "
             "or local",
-            fix="use polyrhythm.GroupSync in a script of your own; docs/sync.md shows how",
+            fix="use polyrhythm.GroupSync in your own script; docs/sync.md shows how",
         )
     options = settings.policy_options
     try:
@@ -159,7 +160,7 @@ def _check_sync(settings: DemoConfig) -> None:
 
 
 def new_run_folder(parent: Path, name: str) -> Path:
-    """A folder of its own for a run, named by kind and time; two jobs never share one."""
+    """Make a new folder for a run, named by `name` and time; two jobs never share one."""
     stem = time.strftime(f"{name}-%Y%m%d-%H%M%S")
     for number in count(1):
         run = parent / (stem if number == 1 else f"{stem}-{number}")
@@ -179,10 +180,10 @@ def _cannot_write(folder: Path, why: str) -> LaunchError:
     return LaunchError(
         f"run folder in {folder}: {why}",
         expected="a folder that can be written",
-        fix="give another one: --out FOLDER",
+        fix="pass another one: --out FOLDER",
     )
 
 
 def _invalid(name: str, value: object, expected: str) -> LaunchError:
     flag = "--" + name.replace("_", "-")
-    return LaunchError(f"{flag} {value}", expected=expected, fix=f"give another value to {flag}")
+    return LaunchError(f"{flag} {value}", expected=expected, fix=f"pass another {flag}")

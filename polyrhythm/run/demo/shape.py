@@ -1,4 +1,4 @@
-"""The shape of the demo's model: numbers alone, so that a plan can be made without torch."""
+"""The shape of the demo's model, without torch, so that the plan can be made before import."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ class GPTShape:
     num_blocks: int = 4
     width: int = 128
     num_heads: int = 4
-    context: int = 128  # bytes the model looks at
+    context: int = 128  # context length in bytes
 
     def __post_init__(self) -> None:
         if self.num_blocks < 0 or self.context < 1:
             raise LaunchError(
                 f"{self.num_blocks} blocks over a context of {self.context}",
                 expected="0 or more blocks, and a context of at least 1",
-                fix="give --blocks and --context values in range",
+                fix="pass --blocks and --context in this range",
             )
         if self.width < 1 or self.width % self.num_heads:
             raise LaunchError(

@@ -1,7 +1,7 @@
-"""Real text that every machine has: the source of Python's own standard library, byte by byte.
+"""Training text that every machine has: the source code of Python's standard library, in bytes.
 
-Any worker can draw any micro-batch of any step by itself: the first stage of a pipeline takes the
-inputs, the last one the targets, and nothing is sent between them.
+Any worker can draw any micro-batch of any step by itself: the first stage of a pipeline draws the
+inputs, the last stage the targets, and neither sends them to the other.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from torch import Tensor
 from polyrhythm.errors import LaunchError
 from polyrhythm.types import Bytes
 
-MAX_BYTES = 8_000_000  # plenty for a demo, and read in a moment
+MAX_BYTES = 8_000_000  # enough for a demo, and quick to read
 
 
 def standard_library(max_bytes: Bytes = MAX_BYTES) -> bytes:
-    """The standard library's source without its tests, in a fixed order, up to `max_bytes` bytes."""
+    """Read the standard library's source, without its tests, in a fixed order."""
     folder = Path(sysconfig.get_path("stdlib"))
     skip = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
     text = bytearray()
@@ -33,7 +33,7 @@ def standard_library(max_bytes: Bytes = MAX_BYTES) -> bytes:
         raise LaunchError(
             f"no Python source under {folder}",
             expected="the standard library as .py files",
-            fix="give a text of your own: --text FILE",
+            fix="pass another text: --text FILE",
         )
     return bytes(text[:max_bytes])
 
@@ -46,13 +46,13 @@ def read_text(path: Path) -> bytes:
         raise LaunchError(
             f"text {path}: {error.strerror}",
             expected="a file that can be read",
-            fix="check the path, or leave --text out to use Python's own source",
+            fix="check the path, or omit --text to use Python's standard library",
         ) from None
 
 
 @dataclass(frozen=True)
 class ByteText:
-    """A text, and how to draw from it."""
+    """Draws micro-batches from a text."""
 
     text: Tensor  # uint8, one dimension
     context: int
@@ -73,11 +73,11 @@ class ByteText:
 
     @property
     def digest(self) -> str:
-        """Tells texts apart: all workers of a job must draw from the same."""
+        """A hash of the text: all workers of a job must draw from the same text."""
         return hashlib.sha256(self.text.numpy().tobytes()).hexdigest()[:16]
 
     def microbatch(self, *, step: int, pipeline: int, microbatch: int) -> tuple[Tensor, Tensor]:
-        """(inputs, targets), each micro-batch size x context; targets are one byte ahead."""
+        """Return (inputs, targets), each microbatch_size x context; targets are one byte ahead."""
         draw = random.Random(f"{self.seed}/{step}/{pipeline}/{microbatch}")
         num_starts = len(self.text) - self.context
         starts = torch.tensor([draw.randrange(num_starts) for _ in range(self.microbatch_size)])
@@ -85,7 +85,7 @@ class ByteText:
         return windows[:, :-1], windows[:, 1:]
 
     def batch(self, *, step: int, pipeline: int, num_microbatches: int) -> tuple[Tensor, Tensor]:
-        """The micro-batches of a step, one after the other."""
+        """Return the micro-batches of a step, concatenated."""
         drawn = [
             self.microbatch(step=step, pipeline=pipeline, microbatch=m)
             for m in range(num_microbatches)

@@ -1,7 +1,7 @@
-"""The work of one worker: its stage of the demo model, step after step.
+"""Train one worker's stage of the demo model.
 
-A step: run the schedule over the micro-batches, update, keep together with the other replicas of
-the stage, record. With all_reduce that is the gradient of the global batch, as in one process.
+A step: run the schedule over the micro-batches, update, synchronise with the other replicas of the
+stage, record. With all_reduce the gradient is that of the global batch, as in one process.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +28,7 @@ from polyrhythm.types import Worker
 
 
 def load_text(settings: DemoConfig) -> ByteText:
-    """Called before workers are forked, so that they share it."""
+    """Load the text; called before workers are forked, so that they share its memory."""
     text = standard_library() if settings.text is None else read_text(settings.text)
     return ByteText.of(
         text,
@@ -45,9 +45,9 @@ def train(
     run: Path | None,
     compute: EmulatedCompute | None = None,
 ) -> None:
-    """Train as the worker of this place; rank 0 tells the others its `run`, the run folder.
+    """Train as the worker of this rank; rank 0 broadcasts the run folder `run`.
 
-    `compute` holds the worker back where a scenario wants it slow.
+    `compute` slows the worker as a scenario requires.
     """
     job.check_processes(ctx.world_size)
     worker = job.plan.worker(ctx.rank)
@@ -64,19 +64,19 @@ def train(
 
 
 def _broadcast_run_folder(job: DemoJob, text: ByteText, run: Path | None) -> Path:
-    """Hear rank 0's folder, and that it has the same text: machines may have other Pythons."""
+    """Receive rank 0's run folder and check that its text is the same: Python versions differ."""
     buffer = torch.zeros(4096, dtype=torch.uint8)
     if run is not None:
         message = f"{text.digest} {run}".encode()
         buffer[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    with peer_errors(job.plan.worker(0), "hearing the run folder"):
+    with peer_errors(job.plan.worker(0), "receiving the run folder"):
         dist.broadcast(buffer, src=0)
     digest, _, folder = bytes(buffer.tolist()).rstrip(b"\0").decode().partition(" ")
     if digest != text.digest:
         raise LaunchError(
             f"this worker's text has digest {text.digest}, rank 0's {digest}",
             expected="the same text on every machine",
-            fix="use the same Python everywhere, or give the same file: --text FILE",
+            fix="use the same Python everywhere, or pass the same file: --text FILE",
         )
     return Path(folder)
 
@@ -140,7 +140,7 @@ def _run_steps(
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
     losses: list[Tensor] = []
     for step in range(settings.steps):
-        began = log.now()
+        start = log.now()
         inputs, targets = text.batch(
             step=step, pipeline=worker.pipeline, num_microbatches=settings.microbatches
         )
@@ -155,7 +155,7 @@ def _run_steps(
         if pipeline.is_last:
             loss = torch.stack(losses).mean().item()
             values = {"loss": loss, "tokens": settings.tokens_per_step}
-        log.write("step", start=began, step=step, values=values)
+        log.write("step", start=start, step=step, values=values)
 
 
 def _record_job(job: DemoJob, device: torch.device, log: EventLog) -> None:
@@ -176,13 +176,13 @@ def _record_job(job: DemoJob, device: torch.device, log: EventLog) -> None:
 
 
 def _device(settings: DemoConfig, ctx: DistContext) -> torch.device:
-    # Asked in the worker: a process that has touched CUDA cannot fork workers that use it.
+    # In the worker: a process that has initialised CUDA cannot fork workers that use it.
     if settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise LaunchError(
             "--device cuda on a machine without a usable GPU",
             expected="torch.cuda.is_available()",
-            fix="use --device cpu; `polyrhythm doctor` says what this machine has",
+            fix="use --device cpu; `polyrhythm doctor` lists what this machine has",
         )
     return torch.device("cuda", ctx.local_rank % torch.cuda.device_count())

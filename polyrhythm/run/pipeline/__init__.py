@@ -1,1 +1,1 @@
-"""One model in stages: this process runs one of them."""
+"""Pipeline parallelism: this process runs one stage of a model."""

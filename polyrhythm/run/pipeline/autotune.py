@@ -1,8 +1,8 @@
-"""Measure the pipeline while it trains, agree on the numbers, and let the tuner choose.
+"""Measure the pipeline while it trains, exchange the measurements, and let the tuner choose.
 
-Every few steps the stages exchange what they saw: their forwards and backwards, and how long the
-messages they received occupied each link. All then hold the same numbers, and each one's tuner
-comes to the same decision, which takes effect with the next step.
+Every few steps the stages all-gather their measurements: the times of forwards and backwards, and
+how long received messages occupied each link. All stages then have the same numbers, and each one's
+tuner comes to the same decision, which takes effect with the next step.
 """
 
 import math
@@ -29,25 +29,23 @@ from polyrhythm.schedule.candidates import ScheduleCandidate
 from polyrhythm.schedule.tuner import ScheduleTuner
 from polyrhythm.types import Bytes, Op, Seconds
 
-_MAX_SAMPLES = 64  # messages per direction that a decision looks back on
-_MAX_DECIDING_SHARE = 0.01  # of the time of training: short steps are tuned more seldom
-_TRIAL_STEPS = 2  # steps with a size that is new
-_RECEIVE_WINDOW = 8  # messages that have come and wait to be used, of both directions
-_NO_LIMIT = 2**53  # more than any memory, and whole as a float
-_STEADY_SHARE = (
-    0.02  # of a forward and a backward: transfers that vary less are taken to be constant
-)
-_MAX_STEPS = 1000  # between decisions, all the same
+_MAX_SAMPLES = 64  # messages per direction that a decision uses
+_MAX_DECIDING_SHARE = 0.01  # of the training time: short steps are tuned less often
+_TRIAL_STEPS = 2  # steps with a new micro-batch size
+_RECEIVE_WINDOW = 8  # messages received and not used yet, of both directions
+_NO_LIMIT = 2**53  # more than any memory, and exact as a float
+_STEADY_SHARE = 0.02  # of a forward and a backward: transfers that vary less count as constant
+_MAX_STEPS = 1000  # between decisions, however long a decision takes
 
 
 class StageReport(NamedTuple):
-    """What one stage reports; `Bytes` fields are those of StageMemory, and its limit."""
+    """The measurements of one stage; `Bytes` fields are those of StageMemory, and its limit."""
 
     forward: Seconds
     backward: Seconds
     latency: Seconds  # to the next stage
     step: Seconds  # a whole step, since the last decision
-    deciding: Seconds  # what that decision took
+    deciding: Seconds  # duration of that decision
     weights: Bytes
     gradients: Bytes
     optimizer: Bytes
@@ -63,7 +61,7 @@ _NUM_TIME_FIELDS = StageReport._fields.index("weights")
 
 @dataclass(slots=True, kw_only=True)
 class StageLimits:
-    """What this stage holds whatever the schedule, and what it may hold."""
+    """The memory that this stage needs under any schedule, and its memory limit."""
 
     weights: Bytes
     gradients: Bytes
@@ -72,7 +70,7 @@ class StageLimits:
 
     @classmethod
     def of(cls, module: nn.Module, limit: Bytes | None, optimizer_floats: float) -> Self:
-        """`optimizer_floats` numbers of its state per trained weight."""
+        """Count the bytes of `module`; the optimizer has `optimizer_floats` floats per weight."""
         parameters = list(module.parameters())
         trained = [p for p in parameters if p.requires_grad]
         return cls(
@@ -85,22 +83,22 @@ class StageLimits:
 
 @dataclass(slots=True, kw_only=True)
 class ScheduleAutotuner:
-    """With a fixed number of micro-batches there is one size, called 1, whatever it really is."""
+    """Chooses schedule and micro-batch size; with a fixed number of them the size counts as 1."""
 
-    microbatch_sizes: tuple[int, ...] | None  # to choose from; None: their number is fixed
+    microbatch_sizes: tuple[int, ...] | None  # candidates; None: the number is fixed
     every: int
     limits: StageLimits
     connections: Connections | None
     log: EventLog | None
     candidate: ScheduleCandidate | None = field(default=None, init=False)  # None: not decided yet
-    clock_offsets: dict[str, Seconds] = field(default_factory=dict, init=False)  # of neighbours
+    clock_offsets: dict[str, Seconds] = field(default_factory=dict, init=False)  # by neighbour
     _tuner: ScheduleTuner | None = field(default=None, init=False)
     _times: dict[int, PipelineTimes] = field(default_factory=dict, init=False)
     _memory: dict[int, list[StageMemory]] = field(default_factory=dict, init=False)
-    _is_trial: bool = field(default=True, init=False)  # the first step is one
-    _num_steps: int = field(default=0, init=False)
+    _is_trial: bool = field(default=True, init=False)  # the first step is a trial
+    _num_steps: int = field(default=0, init=False)  # since the last decision
     _next: int = field(default=_TRIAL_STEPS, init=False)  # steps until the next decision
-    _began: Seconds = field(default_factory=time.perf_counter, init=False)
+    _start: Seconds = field(default_factory=time.perf_counter, init=False)
     _deciding: Seconds = field(default=0.0, init=False)
     _samples: dict[MicrobatchKind, "_Samples"] = field(default_factory=dict, init=False)
 
@@ -112,15 +110,15 @@ class ScheduleAutotuner:
         transfers: Sequence[tuple[str, Transfer]],
         activation_bytes: dict[MicrobatchKind, Bytes],
     ) -> None:
-        """Take note of a step; when it is time, decide: `candidate` is what to run next."""
+        """Record a step and, every few steps, decide: `candidate` runs next."""
         self._num_steps += 1
-        # The first step with another size allocates, compiles and tunes kernels: it tells nothing.
+        # The first step with a new size allocates, compiles and tunes kernels: it is not typical.
         if not (self._is_trial and self._num_steps == 1):
             self._record(durations, transfers)
         if self._num_steps < self._next:
             return
         start = time.perf_counter()
-        # Batches may differ; the kind of micro-batch that was seen most stands for all.
+        # Batches may differ; the most frequent kind of micro-batch represents all.
         kind = max(self._samples, key=lambda kind: len(self._samples[kind].durations[Op.F]))
         sizes = dict(zip(header.kinds, header.sizes, strict=True))
         size = 1 if self.microbatch_sizes is None else sizes.get(kind, max(header.sizes))
@@ -128,13 +126,13 @@ class ScheduleAutotuner:
             self._samples[kind], activation_bytes.get(kind, 0)
         )
         self._times[size] = _times(reports, activations, gradients)
-        self._memory[size] = [_memory(one) for one in reports]
+        self._memory[size] = [_memory(report) for report in reports]
         self._decide(step, size, header, reports)
         self._next = _TRIAL_STEPS if self._is_trial else _num_steps_until_next(self.every, reports)
         self._num_steps = 0
         self._samples.clear()
-        self._began = time.perf_counter()
-        self._deciding = self._began - start
+        self._start = time.perf_counter()
+        self._deciding = self._start - start
 
     def _decide(
         self, step: int, size: int, header: BatchHeader, reports: Sequence[StageReport]
@@ -151,9 +149,11 @@ class ScheduleAutotuner:
             )
         self._tuner.budget = budget
         decision = self._tuner.decide(self._times)
-        wanted = self._tuner.size_to_measure(self._times)
-        self._is_trial = wanted is not None
-        self.candidate = decision.candidate if wanted is None else self._tuner.trial(wanted)
+        size_to_measure = self._tuner.size_to_measure(self._times)
+        self._is_trial = size_to_measure is not None
+        self.candidate = (
+            decision.candidate if size_to_measure is None else self._tuner.trial(size_to_measure)
+        )
         if self.log is not None:
             self.log.write(
                 "plan",
@@ -166,7 +166,7 @@ class ScheduleAutotuner:
                     "predicted": decision.predicted,
                     "kept_predicted": decision.current_predicted,
                     "switched": int(decision.switched),
-                    **({} if wanted is None else {"measures_next": wanted}),
+                    **({} if size_to_measure is None else {"measures_next": size_to_measure}),
                 },
             )
 
@@ -176,14 +176,14 @@ class ScheduleAutotuner:
     def _budget(
         self, sizes: Sequence[int], size: int, reports: Sequence[StageReport]
     ) -> MemoryBudget | None:
-        if all(one.limit == _NO_LIMIT for one in reports):
+        if all(report.limit == _NO_LIMIT for report in reports):
             return None
         return MemoryBudget(
             stages={
                 other: self._memory.get(other) or _scaled(self._memory[size], other / size)
                 for other in sizes
             },
-            limits=[one.limit for one in reports],
+            limits=[report.limit for report in reports],
             window=_RECEIVE_WINDOW,
         )
 
@@ -198,7 +198,7 @@ class ScheduleAutotuner:
             return
         stage = self.connections.stage
         for peer, transfer in transfers:
-            # Messages that skip stages are left out: the model knows neighbours only.
+            # Messages that skip stages are left out: the cost model has only neighbours.
             is_neighbour = peer in (
                 self.connections.name(stage - 1),
                 self.connections.name(stage + 1),
@@ -211,7 +211,7 @@ class ScheduleAutotuner:
     def _exchange_reports(
         self, samples: "_Samples", activation: Bytes
     ) -> tuple[list[StageReport], list[list[Seconds]], list[list[Seconds]]]:
-        """What every stage saw: its times, and how long messages took that it received."""
+        """Gather of every stage its report and the link times of messages it received."""
         before, after = (
             (None, None) if self.connections is None else measure_offsets(self.connections)
         )
@@ -221,16 +221,16 @@ class ScheduleAutotuner:
         gradients = _busy(samples.gradients, after, is_sender_clock=False)
         received = (*samples.activations, *samples.gradients)
         message = max((transfer.nbytes for transfer in received), default=0)
-        mine = StageReport(
+        own_report = StageReport(
             forward=statistics.median(samples.durations[Op.F]),
             backward=statistics.median(samples.durations[Op.B]),
             latency=0.0 if after is None else after.latency,
-            step=(time.perf_counter() - self._began) / self._num_steps,
+            step=(time.perf_counter() - self._start) / self._num_steps,
             deciding=self._deciding,
             weights=self.limits.weights,
             gradients=self.limits.gradients,
             optimizer=self.limits.optimizer,
-            activation=activation + message,  # and what a micro-batch sends, until it has left
+            activation=activation + message,  # plus the message of a micro-batch while it is sent
             message=message,
             limit=_NO_LIMIT if self.limits.limit is None else self.limits.limit,
             num_activations=len(activations),
@@ -238,7 +238,7 @@ class ScheduleAutotuner:
         )
         payload = torch.zeros(len(StageReport._fields) + 2 * _MAX_SAMPLES, dtype=torch.float64)
         offset = len(StageReport._fields)
-        payload[:offset] = torch.tensor(mine, dtype=torch.float64)
+        payload[:offset] = torch.tensor(own_report, dtype=torch.float64)
         payload[offset : offset + len(activations)] = torch.tensor(activations, dtype=payload.dtype)
         offset += _MAX_SAMPLES
         payload[offset : offset + len(gradients)] = torch.tensor(gradients, dtype=payload.dtype)
@@ -252,7 +252,7 @@ class ScheduleAutotuner:
 
 @dataclass(slots=True)
 class _Samples:
-    """What was seen of one kind of micro-batch since the last decision, the latest of it."""
+    """The latest measurements of one kind of micro-batch since the last decision."""
 
     durations: dict[Op, deque[Seconds]] = field(
         default_factory=lambda: {op: deque(maxlen=_MAX_SAMPLES) for op in Op}
@@ -262,21 +262,24 @@ class _Samples:
 
 
 def _num_steps_until_next(every: int, reports: Sequence[StageReport]) -> int:
-    """The same on all stages, from numbers that all have."""
-    # The stage that came last waited for nobody: what it spent is what the decision cost.
-    deciding, step = min(one.deciding for one in reports), max(one.step for one in reports)
+    """Return the steps until the next decision, the same on all stages."""
+    # The stage that came last waited for no other: its time is the cost of the decision.
+    deciding, step = (
+        min(report.deciding for report in reports),
+        max(report.step for report in reports),
+    )
     return min(max(every, math.ceil(deciding / (_MAX_DECIDING_SHARE * step))), _MAX_STEPS)
 
 
 def _busy(
     transfers: Sequence[Transfer], clock: ClockOffset | None, *, is_sender_clock: bool
 ) -> list[Seconds]:
-    """`is_sender_clock`: the distance was measured by the sender, whose clock ours is ahead of."""
+    """Return the busy times of a link; `is_sender_clock`: the sender has measured the offset."""
     if clock is None:
         return []
     offset = clock.offset if is_sender_clock else -clock.offset
-    reports = [MessageTiming(t.sent + offset, t.posted, t.arrived) for t in transfers]
-    return busy_times(reports, latency=clock.latency)
+    timings = [MessageTiming(t.sent + offset, t.posted, t.arrived) for t in transfers]
+    return busy_times(timings, latency=clock.latency)
 
 
 def _read(
@@ -286,12 +289,12 @@ def _read(
     for payload in gathered:
         values = payload.tolist()
         head, rest = values[: len(StageReport._fields)], values[len(StageReport._fields) :]
-        one = StageReport(
+        report = StageReport(
             *head[:_NUM_TIME_FIELDS], *(int(value) for value in head[_NUM_TIME_FIELDS:])
         )
-        reports.append(one)
-        activations.append(rest[: one.num_activations])
-        gradients.append(rest[_MAX_SAMPLES : _MAX_SAMPLES + one.num_gradients])
+        reports.append(report)
+        activations.append(rest[: report.num_activations])
+        gradients.append(rest[_MAX_SAMPLES : _MAX_SAMPLES + report.num_gradients])
     return reports, activations, gradients
 
 
@@ -300,43 +303,43 @@ def _times(
     activations: Sequence[list[Seconds]],
     gradients: Sequence[list[Seconds]],
 ) -> PipelineTimes:
-    """Link s carries activations that stage s+1 received, and gradients that stage s received."""
+    """Combine reports: link s carries activations to stage s+1 and gradients to stage s."""
 
-    period = max(one.forward + one.backward for one in reports)
+    period = max(report.forward + report.backward for report in reports)
 
     def links(received: Sequence[list[Seconds]]) -> tuple[LinkTimes, ...]:
         return tuple(
-            LinkTimes(busy=_recorded_or_mean(busy, period), latency=one.latency)
-            for one, busy in zip(reports[:-1], received, strict=True)
+            LinkTimes(busy=_recorded_or_mean(busy, period), latency=report.latency)
+            for report, busy in zip(reports[:-1], received, strict=True)
         )
 
     return PipelineTimes(
-        forward=tuple(one.forward for one in reports),
-        backward=tuple(one.backward for one in reports),
+        forward=tuple(report.forward for report in reports),
+        backward=tuple(report.backward for report in reports),
         activations=links(activations[1:]),
         gradients=links(gradients[:-1]),
     )
 
 
 def _recorded_or_mean(busy: list[Seconds], period: Seconds) -> tuple[Seconds, ...]:
-    """Recorded times where they vary; else their mean, which is quicker to simulate with."""
+    """Return recorded times if they vary, else their mean, which is faster to simulate."""
     if len(busy) > 1 and statistics.pstdev(busy) > _STEADY_SHARE * period:
         return tuple(busy)
     return (statistics.fmean(busy) if busy else 0.0,)
 
 
-def _memory(reports: StageReport) -> StageMemory:
+def _memory(report: StageReport) -> StageMemory:
     return StageMemory(
-        weights=reports.weights,
-        gradients=reports.gradients,
-        optimizer=reports.optimizer,
-        activation=reports.activation,
-        message=reports.message,
+        weights=report.weights,
+        gradients=report.gradients,
+        optimizer=report.optimizer,
+        activation=report.activation,
+        message=report.message,
     )
 
 
 def _scaled(stages: Sequence[StageMemory], factor: float) -> list[StageMemory]:
-    """An estimate for a micro-batch size that has not run: what depends on it grows with it."""
+    """Estimate the memory of a micro-batch size that has not run, in proportion to the size."""
     return [
         StageMemory(
             weights=stage.weights,

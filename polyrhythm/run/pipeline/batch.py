@@ -1,7 +1,7 @@
-"""One batch as a stage sees it: cut into micro-batches in the same way on every stage.
+"""One batch on one stage: split into micro-batches in the same way on every stage.
 
-The first stage has the inputs and decides how they are cut; the others hear of it. Each stage cuts
-what it was given itself: the last one targets, all of them keyword arguments.
+The first stage has the inputs, decides how to split them, and sends a header to the others. Each
+stage splits its own arguments: the last one targets, all of them keyword arguments.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,39 +25,39 @@ from polyrhythm.run.pipeline.transport import MicrobatchKind
 
 
 class EndOfDataError(Exception):
-    """`step` or `eval` of a stage, after the first one has said `end_batches`."""
+    """Raised by `step` or `eval` of a stage after the first stage has called `end_batches`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """What a stage's process passed to `step` or `eval`."""
+    """The arguments of `step` or `eval` on this stage."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    target: Any  # or a function that gives it for the first stage's note
+    target: Any  # or a function that returns it for the first stage's metadata
     loss_kwargs: dict[str, Any]
     keeps_outputs: bool
     training: bool
     metadata: tuple[int, ...] = ()
 
     def check(self, loss_fn: Callable[..., Tensor] | None, *, is_last: bool) -> None:
-        """Refuse to train without what training needs."""
+        """Refuse to train without a loss, gradients or a target."""
         if not self.training:
             return
         if loss_fn is None or not torch.is_grad_enabled():
-            lacks = "without a loss_fn" if loss_fn is None else "under torch.no_grad()"
+            problem = "without a loss_fn" if loss_fn is None else "under torch.no_grad()"
             raise ScheduleError(
-                f"step {lacks}", expected="a loss and gradients", fix="call eval() to run forward"
+                f"step {problem}", expected="a loss and gradients", fix="call eval() to run forward"
             )
         if is_last and self.target is None:
             raise ScheduleError(
                 "step on the last stage without a target",
-                expected="what the loss function compares the output with",
+                expected="a target for the loss function to compare the output with",
                 fix="call step(target=...) on the last stage",
             )
 
     def with_target(self, header: BatchHeader) -> "StepInputs":
-        """With the target that goes with the batch that was told of."""
+        """Compute the target of the batch that the header announces, if it is a function."""
         if header == END_OF_DATA:
             raise EndOfDataError
         if not callable(self.target):
@@ -67,18 +67,18 @@ class StepInputs:
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """What is given per micro-batch, and what came out of it."""
+    """The arguments of every micro-batch, and their outputs."""
 
     step: int
     header: BatchHeader
-    arguments: Sequence[tuple[Any, ...]]  # first stage: the model's
+    arguments: Sequence[tuple[Any, ...]]  # first stage: the model's inputs
     keywords: Sequence[dict[str, Any]]
     targets: Sequence[Any]  # last stage
     loss_kwargs: dict[str, Any]
-    loss_weights: Sequence[float]  # last stage: what a micro-batch's loss counts in the gradient
+    loss_weights: Sequence[float]  # last stage: weight of a micro-batch's loss in the gradient
     keeps_outputs: bool
-    needs_device_copy: bool  # some of it has yet to be moved to the device
-    first: int = 0  # number of its first micro-batch: a pipeline that is not flushed counts on
+    needs_device_copy: bool  # some tensors are not on the device yet
+    first: int = 0  # number of its first micro-batch; not 0 in a pipeline without a flush
     losses: list[Tensor] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     _kinds: list[MicrobatchKind] = field(init=False)
@@ -91,7 +91,7 @@ class Batch:
         return len(self._kinds)
 
     def mean_loss(self) -> float:
-        """On the last stage, once it is over."""
+        """Return the mean loss, on the last stage after the batch has run."""
         weighted = zip(self.losses, self.header.sizes, strict=False)
         return sum(loss.item() * size for loss, size in weighted) / sum(self.header.sizes)
 
@@ -101,21 +101,21 @@ class Batch:
 
 @dataclass(slots=True, kw_only=True)
 class BatchSplitter:
-    """`num_microbatches` or, where that is None, micro-batches of `microbatch_size`."""
+    """Splits a batch into `num_microbatches` or, if None, into sizes of `microbatch_size`."""
 
     num_microbatches: int | None
     microbatch_size: int | None
-    sizes_to_try: Sequence[int] = ()  # by the tuner, which compares whole batches
+    sizes_to_try: Sequence[int] = ()  # candidates of the tuner, which compares whole batches
     scale_grads: bool
     device: torch.device
 
     def make_header(self, step_inputs: StepInputs) -> BatchHeader:
-        """How the first stage cuts what it was given."""
+        """Describe how the first stage splits its batch."""
         sizes = self._sizes(
             batch_size_of((step_inputs.args, step_inputs.kwargs), "the model's inputs")
         )
-        whole, training = (step_inputs.args, step_inputs.kwargs), step_inputs.training
-        kinds = {size: kind_of(whole, size, training=training) for size in set(sizes)}
+        arguments, training = (step_inputs.args, step_inputs.kwargs), step_inputs.training
+        kinds = {size: kind_of(arguments, size, training=training) for size in set(sizes)}
         return BatchHeader.of(
             [kinds[size] for size in sizes], sizes, training=training, metadata=step_inputs.metadata
         )
@@ -129,11 +129,12 @@ class BatchSplitter:
         is_first: bool,
         is_last: bool,
     ) -> Batch:
-        """Cut what this stage was given as the first one decided."""
+        """Split this stage's arguments as the header prescribes."""
         if header.training != step_inputs.training:
-            called = {True: "step", False: "eval"}
+            calls = {True: "step", False: "eval"}
+            here, there = calls[step_inputs.training], calls[header.training]
             raise ScheduleError(
-                f"{called[step_inputs.training]} here, {called[header.training]} on the first stage",
+                f"{here} on this stage, {there} on the first stage",
                 expected="the same call on every stage",
                 fix="call step and eval in the same order in all processes",
             )
@@ -157,7 +158,7 @@ class BatchSplitter:
     def _sizes(self, batch_size: int | None) -> list[int]:
         if batch_size is None:
             raise ScheduleError(
-                "the first stage got no tensor",
+                "the first stage was called without a tensor",
                 expected="the model's inputs, with the samples along their first dimension",
                 fix="call step(inputs) on the first stage",
             )
@@ -168,7 +169,7 @@ class BatchSplitter:
             if batch_size % size:
                 raise ScheduleError(
                     f"micro-batches of {size} for a batch of {batch_size}",
-                    expected="sizes that divide the batch, to be compared on the same work",
-                    fix=f"leave {size} out of microbatch_sizes, or change the batch",
+                    expected="sizes that divide the batch, so that all are compared on equal work",
+                    fix=f"remove {size} from microbatch_sizes, or change the batch",
                 )
         return sizes_by_size(batch_size, self.microbatch_size)

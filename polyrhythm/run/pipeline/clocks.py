@@ -1,7 +1,7 @@
-"""How far the clock of the next stage is ahead, and how long a message travels: by a few pings.
+"""Measure the clock offset and the latency between neighbouring stages by a few pings.
 
-As NTP does it: the quickest of several round trips is the least disturbed, and its middle is taken
-for the moment at which the other clock was read. Clocks drift, so it is done again and again.
+As in NTP, the quickest of several round trips is the least disturbed, and its middle is taken as
+the time at which the other clock was read. Clocks drift, so the measurement is repeated.
 """
 
 import time
@@ -16,20 +16,20 @@ from polyrhythm.run.pipeline.connections import Connections
 from polyrhythm.types import Seconds
 
 _NUM_PINGS = 3
-_TAG = 2**21  # beyond those of the briefings
+_TAG = 2**21  # above the tags of batch headers
 
 
 class ClockOffset(NamedTuple):
-    """Between a stage and the next one."""
+    """The clock offset and latency between a stage and the next one."""
 
     latency: Seconds  # half the quickest round trip
     offset: Seconds  # the next stage's clock minus this one's
 
 
 def measure_offsets(connections: Connections) -> tuple[ClockOffset | None, ClockOffset | None]:
-    """To the stage before and to the next; all stages call this together, between steps.
+    """Measure the previous and the next stage; all stages call this together, between steps.
 
-    Links with an even stage at their beginning come first, so that all of them are pinged at once.
+    Links that start at an even stage come first, all at once; then the others.
     """
     before: ClockOffset | None = None
     after: ClockOffset | None = None
@@ -44,13 +44,13 @@ def measure_offsets(connections: Connections) -> tuple[ClockOffset | None, Clock
 def clock_offsets(
     connections: Connections, before: ClockOffset | None, after: ClockOffset | None
 ) -> dict[str, Seconds]:
-    """By name, how far the clocks of the neighbours are ahead of ours."""
-    found = {}
+    """Return by name how far the clocks of the neighbours are ahead of this stage's."""
+    offsets = {}
     if before is not None:
-        found[connections.name(connections.stage - 1)] = -before.offset
+        offsets[connections.name(connections.stage - 1)] = -before.offset
     if after is not None:
-        found[connections.name(connections.stage + 1)] = after.offset
-    return found
+        offsets[connections.name(connections.stage + 1)] = after.offset
+    return offsets
 
 
 def _ping(connections: Connections, other: int) -> ClockOffset:
@@ -58,9 +58,9 @@ def _ping(connections: Connections, other: int) -> ClockOffset:
     for _ in range(_NUM_PINGS):
         start = time.perf_counter()
         _send(connections, other, torch.zeros(2, dtype=torch.float64))
-        theirs = _receive(connections, other)[0].item()
+        remote_time = _receive(connections, other)[0].item()
         end = time.perf_counter()
-        trips.append(ClockOffset((end - start) / 2, theirs - (start + end) / 2))
+        trips.append(ClockOffset((end - start) / 2, remote_time - (start + end) / 2))
     quickest = min(trips)
     _send(connections, other, torch.tensor(quickest, dtype=torch.float64))
     return quickest

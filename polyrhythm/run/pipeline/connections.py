@@ -1,7 +1,7 @@
-"""The connections of one stage to the others of its pipeline, as its wiring says.
+"""The connections of one stage to the other stages of its pipeline, as its wiring prescribes.
 
-Three process groups: activations, gradients, and control, which also carries what is agreed between
-steps. Before a step every stage hears from the one before it how the batch is cut.
+There are three process groups: activations, gradients, and control, which also serves the exchanges
+between steps. Before a step every stage receives a header of the batch from the previous stage.
 """
 
 import queue
@@ -29,11 +29,11 @@ _HEADER_ACTION = Action(Op.F, 0)
 
 
 class BatchHeader(msgspec.Struct, frozen=True, array_like=True):
-    """How a batch is cut: runs of (kind, size, how many micro-batches in a row)."""
+    """How a batch is split: runs of (kind, size, number of consecutive micro-batches)."""
 
     training: bool
     runs: tuple[tuple[MicrobatchKind, int, int], ...]
-    metadata: tuple[int, ...] = ()  # a few numbers from the first stage's caller to the others'
+    metadata: tuple[int, ...] = ()  # a few numbers from the caller of the first stage
 
     @classmethod
     def of(
@@ -50,21 +50,19 @@ class BatchHeader(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def kinds(self) -> list[MicrobatchKind]:
-        return [kind for kind, _, number in self.runs for _ in range(number)]
+        return [kind for kind, _, count in self.runs for _ in range(count)]
 
     @property
     def sizes(self) -> list[int]:
-        return [size for _, size, number in self.runs for _ in range(number)]
+        return [size for _, size, count in self.runs for _ in range(count)]
 
 
 END_OF_DATA = BatchHeader(training=True, runs=())
-_THREAD_TIMEOUT: Seconds = (
-    86_400.0  # a thread waits; whoever needs what it hears keeps the deadline
-)
+_THREAD_TIMEOUT: Seconds = 86_400.0  # of the header thread; `next` has the pipeline's timeout
 
 
 class Connections:
-    """In- and outboxes by stage; made by all stages of a pipeline together."""
+    """Inboxes and outboxes by stage; created by all stages of a pipeline together."""
 
     def __init__(
         self,
@@ -77,7 +75,7 @@ class Connections:
         timeout: Seconds,
         window: int | None = None,
     ) -> None:
-        """`ranks` of the stages in the whole job; `window` overrides what `set_windows` says."""
+        """Connect `ranks`, the stages' ranks in the job; `window` overrides `set_windows`."""
         self.stage, self.num_stages = stage, len(ranks)
         self.pipeline, self.timeout = pipeline, timeout
         self._window = window
@@ -116,30 +114,30 @@ class Connections:
             self._header_outbox = Outbox(route(self.control, stage + 1, host), announces=False)
         self._header_thread: _HeaderThread | None = None
         self._prefetches_headers = False
-        # A thread that waits in gloo while the interpreter ends would abort the process, whether
-        # we are still there or were collected before.
+        # A thread that waits in gloo while the interpreter ends would abort the process, even if
+        # this object was collected before.
         self._finalizer = weakref.finalize(self, _abort, self._groups, self._boxes())
 
     def name(self, stage: int) -> str:
         return str(Worker(stage, self.pipeline))
 
     def relay_header(self, header: BatchHeader | None) -> BatchHeader:
-        """Tell the next stage how the batch is cut; all but the first hear it from the one before.
+        """Send the header to the next stage; all but the first receive it from the previous one.
 
-        It is passed on at once, before any compute, so that receives are posted early everywhere.
+        It is relayed at once, before any compute, so that all stages post their receives early.
         """
         if self._header_thread is not None:
             return self._header_thread.next()
         if self._header_inbox is not None:
             header = self._received(self.timeout)
-        assert header is not None, "the first stage cuts"
+        assert header is not None, "the first stage makes the header"
         self._send_header(header)
         return header
 
     def prefetch_headers(self, on_header: Callable[[BatchHeader], None]) -> None:
-        """From now on hear of batches as they start on the first stage, long before our turn.
+        """Receive headers from now on when batches start on the first stage, ahead of their use.
 
-        `on_header` posts receives for them; `relay_header` then gives them out one by one.
+        `on_header` posts receives for a batch; `relay_header` then returns the headers in order.
         """
         self._prefetches_headers = True
         if self._header_inbox is not None:
@@ -157,12 +155,12 @@ class Connections:
             self._header_outbox.send(_HEADER_ACTION, _HEADER_KIND, [payload], _HEADER_LAYOUT)
 
     def drain(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all messages have been sent."""
         for outbox in self._outboxes():
             outbox.drain()
 
     def close(self) -> None:
-        """Say goodbye; nothing may be under way any more."""
+        """End the threads; no message may be in flight, except headers."""
         if not self._finalizer.alive:
             return
         if self._prefetches_headers and self._header_inbox is None:
@@ -174,35 +172,33 @@ class Connections:
         _close(self._boxes())
 
     def abort(self) -> None:
-        """Let go of everybody without a word: after a failure, when a peer may be gone."""
+        """Close all connections without waiting: after a failure, when a peer may be lost."""
         if self._finalizer.detach() is None:
             return
         _abort_groups(self._groups)
         if self._header_thread is not None:
-            self._header_thread.join(
-                JOIN_TIMEOUT
-            )  # or it might post a receive in an inbox that is closed
+            self._header_thread.join(JOIN_TIMEOUT)  # it must not post a receive in a closed inbox
         _close(self._boxes())
 
     def check_consistent(self, text: str) -> None:
-        """Raise ScheduleError unless all stages say the same."""
-        mine = pad_bytes(text.encode()[: _HEADER_BYTES - 4], _HEADER_BYTES)
-        received = [torch.empty_like(mine) for _ in range(self.num_stages)]
+        """Raise ScheduleError unless `text` is the same on all stages."""
+        payload = pad_bytes(text.encode()[: _HEADER_BYTES - 4], _HEADER_BYTES)
+        gathered = [torch.empty_like(payload) for _ in range(self.num_stages)]
         with peer_errors("another stage", "comparing options"):
-            all_gather(self.control, received, mine)
-        first, *others = (unpad_bytes(one).decode(errors="replace") for one in received)
+            all_gather(self.control, gathered, payload)
+        first, *others = (unpad_bytes(item).decode(errors="replace") for item in gathered)
         for stage, other in enumerate(others, start=1):
             if other != first:
                 raise ScheduleError(
-                    f"stage 0 was made with {first}; stage {stage} with {other}",
+                    f"stage 0 was created with {first}; stage {stage} with {other}",
                     expected="the same options on every stage",
-                    fix="give them from one place",
+                    fix="read them from one config on all stages",
                 )
 
     def set_windows(self, in_flight: Sequence[int], own: int) -> None:
-        """Receive ahead as much as the schedule lets others send ahead.
+        """Post as many receives ahead as the schedule lets other stages send ahead.
 
-        Activations: what may be in flight on the stage that sends; gradients: on this one.
+        For activations that is what may be in flight on the sender; for gradients, on this stage.
         """
         for source, inbox in self.activations_in.items():
             inbox.window = self._window or in_flight[source]
@@ -214,8 +210,12 @@ class Connections:
         return [*self._outboxes(), *(inbox for inbox in inboxes if inbox is not None)]
 
     def _outboxes(self) -> list[Outbox]:
-        found = [*self.activations_out.values(), *self.gradients_out.values(), self._header_outbox]
-        return [outbox for outbox in found if outbox is not None]
+        outboxes = [
+            *self.activations_out.values(),
+            *self.gradients_out.values(),
+            self._header_outbox,
+        ]
+        return [outbox for outbox in outboxes if outbox is not None]
 
 
 def _abort(groups: Sequence[dist.ProcessGroup], boxes: Sequence[Inbox | Outbox]) -> None:
@@ -234,10 +234,10 @@ def _close(boxes: Sequence[Inbox | Outbox]) -> None:
 
 
 class _HeaderThread(threading.Thread):
-    """Hears of batches ahead of time, passes the word on and posts receives for them."""
+    """Receives headers ahead of their use, relays them, and posts receives for the batches."""
 
     def __init__(self, connections: Connections, on_header: Callable[[BatchHeader], None]) -> None:
-        super().__init__(name="hear of batches", daemon=True)
+        super().__init__(name="receive batch headers", daemon=True)
         self._connections, self._on_header = connections, on_header
         self._received: queue.SimpleQueue[BatchHeader | Exception] = queue.SimpleQueue()
         self.start()
@@ -253,7 +253,7 @@ class _HeaderThread(threading.Thread):
             except PeerError as error:
                 self._received.put(error.with_traceback(None))
                 return
-            except Exception as error:  # of our own: where it came from stays with it
+            except Exception as error:  # local: keep its traceback
                 self._received.put(error)
                 return
             self._received.put(header)
@@ -268,7 +268,7 @@ class _HeaderThread(threading.Thread):
                 previous,
                 action="waiting for the next step",
                 waited=timeout,
-                cause=f"silent for {timeout:g} s",
+                cause=f"no message for {timeout:g} s",
             ) from None
         if isinstance(received, Exception):
             raise received

@@ -1,4 +1,4 @@
-"""Executes the actions of one stage: take what an action needs, compute, send what it made."""
+"""Execute the actions of one stage: receive the inputs, compute, send the results."""
 
 import time
 from collections import deque
@@ -24,13 +24,13 @@ from polyrhythm.types import Action, Op, Seconds
 
 @dataclass(slots=True, kw_only=True)
 class Executor:
-    """`connections` is None where one stage is the whole pipeline."""
+    """Runs the actions of one stage; `connections` is None in a pipeline of one stage."""
 
     stage: StageCompute
     wiring: Wiring
     connections: Connections | None
     log: EventLog | None
-    clock_offsets: dict[str, Seconds] = field(default_factory=dict)  # of neighbours, against ours
+    clock_offsets: dict[str, Seconds] = field(default_factory=dict)  # by neighbour
     _transfers: deque[tuple[str, Transfer]] = field(init=False)
     _num_outputs: dict[MicrobatchKind, int] = field(default_factory=dict, init=False)
     _waited: Seconds = field(default=0.0, init=False)
@@ -56,7 +56,7 @@ class Executor:
             self.execute(action, batch)
 
     def pop_transfers(self) -> list[tuple[str, Transfer]]:
-        """Sender and times of messages received since this was asked last."""
+        """Return sender and times of the messages received since the last call."""
         transfers = list(self._transfers)
         self._transfers.clear()
         return transfers
@@ -107,7 +107,7 @@ class Executor:
 
     @property
     def _links(self) -> Connections:
-        assert self.connections is not None, "who has sources or targets is connected to them"
+        assert self.connections is not None, "a stage with sources or targets has connections"
         return self.connections
 
     def _inputs(self, action: Action, batch: Batch) -> list[Any]:
@@ -117,7 +117,7 @@ class Executor:
         return [tensor for inbox in inboxes for tensor in self._receive(inbox, action, batch)]
 
     def _gradients(self, action: Action, batch: Batch) -> list[Tensor | None]:
-        """Of our outputs, in their order; one that went to several stages gets the sum."""
+        """Receive the gradients of this stage's outputs, summed over the stages that use them."""
         total: dict[int, Tensor] = {}
         kind = batch.kind(action.microbatch)
         for target in self.wiring.targets:
@@ -138,26 +138,30 @@ class Executor:
         for target in self.wiring.targets:
             sent = [outputs[position] for position in self._positions(target, len(outputs))]
             outbox = self._links.activations_out[target]
-            layout, before = MessageLayout.of(sent), outbox.layout(kind)
-            if before is not None and before.description == layout.description and before != layout:
+            layout, previous = MessageLayout.of(sent), outbox.layout(kind)
+            if (
+                previous is not None
+                and previous.description == layout.description
+                and previous != layout
+            ):
                 raise ScheduleError(
-                    f"layers of stage {self.stage.stage} or of one before it were frozen or thawed",
-                    expected="the same parameters to train in every step of a pipeline",
-                    fix="make a new Pipeline of the stages after changing requires_grad",
+                    f"layers of stage {self.stage.stage} or an earlier one changed requires_grad",
+                    expected="the same trained parameters in every step of a pipeline",
+                    fix="create a new Pipeline after changing requires_grad",
                 )
-            if before is not None and before != layout:
+            if previous is not None and previous != layout:
                 raise ScheduleError(
-                    f"stage {self.stage.stage} returned {layout.description}, and before that, "
-                    f"for inputs of the same shape, {before.description}",
-                    expected="outputs whose shape and type follow from those of the inputs",
-                    fix="pad to a fixed shape, or decide the shape outside of the pipeline",
+                    f"stage {self.stage.stage} returned {layout.description}, and earlier, "
+                    f"for inputs of the same shape, {previous.description}",
+                    expected="outputs whose shape and dtype depend only on those of the inputs",
+                    fix="pad to a fixed shape, or choose the shape outside the pipeline",
                 )
             outbox.send(action, kind, [tensor.detach() for tensor in sent], layout)
             if training:
                 self._links.gradients_in[target].set_layout(kind, layout.gradient)
 
     def _positions(self, target: int, num_outputs: int) -> Sequence[int]:
-        """Which of our outputs a stage gets."""
+        """Return which of this stage's outputs go to `target`."""
         positions = self.wiring.targets[target]
         return range(num_outputs) if positions is None else positions
 
@@ -181,12 +185,12 @@ class Executor:
         return tensors
 
     def _transfer_start(self, peer: str, transfer: Transfer) -> Seconds:
-        """When a message began to move, on our clock; of one sent by a far stage we know less."""
+        """Return the start of a transfer on the local clock; without an offset, a lower bound."""
         sent = transfer.sent - self.clock_offsets[peer] if peer in self.clock_offsets else 0.0
         return min(transfer.arrived, max(sent, transfer.posted))
 
     def _compute_loss(self, microbatch: int, batch: Batch, returned: Any) -> tuple[Tensor, ...]:
-        """What the last stage holds for the backward: the loss, as much as it counts."""
+        """Compute the loss of a micro-batch, weighted as it counts in the gradient."""
         if batch.keeps_outputs:
             batch.outputs.append(pytree.tree_map_only(Tensor, Tensor.detach, returned))
         number = microbatch - batch.first
@@ -196,17 +200,17 @@ class Executor:
         loss = self.stage.loss(returned, target, batch.loss_kwargs)
         if batch.header.training and not loss.requires_grad:
             raise ScheduleError(
-                "a loss that no parameter of any stage has a part in",
-                expected="a parameter that is trained, on some stage",
+                "a loss that depends on no trained parameter of any stage",
+                expected="a trained parameter on at least one stage",
                 fix="unfreeze one, or call eval() to run forward only",
             )
         batch.losses.append(loss.detach())
         return (loss * batch.loss_weights[number],)
 
     def _to_device(self, arguments: Any, batch: Batch) -> Any:
-        """On this stage's device."""
+        """Move tensors to this stage's device."""
         if not batch.needs_device_copy:
             return arguments
         device = self.stage.device
-        to_gpu = device.type == "cuda"  # the other way a copy would be used before it is there
+        to_gpu = device.type == "cuda"  # a non-blocking copy to the host could be read too early
         return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=to_gpu), arguments)

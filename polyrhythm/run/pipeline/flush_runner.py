@@ -1,4 +1,4 @@
-"""A pipeline that is flushed: every step runs the whole schedule, and ends with all gradients."""
+"""Run a pipeline with a flush: every step runs the whole schedule and computes all gradients."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,17 +18,17 @@ from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.check import check
 from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
 
-_EVAL_WINDOW = 8  # forwards hold nothing, so that only messages count
+_EVAL_WINDOW = 8  # without backwards only messages need memory
 
 
 class _BuiltSchedule(NamedTuple):
     schedule: Schedule
-    in_flight: list[int]  # at the most, by stage
+    in_flight: list[int]  # maximum by stage
 
 
 @dataclass(slots=True, kw_only=True)
 class FlushRunner:
-    """One stage of it. `spec` may be changed between steps, on all stages alike."""
+    """Runs one stage; `spec` may be changed between steps, equally on all stages."""
 
     module: nn.Module
     executor: Executor
@@ -37,9 +37,8 @@ class FlushRunner:
     tied: TiedGradients | None
     autotuner: ScheduleAutotuner | None
     accumulation_context: Callable[[], AbstractContextManager[object]] = nullcontext
-    last_spec: ScheduleSpec | ExplicitSchedule = field(
-        init=False
-    )  # of the last step; `spec`: of the next
+    # The schedule of the last step; `spec` is that of the next.
+    last_spec: ScheduleSpec | ExplicitSchedule = field(init=False)
     _schedules: dict[tuple[ScheduleSpec | ExplicitSchedule, int], _BuiltSchedule] = field(
         default_factory=dict, init=False
     )
@@ -54,7 +53,7 @@ class FlushRunner:
 
     @property
     def microbatch_size(self) -> int | None:
-        """As the tuner wants the next batch cut; None where it has nothing to say."""
+        """The micro-batch size that the tuner wants for the next batch; None for no change."""
         if (
             self.autotuner is None
             or self.autotuner.candidate is None
@@ -64,7 +63,7 @@ class FlushRunner:
         return self.autotuner.candidate.microbatch_size
 
     def expect(self, header: BatchHeader) -> int:
-        """Prepare for a batch; the number of its first micro-batch."""
+        """Prepare for a batch; return the number of its first micro-batch."""
         stage, connections = self.executor.stage, self.executor.connections
         if header.training:
             stage.peak_in_flight = 0
@@ -78,7 +77,7 @@ class FlushRunner:
 
     def run(self, batch: Batch) -> None:
         actions = self._build(batch.num_microbatches).schedule[self.executor.stage.stage]
-        if self._sharded is None:  # not before: who splits a model with us shards its part later
+        if self._sharded is None:  # users apply fully_shard after they have created the pipeline
             is_tuned, stage = self.autotuner is not None, self.executor.stage.stage
             check_module(self.module, stage=stage, is_tuned=is_tuned, flush=True)
             self._sharded = ShardedModules(self.module)
@@ -92,7 +91,7 @@ class FlushRunner:
         self._tune(batch)
 
     def release(self) -> None:
-        """Free what a step that failed has left."""
+        """Free the activations of a failed step."""
         self.executor.stage.release()
 
     def _tune(self, batch: Batch) -> None:

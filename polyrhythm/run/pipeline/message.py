@@ -1,8 +1,8 @@
-"""What crosses from stage to stage: some tensors and the time they were sent, as one flat buffer.
+"""A message between stages: tensors and the time of sending in one flat buffer.
 
-One message per micro-batch, peer and direction, however many tensors it carries: the network sees
-one transfer, and its time can be taken. Sender and receiver share a `MessageLayout`; it is announced once
-for every kind of micro-batch, before the first message of that kind.
+There is one message per micro-batch, peer and direction, whatever number of tensors it carries: the
+network has one transfer, which can be timed. Sender and receiver share a `MessageLayout`; it is
+announced once for every kind of micro-batch, before the first message of that kind.
 """
 
 import struct
@@ -18,10 +18,8 @@ from torch import Tensor
 from polyrhythm.errors import PlanError
 from polyrhythm.types import Bytes, Seconds
 
-HEADER_BYTES: Bytes = 64  # the time of sending, and room to keep the tensors behind it aligned
-ANNOUNCEMENT_BYTES: Bytes = (
-    4096  # a layout on the wire; this many bytes describe some fifty tensors
-)
+HEADER_BYTES: Bytes = 64  # the time of sending, padded so that the tensors are aligned
+ANNOUNCEMENT_BYTES: Bytes = 4096  # a layout on the wire: enough for about fifty tensors
 _ALIGNMENT: Bytes = 64
 
 
@@ -33,7 +31,7 @@ class _Spec(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
-    """The tensors of one message: shapes, types, and which of them a gradient comes back for."""
+    """The tensors of one message: shapes, dtypes, and which of them need a gradient."""
 
     specs: tuple[_Spec, ...]
 
@@ -48,7 +46,7 @@ class MessageLayout:
 
     @property
     def gradient(self) -> "MessageLayout":
-        """The layout of what comes back."""
+        """The layout of the gradients of this message."""
         needing = (spec for spec in self.specs if spec.needs_grad)
         return MessageLayout(tuple(_Spec(spec.shape, spec.dtype, False) for spec in needing))
 
@@ -58,26 +56,26 @@ class MessageLayout:
 
     @property
     def description(self) -> str:
-        """For messages to people."""
+        """The layout as text, for error messages."""
         return ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in self.specs) or "nothing"
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The tensors inside a buffer of `nbytes`: they share its memory, but no view of it does.
+        """Return tensors that share the memory of a buffer of `nbytes`, but are no views of it.
 
-        Views would share a version counter, and autograd would refuse one after another changed.
+        Views share a version counter: autograd would refuse one after a change of another.
         """
-        found, offset = [], HEADER_BYTES
+        tensors, offset = [], HEADER_BYTES
         for spec in self.specs:
             tensor = torch.empty(0, dtype=getattr(torch, spec.dtype), device=buffer.device)
             start = (buffer.storage_offset() + offset) // tensor.element_size()
             shape = torch.Size(spec.shape)
             stride = torch.empty(shape, device="meta").stride()
-            found.append(tensor.set_(buffer.untyped_storage(), start, shape, stride))
+            tensors.append(tensor.set_(buffer.untyped_storage(), start, shape, stride))
             offset += _padded_size(spec)
-        return found
+        return tensors
 
     def pack(self, tensors: Sequence[Tensor], buffer: Tensor) -> None:
-        """Copy into the buffer; from a GPU without waiting for the copies."""
+        """Copy the tensors into the buffer; from a GPU without waiting for the copies."""
         for view, tensor in zip(self.views(buffer), tensors, strict=True):
             view.copy_(tensor, non_blocking=True)
 
@@ -86,8 +84,8 @@ class MessageLayout:
         if len(payload) > ANNOUNCEMENT_BYTES - 4:
             raise PlanError(
                 f"a stage passes {len(self.specs)} tensors to another",
-                expected=f"as many as can be described in {ANNOUNCEMENT_BYTES} bytes, about fifty",
-                fix="stack or concatenate tensors before they leave the stage",
+                expected=f"at most {ANNOUNCEMENT_BYTES} bytes of layout: about fifty tensors",
+                fix="stack or concatenate tensors before the stage returns them",
             )
         return pad_bytes(payload, ANNOUNCEMENT_BYTES)
 
@@ -97,21 +95,21 @@ class MessageLayout:
 
 
 def pad_bytes(payload: bytes, nbytes: Bytes) -> Tensor:
-    """Bytes as a message of a fixed size, which a receiver can wait for without knowing more."""
-    assert len(payload) <= nbytes - 4, "the sender checks what it tells"
-    whole = bytearray(nbytes)
-    whole[: 4 + len(payload)] = struct.pack("<I", len(payload)) + payload
-    return torch.frombuffer(whole, dtype=torch.uint8)
+    """Pad bytes to a message of fixed size, which a receiver can post without a layout."""
+    assert len(payload) <= nbytes - 4, "the sender checks the size"
+    message = bytearray(nbytes)
+    message[: 4 + len(payload)] = struct.pack("<I", len(payload)) + payload
+    return torch.frombuffer(message, dtype=torch.uint8)
 
 
 def unpad_bytes(message: Tensor) -> bytes:
-    whole = message.numpy().tobytes()
-    (length,) = struct.unpack_from("<I", whole)
-    return whole[4 : 4 + length]
+    raw = message.numpy().tobytes()
+    (length,) = struct.unpack_from("<I", raw)
+    return raw[4 : 4 + length]
 
 
 def write_timestamp(buffer: Tensor, time: Seconds) -> None:
-    """Write the time of sending into the header, at the last moment."""
+    """Write the time of sending into the header, just before the send."""
     buffer[:8].view(torch.float64).fill_(time)
 
 

@@ -1,8 +1,8 @@
-"""A batch cut into micro-batches, and the outputs of the micro-batches joined again.
+"""Split a batch into micro-batches, and join the outputs of the micro-batches.
 
-Tensors are cut along their first dimension, which counts samples; anything else (a flag, a scalar)
-goes to every micro-batch as it is. Sizes differ by one at the most when they are chosen by number,
-and the last one may be smaller when they are chosen by size.
+Tensors are split along their first dimension, which counts samples; anything else (a flag, a
+scalar) goes unchanged to every micro-batch. With a given number of micro-batches, sizes differ by
+at most one; with a given size, the last micro-batch may be smaller.
 """
 
 import hashlib
@@ -16,16 +16,16 @@ from torch.utils import _pytree as pytree
 
 from polyrhythm.errors import ScheduleError
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional ones, and those by name
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
 
 def sizes_by_number(batch_size: int, num_microbatches: int) -> list[int]:
-    """As even as it goes, larger ones first."""
+    """Return sizes that are as even as possible, larger ones first."""
     if batch_size < num_microbatches:
         raise ScheduleError(
             f"a batch of {batch_size} for {num_microbatches} micro-batches",
             expected=f"{num_microbatches} samples or more",
-            fix=f"use larger batches, or num_microbatches={max(1, batch_size)} at the most",
+            fix=f"use larger batches, or num_microbatches of at most {max(1, batch_size)}",
         )
     each, rest = divmod(batch_size, num_microbatches)
     return [each + (m < rest) for m in range(num_microbatches)]
@@ -37,31 +37,31 @@ def sizes_by_size(batch_size: int, microbatch_size: int) -> list[int]:
 
 
 def batch_size_of(arguments: object, what: str) -> int | None:
-    """The common first dimension of all tensors; None where there is no tensor with one."""
-    found: dict[int, tuple[int, ...]] = {}
+    """Return the common first dimension of all tensors; None if no tensor has a dimension."""
+    shape_by_size: dict[int, tuple[int, ...]] = {}
     for leaf in pytree.tree_leaves(arguments):
         if isinstance(leaf, Tensor) and leaf.dim():
-            found.setdefault(leaf.shape[0], tuple(leaf.shape))
-    if len(found) > 1:
-        shapes = " and ".join(str(shape) for shape in found.values())
+            shape_by_size.setdefault(leaf.shape[0], tuple(leaf.shape))
+    if len(shape_by_size) > 1:
+        shapes = " and ".join(str(shape) for shape in shape_by_size.values())
         raise ScheduleError(
             f"{what} have shapes {shapes}",
             expected="tensors with the samples of one batch along their first dimension",
-            fix="make what is not per sample a buffer of the module, or expand it to the batch",
+            fix="expand a tensor without samples to the batch, or make it a buffer of the module",
         )
-    return next(iter(found), None)
+    return next(iter(shape_by_size), None)
 
 
 def split_microbatches(arguments: Any, sizes: Sequence[int], what: str) -> list[Any]:
-    """One set of arguments per micro-batch."""
-    found = batch_size_of(arguments, what)
-    if found is None:
+    """Return the arguments of every micro-batch."""
+    batch_size = batch_size_of(arguments, what)
+    if batch_size is None:
         return [arguments] * len(sizes)
-    if found != sum(sizes):
+    if batch_size != sum(sizes):
         raise ScheduleError(
-            f"{what} hold {found} samples, the first stage got {sum(sizes)}",
+            f"{what} have {batch_size} samples, the inputs of the first stage {sum(sizes)}",
             expected="the same batch on every stage",
-            fix="give every stage its share of one batch of one data loader",
+            fix="pass every stage its part of one batch of one data loader",
         )
     leaves, structure = pytree.tree_flatten(arguments)
     slices = [
@@ -81,15 +81,15 @@ def split_microbatches(arguments: Any, sizes: Sequence[int], what: str) -> list[
 
 
 def all_on(device: torch.device, arguments: Any) -> bool:
-    """Whether every tensor is on the device already."""
+    """Whether every tensor is already on the device."""
     leaves = pytree.tree_leaves(arguments)
     return all(leaf.device == device for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def kind_of(arguments: Any, size: int, *, training: bool) -> int:
-    """A number for how a micro-batch of a size looks: shapes, types, what needs gradients.
+    """Hash the kind of a micro-batch: shapes, dtypes, which tensors need gradients.
 
-    `arguments` are those of the batch, of which all micro-batches look alike but for their size.
+    `arguments` are those of the batch: its micro-batches differ only in `size`.
     """
     leaves, structure = pytree.tree_flatten(arguments)
     descriptions = [
@@ -104,21 +104,21 @@ def kind_of(arguments: Any, size: int, *, training: bool) -> int:
 
 
 def join_outputs(outputs: Sequence[Any]) -> Any:
-    """The outputs of all micro-batches as those of the batch; None where there are none."""
+    """Concatenate the outputs of all micro-batches; None if there are none."""
     if not outputs:
         return None
     leaves, structures = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
     if not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves[0]):
-        return list(outputs)  # what cannot be joined is left to the caller
-    whole = [torch.cat(parts) for parts in zip(*leaves, strict=True)]
-    return pytree.tree_unflatten(whole, structures[0])
+        return list(outputs)  # other objects cannot be concatenated: the caller gets a list
+    joined = [torch.cat(tensors) for tensors in zip(*leaves, strict=True)]
+    return pytree.tree_unflatten(joined, structures[0])
 
 
 def tensors_of(returned: object, *, stage: int) -> tuple[Tensor, ...]:
-    """What a stage's module returned, which has to be a tensor or several."""
-    several = returned if isinstance(returned, tuple | list) else (returned,)
-    if several and all(isinstance(x, Tensor) and _is_plain(x) for x in several):
-        return tuple(several)
+    """Return the outputs of a stage as a tuple of tensors; refuse other objects."""
+    outputs = returned if isinstance(returned, tuple | list) else (returned,)
+    if outputs and all(isinstance(x, Tensor) and _is_plain(x) for x in outputs):
+        return tuple(outputs)
     if isinstance(returned, Mapping):
         shown = f"{type(returned).__name__} with {', '.join(map(str, returned))}"
     elif isinstance(returned, tuple | list):
@@ -127,10 +127,9 @@ def tensors_of(returned: object, *, stage: int) -> tuple[Tensor, ...]:
         shown = _shown(returned)
     raise ScheduleError(
         f"stage {stage} returned a {shown}",
-        expected="a tensor, or a tuple of tensors, to send to the next stage; each a plain one, "
-        "whose numbers are here",
+        expected="a tensor, or a tuple of tensors, to send to the next stage; each dense and local",
         fix="return only tensors from the stage's module, and keep the rest in the module; "
-        "of a DTensor return x.to_local() or x.full_tensor(), of others x.to_dense()",
+        "for a DTensor return x.to_local() or x.full_tensor(), for a sparse tensor x.to_dense()",
     )
 
 

@@ -1,4 +1,4 @@
-"""How a pipeline is to run, checked before any process is asked for anything."""
+"""The options of a pipeline, checked before any communication."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """What `Pipeline` was given; all stages must agree on all but `memory_limit`."""
+    """The options of `Pipeline`; all but `memory_limit` must be equal on all stages."""
 
     num_microbatches: int | None
     microbatch_sizes: Sequence[int] | None
@@ -32,22 +32,20 @@ class PipelineOptions:
         for name in ("tune_every", "window", "timeout"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ScheduleError(
-                    f"{name}={value}", expected="more than 0", fix=f"leave {name} out"
-                )
+                raise ScheduleError(f"{name}={value}", expected="more than 0", fix=f"omit {name}")
         if self.memory_limit is not None and not self.is_tuned:
             what = "flush=False" if not self.flush else f"the schedule {self.spec}"
             raise ScheduleError(
                 f"a memory limit of {self.memory_limit} with {what}",
-                expected="the schedule auto, which keeps to it",
-                fix="leave schedule and flush out, or memory_limit",
+                expected="schedule='auto', which chooses within the limit",
+                fix="omit schedule and flush, or omit memory_limit",
             )
-        _ = self.spec, self.limit_bytes  # refuse what cannot be read
+        _ = self.spec, self.limit_bytes  # raises if one cannot be parsed
         if not self.flush and self.num_microbatches != 1:
             raise ScheduleError(
                 f"flush=False with num_microbatches={self.num_microbatches}",
-                expected="num_microbatches=1: a batch runs in one piece",
-                fix="give smaller batches one by one, or use flush=True",
+                expected="num_microbatches=1: a batch is not split",
+                fix="pass smaller batches one by one, or use flush=True",
             )
 
     @property
@@ -56,13 +54,13 @@ class PipelineOptions:
 
     @property
     def sizes_to_try(self) -> tuple[int, ...]:
-        """Sizes of micro-batches for the tuner to choose from, if there is a choice."""
+        """The micro-batch sizes from which the tuner chooses; empty without a choice."""
         sizes = tuple(self.microbatch_sizes or ())
         return sizes if self.is_tuned and len(sizes) > 1 else ()
 
     @property
     def spec(self) -> ScheduleSpec | ExplicitSchedule:
-        """The schedule to start with."""
+        """The initial schedule."""
         if isinstance(self.schedule, str):
             return ScheduleSpec("1f1b") if self.schedule == AUTO else parse_schedule(self.schedule)
         return (
@@ -78,7 +76,7 @@ class PipelineOptions:
 
     @property
     def text(self) -> str:
-        """What all stages must agree on, for people to compare."""
+        """The options that must be equal on all stages, as text for error messages."""
         microbatches = self.num_microbatches or list(self.microbatch_sizes or ())
         schedule = AUTO if self.is_tuned else self.spec
         return (
@@ -87,7 +85,7 @@ class PipelineOptions:
         )
 
     def pipedream_limits(self, num_stages: int) -> tuple[int, ...]:
-        """Batches in flight per stage without a flush; refuses schedules that have no such form."""
+        """Return the limits of batches in flight per stage without a flush."""
         spec = self.spec
         if isinstance(spec, ScheduleSpec) and spec.name == "1f1b":
             return one_f_one_b_limits(num_stages)
@@ -106,25 +104,25 @@ class PipelineOptions:
                 f"num_microbatches={self.num_microbatches}, "
                 f"microbatch_sizes={self.microbatch_sizes}",
                 expected="one of the two",
-                fix="num_microbatches=8 to cut every batch into 8, or microbatch_sizes=[1, 2, 4] "
-                "to let schedule='auto' choose",
+                fix="pass num_microbatches=8 to split every batch into 8, or "
+                "microbatch_sizes=[1, 2, 4] to let schedule='auto' choose",
             )
         least = min(self.microbatch_sizes or [self.num_microbatches or 0])
         if least < 1:
             raise ScheduleError(
-                f"{least} samples or micro-batches", expected="1 or more", fix="give a whole number"
+                f"{least} samples or micro-batches", expected="1 or more", fix="pass an integer"
             )
         if len(self.microbatch_sizes or ()) > 1 and not self.is_tuned:
             raise ScheduleError(
                 f"{len(self.microbatch_sizes or ())} micro-batch sizes for the schedule "
                 f"{self.spec}",
-                expected="one, or the schedule auto, which chooses",
-                fix="leave schedule out",
+                expected="one size, or schedule='auto', which chooses",
+                fix="omit schedule",
             )
 
 
 def parse_schedule(text: str) -> ScheduleSpec:
-    """The schedule of that name, for people who may also write auto."""
+    """Parse a schedule; its error also offers auto."""
     try:
         return ScheduleSpec.parse(text)
     except ScheduleError as error:

@@ -1,10 +1,10 @@
-"""Split a model into pipeline stages: who holds which layer, what crosses from stage to stage.
+"""Split a model into pipeline stages: which stage has which layers, and what stages send.
 
-A Sequential is cut between its layers; an output that a later layer needs besides the one after it
-travels straight to the stage that needs it. Any other model is cut along one list of layers, and
-every stage runs the model's own forward around its slice of it (`parts.py`), so that masks and
-positions are exactly the model's. Nothing is copied: parts hold the model's own modules and their
-names, and what no part of this process holds is free to go.
+A Sequential is split between its layers; an output that a layer other than the next one needs is
+sent straight to the stage of that layer. Any other model is split along one list of layers, and
+every stage runs the model's own forward around its slice of the list (`stage_modules.py`), so that
+masks and positions are exactly the model's. Nothing is copied: a partition refers to the model's
+own modules under their names, and modules of other stages can be freed.
 """
 
 import difflib
@@ -26,9 +26,9 @@ from polyrhythm.run.pipeline.stage_modules import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wiring:
-    """What a stage receives from whom and sends to whom; most often all from and to neighbours."""
+    """Which stages send to a stage and receive from it; without skips only its neighbours."""
 
-    sources: tuple[int, ...]  # their messages, one after the other, make the positional inputs
+    sources: tuple[int, ...]  # their messages, in this order, are the positional inputs
     targets: Mapping[int, tuple[int, ...] | None]  # stage -> positions of outputs; None: all
 
 
@@ -37,13 +37,13 @@ class TiedParameter:
     """A parameter that several stages hold: equal copies, whose gradients must be summed."""
 
     key: str  # its first name in the whole model, the same on every stage
-    stages: tuple[int, ...]  # that hold it, sorted; this one among them
-    name: str  # in this part's module
+    stages: tuple[int, ...]  # all that hold it, sorted, including this one
+    name: str  # in the module of this stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPartition:
-    """One stage's share of a model; its parameters are called as in the whole model.
+    """One stage's part of a model; its parameters have the names of the whole model.
 
     The module is called with the tensors of all sources (on stage 0 the user's arguments) and the
     user's keyword arguments, and returns a tensor or a tuple of tensors.
@@ -55,7 +55,7 @@ class ModelPartition:
 
 
 def linear_wiring(stage: int, num_stages: int) -> Wiring:
-    """All outputs to the next stage."""
+    """Return the wiring that sends all outputs to the next stage."""
     return Wiring(
         sources=(stage - 1,) if stage > 0 else (),
         targets={stage + 1: None} if stage < num_stages - 1 else {},
@@ -70,7 +70,7 @@ def split_sequential(
     layers_per_stage: Sequence[int] | None = None,
     skips: Mapping[int | str, int | str | Sequence[int | str]] | None = None,
 ) -> ModelPartition:
-    """`skips={5: 1}` calls layer 5 with the outputs of layers 4 and 1; layers by index or name."""
+    """Split a Sequential; `skips={5: 1}` (index or name) calls layer 5 with outputs of 4 and 1."""
     names = list(model._modules)  # named_children() leaves out a layer's second appearance
     ranges = _ranges(len(names), num_stages, layers_per_stage)
     owner = [holder for holder, held in enumerate(ranges) for _ in held]
@@ -118,11 +118,11 @@ def split_layers(
     epilogue: Sequence[str] = (),
     layers_per_stage: Sequence[int] | None = None,
 ) -> ModelPartition:
-    """A stage runs the model's own forward around its slice of the list of modules `layers`.
+    """Split a model: each stage runs the model's own forward around its slice of `layers`.
 
     All names are dotted. `prologue` goes to the first stage, `epilogue` to the last, `every` and
-    what has no parameters to all. Stages after the first take the hidden state as their only
-    positional argument, the last returns the logits (or the first tensor that the model returns).
+    modules without parameters to all. Stages after the first take the hidden state as their only
+    positional argument; the last returns the logits (or the first tensor that the model returns).
     """
     listed = _check_lists(model, layers=layers, prologue=prologue, every=every, epilogue=epilogue)
     layer_list = model.get_submodule(layers)
@@ -132,7 +132,7 @@ def split_layers(
     stages_of_list = {"prologue": {0}, "every": everywhere, "epilogue": {num_stages - 1}}
     stages_by_name = {
         layers: everywhere,
-        **{name: stages_of_list[what] for name, what in listed.items()},
+        **{name: stages_of_list[option] for name, option in listed.items()},
     }
     for holder, held in enumerate(ranges):
         for name in list(layer_list._modules)[held.start : held.stop]:
@@ -169,7 +169,7 @@ def _ranges(
                 f"layers_per_stage={list(layers_per_stage)}: {sum(layers_per_stage)} layers in "
                 f"{plan.num_stages} stages",
                 expected=f"{num_layers} layers in {num_stages} stages",
-                fix="give one number per stage, which add up, or leave layers_per_stage out",
+                fix="pass one number per stage with this sum, or omit layers_per_stage",
             )
     return [plan.layers(stage) for stage in range(num_stages)]
 
@@ -177,22 +177,22 @@ def _ranges(
 def _tied(
     model: nn.Module, module: nn.Module, holders: Mapping[str, Collection[int]]
 ) -> tuple[TiedParameter, ...]:
-    """`holders`: stages by name of parameter, for every name that a shared one has."""
+    """Find the tied parameters of `module`; `holders` gives the stages of every name."""
     stages: dict[nn.Parameter, set[int]] = {}
     keys: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         stages.setdefault(parameter, set()).update(holders[name])
         keys.setdefault(parameter, name)
-    own_range = {parameter: name for name, parameter in module.named_parameters()}
+    own_names = {parameter: name for name, parameter in module.named_parameters()}
     return tuple(
-        TiedParameter(key=keys[parameter], stages=tuple(sorted(held)), name=own_range[parameter])
-        for parameter, held in stages.items()
-        if parameter in own_range and len(held) > 1
+        TiedParameter(key=keys[parameter], stages=tuple(sorted(holding)), name=own_names[parameter])
+        for parameter, holding in stages.items()
+        if parameter in own_names and len(holding) > 1
     )
 
 
 def _needed(held: range, extra: Mapping[int, Sequence[int]]) -> list[int]:
-    """The values, by the layer that makes them, that a stage with these layers receives."""
+    """Return the outputs, by layer, that a stage with the layers `held` receives."""
     if held.start == 0:
         return []
     skipped = {value for layer in held for value in extra.get(layer, ()) if value < held.start}
@@ -202,25 +202,25 @@ def _needed(held: range, extra: Mapping[int, Sequence[int]]) -> list[int]:
 def _extra_inputs(
     names: list[str], skips: Mapping[int | str, int | str | Sequence[int | str]]
 ) -> dict[int, tuple[int, ...]]:
-    """Layer -> layers whose outputs it takes after that of the one before it."""
+    """Map a layer to the layers whose outputs it takes in addition to the previous one's."""
     extra: dict[int, tuple[int, ...]] = {}
-    for target, given in skips.items():
-        sources = [given] if isinstance(given, int | str) else given
-        into = _index(target, names)
-        if into in extra:
+    for target, listed in skips.items():
+        sources = [listed] if isinstance(listed, int | str) else listed
+        layer = _index(target, names)
+        if layer in extra:
             raise PlanError(
-                f"skips name layer {into} twice, by index and by name",
-                expected="every layer once, with all its sources",
-                fix=f"write skips={{{into}: [all its sources]}}",
+                f"skips name layer {layer} twice, by index and by name",
+                expected="each layer once, with all its sources",
+                fix=f"write skips={{{layer}: [all its sources]}}",
             )
-        extra[into] = tuple(_index(source, names) for source in sources)
-        late = [source for source in extra[into] if source >= into]
-        if late:
+        extra[layer] = tuple(_index(source, names) for source in sources)
+        too_late = [source for source in extra[layer] if source >= layer]
+        if too_late:
             raise PlanError(
-                f"skips={{{target!r}: {given!r}}}: {late[0]} has no output when layer {into} runs",
-                expected="sources that come before the layer that takes them",
-                fix=f"take the output of a layer below {into}, or swap the two: "
-                f"skips={{{late[0]}: {into}}}",
+                f"skips={{{target!r}: {listed!r}}}: {too_late[0]} is not before layer {layer}",
+                expected="sources that run before the layer that takes them",
+                fix=f"take the output of a layer below {layer}, or swap the two: "
+                f"skips={{{too_late[0]}: {layer}}}",
             )
     return extra
 
@@ -233,52 +233,52 @@ def _index(layer: int | str, names: list[str]) -> int:
     nearest = f"did you mean {_nearest(str(layer), names)[0]!r}? or use" if names else "use"
     raise PlanError(
         f"skips name layer {layer!r}",
-        expected=f"an index from 0 to {len(names) - 1}, or a name of a layer",
+        expected=f"an index from 0 to {len(names) - 1}, or the name of a layer",
         fix=f"{nearest} one of {', '.join(map(repr, names[:12]))}{', ...' * (len(names) > 12)}",
     )
 
 
 def _check_not_overwritten(model: nn.Sequential, extra: Mapping[int, Sequence[int]]) -> None:
-    """A layer that overwrites what a skip carries would do so for some ways to split only."""
+    """Refuse layers that overwrite the output of a skip: results would depend on the split."""
     for target, sources in extra.items():
         for source in sources:
             if source + 1 < target and starts_in_place(model[source + 1]):
                 raise PlanError(
                     f"layer {source + 1} works in place on the output of layer {source}, which "
                     f"layer {target} takes as well",
-                    expected="outputs that stay as they are until all have used them",
+                    expected="outputs that no layer overwrites before all have used them",
                     fix=f"use inplace=False there, or take the output of layer {source + 1}",
                 )
 
 
 def _check_lists(model: nn.Module, *, layers: str, **lists: Sequence[str]) -> dict[str, str]:
-    """Name -> which list it is in."""
+    """Map every listed name to the option that lists it."""
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     if layers not in modules or not _is_list(modules[layers]):
         _raise_layers_error(layers, modules)
     known = [*modules, *(name for name, _ in model.named_parameters(remove_duplicate=False))]
     listed: dict[str, str] = {}
-    for what, names in lists.items():
+    for option, names in lists.items():
         if isinstance(names, str):
             raise PlanError(
-                f"{what}={names!r}", expected="a list of names", fix=f"write {what}=[{names!r}]"
+                f"{option}={names!r}", expected="a list of names", fix=f"write {option}=[{names!r}]"
             )
         for name in names:
             if name not in known:
                 raise PlanError(
-                    f"{what}: the model has no {name!r}",
+                    f"{option}: the model has no {name!r}",
                     expected="the dotted name of a module of the model",
                     fix=f"nearest names: {', '.join(_nearest(name, known)[:4])}",
                 )
             for other in (layers, *listed):
                 if name == other or name in _outer(other) or other in _outer(name):
                     raise PlanError(
-                        f"{what}: {name!r} overlaps with {other!r} in "
+                        f"{option}: {name!r} overlaps with {other!r} in "
                         f"{listed.get(other, 'layers')}",
-                        expected="every module in one list, and none inside of another",
+                        expected="every module in one list, and none inside another",
                         fix="list it once",
                     )
-            listed[name] = what
+            listed[name] = option
     return listed
 
 
@@ -289,7 +289,7 @@ def _raise_layers_error(layers: str, modules: Mapping[str, nn.Module]) -> NoRetu
     kind = f"is a {type(modules[layers]).__name__}" if layers in modules else "does not exist"
     raise PlanError(
         f"layers={layers!r} {kind}",
-        expected="the dotted name of the list of modules to cut: a ModuleList or a Sequential",
+        expected="the dotted name of the list of modules to split: a ModuleList or a Sequential",
         fix=f"use one of (with its length): {', '.join(shown[:8])}{more}"
         if shown
         else "this model has none: write it as a Sequential and use split_sequential",
@@ -297,7 +297,7 @@ def _raise_layers_error(layers: str, modules: Mapping[str, nn.Module]) -> NoRetu
 
 
 def _check_all_assigned(model: nn.Module, listed: set[str]) -> None:
-    """Every parameter must be inside of something that was listed."""
+    """Refuse parameters that are inside no listed module."""
     inner = {outer for name in listed for outer in _outer(name)}
     unassigned: dict[str, None] = {}  # in the model's order
     for name, _ in model.named_parameters():
@@ -307,21 +307,21 @@ def _check_all_assigned(model: nn.Module, listed: set[str]) -> None:
     if unassigned:
         names = ", ".join(repr(name) for name in unassigned)
         raise PlanError(
-            f"no list says which stage holds {names}",
+            f"no list assigns {names} to a stage",
             expected="every module that has parameters in layers, prologue, every or epilogue",
-            fix="list under `prologue` what runs before the layers, under `epilogue` what runs "
-            "after them, under `every` what runs beside them",
+            fix="list modules that run before the layers under `prologue`, after them under "
+            "`epilogue`, and modules that several stages need under `every`",
         )
 
 
 def _is_list(module: nn.Module) -> bool:
-    if isinstance(module, nn.ModuleDict):  # some number the layers by key, to keep names in parts
+    if isinstance(module, nn.ModuleDict):  # some models key layers by number, to keep their names
         return len(module) > 0 and all(key.isdecimal() for key in module)
     return isinstance(module, nn.ModuleList | nn.Sequential)
 
 
 def _outer(name: str) -> list[str]:
-    """The modules around it, innermost first: of "a.b.c", "a.b" and "a"."""
+    """Return the enclosing modules, innermost first: "a.b" and "a" for "a.b.c"."""
     outer = []
     while "." in name:
         name = name.rpartition(".")[0]

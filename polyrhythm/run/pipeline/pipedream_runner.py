@@ -1,13 +1,13 @@
-"""A pipeline that is never flushed: PipeDream's continuous 1F1B with stashed weights.
+"""Run a pipeline without a flush: PipeDream's continuous 1F1B with weight stashing.
 
-Step i of a stage runs the forward of mini-batch i and, once as many are in flight as its limit
-allows, the backward of the oldest; the caller then updates the weights. So a forward uses the
-newest weights there are, and the backward of the same mini-batch has to use the same ones: each
-forward stashes a copy, at most as many as the limit. The gradient goes to the newest weights, and
-so does averaging with other pipelines, which never sees the copies.
+Step i of a stage runs the forward of mini-batch i and, once its limit of mini-batches is in flight,
+the backward of the oldest; the caller then updates the weights. A forward uses the newest weights,
+and the backward of that mini-batch must use the same version: each forward stashes a copy, at most
+`limit` of them. The gradient is applied to the newest weights; averaging with other pipelines
+concerns the newest weights, too, never the copies.
 
 Source: Narayanan et al., "PipeDream", SOSP 2019, section 3.3 (weight stashing); SDPipe, VLDB 2023,
-Algorithm 1. Departure: limits may be larger than 1F1B's S-s, to ride out slow links and stragglers.
+Algorithm 1. Departure: limits may exceed 1F1B's S-s, to tolerate slow links and stragglers.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ from polyrhythm.types import Action, Op
 
 @dataclass(slots=True, kw_only=True)
 class PipeDreamRunner:
-    """One stage of it; `limits[stage]` mini-batches may be in flight on a stage."""
+    """Runs one stage; `limits[stage]` mini-batches may be in flight on a stage."""
 
     module: nn.Module
     executor: Executor
@@ -44,7 +44,7 @@ class PipeDreamRunner:
 
     def __post_init__(self) -> None:
         if self.executor.connections is not None:
-            # Messages under way: those of batches in flight, on the stage that sends or on this.
+            # A window covers the batches in flight on the sender (activations) or here (gradients).
             self.executor.connections.set_windows(self.limits, self.limits[self.stage])
             self.executor.connections.prefetch_headers(self._expect)
 
@@ -54,7 +54,7 @@ class PipeDreamRunner:
 
     @property
     def microbatch_size(self) -> None:
-        """Batches are not cut."""
+        """None: batches are not split."""
 
     @property
     def stage(self) -> int:
@@ -65,15 +65,15 @@ class PipeDreamRunner:
         return self.limits[self.stage]
 
     def expect(self, header: BatchHeader) -> int:
-        """Prepare for a batch; its number. All but the first stage have heard of it before."""
+        """Prepare for a batch; return its number. Later stages have prefetched its header."""
         if self.stage == 0:
             self._expect(header)
         return self._num_run if header.training else 0
 
     def run(self, batch: Batch) -> None:
-        """The forward of a mini-batch and, if it is time, the backward of the oldest."""
+        """Run the forward of a mini-batch and, at the limit, the backward of the oldest."""
         self._in_flight.append(batch)
-        if self.limit > 1:  # else nothing comes between a forward and its backward
+        if self.limit > 1:  # otherwise no update comes between a forward and its backward
             self._stash(batch.first)
         self.executor.execute(Action(Op.F, batch.first), batch)
         self.executor.stage.call = self.module
@@ -87,7 +87,7 @@ class PipeDreamRunner:
         self._num_expected += header.training
 
     def drain(self) -> Iterator[None]:
-        """The backwards that are left; update the weights after each."""
+        """Run the remaining backwards; update the weights after each."""
         while self._in_flight:
             self.has_gradients = True
             self._backward()
@@ -95,14 +95,14 @@ class PipeDreamRunner:
         self.has_gradients = False
 
     def release(self) -> None:
-        """Free what is in flight: batches, activations, copies of the weights."""
+        """Free the batches in flight, their activations and the stashed weights."""
         self._in_flight.clear()
         self._stashed_weights.clear()
-        self.executor.stage.call = self.module  # a forward that failed has left a copy there
+        self.executor.stage.call = self.module  # a failed forward leaves a stashed copy there
         self.executor.stage.release()
 
     def _stash(self, number: int) -> None:
-        weights = {  # what is frozen is the same in all versions
+        weights = {  # frozen parameters are equal in all versions
             name: p.detach().clone().requires_grad_()
             for name, p in self.module.named_parameters()
             if p.requires_grad
@@ -114,7 +114,7 @@ class PipeDreamRunner:
     def _backward(self) -> None:
         batch = self._in_flight.popleft()
         weights = self._stashed_weights.pop(batch.first, {})
-        # What is checkpointed is computed once more: with the same weights.
+        # Activation checkpointing recomputes the forward: it must use the same weights.
         with _reparametrize_module(self.module, weights, tie_weights=True):
             self.executor.execute(Action(Op.B, batch.first), batch)
         for name, parameter in self.module.named_parameters():
@@ -128,7 +128,7 @@ def _call(module: nn.Module, weights: dict[str, Tensor], *args: Any, **kwargs: A
 
 
 def check_untied(tied: Sequence[TiedParameter]) -> None:
-    """Copies of one parameter are updated at different times without a flush."""
+    """Refuse tied parameters: without a flush, stages update their copies at different times."""
     if tied:
         raise ScheduleError(
             f"flush=False with {tied[0].key} tied across stages",

@@ -1,8 +1,8 @@
-"""A pipeline: this process runs one stage of a model, action by action, as the schedule says.
+"""A pipeline: this process runs one stage of a model, action by action, in schedule order.
 
 `step` and `eval` are called like those of torch.distributed.pipelining's schedules. Sends never
-block, receives are posted ahead, so a stage waits only when what its next action needs is not here
-yet. Micro-batches run in the same order under every schedule, so gradients are equal to the bit.
+block and receives are posted ahead, so a stage waits only if the input of its next action has not
+arrived. Micro-batches run in the same order under every schedule: gradients are bit-identical.
 """
 
 import time
@@ -65,23 +65,23 @@ class Pipeline(PipelineProperties):
         compute: EmulatedCompute | None = None,
         pipeline: int = 0,
     ) -> None:
-        """`loss_fn(output, target)` gives the mean loss of a micro-batch; the last stage calls it.
+        """`loss_fn(output, target)` returns the mean loss of a micro-batch, on the last stage.
 
-        A batch is cut into `num_microbatches`, or, under the schedule auto, into micro-batches of
-        that one of `microbatch_sizes` that turns out best. Auto starts with 1f1b, and every
-        `tune_every` steps takes the schedule that is predicted to be shortest from what it measured
-        meanwhile, within the `memory_limit` of this stage ("20GiB"); the optimizer is taken to
-        keep `optimizer_floats` numbers per weight. Other schedules are written `1f1b`, `gpipe`,
-        `kfkb:2`, `bounded:7,5,3,1`, or are lists of actions.
+        A batch is split into `num_microbatches` or, with schedule="auto", into micro-batches of the
+        best of `microbatch_sizes`. Auto starts with 1f1b; every `tune_every` steps it selects the
+        schedule with the shortest step, predicted from the measured times, within the
+        `memory_limit` of this stage ("20GiB"), where the optimizer has `optimizer_floats` floats
+        per weight. Other schedules are written `1f1b`, `gpipe`, `kfkb:2`, `bounded:7,5,3,1`, or are
+        lists of actions.
 
-        `flush=False`: a step runs the forward of its batch, in one piece, and the backward of an
-        earlier one, so that stages never wait for the pipeline to empty; see `drain`.
+        `flush=False`: a step runs the forward of its batch, unsplit, and the backward of an earlier
+        batch, so that stages never wait for the pipeline to empty; see `drain`.
 
-        `scale_grads`: gradients are those of the mean loss over the batch, else of the sum over
-        micro-batches. `timeout`: how long to wait for another stage before it counts as lost.
-        `window`: messages received ahead per direction, in place of what the schedule needs.
-        `pipeline` numbers the replicas of a job, for names in messages and logs; `log` is an
-        event log, or the folder of a run to write one in.
+        `scale_grads`: gradients are those of the mean loss over the batch, otherwise of the sum
+        over micro-batches. `timeout`: the longest wait for another stage before it counts as lost.
+        `window`: number of receives posted ahead per direction, instead of the schedule's number.
+        `pipeline` numbers the replicas of a job in messages and logs; `log` is an event log, or the
+        folder of a run in which to write one.
         """
         options = PipelineOptions(
             num_microbatches=num_microbatches,
@@ -196,7 +196,7 @@ class Pipeline(PipelineProperties):
         skips: Mapping[int | str, Any] | None = None,
         **options: Any,
     ) -> Self:
-        """This process's layers of `model`; `skips={5: 1}`: layer 5 also gets layer 1's output."""
+        """Run this process's layers of `model`; `skips={5: 1}`: layer 5 also takes 1's output."""
         ranks, stage = stage_ranks(group)
         model_partition = split_sequential(
             model,
@@ -220,7 +220,7 @@ class Pipeline(PipelineProperties):
         layers_per_stage: Sequence[int] | None = None,
         **options: Any,
     ) -> Self:
-        """This process's part of a model that keeps its layers in a list, as Hugging Face's do.
+        """Run this process's part of a model with a list of layers, as in Hugging Face models.
 
         `prologue` modules run on the first stage, `epilogue` on the last, `every` on all.
         """
@@ -239,14 +239,14 @@ class Pipeline(PipelineProperties):
 
     @classmethod
     def from_torch_stage(cls, stage: Any, **options: Any) -> Self:
-        """The module, process group and device of a torch.distributed.pipelining.PipelineStage."""
+        """Use the module, process group and device of a torch.distributed.pipelining stage."""
         ranks, stage_index = stage_ranks(stage.group)
         if (stage_index, len(ranks)) != (stage.stage_index, stage.num_stages):
             raise ScheduleError(
                 f"a torch stage {stage.stage_index} of {stage.num_stages} "
                 f"on process {stage_index} of {len(ranks)}",
                 expected="one stage per process, in the order of the process group",
-                fix="give each process one PipelineStage, whose stage_index is its group rank",
+                fix="create one PipelineStage per process, with its group rank as stage_index",
             )
         return cls(stage.submod, group=stage.group, device=stage.device, **options)
 
@@ -260,12 +260,12 @@ class Pipeline(PipelineProperties):
         metadata: tuple[int, ...] = (),
         **kwargs: Any,
     ) -> Any:
-        """Forward and backward of one batch; gradients are added to those of the parameters.
+        """Run forward and backward of one batch; gradients accumulate in the parameters.
 
-        The first stage gives the model's arguments, the last one `target`; keyword arguments go to
-        the module of the stage that gives them. On the last stage `losses` receives the loss of
-        every micro-batch, and the outputs of the batch are returned. The first one's `metadata`, a few
-        numbers, travels ahead of the batch; the last one's `target` may be a function of it.
+        The first stage passes the model's arguments, the last one `target`; keyword arguments go to
+        the module of the stage that passes them. On the last stage `losses` receives the loss of
+        every micro-batch, and the outputs of the batch are returned. The `metadata` of the first
+        stage, a few numbers, is sent ahead of the batch; `target` may be a function of it.
         """
         batch = self._begin(
             StepInputs(
@@ -278,10 +278,10 @@ class Pipeline(PipelineProperties):
                 metadata=metadata,
             )
         )
-        began = time.perf_counter()
+        start = time.perf_counter()
         self._runner.run(batch)
         if self._own_log is not None:
-            self._record(self._own_log, began, batch)
+            self._record(self._own_log, start, batch)
         self.num_steps += 1
         return self._results(batch, losses)
 
@@ -295,7 +295,7 @@ class Pipeline(PipelineProperties):
         metadata: tuple[int, ...] = (),
         **kwargs: Any,
     ) -> Any:
-        """Forward only, without gradients; otherwise like `step`."""
+        """Run forward only, without gradients; otherwise like `step`."""
         with torch.no_grad():
             batch = self._begin(
                 StepInputs(
@@ -315,7 +315,7 @@ class Pipeline(PipelineProperties):
         return self._results(batch, losses)
 
     def drain(self) -> Iterator[None]:
-        """Without a flush: run the backwards that are left; update the weights after each.
+        """Run the remaining backwards of a pipeline without a flush; update weights after each.
 
         for _ in pipeline.drain():
             optimizer.step()
@@ -330,12 +330,12 @@ class Pipeline(PipelineProperties):
                     self._check_open("drain")
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of all stages together, as torch's does for a model in one piece."""
+        """Clip the gradients of all stages by their common norm, as torch does for one model."""
         self._check_open("clip_grad_norm_")
         if isinstance(self._runner, PipeDreamRunner) and self.num_stages > 1:
             raise ScheduleError(
                 "clipping across stages without a flush",
-                expected="gradients of one mini-batch on all stages at once",
+                expected="gradients of the same mini-batch on all stages",
                 fix="clip per stage with torch.nn.utils.clip_grad_norm_, or use flush=True",
             )
         return clip_grad_norm(
@@ -348,11 +348,11 @@ class Pipeline(PipelineProperties):
 
     @property
     def log(self) -> EventLog | None:
-        """Where it writes what happens."""
+        """The event log, if there is one."""
         return self._log
 
     def close(self) -> None:
-        """End for good, and free what is in flight; without a flush, `drain` first."""
+        """Close the connections and free batches in flight; without a flush, `drain` first."""
         try:
             if self._connections is not None:
                 if isinstance(self._runner, PipeDreamRunner) and not self._runner.is_drained:
@@ -373,7 +373,7 @@ class Pipeline(PipelineProperties):
         if error is None:
             self.close()
             return
-        if self._connections is not None:  # a peer may be gone: waiting would hide the error
+        if self._connections is not None:  # a peer may be lost: waiting would hide the error
             self._connections.abort()
         self._release()
 
@@ -384,7 +384,7 @@ class Pipeline(PipelineProperties):
             self._own_log.close()
 
     def _begin(self, step_inputs: StepInputs) -> Batch:
-        """Cut the batch as the first stage says, and post receives for all of it."""
+        """Split the batch as its header prescribes, and post its receives."""
         self._check_open("step" if step_inputs.training else "eval")
         step_inputs.check(self._loss_fn, is_last=self.is_last)
         self._splitter.microbatch_size = (
@@ -393,7 +393,7 @@ class Pipeline(PipelineProperties):
         header = self._splitter.make_header(step_inputs) if self.is_first else None
         if self._connections is not None:
             header = self._connections.relay_header(header)
-        assert header is not None, "the first stage decides, the others hear of it"
+        assert header is not None, "the first stage makes the header, the others receive it"
         self._last_header = header
         batch = self._splitter.batch(
             step_inputs.with_target(header),
@@ -405,10 +405,10 @@ class Pipeline(PipelineProperties):
         batch.first = self._runner.expect(header)
         return batch
 
-    def _record(self, log: EventLog, began: Seconds, batch: Batch) -> None:
-        """A step, with the loss of the batch where it is known."""
+    def _record(self, log: EventLog, start: Seconds, batch: Batch) -> None:
+        """Write the event of a step, with the loss on the last stage."""
         values = {"loss": batch.mean_loss()} if batch.losses else {}
-        log.write("step", start=log.at(began), step=batch.step, values=values)
+        log.write("step", start=log.at(start), step=batch.step, values=values)
 
     def _results(self, batch: Batch, losses: list[Tensor] | None) -> Any:
         if losses is not None:

@@ -1,4 +1,4 @@
-"""What one can ask a pipeline about itself."""
+"""The properties of a pipeline."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ from polyrhythm.types import Bytes
 
 
 class PipelineProperties:
-    """Read between steps; `spec` may be set there, too."""
+    """Properties to read between steps; `spec` may also be set between steps."""
 
     stage: int
     num_stages: int
@@ -26,11 +26,11 @@ class PipelineProperties:
     _is_closed: bool
     _connections: Connections | None
     _tied: TiedGradients | None
-    _last_header: BatchHeader | None  # of the batch that was begun last
+    _last_header: BatchHeader | None  # of the latest batch
 
     @property
     def spec(self) -> ScheduleSpec | ExplicitSchedule:
-        """The schedule of the next step; set it between steps, on all stages alike."""
+        """The schedule of the next step; set it between steps, equally on all stages."""
         return self._flush_runner.spec
 
     @spec.setter
@@ -48,30 +48,30 @@ class PipelineProperties:
             return self._runner
         raise ScheduleError(
             "the schedule of a pipeline with flush=False",
-            expected="one whose steps run a schedule each",
+            expected="a pipeline whose steps each run a schedule",
             fix="use flush=True",
         )
 
     @property
     def metadata(self) -> tuple[int, ...]:
-        """Of the first stage, on the batch that was begun last."""
+        """The first stage's metadata of the latest batch."""
         return () if self._last_header is None else self._last_header.metadata
 
     def end_batches(self) -> None:
-        """On the first stage: the others, who wait for the next batch, hear that none will come."""
+        """Announce from the first stage that no batch follows; the other stages wait for one."""
         self._check_open("end_batches")
         if self._connections is not None and self._connections.stage == 0:
             self._connections.relay_header(END_OF_DATA)
 
     @property
     def sizes(self) -> list[int]:
-        """Of the micro-batches of the batch that was begun last."""
+        """The sizes of the micro-batches of the latest batch."""
         return [] if self._last_header is None else self._last_header.sizes
 
     def set_accumulation_context(
         self, context: Callable[[], AbstractContextManager[object]]
     ) -> None:
-        """Entered around all backwards of a step but the last, whose gradients are complete."""
+        """Set the context of all backwards of a step but the last, which completes gradients."""
         self._flush_runner.accumulation_context = context
 
     @property
@@ -81,16 +81,16 @@ class PipelineProperties:
 
     @property
     def tied(self) -> set[Parameter]:
-        """Those that other stages hold, too: their gradients are complete after the step."""
+        """The parameters that other stages hold, too: their gradients are complete after `step`."""
         return set() if self._tied is None else self._tied.parameters()
 
     @property
     def tied_not_owned(self) -> set[Parameter]:
-        """Those of them that an earlier stage counts as its own."""
+        """The tied parameters that an earlier stage owns."""
         return set() if self._tied is None else self._tied.not_owned()
 
     def norm_over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
-        """That of all stages' numbers, given that of this stage's; called by all stages."""
+        """Combine this stage's norm with those of all other stages, which call this, too."""
         control = None if self._connections is None else self._connections.control
         total = norm.double() if norm_type == float("inf") else norm.double() ** norm_type
         return norm_over_stages(total, norm_type, control)
@@ -98,19 +98,19 @@ class PipelineProperties:
     def _check_open(self, called: str) -> None:
         if self._is_closed:
             raise ScheduleError(
-                f"{called} of a pipeline that is closed",
-                expected="a pipeline in use: closing frees what is in flight",
-                fix="make a new Pipeline; without a flush, drain() before close()",
+                f"{called} of a closed pipeline",
+                expected="an open pipeline: closing frees the batches in flight",
+                fix="create a new Pipeline; without a flush, call drain() before close()",
             )
 
     @property
     def peak_in_flight(self) -> int:
-        """The most micro-batches whose activations were held at once, in the last step."""
+        """The largest number of micro-batches with activations in memory during the last step."""
         return self._compute.peak_in_flight
 
     @property
     def activation_bytes(self) -> Mapping[int, Bytes]:
-        """What a micro-batch holds from its forward to its backward, by kind of micro-batch."""
+        """The activation memory of a micro-batch between forward and backward, by kind."""
         return self._compute.activation_bytes
 
     @property
@@ -128,5 +128,5 @@ class PipelineProperties:
 
     @property
     def peak_weight_versions(self) -> int:
-        """Without a flush: the most copies of the weights that were stashed at once."""
+        """Without a flush: the largest number of stashed weight versions."""
         return self._runner.peak_weight_versions if isinstance(self._runner, PipeDreamRunner) else 0

@@ -1,7 +1,7 @@
-"""The compute of one stage: forward and backward of one micro-batch, and what is held in between.
+"""The compute of one stage: forward and backward of micro-batches, and their activations.
 
-Activations live from the forward of a micro-batch to its backward. Their size is taken from what
-autograd really saves, once for every kind of micro-batch.
+Activations live from the forward of a micro-batch to its backward. Their size is measured from the
+tensors that autograd saves, once for every kind of micro-batch.
 """
 
 import time
@@ -20,31 +20,31 @@ from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.run.pipeline.wrappers import local
 from polyrhythm.types import Bytes, Op, Seconds
 
-MAX_TIMINGS = 4096  # kept, of one thing, until somebody asks: far more than a step has
+MAX_TIMINGS = 4096  # kept until they are read: far more than a step has
 _Timing = tuple[torch.cuda.Event, torch.cuda.Event] | Seconds
 
 
 @dataclass(slots=True)
 class _SavedForBackward:
-    """What the backward of a micro-batch needs."""
+    """The tensors that the backward of a micro-batch needs."""
 
     inputs: list[Tensor]
-    # Where gradients go in, not the tensors: those have been sent and are free. None for one that
-    # needs no gradient. On the last stage the loss itself.
+    # Gradient edges, not tensors: those are freed once they are sent. None for an output without a
+    # gradient. On the last stage the loss itself.
     outputs: list[GradientEdge | Tensor | None]
 
 
 @dataclass(slots=True, kw_only=True)
 class StageCompute:
-    """Runs the module; `loss_fn` on the last stage only."""
+    """Runs the module of a stage; `loss_fn` only on the last stage."""
 
-    call: Callable[..., Any]  # the module, or it with other weights
+    call: Callable[..., Any]  # the module, or the module with stashed weights
     stage: int
     is_last: bool
     device: torch.device
     loss_fn: Callable[..., Tensor] | None = None
     compute: EmulatedCompute | None = None
-    is_synchronized: bool = False  # times are recorded or held back as they pass, on a GPU too
+    is_synchronized: bool = False  # wait for the GPU after each action: for a log or emulation
     activation_bytes: dict[int, Bytes] = field(default_factory=dict, init=False)  # by kind
     peak_in_flight: int = field(default=0, init=False)
     _saved: dict[int, _SavedForBackward] = field(default_factory=dict, init=False)
@@ -60,16 +60,16 @@ class StageCompute:
         kwargs: dict[str, Any],
         finish: Callable[[Any], Any] = lambda returned: returned,
     ) -> Any:
-        """What the module returns, as `finish` (the loss, on the last stage) leaves it."""
+        """Run the module and apply `finish` (on the last stage: the loss) to its outputs."""
         with self._timed(Op.F, kind), self._measure_activations(kind):
             return finish(self.call(*inputs, **kwargs))
 
     def save_for_backward(
         self, microbatch: int, inputs: Sequence[Any], outputs: tuple[Tensor, ...]
     ) -> None:
-        """Keep what the backward will need."""
+        """Keep the inputs and outputs that the backward needs."""
         needing_grad = (x for x in inputs if isinstance(x, Tensor) and x.requires_grad)
-        received = [x for x in needing_grad if x.is_leaf]  # pieces of what the user gave are none
+        received = [x for x in needing_grad if x.is_leaf]  # slices of user tensors are no leaves
         edges = [
             (y if self.is_last else get_gradient_edge(y)) if y.requires_grad else None
             for y in outputs
@@ -84,7 +84,7 @@ class StageCompute:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ScheduleError(
                 f"the loss function returned {shown}",
-                expected="a tensor with one number: the mean over the micro-batch",
+                expected="a scalar tensor: the mean over the micro-batch",
                 fix="use a loss with reduction='mean'",
             )
         return loss
@@ -92,39 +92,39 @@ class StageCompute:
     def backward(
         self, microbatch: int, kind: int, gradients: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """The gradients of the inputs that need one, given those of the outputs that do."""
-        held = self._saved.pop(microbatch)
+        """Compute the gradients of the inputs from the gradients of the outputs."""
+        saved = self._saved.pop(microbatch)
         with self._timed(Op.B, kind):
             pairs = [
                 (edge, g)
-                for edge, g in zip(held.outputs, gradients, strict=True)
+                for edge, g in zip(saved.outputs, gradients, strict=True)
                 if edge is not None and (g is not None or self.is_last)
             ]
-            if pairs:  # else everything so far is frozen
+            if pairs:  # otherwise this and all earlier stages are frozen
                 with self._outside_autocast():
                     outputs: list[Any] = [edge for edge, _ in pairs]
                     torch.autograd.backward(outputs, [g for _, g in pairs])
-        return [torch.zeros_like(x) if x.grad is None else x.grad for x in held.inputs]
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in saved.inputs]
 
     def release(self) -> None:
-        """Free what is held for backwards that will not come."""
+        """Free the tensors saved for backwards that will not run."""
         self._saved.clear()
 
     def durations(self) -> list[tuple[Op, int, Seconds]]:
-        """Operation, kind and time of what ran since this was asked last."""
+        """Return operation, kind and duration of each action since the last call."""
         timings = list(self._timings)
         self._timings.clear()
-        found = []
+        durations = []
         for op, kind, timing in timings:
             if not isinstance(timing, float):
                 start, end = timing
                 end.synchronize()
                 timing = start.elapsed_time(end) / 1e3
-            found.append((op, kind, timing))
-        return found
+            durations.append((op, kind, timing))
+        return durations
 
     def _outside_autocast(self) -> AbstractContextManager[object]:
-        """A backward follows the types of its forward, and autocast would change those."""
+        """Disable autocast: a backward has the dtypes of its forward."""
         if torch.is_autocast_enabled(self.device.type):
             return torch.autocast(self.device.type, enabled=False)
         return nullcontext()
@@ -140,13 +140,13 @@ class StageCompute:
             end.record(stream)
             self._timings.append((op, kind, (start, end)))
             return
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         yield
-        if self.device.type == "cuda":  # its end, not its launch, is what is watched
+        if self.device.type == "cuda":  # time the end of the kernels, not their launch
             torch.cuda.current_stream(self.device).synchronize()
         if self.compute is not None:
-            self.compute.slow_down(op, time.perf_counter() - began)
-        self._timings.append((op, kind, time.perf_counter() - began))
+            self.compute.slow_down(op, time.perf_counter() - start_time)
+        self._timings.append((op, kind, time.perf_counter() - start_time))
 
     @contextmanager
     def _measure_activations(self, kind: int) -> Iterator[None]:
@@ -156,13 +156,13 @@ class StageCompute:
         nbytes_by_tensor: dict[tuple[int, int], Bytes] = {}
         parameters = self._parameter_storages()
 
-        @torch.compiler.disable  # or it is traced as if it were part of a compiled module
+        @torch.compiler.disable  # otherwise it is traced as a part of a compiled module
         def record_saved(saved_tensor: Tensor) -> Tensor:
             tensor = local(saved_tensor)
-            # By view, not by storage: a micro-batch is a view of the batch, which is not ours.
+            # By view, not by storage: a micro-batch is a view of the user's batch.
             if tensor.untyped_storage().data_ptr() not in parameters:
                 nbytes_by_tensor[tensor.data_ptr(), tensor.numel()] = tensor.nbytes
-            return saved_tensor.detach()  # itself would keep its own graph alive, for ever
+            return saved_tensor.detach()  # the tensor itself would keep its own graph alive
 
         with torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor):
             yield

@@ -1,11 +1,11 @@
-"""The modules that stages run: a chain of layers, or a whole model's forward around a few layers.
+"""The modules that stages run: a chain of layers, or a whole model's forward around some layers.
 
-The second is the model itself without the weights of other stages. Layers of earlier stages are
-stepped over; where the first own layer is called, the received hidden state takes the place of
-what the model has there; where the first layer of the next stage would be called, its hidden state
-is the output and the forward ends. So the model's own code decides everything about the own layers,
-and what it does before and after them happens on the first and on the last stage only. The list
-keeps its length, since models choose a layer's mask by its position (Gemma, Qwen and many more).
+The second kind is the model itself without the weights of other stages. Layers of earlier stages
+return their input; at the first own layer the received hidden state replaces the model's; a call of
+the first layer of the next stage ends the forward, with its hidden state as the output. So the
+model's own code runs the own layers, and its code before and after all layers takes effect only on
+the first and the last stage. The list of layers keeps its length, since models choose a layer's
+mask by its position (Gemma, Qwen and many more).
 """
 
 import copy
@@ -24,7 +24,7 @@ from polyrhythm.errors import PlanError
 
 
 class SequentialStage(nn.Module):
-    """Consecutive layers of a Sequential, under the names that they have there."""
+    """Consecutive layers of a Sequential, under their names in the Sequential."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class SequentialStage(nn.Module):
         extra: Mapping[int, Sequence[int]],
         sent: Sequence[int],
     ) -> None:
-        """Values are known by the index of the layer that makes them.
+        """Outputs are identified by the index of the layer that computes them.
 
-        `first` is the index of our first layer, `extra` gives further values that a layer takes.
-        Without `received` the inputs are what the layer before returned, without `sent` the output
-        is what the last layer returns.
+        `first` is the index of the first own layer; `extra` maps a layer to further outputs that it
+        takes. Without `received` the inputs are the outputs of the previous layer; without `sent`
+        the output is that of the last layer.
         """
         super().__init__()
         for name, layer in layers.items():
@@ -55,11 +55,11 @@ class SequentialStage(nn.Module):
             kept = dict(zip(self._received, inputs, strict=True))
             inputs = (kept[self._first - 1],)
         elif self._first > 0 and len(inputs) > 1:
-            inputs = (inputs,)  # the layer before returned a tuple, which is one argument
+            inputs = (inputs,)  # the previous layer returned a tuple, which is one argument
         for index, layer in enumerate(self._modules.values(), start=self._first):
-            assert layer is not None, "a Sequential has no empty places"
+            assert layer is not None, "a Sequential has no empty entries"
             if index == self._first > 0 and starts_in_place(layer):
-                inputs = tuple(x.clone() for x in inputs)  # autograd lets nobody change a leaf
+                inputs = tuple(x.clone() for x in inputs)  # autograd forbids to change a leaf
             output = layer(*inputs, *(kept[v] for v in self._extra.get(index, ())))
             if index in self._kept:
                 kept[index] = output
@@ -67,8 +67,8 @@ class SequentialStage(nn.Module):
         if self._is_last:
             return output
         if not self._sent:
-            several = isinstance(output, tuple | list) and len(output) > 1
-            return output if several else _require_tensor(index, output)
+            is_tuple = isinstance(output, tuple | list) and len(output) > 1
+            return output if is_tuple else _require_tensor(index, output)
         sent = tuple(_require_tensor(index, kept[index]) for index in self._sent)
         return sent if len(sent) > 1 else sent[0]
 
@@ -78,20 +78,20 @@ def _require_tensor(index: int, value: Any) -> Tensor:
         return value
     raise PlanError(
         f"layer {index} returned a {type(value).__name__}, which another stage needs",
-        expected="a tensor from a layer whose output crosses stages; or, without skips, several",
+        expected="one tensor (without skips also several) from a layer whose output is sent",
         fix="split elsewhere with layers_per_stage, or return a tensor",
     )
 
 
 def starts_in_place(layer: nn.Module) -> bool:
-    """Whether it overwrites its input, as far as a module says so."""
+    """Whether a layer overwrites its input, according to its `inplace` attribute."""
     while isinstance(layer, nn.Sequential) and len(layer):
         layer = layer[0]
     return getattr(layer, "inplace", False) is True
 
 
 class _ForwardExit(BaseException):
-    """The first layer of the next stage was called; no `except Exception` on the way stops it."""
+    """Raised at the first layer of the next stage; the model's `except Exception` ignores it."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
@@ -99,14 +99,14 @@ class _ForwardExit(BaseException):
 
 @dataclass(slots=True)
 class StageForward:
-    """The way of one micro-batch after the other through a stage's share of the model."""
+    """The state of a forward through a stage's part of the model."""
 
     own_layers: range  # the layers of this stage
     is_last: bool
-    hidden: Tensor | None = None  # received; None on the first stage, and between forwards
+    hidden: Tensor | None = None  # received; None on the first stage and between forwards
     has_graph: bool = False  # autograd records this forward
-    num_called: int = 0
-    substituted: bool = False
+    num_called: int = 0  # layers called so far
+    substituted: bool = False  # the first own layer was called with another tensor than `hidden`
     verified: bool = False
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,14 +138,15 @@ class StageForward:
         self.num_called += 1
 
     def verify(self, received: Tensor, returned: Tensor) -> None:
-        """Whatever the prologue's stand-ins return is not a number, and so is all made from it."""
+        """Refuse layers that use outputs of the prologue's placeholders, which are nan."""
         if self.verified or received.is_meta:
             return
         if returned.isnan().any() and not received.isnan().any():
             raise PlanError(
-                f"layers {self.own_layers.start} to {self.own_layers.stop - 1} use what only the first stage has",
-                expected="a prologue that reaches the layers through the hidden state alone",
-                fix="list under `every` what each layer needs; the model may be beyond splitting",
+                f"layers {self.own_layers.start} to {self.own_layers.stop - 1} use modules that "
+                "only the first stage has",
+                expected="a prologue that reaches the layers only through the hidden state",
+                fix="list modules that every layer needs under `every`, or split the model by hand",
             )
         self.verified = True
 
@@ -159,10 +160,10 @@ def _call_order_error(what: str) -> PlanError:
 
 
 class _StageRole(nn.Module):
-    """What a module of the model becomes on a stage, by a subclass of this and of its own class.
+    """The role of a module on a stage: its class becomes a subclass of this and of its own class.
 
-    Its attributes stay, and what the model asks about it (`isinstance`, a layer's type) is answered
-    as before. It is `__call__` that is replaced: layers may be checkpointed in theirs.
+    It keeps its attributes and its answers to the model's checks (`isinstance`, a layer's type).
+    Subclasses replace `__call__`, since some layers checkpoint themselves there.
     """
 
     _stage_forward: StageForward
@@ -170,31 +171,31 @@ class _StageRole(nn.Module):
 
 
 class _AbsentModule(_StageRole):
-    """In place of a module whose weights other stages hold."""
+    """A module whose weights are on other stages."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}, on another stage"
 
 
 class _PlaceholderModule(_AbsentModule):
-    """For a module of the first or the last stage: shaped like its result, and worth nothing."""
+    """A module of the first or the last stage: returns nan in the shape of the hidden state."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._stage_forward.hidden is None:
             raise PlanError(
-                f"{self._position} is used before the layers, and listed as epilogue",
-                expected="an epilogue that is used after the layers only",
-                fix=f"move {self._position} to `prologue`, or to `every` if both sides use it",
+                f"{self._position} is used before the layers, but listed in `epilogue`",
+                expected="an epilogue that is used only after the layers",
+                fix=f"move {self._position} to `prologue`, or to `every` if also used after them",
             )
         return _nan_like(self._stage_forward.hidden)
 
 
 class _EarlierLayer(_AbsentModule):
-    """For a layer of an earlier stage."""
+    """A layer of an earlier stage."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
         self._stage_forward.record_call(self._position)
-        # Where the model takes the first of several outputs, this becomes a slice: no matter.
+        # A model that takes the first of several outputs gets a slice, which is never used.
         return self._stage_forward.hidden
 
 
@@ -203,12 +204,12 @@ class _EntryLayer(_StageRole):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stage_forward = self._stage_forward
-        if stage_forward.hidden is None:  # the backward of somebody's checkpoint calls it again
+        if stage_forward.hidden is None:  # the model's checkpoint recomputes it in backward
             if stage_forward.substituted:
-                raise _checkpointing_error("what the model gave it was not what it took")
+                raise _checkpointing_error("is not called with the hidden state itself")
             return super().__call__(*args, **kwargs)
         if stage_forward.has_graph and not torch.is_grad_enabled():
-            raise _checkpointing_error("use_reentrant=True hides from autograd what it takes")
+            raise _checkpointing_error("hides its input from autograd by use_reentrant=True")
         stage_forward.record_call(self._position)
         if _hidden_of(self, args, kwargs) is not stage_forward.hidden:
             stage_forward.substituted = True
@@ -221,19 +222,21 @@ class _EntryLayer(_StageRole):
 
 def _checkpointing_error(problem: str) -> PlanError:
     return PlanError(
-        f"the model checkpoints its layers, and of the first of this stage {problem}",
+        f"the model checkpoints its layers, and the first layer of this stage {problem}",
         expected="checkpoint(layer, hidden, use_reentrant=False) of layers that return a tensor",
-        fix="checkpoint like that, or inside of the layers",
+        fix="checkpoint in this form, or inside the layers",
     )
 
 
 class ExitLayer(_AbsentModule):
-    """For a layer of a later stage."""
+    """A layer of a later stage."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if self._position != self._stage_forward.own_layers.stop:
-            due = self._stage_forward.own_layers.stop
-            raise _call_order_error(f"layer {self._position} was called when layer {due} was due")
+            expected = self._stage_forward.own_layers.stop
+            raise _call_order_error(
+                f"layer {self._position} was called when layer {expected} was due"
+            )
         raise _ForwardExit(_hidden_of(self, args, kwargs))
 
 
@@ -245,8 +248,8 @@ class _StageModel(_StageRole):
         if kwargs.get("use_cache"):
             raise PlanError(
                 "use_cache=True",
-                expected="no cache: a pipeline's step sees whole sequences",
-                fix="leave it out",
+                expected="no cache: the step of a pipeline runs whole sequences",
+                fix="omit it",
             )
         if "use_cache" in parameters:
             kwargs["use_cache"] = False
@@ -255,7 +258,7 @@ class _StageModel(_StageRole):
         (hidden,) = args
         args = ()
         with stage_forward.with_hidden(hidden):
-            # Only their shape and type matter: the hidden state goes in at the first own layer.
+            # Only shape and dtype matter: the hidden state replaces them at the first own layer.
             if next(iter(parameters), "") in kwargs or "inputs_embeds" in kwargs:
                 pass
             elif "inputs_embeds" in parameters:
@@ -281,13 +284,13 @@ def _hidden_of(layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         return hidden
     raise PlanError(
         f"{type(layer).__name__} is called with a {type(hidden).__name__} as its first argument",
-        expected="layers that take the hidden state, one tensor, first",
+        expected="layers whose first argument is the hidden state, one tensor",
         fix="split the model by hand",
     )
 
 
 def _first_tensor(output: Any) -> Tensor:
-    """The logits, where the model names them."""
+    """Return the logits, or else the first tensor, of a model's output."""
     if isinstance(output, Mapping):
         output = output["logits"] if "logits" in output else tuple(output.values())
     if isinstance(output, tuple | list):
@@ -296,23 +299,23 @@ def _first_tensor(output: Any) -> Tensor:
         return output
     raise PlanError(
         f"the model returned a {type(output).__name__}",
-        expected="a tensor, or logits or a tensor among what it returns",
-        fix="wrap the model so that it returns what the loss needs",
+        expected="a tensor, or a tuple or mapping with logits or another tensor",
+        fix="wrap the model so that it returns the tensor that the loss needs",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
-    """A stage's share of a model, and what it leaves out, by dotted name."""
+    """A stage's part of a model, and the modules it omits, by dotted name."""
 
     layers: str  # the list of layers
-    own_layers: range  # those of this stage
+    own_layers: range  # the layers of this stage
     absent: Collection[str]  # modules and parameters that other stages hold
     inner: Collection[str]  # modules that contain a listed one
 
 
 def extract_stage(model: nn.Module, spec: StageSpec, *, is_last: bool) -> nn.Module:
-    """The model without what other stages hold; what stays is shared with the original."""
+    """Return the model without the modules of other stages; it shares its own with `model`."""
     stage_forward = StageForward(spec.own_layers, is_last)
     return _assign_role(
         _strip_module(model, "", spec, stage_forward), _StageModel, stage_forward, "the model"
@@ -359,12 +362,12 @@ def _extract_layers(layers: nn.Module, stage_forward: StageForward) -> nn.Module
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All of them; `named_children` leaves out the second name of a shared one."""
+    """Yield all children; `named_children` omits the second name of a shared module."""
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    """The same module in another object: it can lose parts without the original losing them."""
+    """Copy a module object: children can be removed from the copy and not from the original."""
     copied = copy.copy(module)
     for name, value in list(vars(copied).items()):
         if isinstance(value, dict | set):
@@ -375,12 +378,10 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
 
 
 def _without_weights(module: nn.Module) -> nn.Module:
-    """A shell that keeps plain attributes only, such as a layer's number or kind."""
+    """Copy a module with its plain attributes only, such as a layer's number or kind."""
     copied = _shallow_copy(module)
     for members in (copied._modules, copied._parameters, copied._buffers):
-        members.update(
-            dict.fromkeys(members)
-        )  # None: nothing is there, and asking for it is no error
+        members.update(dict.fromkeys(members))  # None: reading a removed member is no error
     for name, value in list(vars(copied).items()):
         if isinstance(value, Tensor | nn.Module):
             del vars(copied)[name]
@@ -392,7 +393,7 @@ def _assign_role(
 ) -> nn.Module:
     copied._stage_forward, copied._position = stage_forward, position  # type: ignore[assignment]  # Module guesses
     kind = type(copied)
-    # Models look themselves up by the name of their class.
+    # Some models look up their class by name.
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     copied.__class__ = type(kind.__name__, (role, kind), named)
     return copied

@@ -1,4 +1,4 @@
-"""Where a stage stands: among the ranks of its pipeline, on a device, with part of a model."""
+"""The rank, device and partition of a stage."""
 
 import os
 
@@ -11,12 +11,12 @@ from polyrhythm.run.pipeline.partition import ModelPartition, linear_wiring
 
 
 def stage_ranks(group: dist.ProcessGroup | None) -> tuple[list[int], int]:
-    """The ranks of the stages, and which of them is this process."""
+    """Return the ranks of the stages and the stage of this process."""
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise LaunchError(
                 f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but no process group",
-                expected="processes that have joined before they make a pipeline",
+                expected="an initialised process group before a Pipeline is created",
                 fix='call torch.distributed.init_process_group("gloo") first',
             )
         return [0], 0
@@ -25,7 +25,7 @@ def stage_ranks(group: dist.ProcessGroup | None) -> tuple[list[int], int]:
 
 
 def wrap_module(module: nn.Module, stage: int, num_stages: int) -> ModelPartition:
-    """A module that somebody made for a stage, or for all of them."""
+    """Make a partition of a module that the user has split by hand."""
     if not isinstance(module, nn.Module):
         raise ScheduleError(
             f"a {type(module).__name__} as a stage",
@@ -41,8 +41,8 @@ def module_device(module: nn.Module, device: torch.device | str | None) -> torch
     parameter = next(module.parameters(), None)
     if parameter is not None and parameter.is_meta:
         raise ScheduleError(
-            "a module without memory, on the meta device",
-            expected="weights on a device, or device= for where they will be",
-            fix="give device='cpu' or device='cuda:0', and call module.to_empty(device=...)",
+            "a module on the meta device, without memory",
+            expected="weights on a device, or device= of where they will be",
+            fix="pass device='cpu' or device='cuda:0', and call module.to_empty(device=...)",
         )
     return torch.device("cpu") if parameter is None else parameter.device

@@ -1,13 +1,13 @@
-"""Messages between two stages: sent without blocking, received ahead of need, timed in passing.
+"""Messages between two stages: sent without blocking, received ahead of their use, and timed.
 
 Gloo moves data only once the receive is posted, so receives are posted ahead: up to `window`
-messages may be under way or waiting to be used. Its work objects do not tell that they are done
-until somebody waits for them, so a thread per direction does. Messages of one direction between two
-stages arrive in the order in which they were sent; each direction has a process group of its own,
-so that neither holds up the other. A message carries the time it was sent: links are measured on
-the messages of the training itself, which never has to stop for it.
+messages may be in flight or waiting to be used. Gloo's work objects do not report completion before
+a call of `wait`, so one thread per direction waits. Messages of one direction between two stages
+arrive in the order in which they were sent; each direction has its own process group, so that
+neither delays the other. A message carries the time of its sending: links are measured on the
+messages of the training, which never stops for a measurement.
 
-Gloo aborts on tensors of a GPU: these cross through pinned host memory, on a stream of their own.
+Gloo aborts on CUDA tensors: these are staged through pinned host memory, on a separate stream.
 """
 
 import queue
@@ -33,20 +33,19 @@ from polyrhythm.run.pipeline.message import (
 )
 from polyrhythm.types import Action, Bytes, Seconds
 
-MicrobatchKind = (
-    int  # micro-batches of one kind look alike on every stage: the first one hashes its inputs
-)
+# A hash of the first stage's inputs: messages of one kind have equal layouts on every stage.
+MicrobatchKind = int
 
-# Threads wait for work that may be posted long before it is due; the deadline is kept by whoever
-# needs a message. A peer that dies closes its connections and is noticed at once.
+# Threads wait for messages that may be posted long before they are due; `Inbox.get` and
+# `Outbox.drain` have the real timeout. A peer that dies closes its connections, noticed at once.
 _WAIT_TIMEOUT = timedelta(days=1)
-JOIN_TIMEOUT: Seconds = 5.0  # for a thread that has nothing left to do
-_NUM_TAGS = 2**20  # more than are ever under way at once
+JOIN_TIMEOUT: Seconds = 5.0  # for a thread without work
+_NUM_TAGS = 2**20  # more than are ever in flight at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Another stage, and the process group that carries one direction."""
+    """A peer stage and the process group of one direction."""
 
     group: dist.ProcessGroup
     rank: int  # in that group
@@ -57,7 +56,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One message as its receiver saw it; `sent` is read from the sender's clock."""
+    """The times of one received message; `sent` is on the sender's clock."""
 
     action: Action
     kind: MicrobatchKind
@@ -73,27 +72,27 @@ class _Posted:
     buffer: Tensor
     at: Seconds
     kind: MicrobatchKind
-    action: Action | None  # None: the layout of a kind, announced
+    action: Action | None  # None: the announcement of a layout
     layout: MessageLayout | None
 
 
 class Inbox:
-    """Receives from one stage what its `expect`ed actions need; `get` waits for the next one."""
+    """Receives the messages of `expect`ed actions from one stage; `get` waits for the next."""
 
     def __init__(self, route: Route, *, announced: bool, window: int = 1) -> None:
-        """`from_announcement`: the sender tells the layout of every kind; otherwise we `set_layout` it here.
+        """`announced`: the sender announces the layout of every kind; otherwise call `set_layout`.
 
-        `window`: how many messages may be under way or waiting to be used.
+        `window`: the number of messages that may be in flight or waiting to be used.
         """
         self.route, self.window, self._announced = route, window, announced
         self._layouts: dict[MicrobatchKind, MessageLayout] = {}
         self._expected: deque[tuple[Action, MicrobatchKind]] = deque()
         self._arrived: deque[tuple[Transfer, list[Tensor], torch.cuda.Event | None]] = deque()
-        self._num_open = 0  # posted, or arrived and not yet taken
-        self._num_posted = 0  # since the start: the tag
+        self._num_open = 0  # posted, or arrived and not used yet
+        self._num_posted = 0  # since the start; gives the tag
         self._is_awaiting_layout = False
         self._failure: str | None = None  # of the peer or the network
-        self._local_error: Exception | None = None  # of our own, such as memory that ran out
+        self._local_error: Exception | None = None  # of this process, such as out of memory
         self._changed = threading.Condition()
         self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         self._stream = _side_stream(route.device)
@@ -103,34 +102,33 @@ class Inbox:
         self._thread.start()
 
     def expect(self, messages: Sequence[tuple[Action, MicrobatchKind]]) -> None:
-        """Say what comes next; as much as fits the window is posted at once."""
+        """Append messages to expect; post as many receives at once as fit the window."""
         with self._changed:
             self._expected.extend(messages)
             self._post()
 
     def set_layout(self, kind: MicrobatchKind, layout: MessageLayout) -> None:
-        """Tell the layout of a kind that is not announced: of gradients, after the forward."""
+        """Set the layout of a kind that is not announced: of gradients, after the forward."""
         with self._changed:
             if kind not in self._layouts:
                 self._layouts[kind] = layout
                 self._post()
 
     def layout(self, kind: MicrobatchKind) -> MessageLayout:
-        """Of a kind that has arrived before."""
+        """Return the layout of a kind that has arrived before."""
         return self._layouts[kind]
 
     def get(
         self, action: Action, what: str = "", timeout: Seconds | None = None
     ) -> tuple[list[Tensor], Transfer]:
-        """The tensors that `action` needs; raises PeerError when they do not come in time.
+        """Return the tensors that `action` needs; raises PeerError after the timeout.
 
-        `what` tells people what is waited for, where the action does not; `timeout` is another
-        deadline than the route's.
+        `what` replaces the action in the error message, `timeout` the timeout of the route.
         """
-        began, timeout = time.perf_counter(), timeout or self.route.timeout
+        start, timeout = time.perf_counter(), timeout or self.route.timeout
         with self._changed:
             while not self._arrived:
-                waited = time.perf_counter() - began
+                waited = time.perf_counter() - start
                 is_timed_out = waited >= timeout
                 if self._local_error is not None:
                     raise self._local_error
@@ -139,11 +137,11 @@ class Inbox:
                         self.route.peer,
                         action=what or f"receiving {action}",
                         waited=waited,
-                        cause=self._failure or f"silent for {timeout:g} s",
+                        cause=self._failure or f"no message for {timeout:g} s",
                     )
                 self._changed.wait(timeout - waited)
             transfer, tensors, copy_event = self._arrived.popleft()
-            assert transfer.action == action, f"{transfer.action} came in place of {action}"
+            assert transfer.action == action, f"{transfer.action} arrived instead of {action}"
             self._num_open -= 1
             self._post()
         if copy_event is not None:
@@ -153,23 +151,23 @@ class Inbox:
         return tensors, transfer
 
     def close(self) -> None:
-        """End the thread and free what nobody took; for an inbox that awaits nothing any more."""
+        """End the thread and free unused messages; no receive may be pending."""
         self._posted.put(None)
         self._thread.join(JOIN_TIMEOUT)
         with self._changed:
             self._expected.clear()
             self._arrived.clear()
-            self._local_error = None  # its traceback holds messages
-        if not self._thread.is_alive():  # after a failure it leaves what was posted behind that
+            self._local_error = None  # its traceback references messages
+        if not self._thread.is_alive():  # after a failure the queue may still hold receives
             self._posted = queue.SimpleQueue()
 
     def _post(self) -> None:
-        """Post receives up to the window; with the lock held, by either thread."""
+        """Post receives up to the window; called by either thread, which holds the lock."""
         while self._expected and self._num_open < self.window and not self._is_awaiting_layout:
             action, kind = self._expected[0]
             layout = self._layouts.get(kind)
             if layout is None and not self._announced:
-                return  # until it is learnt
+                return  # `set_layout` comes later
             tag = 2 * (self._num_posted % _NUM_TAGS)
             if layout is None:
                 self._is_awaiting_layout = True
@@ -215,7 +213,7 @@ class Inbox:
                     self._local_error = error
                     self._changed.notify_all()
                 return
-            del posted  # or its memory would be kept until another message is waited for
+            del posted  # frees its memory before the wait for another message
 
     def _receive(self, posted: _Posted, arrived: Seconds) -> None:
         if posted.action is None:
@@ -224,7 +222,7 @@ class Inbox:
                 self._is_awaiting_layout = False
                 self._post()
             return
-        assert posted.layout is not None, "only an announcement is received without"
+        assert posted.layout is not None, "only an announcement has no layout"
         transfer = Transfer(
             action=posted.action,
             kind=posted.kind,
@@ -236,9 +234,9 @@ class Inbox:
         tensors, copy_event = posted.layout.views(posted.buffer), None
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
-                whole = posted.buffer.to(self.route.device, non_blocking=True)
+                buffer = posted.buffer.to(self.route.device, non_blocking=True)
                 copy_event = self._stream.record_event()
-            tensors = posted.layout.views(whole)
+            tensors = posted.layout.views(buffer)
         for tensor, spec in zip(tensors, posted.layout.specs, strict=True):
             tensor.requires_grad_(spec.needs_grad)
         with self._changed:
@@ -246,22 +244,22 @@ class Inbox:
             self._changed.notify_all()
 
     def _fail(self, error: RuntimeError) -> None:
-        # As text: an exception that is kept would keep the group's sockets open.
+        # As text: a stored exception would keep the group's sockets open.
         self._failure = short_cause(error)
         self._changed.notify_all()
 
 
 class Outbox:
-    """Sends to one stage, in order; memory is given back when a message has left."""
+    """Sends to one stage, in order; frees a message's memory when it has been sent."""
 
     def __init__(self, route: Route, *, announces: bool) -> None:
         self.route, self._announces = route, announces
         self._announced: dict[MicrobatchKind, MessageLayout] = {}
         self._num_sent = 0
-        self._in_flight: deque[str] = deque()  # what has not left yet
+        self._in_flight: deque[str] = deque()  # names of messages that are not sent yet
         self._last_sent_at: Seconds = 0.0
-        self._failure: tuple[str, str] | None = None  # what was sent, and what went wrong
-        self._local_error: Exception | None = None  # of our own
+        self._failure: tuple[str, str] | None = None  # message and cause
+        self._local_error: Exception | None = None  # of this process
         self._changed = threading.Condition()
         self._sends: queue.SimpleQueue[tuple[str, Tensor, Callable[[], object]] | None]
         self._sends = queue.SimpleQueue()
@@ -272,7 +270,7 @@ class Outbox:
         self._thread.start()
 
     def layout(self, kind: MicrobatchKind) -> MessageLayout | None:
-        """What was announced of a kind."""
+        """Return the announced layout of a kind."""
         return self._announced.get(kind)
 
     def send(
@@ -300,28 +298,28 @@ class Outbox:
         self._track_send(str(action), buffer, partial(self._start_send_after, packed, buffer, tag))
 
     def drain(self) -> None:
-        """Wait until all has left; raises PeerError when nothing leaves for the deadline."""
-        began = time.perf_counter()
+        """Wait until all messages are sent; raises PeerError if none is sent for the timeout."""
+        start = time.perf_counter()
         with self._changed:
             while self._in_flight and self._failure is None and self._local_error is None:
-                waited = time.perf_counter() - max(began, self._last_sent_at)
+                waited = time.perf_counter() - max(start, self._last_sent_at)
                 if waited >= self.route.timeout:
-                    cause = f"it took nothing for {self.route.timeout:g} s"
+                    cause = f"it received nothing for {self.route.timeout:g} s"
                     self._failure = (self._in_flight[0], cause)
                     break
                 self._changed.wait(self.route.timeout - waited)
-            self._raise_failure(time.perf_counter() - began)
+            self._raise_failure(time.perf_counter() - start)
 
     def close(self) -> None:
-        """End the thread and free what has not left; for an outbox that is drained, or broken."""
+        """End the thread and free unsent messages; the outbox must be drained or failed."""
         self._sends.put(None)
         self._thread.join(JOIN_TIMEOUT)
-        self._local_error = None  # its traceback holds messages
+        self._local_error = None  # its traceback references messages
         if not self._thread.is_alive():
             self._sends = queue.SimpleQueue()
 
     def _start_send(self, buffer: Tensor, tag: int) -> Callable[[], object]:
-        """Start to send; what is returned waits for the end."""
+        """Start a send; return a function that waits for its end."""
         try:
             work = self.route.group.send([buffer], self.route.rank, tag)
         except RuntimeError as error:
@@ -336,7 +334,7 @@ class Outbox:
     def _track_send(self, what: str, buffer: Tensor, wait: Callable[[], object]) -> None:
         with self._changed:
             self._in_flight.append(what)
-        self._sends.put((what, buffer, wait))  # the buffer must live until it has left
+        self._sends.put((what, buffer, wait))  # the buffer must live until it is sent
 
     def _wait_for_sends(self) -> None:
         while (sending := self._sends.get()) is not None:

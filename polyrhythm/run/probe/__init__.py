@@ -1,1 +1,1 @@
-"""Measure a cluster: its devices, and the links between every two of them."""
+"""Probe a cluster: measure its devices, and the link between every two of them."""

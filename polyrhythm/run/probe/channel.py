@@ -1,8 +1,8 @@
-"""Messages between two processes of a probe: every wait is bounded, and a loss is told by name.
+"""Messages between two processes of a probe: every wait has a timeout, errors name the lost peer.
 
-Who loses a peer writes so into the job's store and hangs up, so that whoever waits for it in turn
-notices at once, looks there, and names the one that was lost first. The store may be lost as well:
-it is asked in a thread, and not waited for longer than for news.
+A process that loses a peer writes the peer's rank into the job's store and aborts its process
+group, so that processes waiting for it notice at once, read the store, and name the process that
+was lost first. The store may be lost as well: calls to it run in a thread, with a timeout.
 """
 
 import queue
@@ -25,9 +25,9 @@ from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import abort
 from polyrhythm.types import Seconds
 
-# What a message is about. From PING on, one for each of many.
+# Tags of messages. PING, PONG and STREAM are the first of many, one per message.
 NUMBER, LENGTH, CONTENT, SIZE, PING, PONG, STREAM = 1, 2, 3, 4, 10_000, 20_000, 30_000
-_STORE_TIMEOUT: Seconds = 2.0  # until what another process knows has reached the store
+_STORE_TIMEOUT: Seconds = 2.0  # for another process's loss to reach the store
 _LOST = "polyrhythm/probe/lost/"
 T = TypeVar("T")
 
@@ -36,8 +36,8 @@ T = TypeVar("T")
 class PeerChannel:
     rank: int
     world_size: int
-    timeout: Seconds  # for one message, unless another is given
-    names: list[str] = field(init=False)  # of all processes, by rank, as far as they are known
+    timeout: Seconds  # for one message, by default
+    names: list[str] = field(init=False)  # of all processes, by rank, once known
 
     def __post_init__(self) -> None:
         self.names = [f"rank {rank}" for rank in range(self.world_size)]
@@ -51,20 +51,20 @@ class PeerChannel:
             return dist.isend(tensor, to, tag=tag)
 
     def start_receive(self, tensor: Tensor, sender: int, *, tag: int, action: str) -> Any:
-        """Best before it is sent: gloo sends nothing to whoever has not asked for it."""
+        """Post a receive, best before the send: gloo sends only after the receive is posted."""
         with self._waiting(sender, action):
             return dist.irecv(tensor, sender, tag=tag)
 
     def finish(self, work: Any, peer: int, *, action: str, timeout: Seconds | None = None) -> None:
         """Wait for a send or a receive; raises PeerError."""
-        left = max(1e-3, self.timeout if timeout is None else timeout)
+        remaining = max(1e-3, self.timeout if timeout is None else timeout)
         with self._waiting(peer, action):
-            work.wait(timedelta(seconds=left))
+            work.wait(timedelta(seconds=remaining))
 
     def finish_all(
         self, works: list[Any], peer: int, *, action: str, timeout: Seconds
     ) -> list[Seconds]:
-        """Wait for all, `timeout` for them together; the times at which each was done."""
+        """Wait for all within `timeout`; return the times at which each finished."""
         deadline, times = time.monotonic() + timeout, []
         for work in works:
             self.finish(work, peer, action=action, timeout=deadline - time.monotonic())
@@ -94,22 +94,22 @@ class PeerChannel:
         return content.numpy().tobytes()
 
     def barrier(self, action: str, timeout: Seconds) -> None:
-        """Wait until all are here. By way of rank 0, which then knows who is not."""
-        nothing = torch.zeros(1)
+        """Wait for all processes. Rank 0 collects the messages, so that it can name a lost one."""
+        message = torch.zeros(1)
         if self.rank > 0:
-            self.send(nothing, 0, tag=NUMBER, action=action, timeout=timeout)
-            self.receive(nothing, 0, tag=NUMBER, action=action, timeout=timeout)
+            self.send(message, 0, tag=NUMBER, action=action, timeout=timeout)
+            self.receive(message, 0, tag=NUMBER, action=action, timeout=timeout)
             return
-        # To and from all at once: one after the other, each would take a round trip.
+        # All concurrently: one after the other, each would take a round trip.
         deadline, messages = time.monotonic() + timeout, torch.zeros(self.world_size, 1)
-        seen = [
+        receives = [
             (rank, self.start_receive(messages[rank], rank, tag=NUMBER, action=action))
             for rank in self.others
         ]
-        for rank, work in seen:
+        for rank, work in receives:
             self.finish(work, rank, action=action, timeout=deadline - time.monotonic())
         sends = [
-            (rank, self.start_send(nothing, rank, tag=NUMBER, action=action))
+            (rank, self.start_send(message, rank, tag=NUMBER, action=action))
             for rank in self.others
         ]
         for rank, work in sends:
@@ -130,12 +130,12 @@ class PeerChannel:
             ) from None
 
     def _first_lost(self, peer: int) -> int:
-        """Who was lost by the one that was lost by ... `peer`, as far as the store can tell."""
+        """Follow the losses reported in the store from `peer` to the first lost process."""
         store, culprit, seen = _get_default_store(), peer, {self.rank, peer}
         _call_with_timeout(
             lambda: store.set(f"{_LOST}{self.rank}", str(peer)), timeout=_STORE_TIMEOUT
         )
-        assert dist.group.WORLD is not None, "joined"
+        assert dist.group.WORLD is not None, "the process group is initialised"
         abort(dist.group.WORLD)
         while (
             reported := _call_with_timeout(
@@ -147,12 +147,12 @@ class PeerChannel:
             culprit = reported
             seen.add(culprit)
         if self.rank == 0:
-            time.sleep(_STORE_TIMEOUT)  # it may serve the store, where the others are to look
+            time.sleep(_STORE_TIMEOUT)  # rank 0 may host the store, which the others read
         return culprit
 
 
 def _reported_loss(store: Any, rank: int) -> int | None:
-    """Whom this process has lost; None if it does not say so in time."""
+    """Return the rank that process `rank` has lost; None if it reports none in time."""
     key, deadline = f"{_LOST}{rank}", time.monotonic() + _STORE_TIMEOUT
     while not store.check([key]):
         if time.monotonic() > deadline:
@@ -161,21 +161,21 @@ def _reported_loss(store: Any, rank: int) -> int | None:
     return int(store.get(key))
 
 
-def _call_with_timeout(ask: Callable[[], T], *, timeout: Seconds) -> T | None:
-    """What the store says; None if it is gone, or silent.
+def _call_with_timeout(call: Callable[[], T], *, timeout: Seconds) -> T | None:
+    """Return the store's answer; None if the store is lost or does not answer.
 
-    No timeout of a store's covers a server that was stopped. The thread that waits for one stays
-    behind, outside of Python, and does not keep the interpreter from ending.
+    The store's own timeouts do not cover a server that was stopped. The thread that waits for it
+    stays blocked outside of Python, and does not keep the interpreter from exiting.
     """
     answers: queue.SimpleQueue[T | None] = queue.SimpleQueue()
 
     def wait() -> None:
         try:
-            answers.put(ask())
-        except RuntimeError:  # rank 0 is gone, and the store with it
+            answers.put(call())
+        except RuntimeError:  # rank 0 is lost, and the store with it
             answers.put(None)
 
-    threading.Thread(target=wait, name="asking the store", daemon=True).start()
+    threading.Thread(target=wait, name="store call", daemon=True).start()
     try:
         return answers.get(timeout=timeout)
     except queue.Empty:

@@ -1,4 +1,4 @@
-"""A probe of processes on this machine, as their owner sees it: how far it is, and why it ended."""
+"""Watch a probe by processes of this machine: show its progress, and raise its errors."""
 
 import time
 from collections.abc import Callable
@@ -10,30 +10,30 @@ from polyrhythm.processes import BAD_INPUT, PEER_LOST, Child
 from polyrhythm.run.comm.launch import LocalJob
 from polyrhythm.types import Seconds
 
-_GPU_CHECK_TIMEOUT: Seconds = 120.0  # for a GPU: the first use of a driver may take its time
-_NUM_TAIL_LINES = 20  # lines
+_GPU_CHECK_TIMEOUT: Seconds = 120.0  # the first use of a GPU driver may be slow
+_NUM_TAIL_LINES = 20
 
 
 def check_device(name: str, folder: Path) -> None:
-    """Raises DescriptionError. Asked in a fork: after it, no fork of ours could use a GPU."""
+    """Raise DescriptionError if unusable; a fork checks: CUDA must not be initialised here."""
     if name != "cuda":
         return
     child = Child(lambda: device_of(name), output=folder / "device.log")
     try:
-        is_there = child.wait(_GPU_CHECK_TIMEOUT) == 0
+        is_usable = child.wait(_GPU_CHECK_TIMEOUT) == 0
     finally:
         child.end()
-    if not is_there:
+    if not is_usable:
         device_of(name)
 
 
 def watch(
     job: LocalJob, progress: Path, say: Callable[[str], object], *, stall_timeout: Seconds
 ) -> None:
-    """Wait for the end of a job whose rank 0 writes how far it is, and pass that on.
+    """Wait for the end of a job; pass the progress that its rank 0 writes on to `say`.
 
-    Raises WorkerError, with the end of what the worker printed: its file may not stay. Raises
-    PeerError if there is no progress for so long that some process should have complained.
+    Raises WorkerError with the end of the worker's output, whose file may be temporary. Raises
+    PeerError if there is no progress for `stall_timeout`.
     """
     shown, deadline = "", time.monotonic() + stall_timeout
     try:
@@ -47,7 +47,7 @@ def watch(
                     "all processes",
                     action=f"measuring {shown}",
                     waited=stall_timeout,
-                    cause="no progress, and no complaint",
+                    cause="no progress, and no error",
                 )
     except WorkerError as error:
         raise _with_output_tail(error) from None
@@ -55,11 +55,11 @@ def watch(
 
 def _with_output_tail(error: WorkerError) -> WorkerError:
     reason = error.reason
-    # A refusal and a lost peer are told in full by the reason.
+    # The reason of a UserError or of a lost peer is complete.
     if error.output is not None and error.status not in (BAD_INPUT, PEER_LOST):
         lines = Path(error.output).read_text(errors="replace").rstrip().splitlines()
-        reason += "\n  its last words:" + "".join(
-            f"\n    {each}" for each in lines[-_NUM_TAIL_LINES:]
+        reason += "\n  end of its output:" + "".join(
+            f"\n    {line}" for line in lines[-_NUM_TAIL_LINES:]
         )
     return WorkerError(
         error.rank, f"worker of rank {error.rank}", reason, status=error.status, output=None

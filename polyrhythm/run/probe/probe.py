@@ -1,9 +1,9 @@
-"""Measure a cluster from inside: a process on every device, and every pair of them in turn.
+"""Measure a cluster by a process on every device: first the devices, then every pair.
 
-All start with the speed of their device, at the same time, as in training. Then come rounds in
-which every process is in one pair at the most, and every machine too unless all are wanted at once:
-processes of a machine share its network cards. All go on together from one round to the next, so
-that pairs of two rounds never meet.
+All processes measure their device's speed at the same time, as in training. Then come rounds in
+which every process is in at most one pair, and so is every machine unless `all_at_once` is set:
+processes of a machine share its network cards. A barrier follows each round, so that pairs of two
+rounds never overlap.
 """
 
 import socket
@@ -36,15 +36,15 @@ class ProbeOptions:
     measured_at: str
     device: str = "auto"
     dtype: str = "float32"
-    all_at_once: bool = False  # pairs side by side that touch the same machine
+    all_at_once: bool = False  # allow concurrent pairs on the same machine
     effort: ProbeEffort = field(default_factory=ProbeEffort)
 
 
 class _ProcessInfo(msgspec.Struct, frozen=True):
-    """What a process says of itself."""
+    """A process's device and machine, as sent to the other processes."""
 
     name: str
-    machine: str  # equal for processes that share one
+    machine: str  # equal for processes of one machine
     text: str
     memory: Bytes
     memory_of: str  # equal for processes that share this memory: of a machine, or of one GPU
@@ -52,10 +52,10 @@ class _ProcessInfo(msgspec.Struct, frozen=True):
 
 
 class _LinkSamples(msgspec.Struct):
-    """What a process has measured, by the rank at the other end."""
+    """A process's measurements of links, by the other end's rank."""
 
-    latency: dict[int, Sample] = {}  # of what it sends
-    bandwidth: dict[int, Sample] = {}  # of what it receives
+    latency: dict[int, Sample] = {}  # of sends
+    bandwidth: dict[int, Sample] = {}  # of receives
 
 
 def probe(
@@ -64,16 +64,16 @@ def probe(
     options: ProbeOptions,
     say: Callable[[str], object] = lambda text: None,
 ) -> Cluster | None:
-    """Take part as the process of this place, on the device `name`; rank 0 gets the cluster.
+    """Take part with the device `name`; returns the cluster on rank 0, None elsewhere.
 
-    Raises PeerError with the name of a process that is lost.
+    Raises PeerError with the name of a lost process.
     """
     device = device_of(options.device, index=ctx.local_rank)
     effort = options.effort
-    # Machines start at different times: nobody is lost that is some seconds late for the beginning.
+    # Machines start at different times: one that joins some seconds late is not lost.
     with ctx.process_group(max(_JOIN_TIMEOUT, effort.timeout)):
         channel = PeerChannel(rank=ctx.rank, world_size=ctx.world_size, timeout=effort.timeout)
-        say("the speed of devices")
+        say("device speed")
         members = _all_gather_info(channel, _local_info(name, device, options), effort)
         channel.names = _distinct([member.name for member in members])
         found = _LinkSamples(latency={}, bandwidth={})
@@ -94,7 +94,7 @@ def _local_info(name: str, device: torch.device, options: ProbeOptions) -> _Proc
         machine=machine,
         text=device_text(device),
         memory=usable_memory() if gpu is None else gpu.total_memory,
-        # Not its number: that is another one where a process sees some of the GPUs only.
+        # Not the GPU's index, which differs in a process that sees only some of the GPUs.
         memory_of=machine if gpu is None else f"{machine} {gpu.uuid}",
         flops=device_flops(device, getattr(torch, options.dtype), repeat=options.effort.repeat),
     )
@@ -103,8 +103,8 @@ def _local_info(name: str, device: torch.device, options: ProbeOptions) -> _Proc
 def _all_gather_info(
     channel: PeerChannel, own: _ProcessInfo, effort: ProbeEffort
 ) -> list[_ProcessInfo]:
-    """All members, by rank, known to all."""
-    action, timeout = "introducing themselves", effort.speed_timeout
+    """Return the information of all processes by rank, on every process."""
+    action, timeout = "exchanging device information", effort.speed_timeout
     if channel.rank == 0:
         replies = [
             channel.receive_bytes(rank, action=action, timeout=timeout) for rank in channel.others
@@ -125,19 +125,19 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 
 def _rounds(machines: Sequence[str], all_at_once: bool) -> list[list[tuple[int, int]]]:
-    """Pairs of ranks, from the machine of each rank."""
+    """Return the pairs of ranks of each round, given the machine of each rank."""
     machine = dict(enumerate(machines))
     return [
-        together
+        concurrent
         for pairs in round_robin_pairs(range(len(machines)))
-        for together in ([pairs] if all_at_once else disjoint_rounds(pairs, machine))
+        for concurrent in ([pairs] if all_at_once else disjoint_rounds(pairs, machine))
     ]
 
 
 def _measure_round(
     channel: PeerChannel, pairs: Sequence[tuple[int, int]], found: _LinkSamples, effort: ProbeEffort
 ) -> None:
-    """Measure this process's pair, if it has one, and wait for all others."""
+    """Measure this process's pair, if any, and wait for all processes."""
     for source, target in pairs:
         if channel.rank == source:
             found.latency[target] = as_source(channel, target, effort)
@@ -147,7 +147,7 @@ def _measure_round(
 
 
 def _gather(channel: PeerChannel, found: _LinkSamples, effort: ProbeEffort) -> list[_LinkSamples]:
-    """On rank 0, what everybody found, by rank; elsewhere nothing."""
+    """Gather the measurements of all processes by rank on rank 0; [] elsewhere."""
     action, timeout = "collecting the figures", effort.round_timeout
     if channel.rank > 0:
         channel.send_bytes(msgspec.json.encode(found), 0, action=action, timeout=timeout)
@@ -159,7 +159,7 @@ def _gather(channel: PeerChannel, found: _LinkSamples, effort: ProbeEffort) -> l
 
 
 def _memory_shares(members: Sequence[_ProcessInfo]) -> list[Bytes]:
-    """What each can have of a memory that it shares."""
+    """Divide each memory equally among the processes that share it."""
     sharing = Counter(member.memory_of for member in members)
     return [member.memory // sharing[member.memory_of] for member in members]
 

@@ -1,1 +1,1 @@
-"""Measure a torch model: what its layers take in time and bytes."""
+"""Profile a torch model: time and memory of its layers."""

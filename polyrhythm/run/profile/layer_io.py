@@ -1,6 +1,6 @@
-"""What layers pass to each other: tensors, alone or in tuples, dicts and other known containers.
+"""Values between layers: tensors, single or in tuples, dicts and other containers of pytree.
 
-Containers are those of torch's pytree: also named tuples, and dataclasses that are registered.
+torch's pytree also supports named tuples, and registered dataclasses.
 """
 
 from collections.abc import Iterator
@@ -17,29 +17,29 @@ from polyrhythm.errors import DescriptionError
 
 
 def tensors_of(value: Any, name: str) -> list[Tensor]:
-    """The tensors of what the layer `name` returned; raises DescriptionError if some are hidden."""
+    """Return the tensors in a layer's output; raises DescriptionError if pytree cannot find all."""
     leaves = pytree.tree_leaves(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    hiding = next((leaf for leaf in leaves if _hides_tensors(leaf)), None)
-    if tensors and hiding is None:
+    opaque = next((leaf for leaf in leaves if _hides_tensors(leaf)), None)
+    if tensors and opaque is None:
         return tensors
-    what = type(value if hiding is None else hiding).__name__
+    what = type(value if opaque is None else opaque).__name__
     raise DescriptionError(
         f"layer {name!r} returns a {what}, in which no tensor can be found",
         expected="a tensor, or a tuple, a list, a dict or a named tuple of tensors",
         fix="return a tuple of its tensors"
-        + (f", or call torch.export.register_dataclass({what})" if hiding is not None else ""),
+        + (f", or call torch.export.register_dataclass({what})" if opaque is not None else ""),
     )
 
 
 def detached_copy(value: Any) -> Any:
-    """The same without its past, asking for gradients. A copy: a layer may write into it."""
+    """Copy a value, detached and requiring gradients; a copy since a layer may write in place."""
     return pytree.tree_map_only(Tensor, _detached_tensor, value)
 
 
 def _detached_tensor(tensor: Tensor) -> Tensor:
-    alone = tensor.detach()
-    return alone.requires_grad_().clone() if alone.is_floating_point() else alone.clone()
+    detached = tensor.detach()
+    return detached.requires_grad_().clone() if detached.is_floating_point() else detached.clone()
 
 
 def _hides_tensors(leaf: Any) -> bool:
@@ -51,13 +51,14 @@ def _hides_tensors(leaf: Any) -> bool:
 
 @contextmanager
 def describe_layer_errors(name: str, action: str, size: int) -> Iterator[None]:
-    """Whatever the layer raises becomes a DescriptionError; gradients are on."""
+    """Turn any error of a layer into a DescriptionError; gradients are enabled."""
     try:
         with torch.enable_grad():
             yield
-    except Exception as error:  # whatever the user's layer raises
+    except Exception as error:  # a user's layer may raise anything
         raise DescriptionError(
-            f"layer {name!r} fails in its {action} with micro-batches of {size}: {error_summary(error)}",
-            expected="layers that take what the one before returns, with any number of samples",
-            fix="mend the layer, or measure only sizes that it can do: --sizes",
+            f"layer {name!r} fails in its {action} with micro-batches of {size}: "
+            f"{error_summary(error)}",
+            expected="layers that accept the previous layer's output, with any number of samples",
+            fix="fix the layer, or measure only sizes that it supports: --sizes",
         ) from None

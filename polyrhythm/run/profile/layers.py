@@ -1,7 +1,7 @@
 """Time and memory of every layer of a model, on this machine.
 
-A layer is timed by itself, forward and backward, on what the layer before gives it; all are in
-training mode. Memory comes first, for all sizes: one that a layer cannot do costs no time.
+Each layer is timed separately, forward and backward, on the previous layer's output; all are in
+training mode. Memory comes first, for all sizes: a size at which a layer fails costs no timing.
 """
 
 import time
@@ -34,9 +34,9 @@ def measure_layers(
     say: Callable[[str], None] = lambda text: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[Layer, ...]:
-    """Every layer with micro-batches of `size`, and in its `sizes` with those of other sizes.
+    """Measure every layer with micro-batches of `size`, and in its `sizes` with other sizes.
 
-    A size that is `optional` is left out, with a note, if a layer cannot do it.
+    An `optional` size at which a layer fails is skipped with a warning.
     """
     with torch.enable_grad(), _train_mode(model.layers):
         memory: dict[int, list[tuple[Bytes, Bytes]]] = {}
@@ -47,22 +47,22 @@ def measure_layers(
             except DescriptionError as error:
                 if each not in optional:
                     raise
-                warn(f"left out micro-batches of {each}: {error.wrong}")
+                warn(f"skipped micro-batches of {each}: {error.wrong}")
         found = {each: _at_size(model, each, memory[each], repeat, device, say) for each in memory}
     others = sorted(found.keys() - {size})
     return tuple(
         Layer(
             name=name,
-            forward=found[size][place].forward.median,
-            backward=found[size][place].backward.median,
+            forward=found[size][index].forward.median,
+            backward=found[size][index].backward.median,
             parameter_bytes=sum(p.nbytes for p in layer.parameters()),
-            activation_bytes=found[size][place].output_bytes,
-            stored_bytes=found[size][place].stored_bytes,
-            forward_spread=found[size][place].forward.spread,
-            backward_spread=found[size][place].backward.spread,
-            sizes=tuple(found[other][place].at(other) for other in others),
+            activation_bytes=found[size][index].output_bytes,
+            stored_bytes=found[size][index].stored_bytes,
+            forward_spread=found[size][index].forward.spread,
+            backward_spread=found[size][index].backward.spread,
+            sizes=tuple(found[other][index].at(other) for other in others),
         )
-        for place, (name, layer) in enumerate(model.layers.items())
+        for index, (name, layer) in enumerate(model.layers.items())
     )
 
 
@@ -85,7 +85,7 @@ class _LayerSamples:
 
 @contextmanager
 def _train_mode(layers: dict[str, nn.Module]) -> Iterator[None]:
-    """All in training mode, and afterwards as they were: it is training that is planned for."""
+    """Set all modules to training mode, as in the planned training, and restore them after."""
     modules = [module for layer in layers.values() for module in layer.modules()]
     modes = [module.training for module in modules]
     for layer in layers.values():
@@ -105,7 +105,7 @@ def _at_size(
     device: torch.device,
     say: Callable[[str], None],
 ) -> list[_LayerSamples]:
-    # Sweeps over all layers: a slow moment of the machine spoils one time of each, not all of one.
+    # Sweeps over all layers: a slow moment affects one sample of each layer, not all of one.
     sweeps: list[list[tuple[Seconds, Seconds]]] = []
     for number in range(repeat + 1):  # the first one warms up
         say(f"micro-batches of {size}: run {number} of {repeat}")
@@ -125,22 +125,22 @@ def _at_size(
 def _sweep(
     layers: dict[str, nn.Module], arguments: tuple[Any, ...], size: int, device: torch.device
 ) -> Iterator[tuple[Seconds, Seconds]]:
-    """Forward and backward of one layer after the other."""
+    """Yield the forward and backward times of each layer."""
     for name, layer in layers.items():
         with describe_layer_errors(name, "forward", size):
             finish(device)
-            began = time.perf_counter()
+            start = time.perf_counter()
             value = layer(*arguments)
             finish(device)
-            forward = time.perf_counter() - began
+            forward = time.perf_counter() - start
         outputs = [tensor for tensor in tensors_of(value, name) if tensor.requires_grad]
         with describe_layer_errors(name, "backward", size):
             gradients = [torch.ones_like(output) for output in outputs]
             arguments = (detached_copy(value),)
             finish(device)
-            began = time.perf_counter()
-            if outputs:  # else nothing in it learns
+            start = time.perf_counter()
+            if outputs:  # otherwise the layer has no gradients
                 torch.autograd.backward(outputs, gradients)
             finish(device)
-            backward = time.perf_counter() - began
+            backward = time.perf_counter() - start
         yield forward, backward

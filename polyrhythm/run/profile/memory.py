@@ -1,7 +1,7 @@
-"""What a forward keeps for its backward: bytes of each layer, as autograd really saves them.
+"""Bytes that each layer's forward stores for its backward, as autograd saves them.
 
-Each storage counts once, at the last layer that keeps it, so that the bytes of consecutive layers
-add up. Parameters and buffers are not among it, nor what is freed before the forward is over.
+Each storage counts once, at the last layer that stores it, so that the bytes of consecutive layers
+add up. Parameters and buffers do not count, nor tensors freed before the end of the forward.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from polyrhythm.types import Bytes
 def forward_memory(
     layers: dict[str, nn.Module], arguments: tuple[Any, ...], size: int
 ) -> list[tuple[Bytes, Bytes]]:
-    """Bytes of each layer's output, and of what it keeps, in one forward of the whole model."""
+    """Return the bytes of each layer's output and stored tensors in a forward of the model."""
     kept: list[list[weakref.ref[_SavedTensor]]] = []
     outputs: list[Bytes] = []
     for name, layer in layers.items():
@@ -37,18 +37,18 @@ def forward_memory(
 
 
 class _SavedTensor:
-    """What autograd holds instead of a saved tensor: it dies with the graph that needs it."""
+    """Autograd holds this in place of a saved tensor; it is freed with the graph."""
 
     __slots__ = ("__weakref__", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # itself would keep its own graph alive, for ever
+        self.tensor = tensor.detach()  # `tensor` would keep its own graph alive for ever
 
 
 def _live_storages(holders: list[weakref.ref[_SavedTensor]], layer: nn.Module) -> dict[int, Bytes]:
-    """The bytes of each storage that is still held, by its address, but for the layer's own."""
+    """Return the bytes of live storages by address, except for the layer's parameters."""
     held = [holder.tensor.untyped_storage() for each in holders if (holder := each()) is not None]
-    # Asked for after the forward: a lazy layer has none before.
+    # Collected after the forward: a lazy layer has no parameters before.
     own = {
         tensor.untyped_storage().data_ptr()
         for tensor in itertools.chain(layer.parameters(), layer.buffers())
@@ -59,9 +59,9 @@ def _live_storages(holders: list[weakref.ref[_SavedTensor]], layer: nn.Module) -
 def _record_saved_tensors(
     kept: list[weakref.ref[_SavedTensor]],
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    def note(tensor: Tensor) -> _SavedTensor:
+    def pack(tensor: Tensor) -> _SavedTensor:
         holder = _SavedTensor(tensor)
         kept.append(weakref.ref(holder))
         return holder
 
-    return torch.autograd.graph.saved_tensors_hooks(note, lambda holder: holder.tensor)
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor)

@@ -1,4 +1,4 @@
-"""A profile of a user's model: made by a factory, measured on a device of this machine."""
+"""Profile a user's model, built by a factory, on a device of this machine."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,46 +22,46 @@ def measure_profile(
     say: Callable[[str], None] = lambda text: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
-    """The profile of what `module:factory` makes; the first of `sizes` is its own.
+    """Profile the model that `module:factory` makes; the first of `sizes` is the profile's size.
 
-    Without sizes a single sample may be too few (for a batch norm): it is left out with a note.
-    Raises DescriptionError, also for whatever goes wrong in the user's code.
+    Without `sizes`, size 1 is optional: it may be too small (for a batch norm), and is skipped
+    with a warning. Raises DescriptionError, also for any error in the user's code.
     """
-    where = device_of(device)
-    say("nothing yet: the factory is at work")
-    subject = ProfiledModel.of(call_factory(source), source=source)
-    number = None if dtype is None else getattr(torch, dtype)
-    subject = subject.to(where, number)
-    own, *others = sizes or reversed(subject.default_sizes())
+    torch_device = device_of(device)
+    say("nothing yet: the factory is running")
+    model = ProfiledModel.of(call_factory(source), source=source)
+    float_type = None if dtype is None else getattr(torch, dtype)
+    model = model.to(torch_device, float_type)
+    first_size, *others = sizes or reversed(model.default_sizes())
     layers = measure_layers(
-        subject,
-        size=own,
+        model,
+        size=first_size,
         other_sizes=others,
-        optional=() if sizes or own == 1 else (1,),
+        optional=() if sizes or first_size == 1 else (1,),
         repeat=repeat,
-        device=where,
+        device=torch_device,
         say=say,
         warn=warn,
     )
-    say("the speed of the device")
-    number = number or _type_of(subject)
-    del subject  # its memory is for the matrices now
-    speed = device_flops(where, number, repeat=repeat)
+    say("device speed")
+    float_type = float_type or _type_of(model)
+    del model  # frees memory for the matrices
+    speed = device_flops(torch_device, float_type, repeat=repeat)
     return ModelProfile(
         name=source,
-        source=f"polyrhythm profile, {device_text(where)}",
+        source=f"polyrhythm profile, {device_text(torch_device)}",
         measured_at=measured_at,
         flops=speed.median,
-        flops_dtype=str(number).removeprefix("torch."),
-        microbatch_size=own,
+        flops_dtype=str(float_type).removeprefix("torch."),
+        microbatch_size=first_size,
         layers=layers,
     )
 
 
-def _type_of(subject: ProfiledModel) -> torch.dtype:
-    """The type of most of the model's numbers; float32 for one without any."""
+def _type_of(model: ProfiledModel) -> torch.dtype:
+    """Return the type of most floating-point parameters; float32 without any."""
     count: dict[torch.dtype, int] = {}
-    for layer in subject.layers.values():
+    for layer in model.layers.values():
         for parameter in layer.parameters():
             if parameter.is_floating_point():
                 count[parameter.dtype] = count.get(parameter.dtype, 0) + parameter.numel()

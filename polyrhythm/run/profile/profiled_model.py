@@ -1,4 +1,4 @@
-"""The model to be measured, understood: layers by name, and an example of what the first takes."""
+"""The model to profile: its layers by name, and example arguments of the first."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -19,7 +19,7 @@ class ProfiledModel:
 
     @classmethod
     def of(cls, returned: object, *, source: str) -> Self:
-        """What a factory returned; raises DescriptionError."""
+        """Parse what a factory returned; raises DescriptionError."""
         if not isinstance(returned, tuple | list) or len(returned) != 2:
             raise _unusable_model(source, _kind(returned))
         model, example = returned
@@ -32,67 +32,67 @@ class ProfiledModel:
         return cls(layers=layers, example=arguments, num_samples=len(tensors[0]))
 
     def default_sizes(self) -> list[int]:
-        """One sample, a quarter, half and all of the example."""
+        """Return the sizes of one sample, a quarter, half and all of the example."""
         shares = (self.num_samples, self.num_samples // 2, self.num_samples // 4, 1)
         return sorted({max(1, share) for share in shares})
 
     def to(self, device: torch.device, dtype: torch.dtype | None) -> Self:
-        """On a device; where a type is given, numbers with a point have it.
+        """Move the model to a device; `dtype` is the type of its floating-point tensors.
 
-        Raises DescriptionError for what cannot be moved: there is none of it, or too much.
+        Raises DescriptionError if it cannot be moved: it is on "meta", or too large.
         """
-        self._check_present()
+        self._check_trainable()
 
-        def moved(tensor: Tensor) -> Tensor:
+        def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
-        moving = "the example"
+        what = "the example"
         try:
-            example = pytree.tree_map_only(Tensor, moved, self.example)
+            example = pytree.tree_map_only(Tensor, move, self.example)
             for name, layer in self.layers.items():
-                moving = f"layer {name!r}"
+                what = f"layer {name!r}"
                 layer.to(device, dtype)
         except Exception as error:  # out of memory; or a layer that has a to() of its own
             raise DescriptionError(
-                f"{moving} cannot be moved to {device}: {error_summary(error)}",
+                f"{what} cannot be moved to {device}: {error_summary(error)}",
                 expected="a model that fits into the memory of one device, with one micro-batch",
                 fix="measure a model of fewer such layers, or use --device cpu or --dtype bfloat16",
             ) from None
         return replace(self, example=example)
 
     def resized_example(self, size: int) -> tuple[Any, ...]:
-        """The example, cut or repeated to so many samples. A copy: a layer may write into it."""
+        """Return a copy of the example, cut or repeated to `size` samples."""
 
-        def cut(tensor: Tensor) -> Tensor:
-            alone = tensor.detach()  # an example learns nothing
-            if not alone.dim() or len(alone) != self.num_samples:
-                return alone.clone()
-            return alone[torch.arange(size, device=alone.device) % self.num_samples]
+        def resize(tensor: Tensor) -> Tensor:
+            detached = tensor.detach()
+            if not detached.dim() or len(detached) != self.num_samples:
+                return detached.clone()
+            return detached[torch.arange(size, device=detached.device) % self.num_samples]
 
         try:
-            arguments: tuple[Any, ...] = pytree.tree_map_only(Tensor, cut, self.example)
+            arguments: tuple[Any, ...] = pytree.tree_map_only(Tensor, resize, self.example)
         except (RuntimeError, MemoryError) as error:
             raise DescriptionError(
                 f"an example of {size} samples cannot be made: {error_summary(error)}",
                 expected="micro-batches that fit into memory",
-                fix="give smaller --sizes",
+                fix="pass smaller --sizes",
             ) from None
         return arguments
 
-    def _check_present(self) -> None:
-        """Refuse a model that has no numbers, or that cannot learn."""
+    def _check_trainable(self) -> None:
+        """Reject a model without data (on "meta"), or in inference mode."""
         parameters = [each for layer in self.layers.values() for each in layer.parameters()]
         buffers = [each for layer in self.layers.values() for each in layer.buffers()]
         everything = [*pytree.tree_leaves(self.example), *parameters, *buffers]
         if any(isinstance(each, Tensor) and each.is_meta for each in everything):
             raise DescriptionError(
-                "the model or its example is on the device 'meta', where numbers are not kept",
+                "the model or its example is on the device 'meta', which holds no data",
                 expected="a model that can be run",
                 fix="build it without torch.device('meta'), or call model.to_empty(device='cpu')",
             )
         if any(each.is_inference() for each in parameters):
             raise DescriptionError(
-                "the model was built in torch.inference_mode(), in which nothing can learn",
+                "the model was built in torch.inference_mode(), without gradients",
                 expected="a model that can be trained",
                 fix="build it outside of torch.inference_mode()",
             )
@@ -102,7 +102,7 @@ def _layers(model: object, source: str) -> dict[str, nn.Module]:
     if isinstance(model, nn.Sequential):
         named = dict(model._modules)  # named_children() leaves out a layer's second appearance
     elif isinstance(model, list | tuple | nn.ModuleList):
-        named = {str(place): layer for place, layer in enumerate(model)}
+        named = {str(index): layer for index, layer in enumerate(model)}
     else:
         raise _unusable_model(source, f"{_kind(model)} as the model")
     if not named:

@@ -1,1 +1,1 @@
-"""One object that trains a model: plan, pipeline, averages, data and checkpoints together."""
+"""The Trainer: plan, pipeline, sync mode, data and checkpoints of one training job."""

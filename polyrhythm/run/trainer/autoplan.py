@@ -1,7 +1,7 @@
-"""A plan from measurements: processes on several machines measure their devices and network.
+"""`plan="auto"`: processes on several machines measure their devices and network, rank 0 plans.
 
-Rank 0 measures the model, makes the plan and tells the others. In a run folder it keeps what was
-measured and planned, for the next start of the same job.
+Rank 0 also measures the model, and broadcasts the plan. It saves measurements and plan in the run
+folder, for the next start of the same job.
 """
 
 import logging
@@ -44,121 +44,122 @@ from polyrhythm.types import Bytes, Seconds
 
 _logger = logging.getLogger(__name__)
 
-_COPIES_PER_WEIGHT = 4  # the weight, its gradient, and the two numbers that Adam keeps
-# Of a probe: what all of its rounds may take. A round ends some round trips after its patience.
+_COPIES_PER_WEIGHT = 4  # the weight, its gradient, and Adam's two moments
+# For all rounds of a probe together. A round ends some round trips after its `pair_timeout`.
 _PROBE_BUDGET: Seconds = 6.0
-_MOST_ROUNDS = 60  # in which no two pairs share a machine; beyond, pairs are measured side by side
-_STREAM: Seconds = 0.05
-_SHORTEST: Seconds = 2.0  # to wait for one message: what a busy machine may take
+_MAX_ROUNDS = 60  # of pairs that share no machine; above, pairs on one machine run concurrently
+_MAX_STREAM: Seconds = 0.05
+_MIN_TIMEOUT: Seconds = 2.0  # for one message: a busy machine may need as long
 
 
 def make_auto_plan(
     config: TrainerConfig, model: nn.Module, dataset: Any, processes: JobProcesses, run: Path | None
 ) -> Plan | None:
-    """For all processes of a job alike; None where each may as well be a replica of its own.
+    """Return the same plan in all processes; None if each process can be a whole replica.
 
-    That is so on one machine, if the model fits there, and for a model that cannot be cut. Raises
-    PeerError with who was lost, and what rank 0 refuses with in all of them.
+    That is the case on one machine if the model fits, and for a model that cannot be split.
+    Raises PeerError with the name of a lost process, and rank 0's UserError in all processes.
     """
     if config.split.num_layers(model) == 1:
         return None
-    if len({home.machine for home in processes.hosts()}) == 1:
+    if len({host.machine for host in processes.hosts()}) == 1:
         fits = run_on_leader(
             processes, "if replicas fit", lambda: _replicas_fit(config, model, processes)
         )
         if fits:
             return None
-    found = run_on_leader(
-        processes, "if to measure", lambda: _cached_plan(config, model, processes, run)
+    encoded = run_on_leader(
+        processes, "the cached plan", lambda: _cached_plan(config, model, processes, run)
     )
-    began, what = time.monotonic(), "used again"
-    if not found:
+    start, origin = time.monotonic(), "used again"
+    if not encoded:
         with preserve_rng_state(_device(config, processes)):
             cluster = _probe_cluster(config, processes)
 
         def make() -> str:
-            assert cluster is not None, "rank 0 has it"
+            assert cluster is not None, "rank 0 has the probe's result"
             plan = _search_plan(config, model, dataset, processes, cluster, run)
             return msgspec.json.encode(plan).decode()
 
-        found = run_on_leader(processes, "the plan", make)
-        what = f"measured in {time.monotonic() - began:.1f} s"
-    plan = msgspec.json.decode(found, type=Plan)
-    if processes.place.rank == 0:
-        _logger.info("plan %s: %s", what, _text(plan))
+        encoded = run_on_leader(processes, "the plan", make)
+        origin = f"measured in {time.monotonic() - start:.1f} s"
+    plan = msgspec.json.decode(encoded, type=Plan)
+    if processes.ctx.rank == 0:
+        _logger.info("plan %s: %s", origin, _summary(plan))
     return plan
 
 
 def _check_microbatches(config: TrainerConfig) -> None:
-    """Before anything is measured: what the planner would refuse after it."""
+    """Reject before measuring what the planner would reject afterwards."""
     size, batch = config.microbatch_size, config.batch_size
-    assert batch is not None, "checked"
+    assert batch is not None, "choose_plan checks it"
     if size is not None and batch % size:
         raise PlanError(
-            f"a batch of {batch} in micro-batches of {size}, to be planned",
-            expected="a size that divides the batch",
-            fix=f"use batch_size={max(size, batch // size * size)}, or leave microbatch_size out",
+            f"batch_size={batch} with microbatch_size={size} and plan='auto'",
+            expected="a microbatch_size that divides batch_size",
+            fix=f"use batch_size={max(size, batch // size * size)}, or omit microbatch_size",
         )
 
 
 def _replicas_fit(config: TrainerConfig, model: nn.Module, processes: JobProcesses) -> str:
-    """Whether this process has room for the whole model and what its optimizer keeps."""
+    """Return "yes" if the whole model and its optimizer state fit in this process, else ""."""
     device = _device(config, processes)
     if device.type == "cuda":
-        room = torch.cuda.get_device_properties(device).total_memory
+        capacity = torch.cuda.get_device_properties(device).total_memory
     else:
-        room = usable_memory() // processes.num_processes
+        capacity = usable_memory() // processes.num_processes
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    return "yes" if _COPIES_PER_WEIGHT * weights <= min(room, _limit(config) or room) else ""
+    limit = min(capacity, _limit(config) or capacity)
+    return "yes" if _COPIES_PER_WEIGHT * weights <= limit else ""
 
 
 def _cached_plan(
     config: TrainerConfig, model: nn.Module, processes: JobProcesses, run: Path | None
 ) -> str:
-    """The plan that was made before for the same job, as JSON; nothing if there is none."""
+    """Return the plan cached for the same job as JSON; "" if there is none."""
     _check_microbatches(config)
     if run is None:
         return ""
-    assert config.batch_size is not None, "checked"
-    wanted = PlanKey(
+    assert config.batch_size is not None, "choose_plan checks it"
+    key = PlanKey(
         devices=tuple(distinct_names(processes.device_names())),
-        model=_model_text(config, model),
+        model=_model_name(config, model),
         batch=config.batch_size,
         microbatch_size=config.microbatch_size,
         sync=_sync(config),
     )
-    plan = load_cached_plan(run, wanted)
+    plan = load_cached_plan(run, key)
     return "" if plan is None else msgspec.json.encode(plan).decode()
 
 
 def _probe_cluster(config: TrainerConfig, processes: JobProcesses) -> Cluster | None:
-    """On rank 0, devices and links as they are now."""
-    place, machines = processes.place, dict(enumerate(h.machine for h in processes.hosts()))
+    """Measure devices and links; returns the cluster on rank 0, None elsewhere."""
+    ctx, machines = processes.ctx, dict(enumerate(h.machine for h in processes.hosts()))
     pairs = list(round_robin_pairs(range(processes.num_processes)))
-    num_rounds = sum(len(list(disjoint_rounds(some, machines))) for some in pairs)
-    # Where no two processes share a machine, nobody is in the way of another.
-    at_once = len(set(machines.values())) == len(machines) or num_rounds > _MOST_ROUNDS
+    num_rounds = sum(len(list(disjoint_rounds(parallel, machines))) for parallel in pairs)
+    # If no two processes share a machine, concurrent pairs do not compete for a network card.
+    all_at_once = len(set(machines.values())) == len(machines) or num_rounds > _MAX_ROUNDS
     options = ProbeOptions(
         cluster_name="measured",
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        device=_kind(config),
+        device=_device_type(config),
         dtype=str(config.autocast or torch.float32).removeprefix("torch."),
-        all_at_once=at_once,
-        effort=_effort(len(pairs) if at_once else num_rounds, config.timeout),
+        all_at_once=all_at_once,
+        effort=_effort(len(pairs) if all_at_once else num_rounds, config.timeout),
     )
     return probe(
-        place.with_store_prefix("polyrhythm/probe"), processes.device_names()[place.rank], options
+        ctx.with_store_prefix("polyrhythm/probe"), processes.device_names()[ctx.rank], options
     )
 
 
 def _effort(num_rounds: int, timeout: Seconds) -> ProbeEffort:
-    """As thorough as the time allows. The longest wait is for eight messages: within `timeout`."""
+    """Divide the probe's budget among rounds; its longest wait, 8 messages, is below `timeout`."""
     each = _PROBE_BUDGET / num_rounds
     return ProbeEffort(
-        seconds=min(_STREAM, each / 10),
-        repeat=3 if each > 10 * _STREAM else 2,
+        seconds=min(_MAX_STREAM, each / 10),
+        repeat=3 if each > 10 * _MAX_STREAM else 2,
         pair_timeout=min(1.0, each),
-        timeout=max(_SHORTEST, timeout / 10),
+        timeout=max(_MIN_TIMEOUT, timeout / 10),
     )
 
 
@@ -174,15 +175,15 @@ def _search_plan(
     sizes = profile_sizes(config, processes.num_processes)
     layers = profile_layers(config, model, dataset, sizes=sizes, device=device)
     profile = ModelProfile(
-        name=_model_text(config, model),
+        name=_model_name(config, model),
         source=cluster.source,
         measured_at=cluster.measured_at,
-        flops=cluster.devices[0].flops,  # rank 0's, which has measured both
+        flops=cluster.devices[0].flops,  # rank 0 has measured both device and layers
         flops_dtype=cluster.flops_dtype,
         microbatch_size=sizes[0],
         layers=layers,
     )
-    assert config.batch_size is not None, "checked"
+    assert config.batch_size is not None, "choose_plan checks it"
     job = TrainingJob(
         batch=config.batch_size,
         sync=_sync(config),
@@ -203,11 +204,11 @@ def _search_plan(
 
 
 def _limited(cluster: Cluster, limit: Bytes | None, job: TrainingJob) -> Cluster:
-    """With no more memory than the limit; a limit has the reserve in it already."""
+    """Cap the devices' memory; the planner subtracts its reserve, which `limit` excludes."""
     if limit is None:
         return cluster
-    most = int(limit / (1 - job.memory_reserve))
-    devices = [replace(d, memory=min(d.memory or most, most)) for d in cluster.devices]
+    cap = int(limit / (1 - job.memory_reserve))
+    devices = [replace(d, memory=min(d.memory or cap, cap)) for d in cluster.devices]
     return replace(cluster, devices=tuple(devices))
 
 
@@ -217,33 +218,33 @@ def _limit(config: TrainerConfig) -> Bytes | None:
 
 
 def _sync(config: TrainerConfig) -> str:
-    """As the planner knows it."""
+    """Return the planner's name of the sync mode."""
     if config.sync in (AUTO, DECOUPLED):
         return DECOUPLED
     return "all_reduce" if config.sync in ("all_reduce", "balanced") else "groups"
 
 
-def _kind(config: TrainerConfig) -> str:
-    """Of device, as a probe takes it."""
-    kind = AUTO if config.device is None else torch.device(config.device).type
-    return kind if kind in ("cpu", "cuda") else AUTO
+def _device_type(config: TrainerConfig) -> str:
+    """Return the `device` option of the probe."""
+    device_type = AUTO if config.device is None else torch.device(config.device).type
+    return device_type if device_type in ("cpu", "cuda") else AUTO
 
 
 def _device(config: TrainerConfig, processes: JobProcesses) -> torch.device:
     if config.device is not None:
         return torch.device(config.device)
-    return device_of(AUTO, index=processes.place.local_rank)
+    return device_of(AUTO, index=processes.ctx.local_rank)
 
 
-def _model_text(config: TrainerConfig, model: nn.Module) -> str:
-    """Its shape: a model that is another one has another."""
-    number = sum(parameter.numel() for parameter in model.parameters())
+def _model_name(config: TrainerConfig, model: nn.Module) -> str:
+    """Return the name of a model in the plan cache: its type and size."""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     layers = config.split.num_layers(model)
-    return f"{type(model).__name__} of {layers} layers, {number} parameters"
+    return f"{type(model).__name__} of {layers} layers, {num_parameters} parameters"
 
 
-def _text(plan: Plan) -> str:
-    takes = "" if plan.predicted is None else f", {plan.predicted.step:.3g} s a step by prediction"
+def _summary(plan: Plan) -> str:
+    predicted = "" if plan.predicted is None else f", predicted {plan.predicted.step:.3g} s a step"
     stages = f"{plan.num_stages} stage{'s' * (plan.num_stages > 1)}"
     pipelines = f"{plan.num_pipelines} pipeline{'s' * (plan.num_pipelines > 1)}"
-    return f"{stages} x {pipelines}, micro-batches of {plan.microbatch_size}{takes}"
+    return f"{stages} x {pipelines}, micro-batches of {plan.microbatch_size}{predicted}"

@@ -1,8 +1,8 @@
-"""Which samples of a step each pipeline computes, where all pipelines make each step together.
+"""Which samples of a step each pipeline computes in the lockstep sync modes.
 
-A step is one global batch: so many positions in a row, cut into micro-batches. Pipelines get whole
-micro-batches, one after the other in the order of their numbers, so that the batch is the same
-whoever computes it. The last micro-batch may be smaller.
+A step is one global batch: consecutive positions, divided into micro-batches. Each pipeline gets
+consecutive whole micro-batches, in the order of pipeline numbers, so that the batch does not
+depend on the number of pipelines. The last micro-batch may be smaller.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from polyrhythm.sync.dispatch import Range, SamplerState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
-    """The global batch of each step, cut into micro-batches."""
+    """The global batch of each step, divided into micro-batches."""
 
     size: int  # samples
     microbatch_size: int
@@ -33,7 +33,7 @@ class GlobalBatch:
         return -(-self.size // self.microbatch_size)
 
     def equal_shares(self, num_pipelines: int) -> tuple[int, ...]:
-        """Micro-batches of each pipeline, as even as it goes, larger ones first."""
+        """Divide the micro-batches evenly among pipelines, larger shares first."""
         each, rest = divmod(self.num_microbatches, num_pipelines)
         if each < 1:
             raise PlanError(
@@ -44,20 +44,19 @@ class GlobalBatch:
         return tuple(each + (pipeline < rest) for pipeline in range(num_pipelines))
 
     def range_of(self, step: int, microbatches: range) -> Range:
-        """The positions of some micro-batches in a row of a step."""
-        start = step * self.size
-        ends = (microbatches.start, microbatches.stop)
-        first, end = (start + min(end * self.microbatch_size, self.size) for end in ends)
-        return first, end
+        """Return the positions of consecutive micro-batches of a step."""
+        offset = step * self.size
+        start = offset + min(microbatches.start * self.microbatch_size, self.size)
+        return start, offset + min(microbatches.stop * self.microbatch_size, self.size)
 
 
 def microbatch_ranges(shares: Sequence[int]) -> list[range]:
-    """The micro-batches of each pipeline, from how many each gets."""
-    return [range(*ends) for ends in pairwise(accumulate(shares, initial=0))]
+    """Return the micro-batches of each pipeline, given the number of each."""
+    return [range(*bounds) for bounds in pairwise(accumulate(shares, initial=0))]
 
 
 class RemainingSamples:
-    """The positions that are left, counted on without gaps from how many were used."""
+    """The positions not used yet, renumbered consecutively from the number of used ones."""
 
     def __init__(self, sampler_state: SamplerState) -> None:
         self._first = sampler_state.num_used
@@ -65,12 +64,12 @@ class RemainingSamples:
         self._next = sampler_state.next
 
     def ranges(self, start: int, end: int) -> tuple[Range, ...]:
-        """What was given back comes first, then what was never dealt."""
-        found, begins = list[Range](), self._first
+        """Return the positions numbered `start` to `end`: returned ones first, then new ones."""
+        found, offset = list[Range](), self._first
         for low, high in (*self._returned, (self._next, self._next + end)):
-            ends = begins + high - low
-            first, last = max(start, begins), min(end, ends)
+            next_offset = offset + high - low
+            first, last = max(start, offset), min(end, next_offset)
             if first < last:
-                found.append((low + first - begins, low + last - begins))
-            begins = ends
+                found.append((low + first - offset, low + last - offset))
+            offset = next_offset
         return tuple(found)

@@ -24,12 +24,12 @@ from polyrhythm.types import Worker
 
 @dataclass(slots=True)
 class TrainerCheckpointer:
-    """Replicas of the first pipeline only help, where they hold a part of the state."""
+    """Saves and restores one worker's stage; other pipelines only send their optimizer shards."""
 
     part: ModelPartition
     worker: Worker
-    run_info: dict[str, Any]  # of the run, that a checkpoint tells
-    checkpoints: Checkpointer | None  # of the first pipeline
+    run_info: dict[str, Any]  # plan and model configuration, stored in each checkpoint
+    checkpoints: Checkpointer | None  # on the first pipeline
     num_replicas: int  # processes of other pipelines
     name: str  # of the Trainer, in the job's store
     _num_restores: int = field(default=0, init=False)
@@ -52,13 +52,13 @@ class TrainerCheckpointer:
             checkpoints = Checkpointer(
                 run / CHECKPOINTS, group=group, tied=part.tied, keep=keep, log=log
             )
-        others = plan.num_workers - plan.num_stages
-        return cls(part, worker, {"plan": plan_table(plan)}, checkpoints, others, name)
+        num_replicas = plan.num_workers - plan.num_stages
+        return cls(part, worker, {"plan": plan_table(plan)}, checkpoints, num_replicas, name)
 
     def save(
         self, step: int, strategy: NoSync, extra: Mapping[str, Any], *, blocking: bool = False
     ) -> None:
-        """In the background; a patient one waits for an earlier one to end."""
+        """Save in the background; with `blocking`, first wait for the save in progress."""
         strategy.synchronize()
         future = strategy.async_state_dict()
         if self.checkpoints is not None:
@@ -73,11 +73,12 @@ class TrainerCheckpointer:
             )
 
     def restore(self, path: Path | None, optimizer: Optimizer) -> Manifest | None:
-        """The given checkpoint, or else the newest that is whole; None if there never was one.
+        """Restore `path`, by default the newest complete checkpoint; None if there is none.
 
-        Raises CheckpointError, in all processes, if the given one is damaged, or all there are.
+        Raises CheckpointError in all processes if the checkpoint at `path` is damaged; without
+        `path`, if checkpoints exist and all are damaged.
         """
-        found, module = self._found(path), self.part.module
+        found, module = self._find_checkpoint(path), self.part.module
         if found is None:
             return None
         if self.checkpoints is not None:
@@ -85,7 +86,7 @@ class TrainerCheckpointer:
         return restore(found, module, optimizer, tied=self.part.tied, whole=False, verify=False)
 
     def wait(self) -> None:
-        """Until what is saved is on disk."""
+        """Wait until the save in progress is on disk."""
         if self.checkpoints is not None:
             outcome = self.checkpoints.wait()
             if outcome is not None and not outcome.is_saved and self.worker == LEADER:
@@ -96,13 +97,13 @@ class TrainerCheckpointer:
         if self.checkpoints is not None:
             self.checkpoints.close()
 
-    def _found(self, path: Path | None) -> Path | None:
-        """The first pipeline looks for it and reads it all; the others hear what it has found."""
+    def _find_checkpoint(self, path: Path | None) -> Path | None:
+        """The first pipeline finds and verifies the checkpoint; the others receive its path."""
         self._num_restores += 1
         name = f"{self.name}/restored {self._num_restores}"
         if self.checkpoints is None:
             found: Path | None = receive_object(
-                name, "hearing which checkpoint to restore", timeout=SAVE_TIMEOUT
+                name, "receiving the checkpoint to restore", timeout=SAVE_TIMEOUT
             )
             return found
         try:
@@ -123,12 +124,12 @@ class TrainerCheckpointer:
 
 
 def _latest_or_raise(checkpoints: Checkpointer) -> Path | None:
-    """Refuses to begin anew where something was kept: that would be removed in time."""
-    found, there = checkpoints.latest(), list_steps(checkpoints.folder)
-    if found is None and there:
+    """Refuse to start from scratch if checkpoints exist: rotation would delete them."""
+    found, steps = checkpoints.latest(), list_steps(checkpoints.folder)
+    if found is None and steps:
         raise CheckpointError(
-            f"{checkpoints.folder}: none of its {len(there)} checkpoints is whole",
-            expected="one that training can go on from",
-            fix="fetch a copy of one; or remove them, or give another run folder, to begin anew",
+            f"{checkpoints.folder}: none of its {len(steps)} checkpoints is complete",
+            expected="a complete checkpoint to restore",
+            fix="restore a copy; or, to start from step 0, remove them or use another run folder",
         )
     return found

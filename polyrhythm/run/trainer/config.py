@@ -1,4 +1,4 @@
-"""What a Trainer was given, checked before any process waits for another."""
+"""The Trainer's arguments, checked before any process waits for another."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ from polyrhythm.types import Bytes, Seconds
 _MUST_MATCH = (
     *("batch_size", "microbatch_size", "seed", "shuffle", "schedule", "sync", "overlap"),
     *("clip_grad_norm", "autocast", "checkpoint_every"),
-)  # in every process
+)  # equal in every process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class TrainerConfig:
     loss_fn: Callable[..., Tensor]
     optimizer_fn: Callable[[Iterable[torch.nn.Parameter]], Optimizer]
     lr_scheduler_fn: Callable[[Optimizer], LRScheduler] | None = None
-    batch_size: int | None = None  # samples of a step, of all pipelines together
+    batch_size: int | None = None  # samples per step, summed over all pipelines
     microbatch_size: int | None = None
     plan: Plan | Path | str = AUTO
     schedule: str = AUTO
@@ -55,17 +55,17 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for name in ("batch_size", "microbatch_size", "checkpoint_every"):
             value = getattr(self, name)
-            if value is not None and not (_is_whole(value) and value >= 1):
-                raise _invalid(name, value, "a whole number from 1 on, or None")
+            if value is not None and not (_is_integer(value) and value >= 1):
+                raise _invalid(name, value, "an integer from 1 on, or None")
         if self.clip_grad_norm is not None and not _is_above_0(self.clip_grad_norm):
             raise _invalid("clip_grad_norm", self.clip_grad_norm, "a number above 0, or None")
         for name in ("timeout", "grace_period"):
             if not _is_above_0(getattr(self, name)):
                 raise _invalid(name, getattr(self, name), "seconds above 0")
-        if not (_is_whole(self.seed) and 0 <= self.seed < 2**31):
-            raise _invalid("seed", self.seed, "a whole number from 0 on, below 2**31")
+        if not (_is_integer(self.seed) and 0 <= self.seed < 2**31):
+            raise _invalid("seed", self.seed, "an integer from 0 to 2**31 - 1")
         if not isinstance(self.callbacks, Sequence) or not all(map(callable, self.callbacks)):
-            raise _invalid("callbacks", self.callbacks, "a list of functions of a StepEnd")
+            raise _invalid("callbacks", self.callbacks, "a list of functions that take a StepEnd")
         for name in ("loss_fn", "optimizer_fn", "lr_scheduler_fn", "collate_fn"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -75,18 +75,18 @@ class TrainerConfig:
         try:
             torch.device(self.device or "cpu")
         except (RuntimeError, TypeError):
-            raise _invalid("device", self.device, "one of torch's, such as 'cuda:1'") from None
+            raise _invalid("device", self.device, "a torch device such as 'cuda:1'") from None
         if self.autocast not in (None, torch.bfloat16):
             raise LaunchError(
                 f"autocast={self.autocast}",
-                expected="torch.bfloat16, or None for none",
-                fix="use bfloat16: float16 needs its losses scaled, which stages do not agree on",
+                expected="torch.bfloat16, or None to turn it off",
+                fix="use bfloat16: float16 needs loss scaling, which stages do not agree on",
             )
         if self.sync_options and self.sync in (AUTO, DECOUPLED):
             raise LaunchError(
                 f"sync_options={dict(self.sync_options)} with sync={self.sync!r}",
-                expected="options of a policy",
-                fix="leave them out, or name the policy: sync='adaptive'",
+                expected="sync_options with a policy",
+                fix="omit sync_options, or name the policy: sync='adaptive'",
             )
         known = (AUTO, DECOUPLED, *sorted(set(POLICIES) - {"ssp"}))
         if self.sync not in known:
@@ -97,23 +97,23 @@ class TrainerConfig:
             raise LaunchError(
                 f"overlap=True with sync={self.sync!r}",
                 expected="a policy that averages models, such as adaptive; auto overlaps by itself",
-                fix="leave overlap out, or use sync='adaptive'",
+                fix="omit overlap, or use sync='adaptive'",
             )
 
     def text(self, num_samples: int | None) -> str:
-        """What all processes must have been given alike, for people to compare."""
-        given = {name: getattr(self, name) for name in _MUST_MATCH}
-        given |= {"sync_options": dict(self.sync_options), "samples": num_samples}
-        return ", ".join(f"{name}={value}" for name, value in given.items())
+        """List the arguments that must be equal in all processes, as readable text."""
+        values = {name: getattr(self, name) for name in _MUST_MATCH}
+        values |= {"sync_options": dict(self.sync_options), "samples": num_samples}
+        return ", ".join(f"{name}={value}" for name, value in values.items())
 
     def precision(self, device: torch.device) -> AbstractContextManager[object]:
-        """Around forward and backward."""
+        """Return the autocast context for forward and backward."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(device.type, self.autocast)
 
 
-def _is_whole(value: object) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -122,4 +122,4 @@ def _is_above_0(value: object) -> bool:
 
 
 def _invalid(name: str, value: object, expected: str) -> LaunchError:
-    return LaunchError(f"{name}={value!r}", expected=expected, fix=f"give another {name}")
+    return LaunchError(f"{name}={value!r}", expected=expected, fix=f"pass another {name}")

@@ -1,4 +1,4 @@
-"""The loss on samples that are not learnt from: each pipeline has a share of them."""
+"""Evaluation: each pipeline computes the loss of its share of a dataset, without training."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +18,10 @@ from polyrhythm.sync.dispatch import Ranges
 def evaluate(
     pipeline: Pipeline,
     load: Callable[[Ranges], LoadedBatch],
-    share: range,  # of this pipeline
+    share: range,  # this pipeline's samples
     batch_size: int,
 ) -> float:
-    """The mean over the shares of all pipelines, on every worker; called by all of them."""
+    """Return the mean loss over all pipelines' shares; every worker calls it and gets it."""
     was_training = pipeline.module.training
     pipeline.module.eval()
     try:
@@ -37,7 +37,7 @@ def evaluate(
 def _own_share(
     pipeline: Pipeline, load: Callable[[Ranges], LoadedBatch], share: range, batch_size: int
 ) -> Tensor:
-    """The sum of losses and the number of samples; on the last stage, nothing on others."""
+    """Return the sum of losses and the number of samples; zeros except on the last stage."""
     totals = torch.zeros(2, dtype=torch.float64)
 
     def count(losses: list[Tensor]) -> None:
@@ -48,15 +48,15 @@ def _own_share(
         return load(((metadata[0], metadata[1]),)).target
 
     for start in range(share.start, share.stop, batch_size) if pipeline.is_first else ():
-        ends, losses = (start, min(start + batch_size, share.stop)), list[Tensor]()
-        batch = load((ends,))
+        bounds, losses = (start, min(start + batch_size, share.stop)), list[Tensor]()
+        batch = load((bounds,))
         arguments, keywords = as_arguments(batch.inputs)
         pipeline.eval(
             *arguments,
             target=batch.target,
             losses=losses,
             return_outputs=False,
-            metadata=ends,
+            metadata=bounds,
             **keywords,
         )
         count(losses)

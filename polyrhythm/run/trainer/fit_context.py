@@ -1,4 +1,4 @@
-"""What one worker of a job is to do, and how far it has come."""
+"""The constant context of one worker's training, and its progress."""
 
 import base64
 import pickle
@@ -27,7 +27,7 @@ from polyrhythm.types import Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitContext:
-    """All that does not change while training goes on."""
+    """What does not change during training."""
 
     config: TrainerConfig
     worker: Worker
@@ -45,19 +45,19 @@ class FitContext:
         return len(self.shares)
 
     def new_optimizer(self) -> Optimizer:
-        """Of this stage's parameters; raises LaunchError if it is of something else."""
+        """Make the optimizer of this stage's parameters; raises LaunchError."""
         optimizer = self.config.optimizer_fn(self.pipeline.module.parameters())
         if not isinstance(optimizer, Optimizer):
             raise LaunchError(
-                f"optimizer_fn gave a {type(optimizer).__name__}",
-                expected="an optimizer of the parameters that it is given",
+                f"optimizer_fn returned a {type(optimizer).__name__}",
+                expected="an optimizer of the parameters that it is called with",
                 fix="return it: lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
             )
         own = set(self.pipeline.module.parameters())
-        if any(p not in own for of in optimizer.param_groups for p in of["params"]):
+        if any(p not in own for group in optimizer.param_groups for p in group["params"]):
             raise LaunchError(
-                "optimizer_fn gave an optimizer of other parameters than it was given",
-                expected="those of this worker's stage, which it is called with",
+                "optimizer_fn returned an optimizer of other parameters",
+                expected="the parameters of this worker's stage, which it is called with",
                 fix="use its argument: lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
             )
         return optimizer
@@ -65,56 +65,57 @@ class FitContext:
 
 @dataclass(slots=True, kw_only=True)
 class TrainProgress:
-    """At the end of a step, or of a fit."""
+    """The training state at the end of a step or of a fit."""
 
     optimizer: Optimizer
-    step: int = 0  # global ones that are made
-    sampler_state: SamplerState = field(default_factory=SamplerState)  # of samples, at that step
-    lr_state: dict[str, Any] | None = None  # the state of the learning rates' schedule
+    step: int = 0  # global steps done
+    sampler_state: SamplerState = field(default_factory=SamplerState)  # at the end of a phase
+    lr_state: dict[str, Any] | None = None  # state of the learning rate scheduler
 
-    def make_lr_scheduler(self, own: FitContext, optimizer: Optimizer) -> LRScheduler | None:
-        """The schedule of learning rates, where it was."""
-        if own.config.lr_scheduler_fn is None:
+    def make_lr_scheduler(self, context: FitContext, optimizer: Optimizer) -> LRScheduler | None:
+        """Make the learning rate scheduler and load its state."""
+        if context.config.lr_scheduler_fn is None:
             return None
-        before = [{k: v for k, v in of.items() if k != "params"} for of in optimizer.param_groups]
-        lr_scheduler = own.config.lr_scheduler_fn(optimizer)
+        groups = optimizer.param_groups
+        before = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        lr_scheduler = context.config.lr_scheduler_fn(optimizer)
         if not isinstance(lr_scheduler, LRScheduler) or isinstance(lr_scheduler, ReduceLROnPlateau):
             raise LaunchError(
-                f"lr_scheduler_fn gave a {type(lr_scheduler).__name__}",
-                expected="a schedule of torch.optim.lr_scheduler, which goes by steps alone",
-                fix="return LambdaLR(optimizer, ...), OneCycleLR, ...; one that follows losses "
-                "would differ from worker to worker",
+                f"lr_scheduler_fn returned a {type(lr_scheduler).__name__}",
+                expected="a scheduler of torch.optim.lr_scheduler that depends on steps alone",
+                fix="return LambdaLR(optimizer, ...), OneCycleLR, ...; a scheduler that follows "
+                "losses would differ between workers",
             )
         if self.lr_state is not None:
             lr_scheduler.load_state_dict(self.lr_state)
-            # Making one sets what it schedules, betas perhaps, to where it begins.
-            for group, values in zip(optimizer.param_groups, before, strict=True):
+            # Its constructor resets what it schedules (rates, perhaps betas) to the start.
+            for group, values in zip(groups, before, strict=True):
                 group |= values
-            for group, rate in zip(optimizer.param_groups, lr_scheduler.get_last_lr(), strict=True):
+            for group, rate in zip(groups, lr_scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
         return lr_scheduler
 
-    def restore(self, found: Manifest) -> DatasetState | None:
-        """From a checkpoint; where a stream of samples goes on, if it is one."""
-        if not {"supply", "rates"} <= found.extra.keys():
+    def restore(self, manifest: Manifest) -> DatasetState | None:
+        """Load the state from a checkpoint; return the state of an iterable dataset."""
+        extra = manifest.extra
+        if not {"supply", "rates"} <= extra.keys():
             raise CheckpointError(
-                f"a checkpoint of step {found.step} that a Trainer has not made",
-                expected="one with which samples were used, and the learning rates",
-                fix="load the model from it by Checkpoints.restore, and begin anew",
+                f"a checkpoint of step {manifest.step} that was not saved by a Trainer",
+                expected="a checkpoint with sampler state and learning rates",
+                fix="load the model from it by Checkpointer.restore, and start from step 0",
             )
-        self.step, self.sampler_state = (
-            found.step,
-            msgspec.convert(found.extra["supply"], SamplerState),
-        )
-        self.lr_state = pickle.loads(base64.b64decode(found.extra["rates"]))
-        place = found.extra.get("stream")
-        return None if place is None else DatasetState.from_json(place)
+        self.step = manifest.step
+        self.sampler_state = msgspec.convert(extra["supply"], SamplerState)
+        self.lr_state = pickle.loads(base64.b64decode(extra["rates"]))
+        stream = extra.get("stream")
+        return None if stream is None else DatasetState.from_json(stream)
 
-    def extra(self, own: FitContext, sampler_state: SamplerState) -> dict[str, Any]:
-        """What a checkpoint keeps beside model and optimizer."""
-        # Pickled: schedules hold counters of whole numbers, which JSON would turn into texts.
-        lr_scheduler = base64.b64encode(pickle.dumps(self.lr_state)).decode()
-        extra = {"supply": msgspec.to_builtins(sampler_state), "rates": lr_scheduler}
-        # The first worker's word is kept, and it has read until there.
-        place = own.samples.state_at(sampler_state.first_unused) if own.worker == LEADER else None
-        return extra if place is None else extra | {"stream": place.as_json()}
+    def extra(self, context: FitContext, sampler_state: SamplerState) -> dict[str, Any]:
+        """Return what a checkpoint holds besides model and optimizer."""
+        # Pickled: schedulers hold dicts with integer keys, which JSON would turn into strings.
+        rates = base64.b64encode(pickle.dumps(self.lr_state)).decode()
+        extra = {"supply": msgspec.to_builtins(sampler_state), "rates": rates}
+        if context.worker != LEADER:  # the manifest has rank 0's `extra`
+            return extra
+        stream = context.samples.state_at(sampler_state.first_unused)
+        return extra if stream is None else extra | {"stream": stream.as_json()}

@@ -1,8 +1,9 @@
-"""One call of `fit`: pieces of training one after the other, each with a way to keep together.
+"""One call of `fit`: a sequence of phases, each of which trains in one sync mode.
 
-A job that was told its way has one piece. Under `sync="auto"` a piece ends when another way pays:
-all replicas become equal, the first worker says which samples are left, and the next piece begins
-there. It also ends when the job is told to end (`preemption.py`).
+A job with a fixed sync mode has one phase. Under `sync="auto"` a phase ends when another mode is
+predicted to be faster: all replicas average to equal weights, rank 0 broadcasts which samples are
+left, and the next phase starts from there. A preemption notice also ends the phase
+(`preemption.py`).
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from polyrhythm.sync.replay import DECOUPLED, GROUPS, JobShape, StepTiming
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """Under way."""
+    """A phase of training and the objects that run it."""
 
     sync_mode: str
     strategy: NoSync
@@ -41,7 +42,7 @@ class FitLoop:
     def __init__(
         self, name: str, context: FitContext, progress: TrainProgress, num_steps: int
     ) -> None:
-        """Until `num_steps` are made, those before included; `name` is this fit's alone."""
+        """`num_steps` counts from the start of training; `name` is unique to this fit."""
         self._context, self._progress, self._num_steps = context, progress, num_steps
         self._decisions = SyncDecisions(name, context.worker, context.config.timeout)
         self._prefetcher = Prefetcher(context.samples.load)
@@ -53,12 +54,10 @@ class FitLoop:
             self._exchange = StepTimeExchange(
                 f"{name}/auto", context.worker, shape, context.log, timeout
             )
-        self._next_sync_mode: str | None = (
-            None  # the way that was decided upon, on the first worker
-        )
+        self._next_sync_mode: str | None = None  # on rank 0: the mode to switch to
         self._has_ended_samples = False
-        self.ends: list[StepEnd] = []
-        self.is_stopped = False  # before its time
+        self.step_ends: list[StepEnd] = []
+        self.is_stopped = False  # by a preemption notice
 
     def run(self) -> None:
         sync = self._context.config.sync
@@ -70,7 +69,7 @@ class FitLoop:
             self._prefetcher.close()
 
     def _train(self, sync_mode: str) -> str | None:
-        """A piece; the way of the next one."""
+        """Train one phase and return the sync mode of the next; None ends the fit."""
         if self._exchange is not None:
             self._exchange.begin(sync_mode, self._progress.step)
         strategy = self._make_strategy(sync_mode)
@@ -80,7 +79,7 @@ class FitLoop:
             progress = self._progress
             progress.sampler_state = decision.sampler_state
             progress.step = decision.sampler_state.num_used // self._context.global_batch.size
-            phase.loop.advance_lr_scheduler(progress.step)  # on all workers alike
+            phase.loop.advance_lr_scheduler(progress.step)  # to the same step on all workers
             progress.lr_state = phase.loop.lr_state()
             self.is_stopped = decision.is_preempted
             if decision.sync_mode is None:
@@ -94,17 +93,17 @@ class FitLoop:
         return decision.sync_mode
 
     def _in_lockstep(self, phase: _Phase) -> SyncDecision:
-        """In windows of steps, after each of which it may be another way's turn."""
+        """Train in fixed windows; after each window rank 0 may switch the sync mode."""
         exchange, loop = self._exchange, phase.loop
         window = None if exchange is None else exchange.num_steps
         while True:
-            self.ends += loop.run(window)
+            self.step_ends += loop.run(window)
             if loop.is_over:
                 phase.strategy.average_all()
                 return self._decisions.next(
                     lambda: self._final_decision(phase.sampler.sampler_state())
                 )
-            assert exchange is not None, "it would be over"
+            assert exchange is not None, "without windows, run() ends the phase"
             if self._context.pipeline.is_first:
                 exchange.publish()
             decision = self._decisions.next(lambda: self._after_window(phase))
@@ -113,11 +112,9 @@ class FitLoop:
                 return decision
 
     def _after_window(self, phase: _Phase) -> SyncDecision:
-        assert self._exchange is not None, "windows are its"
-        sampler_state, decision = (
-            phase.sampler.sampler_state(),
-            self._exchange.after_window(self._progress.step),
-        )
+        assert self._exchange is not None, "only sync='auto' trains in windows"
+        sampler_state = phase.sampler.sampler_state()
+        decision = self._exchange.after_window(self._progress.step)
         is_over = sampler_state.num_used >= self._end_of_samples
         return SyncDecision(
             sync_mode=phase.sync_mode if is_over else decision.sync_mode,
@@ -125,9 +122,9 @@ class FitLoop:
         )
 
     def _in_groups(self, phase: _Phase) -> SyncDecision:
-        """Until there are no samples any more, of which the first worker may end the supply."""
+        """Train until the samples run out; rank 0 may end them early."""
         self._next_sync_mode, self._has_ended_samples = None, False
-        self.ends += phase.loop.run()
+        self.step_ends += phase.loop.run()
         phase.strategy.average_all()
         return self._decisions.next(lambda: self._after_groups(phase))
 
@@ -165,9 +162,9 @@ class FitLoop:
         def may_start_step() -> bool:
             return not in_lockstep or context.preemption.may_start_step(self._progress.step)
 
-        def on_step_timing(on_step_timing: StepTiming) -> None:
+        def on_step_timing(timing: StepTiming) -> None:
             if self._exchange is not None:
-                self._exchange.add_timing(on_step_timing)
+                self._exchange.add_timing(timing)
             if not in_lockstep:
                 self._check_phase_end(strategy)
 
@@ -198,14 +195,14 @@ class FitLoop:
         return _Phase(sync_mode, strategy, sampler, loop, in_lockstep)
 
     def _check_phase_end(self, strategy: NoSync) -> None:
-        """In groups, after a step of a first stage: whether the first worker ends the piece."""
+        """In groups, after a step of a first stage: end the phase if rank 0 decides so."""
         if self._exchange is not None and not self._has_ended_samples:
             decision = self._exchange.after_step(self._progress.step)
             if decision is not None and decision.switches:
                 self._next_sync_mode = decision.sync_mode
-        is_to_end = self._next_sync_mode is not None or self._context.preemption.is_stop_requested
-        if self._context.worker == LEADER and is_to_end and not self._has_ended_samples:
-            assert strategy.sync is not None, "in groups"
+        ends_phase = self._next_sync_mode is not None or self._context.preemption.is_stop_requested
+        if self._context.worker == LEADER and ends_phase and not self._has_ended_samples:
+            assert strategy.sync is not None, "called in groups only"
             strategy.sync.sampler_state(last_batch=self._context.global_batch.size)
             self._has_ended_samples = True
 
@@ -227,14 +224,14 @@ class FitLoop:
 
     def _save_last(self, strategy: NoSync) -> None:
         context, progress = self._context, self._progress
-        is_wanted = context.config.checkpoint_every or self.is_stopped
-        if context.checkpointer is not None and is_wanted:
+        is_due = context.config.checkpoint_every or self.is_stopped
+        if context.checkpointer is not None and is_due:
             extra = progress.extra(context, progress.sampler_state)
             context.checkpointer.save(progress.step, strategy, extra, blocking=True)
 
     def _close_strategy(self, strategy: NoSync) -> None:
         state = strategy.optimizer.state_dict() if isinstance(strategy, DecoupledStrategy) else None
         strategy.close()
-        if state is not None:  # each worker had a part of it
+        if state is not None:  # it was sharded over the replicas
             self._progress.optimizer = self._context.new_optimizer()
             self._progress.optimizer.load_state_dict(state)

@@ -1,7 +1,7 @@
-"""What the layers of the model take, measured on this device with samples that it is to learn from.
+"""Time and memory of the model's layers, measured on this device with samples of the dataset.
 
-It is a copy that is measured, and whatever is random goes on afterwards where it was: training is
-the same with and without it.
+A copy of the model is measured, and random states are restored afterwards: training is the same
+with and without the measurement.
 """
 
 import copy
@@ -25,19 +25,19 @@ from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.split_spec import SplitSpec
 from polyrhythm.run.trainer.step_loop import as_arguments
 
-_LARGEST = 64  # samples in a micro-batch: more of them fill no device better
+_MAX_MICROBATCH_SIZE = 64  # samples; larger ones use no device better
 _REPEAT = 3
 
 
 def profile_sizes(config: TrainerConfig, num_processes: int) -> tuple[int, ...]:
-    """Micro-batches to measure, the largest first: it leaves each process one of a batch."""
-    assert config.batch_size is not None, "checked"
+    """Return the sizes to measure, largest first; a batch has a micro-batch per process."""
+    assert config.batch_size is not None, "choose_plan checks it"
     if config.microbatch_size is not None:
         return (config.microbatch_size,)
-    most = max(1, min(_LARGEST, config.batch_size // num_processes))
-    good = [size for size in range(1, most + 1) if config.batch_size % size == 0]
-    between = min(good, key=lambda size: abs(size * size - good[-1]))
-    return tuple(sorted({good[-1], between, 1}, reverse=True))
+    largest = max(1, min(_MAX_MICROBATCH_SIZE, config.batch_size // num_processes))
+    divisors = [size for size in range(1, largest + 1) if config.batch_size % size == 0]
+    between = min(divisors, key=lambda size: abs(size * size - divisors[-1]))
+    return tuple(sorted({divisors[-1], between, 1}, reverse=True))
 
 
 def profile_layers(
@@ -48,9 +48,10 @@ def profile_layers(
     sizes: tuple[int, ...],
     device: torch.device,
 ) -> tuple[Layer, ...]:
-    """Every layer that a stage could begin with; raises DescriptionError, DataError, PlanError.
+    """Profile every layer that a stage may start with.
 
-    A size that a layer cannot do is left out, but for the largest if it was asked for.
+    Skips a size at which a layer fails, except for the first of `sizes`. Raises DescriptionError,
+    DataError and PlanError.
     """
     with preserve_rng_state(device):
         inputs = _first_inputs(config, dataset, max(sizes))
@@ -62,7 +63,7 @@ def profile_layers(
             raise PlanError(
                 f"inputs of type {type(inputs).__name__}, without a tensor",
                 expected="samples whose inputs are a tensor, several, or several by name",
-                fix="give a plan, or a dataset whose items are (inputs, target)",
+                fix="pass a plan, or a dataset whose items are (inputs, target)",
             )
         subject = ProfiledModel(layers=layers, example=example, num_samples=len(tensors[0]))
         with config.precision(device):
@@ -77,45 +78,45 @@ def profile_layers(
 
 
 def layer_blocks(split: SplitSpec, model: nn.Module) -> tuple[int, ...]:
-    """How many layers in a row stay together: what has no parameters is no stage."""
+    """Return the sizes of blocks of layers that no stage may split: a stage needs parameters."""
     if split.layers is not None or not isinstance(model, nn.Sequential):
         return (1,) * split.num_layers(model)
     counts: list[int] = []
-    has_parameters = False  # the last of them
+    has_parameters = False  # in the last block
     for layer in model._modules.values():
-        learns = layer is not None and any(True for _ in layer.parameters())
-        if not counts or (learns and has_parameters):
+        is_trained = layer is not None and any(True for _ in layer.parameters())
+        if not counts or (is_trained and has_parameters):
             counts.append(1)
-            has_parameters = learns
+            has_parameters = is_trained
         else:
             counts[-1] += 1
-            has_parameters = has_parameters or learns
+            has_parameters = has_parameters or is_trained
     return tuple(counts)
 
 
 @contextmanager
 def preserve_rng_state(device: torch.device) -> Iterator[None]:
-    """What is random goes on afterwards as if nothing had been drawn."""
-    python, numbers = random.getstate(), np.random.get_state()
+    """Restore the random states of Python, NumPy and torch afterwards."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numbers)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 class _PositionalInputs(nn.Module):
-    """A module that takes what comes by position under these names."""
+    """Passes its last positional arguments to a module as keyword arguments `names`."""
 
     def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
         self.module, self._names = module, names
 
     def forward(self, *values: Any) -> Any:
-        number = len(values) - len(self._names)
-        named = dict(zip(self._names, values[number:], strict=True))
-        return self.module(*values[:number], **named)
+        num_positional = len(values) - len(self._names)
+        named = dict(zip(self._names, values[num_positional:], strict=True))
+        return self.module(*values[:num_positional], **named)
 
 
 def _layers(split: SplitSpec, model: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
@@ -123,30 +124,31 @@ def _layers(split: SplitSpec, model: nn.Module, names: tuple[str, ...]) -> dict[
         parts = [layer for layer in model._modules.values() if layer is not None]
         kinds = [type(layer).__name__ for layer in parts]
     else:
-        number = split.num_layers(model)
-        parts = [split.extract_stage(model, stage, (1,) * number).module for stage in range(number)]
-        kinds = [type(model).__name__] * number
+        num_layers = split.num_layers(model)
+        sizes = (1,) * num_layers
+        parts = [split.extract_stage(model, stage, sizes).module for stage in range(num_layers)]
+        kinds = [type(model).__name__] * num_layers
     parts[0] = _PositionalInputs(parts[0], names)
-    names_of = [f"{place}.{kind}" for place, kind in enumerate(kinds)]
-    return dict(zip(names_of, parts, strict=True))
+    layer_names = [f"{index}.{kind}" for index, kind in enumerate(kinds)]
+    return dict(zip(layer_names, parts, strict=True))
 
 
 def _deepcopy_model(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
-    except Exception as error:  # whatever the user's modules hold
+    except Exception as error:  # the user's modules may raise anything
         raise PlanError(
-            f"the model cannot be copied, to be measured: {type(error).__name__}: {error}",
-            expected="a model for copy.deepcopy",
-            fix="give a plan: polyrhythm profile, then polyrhythm plan",
+            f"the model cannot be copied for profiling: {type(error).__name__}: {error}",
+            expected="a model that copy.deepcopy can copy",
+            fix="pass a plan: polyrhythm profile, then polyrhythm plan",
         ) from error
 
 
-def _first_inputs(config: TrainerConfig, dataset: Any, number: int) -> Any:
+def _first_inputs(config: TrainerConfig, dataset: Any, num_samples: int) -> Any:
     order = make_order(dataset, seed=config.seed, shuffle=config.shuffle)
     samples = SampleLoader(dataset, order, config.collate_fn, needs_target=False)
     try:
-        return samples.load(((0, number),)).inputs
+        return samples.load(((0, num_samples),)).inputs
     finally:
-        if (begin := samples.state_at(0)) is not None:  # a stream, which has been read from
-            dataset.load_state_dict(begin.state)
+        if (start := samples.state_at(0)) is not None:  # an iterable dataset: rewind it
+            dataset.load_state_dict(start.state)

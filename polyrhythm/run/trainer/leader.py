@@ -1,7 +1,7 @@
-"""What one process decides for all: they hear its decision, or why there is none.
+"""Run a function on rank 0 and return its result, or raise its error, on every process.
 
-Rank 0 decides, which may take minutes: the others wait as long as it shows that it is alive, within
-reason, and say so. A refusal is raised by all of them alike.
+The function may take minutes: the other processes wait while rank 0 sends heartbeats, up to 30
+timeouts, and log that they wait.
 """
 
 import logging
@@ -20,59 +20,60 @@ from polyrhythm.types import Seconds
 
 _logger = logging.getLogger(__name__)
 
-_RESULT, _HEARTBEAT, _ACKS = "decision", "alive", "heard"
+_RESULT, _HEARTBEAT, _ACKS = "result", "heartbeats", "acks"
 _POLL_INTERVAL: Seconds = 0.05
-_HEARTBEATS_PER_TIMEOUT = 10  # within a deadline: so often rank 0 says that it is alive
-_MAX_TIMEOUTS = 30  # after so many it is given up all the same: what it asked for may never come
-_WARN_AFTER: Seconds = 10.0  # after that long, whoever waits; then after ten times as long
-_JOIN_TIMEOUT: Seconds = 2.0  # until the thread has seen that it is over; a store may never answer
-_ERROR_TIMEOUT: Seconds = 10.0  # of who has to refuse, until the others have heard why
+_HEARTBEATS_PER_TIMEOUT = 10
+_MAX_TIMEOUTS = 30  # then heartbeats stop: the function itself may wait for ever
+_WARN_AFTER: Seconds = 10.0  # a waiting process warns; the next time after ten times as long
+_JOIN_TIMEOUT: Seconds = 2.0  # for the heartbeat thread, which a dead store may block
+_ERROR_TIMEOUT: Seconds = 10.0  # for the other processes to read rank 0's error
 
 
 class _Result(msgspec.Struct, frozen=True):
-    """The decision, or a UserError of a kind."""
+    """The value that the function returned, or the UserError class `kind` and its texts."""
 
-    decision: str = ""
+    value: str = ""
     kind: str = ""
     wrong: str = ""
     expected: str = ""
     fix: str = ""
 
 
-def run_on_leader(processes: JobProcesses, what: str, decide: Callable[[], str]) -> str:
-    """What rank 0 decides, on every process; `decide` is called there alone.
+def run_on_leader(processes: JobProcesses, what: str, function: Callable[[], str]) -> str:
+    """Call `function` on rank 0 and return its result on every process.
 
-    Raises what `decide` refuses with, and PeerError where rank 0 shows no life for a deadline.
+    Raises the UserError of `function`, and PeerError if rank 0 sends no heartbeat for a timeout.
     """
-    place = processes.place
-    assert place.store is not None, "met"
-    store = PrefixStore(f"polyrhythm/deciding {what}", place.store)
-    if place.rank > 0:
+    ctx = processes.ctx
+    assert ctx.store is not None, "hosts() connects to the store"
+    store = PrefixStore(f"polyrhythm/leader/{what}", ctx.store)
+    if ctx.rank > 0:
         return _wait_for_result(store, what, processes)
     try:
         with _heartbeats(store, processes.timeout / _HEARTBEATS_PER_TIMEOUT):
-            told = _Result(decision=decide())
+            result = _Result(value=function())
     except Exception as error:
-        _publish_error(store, error, what, place.world_size - 1)
+        _publish_error(store, error, what, ctx.world_size - 1)
         raise
-    store.set(_RESULT, msgspec.json.encode(told).decode())
-    return told.decision
+    store.set(_RESULT, msgspec.json.encode(result).decode())
+    return result.value
 
 
 @contextmanager
 def _heartbeats(store: PrefixStore, every: Seconds) -> Iterator[None]:
-    """Say so from a thread: who decides compiles, measures and searches, and has no time for it."""
-    heartbeat_store = store.clone()  # type: ignore[attr-defined]  # a connection is not for two threads
-    over = threading.Event()
+    """Send heartbeats from a thread while the main thread computes."""
+    # Two threads must not share a connection.
+    heartbeat_store = store.clone()  # type: ignore[attr-defined]
+    is_done = threading.Event()
 
     def send_heartbeats() -> None:
         for _ in range(_MAX_TIMEOUTS * _HEARTBEATS_PER_TIMEOUT):
-            if over.wait(every):
+            if is_done.wait(every):
                 return
             try:
                 heartbeat_store.add(_HEARTBEAT, 1)
             except RuntimeError as error:
-                _logger.warning("the others cannot hear that rank 0 is alive: %s", error)
+                _logger.warning("rank 0 cannot send heartbeats: %s", error)
                 return
 
     thread = threading.Thread(target=send_heartbeats, name="leader heartbeats", daemon=True)
@@ -80,49 +81,49 @@ def _heartbeats(store: PrefixStore, every: Seconds) -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        is_done.set()
         thread.join(_JOIN_TIMEOUT)
 
 
 def _wait_for_result(store: PrefixStore, what: str, processes: JobProcesses) -> str:
-    first, num_heartbeats, deadline = processes.device_names()[0], -1, 0.0
-    began, warn_after = time.monotonic(), _WARN_AFTER
-    with peer_errors(first, f"deciding {what}"):
+    leader, num_heartbeats, deadline = processes.device_names()[0], -1, 0.0
+    start, warn_after = time.monotonic(), _WARN_AFTER
+    with peer_errors(leader, f"deciding {what}"):
         while not store.check([_RESULT]):
-            if (num_seen := store.add(_HEARTBEAT, 0)) != num_heartbeats:
-                num_heartbeats, deadline = num_seen, time.monotonic() + processes.timeout
+            if (count := store.add(_HEARTBEAT, 0)) != num_heartbeats:
+                num_heartbeats, deadline = count, time.monotonic() + processes.timeout
             elif time.monotonic() > deadline:
                 raise PeerError(
-                    first,
+                    leader,
                     action=f"deciding {what}",
                     waited=processes.timeout,
-                    cause="it shows no sign of life",
+                    cause="no heartbeat",
                 )
-            if (waited := time.monotonic() - began) > warn_after:
-                _logger.warning("%s has taken %.0f s so far for deciding %s", first, waited, what)
+            if (waited := time.monotonic() - start) > warn_after:
+                _logger.warning("%s has spent %.0f s so far on deciding %s", leader, waited, what)
                 warn_after *= 10
             time.sleep(_POLL_INTERVAL)
-        told = msgspec.json.decode(store.get(_RESULT), type=_Result)
+        result = msgspec.json.decode(store.get(_RESULT), type=_Result)
         store.add(_ACKS, 1)
-    if told.kind:
+    if result.kind:
         kinds = {kind.__name__: kind for kind in _subclasses(UserError)}
-        kind = kinds.get(told.kind, LaunchError)
-        raise kind(told.wrong, expected=told.expected, fix=told.fix)
-    return told.decision
+        kind = kinds.get(result.kind, LaunchError)
+        raise kind(result.wrong, expected=result.expected, fix=result.fix)
+    return result.value
 
 
 def _publish_error(store: PrefixStore, error: Exception, what: str, num_others: int) -> None:
-    """Until all have heard of it: who fails at once takes the store along."""
-    told = _Result(
+    """Publish the error and wait until every rank has read it: this rank may host the store."""
+    result = _Result(
         kind=LaunchError.__name__,
         wrong=f"{what}: {type(error).__name__}: {error}",
-        expected="rank 0 to decide it for all",
-        fix="see what rank 0 says",
+        expected="a result from rank 0",
+        fix="see the output of rank 0",
     )
     if isinstance(error, UserError):
         kind = type(error).__name__
-        told = _Result(kind=kind, wrong=error.wrong, expected=error.expected, fix=error.fix)
-    store.set(_RESULT, msgspec.json.encode(told).decode())
+        result = _Result(kind=kind, wrong=error.wrong, expected=error.expected, fix=error.fix)
+    store.set(_RESULT, msgspec.json.encode(result).decode())
     deadline = time.monotonic() + _ERROR_TIMEOUT
     while time.monotonic() < deadline and store.add(_ACKS, 0) < num_others:
         time.sleep(_POLL_INTERVAL)

@@ -1,4 +1,4 @@
-"""This process as a member of the job: joined, seated, and with its stage of the model."""
+"""Join the job: initialise the process group and become one worker of the plan."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from polyrhythm.types import Seconds, Worker
 
 @dataclass(slots=True)
 class JobMembership:
-    """Made by `join_job`, ended by `leave`."""
+    """This process's worker in the job. `join_job` makes it, `leave` ends it."""
 
-    place: DistContext
+    ctx: DistContext
     plan: Plan
     worker: Worker
     _stack: ExitStack
 
     def pipeline_group(self, timeout: Seconds) -> dist.ProcessGroup | None:
-        """Of the stages of this pipeline, in order; None in a job of one process."""
+        """Make the group of this pipeline's stages, in order; None in a job of one process."""
         if not dist.is_initialized():
             return None
         plan, pipeline = self.plan, self.worker.pipeline
@@ -31,33 +31,33 @@ class JobMembership:
         group = dist.new_group(
             ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True
         )
-        assert isinstance(group, dist.ProcessGroup), "this process is in it"
+        assert isinstance(group, dist.ProcessGroup), "this process is a member"
         return group
 
     def device(self, wanted: torch.device | str | None) -> torch.device:
-        """Where to compute: a GPU of this machine's if it has any, unless it is said."""
+        """Return `wanted`, or by default this process's GPU if the machine has GPUs."""
         if wanted is not None:
             return torch.device(wanted)
         if torch.cuda.is_available():
-            return torch.device("cuda", self.place.local_rank % torch.cuda.device_count())
+            return torch.device("cuda", self.ctx.local_rank % torch.cuda.device_count())
         return torch.device("cpu")
 
     def leave(self) -> None:
-        """All leave together."""
+        """Leave the process group; all processes call it."""
         self._stack.close()
 
     def abandon(self) -> None:
-        """After a failure: the others hear of it from who has lost us, and nobody waits."""
+        """Leave without waiting after a failure: peers notice the lost connection."""
         self._stack.pop_all()
 
 
 def join_job(plan: Plan, processes: JobProcesses) -> JobMembership:
-    """Take the seat in the plan that goes with this process's device, or its rank."""
+    """Become the plan's worker for this process's device, or for its rank."""
     stack = ExitStack()
     if processes.are_joined:
         assign_ranks(plan, [""] * processes.num_processes)
-        return JobMembership(processes.place, plan, plan.worker(dist.get_rank()), stack)
-    own = assign_ranks(plan, processes.device_names())[processes.place.rank]
+        return JobMembership(processes.ctx, plan, plan.worker(dist.get_rank()), stack)
+    rank = assign_ranks(plan, processes.device_names())[processes.ctx.rank]
     if processes.num_processes > 1:
-        stack.enter_context(processes.place.process_group(processes.timeout, lambda _: own))
-    return JobMembership(processes.place, plan, plan.worker(own), stack)
+        stack.enter_context(processes.ctx.process_group(processes.timeout, lambda _: rank))
+    return JobMembership(processes.ctx, plan, plan.worker(rank), stack)

@@ -1,4 +1,4 @@
-"""What was measured and planned, kept in the run folder for the next start of the same job."""
+"""The plan cache: measurements and plan in the run folder, for the next start of the same job."""
 
 import fcntl
 import logging
@@ -18,12 +18,12 @@ CLUSTER, PROFILE, PLAN = "cluster.toml", "profile.json", "plan.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanKey:
-    """What a plan must be for, to be used again."""
+    """What a cached plan must match to be used again."""
 
     devices: tuple[str, ...]
     model: str
     batch: int
-    microbatch_size: int | None  # None if any will do
+    microbatch_size: int | None  # None matches any
     sync: str
 
     def is_matched_by(self, plan: Plan) -> bool:
@@ -35,21 +35,21 @@ class PlanKey:
         )
 
 
-def load_cached_plan(run: Path, wanted: PlanKey) -> Plan | None:
-    """The plan that is kept there, if it is for the same job."""
+def load_cached_plan(run: Path, key: PlanKey) -> Plan | None:
+    """Return the cached plan if it matches the job."""
     path = run / PLAN
     if not path.exists():
         return None
     try:
         plan = Plan.load(path)
     except UserError as error:
-        _logger.warning("the plan that was kept is not used: %s", error.wrong)
+        _logger.warning("the cached plan is not used: %s", error.wrong)
         return None
-    return plan if wanted.is_matched_by(plan) else None
+    return plan if key.is_matched_by(plan) else None
 
 
 def save_plan(run: Path, cluster: Cluster, profile: ModelProfile, plan: Plan) -> None:
-    """Unless the folder is another job's, or cannot be written: who claims it will say so."""
+    """Save, or log why not: `lock_run_dir` raises if the folder is unusable."""
     try:
         run.mkdir(parents=True, exist_ok=True)
         with (run / "lock").open("a") as lock:
@@ -58,4 +58,4 @@ def save_plan(run: Path, cluster: Cluster, profile: ModelProfile, plan: Plan) ->
             write_model(profile, run / PROFILE)
             plan.save(run / PLAN)
     except OSError as error:
-        _logger.warning("the plan is not kept in %s: %s", run, error.strerror)
+        _logger.warning("the plan is not cached in %s: %s", run, error.strerror)

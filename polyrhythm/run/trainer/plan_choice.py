@@ -1,4 +1,4 @@
-"""What a job does with what it was given: its plan, its batches, and each pipeline's share."""
+"""Choose the job's plan, its global batch, and each pipeline's share of it."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ from polyrhythm.run.trainer.batch_shares import GlobalBatch
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.rank_assignment import JobProcesses
 
-_PER_STAGE = 4  # micro-batches, where nobody says how many: the pipeline's bubble is then a fifth
+_MICROBATCHES_PER_STAGE = 4  # by default: the pipeline's bubble is then a fifth
 
 
 def choose_plan(
@@ -23,17 +23,17 @@ def choose_plan(
     processes: JobProcesses,
     run: Path | str | None,
 ) -> Plan:
-    """The plan that was given, for this model; else one from measurements, or of replicas."""
-    given = os.environ.get(PLAN_VARIABLE, AUTO) if config.plan == AUTO else config.plan
+    """Return the configured plan, or one from measurements, or one stage per replica."""
+    source = os.environ.get(PLAN_VARIABLE, AUTO) if config.plan == AUTO else config.plan
     num_layers = config.split.num_layers(model)
-    if given == AUTO:
+    if source == AUTO:
         return _auto_plan(config, model, dataset, processes, run)
-    plan = given if isinstance(given, Plan) else Plan.load(Path(given))
+    plan = source if isinstance(source, Plan) else Plan.load(Path(source))
     planned = sum(plan.layers_per_stage)
     if plan.num_stages > 1 and planned != num_layers:
         raise PlanError(
             f"a plan for {planned} layers, and a model with {num_layers}",
-            expected="a plan that was made for this model",
+            expected="a plan for this model",
             fix="make one: polyrhythm profile, then polyrhythm plan; or use plan='auto'",
         )
     return plan
@@ -60,26 +60,26 @@ def _auto_plan(
 
 
 def choose_global_batch(config: TrainerConfig, plan: Plan) -> GlobalBatch:
-    """The global batch and its micro-batches: as they are given, or else as they are planned."""
+    """Return the global batch: sizes from the arguments, then from the plan, then defaults."""
     size = config.batch_size or plan.batch
     if size is None:
         raise _missing_batch_size()
     if plan.batch is not None and plan.batch != size:
         raise PlanError(
             f"batch_size={size} with a plan for batches of {plan.batch}",
-            expected="the batch that was planned for",
-            fix=f"leave batch_size out, or plan again: polyrhythm plan --batch {size}",
+            expected="the plan's batch size",
+            fix=f"omit batch_size, or plan again: polyrhythm plan --batch {size}",
         )
     each = config.microbatch_size or plan.microbatch_size
     if each is None:
         share = max(1, size // plan.num_pipelines)
-        number = 1 if plan.num_stages == 1 else _PER_STAGE * plan.num_stages
-        each = max(1, share // number)
+        num_microbatches = 1 if plan.num_stages == 1 else _MICROBATCHES_PER_STAGE * plan.num_stages
+        each = max(1, share // num_microbatches)
     return GlobalBatch(size=size, microbatch_size=each)
 
 
 def choose_shares(plan: Plan, global_batch: GlobalBatch) -> tuple[int, ...]:
-    """Micro-batches of each pipeline in a step, where all make each step together."""
+    """Return each pipeline's number of micro-batches per step in the lockstep sync modes."""
     planned = [pipeline.num_microbatches for pipeline in plan.pipelines]
     shares = tuple(number for number in planned if number is not None)
     if len(shares) == plan.num_pipelines and sum(shares) == global_batch.num_microbatches:
@@ -90,6 +90,6 @@ def choose_shares(plan: Plan, global_batch: GlobalBatch) -> tuple[int, ...]:
 def _missing_batch_size() -> PlanError:
     return PlanError(
         "no batch_size",
-        expected="how many samples a step has, of all pipelines together",
-        fix="give Trainer(..., batch_size=64), or a plan that says it",
+        expected="the number of samples per step, summed over all pipelines",
+        fix="pass Trainer(..., batch_size=64), or a plan with a batch size",
     )

@@ -1,11 +1,11 @@
-"""A spot notice: SIGTERM to any process of a job means that all stop, save, and leave in good time.
+"""Preemption notices: after SIGTERM to any process of a job, all processes stop, save and exit.
 
-A thread hears the signal even while training waits in gloo, and tells the others through the job's
-store. In lockstep all pipelines must stop after the same step: the first stage of each says how
-many it has begun, and begins no other before it has heard of the largest number, which is the one
-that all stop after. In groups the first worker ends the supply of samples instead.
+A thread receives the signal even while training waits in gloo, and publishes it in the job's
+store. In lockstep all pipelines must stop after the same step: the first stage of each publishes
+how many steps it has started, and starts no other before it knows the largest number, after which
+all stop. In groups rank 0 ends the samples instead.
 
-Who is not gone after the grace time ends at once: what waits then would be killed anyway.
+Processes that are still alive after the grace period exit at once.
 """
 
 import os
@@ -25,13 +25,13 @@ from polyrhythm.run.trainer.store import LEADER
 from polyrhythm.run.trainer.sync_decision import prefix_store
 from polyrhythm.types import Seconds, Worker
 
-_POLL_INTERVAL: Seconds = 0.5  # how often to look whether another process has had one
+_POLL_INTERVAL: Seconds = 0.5  # for a notice to another process
 _CLOSE_TIMEOUT: Seconds = 5.0
-_REQUESTED, _STOP = "given", "stop"
+_REQUESTED, _STOP = "requested", "stop"
 
 
 class PreemptionHandler:
-    """Of one worker, from when it is made until `close`; `is_stop_requested` once the job was told."""
+    """Handles preemption notices to the job on one worker, from construction until `close`."""
 
     def __init__(
         self,
@@ -45,17 +45,17 @@ class PreemptionHandler:
         self._worker, self._num_pipelines = worker, num_pipelines
         self._grace_period, self._timeout = grace_period, timeout
         self._changed = threading.Condition()
-        self._exit_timer: threading.Timer | None = None  # to be gone
+        self._exit_timer: threading.Timer | None = None  # set by the notice
         self.why = ""
-        self._num_begun, self._has_reported, self._stop_step = 0, False, -1
+        self._num_started, self._has_reported, self._stop_step = 0, False, -1
         self._closing = threading.Event()
         self._catcher: _SigtermCatcher | None = None
         if threading.current_thread() is threading.main_thread():
             self._catcher = _SigtermCatcher.new()
-        # Two: one that waits for the store, which may not answer, hears no signal meanwhile.
+        # Two threads: one that waits for a store that does not answer would miss the signal.
         self._threads = [
-            threading.Thread(target=work, name="preemption", daemon=True, args=given)
-            for work, given in (
+            threading.Thread(target=work, name="preemption", daemon=True, args=args)
+            for work, args in (
                 (self._watch_signal, ()),
                 (self._watch_store, (prefix_store(name, timeout),)),
             )
@@ -68,20 +68,20 @@ class PreemptionHandler:
         return self._exit_timer is not None
 
     def may_start_step(self, step: int) -> bool:
-        """In lockstep, the first stage of a pipeline: whether to begin that step, from 0."""
+        """In lockstep, on the first stage of a pipeline: whether to start `step` (from 0)."""
         with self._changed:
             if self._has_reported and not self._changed.wait_for(
                 lambda: self._stop_step >= 0, self._timeout
             ):
                 raise PeerError(
                     "another pipeline",
-                    action="agreeing after which step to stop",
+                    action="agreeing on the last step",
                     waited=self._timeout,
-                    cause="it has not said how many steps it has begun",
+                    cause="it has not published how many steps it has started",
                 )
             if 0 <= self._stop_step <= step:
                 return False
-            self._num_begun = step + 1
+            self._num_started = step + 1
             return True
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class PreemptionHandler:
     def _watch_signal(self) -> None:
         while self._catcher is not None and not self._closing.is_set():
             if self._catcher.wait(_POLL_INTERVAL) and not self.is_stop_requested:
-                self._request_stop(f"{self._worker} on {socket.gethostname()} got SIGTERM")
+                self._request_stop(f"{self._worker} on {socket.gethostname()} received SIGTERM")
 
     def _watch_store(self, store: Store) -> None:
         has_published = False
@@ -110,11 +110,11 @@ class PreemptionHandler:
                 if self._worker.stage == 0:
                     self._poll_store(store)
                 self._closing.wait(_POLL_INTERVAL)
-        except RuntimeError:  # the store is gone: training finds out by itself
+        except RuntimeError:  # the store is lost, and training fails by itself
             pass
 
     def _poll_store(self, store: Store) -> None:
-        """On first stages."""
+        """On first stages: read the notice and agree on the last step."""
         if not self.is_stop_requested and store.check([_REQUESTED]):
             self._request_stop(store.get(_REQUESTED).decode())
         if self.is_stop_requested and self._stop_step < 0:
@@ -127,12 +127,12 @@ class PreemptionHandler:
         self._exit_timer.start()
 
     def _agree_on_stop_step(self, store: Store) -> None:
-        with self._changed:  # not while the store is asked: training waits for the lock
+        with self._changed:  # not while waiting for the store: training needs the lock
             is_new, self._has_reported = not self._has_reported, True
-            num_begun = self._num_begun
+            num_started = self._num_started
         if is_new:
-            store.set(f"begun/{self._worker.pipeline}", str(num_begun))
-        keys = [f"begun/{pipeline}" for pipeline in range(self._num_pipelines)]
+            store.set(f"started/{self._worker.pipeline}", str(num_started))
+        keys = [f"started/{pipeline}" for pipeline in range(self._num_pipelines)]
         if self._worker == LEADER and store.check(keys):
             store.set(_STOP, str(max(int(store.get(key)) for key in keys)))
         if store.check([_STOP]):
@@ -142,36 +142,36 @@ class PreemptionHandler:
                 self._changed.notify_all()
 
     def _exit_now(self) -> None:
-        print(f"{self.why}, and is not gone after {self._grace_period:g} s: ends", file=sys.stderr)
-        sys.stderr.flush()
+        text = f"{self.why}: still running after {self._grace_period:g} s, exits now"
+        print(text, file=sys.stderr, flush=True)
         os._exit(TERMINATED)
 
 
 class _SigtermCatcher:
-    """SIGTERM becomes a byte that any thread can read, whatever the main one waits for."""
+    """Turns SIGTERM into a byte that any thread can read while the main thread is blocked."""
 
     def __init__(self) -> None:
         self._reader, writer = socket.socketpair()
         self._reader.setblocking(False)
         writer.setblocking(False)
         self._writer = writer
-        self._handler: Any = signal.signal(signal.SIGTERM, lambda *_: None)
-        self._before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._previous_handler: Any = signal.signal(signal.SIGTERM, lambda *_: None)
+        self._previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         _installed.add(self)
 
     @classmethod
     def new(cls) -> "_SigtermCatcher | None":
-        """None where the script has a handler of its own, which comes first."""
+        """Install the handler; None if the script has its own, which has precedence."""
         return cls() if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else None
 
     def wait(self, timeout: Seconds) -> bool:
-        """Whether the signal has come."""
+        """Return whether the signal arrived within `timeout`."""
         if not select.select([self._reader], [], [], timeout)[0]:
             return False
         return signal.SIGTERM in self._reader.recv(64)
 
     def end(self) -> None:
-        """Whoever waits is woken. Signals are the main thread's alone, and their bytes go here."""
+        """Restore the previous handler and wake `wait`; only the main thread may do so."""
         if threading.current_thread() is threading.main_thread():
             self.uninstall()
             self._writer.close()
@@ -180,13 +180,13 @@ class _SigtermCatcher:
         self._reader.close()
 
     def uninstall(self) -> None:
-        signal.set_wakeup_fd(self._before)
-        signal.signal(signal.SIGTERM, self._handler)
+        signal.set_wakeup_fd(self._previous_fd)
+        signal.signal(signal.SIGTERM, self._previous_handler)
         _installed.discard(self)
 
 
 _installed: "weakref.WeakSet[_SigtermCatcher]" = weakref.WeakSet()
-_saved = threading.local()  # what was blocked before a fork, by thread
+_saved = threading.local()  # the signal mask before a fork, per thread
 
 
 def _block_sigterm() -> None:
@@ -200,9 +200,9 @@ def _unblock_sigterm() -> None:
 
 
 def _reset_in_child() -> None:
-    """In a process that a script forks, to load data, say: its end is nobody else's."""
-    for catch in list(_installed):
-        catch.uninstall()
+    """In a process that the script forks, such as a data loader, SIGTERM ends that process only."""
+    for catcher in list(_installed):
+        catcher.uninstall()
     _unblock_sigterm()
 
 

@@ -1,9 +1,9 @@
-"""Which process is which worker of a plan.
+"""Assign each process to a worker of the plan.
 
-Ranks are what a launcher gave, and a plan may name devices. Where both are known, each process is
-the worker whose device it runs on; a device with several stages has as many processes. Otherwise
-workers are dealt by rank. Processes then take the ranks that a plan deals: pipeline by pipeline,
-stages in order.
+A launcher gives each process a rank; a plan may name devices. If the plan names the processes'
+devices, each process becomes a worker on its own device; a device with several stages has as many
+processes. Otherwise workers are assigned by launcher rank. Each process then has its rank in the
+plan: pipeline by pipeline, stages in order.
 """
 
 import os
@@ -21,79 +21,79 @@ from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.types import Seconds
 
-DEVICE = "POLYRHYTHM_DEVICE"  # which device a process runs on; the lab tells its hosts
+DEVICE = "POLYRHYTHM_DEVICE"  # names the device of a process; the lab sets it
 _SINGLE_PROCESS = DistContext(rank=0, world_size=1, local_rank=0)
 
 
 class HostInfo(msgspec.Struct, frozen=True):
-    """Where a process runs, as it tells the others."""
+    """The device and machine of a process, as published to the other processes."""
 
     device: str  # as `polyrhythm probe` names it
     machine: str  # equal for processes whose messages cross no network
 
     @classmethod
-    def of(cls, place: DistContext) -> "HostInfo":
-        told, host = os.environ.get(DEVICE), socket.gethostname()
-        if told is not None:
-            return cls(told, told)
-        return cls(f"{host}/{place.local_rank}", host)
+    def of(cls, ctx: DistContext) -> "HostInfo":
+        device, host = os.environ.get(DEVICE), socket.gethostname()
+        if device is not None:
+            return cls(device, device)
+        return cls(f"{host}/{ctx.local_rank}", host)
 
 
 @dataclass(slots=True)
 class JobProcesses:
-    """Those of the job, before any of them is a worker; they meet when they are first asked for."""
+    """The processes of the job before they are workers; `hosts` connects them on first use."""
 
     timeout: Seconds
-    _place: DistContext = field(init=False)
+    _ctx: DistContext = field(init=False)
     _hosts: list[HostInfo] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self._place = DistContext.current() or _SINGLE_PROCESS
+        self._ctx = DistContext.current() or _SINGLE_PROCESS
 
     @property
     def are_joined(self) -> bool:
-        """By the script itself, which also ends it."""
+        """Whether the script has initialised the process group itself."""
         return dist.is_initialized()
 
     @property
     def num_processes(self) -> int:
-        return dist.get_world_size() if self.are_joined else self._place.world_size
+        return dist.get_world_size() if self.are_joined else self._ctx.world_size
 
     @property
-    def place(self) -> DistContext:
-        """Of this one; with a store that all share, once they have met."""
-        return self._place
+    def ctx(self) -> DistContext:
+        """The context of this process; after `hosts` it has the job's store."""
+        return self._ctx
 
     def hosts(self) -> list[HostInfo]:
-        """Of all, by the rank that their launcher gave them; raises PeerError."""
+        """Return the hosts of all processes, by launcher rank; raises PeerError."""
         if self._hosts or self.are_joined:
             return self._hosts
-        own = HostInfo.of(self._place)
-        if self._place.world_size == 1:
+        own = HostInfo.of(self._ctx)
+        if self._ctx.world_size == 1:
             self._hosts = [own]
             return self._hosts
-        self._place = place = self._place.with_store(self.timeout)
-        assert place.store is not None, "met"
-        key = "polyrhythm/home of {}".format
-        place.store.set(key(place.rank), msgspec.json.encode(own).decode())
-        for rank in range(place.world_size):
-            with peer_errors(f"the process of rank {rank}", "hearing where it runs"):
-                told = place.store.get(key(rank))
-            self._hosts.append(msgspec.json.decode(told, type=HostInfo))
+        self._ctx = ctx = self._ctx.with_store(self.timeout)
+        assert ctx.store is not None, "with_store sets it"
+        key = "polyrhythm/host of {}".format
+        ctx.store.set(key(ctx.rank), msgspec.json.encode(own).decode())
+        for rank in range(ctx.world_size):
+            with peer_errors(f"the process of rank {rank}", "receiving its host"):
+                encoded = ctx.store.get(key(rank))
+            self._hosts.append(msgspec.json.decode(encoded, type=HostInfo))
         return self._hosts
 
     def device_names(self) -> list[str]:
-        return [home.device for home in self.hosts()]
+        return [host.device for host in self.hosts()]
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
-    """As `polyrhythm probe` tells processes of one device apart."""
+    """Make device names unique in the same way as `polyrhythm probe`."""
     count = Counter(names)
     return [f"{n} (rank {i})" if count[n] > 1 else n for i, n in enumerate(names)]
 
 
 def assign_ranks(plan: Plan, names: Sequence[str]) -> list[int]:
-    """The rank in the plan of each process, in the order of the ranks that they were given."""
+    """Return each process's rank in the plan; `names` are devices by launcher rank."""
     if len(names) != plan.num_workers:
         raise PlanError(
             f"{len(names)} processes for {plan.num_stages} stages x {plan.num_pipelines} pipelines",
@@ -102,7 +102,7 @@ def assign_ranks(plan: Plan, names: Sequence[str]) -> list[int]:
         )
     wanted = [device for pipeline in plan.pipelines for device in pipeline.devices]
     if len(wanted) < plan.num_workers or not set(wanted) & {*names, *distinct_names(names)}:
-        return list(range(len(names)))  # any device will do, or these have other names
+        return list(range(len(names)))  # the plan names no devices, or none of these
     if set(wanted) <= set(distinct_names(names)):
         names = distinct_names(names)
     missing = Counter(wanted) - Counter(names)
@@ -112,7 +112,7 @@ def assign_ranks(plan: Plan, names: Sequence[str]) -> list[int]:
             f"the plan has {Counter(wanted)[device]} stages on {device!r}, and "
             f"{Counter(names)[device]} processes run there",
             expected="as many processes on each device as the plan has stages there",
-            fix=f"start {number} more on {device!r}, or plan for the devices that there are: "
+            fix=f"start {number} more on {device!r}, or plan for the devices of this job: "
             f"{', '.join(sorted(set(names)))}",
         )
     free = defaultdict(list)

@@ -1,4 +1,4 @@
-"""The folder of a run belongs to one job at a time; logs of the jobs before are kept."""
+"""The run folder: one job at a time locks it; logs of earlier jobs are kept."""
 
 import fcntl
 from itertools import count
@@ -17,25 +17,25 @@ _LOCK, _NAME = "lock", "run folder"
 
 
 def lock_run_dir(run: Path, worker: Worker, name: str) -> IO[str] | None:
-    """The first worker takes the folder, until what is returned is closed; the others hear of it.
+    """Lock the folder on rank 0 until the returned file is closed; the others wait for it.
 
-    `name` is the Trainer's, in the job's store. Raises LaunchError, in all of them, if another job
-    has it, or it cannot be written.
+    `name` is the Trainer's name in the job's store. Raises LaunchError in all workers if another
+    job holds the lock, or if the folder cannot be written.
     """
     if worker != LEADER:
-        receive_object(f"{name}/{_NAME}", "hearing of the run folder")
+        receive_object(f"{name}/{_NAME}", "locking the run folder")
         return None
     lock, problem = _lock(run)
     error = None if lock is not None else _lock_error(run, problem)
-    others = dist.get_world_size() - 1 if dist.is_initialized() else 0
-    broadcast_object(f"{name}/{_NAME}", error, num_receivers=others)
+    num_receivers = dist.get_world_size() - 1 if dist.is_initialized() else 0
+    broadcast_object(f"{name}/{_NAME}", error, num_receivers=num_receivers)
     if error is not None:
         raise error
     return lock
 
 
 def _lock(run: Path) -> tuple[IO[str] | None, str]:
-    """And what is wrong, if it cannot be."""
+    """Return the lock file, or None and the reason."""
     try:
         run.mkdir(parents=True, exist_ok=True)
         lock = (run / _LOCK).open("w")
@@ -48,10 +48,10 @@ def _lock(run: Path) -> tuple[IO[str] | None, str]:
         return None, "another job is using it"
     logs = run / WORKERS
     if logs.exists():
-        before = next(p for i in count(1) if not (p := run / f"{WORKERS}.{i}").exists())
-        logs.rename(before)
-        for decided in decision_log_paths(run):
-            decided.rename(before / decided.name)
+        previous = next(p for i in count(1) if not (p := run / f"{WORKERS}.{i}").exists())
+        logs.rename(previous)
+        for path in decision_log_paths(run):
+            path.rename(previous / path.name)
     return lock, ""
 
 
@@ -59,5 +59,5 @@ def _lock_error(run: Path, problem: str) -> LaunchError:
     return LaunchError(
         f"run folder {run}: {problem}",
         expected="a folder that can be written, and that no other job uses",
-        fix="give this job a folder of its own, or end the other one",
+        fix="pass another run folder, or end the other job",
     )

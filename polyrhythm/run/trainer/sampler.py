@@ -1,9 +1,9 @@
-"""Who computes which samples: dealers that a loop asks at the start of each of its steps.
+"""Batch samplers: which samples a pipeline computes in its next step.
 
-In lockstep each pipeline knows its share of a step. Otherwise pipelines take samples as they are
-done with the last ones, so that fast ones get more, and each is used once.
+In lockstep each pipeline knows its share of a step. Otherwise a pipeline acquires samples when it
+has finished its last ones, so that fast pipelines get more; each sample is used once.
 
-Only the first stage of a pipeline asks; the others hear of it with the batch.
+Only the first stage of a pipeline calls the sampler; later stages read the batch header.
 """
 
 from collections import deque
@@ -19,11 +19,11 @@ from polyrhythm.sync.replay import DECOUPLED
 
 
 class BatchSlice(NamedTuple):
-    """The samples of a pipeline in one of its steps."""
+    """The samples of one pipeline in one of its steps."""
 
-    step: int  # the global one that they belong to
+    step: int  # the global step
     ranges: Ranges  # of positions
-    weight: float  # what the mean loss over them counts in the gradient
+    weight: float  # of the samples' mean loss in the gradient
 
     @property
     def num_samples(self) -> int:
@@ -31,16 +31,12 @@ class BatchSlice(NamedTuple):
 
 
 class StepCursor:
-    """Global steps one after the other, of samples that were not used before."""
+    """Counts global steps over the samples that are not used yet."""
 
     def __init__(self, global_batch: GlobalBatch, sampler_state: SamplerState, end: int) -> None:
-        """Until `end` steps are made, those before included."""
-        self.global_batch = global_batch
-        self._start, self._remaining, self._initial = (
-            sampler_state.num_used,
-            RemainingSamples(sampler_state),
-            sampler_state,
-        )
+        """`end`: the number of global steps, counted from the start of training."""
+        self.global_batch, self._initial = global_batch, sampler_state
+        self._start, self._remaining = sampler_state.num_used, RemainingSamples(sampler_state)
         self._num_made, self._first = 0, sampler_state.num_used // global_batch.size
         self._num_steps = end - self._first
 
@@ -56,14 +52,14 @@ class StepCursor:
         return BatchSlice(self._first + self._num_made - 1, ranges, 1.0)
 
     def peek(self, microbatches: range) -> Ranges:
-        """What `next` would deal."""
+        """Return the ranges that `next` would return."""
         if self.is_over:
             return ()
         start, end = self.global_batch.range_of(self._num_made, microbatches)
         return self._remaining.ranges(self._start + start, self._start + end)
 
     def sampler_state(self) -> SamplerState:
-        """When all of the steps that were begun are made."""
+        """Return the state after all started steps are done."""
         used = self._start + self._num_made * self.global_batch.size
         left = self._remaining.ranges(used, used + self._initial.next)
         pool = tuple((low, min(high, self._initial.next)) for low, high in left)
@@ -73,22 +69,22 @@ class StepCursor:
 
 class BatchSampler(Protocol):
     def next(self) -> BatchSlice | None:
-        """The next samples of this pipeline; None when training is over."""
+        """Return the next samples of this pipeline; None when the phase is over."""
 
     def peek(self) -> PredictedRanges:
-        """What `next` will most likely give after that, to be loaded ahead."""
+        """Return the ranges that the following `next` probably returns, for prefetching."""
 
     def acknowledge(self) -> None:
-        """Those of the last ones have been learnt from."""
+        """Report that the last samples are used."""
 
     def sampler_state(self) -> SamplerState:
-        """Which samples were used by now, for a checkpoint."""
+        """Return which samples are used, for a checkpoint."""
 
 
 class FixedShareSampler:
     """Each pipeline has the same micro-batches of each step.
 
-    Where gradients are averaged, a mean over pipelines: those with more samples count for more.
+    If gradients are averaged over pipelines, a pipeline's loss is weighted by its samples.
     """
 
     def __init__(
@@ -109,18 +105,18 @@ class FixedShareSampler:
         return self._steps.peek(self._microbatches)
 
     def acknowledge(self) -> None:
-        """All know it."""
+        """Nothing to report: shares are known to all pipelines."""
 
     def sampler_state(self) -> SamplerState:
         return self._steps.sampler_state()
 
 
 class BalancedShareSampler:
-    """Shares follow the speed of pipelines; gradients count by micro-batches (`balanced`)."""
+    """Shares follow the pipelines' speed; gradients are weighted by micro-batches (`balanced`)."""
 
     def __init__(self, steps: StepCursor, sync: GroupSync) -> None:
         self._steps, self._sync = steps, sync
-        self._microbatches = range(0)  # of the last step
+        self._microbatches = range(0)  # this pipeline's share of the last step
 
     def next(self) -> BatchSlice | None:
         if self._steps.is_over:
@@ -136,20 +132,20 @@ class BalancedShareSampler:
         return self._steps.peek(self._microbatches)  # shares seldom change
 
     def acknowledge(self) -> None:
-        """All know it."""
+        """Nothing to report: shares are known to all pipelines."""
 
     def sampler_state(self) -> SamplerState:
         return self._steps.sampler_state()
 
 
 class DispatchedSampler:
-    """Samples are dealt by the scheduler, on demand; asked for a chunk ahead of time."""
+    """The coordinator dispatches samples on request; requests are one chunk ahead."""
 
     def __init__(self, global_batch: GlobalBatch, sync: GroupSync, count: int) -> None:
         """`count`: samples of this pipeline in each of its steps."""
         self._global_batch, self._sync, self._count = global_batch, sync, count
-        self._number = -1  # of the last chunk
-        self._requests = deque([sync.acquire(0, count)])  # those after it
+        self._number = -1  # of the last chunk returned
+        self._requests = deque([sync.acquire(0, count)])  # for the chunks after it
 
     def next(self) -> BatchSlice | None:
         ranges = self._requests[0].wait()
@@ -167,13 +163,13 @@ class DispatchedSampler:
     def acknowledge(self) -> None:
         self._sync.acknowledge(self._number)
         if resolved_ranges(self._requests[0]):
-            self._request_next()  # not later, for the answer to be here when the next step begins
+            self._request_next()  # now, so that the answer is here when the next step starts
 
     def sampler_state(self) -> SamplerState:
         return self._sync.sampler_state()
 
     def _request_next(self) -> None:
-        """For the chunk after the one that is held for the next step, which is not empty."""
+        """Request the chunk after the one for the next step, unless already requested."""
         if len(self._requests) == 1:
             self._requests.append(self._sync.acquire(self._number + 2, self._count))
 
@@ -187,7 +183,7 @@ def make_sampler(
     end: int,
     sync: GroupSync | None,
 ) -> BatchSampler:
-    """For a way to keep together; `sync` is the first stage's, which asks."""
+    """Make the sampler of a sync mode; `sync` is the GroupSync of a first stage, else None."""
     if sync is not None and sync_mode not in LOCKSTEP:
         return DispatchedSampler(
             global_batch, sync, shares[pipeline] * global_batch.microbatch_size

@@ -1,4 +1,4 @@
-"""How a model is cut into stages: between layers of a Sequential, along a list, or not at all."""
+"""How a model is split into stages: between layers of a Sequential, along a layer list, or not."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from polyrhythm.run.pipeline.stage_setup import wrap_module
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitSpec:
-    """As `Pipeline.from_layers` takes it; without `layers`, a Sequential is cut between its own."""
+    """Arguments of `Pipeline.from_layers`; without `layers`, a Sequential is split by layer."""
 
     layers: str | None = None
     prologue: Sequence[str] = ()
@@ -22,33 +22,34 @@ class SplitSpec:
     epilogue: Sequence[str] = ()
 
     def num_layers(self, model: nn.Module) -> int:
-        """How many parts there are to make stages of; one for a model that cannot be cut."""
+        """Return the number of layers to split between; 1 for a model that cannot be split."""
         if self.layers is not None:
             layer_list = dict(model.named_modules(remove_duplicate=False)).get(self.layers)
-            return len(layer_list._modules) if layer_list is not None else 1  # told when it is cut
+            # `extract_stage` raises if there is no such list.
+            return len(layer_list._modules) if layer_list is not None else 1
         return len(model._modules) if isinstance(model, nn.Sequential) else 1
 
     def check(self, model: nn.Module, layers_per_stage: Sequence[int]) -> None:
-        """Refuse a stage with nothing to train, in all processes alike."""
+        """Reject a stage without parameters; raises PlanError in all processes."""
         if self.layers is not None or not isinstance(model, nn.Sequential):
             return
-        layers, ends = list(model._modules.values()), [0, *accumulate(layers_per_stage)]
-        for stage, (first, end) in enumerate(pairwise(ends)):
+        layers, bounds = list(model._modules.values()), [0, *accumulate(layers_per_stage)]
+        for stage, (first, end) in enumerate(pairwise(bounds)):
             held = [layer for layer in layers[first:end] if layer is not None]
             if not any(True for layer in held for _ in layer.parameters()):
                 kinds = ", ".join(type(layer).__name__ for layer in held)
                 raise PlanError(
                     f"stage {stage} has no parameters: {kinds}",
-                    expected="something to train in every stage",
-                    fix="use fewer stages, or give it a neighbour's layer: layers_per_stage",
+                    expected="at least one parameter in every stage",
+                    fix="use fewer stages, or another layers_per_stage in the plan",
                 )
 
     def extract_stage(
         self, model: nn.Module, stage: int, layers_per_stage: Sequence[int]
     ) -> ModelPartition:
-        """One stage's share of the model, which keeps its names."""
+        """Return one stage of the model; parameters keep their names."""
         num_stages = len(layers_per_stage)
-        if self.layers is not None:  # one stage, too: what the loss is called with stays the same
+        if self.layers is not None:  # also for one stage, for the same arguments of the loss
             return split_layers(
                 model,
                 stage=stage,
@@ -67,13 +68,13 @@ class SplitSpec:
             )
         raise PlanError(
             f"a {type(model).__name__} for a plan of {num_stages} stages",
-            expected="a model that can be cut: an nn.Sequential, or one with a list of layers",
+            expected="a model that can be split: an nn.Sequential, or one with a list of layers",
             fix='name the list, Trainer(..., layers="model.layers"), or use a plan of one stage',
         )
 
 
 def build_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
-    """The whole model; one that is given as a function gets the same weights in every process."""
+    """Return the whole model; a function is called with the same seed in every process."""
     if isinstance(model, nn.Module):
         return model
     with torch.random.fork_rng():
@@ -81,8 +82,8 @@ def build_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Mod
         made = model()
     if not isinstance(made, nn.Module):
         raise PlanError(
-            f"the function that makes the model returned a {type(made).__name__}",
+            f"the model function returned a {type(made).__name__}",
             expected="an nn.Module",
-            fix="return the model from it",
+            fix="return the model from the function",
         )
     return made

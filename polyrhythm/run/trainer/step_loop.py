@@ -1,4 +1,4 @@
-"""The steps of one worker: take samples, run the pipeline, update and keep together, record."""
+"""The steps of one worker: acquire samples, run the pipeline, update, synchronise, record."""
 
 import struct
 import time
@@ -22,21 +22,21 @@ from polyrhythm.sync.dispatch import Ranges
 from polyrhythm.sync.replay import StepTiming
 from polyrhythm.types import Seconds
 
-_SHORTEST: Seconds = 1e-6  # computing takes some time, whatever clocks say
+_MIN_COMPUTE: Seconds = 1e-6  # clock differences may yield 0 or less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEnd:
-    """What callbacks hear after each step of a worker."""
+    """The result of one step of a worker, as passed to callbacks."""
 
-    step: int  # the global one, from 0
-    num_samples: int  # of this pipeline in it
-    loss: float | None  # their mean loss; on the last stage
+    step: int  # the global step, from 0
+    num_samples: int  # this pipeline's share of the step
+    loss: float | None  # their mean loss; None except on the last stage
     seconds: Seconds
 
 
 class WeightedLoss:
-    """The user's loss, counted by `weight`."""
+    """The user's loss, multiplied by `weight`."""
 
     def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
         self._loss_fn, self.weight = loss_fn, 1.0
@@ -51,28 +51,26 @@ class StepLoop:
     pipeline: Pipeline
     strategy: NoSync
     sampler: BatchSampler
-    load: Callable[
-        [Ranges, PredictedRanges], LoadedBatch
-    ]  # some positions, and then perhaps others
+    load: Callable[[Ranges, PredictedRanges], LoadedBatch]  # ranges now, and probably next
     loss: WeightedLoss
     lr_scheduler: LRScheduler | None
     precision: Callable[[torch.device], AbstractContextManager[object]]
     log: EventLog | None
     callbacks: tuple[Callable[[StepEnd], None], ...]
-    save_if_due: Callable[[int], None]  # called with how many global steps are made
-    may_start_step: Callable[[], bool]  # asked on the first stage, before each step
-    on_step_timing: Callable[[StepTiming], None]  # told there what each step took
+    save_if_due: Callable[[int], None]  # called with the number of global steps done
+    may_start_step: Callable[[], bool]  # called on the first stage before each step
+    on_step_timing: Callable[[StepTiming], None]  # called on the first stage after each step
     is_over: bool = False
 
     def run(self, max_steps: int | None = None) -> list[StepEnd]:
-        """So many steps of this worker, or until it is over, which it is without samples."""
+        """Run up to `max_steps` steps; stop early when the samples run out."""
         ends = list[StepEnd]()
         while (max_steps is None or len(ends) < max_steps) and (end := self._step()) is not None:
             ends.append(end)
         return ends
 
     def _step(self) -> StepEnd | None:
-        began, losses = time.perf_counter(), list[Tensor]()
+        start, losses = time.perf_counter(), list[Tensor]()
         with self.precision(self.pipeline.device):
             batch_slice = (
                 self._run_first_stage(losses)
@@ -93,11 +91,11 @@ class StepLoop:
             step=batch_slice.step,
             num_samples=batch_slice.num_samples,
             loss=loss,
-            seconds=time.perf_counter() - began,
+            seconds=time.perf_counter() - start,
         )
         if self.pipeline.is_first:
             self.on_step_timing(self._step_timing(end.seconds))
-        self._record(end, began)
+        self._record(end, start)
         self.save_if_due(batch_slice.step + 1)
         for callback in self.callbacks:
             callback(end)
@@ -106,7 +104,7 @@ class StepLoop:
     def _step_timing(self, seconds: Seconds) -> StepTiming:
         averaged = self.strategy.averaged()
         return StepTiming(
-            compute=max(seconds - averaged.waited, _SHORTEST),
+            compute=max(seconds - averaged.waited, _MIN_COMPUTE),
             waited=averaged.waited,
             averaging=averaged.exchange,
             num_microbatches=len(self.pipeline.sizes),
@@ -114,11 +112,9 @@ class StepLoop:
         )
 
     def _run_first_stage(self, losses: list[Tensor]) -> BatchSlice | None:
-        """A batch on the first stage, which may be the last one, too."""
-        pipeline, batch_slice = (
-            self.pipeline,
-            self.sampler.next() if self.may_start_step() else None,
-        )
+        """Run a batch on the first stage, which may also be the last."""
+        pipeline = self.pipeline
+        batch_slice = self.sampler.next() if self.may_start_step() else None
         if batch_slice is None:
             pipeline.end_batches()
             return None
@@ -137,7 +133,7 @@ class StepLoop:
         return batch_slice
 
     def _run_later_stage(self, losses: list[Tensor]) -> BatchSlice | None:
-        """A batch on another stage, which hears of it from the first one."""
+        """Run a batch on a later stage, which receives its slice in the batch header."""
 
         def target(metadata: tuple[int, ...]) -> Any:
             batch_slice, next_ranges = decode_slice(metadata)
@@ -155,40 +151,40 @@ class StepLoop:
         return decode_slice(self.pipeline.metadata)[0]
 
     def advance_lr_scheduler(self, step: int) -> None:
-        """Learning rates follow global steps, of which this pipeline may make some or all."""
+        """Advance to the global step; this pipeline may compute only some of the steps."""
         if self.lr_scheduler is not None:
             for _ in range(self.lr_scheduler.last_epoch, step):
                 self.lr_scheduler.step()
 
     def lr_state(self) -> dict[str, Any] | None:
-        """The state of their schedule, to go on from."""
+        """Return the state of the learning rate scheduler."""
         return None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
 
-    def _record(self, end: StepEnd, began: Seconds) -> None:
+    def _record(self, end: StepEnd, start: Seconds) -> None:
         if self.log is not None:
             values: dict[str, float | int] = {"global_step": end.step, "samples": end.num_samples}
             if end.loss is not None:
                 values["loss"] = end.loss
-            step = self.pipeline.num_steps - 1  # as its actions are counted
-            self.log.write("step", start=self.log.at(began), step=step, values=values)
+            step = self.pipeline.num_steps - 1  # the number that action events carry
+            self.log.write("step", start=self.log.at(start), step=step, values=values)
 
 
 def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a model is called with what a dataset gives: a tensor, several, or several by name."""
+    """Turn a dataset's inputs (one tensor, several, or several by name) into arguments."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
 
 
 def encode_slice(batch_slice: BatchSlice, next_ranges: Ranges) -> tuple[int, ...]:
-    """As whole numbers, for the other stages; with the samples that will come next, if known."""
+    """Encode a slice, and the next ranges if known, as integers for the batch header."""
     (weight,) = struct.unpack("<q", struct.pack("<d", batch_slice.weight))
-    ends = (end for ends in (*batch_slice.ranges, *next_ranges) for end in ends)
-    return (batch_slice.step, weight, len(batch_slice.ranges), *ends)
+    bounds = (bound for pair in (*batch_slice.ranges, *next_ranges) for bound in pair)
+    return (batch_slice.step, weight, len(batch_slice.ranges), *bounds)
 
 
 def decode_slice(metadata: tuple[int, ...]) -> tuple[BatchSlice, Ranges]:
-    step, weight, number, *ends = metadata
-    (fraction,) = struct.unpack("<d", struct.pack("<q", weight))
-    ranges = tuple(zip(ends[::2], ends[1::2], strict=True))
-    return BatchSlice(step, ranges[:number], fraction), ranges[number:]
+    step, packed_weight, num_ranges, *bounds = metadata
+    (weight,) = struct.unpack("<d", struct.pack("<q", packed_weight))
+    ranges = tuple(zip(bounds[::2], bounds[1::2], strict=True))
+    return BatchSlice(step, ranges[:num_ranges], weight), ranges[num_ranges:]

@@ -1,7 +1,7 @@
-"""How replicas keep together in a training loop: not at all, in groups, or by decoupled halves.
+"""Sync strategies of the training loop: none, group averaging, or decoupled all-reduce.
 
-One object per way, all called alike: `update` after each batch, `average_all` before weights are
-read by somebody else, `close` at the end.
+All have the same interface: `update` after each batch, `average_all` before others read the
+weights, `close` at the end.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,22 +19,23 @@ from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.replay import DECOUPLED
 from polyrhythm.types import Seconds, Worker
 
-LOCKSTEP = frozenset({"all_reduce", "balanced", "static", DECOUPLED})  # equally many steps for all
+# Sync modes in which all pipelines run the same number of steps.
+LOCKSTEP = frozenset({"all_reduce", "balanced", "static", DECOUPLED})
 
 
 class NoSync:
-    """One pipeline has nobody to keep together with."""
+    """The strategy of a single pipeline; base class of the others."""
 
     sync: GroupSync | None = None
 
     def __init__(self, pipeline: Pipeline, optimizer: Optimizer, clip: float | None) -> None:
-        self.optimizer = optimizer  # what learning rates are set in
+        self.optimizer = optimizer  # the one whose learning rates are scheduled
         self._pipeline, self._clip = pipeline, clip
 
     def update(self, acknowledge: Callable[[], None]) -> None:
-        """Use the gradients of a batch, say that it is `acknowledge`, and keep together.
+        """Step the optimizer, `acknowledge` the samples, then synchronise.
 
-        In that order: who waits for the last samples may be who this worker averages with.
+        In this order: a peer of the average may wait until the last samples are acknowledged.
         """
         self.clip()
         self.optimizer.step()
@@ -46,27 +47,29 @@ class NoSync:
             self._pipeline.clip_grad_norm_(self._clip)
 
     def averaged(self) -> AverageTimings:
-        """What it took since this was asked the last time."""
+        """Return the timings of averaging since the last call."""
         return AverageTimings(0.0, 0.0, 1)
 
     def synchronize(self) -> None:
-        """The weights of this worker are complete, for somebody to read."""
+        """Complete the weights of this worker, so that they can be read."""
 
     def async_state_dict(self) -> GatherFuture | None:
-        """The optimizer's state of now, where each replica has a part of it; called by all."""
+        """Gather the current optimizer state if it is sharded over replicas; all call it."""
         return None
 
     def average_all(self) -> None:
-        """All replicas get the same weights, complete on each."""
+        """Give all replicas the same complete weights."""
 
     def close(self) -> None:
-        """Leave in good order."""
+        """Leave the sync mode together with all replicas."""
 
     def abort(self) -> None:
-        """Leave without waiting for anybody, after a failure."""
+        """Leave without waiting for peers, after a failure."""
 
 
 class GroupSyncStrategy(NoSync):
+    """Averaging by a policy of `GroupSync`."""
+
     def __init__(
         self,
         pipeline: Pipeline,
@@ -101,7 +104,7 @@ class GroupSyncStrategy(NoSync):
 
     def update(self, acknowledge: Callable[[], None]) -> None:
         if self._clip is not None:
-            self.sync.average_gradients()  # if those are what is averaged
+            self.sync.average_gradients()  # before clipping; does nothing if models are averaged
         super().update(acknowledge)
         self.sync.step()
         self._averaged = self.sync.averaged()
@@ -110,7 +113,7 @@ class GroupSyncStrategy(NoSync):
                 "another pipeline",
                 action="averaging gradients",
                 waited=self._averaged.waited,
-                cause="it has died or left, and its share of the batch with it",
+                cause="it was lost or has left, and its share of the batch is missing",
             )
 
     def averaged(self) -> AverageTimings:
@@ -130,6 +133,8 @@ class GroupSyncStrategy(NoSync):
 
 
 class DecoupledStrategy(NoSync):
+    """Decoupled all-reduce of gradients by `DistributedOptimizer`."""
+
     def __init__(
         self,
         pipeline: Pipeline,
@@ -143,7 +148,7 @@ class DecoupledStrategy(NoSync):
         self._num_pipelines = num_pipelines
         self._distributed = DistributedOptimizer(optimizer, pipeline, timeout=timeout)
         self.optimizer = self._distributed
-        self._later: GatherFuture | None = None
+        self._state_future: GatherFuture | None = None
 
     def clip(self) -> None:
         if self._clip is not None:
@@ -156,9 +161,9 @@ class DecoupledStrategy(NoSync):
         self._distributed.synchronize()
 
     def async_state_dict(self) -> GatherFuture:
-        self._wait_for_state()  # one at a time: each takes memory
-        self._later = self._distributed.async_state_dict()
-        return self._later
+        self._wait_for_state()  # one at a time, to bound memory
+        self._state_future = self._distributed.async_state_dict()
+        return self._state_future
 
     def average_all(self) -> None:
         self.synchronize()
@@ -168,8 +173,8 @@ class DecoupledStrategy(NoSync):
         self._distributed.close()
 
     def _wait_for_state(self) -> None:
-        if self._later is not None:
-            self._later.wait()
+        if self._state_future is not None:
+            self._state_future.wait()
 
 
 def make_sync_strategy(
@@ -183,7 +188,7 @@ def make_sync_strategy(
     sampler_state: SamplerState,
     **group_options: Any,
 ) -> NoSync:
-    """In that way: `decoupled`, or a policy."""
+    """Make the strategy of a sync mode: `decoupled`, or a policy."""
     if num_pipelines == 1:
         return NoSync(pipeline, optimizer, clip)
     if sync_mode == DECOUPLED:

@@ -1,8 +1,8 @@
-"""`sync="auto"` while training goes on: what steps took comes to the first worker, which decides.
+"""`sync="auto"` during training: rank 0 collects step timings and decides on the sync mode.
 
-The first stage of each pipeline tells what its steps took, through the job's store. In lockstep all
-stop for that at the end of each window, and hear what was decided. In groups nobody stops: the
-first worker looks at what was told by then, and training goes on meanwhile.
+The first stage of each pipeline publishes its step timings in the job's store. In lockstep all
+workers wait at the end of each window for rank 0's decision. In groups no worker waits: rank 0
+reads the timings published so far while training continues.
 """
 
 import logging
@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 
 class StepTimeExchange:
-    """Of one worker and one fit."""
+    """Publishes step timings on first stages; rank 0 reads them and decides. One per fit."""
 
     def __init__(
         self, name: str, worker: Worker, shape: JobShape, log: EventLog | None, timeout: Seconds
@@ -32,36 +32,36 @@ class StepTimeExchange:
         self._auto, self.num_steps = auto if worker == LEADER else None, auto.num_steps
         self._store, self._worker, self._log = prefix_store(name, timeout), worker, log
         self._num_pipelines, self._phase, self._num_published = shape.num_pipelines, -1, 0
-        self._num_read = [0] * self._num_pipelines  # by pipeline, of what was told
+        self._num_read = [0] * self._num_pipelines  # publications, by pipeline
         self._unpublished: list[StepTiming] = []
-        self._num_made = 0  # steps of this piece
+        self._num_made = 0  # steps of this phase
 
     def begin(self, sync_mode: str, step: int) -> None:
-        """A piece of training that is done in one way."""
+        """Start a phase of training in one sync mode."""
         self._phase += 1
         self._num_published, self._num_read = 0, [0] * self._num_pipelines
         self._unpublished, self._num_made = [], 0
         if self._phase == 0 and self._worker == LEADER:
-            self._record(sync_mode, step, "training starts in lockstep, and is measured", {})
+            self._record(sync_mode, step, "training starts in lockstep and is measured", {})
 
     def add_timing(self, timing: StepTiming) -> None:
-        """A step, on the first stage of this pipeline."""
+        """Add the timing of a step, on the first stage of this pipeline."""
         self._unpublished.append(timing)
 
     def publish(self) -> None:
-        """There, too: what its steps took since the last time."""
-        told, self._unpublished = self._unpublished, []
+        """Publish the timings added since the last call, on the first stage."""
+        timings, self._unpublished = self._unpublished, []
         key = f"{self._phase}/{self._worker.pipeline}/{self._num_published}"
         self._num_published += 1
-        self._store.set(key, msgspec.json.encode(told).decode())
+        self._store.set(key, msgspec.json.encode(timings).decode())
 
     def after_window(self, step: int) -> SwitchDecision:
-        """In lockstep, on the first worker; all pipelines have told, or will at once."""
-        with peer_errors("another pipeline", "hearing what its steps took"):
+        """In lockstep, on rank 0: decide from the timings of all pipelines."""
+        with peer_errors("another pipeline", "receiving its step timings"):
             return self._decide([self._read(p) for p in range(self._num_pipelines)], step)
 
     def after_step(self, step: int) -> SwitchDecision | None:
-        """In groups, on each first stage; the first worker decides now and then."""
+        """In groups, on each first stage: publish; rank 0 decides once per window."""
         self._num_made += 1
         if len(self._unpublished) >= _PUBLISH_EVERY:
             self.publish()
@@ -74,18 +74,18 @@ class StepTimeExchange:
         return self._decide(times, step)
 
     def _key(self, pipeline: int) -> str:
-        """Of what that one tells next."""
+        """Return the key of the pipeline's next publication."""
         return f"{self._phase}/{pipeline}/{self._num_read[pipeline]}"
 
     def _read(self, pipeline: int) -> list[StepTiming]:
         key = self._key(pipeline)
-        told = self._store.get(key)
-        self._store.delete_key(key)  # nobody else reads it
+        encoded = self._store.get(key)
+        self._store.delete_key(key)  # only rank 0 reads it
         self._num_read[pipeline] += 1
-        return msgspec.json.decode(told, type=list[StepTiming])
+        return msgspec.json.decode(encoded, type=list[StepTiming])
 
     def _decide(self, times: Sequence[Sequence[StepTiming]], step: int) -> SwitchDecision:
-        assert self._auto is not None, "the first worker decides"
+        assert self._auto is not None, "only rank 0 decides"
         decision = self._auto.after_window(times)
         if decision.switches:
             self._record(decision.sync_mode, step, decision.why, decision.predicted)
@@ -94,9 +94,9 @@ class StepTimeExchange:
     def _record(
         self, sync_mode: str, step: int, why: str, predicted: Mapping[str, Seconds]
     ) -> None:
-        """`step` is the global one that comes next."""
-        say = _logger.warning if self._phase > 0 or predicted else _logger.info
-        say("sync=auto: %s from step %d on: %s", sync_mode, step, why)
+        """Log the decision; `step` is the next global step."""
+        level = logging.WARNING if self._phase > 0 or predicted else logging.INFO
+        _logger.log(level, "sync=auto: %s from step %d on: %s", sync_mode, step, why)
         if self._log is not None:
             values = {f"{name}_s": seconds for name, seconds in predicted.items()}
             self._log.write("sync_mode", step=step, name=sync_mode, why=why, values=values)

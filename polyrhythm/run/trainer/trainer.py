@@ -1,10 +1,10 @@
-"""All of it in one object: a plan, a pipeline that tunes itself, replicas that keep together.
+"""The Trainer: one object that plans, builds the pipeline, synchronises replicas and trains.
 
     trainer = pr.Trainer(model, loss_fn, optimizer_fn, dataset, batch_size=64)
     trainer.fit(steps=1000)
 
 The same script runs in one process, under `polyrhythm train --local N`, and under torchrun on many
-machines. A step is one global batch, whoever computes it.
+machines. A step is one global batch, however many processes compute it.
 """
 
 import atexit
@@ -56,22 +56,22 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitResult:
-    """What `fit` has done, as this worker saw it."""
+    """The steps of one `fit` on this worker, and its duration."""
 
-    steps: tuple[StepEnd, ...]  # of this worker; losses on the last stages
+    steps: tuple[StepEnd, ...]  # this worker's; only last stages have losses
     seconds: Seconds
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Of this pipeline's samples, step by step."""
+        """The mean loss of this pipeline's samples, one value per step."""
         return tuple(end.loss for end in self.steps if end.loss is not None)
 
 
 class Trainer:
-    """One worker's; made by all processes of the job alike."""
+    """Train one worker's share of a job. Every process of the job makes the same Trainer."""
 
-    num_made: ClassVar[int] = 0  # of this process; all of a job make as many
-    num_fits: ClassVar[int] = 0
+    num_made: ClassVar[int] = 0  # in this process; equal in all processes of a job
+    num_fits: ClassVar[int] = 0  # calls of `fit` in this process
 
     def __init__(
         self,
@@ -107,25 +107,24 @@ class Trainer:
         timeout: Seconds = 60.0,
         grace_period: Seconds = 30.0,
     ) -> None:
-        """`model` is the whole one, or a function that makes it, alike in every process.
+        """`model` is the whole model, or a function that builds it; the same in every process.
 
-        `loss_fn(output, target)` is the mean loss of a micro-batch, and `dataset[i]` a pair of what
-        the model takes (a tensor, several, or several by name) and the target. `optimizer_fn`
-        makes the optimizer of some of the parameters, `lr_scheduler_fn` its schedule, in steps. A
-        step is `batch_size` samples, of all pipelines together.
+        `loss_fn(output, target)` returns the mean loss of a micro-batch. `dataset[i]` is a pair
+        (inputs, target); the inputs are one tensor, several, or several by name. `optimizer_fn`
+        makes an optimizer from parameters, `lr_scheduler_fn` its learning rate scheduler, which
+        counts steps. A step is `batch_size` samples, summed over all pipelines.
 
-        `plan` says who does what: a Plan, its file, or auto. `layers`, `prologue`, `every` and
-        `epilogue` name parts of a model that is no Sequential, as in `Pipeline.from_layers`;
-        `schedule` and `memory_limit` are as there. `sync` is how replicas keep together:
-        `decoupled`, or a policy of `GroupSync` with its `sync_options`, and `overlap`. Auto starts
-        decoupled, measures, and moves to `balanced` or to groups that overlap when that pays, and
-        back.
+        `plan` assigns stages to devices: a Plan, its file, or auto. `layers`, `prologue`, `every`
+        and `epilogue` name the parts of a model that is not a Sequential; these, `schedule` and
+        `memory_limit` are as in `Pipeline.from_layers`. `sync` is the sync mode of the replicas:
+        `decoupled`, or a policy of `GroupSync` with its `sync_options` and `overlap`. Auto starts
+        with `decoupled`, measures, and switches to `balanced` or overlapping groups while faster.
 
-        `run` is a folder for logs and checkpoints, of which there is one each `checkpoint_every`
-        steps, and one at the end; the newest `keep` stay. All processes must see the same folder.
-        `callbacks` are called after every step of this worker. `timeout` bounds every wait for
-        another process; a plan that rank 0 makes may take 30 times as long. SIGTERM to any process
-        is a notice that it will be taken away: all save and end, within `grace_period` seconds.
+        `run` is a folder for logs and checkpoints, shared by all processes. A checkpoint is saved
+        every `checkpoint_every` steps and at the end; the newest `keep` are kept. `callbacks` are
+        called after every step of this worker. `timeout` bounds every wait for another process;
+        rank 0 may take 30 times as long to make a plan. SIGTERM to any process is a preemption
+        notice: all processes save and exit within `grace_period` seconds.
         """
         self._config = TrainerConfig(
             loss_fn=loss_fn,
@@ -157,7 +156,7 @@ class Trainer:
         self._name = f"polyrhythm/trainer {Trainer.num_made}"  # in the job's store
         self._num_fits, self._is_fitting = 0, False
         config, order = self._config, make_order(dataset, seed=seed, shuffle=shuffle)
-        make_reader(dataset, order)  # refuses what cannot be dealt out, before anything is opened
+        make_reader(dataset, order)  # rejects an unusable dataset before anything is opened
         whole = build_model(model, seed)
         processes = JobProcesses(timeout)
         self.plan = choose_plan(config, whole, dataset, processes, run)
@@ -166,16 +165,16 @@ class Trainer:
         config.split.check(whole, self.plan.layers_per_stage)
         self._membership = join_job(self.plan, processes)
         worker, device = self.worker, self._membership.device(config.device)
-        given = config.text(None if order is None else order.num_samples)
-        check_consistent(f"{self._name}/settings", worker, given, timeout=timeout)
+        settings = config.text(None if order is None else order.num_samples)
+        check_consistent(f"{self._name}/settings", worker, settings, timeout=timeout)
         group = self._membership.pipeline_group(timeout)
         self._lock = None if run is None else lock_run_dir(Path(run), worker, self._name)
         self._log = None if run is None else EventLog(worker_log(Path(run), worker), worker)
         part = config.split.extract_stage(whole, worker.stage, self.plan.layers_per_stage)
         part.module.to(device)
         self._loss = WeightedLoss(loss_fn)
-        in_lab = compute is None and SCENARIO in os.environ  # which may make this device slow
-        held_back = EmulatedCompute.from_environment(os.environ) if in_lab else compute
+        in_lab = compute is None and SCENARIO in os.environ  # a scenario may slow this device
+        emulated = EmulatedCompute.from_environment(os.environ) if in_lab else compute
         self.pipeline = Pipeline(
             part,
             loss_fn=self._loss,
@@ -186,23 +185,22 @@ class Trainer:
             timeout=timeout,
             device=device,
             log=self._log,
-            compute=held_back,
+            compute=emulated,
             pipeline=worker.pipeline,
         )
         planned = self.plan.pipelines[worker.pipeline].schedule
         if config.schedule == AUTO != planned:
-            self.pipeline.spec = ScheduleSpec.parse(planned)  # to begin with
-        self._samples = self._samples_of(dataset, order)
+            self.pipeline.spec = ScheduleSpec.parse(planned)  # the initial one
+        self._samples = self._make_loader(dataset, order)
         self._checkpointer: TrainerCheckpointer | None = None
         if run is not None:
             self._checkpointer = TrainerCheckpointer.of(
                 Path(run), part, worker, group, self.plan, self._name, keep=keep, log=self._log
             )
             self._checkpointer.run_info |= hugging_face_configs(whole)
-        number = self.plan.num_pipelines
-        name = f"{self._name}/notice"
+        name, num_pipelines = f"{self._name}/preemption", self.plan.num_pipelines
         self._preemption = PreemptionHandler(
-            name, worker, number, grace_period=grace_period, timeout=timeout
+            name, worker, num_pipelines, grace_period=grace_period, timeout=timeout
         )
         self._context = FitContext(
             config=config,
@@ -222,7 +220,7 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Global ones that are made."""
+        """The number of global steps done, including those before a restore."""
         return self._progress.step
 
     @property
@@ -231,22 +229,22 @@ class Trainer:
 
     @property
     def model(self) -> nn.Module:
-        """This worker's stage, whose parameters are called as in the whole model."""
+        """This worker's stage; its parameters have their names in the whole model."""
         return self.pipeline.module
 
     def fit(self, *, steps: int) -> FitResult:
-        """Train until `steps` global ones are made, counted from the beginning of training.
+        """Train until `steps` global steps are done, counted from the start of training.
 
-        If the job is told to end meanwhile (SIGTERM), it saves a checkpoint and ends the process.
+        On a preemption notice (SIGTERM) to the job, save a checkpoint and exit the process.
         """
         if not isinstance(steps, int) or steps < 0:
             raise LaunchError(
-                f"fit(steps={steps!r})", expected="how many, in all", fix="give fit(steps=1000)"
+                f"fit(steps={steps!r})", expected="the total, 0 or more", fix="fit(steps=1000)"
             )
         self._check_between_fits("fit()")
         Trainer.num_fits += 1
         self._num_fits += 1
-        began = time.perf_counter()
+        start = time.perf_counter()
         name = f"{self._name}/fit {self._num_fits}"
         fit_loop = FitLoop(name, self._context, self._progress, steps)
         if steps > self.step:
@@ -256,54 +254,52 @@ class Trainer:
             self._is_fitting = False
         if fit_loop.is_stopped:
             self._exit_preempted()
-        return FitResult(steps=tuple(fit_loop.ends), seconds=time.perf_counter() - began)
+        return FitResult(steps=tuple(fit_loop.step_ends), seconds=time.perf_counter() - start)
 
     def evaluate(self, dataset: Dataset[Any]) -> float:
-        """The mean loss on a dataset, of which each pipeline has a share; called by all workers."""
+        """Return the mean loss on a dataset, divided among the pipelines; all workers call it."""
         self._check_between_fits("evaluate()")
         order = make_order(dataset, shuffle=False)
         if order is None:
             raise LaunchError(
-                f"an evaluation on a {type(dataset).__name__} without a length",
-                expected="a dataset that ends",
-                fix="give it __len__ and __getitem__",
+                f"evaluate() on a {type(dataset).__name__} without a length",
+                expected="a dataset of known length",
+                fix="define __len__ and __getitem__ on it",
             )
-        place, number = self.worker.pipeline, self.plan.num_pipelines
-        ends = [order.num_samples * pipeline // number for pipeline in (place, place + 1)]
+        pipeline, num_pipelines = self.worker.pipeline, self.plan.num_pipelines
+        start, end = (order.num_samples * p // num_pipelines for p in (pipeline, pipeline + 1))
+        batch_size = max(1, self._global_batch.size // num_pipelines)
         self._loss.weight = 1.0
         with self._config.precision(self.pipeline.device):
-            load = self._samples_of(dataset, order).load
-            return evaluate(
-                self.pipeline, load, range(*ends), max(1, self._global_batch.size // number)
-            )
+            load = self._make_loader(dataset, order).load
+            return evaluate(self.pipeline, load, range(start, end), batch_size)
 
     def save(self) -> None:
-        """A checkpoint of what was trained until now; it is on disk when this returns."""
+        """Save a checkpoint of the current state; it is on disk when this returns."""
         self._check_between_fits("save()")
         checkpointer, progress = self._require_checkpointer(), self._progress
-        alone = NoSync(self.pipeline, progress.optimizer, None)
-        checkpointer.save(
-            self.step, alone, progress.extra(self._context, progress.sampler_state), blocking=True
-        )
+        strategy = NoSync(self.pipeline, progress.optimizer, None)
+        extra = progress.extra(self._context, progress.sampler_state)
+        checkpointer.save(self.step, strategy, extra, blocking=True)
         checkpointer.wait()
 
     def restore(self, path: Path | str | None = None) -> int:
-        """Go on from a checkpoint, by default the newest of the run; how many steps were made.
+        """Restore a checkpoint, by default the newest of the run, and return its step, or 0.
 
-        It may come from a job of another plan. Without any, training begins at 0. Raises
-        CheckpointError if the given one is damaged, or, where none is given, all there are.
+        The job that saved it may have had another plan. Raises CheckpointError if the checkpoint
+        at `path` is damaged; without `path`, if checkpoints exist and all are damaged.
         """
         self._check_between_fits("restore()")
-        given, progress = None if path is None else Path(path), self._progress
-        found = self._require_checkpointer().restore(given, progress.optimizer)
-        if found is not None:
-            self.pipeline.num_steps = found.step
-            if (place := progress.restore(found)) is not None:
-                self._samples.resume_from(place)
+        progress, checkpoint = self._progress, None if path is None else Path(path)
+        manifest = self._require_checkpointer().restore(checkpoint, progress.optimizer)
+        if manifest is not None:
+            self.pipeline.num_steps = manifest.step
+            if (dataset_state := progress.restore(manifest)) is not None:
+                self._samples.resume_from(dataset_state)
         return self.step
 
     def close(self) -> None:
-        """Leave the job, together with all others; what is being saved is on disk then."""
+        """Finish the save in progress and leave the job; all workers call it."""
         if not self._is_open:
             return
         self._is_open = False
@@ -341,16 +337,16 @@ class Trainer:
             self._lock.close()
 
     def _check_between_fits(self, what: str) -> None:
-        """Weights, samples and rates belong together only there."""
+        """Weights, sampler state and learning rates are consistent only between two fits."""
         if self._is_fitting:
             raise LaunchError(
-                f"{what} while fit() is under way, or after it has failed",
-                expected="it between two fits",
+                f"{what} during fit(), or after fit() has failed",
+                expected=f"{what} before or after a complete fit()",
                 fix="use checkpoint_every; after a failure make a new Trainer, and restore()",
             )
 
     def _at_exit(self) -> None:
-        """A script that ends well need not close it."""
+        """Close at the end of a successful script, which need not call `close`."""
         has_failed = sys.exc_info()[0] is not None or hasattr(sys, "last_type")
         if not has_failed:
             self.close()
@@ -371,17 +367,17 @@ class Trainer:
             self._log.write("run", name="trainer", values=values)
 
     def _exit_preempted(self) -> NoReturn:
-        """The job was told to end: what was trained is on disk, and nothing is left to do."""
+        """Exit after a preemption notice; the state is on disk if there is a run folder."""
         if self.worker == LEADER:
-            kept = "there is no run folder to save it in"
+            outcome = "not saved: there is no run folder"
             if self._checkpointer is not None:
                 self._checkpointer.wait()
-                kept = "saved"
-            _logger.warning("%s: ends after step %d, %s", self._preemption.why, self.step, kept)
+                outcome = "saved"
+            _logger.warning("%s: exits after step %d, %s", self._preemption.why, self.step, outcome)
         self.close()
         sys.exit(TERMINATED)
 
-    def _samples_of(self, dataset: Dataset[Any], order: SampleOrder | None) -> SampleLoader:
+    def _make_loader(self, dataset: Dataset[Any], order: SampleOrder | None) -> SampleLoader:
         return SampleLoader(
             dataset,
             order,
@@ -398,7 +394,7 @@ class Trainer:
 
 def _no_folder(what: str) -> LaunchError:
     return LaunchError(
-        f"{what} of a job without a run folder",
-        expected="a folder that it is kept in",
-        fix='give one: Trainer(..., run="runs/mine")',
+        f"{what} without a run folder",
+        expected="a run folder, where checkpoints are saved",
+        fix='pass one: Trainer(..., run="runs/mine")',
     )

@@ -1,1 +1,1 @@
-"""Pipelines and messages in virtual time, action by action: compiled, since there are millions."""
+"""The engine: pipelines and messages in virtual time, action by action, in compiled code."""

@@ -1,4 +1,4 @@
-"""One action of a run: what it needs, what it takes, what is known once it is done."""
+"""One action of a run: its message, its duration, and the message that it sends."""
 
 import numpy as np
 
@@ -24,7 +24,7 @@ def num_actions(state: EngineState, index: int) -> int:
 
 @inlined
 def next_action(state: EngineState, index: int) -> int:
-    """Its code; one that is never flushed runs the next forward and the oldest backward."""
+    """Code of a run's next action; without flush: the next forward, then the oldest backward."""
     run = state.runs[index]
     if run.in_flight == 0:
         return int(state.actions[run.list + run.place])
@@ -35,7 +35,7 @@ def next_action(state: EngineState, index: int) -> int:
 
 @inlined
 def message_time(state: EngineState, index: int) -> float:
-    """When what the next action needs is there; inf if nobody knows yet."""
+    """Arrival of the message that the next action needs; inf if not known yet."""
     run = state.runs[index]
     code = next_action(state, index)
     direction = code & 1
@@ -46,7 +46,7 @@ def message_time(state: EngineState, index: int) -> float:
 
 @inlined
 def compute(state: EngineState, index: int, now: float) -> float:
-    """Begin the next action; when it ends."""
+    """Start the next action; return its end."""
     run = state.runs[index]
     code = next_action(state, index)
     direction = code & 1
@@ -55,32 +55,32 @@ def compute(state: EngineState, index: int, now: float) -> float:
     run.waited = now - run.since
     run.starved += run.waited
     work = run.backward if direction else run.forward
-    takes = work + _delay(state, run.device, now, work, run.forward + run.backward)
-    run.busy += takes
+    duration = work + _delay(state, run.device, now, work, run.forward + run.backward)
+    run.busy += duration
     run.status = COMPUTING
-    end = _paused(state, run.device, now, takes)
-    if run.place == 0 and run.last_arrival > now:  # it waits for buckets, one after the other
-        begin = max(now, run.first_arrival)
-        end = _paused(state, run.device, begin, takes)
-        end = max(end, run.last_arrival + run.last_fraction * takes)
-        held = max(0.0, end - takes - now)
+    end = _paused(state, run.device, now, duration)
+    if run.place == 0 and run.last_arrival > now:  # it waits for buckets, one after another
+        start = max(now, run.first_arrival)
+        end = _paused(state, run.device, start, duration)
+        end = max(end, run.last_arrival + run.last_fraction * duration)
+        held = max(0.0, end - duration - now)
         run.held += held
         run.waited += held
         now += held
-    run.since = run.last_began = now
+    run.since = run.last_start = now
     return float(end)
 
 
 @inlined
 def count_action(state: EngineState, index: int, now: float) -> int:
-    """It has ended; the number of the channel that its result goes to, or NONE."""
+    """Record the end of an action; return the channel of its result, or NONE."""
     run, counts = state.runs[index], state.counts
     code = next_action(state, index)
     if len(state.records) > 0:
         record = state.records[counts[NUM_RECORDS]]
         counts[NUM_RECORDS] += 1
         record.run, record.code, record.step = index, code, run.first + run.step
-        record.start, record.end, record.waited = run.last_began, now, run.waited
+        record.start, record.end, record.waited = run.last_start, now, run.waited
     direction = code & 1
     if (run.before if direction else run.after) == NONE:
         return NONE
@@ -89,7 +89,7 @@ def count_action(state: EngineState, index: int, now: float) -> int:
 
 @inlined
 def count_step(state: EngineState, index: int) -> None:
-    """It has ended: what it took and sent counts, and not before, however far it ran ahead."""
+    """Count times and bytes of a step at its end: the fast path may have run far ahead."""
     run = state.runs[index]
     num_done = num_actions(state, index)
     run.busy_before, run.starved_before = run.busy, run.starved
@@ -99,15 +99,15 @@ def count_step(state: EngineState, index: int) -> None:
         if (run.before if direction else run.after) == NONE:
             continue
         channel = state.channels[2 * index + direction]
-        # Half of them each way; while a pipeline that is never flushed fills up, forwards alone.
+        # Half of them in each direction; while a pipeline without flush fills, forwards only.
         number = num_done // 2 if direction else num_done - num_done // 2
-        here, there = state.hosts[run.device], state.hosts[state.runs[channel.target].device]
-        state.sent[here.region, there.region] += number * channel.size
+        source, target = state.hosts[run.device], state.hosts[state.runs[channel.target].device]
+        state.sent[source.region, target.region] += number * channel.size
 
 
 @inlined
 def send_alone(state: EngineState, number: int, now: float) -> float:
-    """A message after the one before it, at the speed of the link; when its last byte leaves."""
+    """Send a message after the previous one, at link speed; return when its last byte leaves."""
     channel = state.channels[number]
     source, target = state.runs[channel.source].device, state.runs[channel.target].device
     bandwidth = state.links[1, state.hosts[source].region, state.hosts[target].region]
@@ -117,19 +117,19 @@ def send_alone(state: EngineState, number: int, now: float) -> float:
 
 @inlined
 def deliver(state: EngineState, number: int, microbatch: int, left: float) -> float:
-    """A message whose last byte leaves at `left` is there a latency later; when."""
+    """Deliver a message whose last byte leaves at `left`; return its arrival, a latency later."""
     channel = state.channels[number]
     target = state.runs[channel.target]
-    here = state.hosts[state.runs[channel.source].device].region
-    there = left + state.links[0, here, state.hosts[target.device].region]
-    # Activations go down, gradients up.
-    state.inbox[number & 1, channel.target, microbatch % state.inbox.shape[2]] = there
-    return float(there)
+    region = state.hosts[state.runs[channel.source].device].region
+    arrival = left + state.links[0, region, state.hosts[target.device].region]
+    # Activations are direction 0, gradients 1.
+    state.inbox[number & 1, channel.target, microbatch % state.inbox.shape[2]] = arrival
+    return float(arrival)
 
 
 @inlined
 def was_awaited(state: EngineState, number: int, microbatch: int) -> bool:
-    """Whether its target did nothing but wait for this message; it does no more."""
+    """Whether the target was starved for this message; if so, mark it as WAKING."""
     target = state.channels[number].target
     run = state.runs[target]
     if run.status == STARVED and next_action(state, target) == 2 * microbatch + (number & 1):
@@ -148,7 +148,7 @@ def has_draws(state: EngineState, device: int) -> bool:
 
 @inlined
 def _delay(state: EngineState, device: int, now: float, work: float, both: float) -> float:
-    """As `describe.slowness.Slowness.delay`, with the same draws."""
+    """Extra time, as `describe.slowness.Slowness.delay` with the same draws."""
     total = 0.0
     for entry in range(state.hosts[device].slow, state.hosts[device + 1].slow):
         slow = state.slow[entry]
@@ -157,11 +157,11 @@ def _delay(state: EngineState, device: int, now: float, work: float, both: float
         if not slow.start <= now < slow.until:
             continue
         if slow.bins != NONE:
-            part = (now - slow.start) / slow.duration
-            if part >= 1.0:
+            fraction = (now - slow.start) / slow.duration
+            if fraction >= 1.0:
                 slow.has_ended = 1
-            place = min(int(min(part, 1.0) * slow.num_bins), slow.num_bins - 1)
-            lowest, highest = state.bins[slow.bins + place, 0], state.bins[slow.bins + place, 1]
+            i = min(int(min(fraction, 1.0) * slow.num_bins), slow.num_bins - 1)
+            lowest, highest = state.bins[slow.bins + i, 0], state.bins[slow.bins + i, 1]
             total += (1 / (lowest + draw * (highest - lowest)) - 1) * work
         elif slow.factor == slow.factor:
             total += (slow.factor - 1) * work
@@ -171,14 +171,14 @@ def _delay(state: EngineState, device: int, now: float, work: float, both: float
 
 
 @inlined
-def _paused(state: EngineState, device: int, now: float, takes: float) -> float:
-    """When work that begins now is done, if the device stands still now and then."""
-    for place in range(state.hosts[device].pauses, state.hosts[device + 1].pauses):
-        start, until = state.pauses[place, 0], state.pauses[place, 1]
+def _paused(state: EngineState, device: int, now: float, duration: float) -> float:
+    """End of work that starts now, with the pauses of the device."""
+    for i in range(state.hosts[device].pauses, state.hosts[device + 1].pauses):
+        start, until = state.pauses[i, 0], state.pauses[i, 1]
         if until <= now:
             continue
-        if start >= now + takes:
+        if start >= now + duration:
             break
-        takes -= max(0.0, start - now)
+        duration -= max(0.0, start - now)
         now = until
-    return now + takes
+    return now + duration

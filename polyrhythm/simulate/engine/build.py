@@ -1,4 +1,4 @@
-"""The state that a job begins with: its runs, the channels between them, and room for events."""
+"""The initial state of a job: its runs, the channels between them, and capacity for events."""
 
 from itertools import accumulate
 
@@ -19,37 +19,37 @@ from polyrhythm.simulate.engine.state import (
 from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.types import Op
 
-_RECORDS = 65_536  # actions that are kept at a time, where they are
+_RECORDS = 65_536  # capacity for action records, if they are kept
 
 
 class ActionLists:
-    """The actions of all schedules, one list after the other."""
+    """The concatenated actions of all schedules."""
 
     def __init__(self) -> None:
         self.actions: list[int] = []
-        self._found: dict[int, tuple[int, list[int]]] = {}  # where each begins, and its lengths
-        self._kept: list[Schedule] = []  # so that no other gets the identity of one
+        self._known: dict[int, tuple[int, list[int]]] = {}  # by id: first action, and lengths
+        self._kept: list[Schedule] = []  # so that no id is reused
 
     def place(self, schedule: Schedule, run: int) -> tuple[int, int]:
-        """Where the actions of a run of a pipeline begin, and how many they are."""
+        """Index of the first action of a run, and the number of its actions."""
         key = id(schedule)
-        if key not in self._found:
+        if key not in self._known:
             self._kept.append(schedule)
-            self._found[key] = len(self.actions), [len(one) for one in schedule]
-            self.actions += [2 * m + (op is Op.B) for one in schedule for op, m in one]
-        first, lengths = self._found[key]
+            self._known[key] = len(self.actions), [len(actions) for actions in schedule]
+            self.actions += [2 * m + (op is Op.B) for actions in schedule for op, m in actions]
+        first, lengths = self._known[key]
         return first + sum(lengths[:run]), lengths[run]
 
 
 def make_state(
     job: SimulatedJob, lists: ActionLists, *, records: bool
 ) -> tuple[EngineState, list["np.random.RandomState"]]:
-    """And what each entry of slowness draws from."""
+    """Create the state, and the random generator of each slowness entry."""
     runs, channels = _runs(job, lists)
     hosts = make_hosts(job.cluster)
     slow, rngs, bins = make_slow(job.scenario, job.cluster, hosts)
-    most = max(len(one) // 2 for pipeline in job.pipelines for one in pipeline.schedule)
-    places = max(most, *(limit + 1 for limit in job.in_flight or (0,)))
+    num_microbatches = max(len(a) // 2 for pipeline in job.pipelines for a in pipeline.schedule)
+    inbox_size = max(num_microbatches, *(limit + 1 for limit in job.in_flight or (0,)))
     num_flows = 2 * len(channels)  # one message of each channel, and averages
     num_regions, num_events = len(job.cluster.regions), 4 * (len(runs) + num_flows) + 256
     state = EngineState(
@@ -60,9 +60,9 @@ def make_state(
         slow=slow,
         records=np.zeros(_RECORDS if records else 0, RECORD),
         actions=np.array(lists.actions, np.int64),
-        inbox=np.full((2, len(runs), places), np.inf),
-        # What is sent anew while others wait: two steps' worth at the most.
-        queues=np.zeros((len(channels), 2 * places), np.int64),
+        inbox=np.full((2, len(runs), inbox_size), np.inf),
+        # A restarted run sends again while old messages wait: at most two steps of messages.
+        queues=np.zeros((len(channels), 2 * inbox_size), np.int64),
         links=np.array([job.cluster.latency, job.cluster.bandwidth], np.float64),
         sent=np.zeros((num_regions, num_regions)),
         draws=np.zeros((len(slow), DRAWS)),
@@ -79,7 +79,7 @@ def make_state(
 
 
 def first_runs(job: SimulatedJob) -> list[int]:
-    """Of each pipeline, and their number."""
+    """The first run of each pipeline, and the number of all runs."""
     return [0, *accumulate(len(pipeline.runs) for pipeline in job.pipelines)]
 
 
@@ -89,16 +89,16 @@ def _runs(job: SimulatedJob, lists: ActionLists) -> tuple[Records, Records]:
     runs, channels = np.zeros(firsts[-1], RUN), np.zeros(2 * firsts[-1], CHANNEL)
     for first, pipeline in zip(firsts, job.pipelines, strict=False):
         last = len(pipeline.runs) - 1
-        for place, (device, stage, end) in enumerate(pipeline.runs):
-            index, work = first + place, job.stages[stage:end]
+        for i, (device, stage, end) in enumerate(pipeline.runs):
+            index, work = first + i, job.stages[stage:end]
             run = runs[index]
             run["device"] = device
-            run["before"] = index - 1 if place else NONE
-            run["after"] = index + 1 if place < last else NONE
-            run["forward"] = sum(one.forward for one in work) / speeds[device]
-            run["backward"] = sum(one.backward for one in work) / speeds[device]
-            run["list"], run["num_actions"] = lists.place(pipeline.schedule, place)
-            run["in_flight"] = job.in_flight[place] if job.in_flight else 0
+            run["before"] = index - 1 if i else NONE
+            run["after"] = index + 1 if i < last else NONE
+            run["forward"] = sum(s.forward for s in work) / speeds[device]
+            run["backward"] = sum(s.backward for s in work) / speeds[device]
+            run["list"], run["num_actions"] = lists.place(pipeline.schedule, i)
+            run["in_flight"] = job.in_flight[i] if job.in_flight else 0
             run["step"], run["status"] = -1, SYNCING
             down, up = channels[2 * index], channels[2 * index + 1]
             down["source"] = up["source"] = index

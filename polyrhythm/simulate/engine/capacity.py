@@ -1,4 +1,4 @@
-"""Room for events and flows: compiled code looks for none, so there has to be enough beforehand."""
+"""Capacity for events and flows: compiled code cannot grow arrays, so they are grown before."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ _HEAP = ("times", "sequences", "codes")
 
 
 def free_flows(count: int, first: int = 0) -> Records:
-    """Each leads to the next one that is free."""
+    """Create free flows, each linked to the next free one."""
     flows = np.zeros(count, FLOW)
     flows["next_up"] = np.arange(first + 1, first + count + 1)
     flows["source"] = NONE
@@ -28,29 +28,29 @@ def free_flows(count: int, first: int = 0) -> Records:
 
 
 def needs_more_events(state: EngineState, num_new: int) -> bool:
-    """Whether an event, or beginning so many flows at one host, could find no room.
+    """Whether an event, or `num_new` flows at one host, could overflow the heap.
 
-    Each time that a host deals its connection anew, every flow of it may get another event.
+    Each time that a host divides its connection again, every flow of it may get another event.
     """
     return bool(state.counts[HEAP_SIZE] + _max_new_events(state, num_new) > len(state.times))
 
 
 def _max_new_events(state: EngineState, num_new: int) -> int:
-    """And all runs may be released before the next look."""
+    """Largest number of new events before the next check; all runs may be released."""
     return int(4 * (state.counts[NUM_FLOWS] + num_new) + len(state.runs) + SPARE)
 
 
 def grow_events(state: EngineState, num_new: int) -> dict[str, Any]:
-    """The heap without events that count no more, and longer if that does not help."""
+    """Return the heap without outdated events, and larger if that is not enough."""
     size = int(state.counts[HEAP_SIZE])
     codes = state.codes[:size]
     kinds, indexes, stamps = codes & 3, (codes >> 2) & 0x3FFFFFFF, codes >> 32
     is_flow = kinds == ARRIVED
-    counts = np.empty(size, bool)
-    counts[is_flow] = state.flows["version"][indexes[is_flow]] == stamps[is_flow]
-    counts[~is_flow] = state.runs["incarnation"][indexes[~is_flow]] == stamps[~is_flow]
-    # What is sorted is a heap.
-    order = np.flatnonzero(counts)
+    is_current = np.empty(size, bool)
+    is_current[is_flow] = state.flows["version"][indexes[is_flow]] == stamps[is_flow]
+    is_current[~is_flow] = state.runs["incarnation"][indexes[~is_flow]] == stamps[~is_flow]
+    # A sorted array is a heap.
+    order = np.flatnonzero(is_current)
     order = order[np.lexsort((state.sequences[order], state.times[order]))]
     length = len(state.times)
     while length < 2 * len(order) + _max_new_events(state, num_new):
@@ -65,7 +65,7 @@ def grow_events(state: EngineState, num_new: int) -> dict[str, Any]:
 
 
 def needs_more_flows(state: EngineState, num_new: int) -> bool:
-    """Whether there are none for so many more, and for a message of each channel."""
+    """Whether `num_new` more flows, and a message of each channel, do not fit."""
     needed = state.counts[NUM_FLOWS] + num_new + len(state.channels)
     return bool(needed > len(state.flows))
 

@@ -1,4 +1,4 @@
-"""The compiled part from outside: made of a job, told what to do, asked what happened."""
+"""The interface of the compiled engine: starts runs and flows, returns events."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ from polyrhythm.types import Action, BytesPerSecond, Op, Seconds
 
 
 class EngineEvent(NamedTuple):
-    """STEP_ENDED of a run, or FLOWS_ENDED of an owner."""
+    """STEP_ENDED of a run, or FLOWS_ENDED of an owner, which is the `entity`."""
 
     kind: int
     entity: int
@@ -42,29 +42,29 @@ class EngineEvent(NamedTuple):
 
 
 class BucketArrivals(NamedTuple):
-    """When buckets that a forward waits for are there, evenly from the first to the last.
+    """Arrival times of the buckets that a forward waits for, evenly from the first to the last.
 
-    A forward that meets them one by one ends no sooner than if it had to wait for the first, and
-    then for none, or for the last, with its part of the forward left to do.
+    A forward ends at the later of two times: it waits for the first bucket and for no other; or it
+    waits for the last bucket, and then computes the fraction of the forward that this one is.
     """
 
     first: Seconds = 0.0
     last: Seconds = 0.0
-    bucket_fraction: float = 1.0  # of the forward, that a bucket is
+    bucket_fraction: float = 1.0  # of the forward, per bucket
 
 
 NO_WAIT = BucketArrivals()
 
 
 class ActionRecord(NamedTuple):
-    """An action that was executed."""
+    """An executed action."""
 
     run: int
     action: Action
     step: int
     start: Seconds
     end: Seconds
-    waited: Seconds  # for its message, before
+    waited: Seconds  # for its message, before the start
 
 
 class Engine:
@@ -73,16 +73,16 @@ class Engine:
         self.state, self._rngs = make_state(job, self._lists, records=records)
         self._compiled = as_struct(self.state)
         self._traces = trace_names(job.scenario, job.cluster)
-        # Messages are flows, if their connections are known, or links change; averages are, too, if
-        # they meet one another at a host.
+        # Messages are flows if uplinks are known or links change; averages are flows, too, if
+        # several share a host.
         self._shares = bool(self.state.hosts["is_known"].any() or job.scenario.link)
-        several = any(run.end - run.first > 1 for one in job.pipelines for run in one.runs)
+        several = any(run.end - run.first > 1 for p in job.pipelines for run in p.runs)
         self.averages_share = self._shares or several or job.sync.policy == "ssp"
         self._use_fast_path = not (self._shares or job.scenario.kill or job.scenario.join)
-        self._next: Seconds = 0.0  # nothing happens before
+        self._next: Seconds = 0.0  # lower bound of the next event
         self._free_owners = list(range(len(self.state.owners) - 1, -1, -1))
         self._records: list[ActionRecord] = []
-        self._has_warned = not (self.state.slow["bins"] != NONE).any()  # that a trace has ended
+        self._has_warned = not (self.state.slow["bins"] != NONE).any()  # of a trace that has ended
 
     @property
     def num_events(self) -> int:
@@ -93,7 +93,7 @@ class Engine:
         return int(self.state.counts[NUM_ACTIONS])
 
     def advance(self, until: Seconds) -> EngineEvent | None:
-        """The next that others decide about; None if that is after `until`."""
+        """Return the next event for the simulator; None if there is none by `until`."""
         while self._next <= until:
             kind, index, time = execute.advance(
                 self._compiled, until, self._shares, self._use_fast_path
@@ -112,30 +112,30 @@ class Engine:
         return None
 
     def release(self, run: int, time: Seconds, buckets: BucketArrivals = NO_WAIT) -> None:
-        """It begins its next step."""
+        """Start the next step of a run."""
         if time < self._next:
             self._next = time
         execute.release(self._compiled, run, time, *buckets)
 
     def stop(self, run: int) -> None:
-        """It is gone: nothing of it happens any more."""
+        """Stop a lost run and discard its events."""
         execute.stop(self._compiled, run)
 
     def restart(self, run: int, time: Seconds, number: int) -> None:
-        """It begins with an empty pipeline; the first step that has gradients has this number."""
+        """Restart a run with an empty pipeline; `number` is that of its first complete step."""
         state = self.state.runs[run]
         state["step"], state["first"] = -1, number - max(0, int(state["in_flight"]) - 1)
         self.release(run, time)
 
     def set_schedule(self, run: int, schedule: Schedule, place: int) -> None:
-        """From its next step on."""
+        """Set the schedule of a run from its next step on."""
         state = self.state.runs[run]
         state["list"], state["num_actions"] = self._lists.place(schedule, place)
         if len(self._lists.actions) > len(self.state.actions):
             self._replace(actions=np.array(self._lists.actions, np.int64))
 
     def new_owner(self) -> int:
-        """Of flows; FLOWS_ENDED when the last one of them has."""
+        """Return a new owner of flows; FLOWS_ENDED follows when its last flow has ended."""
         if not self._free_owners:
             count = len(self.state.owners)
             self._free_owners = list(range(2 * count - 1, count - 1, -1))
@@ -146,7 +146,7 @@ class Engine:
         self._free_owners.append(owner)
 
     def drop_flows(self, now: Seconds, owner: int) -> None:
-        """What an owner waits for is given up."""
+        """Drop all flows of an owner."""
         self._reserve(0)
         flows.drop_flows(self._compiled, now, owner)
         self.free_owner(owner)
@@ -160,11 +160,11 @@ class Engine:
         weight: float,
         owner: int,
     ) -> None:
-        """Of so many bytes each, in all, no faster than `max_rate`; each stands for `weight` flows."""
+        """Start a flow of `size` bytes per source, up to `max_rate`; each counts as `weight`."""
         self._next = now
         self._reserve(len(sources))
-        given = np.array(sources), size, np.array(max_rate), float(weight), owner
-        execute.flows_to_many(self._compiled, now, *given)
+        args = np.array(sources), size, np.array(max_rate), float(weight), owner
+        execute.flows_to_many(self._compiled, now, *args)
 
     def flow_to_one(self, now: Seconds, source: int, target: int, size: float, owner: int) -> None:
         self._next = now
@@ -174,13 +174,13 @@ class Engine:
     def set_link(
         self, source: int, target: int, latency: Seconds, bandwidth: BytesPerSecond
     ) -> None:
-        """From one region to another."""
+        """Set the link from one region to another."""
         self.state.links[:, source, target] = latency, bandwidth
 
     def change_rates(
         self, now: Seconds, max_rate: Mapping[tuple[int, int], BytesPerSecond]
     ) -> None:
-        """Of all flows, by what links are now; `max_rate` of those to many, by owner and source."""
+        """Update all flows to the current links; `max_rate` is for flows to many receivers."""
         self._next = now
         self._reserve(0)
         for flow in self.state.flows:
@@ -189,28 +189,28 @@ class Engine:
         flows.change_rates(self._compiled, now)
 
     def last_action(self, run: int) -> tuple[Seconds, Seconds]:
-        """When the last action of the step that it has ended began, and ended."""
+        """Start and end of the last action of a run whose step has ended."""
         state = self.state.runs[run]
-        assert state["status"] == SYNCING, "its step has ended"
-        return float(state["last_began"]), float(state["since"])
+        assert state["status"] == SYNCING, f"the step of run {run} has not ended"
+        return float(state["last_start"]), float(state["since"])
 
     def take_records(self) -> list[ActionRecord]:
-        """Of all that was executed since the last time; of each run in the order of time.
+        """Records of all actions since the last call; for each run in the order of time.
 
-        Of a pipeline that runs ahead there are also actions that end later than now.
+        A pipeline on the fast path also has actions that end later than now.
         """
-        found = [*self._records, *self._drain_records()]
+        records = [*self._records, *self._drain_records()]
         self._records = []
-        return found
+        return records
 
     def warn_of_traces(self) -> None:
-        """Of those that have ended, once."""
+        """Warn once if a trace has ended."""
         if not self._has_warned and self.state.slow["has_ended"].any():
             self._has_warned = True
             entry = int(self.state.slow["has_ended"].argmax())
-            name, ends = self._traces[entry]
+            name, end = self._traces[entry]
             warnings.warn(
-                f"the trace {name!r} has ended after {show(ends, Seconds)}: held at its last value",
+                f"the trace {name!r} has ended after {show(end, Seconds)}: held at its last value",
                 stacklevel=2,
             )
 

@@ -1,7 +1,7 @@
-"""Execute: runs compute their actions in order, each when what it needs is there.
+"""Execution: runs compute their actions in order, each when its message has arrived.
 
-`advance` goes on until something happens that others decide about: a run has ended its step, or
-the flows of an average have arrived. A run then begins its next step when it is released.
+`advance` continues until an event that the simulator handles: a run has ended its step, or the
+flows of an average have ended. A run starts its next step when it is released.
 """
 
 import numpy as np
@@ -52,10 +52,11 @@ from polyrhythm.simulate.engine.state import (
 def advance(
     state: EngineState, until: float, shares: bool, use_fast_path: bool
 ) -> tuple[int, int, float]:
-    """Why it returns, of which run, owner or host, and when.
+    """Advance; return the kind of event, its run, owner or host, and its time.
 
-    NOTHING if nothing is due by then, with the time of what comes next. `shares`: messages are
-    flows, since hosts share their connections or links change. `use_fast_path`: nothing can disturb them.
+    NOTHING if no event is due by `until`, with the time of the next one. `shares`: messages are
+    flows, since hosts share their connections or links change. `use_fast_path`: runs do not affect
+    each other except by messages.
     """
     counts, times = state.counts, state.times
     while counts[HEAP_SIZE] > 0 and times[0] <= until:
@@ -107,7 +108,7 @@ def release(
     last_arrival: float,
     last_fraction: float,
 ) -> None:
-    """A run begins its next step at `time`; its first forward may wait for buckets, see State."""
+    """Start the next step of a run at `time`; its first forward may wait for buckets (see RUN)."""
     run = state.runs[index]
     run.place, run.step = 0, run.step + 1
     run.status, run.first_arrival, run.last_arrival = WAKING, first_arrival, last_arrival
@@ -118,14 +119,14 @@ def release(
 
 @compiled
 def stop(state: EngineState, index: int) -> None:
-    """A run is gone: nothing of it happens any more."""
+    """Stop a lost run and discard its events and messages."""
     run = state.runs[index]
     run.incarnation += 1
     run.status = STOPPED
     for direction in range(2):
         state.channels[2 * index + direction].num_waiting = 0
-        for place in range(state.inbox.shape[2]):
-            state.inbox[direction, index, place] = np.inf
+        for i in range(state.inbox.shape[2]):
+            state.inbox[direction, index, i] = np.inf
 
 
 @compiled
@@ -138,11 +139,10 @@ def flows_to_many(
     weight: float,
     owner: int,
 ) -> None:
-    """One from each source, of so many bytes; it stands for `weight` connections."""
+    """Start a flow of `size` bytes from each source; it counts as `weight` connections."""
     state.owners[owner] += len(sources)
-    for place in range(len(sources)):
-        rate = max_rate[place]
-        begin_flow(state, now, sources[place], NONE, size, rate, weight, NONE, 0, owner)
+    for i in range(len(sources)):
+        begin_flow(state, now, sources[i], NONE, size, max_rate[i], weight, NONE, 0, owner)
 
 
 @compiled
@@ -157,22 +157,22 @@ def flow_to_one(
 
 @inlined
 def _begin_action(state: EngineState, index: int, now: float) -> None:
-    """Or wait for its message."""
+    """Start the next action of a run, or wait for its message."""
     run = state.runs[index]
-    there = message_time(state, index)
-    if there <= now:
+    arrival = message_time(state, index)
+    if arrival <= now:
         end = compute(state, index, now)
         push(state, end, COMPUTED, index, run.incarnation)
-    elif there < np.inf:
+    elif arrival < np.inf:
         run.status = WAKING
-        push(state, there, AWAKE, index, run.incarnation)
+        push(state, arrival, AWAKE, index, run.incarnation)
     else:
         run.status = STARVED
 
 
 @inlined
 def _end_action(state: EngineState, index: int, now: float, shares: bool) -> bool:
-    """Its result goes to the next run, or back to the one before. Whether its step has ended."""
+    """Send the result to the next or previous run; return whether the step has ended."""
     run = state.runs[index]
     number = count_action(state, index, now)
     if number != NONE:
@@ -180,8 +180,8 @@ def _end_action(state: EngineState, index: int, now: float, shares: bool) -> boo
         if not shares:
             _deliver(state, number, microbatch, send_alone(state, number, now))
         elif channel.is_busy:
-            places = state.queues.shape[1]
-            state.queues[number, (channel.head + channel.num_waiting) % places] = microbatch
+            size = state.queues.shape[1]
+            state.queues[number, (channel.head + channel.num_waiting) % size] = microbatch
             channel.num_waiting += 1
         else:
             _begin_message(state, number, microbatch, now)
@@ -219,7 +219,7 @@ def _message_left(
 
 @inlined
 def _deliver(state: EngineState, number: int, microbatch: int, left: float) -> None:
-    there = deliver(state, number, microbatch, left)
+    arrival = deliver(state, number, microbatch, left)
     if was_awaited(state, number, microbatch):
         target = state.channels[number].target
-        push(state, there, AWAKE, target, state.runs[target].incarnation)
+        push(state, arrival, AWAKE, target, state.runs[target].incarnation)

@@ -1,9 +1,9 @@
-"""Run ahead: a pipeline whose runs nothing can disturb is executed without a single event.
+"""The fast path: executes an undisturbed pipeline with one event per step.
 
-Where hosts share no connection, links do not change and nobody is lost, an action begins when the
-one before it has ended and its message is there. So a run that is released does all that it has
-messages for, then its neighbours what they have got by that, and so on; only the ends of steps,
-which others decide about, are put on the heap.
+If hosts share no connection, links do not change and no device is lost, an action starts when the
+previous one has ended and its message has arrived. So a released run executes all actions that it
+has messages for, then its neighbours those that became possible, and so on; only the ends of steps,
+which the simulator handles, are put on the heap.
 """
 
 from polyrhythm.compiled import inlined
@@ -32,7 +32,7 @@ from polyrhythm.simulate.engine.state import (
 
 @inlined
 def run_fast_path(state: EngineState, first: int) -> None:
-    """From a run that has been released, or that had no draws left."""
+    """Execute from a run that was released, or that had run out of random draws."""
     stack, runs = state.stack, state.runs
     stack[0] = first
     size = 1
@@ -45,11 +45,11 @@ def run_fast_path(state: EngineState, first: int) -> None:
                 run.status = WAKING
                 push(state, run.since, ENDED, index, run.incarnation)
                 break
-            there = message_time(state, index)
-            if there == float("inf"):
+            arrival = message_time(state, index)
+            if arrival == float("inf"):
                 run.status = STARVED
                 break
-            start = max(run.since, there)
+            start = max(run.since, arrival)
             if not has_draws(state, run.device) or _is_full(state):
                 run.status = WAKING
                 push(state, start, AWAKE, index, run.incarnation)

@@ -1,9 +1,9 @@
-"""Flows: how fast bytes travel where several use one host's connection.
+"""Flows: the rates of transfers that share a host's connection.
 
-A flow is as fast as its link, as its share of what its source can send, and as its share of what
-its target can receive. A host deals its connection by weights; what a flow cannot use because its
-link is slower goes to the others. (What it cannot use because of its other end does not: shares of
-one host would depend on those of all.) Shares change when a flow begins or ends.
+The rate of a flow is the minimum of its link's bandwidth, its share of its source's uplink, and its
+share of its target's downlink. A host divides its connection by weights; what a flow cannot use
+because its link is slower goes to the others. (What it cannot use because of its other end does
+not: shares of one host would depend on those of all.) Shares change when a flow starts or ends.
 """
 
 from polyrhythm.compiled import compiled, inlined
@@ -31,7 +31,7 @@ def begin_flow(
     microbatch: int,
     owner: int,
 ) -> None:
-    """`max_rate` is the speed of its link; a flow to many has no target."""
+    """Start a flow; `max_rate` is its link's bandwidth; a flow to many receivers has no target."""
     counts, hosts = state.counts, state.hosts
     index = counts[FREE_FLOW]
     flow = state.flows[index]
@@ -71,7 +71,7 @@ def end_flow(state: EngineState, index: int, now: float) -> None:
 
 @compiled
 def drop_flows(state: EngineState, now: float, owner: int) -> None:
-    """All of one owner; what they leave is dealt once, for all of them."""
+    """Drop all flows of one owner, then divide the connections once."""
     for index in range(len(state.flows)):
         flow = state.flows[index]
         if flow.source != NONE and flow.channel == NONE and flow.owner == owner:
@@ -82,14 +82,14 @@ def drop_flows(state: EngineState, now: float, owner: int) -> None:
 
 @compiled
 def change_rates(state: EngineState, now: float) -> None:
-    """Links have changed: all messages go on at the speed that theirs have now."""
+    """Update the rates of all flows after a change of links."""
     for host in range(len(state.hosts)):
         index = state.hosts[host].first_up
         while index != NONE:
             flow = state.flows[index]
             if flow.target != NONE:
-                here, there = state.hosts[flow.source].region, state.hosts[flow.target].region
-                flow.max_rate = state.links[1, here, there]
+                source, target = state.hosts[flow.source].region, state.hosts[flow.target].region
+                flow.max_rate = state.links[1, source, target]
             index = flow.next_up
     _share_all(state, now)
 
@@ -118,11 +118,11 @@ def _remove_flow(state: EngineState, index: int) -> None:
 
 @inlined
 def _share(state: EngineState, now: float, host: int, is_up: bool) -> None:
-    """Deal what a host can send (`is_up`) or receive anew among its flows."""
+    """Divide a host's uplink (`is_up`) or downlink among its flows."""
     flows = state.flows
     first = state.hosts[host].first_up if is_up else state.hosts[host].first_down
     capacity = state.hosts[host].up if is_up else state.hosts[host].down
-    # A flow that needs less than the level keeps to its link, which raises the level for others.
+    # A flow whose link is slower than the level uses its link, which raises the level for others.
     level, before = 0.0, -1.0
     while level != before:
         before = level
@@ -158,26 +158,26 @@ def _set_rate(state: EngineState, index: int, now: float) -> None:
     flow.left = max(0.0, flow.left - flow.rate * (now - flow.since))
     flow.rate, flow.since = rate, now
     flow.version += 1
-    if rate > 0.0:  # else its link is lost, until it changes
+    if rate > 0.0:  # else its link is lost until the next change
         push(state, now + flow.left / rate, ARRIVED, index, flow.version)
 
 
 @inlined
 def _unlink(state: EngineState, index: int, source: int, target: int) -> None:
     flows, hosts = state.flows, state.hosts
-    at = hosts[source].first_up
-    if at == index:
+    previous = hosts[source].first_up
+    if previous == index:
         hosts[source].first_up = flows[index].next_up
     else:
-        while flows[at].next_up != index:
-            at = flows[at].next_up
-        flows[at].next_up = flows[index].next_up
+        while flows[previous].next_up != index:
+            previous = flows[previous].next_up
+        flows[previous].next_up = flows[index].next_up
     if target == NONE:
         return
-    at = hosts[target].first_down
-    if at == index:
+    previous = hosts[target].first_down
+    if previous == index:
         hosts[target].first_down = flows[index].next_down
     else:
-        while flows[at].next_down != index:
-            at = flows[at].next_down
-        flows[at].next_down = flows[index].next_down
+        while flows[previous].next_down != index:
+            previous = flows[previous].next_down
+        flows[previous].next_down = flows[index].next_down

@@ -1,4 +1,4 @@
-"""What befalls hosts, as arrays: their connections, and how a scenario slows or stops them."""
+"""Hosts as arrays: their connections, and the slowdowns and pauses of a scenario."""
 
 import hashlib
 from collections.abc import Iterable
@@ -14,15 +14,17 @@ from polyrhythm.errors import DescriptionError
 from polyrhythm.simulate.engine.state import HOST, NO_LIMIT, NONE, SLOW, Records
 from polyrhythm.types import Seconds
 
-DRAWS = 512  # of each entry at a time
+DRAWS = 512  # random numbers drawn at a time, per slowness entry
 
 
 def make_hosts(cluster: Cluster) -> Records:
-    """A connection that nobody has described is that of its fastest link, for averages alone."""
-    hosts = np.zeros(len(cluster.devices) + 1, HOST)  # one more: where the last one's lists end
-    places = {region: place for place, region in enumerate(cluster.regions)}
+    """Create the hosts; an unknown uplink is that of the fastest link, for averages only."""
+    hosts = np.zeros(
+        len(cluster.devices) + 1, HOST
+    )  # one more, for the end of the last one's lists
+    regions = {region: i for i, region in enumerate(cluster.regions)}
     for host, device, uplink in zip(hosts, cluster.devices, uplinks_of(cluster), strict=False):
-        host["region"] = places[device.region]
+        host["region"] = regions[device.region]
         host["up"] = host["down"] = min(uplink, NO_LIMIT)
         host["is_known"] = device.uplink is not None and device.uplink < NO_LIMIT
     hosts["first_up"] = hosts["first_down"] = NONE
@@ -32,17 +34,17 @@ def make_hosts(cluster: Cluster) -> Records:
 def make_slow(
     scenario: Scenario, cluster: Cluster, hosts: Records
 ) -> tuple[Records, list["np.random.RandomState"], Floats]:
-    """The entries of each device, what they draw from, and the bins of all traces."""
+    """Create slowness entries by device, their random generators, and the bins of all traces."""
     traces = load_traces(scenario)
     entries: list[tuple[object, ...]] = []
     rngs, bins = [], [np.zeros((0, 2))]
-    where: dict[tuple[str, int], int] = {}  # series of a trace, in `bins`
+    first_bins: dict[tuple[str, int], int] = {}  # of each series of a trace, in `bins`
     for index, device in enumerate(cluster.devices):
         hosts[index]["slow"] = len(entries)
         for number, slow in enumerate(scenario.slow):
             if not slow.applies_to(device.name):
                 continue
-            place, num_bins, duration = NONE, 0, 1.0
+            first_bin, num_bins, duration = NONE, 0, 1.0
             if slow.trace is not None:
                 try:
                     trace, worker, _, duration = find_playback(slow, index, traces)
@@ -51,18 +53,18 @@ def make_slow(
                 series = np.array(trace.workers[worker])
                 num_bins = len(series)
                 key = slow.trace, worker
-                if key not in where:
-                    where[key] = sum(map(len, bins))
+                if key not in first_bins:
+                    first_bins[key] = sum(map(len, bins))
                     bins.append(series)
-                place = where[key]
-            entries.append(_entry(slow, place, num_bins, duration))
+                first_bin = first_bins[key]
+            entries.append(_entry(slow, first_bin, num_bins, duration))
             rngs.append(_make_rng(f"{scenario.seed}/{number}/{device.name}"))
     hosts[-1]["slow"] = len(entries)
     return np.array(entries, SLOW), rngs, np.concatenate(bins)
 
 
 def trace_names(scenario: Scenario, cluster: Cluster) -> list[tuple[str, Seconds]]:
-    """Of the entries of all devices, in the same order: their traces, and when these end."""
+    """Trace and its end time for each slowness entry, in the order of `make_slow`."""
     traces = load_traces(scenario)
     return [
         ("", 0.0)
@@ -74,7 +76,7 @@ def trace_names(scenario: Scenario, cluster: Cluster) -> list[tuple[str, Seconds
     ]
 
 
-def _entry(slow: Slow, place: int, num_bins: int, duration: Seconds) -> tuple[object, ...]:
+def _entry(slow: Slow, first_bin: int, num_bins: int, duration: Seconds) -> tuple[object, ...]:
     nan = float("nan")
     return (
         slow.start,
@@ -82,16 +84,16 @@ def _entry(slow: Slow, place: int, num_bins: int, duration: Seconds) -> tuple[ob
         nan if slow.factor is None else slow.factor,
         nan if slow.probability is None else slow.probability,
         nan if slow.sleep_factor is None else slow.sleep_factor,
-        place,
+        first_bin,
         num_bins,
         duration,
-        DRAWS,  # all used: the first are drawn when they are needed
+        DRAWS,  # all used: the first are drawn on demand
         0,
     )
 
 
 class _Unseeded(np.random.SeedSequence):
-    """Of generators that get their seed later: to mix entropy for each takes most of their time."""
+    """For generators that are seeded later: mixing entropy for each would dominate their cost."""
 
     def generate_state(self, n_words: int, dtype: object = None) -> list[int]:  # type: ignore[override]
         return [0] * n_words
@@ -101,9 +103,9 @@ _UNSEEDED = _Unseeded(0)
 
 
 def _make_rng(seed: str) -> "np.random.RandomState":
-    """Draws the numbers that `random.Random(seed).random()` would, many at a time.
+    """A generator of the numbers of `random.Random(seed).random()`, many at a time.
 
-    Both are the same generator. This is what Python makes of a text to begin with.
+    Both are the same generator; the seed is computed from a text as Python does.
     """
     text = seed.encode()
     number = int.from_bytes(text + hashlib.sha512(text).digest(), "big")
@@ -114,20 +116,20 @@ def _make_rng(seed: str) -> "np.random.RandomState":
 
 
 def make_pauses(scenario: Scenario, cluster: Cluster, hosts: Records) -> Floats:
-    found: list[tuple[Seconds, Seconds]] = []
+    pauses: list[tuple[Seconds, Seconds]] = []
     for index, device in enumerate(cluster.devices):
-        hosts[index]["pauses"] = len(found)
-        found += _joined((one.at, one.until) for one in scenario.pause if one.device == device.name)
-    hosts[-1]["pauses"] = len(found)
-    return np.array(found, np.float64).reshape(-1, 2)
+        hosts[index]["pauses"] = len(pauses)
+        pauses += _merged((p.at, p.until) for p in scenario.pause if p.device == device.name)
+    hosts[-1]["pauses"] = len(pauses)
+    return np.array(pauses, np.float64).reshape(-1, 2)
 
 
-def _joined(pauses: Iterable[tuple[Seconds, Seconds]]) -> list[tuple[Seconds, Seconds]]:
-    """In order, and those that overlap as one."""
-    found: list[tuple[Seconds, Seconds]] = []
+def _merged(pauses: Iterable[tuple[Seconds, Seconds]]) -> list[tuple[Seconds, Seconds]]:
+    """Sort pauses and merge those that overlap."""
+    merged: list[tuple[Seconds, Seconds]] = []
     for at, until in sorted(pauses):
-        if found and at <= found[-1][1]:
-            found[-1] = found[-1][0], max(until, found[-1][1])
+        if merged and at <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(until, merged[-1][1])
         else:
-            found.append((at, until))
-    return found
+            merged.append((at, until))
+    return merged

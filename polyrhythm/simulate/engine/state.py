@@ -1,9 +1,9 @@
-"""All that changes while actions and messages are simulated, as arrays for compiled code; its heap.
+"""The engine's mutable state as arrays for compiled code, and its heap of events.
 
-A run is what one device does of one pipeline: stages in a row, whose actions it executes one after
-the other. A host is the device with its connection to all others. A channel is one direction
-between two runs of a pipeline: messages leave it one after the other. A flow is bytes on their way
-now, a message or a part of an average.
+A run is one device's part of one pipeline: consecutive stages, whose actions it executes one after
+another. A host is a device with its connection to all others. A channel is one direction between
+two runs of a pipeline; it sends messages one after another. A flow is an active transfer: a message
+or a part of an average.
 """
 
 from typing import Any, NamedTuple, cast
@@ -17,17 +17,17 @@ from polyrhythm.compiled import Floats, Ints, compiled, inlined
 
 Records = NDArray[Any]  # of one of the types below
 
-# What a run is at.
-COMPUTING, WAKING, STARVED, SYNCING, STOPPED = range(5)  # WAKES: its message comes at a known time
-# What happens: kinds of events on the heap.
+# Status of a run.
+COMPUTING, WAKING, STARVED, SYNCING, STOPPED = range(5)  # WAKING: its message time is known
+# Kinds of events on the heap.
 COMPUTED, AWAKE, ARRIVED, ENDED = range(4)  # ARRIVED: the last byte of a flow; ENDED: a step
-# Why `advance` returns.
+# Reasons why `advance` returns.
 NOTHING, STEP_ENDED, FLOWS_ENDED, NEEDS_DRAWS, HEAP_FULL, RECORDS_FULL = range(6)
-# Places in `EngineState.counts`.
+# Indexes of `EngineState.counts`.
 HEAP_SIZE, SEQUENCE, FREE_FLOW, NUM_FLOWS, NUM_RECORDS, NUM_EVENTS, NUM_ACTIONS = range(7)
 
-SPARE = 64  # places on the heap, beyond those for each flow
-NO_LIMIT = 1e17  # bytes per second: above, a host's own connection is not worth looking at
+SPARE = 64  # entries of the heap, beyond those for each flow
+NO_LIMIT = 1e17  # bytes per second, from which a host's own connection counts as unlimited
 NONE = -1
 
 RUN = np.dtype(
@@ -37,37 +37,37 @@ RUN = np.dtype(
         ("after", "i8"),
         ("forward", "f8"),
         ("backward", "f8"),
-        ("list", "i8"),  # where its actions begin
+        ("list", "i8"),  # index of its first action
         ("num_actions", "i8"),
-        ("in_flight", "i8"),  # of a pipeline that is never flushed; 0 for one that is
-        ("place", "i8"),  # in its actions
+        ("in_flight", "i8"),  # limit of a pipeline that is never flushed; 0 for one that is
+        ("place", "i8"),  # index of its current action
         ("step", "i8"),
-        ("first", "i8"),  # number of the one that it began with, for people
-        ("status", "i8"),  # COMPUTES, ...
-        ("incarnation", "i8"),  # events of an earlier one do not count
-        ("since", "f8"),  # it has been at that
-        ("first_arrival", "f8"),  # the bucket that its first forward begins with
-        ("last_arrival", "f8"),  # the one that it ends with,
-        ("last_fraction", "f8"),  # which is this part of it
-        ("last_began", "f8"),  # its last action of a step
-        ("busy", "f8"),  # seconds of compute, in all
-        ("starved", "f8"),  # seconds of waiting for messages, in all
-        ("busy_before", "f8"),  # the same up to the end of its last step
+        ("first", "i8"),  # number of its first step, for records
+        ("status", "i8"),  # COMPUTING, ...
+        ("incarnation", "i8"),  # events of an earlier one are ignored
+        ("since", "f8"),  # start of its status
+        ("first_arrival", "f8"),  # of the first bucket that its first forward waits for
+        ("last_arrival", "f8"),  # of the last bucket
+        ("last_fraction", "f8"),  # of the forward that the last bucket is
+        ("last_start", "f8"),  # of its last action
+        ("busy", "f8"),  # total seconds of compute
+        ("starved", "f8"),  # total seconds of waits for messages
+        ("busy_before", "f8"),  # `busy` at the end of its last step
         ("starved_before", "f8"),
-        ("waited", "f8"),  # before the action it is at
-        ("held", "f8"),  # seconds of waiting for buckets, in all
+        ("waited", "f8"),  # before the current action
+        ("held", "f8"),  # total seconds of waits for buckets
         ("held_before", "f8"),
     ]
 )
 HOST = np.dtype(
     [
         ("region", "i8"),
-        ("up", "f8"),  # bytes per second to all others together
+        ("up", "f8"),  # bytes per second to all others in total
         ("down", "f8"),
-        ("is_known", "i8"),  # else averages share it, but messages are as fast as their links
-        ("first_up", "i8"),  # of its flows; NONE without
+        ("is_known", "i8"),  # else averages share it, and messages have the speed of their links
+        ("first_up", "i8"),  # its first flow; NONE if it has none
         ("first_down", "i8"),
-        ("slow", "i8"),  # where its entries begin; those of the next host are behind them
+        ("slow", "i8"),  # index of its first entry; the next host's entries follow
         ("pauses", "i8"),
     ]
 )
@@ -76,9 +76,9 @@ CHANNEL = np.dtype(
         ("source", "i8"),  # runs
         ("target", "i8"),
         ("size", "f8"),  # of a message
-        ("free", "f8"),  # when the last message is out, where nothing is shared
+        ("free", "f8"),  # when the last message is sent, if nothing is shared
         ("is_busy", "i8"),
-        ("head", "i8"),  # messages that wait, in `queues`
+        ("head", "i8"),  # index of the first waiting message in `queues`
         ("num_waiting", "i8"),
     ]
 )
@@ -86,18 +86,18 @@ FLOW = np.dtype(
     [
         ("channel", "i8"),  # or NONE
         ("microbatch", "i8"),
-        ("owner", "i8"),  # of one that is no message; of a message, the life of its sender
-        ("source", "i8"),  # devices; the target is NONE for one that goes to many
+        ("owner", "i8"),  # of a part of an average; for a message, its sender's incarnation
+        ("source", "i8"),  # devices; the target is NONE for a flow to many receivers
         ("target", "i8"),
         ("left", "f8"),  # bytes
-        ("max_rate", "f8"),  # bytes per second, by its link
-        ("weight", "f8"),  # how many connections it stands for
-        ("up_alone", "i8"),  # shares nothing at its source
+        ("max_rate", "f8"),  # bytes per second, of its link
+        ("weight", "f8"),  # number of connections that it counts as
+        ("up_alone", "i8"),  # it does not share its source's uplink
         ("down_alone", "i8"),
         ("up_share", "f8"),
         ("down_share", "f8"),
         ("rate", "f8"),
-        ("since", "f8"),  # `left` and `rate` hold
+        ("since", "f8"),  # start of `rate`, and the time of `left`
         ("version", "i8"),
         ("next_up", "i8"),
         ("next_down", "i8"),
@@ -107,14 +107,14 @@ SLOW = np.dtype(
     [
         ("start", "f8"),
         ("until", "f8"),
-        ("factor", "f8"),  # nan for one of the other two ways
+        ("factor", "f8"),  # nan for a probability or a trace
         ("probability", "f8"),
         ("sleep_factor", "f8"),
-        ("bins", "i8"),  # where those of its trace begin; NONE without
+        ("bins", "i8"),  # index of the first bin of its trace; NONE without
         ("num_bins", "i8"),
         ("duration", "f8"),
-        ("used", "i8"),  # draws
-        ("has_ended", "i8"),  # its trace, which somebody is to be told
+        ("used", "i8"),  # number of draws
+        ("has_ended", "i8"),  # its trace, of which the user is warned
     ]
 )
 RECORD = np.dtype(
@@ -137,24 +137,24 @@ class EngineState(NamedTuple):
     slow: Records
     records: Records
     actions: Ints  # 2 m for F m, 2 m + 1 for B m
-    inbox: Floats  # [direction, run, place]: when a message is there; inf for not yet
-    queues: Ints  # [channel, place]
+    inbox: Floats  # [direction, run, slot]: arrival of a message; inf if not known
+    queues: Ints  # [channel, slot]
     links: Floats  # [latency | bandwidth, region, region]
     sent: Floats  # [region, region] bytes
     draws: Floats  # [entry of slow, draw]
     bins: Floats  # [bin, lowest | highest]
     pauses: Floats  # [pause, from | until]
-    owners: Ints  # flows that each still waits for
-    stack: Ints  # runs that can go on
+    owners: Ints  # number of active flows of each
+    stack: Ints  # runs that can continue
     counts: Ints
     times: Floats  # the heap
-    sequences: Ints  # of equal times, what was said first comes first
+    sequences: Ints  # order of insertion, for equal times
     codes: Ints
 
 
 @structref.register
 class _StateType(types.StructRef):
-    """Compiled code gets all arrays by one reference: to hand on twenty takes longer than work."""
+    """Passes all arrays to compiled code by one reference: twenty arguments would dominate."""
 
 
 class _StateRef(structref.StructRefProxy):
@@ -165,7 +165,7 @@ structref.define_proxy(_StateRef, _StateType, list(EngineState._fields))  # type
 
 
 def as_struct(state: EngineState) -> EngineState:
-    """The same for compiled code; it sees the arrays themselves."""
+    """Wrap the state for compiled code; the arrays are shared, not copied."""
     return cast(EngineState, _as_struct(*state))
 
 
@@ -218,45 +218,45 @@ def _as_struct(
 
 @inlined
 def push(state: EngineState, time: float, kind: int, index: int, stamp: int) -> None:
-    """`stamp` tells whether it still counts when it comes."""
+    """Add an event; `stamp` (an incarnation or a version) tells whether it is still valid."""
     counts = state.counts
     times, sequences, codes = state.times, state.sequences, state.codes
-    place, sequence = counts[HEAP_SIZE], counts[SEQUENCE]
+    i, sequence = counts[HEAP_SIZE], counts[SEQUENCE]
     counts[HEAP_SIZE] += 1
     counts[SEQUENCE] += 1
-    while place > 0:
-        above = (place - 1) // 2
-        if times[above] <= time:  # and if equal, it was said before
+    while i > 0:
+        parent = (i - 1) // 2
+        if times[parent] <= time:  # if equal, the parent was inserted first
             break
-        times[place], sequences[place], codes[place] = times[above], sequences[above], codes[above]
-        place = above
-    times[place], sequences[place] = time, sequence
-    codes[place] = (stamp << 32) | (index << 2) | kind
+        times[i], sequences[i], codes[i] = times[parent], sequences[parent], codes[parent]
+        i = parent
+    times[i], sequences[i] = time, sequence
+    codes[i] = (stamp << 32) | (index << 2) | kind
 
 
 @inlined
 def pop(state: EngineState) -> int:
-    """Take off the first; its code."""
+    """Remove the first event and return its code."""
     counts = state.counts
     times, sequences, codes = state.times, state.sequences, state.codes
     code = codes[0]
     last = counts[HEAP_SIZE] - 1
     counts[HEAP_SIZE] = last
     time, sequence, moved = times[last], sequences[last], codes[last]
-    place = 0
+    i = 0
     while True:
-        below = 2 * place + 1
-        if below >= last:
+        child = 2 * i + 1
+        if child >= last:
             break
-        other = below + 1
+        other = child + 1
         if other < last and (
-            times[other] < times[below]
-            or (times[other] == times[below] and sequences[other] < sequences[below])
+            times[other] < times[child]
+            or (times[other] == times[child] and sequences[other] < sequences[child])
         ):
-            below = other
-        if time < times[below] or (time == times[below] and sequence < sequences[below]):
+            child = other
+        if time < times[child] or (time == times[child] and sequence < sequences[child]):
             break
-        times[place], sequences[place], codes[place] = times[below], sequences[below], codes[below]
-        place = below
-    times[place], sequences[place], codes[place] = time, sequence, moved
+        times[i], sequences[i], codes[i] = times[child], sequences[child], codes[child]
+        i = child
+    times[i], sequences[i], codes[i] = time, sequence, moved
     return int(code)

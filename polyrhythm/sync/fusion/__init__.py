@@ -1,1 +1,1 @@
-"""Tensor fusion: which gradients travel together, and in which order."""
+"""Tensor fusion: which gradients share a bucket, and in which order buckets are sent."""

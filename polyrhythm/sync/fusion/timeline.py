@@ -1,20 +1,19 @@
-"""One step played through, in steady state: when each layer computes, and each bucket travels.
+"""Timeline of one step in steady state: when each layer computes and each bucket is sent.
 
-One processor computes layer by layer, one network carries bucket by bucket, and neither stops what
-it has begun. Four ways to order what the network carries:
-- `wfbp`: an all-reduce per bucket as soon as its gradients are there, first come, first served; the
-  next forward begins when all are through. With buckets of MG-WFBP's rule it is `mg_wfbp`, with
-  fixed ones what DDP and Horovod do.
-- `dear`: a reduce-scatter per bucket as its gradients come; when all are through, an all-gather per
-  bucket in forward order, which the forward of its first layer waits for.
+One processor computes layer by layer, one network sends bucket by bucket, and neither is
+preemptive. Four orders of communication:
+- `wfbp`: an all-reduce per bucket as soon as its gradients are ready, first come, first served; the
+  next forward starts when all are done. With buckets of MG-WFBP's rule it is `mg_wfbp`, with fixed
+  ones it is what DDP and Horovod do.
+- `dear`: a reduce-scatter per bucket as soon as its gradients are ready; when all are done, an
+  all-gather per bucket in forward order, which the forward of its first layer waits for.
 - `bytescheduler`: an all-reduce per piece of at most `piece` bytes, those of the first layers
   first; the forward of a layer waits for its own pieces. Each piece costs a negotiation, since all
   workers have to agree on the order.
 
 Source: Zhang et al., "DeAR", ICDCS 2023, Figures 1 and 2; Peng et al., "A generic communication
 scheduler for distributed DNN training acceleration", SOSP 2019 (ByteScheduler). Departures: the
-optimizer takes no time; ByteScheduler's credits are one: a piece begins when the one before is
-through.
+optimizer takes no time; ByteScheduler has one credit: a piece starts when the previous one is done.
 """
 
 import heapq
@@ -30,14 +29,14 @@ from polyrhythm.types import Bytes, Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEstimate:
-    """How long one takes, and what of it is not compute."""
+    """Duration of a step, and its compute time."""
 
     seconds: Seconds
     compute: Seconds
 
     @property
     def exposed(self) -> Seconds:
-        """Communication that nothing hides."""
+        """Time of communication that is not hidden by compute."""
         return self.seconds - self.compute
 
 
@@ -82,10 +81,10 @@ def bytescheduler(
             f"pieces of {piece:g} bytes", expected="more than 0", fix="use 4e6, its default"
         )
     forward, backward = _compute(layers)
-    arrived = _by_priority(layers, ring, num_workers, piece=piece, negotiation=negotiation)
+    arrivals = _by_priority(layers, ring, num_workers, piece=piece, negotiation=negotiation)
     computed = backward
-    for layer, at in zip(layers, arrived, strict=True):
-        computed = max(computed, at) + layer.forward
+    for layer, arrival in zip(layers, arrivals, strict=True):
+        computed = max(computed, arrival) + layer.forward
     return StepEstimate(seconds=computed, compute=forward + backward)
 
 
@@ -96,7 +95,7 @@ def _compute(layers: Sequence[LayerTimes]) -> tuple[Seconds, Seconds]:
 def _bucket_ready_times(
     layers: Sequence[LayerTimes], buckets: Buckets
 ) -> Iterator[tuple[Seconds, Bytes]]:
-    """When each bucket has its gradients, from the beginning of the backward, and its size."""
+    """Yield when each bucket's gradients are ready after the start of backward, and its size."""
     ready: Seconds = 0.0
     for bucket in reversed(buckets):
         ready += sum(layers[i].backward for i in bucket)
@@ -104,10 +103,10 @@ def _bucket_ready_times(
 
 
 def _last_arrival(messages: Iterator[tuple[Seconds, Seconds]]) -> Seconds:
-    """When the last is through; of messages, when they are ready and how long they take."""
+    """Time at which the last message is sent; a message is its ready time and its duration."""
     free: Seconds = 0.0
-    for ready, takes in messages:
-        free = max(free, ready) + takes
+    for ready, duration in messages:
+        free = max(free, ready) + duration
     return free
 
 
@@ -119,26 +118,26 @@ def _by_priority(
     piece: Bytes,
     negotiation: Seconds,
 ) -> list[Seconds]:
-    """When all pieces of each layer are through: the lowest layer that is there goes first."""
-    ready_at, moment = [0.0] * len(layers), 0.0
+    """When all pieces of each layer are sent; the lowest layer with ready gradients goes first."""
+    ready_at, now = [0.0] * len(layers), 0.0
     for number in range(len(layers) - 1, -1, -1):
-        moment += layers[number].backward
-        ready_at[number] = moment
-    coming = list(range(len(layers)))  # the last layer's gradients are there first: pop from here
+        now += layers[number].backward
+        ready_at[number] = now
+    unready = list(range(len(layers)))  # gradients of the last layer are ready first: pop from here
     waiting: list[tuple[int, Bytes]] = []
-    through, now = list(ready_at), 0.0
-    while coming or waiting:
+    sent_at, now = list(ready_at), 0.0
+    while unready or waiting:
         if not waiting:
-            now = max(now, ready_at[coming[-1]])
-        while coming and ready_at[coming[-1]] <= now:
-            number = coming.pop()
+            now = max(now, ready_at[unready[-1]])
+        while unready and ready_at[unready[-1]] <= now:
+            number = unready.pop()
             heapq.heappush(waiting, (number, layers[number].size))
         number, left = heapq.heappop(waiting)
         sent = min(left, piece)
         if sent > 0:
             now += negotiation + ring.all_reduce(sent, num_workers)
-            through[number] = now
+            sent_at[number] = now
         if left - sent > 0:
             heapq.heappush(waiting, (number, left - sent))
-    assert all(math.isfinite(at) for at in through), "every layer has been through"
-    return through
+    assert all(math.isfinite(t) for t in sent_at), "a layer was not sent"
+    return sent_at

@@ -1,13 +1,13 @@
-"""Finding the size of buckets while training goes on: trials of some steps each, then the best.
+"""Bucket tuner: finds the bucket size during training, by trials of some steps each.
 
-A few fixed trials come first; then a Gaussian process is fitted to what was measured, and the
-candidate is tried from which it expects the most improvement. Plain all-reduces are candidates like
-others, so that tuning does not lose to them; so are exchanges inside of nodes, then across. In the
-end the two best are measured again, since the best of many noisy figures is in part the luckiest.
+A few fixed trials come first; then a Gaussian process is fitted to the measurements, and the
+candidate with the largest expected improvement is tried. Plain all-reduces are candidates, too, so
+that tuning does not lose to them; so are hierarchical exchanges. At the end the two best are
+measured again, since the best of many noisy figures is in part the luckiest.
 
-Nothing here has a clock or knows other workers. One worker is told the times that all agree on, and
-the others do what it says: its arithmetic may differ from theirs in the last digit. In the middle
-of an optimizer's step gradients have to be enabled for it: the process is fitted by them.
+There is no clock and no communication here. One worker gets the times that all agree on, and the
+others follow its decision: its arithmetic may differ from theirs in the last digit. Inside an
+optimizer step gradients must be enabled: the Gaussian process is fitted with them.
 
 Source: Zhang et al., "DeAR", ICDCS 2023, section IV.B; Figure 10 for random and grid search.
 Departures: the size is on a log scale, of which 41 points are candidates; sizes that lead to the
@@ -31,11 +31,11 @@ SMALLEST: Bytes = 1_000_000
 FIRST: Bytes = 25_000_000  # DDP's, and the paper's first trial
 LARGEST: Bytes = 100_000_000
 SIZES = tuple(max(SMALLEST, round(FIRST * 10 ** (i / 20))) for i in range(-28, 13))  # 12 % apart
-_CLOSE = 1.1  # this much longer than the best may be luck
+_CLOSE = 1.1  # up to this factor, a difference from the best may be noise
 
 
 class BucketMode(StrEnum):
-    """How a bucket is averaged. Nested: inside of a node first, and then across."""
+    """How a bucket is averaged; hierarchical means inside of a node first, then across nodes."""
 
     DECOUPLED = "decoupled"
     ALL_REDUCE = "all_reduce"  # plain: every worker updates all parameters
@@ -64,12 +64,12 @@ class BucketCandidate:
 
 
 class Space:
-    """Candidates that differ: of those that lead to the same buckets, one stands for all."""
+    """The distinct candidates: one represents all that lead to the same buckets."""
 
     def __init__(
         self, key: Callable[[BucketCandidate], Hashable], kinds: Sequence[BucketMode] = FLAT
     ) -> None:
-        """`key` gives the buckets of a candidate; it need not tell kinds apart."""
+        """`key` returns the buckets of a candidate; it may be equal for different kinds."""
         self.kinds = tuple(kinds)
         alike: dict[Hashable, list[BucketCandidate]] = {}
         for kind in self.kinds:
@@ -83,18 +83,18 @@ class Space:
         return len(self._alike)
 
     def name(self, candidate: BucketCandidate) -> BucketCandidate:
-        """The one that stands for it: of the nearest size that is a candidate."""
+        """The representative of a candidate: that of the nearest known size."""
         kin = (c for c in self._names if c.kind is candidate.kind)
         return self._names[min(kin, key=lambda c: _log_distance(c, candidate))]
 
     def ends(self, name: BucketCandidate) -> list[BucketCandidate]:
-        """The smallest and the largest that it stands for; one, if they are the same."""
+        """The smallest and the largest candidate that `name` represents; one if they are equal."""
         return sorted({min(self._alike[name]), max(self._alike[name])})
 
     def nearest(
         self, wanted: BucketCandidate, tried: Container[BucketCandidate]
     ) -> BucketCandidate:
-        """One that was not tried; of the same kind, if there is one left."""
+        """The nearest candidate that was not tried, of the same kind if one is left."""
         left = [name for name in self._alike if name not in tried]
         kin = [name for name in left if name.kind is wanted.kind]
         return min(kin or left, key=lambda n: min(_log_distance(c, wanted) for c in self._alike[n]))
@@ -102,10 +102,10 @@ class Space:
 
 @dataclass(kw_only=True, slots=True)
 class Search(ABC):
-    """Which candidate to try next; what it says depends on what it was told, and the seed."""
+    """Suggests the next candidate; a function of the observations and the seed."""
 
     space: Space
-    num_trials: int = 8  # with the second looks at two of them: 10
+    num_trials: int = 8  # 10 with the second measurements of two
     seed: int = 0
     _observed: dict[BucketCandidate, list[Seconds]] = field(default_factory=dict, init=False)
 
@@ -121,7 +121,7 @@ class Search(ABC):
 
     @property
     def ranking(self) -> list[tuple[BucketCandidate, Seconds]]:
-        """What was observed, and how long it takes: what was measured again, then the shortest."""
+        """Observed candidates and their times: those measured twice first, then by time."""
         order = sorted(self._observed, key=lambda c: (-len(self._observed[c]), self._mean(c)))
         return [(candidate, self._mean(candidate)) for candidate in order]
 
@@ -130,22 +130,22 @@ class Search(ABC):
         return self.ranking[0][0]
 
     def suggest(self) -> BucketCandidate:
-        """One that was not observed yet."""
+        """Suggest a candidate that was not observed yet."""
         if self.is_over:
             raise PolicyError(
                 f"a suggestion after {len(self._observed)} trials",
                 expected=f"{self.num_trials} trials, or as many as there are candidates",
-                fix="look at is_over, and take the best",
+                fix="check is_over, and use the best",
             )
         return self.space.nearest(self._wanted(), self._observed)
 
     def observe(self, candidate: BucketCandidate, seconds: Seconds) -> None:
-        """The time of a step; again for one that was observed before, to know it better."""
+        """Record the step time of a candidate; repeated observations are averaged."""
         if not (seconds > 0 and math.isfinite(seconds)):
             raise PolicyError(
                 f"a step of {candidate} took {seconds:g} s",
                 expected="a time above 0",
-                fix="measure steps with a clock that does not go back",
+                fix="measure steps with a monotonic clock",
             )
         self._observed.setdefault(self.space.name(candidate), []).append(seconds)
 
@@ -154,20 +154,20 @@ class Search(ABC):
 
     @abstractmethod
     def _wanted(self) -> BucketCandidate:
-        """What was tried, too: then its nearest neighbour is next."""
+        """The most promising candidate; if it was tried, its nearest untried one is next."""
 
 
-_SECOND: Bytes = 5_000_000  # the paper's fixed buffer, half-way between the first and the smallest
+_SECOND: Bytes = 5_000_000  # the paper's fixed buffer, half-way between FIRST and SMALLEST
 
 
 @dataclass(kw_only=True, slots=True)
 class Bayesian(Search):
     def _wanted(self) -> BucketCandidate:
-        openings = [BucketCandidate(FIRST, kind) for kind in self.space.kinds]
-        for opening in (*openings, BucketCandidate(_SECOND, self.space.kinds[0])):
-            if self.space.name(opening) not in self._observed:
-                return opening
-        # A time holds for all sizes with these buckets, or it would be curious about known ones.
+        fixed = [BucketCandidate(FIRST, kind) for kind in self.space.kinds]
+        for candidate in (*fixed, BucketCandidate(_SECOND, self.space.kinds[0])):
+            if self.space.name(candidate) not in self._observed:
+                return candidate
+        # A time holds for all sizes with the same buckets: else known ones would look promising.
         known = {end: math.log(time) for c, time in self.ranking for end in self.space.ends(c)}
         seed = self.seed + len(self._observed)
         return _most_promising(known, self.space.kinds, seed=seed)
@@ -182,7 +182,7 @@ class RandomSearch(Search):
 
 @dataclass(kw_only=True, slots=True)
 class GridSearch(Search):
-    """From the smallest size on, in even steps of the scale, all kinds of each."""
+    """Sizes in even steps of the scale, from the smallest; all kinds of each."""
 
     def _wanted(self) -> BucketCandidate:
         kinds = self.space.kinds
@@ -193,18 +193,18 @@ class GridSearch(Search):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketDecision:
-    """What to run from the next step on, and why."""
+    """The candidate from the next step on, and why."""
 
-    candidate: BucketCandidate  # perhaps the current one
+    candidate: BucketCandidate  # may be the current one
     is_final: bool
     why: str
 
 
 class BucketTuner:
-    """Told of every step, it says when to change to what, and in the end settles."""
+    """Takes the time of every step, decides when to change the candidate, and finally settles."""
 
     def __init__(self, search: Search, *, num_discarded: int = 2, num_measured: int = 10) -> None:
-        """Of each trial the first steps are not counted: buckets are new, and caches cold."""
+        """Discard the first steps of each trial: buckets are new, and caches cold."""
         if num_discarded < 0 or num_measured < 1:
             raise PolicyError(
                 f"num_discarded={num_discarded} num_measured={num_measured}",
@@ -212,17 +212,15 @@ class BucketTuner:
                 fix="use 2 and 10, the defaults",
             )
         self.search = search
-        self.num_steps = num_discarded + num_measured  # to a decision: times may come all at once
+        self.num_steps = num_discarded + num_measured  # per decision: times may come all at once
         self.current = search.suggest()
         self.is_over = False
         self._num_discarded = num_discarded
         self._seconds: list[Seconds] = []  # of the steps of this trial
-        self._finalists: list[BucketCandidate] | None = (
-            None  # to be measured again; None before that
-        )
+        self._finalists: list[BucketCandidate] | None = None  # to be measured again
 
     def after_step(self, seconds: Seconds) -> BucketDecision | None:
-        """The time of the slowest worker comes in; None is to go on as before."""
+        """Take the step time of the slowest worker; return None to continue as before."""
         if self.is_over:
             return None
         self._seconds.append(seconds)
@@ -242,7 +240,7 @@ class BucketTuner:
         best, shortest = ranking[0]
         if self._finalists is None:
             close = [c for c, seconds in ranking[:2] if seconds <= shortest * _CLOSE]
-            close.sort(key=lambda c: c != self.current)  # which needs no new buckets
+            close.sort(key=lambda c: c != self.current)  # the current one needs no new buckets
             self._finalists = close if len(close) > 1 else []
         if self._finalists:
             why = f"again: two of {len(ranking)} take about {shortest:.3g} s"
@@ -251,30 +249,30 @@ class BucketTuner:
         return BucketDecision(candidate=best, is_final=True, why=why)
 
 
-def _log_distance(one: BucketCandidate, other: BucketCandidate) -> float:
-    return abs(math.log(one.bucket_bytes / other.bucket_bytes))
+def _log_distance(a: BucketCandidate, b: BucketCandidate) -> float:
+    return abs(math.log(a.bucket_bytes / b.bucket_bytes))
 
 
 def _most_promising(
     known: Mapping[BucketCandidate, float], kinds: Sequence[BucketMode], *, seed: int
 ) -> BucketCandidate:
-    """By expected improvement; all is made anew, so that nothing but what is known counts."""
-    import optuna  # here, as it takes seconds, and only one worker needs it
+    """The candidate with the largest expected improvement, by a new study of `known` alone."""
+    import optuna  # here, since it takes seconds, and only one worker needs it
 
     scale = {
         "size": optuna.distributions.FloatDistribution(SMALLEST, LARGEST, log=True),
         "kind": optuna.distributions.CategoricalDistribution([str(kind) for kind in kinds]),
     }
-    before = optuna.logging.get_verbosity()  # which a user's own studies may want to keep
+    verbosity = optuna.logging.get_verbosity()  # restored for a user's own studies
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
-        # Its default is to begin with ten random trials; a study's, another sampler (TPE).
+        # The sampler's default is ten random trials first; a study's default is TPE.
         sampler = optuna.samplers.GPSampler(seed=seed, n_startup_trials=1)
         study = optuna.create_study(sampler=sampler)
         for candidate, value in known.items():
-            at = {"size": candidate.bucket_bytes, "kind": str(candidate.kind)}
-            study.add_trial(optuna.create_trial(params=at, distributions=scale, value=value))
-        found = study.ask(scale).params
+            params = {"size": candidate.bucket_bytes, "kind": str(candidate.kind)}
+            study.add_trial(optuna.create_trial(params=params, distributions=scale, value=value))
+        suggested = study.ask(scale).params
     finally:
-        optuna.logging.set_verbosity(before)
-    return BucketCandidate(round(found["size"]), BucketMode(found["kind"]))
+        optuna.logging.set_verbosity(verbosity)
+    return BucketCandidate(round(suggested["size"]), BucketMode(suggested["kind"]))

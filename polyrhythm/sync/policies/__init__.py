@@ -1,1 +1,1 @@
-"""Group policies: who averages with whom, one file each."""
+"""Group policies: which workers average together, one file each."""

@@ -1,15 +1,15 @@
-"""Groups by age: whoever is ready within a window, such that no group misses anybody's older news.
+"""Groups by causal age: workers ready within a window, such that no group misses old updates.
 
-As `adaptive`, but what is bounded is how old the information in a model is, not whether the last
-groups connect. A group of workers that have lately averaged with somebody who knows is as good as
-one with the slow worker itself; so a worker that is always slow holds nobody up, as long as what
-little it does spreads. A group is valid if, of every worker, all updates but the last `max_age` are
-in the model of one of its members at least.
+As `adaptive`, but it bounds how old the information in a model is, not whether the last groups
+connect. A member that has recently averaged with the straggler's updates is as good as the
+straggler itself; so a permanent straggler blocks no group if its few updates spread. A group is
+valid if, of every worker, all updates but the last `max_age` are in the model of at least one
+member.
 
-Source: none; the window and the waiting are SDPipe's (`windowed.py`), the measure is described in
-`mixing.py`. An update is what a worker brings to a group, so with a group every n steps an age of
-10 is 10 n steps. The bound holds for groups when they are formed: the model of a worker that is
-computing grows older until it comes back, by what the others do meanwhile.
+Source: none; the window and the enforcement are SDPipe's (`windowed_groups.py`), the measure is
+described in `validators.py`. An update is the contribution of a worker to a group, so with a group
+every n steps an age of 10 is 10 n steps. The bound holds for groups when they are formed: the model
+of a worker that computes grows older, by the updates of the others, until its next group.
 """
 
 import math
@@ -21,31 +21,31 @@ from polyrhythm.types import Seconds
 
 
 def default_max_age(num_workers: int) -> int:
-    """A, if nobody says otherwise: 10 for up to 16 workers, in proportion to log2(N) beyond.
+    """Default of A: 10 for up to 16 workers, in proportion to log2(N) beyond.
 
-    An update spreads as a rumour does: while few know of it, each group of those who do lets some
-    more know, so that their number grows by a factor per round, and the last few hear of it in
-    about as many rounds again. Among N who pass it on to one other per round, that takes log2(N) +
-    ln(N) rounds (Pittel, "On Spreading a Rumor", SIAM J. Appl. Math. 47(1), 1987), a round being
-    one update of each: 6.8 for 16 workers, 11.8 for 125. Half as much again leaves room for rounds
-    that are not in step: 10 and 18. In a simulation of equal workers, 2 % of the groups or fewer
-    are waited for then; a bound that is half as large asks for several times as many.
+    An update spreads like a rumour: while few workers have it, their number grows by a factor per
+    round, and the last few get it in about as many rounds again. If each of N workers passes it on
+    to one other per round, that takes log2(N) + ln(N) rounds (Pittel, "On Spreading a Rumor", SIAM
+    J. Appl. Math. 47(1), 1987), where a round is one update of each worker: 6.8 for 16 workers,
+    11.8 for 125. One and a half times that allows for rounds that are not in step: 10 and 18. In a
+    simulation of equal workers, 2 % of the groups or fewer are then enforced; half that bound
+    enforces several times as many.
     """
     return max(10, math.ceil(2.5 * math.log2(max(num_workers, 1))))
 
 
 class Age(WindowedGroups):
-    """One stage of a job; stages that share pipelines share one token."""
+    """The policy of one stage; the stages of a job share one token."""
 
     def __init__(
         self,
         num_workers: int,
         *,
         max_age: int | None = None,  # A; None for `default_max_age`
-        window: WindowRule = "rate",  # T, or how to find it
-        group_size: int | None = None,  # what "rate" aims at; None for 3, or all of fewer
+        window: WindowRule = "rate",  # T, or the rule for it
+        group_size: int | None = None,  # target of "rate"; None for 3, or all of fewer workers
         max_window: Seconds = 30.0,
-        startup: Seconds = 60.0,  # how long a stage waits, at the start, for workers yet to join
+        startup: Seconds = 60.0,  # longest wait at the start for workers that have not joined
         stage: int = 0,
         token: EnforcementToken | None = None,
     ) -> None:

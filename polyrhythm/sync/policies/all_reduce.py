@@ -1,8 +1,8 @@
-"""All-reduce: everybody averages with everybody, when all are ready.
+"""All-reduce: all workers average together when all are ready.
 
-The synchronous baseline: exact, and as slow as the slowest. A worker that leaves is not waited for,
-one that joins takes part in the next group, and one that never comes is waited for at the start
-only, for `startup` at most.
+The synchronous baseline: exact, and as slow as the slowest worker. A worker that left is not waited
+for, one that joins takes part in the next group, and one that never joins is waited for at the
+start only, for `startup` at most.
 
 Source: the case of one group of all N workers in Miao et al., "SDPipe: A Semi-Decentralized
 Framework for Heterogeneity-aware Pipeline-parallel Training", PVLDB 16(9), 2023, section 3.2.
@@ -48,5 +48,5 @@ class AllReduce(Policy):
         if not self._roster.all_ready(now):
             return []
         missing = self.num_workers - len(self._roster.present)
-        absent = f"; {missing} of {self.num_workers} workers are not here" if missing > 0 else ""
+        absent = f"; {missing} of {self.num_workers} workers are absent" if missing > 0 else ""
         return [Group(self._roster.pop_ready(), why=f"all are ready{absent}")]

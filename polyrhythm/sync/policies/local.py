@@ -1,9 +1,9 @@
-"""Local steps: workers train alone for many steps, then take one step together.
+"""Local steps: workers train alone for many steps, then take one outer step together.
 
-After that, all workers compare how far they have moved from the point where they began together.
-The mean of these moves is taken as a gradient, and an outer optimizer with Nesterov momentum takes
-one step along it; there all begin again. Who averages is a matter of `all_reduce`, how often is one
-of the workers, who report no other steps; here is what they do with the average.
+In the outer step the workers average their weights. The difference between their last common
+weights (the anchor) and the mean is taken as a gradient, along which an outer optimizer with
+Nesterov momentum takes one step; all continue from there. `all_reduce` forms the groups, and the
+workers report only every n-th step; this file has the arithmetic of the outer step.
 
 Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
 arXiv:2311.08105. The momentum is that of `torch.optim.SGD(nesterov=True)`.
@@ -16,7 +16,7 @@ from polyrhythm.errors import PolicyError
 
 
 class Arithmetic(Protocol):
-    """What numbers, numpy arrays and tensors have in common."""
+    """Operations that numbers, numpy arrays and tensors share."""
 
     def __add__(self, other: Self, /) -> Self: ...
     def __sub__(self, other: Self, /) -> Self: ...
@@ -27,13 +27,13 @@ Array = TypeVar("Array", bound=Arithmetic)
 
 
 def pseudo_gradient(anchor: Array, mean: Array) -> Array:
-    """From the mean of the workers' weights back to the point where they began together."""
+    """Difference between the last common weights and the mean of the workers' weights."""
     return anchor - mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterNesterov:
-    """The outer optimizer; it keeps no state, so that an aborted step leaves none behind."""
+    """The outer optimizer; it is stateless, so that an aborted step has no effect."""
 
     lr: float = 0.7
     momentum: float = 0.9
@@ -47,6 +47,6 @@ class OuterNesterov:
             )
 
     def step(self, anchor: Array, gradient: Array, velocity: Array) -> tuple[Array, Array]:
-        """The next anchor and velocity, as new arrays; the first velocity is zero."""
+        """Return the next anchor and velocity as new arrays; the first velocity is zero."""
         velocity = velocity * self.momentum + gradient
         return anchor - (gradient + velocity * self.momentum) * self.lr, velocity

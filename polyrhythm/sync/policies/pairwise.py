@@ -1,19 +1,19 @@
 """Pairwise: an active worker averages with a random passive one, which does not stop for it.
 
 Half of the workers are active: each of them, when it is ready, exchanges weights with one passive
-worker and waits for the answer. A passive worker goes on at once when it is ready, and answers
-while it computes; if it gets ready in the midst of an exchange, the end of that sends it on. Nobody
-waits for anybody's computation, and a worker is in one exchange at a time.
+worker and waits for the answer. A passive worker continues at once when it is ready, and answers
+while it computes; if it becomes ready during an exchange, it continues when that ends. No worker
+waits for another one's compute, and a worker is in one exchange at a time.
 
 Source: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018
 (arXiv:1710.06952), as described in Luo et al., "Prague", ASPLOS 2020, sections 2.3 (active and
 passive sets) and 3.1 (conflicts). Left open there, or decided otherwise here:
-- The graph is complete between the two sides. Workers take sides in the order they join, so that
-  each node has both. If one side becomes larger by two or more, a worker of it changes over at its
-  next ready report, so that both sides stay alive when workers leave.
-- The partner is drawn among the passive workers in no exchange; if there is none, the active one
-  that waits longest takes the first that is free. The source draws from all and then waits for it.
-- With nobody on the other side, an active worker takes a local step.
+- The graph is complete between the two sides. Workers are assigned to sides in the order of their
+  joins, so that each node has both. If one side becomes larger by two or more, one of its workers
+  changes sides at its next ready report, so that neither side becomes empty when workers leave.
+- The partner is drawn among the passive workers in no exchange; if there is none, the active worker
+  that waits longest gets the first free one. The source draws from all and then waits for it.
+- If the passive side is empty, an active worker takes a local step.
 """
 
 import random
@@ -40,24 +40,24 @@ class Pairwise(Policy):
         self._ledger.join(worker)
         side = self._active if len(self._active) <= len(self._passive) else self._passive
         side.add(worker)
-        return self._serve()
+        return self._pair()
 
     def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
         self._ledger.check(worker)
-        self._change_over(worker)
+        self._balance_sides(worker)
         if worker in self._passive:
             if self._ledger.is_in_group(worker):
                 return []
-            return [Group((worker,), why="passive: goes on, and answers meanwhile")]
+            return [Group((worker,), why="passive: continues, and answers meanwhile")]
         self._ledger.wait(worker)
         self._queue.append(worker)
-        return self._serve()
+        return self._pair()
 
     def on_done(self, group: Group, ok: bool, now: Seconds) -> list[Group]:
         if len(group.members) == 1:
-            return []  # was over when it was handed out
+            return []  # it was over when it was formed
         self._ledger.close(group)
-        return self._serve()
+        return self._pair()
 
     def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:
         self._ledger.leave(worker)
@@ -65,28 +65,28 @@ class Pairwise(Policy):
         self._passive.discard(worker)
         if worker in self._queue:
             self._queue.remove(worker)
-        return self._serve()
+        return self._pair()
 
-    def _change_over(self, worker: Worker) -> None:
-        mine, other = self._passive, self._active
+    def _balance_sides(self, worker: Worker) -> None:
+        own, other = self._passive, self._active
         if worker in self._active:
-            mine, other = other, mine
-        # One that answers just now stays: as an active one it would wait for itself.
-        if len(mine) >= len(other) + 2 and not self._ledger.is_in_group(worker):
-            mine.remove(worker)
+            own, other = other, own
+        # A worker in an exchange stays passive: as an active one it would wait for itself.
+        if len(own) >= len(other) + 2 and not self._ledger.is_in_group(worker):
+            own.remove(worker)
             other.add(worker)
 
-    def _serve(self) -> list[Group]:
-        """Give those that wait longest a partner each, as far as there are free ones."""
-        begun = []
+    def _pair(self) -> list[Group]:
+        """Pair the active workers that wait longest with free passive ones."""
+        groups = []
         while self._queue:
             free = [p for p in sorted(self._passive) if not self._ledger.is_in_group(p)]
             if free:
                 partner = self._random.choice(free)
                 active = self._queue.pop(0)
-                begun.append(self._ledger.open([active, partner], f"{active} meets {partner}"))
+                groups.append(self._ledger.open([active, partner], f"{active} with {partner}"))
             elif not self._passive:
-                begun.append(self._ledger.open([self._queue.pop(0)], "nobody to meet"))
+                groups.append(self._ledger.open([self._queue.pop(0)], "no passive worker"))
             else:
                 break
-        return begun
+        return groups

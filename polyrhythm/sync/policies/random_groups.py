@@ -1,21 +1,21 @@
-"""Random groups: each request draws a group at random; those that overlap take turns.
+"""Random groups: each request draws a group at random; groups that overlap run in sequence.
 
 A request draws its group from all workers. If none of them is locked, it locks them at once; else
-it waits in a queue, which is looked through again, oldest first, whenever locks fall. A locked
-group is handed out once all its members have asked, and its locks fall when it is done.
+it waits in a queue, which is scanned again, oldest first, whenever locks are released. A locked
+group starts once all its members have made a request, and its locks are released when it is done.
 
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
 Training", ASPLOS 2020, section 4.1 (Group Generator, lock vector, pending groups); the group size
 of 3 is from 7.1.3. Left open there, or decided otherwise here:
 - A worker averages once per request. Section 4.1 draws a new group at each request while others
   have drawn the same worker too, which would make it average about `group_size` times a step. Here
-  whichever of its groups comes first answers a request, and a worker whose own group is still
-  waiting draws no other; so there are at most as many undone groups as workers.
-- A younger group may pass an older one that waits for a lock, but no more than `max_passes` times:
-  then it keeps its place, and none starves. Keeping the order always (0 passes) costs half the
-  throughput of 16 equal workers in a simulation.
-- Who leaves is taken out of the groups that have not begun; the groups it drew itself are dropped.
-  A group may so shrink to one worker, which goes on alone.
+  the first of a worker's groups answers its request, and a worker whose own group is still waiting
+  draws no other; so there are at most as many pending groups as workers.
+- A younger group may pass an older one that waits for a lock, but at most `max_passes` times, so
+  that no group starves. Never passing (0 passes) costs half the throughput of 16 equal workers in a
+  simulation.
+- A worker that leaves is removed from the groups that have not started; the group it drew itself is
+  dropped. A group may so shrink to one worker, which continues alone.
 """
 
 import random
@@ -42,19 +42,19 @@ class RandomGroups(Policy):
     _ledger: GroupLedger = field(default_factory=GroupLedger, init=False)
     _queue: list[_Drawn] = field(default_factory=list, init=False)  # oldest first, none locked
     _locks: dict[Worker, _Drawn] = field(default_factory=dict, init=False)
-    _owners: set[Worker] = field(default_factory=set, init=False)  # whose own group is not done
+    _owners: set[Worker] = field(default_factory=set, init=False)  # their own group is not done
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
             raise PolicyError(
                 f"group_size={self.group_size}",
-                expected="at least 2: one alone does not average",
+                expected="at least 2: a group of one does not average",
                 fix="use 3, as the paper does, or every=n to average less often",
             )
         if self.max_passes < 0:
             raise PolicyError(
-                f"max_passes={self.max_passes}", expected="0 or more", fix="leave it out"
+                f"max_passes={self.max_passes}", expected="0 or more", fix="omit it for 64"
             )
         self._random = random.Random(self.seed)
 
@@ -69,15 +69,15 @@ class RandomGroups(Policy):
             drawn = self._random.sample(others, min(self.group_size - 1, len(others)))
             self._queue.append(_Drawn(worker, {worker, *drawn}))
             self._owners.add(worker)
-            self._lock_what_is_free()
-        return self._begin([worker])
+            self._lock_free_groups()
+        return self._start([worker])
 
     def on_done(self, group: Group, ok: bool, now: Seconds) -> list[Group]:
         if len(group.members) == 1:
-            return []  # was over when it was handed out
+            return []  # it was over when it was formed
         self._ledger.close(group)
         self._unlock(self._locks[group.members[0]])
-        return self._begin(self._lock_what_is_free())
+        return self._start(self._lock_free_groups())
 
     def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:
         self._ledger.leave(worker)
@@ -85,18 +85,18 @@ class RandomGroups(Policy):
         self._owners.discard(worker)
         for drawn in self._queue:
             drawn.members.discard(worker)
-        held = self._locks.get(worker)
-        if held is None:
-            return self._begin(self._lock_what_is_free())
-        if held.owner == worker:
-            self._unlock(held)
-            return self._begin(self._lock_what_is_free())
+        locked = self._locks.get(worker)
+        if locked is None:
+            return self._start(self._lock_free_groups())
+        if locked.owner == worker:
+            self._unlock(locked)
+            return self._start(self._lock_free_groups())
         del self._locks[worker]
-        held.members.remove(worker)
-        return self._begin([held.owner, *self._lock_what_is_free()])
+        locked.members.remove(worker)
+        return self._start([locked.owner, *self._lock_free_groups()])
 
-    def _lock_what_is_free(self) -> list[Worker]:
-        """Lock the queued groups that can be, oldest first; their owners."""
+    def _lock_free_groups(self) -> list[Worker]:
+        """Lock the queued groups that can be locked, oldest first; return their owners."""
         locked: list[Worker] = []
         waiting: list[_Drawn] = []
         for drawn in self._queue:
@@ -118,16 +118,16 @@ class RandomGroups(Policy):
         for member in drawn.members:
             del self._locks[member]
 
-    def _begin(self, workers: list[Worker]) -> list[Group]:
-        """Hand out the groups that lock these workers and whose members have all asked."""
-        begun = []
+    def _start(self, workers: list[Worker]) -> list[Group]:
+        """Start the groups that lock these workers and whose members have all made a request."""
+        started = []
         for worker in workers:
             drawn = self._locks.get(worker)
             if drawn is None or not all(map(self._ledger.is_waiting, drawn.members)):
                 continue
             passed = f", passed {drawn.num_passes} times" if drawn.num_passes else ""
-            begun.append(self._ledger.open(drawn.members, f"drawn for {drawn.owner}{passed}"))
+            started.append(self._ledger.open(drawn.members, f"drawn for {drawn.owner}{passed}"))
             if len(drawn.members) == 1:
-                self._unlock(drawn)  # no other group can begin by it before that worker asks
-                self._lock_what_is_free()
-        return begun
+                self._unlock(drawn)  # lets no other group start before that worker's next request
+                self._lock_free_groups()
+        return started

@@ -1,22 +1,22 @@
-"""Bounded staleness: a parameter server whose workers may run ahead, but only so far.
+"""Bounded staleness: a parameter server whose workers may run ahead by a limited number of steps.
 
-A worker pushes its gradients to the server, says it is ready, and pulls new weights when it is
+A worker pushes its gradients to the server, reports ready, and pulls new weights when it is
 released, which is when it is no more than `staleness` steps ahead of the slowest. Staleness 0 is
-the synchronous parameter server: nobody goes on before all have pushed.
+the synchronous parameter server: no worker continues before all have pushed.
 
-The groups are of one worker each: nobody averages with anybody, the server holds the one model.
+Every group has one worker: workers do not average, the server holds the one model.
 
 Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
 Server", NIPS 2013. With staleness 0 it is the parameter server of Luo et al., "Prague", ASPLOS
-2020, sections 7.1.3 and 7.3. In a pipeline it is Park et al., "HetPipe", USENIX ATC 2020: give one
-policy the workers of all stages; then a pipeline is one virtual worker, whose clock is that of its
+2020, sections 7.1.3 and 7.3. In a pipeline it is Park et al., "HetPipe", USENIX ATC 2020: one
+policy has the workers of all stages; a pipeline is one virtual worker, whose clock is that of its
 slowest stage, and `staleness` is the number of stages by default, as in Miao et al., "SDPipe",
 PVLDB 16(9), 2023, section 5.1.
-Departures: a step is one clock, where HetPipe counts a wave of several mini-batches; who joins
-starts at the clock of the most advanced, since it pulls the newest weights, and holds nobody up. So
-does a pipeline that was away, if it returns as a whole; but its stages stay as far apart as they
-were. Were one of them counted as further than it is, it would wait for another one that waits for
-it in the pipeline.
+Departures: a step is one clock, where HetPipe counts a wave of several mini-batches; a worker that
+joins starts at the clock of the most advanced, since it pulls the newest weights, and blocks no
+other. So does a pipeline that returns as a whole; but the distances between its stages stay as they
+were: a stage counted as further than it is would wait for another one that waits for it in the
+pipeline.
 """
 
 from dataclasses import dataclass, field
@@ -31,16 +31,16 @@ from polyrhythm.types import Group, Seconds, Worker
 class BoundedStaleness(Policy):
     num_workers: int  # of all stages that this policy decides for
     staleness: int | None = None  # None for the number of stages
-    startup: Seconds = 60.0  # how long a job waits, at the start, for workers that are missing
+    startup: Seconds = 60.0  # longest wait at the start for workers that have not joined
     num_stages: int = 1
-    _most_ahead: int = field(init=False)
+    _max_ahead: int = field(init=False)
     _roster: Roster = field(init=False)
     _num_pushed: dict[Worker, int] = field(default_factory=dict, init=False)
-    _away: dict[Worker, int] = field(default_factory=dict, init=False)  # what it had pushed
+    _away: dict[Worker, int] = field(default_factory=dict, init=False)  # pushes before it left
 
     def __post_init__(self) -> None:
-        self._most_ahead = self.num_stages if self.staleness is None else self.staleness
-        if self._most_ahead < 0:
+        self._max_ahead = self.num_stages if self.staleness is None else self.staleness
+        if self._max_ahead < 0:
             raise PolicyError(
                 f"staleness={self.staleness}",
                 expected="0 steps or more",
@@ -50,7 +50,7 @@ class BoundedStaleness(Policy):
 
     def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
         self._roster.join(worker, now)
-        self._away.pop(worker, None)  # that was another life
+        self._away.pop(worker, None)  # of an earlier incarnation
         self._num_pushed[worker] = max(self._num_pushed.values(), default=0)
         return self._release(now)
 
@@ -67,7 +67,7 @@ class BoundedStaleness(Policy):
         return self._release(now)
 
     def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
-        """A worker has pushed. Released are all that may go on now, itself among them or not."""
+        """Count a push and release all workers that may continue now."""
         self._roster.add_ready(worker, now)
         self._num_pushed[worker] += 1
         return self._release(now)
@@ -84,15 +84,15 @@ class BoundedStaleness(Policy):
         return self._roster.next_assembly_deadline()
 
     def _slowest(self, now: Seconds) -> int:
-        missing = self._roster.is_assembling(now)  # who is still to come has pushed nothing
-        return 0 if missing else min(self._num_pushed.values(), default=0)
+        is_missing = self._roster.is_assembling(now)  # a worker yet to join has pushed nothing
+        return 0 if is_missing else min(self._num_pushed.values(), default=0)
 
     def _release(self, now: Seconds) -> list[Group]:
         slowest = self._slowest(now)
         released = []
         for worker in sorted(self._roster.ready):
             ahead = self._num_pushed[worker] - slowest
-            if ahead <= self._most_ahead:
+            if ahead <= self._max_ahead:
                 del self._roster.ready[worker]
-                released.append(Group((worker,), why=f"{ahead} of {self._most_ahead} steps ahead"))
+                released.append(Group((worker,), why=f"{ahead} of {self._max_ahead} steps ahead"))
         return released

@@ -1,23 +1,23 @@
-"""Static groups: a fixed rule says who averages with whom at each step; nobody has to be asked.
+"""Static groups: a fixed rule gives the groups of each step, without a scheduler.
 
-Each worker computes its group from its place and the number of its step; all members find the same
-one, and the groups of a step never overlap. Four phases repeat: 0 joins the first workers of all
-nodes and pairs neighbours inside each node; 1 and 3 join all of a node; 2 joins the second workers
-of opposite nodes and pairs others inside each node. Phases 0 and 1 alone connect all workers. A
-step here is one average: if workers make more than one update from one to the next, it is the
-averages that are numbered.
+Each worker computes its group from its index and the number of its step; all members compute the
+same one, and the groups of a step never overlap. Four phases repeat: 0 groups the first workers of
+all nodes and pairs neighbours inside each node; 1 and 3 group all of a node; 2 pairs the second
+workers of opposite nodes and others inside each node. Phases 0 and 1 alone connect all workers. A
+step here is one average: with several updates between two averages, the averages are numbered.
 
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
 Training", ASPLOS 2020, section 4.2; for 4 nodes of 4 workers the groups are those of its Figure 10.
-Left open there, since it shows that one case only:
+Left open there, since it shows only that case:
 - More than four workers on a node: phase 0 pairs (2, 3), (4, 5), ...; phase 2 pairs the first with
-  the last, then (3, 4), (5, 6), ...; who is left over takes a local step.
-- Fewer: who has no partner takes a local step. On a node of two, the second one goes to the
-  opposite node in phase 2 and the first one is idle; one alone on its node goes there itself.
+  the last, then (3, 4), (5, 6), ...; a worker without a partner takes a local step.
+- Fewer: a worker without a partner takes a local step. On a node of two, the second one is paired
+  with the opposite node in phase 2 and the first one is idle; the only worker of a node is paired
+  with it itself.
 - The opposite node: half the ring away. If the number of nodes is odd, one has none; a different
   one in each cycle of four steps.
-- Workers that come or go change the rule's input for all. A worker that has passed a step is not
-  waited for there, and one that joins begins at the step of the most advanced; so the change may
+- Workers that join or leave change the rule's input for all. A worker that has passed a step is not
+  waited for there, and one that joins starts at the step of the most advanced; so the change may
   come at any time. Without a coordinator, all have to change at one agreed step.
 """
 
@@ -35,7 +35,7 @@ NUM_PHASES = 4
 
 
 def group_of(index: int, step: int, node_sizes: Sequence[int]) -> tuple[int, ...]:
-    """Who averages with worker `index` at `step`; workers are numbered node by node."""
+    """Members of the group of worker `index` at `step`; workers are numbered node by node."""
     first_of = _first_of_each(index, step, node_sizes)
     node = max(n for n, first in enumerate(first_of) if first <= index)
     first, size = first_of[node], node_sizes[node]
@@ -61,14 +61,14 @@ def group_of(index: int, step: int, node_sizes: Sequence[int]) -> tuple[int, ...
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
-    """The rule's input for named workers: all who have the same one find the same groups."""
+    """The rule's input for named workers: equal layouts give equal groups."""
 
     workers: tuple[Worker, ...]  # node by node
     node_sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, nodes: Mapping[Worker, str]) -> Self:
-        """The workers on each node, sorted; nodes in the order of their lowest workers."""
+        """Sort the workers of each node, and nodes by their lowest worker."""
         by_node: dict[str, list[Worker]] = {}
         for worker in sorted(nodes):
             by_node.setdefault(nodes[worker], []).append(worker)
@@ -97,36 +97,36 @@ def _first_of_each(index: int, step: int, node_sizes: Sequence[int]) -> list[int
 
 
 def _opposite(node: int, cycle: int, num_nodes: int) -> int:
-    """The node across the ring, or itself. Turning an even ring changes no pair."""
+    """The node across the ring, or itself. Rotating an even ring changes no pair."""
     half = num_nodes // 2
-    place = (node + cycle) % num_nodes
-    if place == 2 * half:
+    position = (node + cycle) % num_nodes
+    if position == 2 * half:
         return node
-    return (place + (half if place < half else -half) - cycle) % num_nodes
+    return (position + (half if position < half else -half) - cycle) % num_nodes
 
 
 @dataclass(slots=True)
 class StaticGroups(Policy):
-    """The same groups as a policy, for the simulator, where all is decided in one place."""
+    """The same groups as a policy, for the simulator, which has a central scheduler."""
 
     num_workers: int
-    startup: Seconds = 60.0  # how long a stage waits, at the start, for workers that are missing
+    startup: Seconds = 60.0  # longest wait at the start for workers that have not joined
     _roster: Roster = field(init=False)
     _nodes: dict[Worker, str] = field(default_factory=dict, init=False)
     _layout: NodeLayout = field(default=NodeLayout((), ()), init=False)
-    _step: dict[Worker, int] = field(default_factory=dict, init=False)  # the next to average
-    _passed: dict[Worker, int] = field(default_factory=dict, init=False)  # alone, and then it left
+    _step: dict[Worker, int] = field(default_factory=dict, init=False)  # the next average
+    _passed: dict[Worker, int] = field(default_factory=dict, init=False)  # skipped when it left
 
     def __post_init__(self) -> None:
         self._roster = Roster(self.num_workers, self.startup)
 
     def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
-        self._passed.pop(worker, None)  # that was another life
+        self._passed.pop(worker, None)  # of an earlier incarnation
         return self.on_return(worker, node, now)
 
     def on_return(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
         self._roster.join(worker, now)
-        # One that has waited too long goes on with the step after that: else it would miss many.
+        # A worker whose wait timed out continues with the next step: else it would miss many.
         next_step = self._passed.pop(worker, -1) + 1
         self._step[worker] = next_step or max(self._step.values(), default=0)
         self._nodes[worker] = node
@@ -138,7 +138,7 @@ class StaticGroups(Policy):
         return self._release(now)
 
     def on_done(self, group: Group, ok: bool, now: Seconds) -> list[Group]:
-        if not ok:  # whoever is still here tries the same step again
+        if not ok:  # the members retry the same step
             for member in group.members:
                 self._step[member] -= 1
         return []
@@ -158,14 +158,14 @@ class StaticGroups(Policy):
         return self._roster.next_assembly_deadline()
 
     def _release(self, now: Seconds) -> list[Group]:
-        """The groups whose members are all ready, among those still to come to that step."""
+        """Release the groups whose members, without those past that step, are all ready."""
         ready = self._roster.ready
         if self._roster.is_assembling(now):
             return []
         released = []
         for worker in sorted(ready):
             if worker not in ready:
-                continue  # released with one before it
+                continue  # released with an earlier worker
             step = self._step[worker]
             rule = self._layout.members(worker, step)
             members = tuple(member for member in rule if self._step[member] <= step)

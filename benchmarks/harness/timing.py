@@ -1,0 +1,52 @@
+"""Time of an action of all workers, and the share of it that the machine's host gave to others."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.types import Seconds
+
+_KERNEL_COUNTERS = Path("/proc/stat")
+
+
+def time_together(action: Callable[[], object] | None, *, head_start: Seconds) -> Seconds:
+    """Return the time from a common start until the last worker is done; all workers call this.
+
+    `head_start` must suffice for all workers to agree on the start. A worker whose `action` is None
+    only learns the time.
+    """
+    start = max_over_workers(time.monotonic() + head_start)
+    if action is not None:
+        time.sleep(max(0.0, start - time.monotonic()))
+        action()
+    return max_over_workers(0.0 if action is None else time.monotonic()) - start
+
+
+def max_over_workers(value: Seconds) -> Seconds:
+    """Return the largest value of all workers, whose hosts share one clock; a barrier, too."""
+    largest = torch.tensor(value, dtype=torch.float64)
+    with peer_errors("another worker", "agreeing on a time"):
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
+
+
+class StolenTime:
+    """The time, of all cores, that the machine's host gave to others since this was made."""
+
+    def __init__(self) -> None:
+        self._before = _ticks()
+
+    def share(self) -> float:
+        stolen, total = (now - then for now, then in zip(_ticks(), self._before, strict=True))
+        return stolen / total if total else 0.0
+
+
+def _ticks() -> tuple[int, int]:
+    """Return the stolen and all ticks that the kernel has counted since boot."""
+    first = _KERNEL_COUNTERS.read_text().split("\n", 1)[0]
+    ticks = [int(field) for field in first.split()[1:9]]
+    return ticks[7], sum(ticks)
