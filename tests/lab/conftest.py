@@ -7,7 +7,9 @@ from polyrhythm.lab import abilities
 from tests.lab.contention import CALM, HOPELESS, Contention, wait_for_calm
 
 MISSING = [
-    f.found for f in abilities.findings() if f.ok is False and f.subject != "real-time priority"
+    f.found
+    for f in abilities.check_results()
+    if f.ok is False and f.subject != "real-time priority"
 ]
 ATTEMPTS = 3
 TIMER = pytest.StashKey[Settings]()
