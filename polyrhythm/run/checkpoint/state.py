@@ -197,7 +197,7 @@ def _plain_tensor(name: str, value: Any) -> Tensor:
     raise CheckpointError(
         f"{name} is {kind}",
         expected="plain tensors, each complete in one process",
-        fix="save sharded models with torch.distributed.checkpoint itself; leave extra state out",
+        fix="save sharded models with torch.distributed.checkpoint itself; omit extra state",
     )
 
 
