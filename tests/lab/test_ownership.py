@@ -174,7 +174,7 @@ def test_a_client_that_does_not_read_cannot_stop_the_switch() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    "order",
+    "command",
     [
         b'{"type":"KillHost","host":77}',
         b'{"type":"ChangeLinks","pairs":[[0,1]],"bandwidth":0}',
