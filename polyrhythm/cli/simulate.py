@@ -144,7 +144,7 @@ class SimulateCommand:
         longest = max(variant.result.duration for variant in variants)
         if longest > length:
             _warn(
-                f"the recording {spot} ends after {show(length, Seconds)} of "
+                f"the recording {spot} ends after {show(length, Seconds)} of the "
                 f"{show(longest, Seconds)} simulated; its last state stays in effect"
             )
 

@@ -51,8 +51,6 @@ class PairCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCheck:
-    """Results of all pairs."""
-
     rows: tuple[PairCheck, ...]
     switch_timing: SwitchTiming  # worst values over the accepted rounds
     num_rejected: int  # rounds repeated because the switch was late

@@ -23,8 +23,6 @@ _Loss = tuple[Worker, Seconds]
 
 @dataclass(slots=True, kw_only=True)
 class Decisions:
-    """Counts of a decision log."""
-
     num_decisions: int = 0
     num_averaged: int = 0
     aborted: Counter[str] = field(default_factory=Counter)  # groups, by reason

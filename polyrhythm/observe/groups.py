@@ -17,8 +17,6 @@ _LOST = re.compile(r"lost (s\d+p\d+) ")  # the start of a PeerError's text
 
 @dataclass(slots=True, kw_only=True)
 class Groups:
-    """Averages of a run by worker."""
-
     sizes: dict[Worker, list[int]] = field(default_factory=lambda: defaultdict(list))
     groups: set[tuple[str | None, str]] = field(default_factory=set)  # (number, members)
     failed: Counter[Worker] = field(default_factory=Counter)

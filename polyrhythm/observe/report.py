@@ -22,8 +22,6 @@ _Decision = tuple[int | None, str | None, str | None]  # step, name, why
 
 @dataclass(slots=True, kw_only=True)
 class RunReport:
-    """Sums over a run's events."""
-
     steps: set[int] = field(default_factory=set)  # finished by at least one worker
     num_planned: int | None = None
     workers: dict[Worker, WorkerTime] = field(default_factory=lambda: defaultdict(WorkerTime))

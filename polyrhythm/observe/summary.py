@@ -13,8 +13,6 @@ from polyrhythm.types import Seconds, Worker
 
 @dataclass(slots=True)
 class WorkerTime:
-    """Seconds of one worker by activity."""
-
     steps: int = 0
     total: Seconds = 0.0  # of all its steps
     compute: Seconds = 0.0
@@ -28,8 +26,6 @@ class WorkerTime:
 
 @dataclass(slots=True)
 class Summary:
-    """Sums over a run's events."""
-
     workers: dict[Worker, WorkerTime] = field(default_factory=lambda: defaultdict(WorkerTime))
     losses: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     tokens: float = 0.0

@@ -98,7 +98,7 @@ def end_at_once(*args: object) -> float:
 
 
 def test_dead_measuring_process_is_detected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter, "_ask_echoes", end_at_once)
+    monkeypatch.setattr(meter, "_median_echo_time", end_at_once)
     with Lab(triangle()) as lab, pytest.raises(PeerError, match="exit status 3") as lost:
         round_trip(lab, "a", "b")
     assert lost.value.waited < meter.EXTRA_TIMEOUT

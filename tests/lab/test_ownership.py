@@ -120,7 +120,7 @@ def test_dead_switch_is_reported_without_waiting() -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop privileges")
 @pytest.mark.parametrize("may_open", [True, False])
-def test_without_privileges_the_lab_works_rootless_or_says_what_is_missing(
+def test_unprivileged_lab_works_rootless_or_names_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_open: bool
 ) -> None:
     importlib.import_module("pyroute2.iproute")  # unreadable for the other user
