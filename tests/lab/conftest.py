@@ -3,6 +3,7 @@
 import pytest
 from pytest_timeout import Settings
 
+from polyrhythm.errors import LabError, PeerError
 from polyrhythm.lab import abilities
 from tests.lab.contention import CALM, HOPELESS, Contention, wait_for_calm
 
@@ -42,7 +43,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
         contention = Contention(own_machine=own_machine)
         try:
             pyfuncitem.obj(**arguments)
-        except Exception as error:
+        except (AssertionError, LabError, PeerError) as error:
             share = contention.share()
             if share < CALM or (attempt == ATTEMPTS and share < HOPELESS):
                 raise
