@@ -74,7 +74,7 @@ def quadratic(
     *,
     num_parameters: int = 64,
     condition: float = 20.0,  # of curvatures: the largest over the smallest
-    apart: float = 1.0,  # spread of the shards' minima, relative to their distance from the start
+    minima_spread: float = 1.0,  # of the shards, relative to their distance from the start
     noise: float = 1.0,
     seed: int = 0,
 ) -> Quadratic:
@@ -85,7 +85,7 @@ def quadratic(
     common = rng.choice([-1.0, 1.0], num_parameters)
     return Quadratic(
         curvatures=scales * rng.uniform(0.5, 1.5, shape),
-        minima=common + apart * rng.standard_normal(shape),
+        minima=common + minima_spread * rng.standard_normal(shape),
         noise=noise,
         seed=seed,
     )

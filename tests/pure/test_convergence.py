@@ -1,4 +1,4 @@
-"""Convergence in virtual time: what workers do to weights, and what averages do to workers."""
+"""Convergence in virtual time: local updates and averages of real weights."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,21 +18,21 @@ from polyrhythm.sync.policies.local import OuterNesterov
 STRAGGLERS = Scenario(name="b", slow=(Slow(device="*", probability=0.1, sleep_factor=3.0),))
 
 
-def make_job(policy: str = "all_reduce", **given: Any) -> SimulatedJob:
-    setting: dict[str, Any] = {
+def make_job(policy: str = "all_reduce", **options: Any) -> SimulatedJob:
+    defaults: dict[str, Any] = {
         "num_pipelines": 4,
         "forward": 0.01,
         "backward": 0.02,
         "gradient_bytes": 1e6,
         "bandwidth": 1e9,
     }
-    return equal_job(policy=policy, **setting | given)
+    return equal_job(policy=policy, **defaults | options)
 
 
 def single_worker_losses(
     problem: TrainingProblem, num_steps: int, lr: float, momentum: float = 0.0
 ) -> list[float]:
-    """One worker, whose batch is that of all shards together: its loss after each step."""
+    """Losses of one worker with the batch of all shards, after each step."""
     weights, velocity, losses = problem.start(), np.zeros(len(problem.start())), []
     for step in range(num_steps):
         losses.append(problem.loss(weights))
@@ -45,7 +45,7 @@ def single_worker_losses(
 
 @dataclass
 class Drift:
-    """Gradients of chance that do not look at weights, so that the mean model is known."""
+    """Random gradients that do not depend on the weights, so that the mean model is known."""
 
     num_shards: int
     drifted: Vector = field(default_factory=lambda: np.zeros(6))
@@ -59,9 +59,9 @@ class Drift:
         return 0.0
 
     def gradient(self, weights: Vector, shard: int, step: int) -> Vector:
-        found = np.random.default_rng((shard, step)).standard_normal(6)
-        self.drifted = self.drifted + found
-        return found
+        gradient = np.random.default_rng((shard, step)).standard_normal(6)
+        self.drifted = self.drifted + gradient
+        return gradient
 
 
 @pytest.mark.parametrize("problem", [quadratic(4), perceptron(4, num_samples=256)])
@@ -88,10 +88,10 @@ def test_a_pipeline_that_is_never_flushed_uses_the_weights_of_the_forward():
     problem = quadratic(4, num_parameters=10)
     job = make_job(num_stages=2, in_flight=(2, 1))
     curve = converge(job, problem, num_steps=12, lr=0.2)
-    first, last = [problem.start()[:5]], [problem.start()[5:]]  # after so many steps
+    first, last = [problem.start()[:5]], [problem.start()[5:]]  # weights by step
     for step in range(12):
-        met = np.concatenate([first[max(0, step - 1)], last[step]])
-        gradient = np.mean([problem.gradient(met, shard, step) for shard in range(4)], 0)
+        weights = np.concatenate([first[max(0, step - 1)], last[step]])
+        gradient = np.mean([problem.gradient(weights, shard, step) for shard in range(4)], 0)
         first.append(first[-1] - 0.2 * gradient[:5])
         last.append(last[-1] - 0.2 * gradient[5:])
     assert curve.final_loss == pytest.approx(
@@ -101,14 +101,15 @@ def test_a_pipeline_that_is_never_flushed_uses_the_weights_of_the_forward():
 
 def test_stages_on_one_device_are_trained_as_stages_on_two():
     problem = quadratic(2, num_parameters=10)
-    apart = make_job(num_pipelines=2, num_stages=2)
+    two_devices = make_job(num_pipelines=2, num_stages=2)
     schedule = ScheduleSpec.parse("1f1b").build(num_stages=1, num_microbatches=1)
-    together = replace(
-        apart,
+    one_device = replace(
+        two_devices,
         pipelines=tuple(Replica(runs=(StageRun(p, 0, 2),), schedule=schedule) for p in range(2)),
     )
-    one, other = (converge(job, problem, num_steps=10, lr=0.1) for job in (apart, together))
-    assert one.final_loss == pytest.approx(other.final_loss, rel=1e-9)
+    jobs = (two_devices, one_device)
+    first, second = (converge(job, problem, num_steps=10, lr=0.1) for job in jobs)
+    assert first.final_loss == pytest.approx(second.final_loss, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -119,13 +120,13 @@ def test_averages_preserve_the_global_mean(policy, overlap):
     problem = Drift(4)
     job = make_job(policy, scenario=STRAGGLERS, overlap=overlap and policy != "static")
     converge(job, problem, num_steps=40, lr=1.0)
-    # While the members of a group take its average in, one by one, the mean is between two.
+    # While the members of a group apply its average one by one, the mean is in between.
     exact = [off for off in problem.off if off < 1e-9]
     assert len(exact) > 0.9 * len(problem.off)
 
 
 def test_groups_keep_workers_close():
-    problem = quadratic(8, apart=1.0, noise=0.5)
+    problem = quadratic(8, minima_spread=1.0, noise=0.5)
 
     def distance(policy: str, **options: object) -> float:
         job = make_job(policy, num_pipelines=8, scenario=STRAGGLERS, options=options)
@@ -147,7 +148,7 @@ def test_groups_reach_the_minimum_of_all_shards():
 
 
 def test_stale_gradients_converge_later():
-    problem = quadratic(4, noise=0.0, apart=0.2)
+    problem = quadratic(4, noise=0.0, minima_spread=0.2)
 
     def steps(*in_flight: int) -> float:
         job = make_job(num_stages=len(in_flight), in_flight=in_flight)
@@ -162,9 +163,9 @@ def test_a_seed_fixes_the_curve():
         job = make_job("pairwise", scenario=replace(STRAGGLERS, seed=seed), seed=seed)
         return converge(job, perceptron(4, num_samples=128, seed=seed), num_steps=20, lr=0.1)
 
-    one, same, other = curve(1), curve(1), curve(2)
-    assert (one.times, one.losses, one.distances) == (same.times, same.losses, same.distances)
-    assert one.losses != other.losses
+    first, same, other = curve(1), curve(1), curve(2)
+    assert (first.times, first.losses, first.distances) == (same.times, same.losses, same.distances)
+    assert first.losses != other.losses
 
 
 def test_the_gradient_of_a_perceptron_is_that_of_its_loss():
