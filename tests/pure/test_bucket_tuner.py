@@ -1,4 +1,4 @@
-"""The tuner of bucket sizes, on steps that are played through."""
+"""The bucket tuner, on simulated steps."""
 
 import math
 import random
@@ -32,7 +32,7 @@ Model = list[tuple[float, float]]  # by layer: bytes, and share of the compute
 
 
 def bottlenecks() -> Iterator[tuple[float, float]]:
-    """As ResNet-50: the later, the larger, and all compute alike."""
+    """As ResNet-50: later layers are larger, and all layers compute equally long."""
     before = 64
     for width, depth in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for _ in range(depth):
@@ -42,7 +42,7 @@ def bottlenecks() -> Iterator[tuple[float, float]]:
 
 
 def blocks(hidden: int, depth: int) -> Model:
-    """As BERT: an embedding that computes nothing, then the same again and again."""
+    """As BERT: an embedding without compute, then equal blocks."""
     sizes = [4.0 * n * hidden * hidden for n in (1, 1, 1, 1, 4, 4)] * depth
     return [(4 * 30522.0 * hidden, 0.0), *((size, size) for size in sizes)]
 
@@ -59,7 +59,7 @@ MODELS: dict[str, Model] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A step of a model whose gather of all, without latency, takes `gather` forwards."""
+    """A step of a model whose all-gather, without latency, takes `gather` forwards."""
 
     model: str
     latency: float
@@ -79,11 +79,11 @@ class Job:
             LayerTimes(size=size, forward=unit, backward=self.ratio * unit)
             for size, unit in zip(sizes, units, strict=True)
         ]
-        play = wfbp if candidate.kind.is_all_reduce else dear
-        return play(layers, self.key(candidate), ring, self.num_workers).seconds
+        timeline = wfbp if candidate.kind.is_all_reduce else dear
+        return timeline(layers, self.key(candidate), ring, self.num_workers).seconds
 
     def best(self, kinds: tuple[BucketMode, ...] = FLAT) -> float:
-        """Of a grid that is four times as fine as the tuner's."""
+        """Shortest step on a grid that is four times as fine as the tuner's."""
         sizes = [int(1e6 * 100 ** (i / 160)) for i in range(161)]
         return min(self.seconds(BucketCandidate(size, kind)) for size in sizes for kind in kinds)
 
@@ -96,12 +96,12 @@ class Job:
 def run_tuner(
     trials: BucketTuner, seconds: Callable[[BucketCandidate], float]
 ) -> list[BucketDecision]:
-    """All that it decides, told of steps until it settles."""
-    found: list[BucketDecision] = []
+    """Run steps until the tuner settles; return its decisions."""
+    decisions: list[BucketDecision] = []
     while not trials.is_over:
         decision = trials.after_step(seconds(trials.current))
-        found += [decision] if decision else []
-    return found
+        decisions += [decision] if decision else []
+    return decisions
 
 
 def any_job(seed: int) -> Job:
@@ -125,29 +125,29 @@ def test_tuner_settles_close_to_the_best_of_a_fine_grid_within_10_trials(
     runs: list[tuple[Job, list[BucketDecision]]],
 ) -> None:
     assert all(len(decisions) <= 10 for _, decisions in runs)
-    lost = [job.seconds(decisions[-1].candidate) / job.best() for job, decisions in runs]
-    assert sum(share <= 1.05 for share in lost) >= len(lost) - 1  # noise may fool it once
-    assert max(lost) <= 1.1
+    ratios = [job.seconds(decisions[-1].candidate) / job.best() for job, decisions in runs]
+    assert sum(ratio <= 1.05 for ratio in ratios) >= len(ratios) - 1  # noise may mislead it once
+    assert max(ratios) <= 1.1
     first = [job.seconds(BucketCandidate(FIRST)) / job.best() for job, _ in runs]
-    assert fmean(lost) - 1 < (fmean(first) - 1) / 4  # to stay with the first would not do
+    assert fmean(ratios) - 1 < (fmean(first) - 1) / 4  # staying with the first is much worse
 
 
 @pytest.mark.long
 def test_random_and_grid_search_need_more_trials(
     runs: list[tuple[Job, list[BucketDecision]]],
 ) -> None:
-    here = fmean(
+    bayesian = fmean(
         trials_needed(
             job, [BucketCandidate(FIRST), *(decision.candidate for decision in decisions)]
         )
         for job, decisions in runs
     )
     for kind in (tuner.RandomSearch, tuner.GridSearch):
-        there = fmean(
+        num_trials = fmean(
             trials_needed(job, searched(kind(space=Space(job.key), num_trials=40, seed=seed)))
             for seed, (job, _) in enumerate(runs)
         )
-        assert there > 1.5 * here
+        assert num_trials > 1.5 * bayesian
 
 
 def searched(search: tuner.Search) -> Iterator[BucketCandidate]:
@@ -176,29 +176,29 @@ def test_the_same_times_lead_to_the_same_decisions() -> None:
     job = any_job(1)
     trials, decisions = job.tuned(3)
     assert job.tuned(3)[1] == decisions
-    # What was asked before does not count, and nor does the order of what was told.
-    one, other = (Bayesian(space=Space(job.key), seed=3) for _ in range(2))
-    told = trials.search.ranking[:5]
-    for here, there in zip(told, reversed(told), strict=True):
-        one.suggest()
-        one.observe(*here)
-        other.observe(*there)
-    assert one.suggest() == other.suggest()
+    # Earlier suggestions and the order of observations have no effect.
+    first, second = (Bayesian(space=Space(job.key), seed=3) for _ in range(2))
+    observations = trials.search.ranking[:5]
+    for forward, backward in zip(observations, reversed(observations), strict=True):
+        first.suggest()
+        first.observe(*forward)
+        second.observe(*backward)
+    assert first.suggest() == second.suggest()
 
 
 def test_tuner_ignores_warmup_steps_and_outliers() -> None:
-    """Whatever the first two of 12 steps take, and five of the others."""
+    """The first two of 12 steps, and five of the others, may take any time."""
     job, steps = Job(model="even", latency=0.005), iter(range(10**6))
 
     def disturbed(candidate: BucketCandidate) -> float:
-        at = next(steps) % 12
+        i = next(steps) % 12
         factor = (
-            (100.0 if candidate.kind.is_all_reduce else 0.01) if at < 2 else 9.0 if at % 2 else 1.0
+            (100.0 if candidate.kind.is_all_reduce else 0.01) if i < 2 else 9.0 if i % 2 else 1.0
         )
         return factor * job.seconds(candidate)
 
-    one, other = (BucketTuner(tuner.GridSearch(space=Space(job.key))) for _ in range(2))
-    assert run_tuner(one, disturbed) == run_tuner(other, job.seconds)
+    first, second = (BucketTuner(tuner.GridSearch(space=Space(job.key))) for _ in range(2))
+    assert run_tuner(first, disturbed) == run_tuner(second, job.seconds)
 
 
 def test_tuner_decides_every_num_steps_until_final() -> None:
@@ -217,7 +217,7 @@ def test_two_best_candidates_are_measured_again() -> None:
     trials = BucketTuner(Bayesian(space=Space(lambda _: "one")), num_discarded=0, num_measured=1)
     decisions = run_tuner(trials, lambda candidate: times[candidate].pop(0))
     assert [d.candidate.kind.is_all_reduce for d in decisions] == [True, True, False, True]
-    trials = BucketTuner(Bayesian(space=Space(lambda _: "one")))  # and not what is clearly slower
+    trials = BucketTuner(Bayesian(space=Space(lambda _: "one")))  # not if one is clearly slower
     decisions = run_tuner(trials, lambda candidate: 1.3 if candidate.kind.is_all_reduce else 1.0)
     assert [d.candidate.kind.is_all_reduce for d in decisions] == [True, False]
 

@@ -1,4 +1,4 @@
-"""The decision log: it says enough to decide everything again, and is read to its last line."""
+"""The decision log: it replays to the same commands, and is read to its last complete line."""
 
 import dataclasses
 import math
@@ -28,10 +28,10 @@ SETUP = Setup(
 
 def events() -> list[Event]:
     workers = [Worker(stage, pipeline) for stage in range(2) for pipeline in range(3)]
-    told: list[Event] = [Join(worker, "node", 0, 1, 0.1) for worker in workers]
-    told += [Ready(worker, 1, 1, 0.2 + worker.pipeline / 3) for worker in workers]
-    told += [Done(Worker(0, 0), 7, True, 1, 1.1), Done(Worker(0, 1), 7, True, 1, 1.2)]
-    return [*told, Dead(Worker(1, 0), 1, 1.3), Timer(2.0), Leave(Worker(0, 1), 1, 1.9)]
+    events: list[Event] = [Join(worker, "node", 0, 1, 0.1) for worker in workers]
+    events += [Ready(worker, 1, 1, 0.2 + worker.pipeline / 3) for worker in workers]
+    events += [Done(Worker(0, 0), 7, True, 1, 1.1), Done(Worker(0, 1), 7, True, 1, 1.2)]
+    return [*events, Dead(Worker(1, 0), 1, 1.3), Timer(2.0), Leave(Worker(0, 1), 1, 1.9)]
 
 
 def write(path: Path, setup: Setup = SETUP) -> list[list]:
@@ -53,7 +53,7 @@ def test_a_log_is_read_as_it_was_written_and_replays(tmp_path: Path) -> None:
     decisions = [decision for _, decision in reader.decisions()]
     assert [decision.event for decision in decisions] == events()
     assert [list(decision.commands) for decision in decisions] == commands
-    assert any(isinstance(command, Commit) for told in commands for command in told)
+    assert any(isinstance(command, Commit) for answer in commands for command in answer)
     assert replay(tmp_path / "new" / "log") is None
 
 
@@ -89,8 +89,8 @@ def test_changed_log_replays_with_a_difference(tmp_path: Path, before: bytes, af
 
 def test_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     write(tmp_path / "log")
-    whole = (tmp_path / "log").read_bytes()
-    (tmp_path / "log").write_bytes(whole[:-5])
+    content = (tmp_path / "log").read_bytes()
+    (tmp_path / "log").write_bytes(content[:-5])
     assert len(list(DecisionReader(tmp_path / "log").decisions())) == len(events()) - 1
     assert replay(tmp_path / "log") is None
 
@@ -98,7 +98,7 @@ def test_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "begins with the scheduler's setup"),
+        (b"", "truncated"),
         (b'{"schema":9,"polyrhythm":"9.9","setup":{}}\n', "schema 9, by polyrhythm 9.9"),
         (b'{"schema":1,"polyrhythm":"0.1","setup":{}}\n', "schema 1, by polyrhythm 0.1"),
         (b'{"schema":2,"polyrhythm":"0.2","setup":{"policy":"age"}}\n', "num_stages"),
@@ -135,7 +135,7 @@ def test_full_disk_ends_the_decision_log_with_one_warning(tmp_path: Path) -> Non
         log.flush()
         log.close()
     assert len(warned) == 1
-    reader = DecisionReader(tmp_path / "log")  # what was written before
+    reader = DecisionReader(tmp_path / "log")  # the header was written before
     assert reader.setup == SETUP
     assert list(reader.decisions()) == []
 
@@ -145,7 +145,7 @@ def test_warnings_as_errors_do_not_stop_the_log(tmp_path: Path) -> None:
     os.close(log._file)
     log._file = os.open("/dev/full", os.O_WRONLY)
     log.add(Timer(1.0), [])
-    log.flush()  # pytest makes errors of warnings
+    log.flush()  # pytest turns warnings into errors
     assert log._file is None
 
 
@@ -167,11 +167,11 @@ def test_invalid_setups_are_refused(change: dict, problem: str) -> None:
 
 
 def test_the_same_policy_has_the_same_text() -> None:
-    one = Setup(
+    first = Setup(
         policy="age", num_stages=1, num_pipelines=2, options={"max_age": 3, "group_size": 2}
     )
-    other = Setup(
+    second = Setup(
         policy="age", num_stages=4, num_pipelines=8, options={"group_size": 2, "max_age": 3}
     )
-    assert one.text == other.text == "age every=1 seed=0 group_size=2 max_age=3"
+    assert first.text == second.text == "age every=1 seed=0 group_size=2 max_age=3"
     assert Setup(policy="local", num_stages=1, num_pipelines=2).text == "local every=500 seed=0"

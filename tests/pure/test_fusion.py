@@ -1,4 +1,4 @@
-"""Buckets, and steps played through, against the bounds of the paper's equations."""
+"""Buckets, and timelines of steps, against the bounds of the paper's equations."""
 
 from itertools import pairwise
 
@@ -30,7 +30,7 @@ workers = st.integers(2, 16)
 
 
 def step_times(model: list[LayerTimes], ring: Ring, num_workers: int) -> StepTimes:
-    """With all of the model in one message, as in the paper's equations."""
+    """Step times with the whole model in one message, as in the paper's equations."""
     size = sum(layer.size for layer in model)
     return StepTimes(
         forward=sum(layer.forward for layer in model),
@@ -41,7 +41,7 @@ def step_times(model: list[LayerTimes], ring: Ring, num_workers: int) -> StepTim
 
 
 def split_buckets(model: list[LayerTimes], splits: list[bool]) -> Buckets:
-    """Wherever chance says."""
+    """Split a model into buckets at the layers where `splits` is True."""
     starts = [0, *(i for i in range(1, len(model)) if splits[i % len(splits)])]
     stops = [*starts[1:], len(model)]
     return tuple(range(start, stop) for start, stop in zip(starts, stops, strict=True))
@@ -104,8 +104,8 @@ def test_decoupling_can_lose_with_long_backwards() -> None:
 def test_buckets_by_bytes_are_as_large_as_allowed(sizes: list[float], most: float) -> None:
     buckets = by_bytes(sizes, most)
     check_buckets(buckets, len(sizes))
-    held = [sum(sizes[i] for i in bucket) for bucket in buckets]
-    for size, bucket in zip(held, buckets, strict=True):
+    bucket_sizes = [sum(sizes[i] for i in bucket) for bucket in buckets]
+    for size, bucket in zip(bucket_sizes, buckets, strict=True):
         assert size <= most * (1 + 1e-9) or len(bucket) == 1
     for bucket, above in pairwise(buckets):
         assert sum(sizes[i] for i in above) + sizes[bucket[-1]] > most * (1 - 1e-9)
@@ -130,7 +130,7 @@ def test_merging_never_takes_longer_than_no_fusion(
 
 
 def test_ranking_of_methods_matches_the_dear_paper() -> None:
-    """Many small layers: fusion counts, and pieces cost more than they hide (Figures 6, 7)."""
+    """Many small layers: fusion matters, and pieces cost more than they hide (Figures 6, 7)."""
     model = [LayerTimes(size=4 * 64e3, forward=0.15 / 161, backward=0.3 / 161)] * 161
     ring, num_workers = Ring(latency=50e-6, bandwidth=1.25e9), 64
     fused = by_bytes([layer.size for layer in model], 5e6)
@@ -146,14 +146,14 @@ def test_ranking_of_methods_matches_the_dear_paper() -> None:
     )
     large = [LayerTimes(size=2.1e6, forward=0.1 / 206, backward=0.2 / 206)] * 206  # as BERT-Base
     fused = by_bytes([layer.size for layer in large], 25e6)
-    sooner = wfbp(large, fused, ring, num_workers).seconds / (
+    speedup = wfbp(large, fused, ring, num_workers).seconds / (
         dear(large, fused, ring, num_workers).seconds
     )
-    assert 1.06 < sooner < 1.83  # the range that the paper measured
+    assert 1.06 < speedup < 1.83  # the range that the paper measured
 
 
 def test_the_first_layers_pieces_go_first() -> None:
-    """Both are there when the network is free; the forward waits for the first one alone."""
+    """Both layers are ready when the network is free; the forward waits for the first one only."""
     model = [
         LayerTimes(size=1e6, forward=1.0, backward=0.45),
         LayerTimes(size=1e7, forward=0, backward=0.5),
@@ -161,9 +161,7 @@ def test_the_first_layers_pieces_go_first() -> None:
     ring = Ring(latency=0.0, bandwidth=1e7)
     pieces = bytescheduler(model, ring, 2, piece=1e6).seconds
     whole = wfbp(model, unfused(2), ring, 2).seconds
-    assert pieces == pytest.approx(
-        2.1
-    )  # the first one's piece is through 0.1 s after the 5th of the other
+    assert pieces == pytest.approx(2.1)  # the first layer's piece ends 0.1 s after the other's 5th
     assert whole == pytest.approx(2.6)
 
 
@@ -171,7 +169,7 @@ def test_the_first_layers_pieces_go_first() -> None:
     "buckets", [(range(2),), (range(1), range(2, 3)), (range(2), range(1, 3)), (range(0), range(3))]
 )
 def test_buckets_that_omit_or_repeat_layers_are_refused(buckets: Buckets) -> None:
-    with pytest.raises(DescriptionError, match="cover each layer once"):
+    with pytest.raises(DescriptionError, match="of 3 layers"):
         check_buckets(buckets, 3)
 
 

@@ -1,4 +1,4 @@
-"""Balanced: all micro-batches are dealt, the last one ends as early as it can, nothing flaps."""
+"""Balanced: all micro-batches are assigned, the last worker ends early, noise changes nothing."""
 
 import random
 from fractions import Fraction
@@ -16,13 +16,13 @@ W = [Worker(0, pipeline) for pipeline in range(16)]
 
 
 def optimum(speeds: list[int], num_microbatches: int, min_count: int) -> Fraction:
-    """The shortest time in which so many can be done, by trying all times at which one ends."""
+    """The shortest time for all micro-batches, by trying every time at which one can end."""
     ends = sorted({Fraction(n, s) for s in speeds for n in range(num_microbatches + 1)})
     for end in ends:
         can_do = [end * speed // 1 for speed in speeds]
         if min(can_do) >= min_count and sum(can_do) >= num_microbatches:
             return end
-    raise AssertionError("the last time is long enough for all")
+    raise AssertionError("no time is long enough")
 
 
 @given(speeds_of, st.integers(0, 40), st.integers(0, 2))
@@ -33,11 +33,11 @@ def test_balanced_counts_minimize_the_last_finish_time(
     counts = balance_microbatches(speeds, num_microbatches, min_count)
     assert sum(counts) == num_microbatches
     assert min(counts) >= min_count
-    took = max(Fraction(count, speed) for count, speed in zip(counts, speeds, strict=True))
-    assert took == optimum(speeds, num_microbatches, min_count)
+    end = max(Fraction(count, speed) for count, speed in zip(counts, speeds, strict=True))
+    assert end == optimum(speeds, num_microbatches, min_count)
     even = Fraction(num_microbatches, sum(speeds))
     floor = max(even, Fraction(min_count, min(speeds)))
-    assert took <= floor + Fraction(1, min(speeds)), "within one micro-batch of even times"
+    assert end <= floor + Fraction(1, min(speeds)), "within one micro-batch of even times"
 
 
 @given(st.integers(1, 8), st.integers(8, 60))
@@ -73,13 +73,13 @@ def test_global_batch_is_constant(
 def run_balancer(
     balancer: MicrobatchBalancer, seconds: list[float], steps: int, noise: float
 ) -> list[dict[Worker, int]]:
-    draw = random.Random(0)
+    rng = random.Random(0)
     assignments = []
     for _ in range(steps):
         counts = balancer.assign(W[: len(seconds)])
         assignments.append(counts)
         for worker, count in counts.items():
-            each = seconds[worker.pipeline] * (1 + noise * draw.uniform(-1, 1))
+            each = seconds[worker.pipeline] * (1 + noise * rng.uniform(-1, 1))
             balancer.record(worker, count, each * count)
     return assignments
 

@@ -1,4 +1,4 @@
-"""What holds for every policy: each step ends, groups do not overlap, nobody waits for ever."""
+"""The contract of every policy: each step ends, groups do not overlap, no worker waits for ever."""
 
 import os
 import subprocess
@@ -47,7 +47,7 @@ def test_no_deadlock_with_churn_and_failing_averages(
         job.at(when, lambda p=pipeline: job.leave(Worker(0, p)))
     for nth, (node, when) in enumerate(joins):
         job.at(when, lambda p=20 + nth, n=node: job.join(Worker(0, p), f"n{n}"))
-    assert not job.run().steps, "nobody is left"
+    assert not job.run().steps, "all workers have left"
 
 
 @pytest.mark.parametrize("name", [name for name in MAKE if name != "ssp"])

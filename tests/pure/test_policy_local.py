@@ -1,4 +1,4 @@
-"""Local steps: the outer step is Nesterov's, and keeps nothing of a step that failed."""
+"""Local steps: the outer step is Nesterov momentum, and is out of place."""
 
 from fractions import Fraction
 

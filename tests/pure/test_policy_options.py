@@ -1,4 +1,4 @@
-"""Options of a policy on a command line: as a policy takes them, or refused with the flag."""
+"""Policy options on the command line are parsed, or refused with the name of the flag."""
 
 import pytest
 

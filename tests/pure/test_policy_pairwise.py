@@ -1,4 +1,4 @@
-"""Pairwise: one active and one passive in each exchange; nobody waits for a computation."""
+"""Pairwise: each exchange has one active and one passive worker; no worker waits for compute."""
 
 from collections import Counter
 
@@ -17,7 +17,7 @@ def exchanges(job: PolicyJob) -> list[tuple[Worker, ...]]:
 
 
 def is_active(policy: Pairwise, worker: Worker) -> bool:
-    """Whether it starts exchanges; else it answers them."""
+    """Whether a worker starts exchanges; a passive one answers them."""
     return worker in policy._active
 
 
@@ -45,7 +45,7 @@ def test_pairwise_never_waits_for_computation(num_workers: int, seed: int) -> No
     job = job_of(policy, [0] * num_workers, random_durations(seed), num_steps=8)
     job.exchange = 0.01
     job.run()
-    # An active one may wait while each of the others has its turn; computing takes 50 times that.
+    # An active worker may wait for an exchange of each other one; compute takes 50 times that.
     longest = max(wait for waits in job.waits.values() for wait in waits)
     assert longest <= job.exchange * num_workers + 1e-9
 
@@ -114,7 +114,7 @@ def test_an_active_worker_reports_once() -> None:
     [group] = policy.on_ready(workers[0], 0.0)
     assert group.members == (workers[0], workers[1])
     assert policy.on_ready(workers[2], 0.0) == []  # the passive one is in an exchange
-    assert policy.on_ready(workers[1], 0.5) == []  # its end is what sends the passive one on
+    assert policy.on_ready(workers[1], 0.5) == []  # it continues when the exchange ends
     with pytest.raises(PolicyError, match="s0p2 asks for a group before"):
         policy.on_ready(workers[2], 0.5)
     assert [g.members for g in policy.on_done(group, True, 1.0)] == [(workers[1], workers[2])]

@@ -1,4 +1,4 @@
-"""Random groups: drawn from all, taking turns where they overlap, none passed over for ever."""
+"""Random groups: drawn from all workers, in sequence where they overlap, without starvation."""
 
 import re
 from collections import Counter
@@ -17,7 +17,7 @@ W = [Worker(0, pipeline) for pipeline in range(9)]
 
 
 class ScriptedRandom:
-    """Draws what it is told to."""
+    """Returns scripted draws."""
 
     def __init__(self, *draws: list[Worker]) -> None:
         self.draws = list(draws)
@@ -43,7 +43,7 @@ def test_an_overlapping_group_waits_for_the_locks_as_in_figure_8_of_the_paper() 
     policy = with_workers(RandomGroups(), 9)
     policy._random = ScriptedRandom([W[4], W[5]], [W[4], W[5]], [W[1], W[2]], [W[2], W[3]])  # type: ignore[assignment]
     assert policy.on_request(W[0], 0.0) == policy.on_request(W[7], 0.0) == []
-    assert policy.on_request(W[4], 0.0) == []  # draws 1, 2 for itself, and waits for 0, 4, 5
+    assert policy.on_request(W[4], 0.0) == []  # draws 1, 2, and waits for group 0, 4, 5
     [first] = policy.on_request(W[5], 0.0)
     assert members([first]) == [(0, 4, 5)]
     assert policy.on_done(first, True, 1.0) == []

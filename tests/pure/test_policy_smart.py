@@ -1,4 +1,4 @@
-"""Smart groups: divisions cover the idle, groups keep one order, slow workers hold nobody up."""
+"""Smart groups: divisions cover idle workers, groups keep one order, stragglers block no group."""
 
 import random
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from tests.pure.policy_driver import PolicyJob, job_of, node_lists, random_durat
 
 
 class RecordingBuffers(GroupBuffers):
-    """Keeps the list of all divisions, and who was idle and how far each had got before them."""
+    """Records all divisions, with the idle workers and the request counts before each."""
 
     def __init__(self, policy: SmartGroups) -> None:
         super().__init__()
@@ -50,8 +50,9 @@ def test_division_covers_each_idle_fast_worker_once(nodes: list[int], seed: int)
     job, planning = recorded_job(nodes, seed)
     job.run()
     assert planning.divisions
-    for planned, idle, asked in planning.divisions:
-        fast = {worker for worker in idle if max(asked[w] for w in idle) - asked[worker] < 3}
+    for planned, idle, requests in planning.divisions:
+        most = max(requests[w] for w in idle)
+        fast = {worker for worker in idle if most - requests[worker] < 3}
         first, second = split(planned)
         covered = sorted(member for group in first for member in group.members)
         initiator = planned[0].why.removeprefix("division by ").split()[0].rstrip(":")
@@ -84,7 +85,7 @@ def test_every_worker_runs_its_groups_in_planned_order(nodes: list[int], seed: i
 
     def check() -> None:
         assert all(planning.depth(worker) <= 2 for worker in job.steps)
-        if len(job.steps) == len(nodes):  # members have not begun to leave
+        if len(job.steps) == len(nodes):  # no worker has left yet
             started[:] = [group for _, group in job.formed]
 
     job.check = check

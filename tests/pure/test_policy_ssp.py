@@ -1,4 +1,4 @@
-"""Bounded staleness: who may go on is who is no more than so many steps ahead."""
+"""Bounded staleness: a worker continues if it is at most `staleness` steps ahead."""
 
 import pytest
 from hypothesis import given
@@ -41,7 +41,7 @@ def test_a_push_releases_exactly_the_workers_within_the_bound(
         assert released(policy.on_ready(worker, 0.0)) == free
         held -= free
         assert max(pushed.values()) - min(pushed.values()) <= staleness + 1
-        assert held != set(workers), "somebody can always go on"
+        assert held != set(workers), "at least one worker can always continue"
 
 
 @given(st.integers(1, 6), pushes)
@@ -55,9 +55,9 @@ def test_staleness_0_is_synchronous(num_workers: int, order: list[int]) -> None:
     for pipeline in order:
         worker = workers[pipeline % num_workers]
         if worker not in held:
-            together = {m for group in barrier.on_ready(worker, 0.0) for m in group.members}
-            assert released(server.on_ready(worker, 0.0)) == together
-            held = (held | {worker}) - together
+            members = {m for group in barrier.on_ready(worker, 0.0) for m in group.members}
+            assert released(server.on_ready(worker, 0.0)) == members
+            held = (held | {worker}) - members
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 4), pushes)

@@ -1,4 +1,4 @@
-"""The static rule: groups of a step are disjoint, all members agree, a period connects all."""
+"""The static rule: groups of a step are disjoint, members agree, four steps connect all workers."""
 
 import pytest
 from hypothesis import given
@@ -71,11 +71,11 @@ def test_static_policy_forms_the_groups_that_each_worker_computes(
     job = job_of(StaticGroups(len(nodes)), nodes, random_durations(seed), num_steps=9).run()
     layout = NodeLayout.of({Worker(0, p): f"n{node}" for p, node in enumerate(nodes)})
     for worker in layout.workers:
-        had = [group.members for _, group in job.formed if worker in group.members]
-        # A worker that has finished has left, and the last groups of the others are without it.
-        alone = [layout.members(worker, step) for step in range(9)]
-        assert had[:5] == alone[:5]
-        assert len(had) == 9
+        formed = [group.members for _, group in job.formed if worker in group.members]
+        # A finished worker has left, and the last groups of the others are without it.
+        computed = [layout.members(worker, step) for step in range(9)]
+        assert formed[:5] == computed[:5]
+        assert len(formed) == 9
 
 
 def test_layout_numbers_workers_node_by_node_for_any_input_order() -> None:

@@ -1,4 +1,4 @@
-"""The dispenser: every position is used once, whoever takes, repeats, dies, comes back or saves."""
+"""The sample dispatcher: every position is used once, despite repeats, losses and restores."""
 
 import json
 
@@ -21,14 +21,14 @@ def test_chunks_are_acquired_in_request_order_up_to_the_limit() -> None:
     dispatcher = SampleDispatcher(SamplerState(limit=10))
     assert dispatcher.acquire(0, 0, 4) == ((0, 4),)
     assert dispatcher.acquire(1, 0, 4) == ((4, 8),)
-    assert dispatcher.acquire(0, 0, 4) == ((0, 4),)  # another stage asks
+    assert dispatcher.acquire(0, 0, 4) == ((0, 4),)  # requested by another stage
     assert dispatcher.acquire(0, 1, 4) == ((8, 10),)
     assert dispatcher.acquire(1, 1, 4) == ()
     assert not dispatcher.is_exhausted(1)
     assert dispatcher.acknowledge(0, 1)
     assert dispatcher.acknowledge(0, 0)
     assert not dispatcher.acknowledge(0, 0)
-    assert dispatcher.is_exhausted(1)  # what it has itself does not count
+    assert dispatcher.is_exhausted(1)  # its own chunk does not count
     assert not dispatcher.is_exhausted(0)
 
 
@@ -42,7 +42,7 @@ def test_samples_of_a_lost_pipeline_are_dispatched_first() -> None:
     assert dispatcher.state() == SamplerState(
         limit=100, next=18, pool=((0, 4), (12, 16)), outstanding=((4, 6), (10, 12), (16, 18))
     )
-    assert dispatcher.acquire(0, 0, 3) == ((0, 3),)  # in its next life
+    assert dispatcher.acquire(0, 0, 3) == ((0, 3),)  # in its next incarnation
     assert dispatcher.acquire(1, 3, 4) == ((3, 4), (12, 15))
     assert dispatcher.acquire(2, 0, 3) == ((15, 16), (18, 20))
     dispatcher.release(2)
@@ -107,7 +107,7 @@ def test_merged_ranges_have_the_same_positions_in_fewer_ranges(given_ranges: lis
 
 
 class Model:
-    """What a dispenser should hold, position by position."""
+    """The expected state of a dispatcher, position by position."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.dispatcher = limit, SampleDispatcher(SamplerState(limit=limit))
@@ -136,8 +136,8 @@ class Model:
             self.num_acquired[pipeline] += 1
         else:
             rest = [p for p in range(min(until or 99, self.limit)) if p not in self.used]
-            mine = [p for r in self.acquired[pipeline].values() for p in positions(r)]
-            assert self.dispatcher.is_exhausted(pipeline, until) == (set(rest) <= set(mine))
+            own = [p for r in self.acquired[pipeline].values() for p in positions(r)]
+            assert self.dispatcher.is_exhausted(pipeline, until) == (set(rest) <= set(own))
         return bool(found)
 
     def repeat(self, pipeline: int, which: int) -> None:
@@ -185,17 +185,17 @@ def test_every_position_is_used_once(
     limit: int, operations_drawn: list[tuple[str, int, int]]
 ) -> None:
     model = Model(limit)
-    for what, pipeline, number in operations_drawn:
-        if what == "acquire":
+    for operation, pipeline, number in operations_drawn:
+        if operation == "acquire":
             model.acquire(pipeline, number + 1)
-        elif what == "until":
+        elif operation == "until":
             model.acquire(pipeline, number + 1, until=number * 8 + 1)
-        elif what == "restore":
+        elif operation == "restore":
             model.restore()
-        elif what == "release":
+        elif operation == "release":
             model.release(pipeline)
         else:
-            getattr(model, what)(pipeline, number)
+            getattr(model, operation)(pipeline, number)
         model.check()
     for pipeline in range(PIPELINES):
         while model.acquire(pipeline, 5) or model.acquired[pipeline]:

@@ -1,4 +1,4 @@
-"""`polyrhythm simulate`: a written plan, by several policies, and what is wrong with it."""
+"""`polyrhythm simulate`: simulates a plan file with several policies, and refuses invalid input."""
 
 import json
 from dataclasses import replace
@@ -86,10 +86,10 @@ def test_simulated_step_time_matches_the_prediction() -> None:
 def test_scripts_predict_with_one_call(plan: Path, tmp_path: Path) -> None:
     import polyrhythm as pr
 
-    given = plan, tmp_path / "cluster.toml", tmp_path / "profile.json"
-    calm = pr.predict(*given, num_steps=10)
+    files = plan, tmp_path / "cluster.toml", tmp_path / "profile.json"
+    calm = pr.predict(*files, num_steps=10)
     assert calm.ends == simulate(planned_job(PLAN, problem()), num_steps=10).ends
-    assert pr.predict(*given, "sdpipe_b", sync="adaptive").step_time > calm.step_time
+    assert pr.predict(*files, "sdpipe_b", sync="adaptive").step_time > calm.step_time
 
 
 def test_plan_names_its_cluster_and_profile(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,9 +117,9 @@ def test_figures_of_a_column_have_one_unit(plan: Path, capsys: pytest.CaptureFix
     _, out, _ = run_simulate([str(plan), "--what-if", "device 3 slow x9", "--steps", "3"], capsys)
     calm, slow = (line for line in out.splitlines() if line.startswith("all_reduce"))
     job = planned_job(PLAN, problem())
-    takes = simulate(job, num_steps=3).step_time
-    assert takes < 1
-    assert f" {takes:.4g}s " in calm
+    step_time = simulate(job, num_steps=3).step_time
+    assert step_time < 1
+    assert f" {step_time:.4g}s " in calm
     assert float(slow.split("x9")[1].split()[0].removesuffix("s")) > 1
 
 
@@ -132,7 +132,7 @@ def test_links_are_ranked_by_the_time_that_they_are_busy(
     _, out, _ = run_simulate([str(plan), "--steps", "10"], capsys)
     found = simulate(planned_job(PLAN, replace(problem(), cluster=cluster)), num_steps=10)
     assert found.bytes_sent[0, 1] > found.bytes_sent[0, 0]
-    # Two links each: d0 and d1 send to one another; d0 sends to d2, and d1 to d3.
+    # Two links each: d0 and d1 send to each other; d0 sends to d2, and d1 to d3.
     expected = {
         f"{'ab'[a]} -> {'ab'[b]}": found.bytes_sent[a, b]
         / (inside if a == b else between)
@@ -153,7 +153,7 @@ def test_policy_with_rare_averages_gets_a_note(
 
 
 def spot(plan: Path) -> list[str]:
-    """d0 is lost after 2 s and comes back after 3, d1 to d3 stay."""
+    """Arguments with a recording in which d0 is lost at 2 s and rejoins at 3 s."""
     trace = plan.parent / "spot.json"
     trace.write_text('{"name": "x", "duration_s": 5, "nodes_s": [[0, 2, 3], [0], [0], [0]]}')
     return [str(plan), "--spot", str(trace), "--sync", "adaptive"]
@@ -191,10 +191,10 @@ def test_progress_is_shown_only_on_a_terminal() -> None:
     for is_terminal in (True, False):
         console = Console(file=StringIO(), force_terminal=is_terminal, width=100)
         with SimulationProgress(console) as progress:
-            observers = progress.observers_for("way [1]", job, num_steps=5)
+            observers = progress.observers_for("mode [1]", job, num_steps=5)
             found = simulate(job, num_steps=5, observers=observers)
         shown = console.file.getvalue()  # type: ignore[attr-defined]
-        assert ("way [1]" in shown and "100%" in shown) is is_terminal
+        assert ("mode [1]" in shown and "100%" in shown) is is_terminal
         assert is_terminal or not shown
         assert found.ends == simulate(job, num_steps=5).ends
 
@@ -219,7 +219,7 @@ def test_price_counts_hours_and_egress(plan: Path, capsys: pytest.CaptureFixture
     job = planned_job(PLAN, problem())
     variant = Variant(name="x", job=job, result=simulate(job, num_steps=10))
     by_the_hour = 4 * 2.0 * variant.result.duration / 10 / 3600
-    # Each stage's 2 MB of gradients go to the other region and back, in two halves.
+    # Each stage's 2 MB of gradients go to the other region and back, in two phases.
     assert variant.price == pytest.approx(by_the_hour + 0.1 * 4 * 2e6 / 1e9, rel=1e-6)
 
 
@@ -237,7 +237,7 @@ def test_price_counts_hours_and_egress(plan: Path, capsys: pytest.CaptureFixture
         (["--out", "/proc/x"], "--out /proc/x"),
         (["--spot-duration", "10min"], "--spot-duration without --spot"),
         (["--converge", "quadratic", "--what-if", "device 1 gone"], "--converge with devices"),
-        (["--sync", "decoupled", "--what-if", "device 1 gone"], "here training would end"),
+        (["--sync", "decoupled", "--what-if", "device 1 gone"], "decoupled with devices"),
         (["--spot", "nothing"], "nothing"),
         (["--spot", "bamboo_aws_p3", "--spot-duration", "soon"], "soon"),
     ],

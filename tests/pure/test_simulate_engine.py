@@ -1,4 +1,4 @@
-"""The engine: the same times as the cost models, the draws of a real worker, bounded pipelines."""
+"""The engine: its times equal the cost model's, its draws a real worker's, limits are kept."""
 
 import random
 import warnings
@@ -36,24 +36,24 @@ from tests.pure.test_schedule_spec import specs
 
 
 def job_with_times(rng: random.Random, spec: ScheduleSpec, num_microbatches: int) -> SimulatedJob:
-    """Unequal stages and links, by device."""
+    """A job with unequal stages and links."""
     num_stages = rng.randint(1, 5) if spec.limits is None else len(spec.limits)
 
-    def some(most: float) -> list[float]:
-        return [rng.choice([0.0, 1.0, rng.random()]) * most for _ in range(num_stages)]
+    def draw(largest: float) -> list[float]:
+        return [rng.choice([0.0, 1.0, rng.random()]) * largest for _ in range(num_stages)]
 
-    # One of the two may take no time.
-    forward = some(3.0)
-    backward = [b if f else 1.0 for f, b in zip(forward, some(5.0), strict=True)]
+    # Forward or backward may take no time, but not both.
+    forward = draw(3.0)
+    backward = [b if f else 1.0 for f, b in zip(forward, draw(5.0), strict=True)]
 
     cluster = region_per_device(
         num_stages,
-        latency=[some(2.0) for _ in range(num_stages)],
+        latency=[draw(2.0) for _ in range(num_stages)],
         bandwidth=[[rng.uniform(0.2, 5) for _ in range(num_stages)] for _ in range(num_stages)],
         speeds=[rng.uniform(0.5, 2) for _ in range(num_stages)],
     )
     schedule = spec.build(num_stages=num_stages, num_microbatches=num_microbatches)
-    return one_pipeline(cluster, schedule, forward, backward, some(4.0))
+    return one_pipeline(cluster, schedule, forward, backward, draw(4.0))
 
 
 def times_of(job: SimulatedJob) -> PipelineTimes:
@@ -77,7 +77,7 @@ def times_of(job: SimulatedJob) -> PipelineTimes:
 def test_action_times_match_the_cost_model(
     seed: int, spec: ScheduleSpec, num_microbatches: int, is_shared: bool, is_late: bool
 ) -> None:
-    """Whether or not messages are flows: nothing is shared if connections are fast enough."""
+    """Whether or not messages are flows: fast uplinks are not shared."""
     rng = random.Random(seed)
     job = job_with_times(rng, spec, num_microbatches)
     if is_shared:
@@ -86,20 +86,20 @@ def test_action_times_match_the_cost_model(
     ready = [rng.uniform(0, 9) if is_late else 0.0 for _ in job.stages]
     schedule = job.pipelines[0].schedule
     expected = pipeline_simulate(schedule, times_of(job), ready=ready)
-    found = one_step(job, ready)
-    assert [[record.action for record in one] for one in found] == [list(one) for one in schedule]
-    for one, starts, ends in zip(found, expected.starts, expected.ends, strict=True):
-        assert [record.start for record in one] == pytest.approx(starts, rel=1e-9, abs=1e-9)
-        assert [record.end for record in one] == pytest.approx(ends, rel=1e-9, abs=1e-9)
+    runs = one_step(job, ready)
+    assert [[record.action for record in records] for records in runs] == [*map(list, schedule)]
+    for records, starts, ends in zip(runs, expected.starts, expected.ends, strict=True):
+        assert [record.start for record in records] == pytest.approx(starts, rel=1e-9, abs=1e-9)
+        assert [record.end for record in records] == pytest.approx(ends, rel=1e-9, abs=1e-9)
 
 
 @settings(max_examples=15)
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_waits_fill_the_gaps_between_actions(seed: int, num_microbatches: int) -> None:
     job = job_with_times(random.Random(seed), ScheduleSpec("1f1b"), num_microbatches)
-    for one in one_step(job):
+    for records in one_step(job):
         before = 0.0
-        for record in one:
+        for record in records:
             assert record.start - record.waited == pytest.approx(before, abs=1e-9)
             before = record.end
 
@@ -107,7 +107,7 @@ def test_waits_fill_the_gaps_between_actions(seed: int, num_microbatches: int) -
 @settings(max_examples=15)
 @given(st.integers(0, 2**32))
 def test_stages_on_one_device_are_one_run_without_messages(seed: int) -> None:
-    """Three stages on two devices take what two stages take, the second with the work of both."""
+    """Three stages on two devices take as long as two stages with the same total work."""
     rng = random.Random(seed)
     work = [
         StageWork(
@@ -154,8 +154,8 @@ def test_stages_on_one_device_are_one_run_without_messages(seed: int) -> None:
 def test_all_reduce_step_time_matches_the_cost_model(
     num_stages: int, num_pipelines: int, num_microbatches: int, latency: float, gradients: float
 ) -> None:
-    """With equal links both say the same, words with the coordinator and all."""
-    # A small buffer has one owner, which the cost model does not know.
+    """With equal links both are equal, including messages with the coordinator."""
+    # A small buffer has one owner, which the cost model does not have.
     assume(gradients != 1e4 or num_pipelines <= 2)
     job = equal_job(
         num_stages=num_stages,
@@ -184,7 +184,7 @@ def test_all_reduce_step_time_matches_the_cost_model(
 @pytest.mark.parametrize("num_pipelines", [2, 4])
 @pytest.mark.parametrize("gradients", [1e6, 2e7])
 def test_decoupled_hides_communication_and_no_more(num_pipelines: int, gradients: float) -> None:
-    def of(*, decoupled: bool) -> float:
+    def seconds(*, decoupled: bool) -> float:
         return steps_after_first(
             simulate(
                 equal_job(
@@ -199,12 +199,12 @@ def test_decoupled_hides_communication_and_no_more(num_pipelines: int, gradients
             )
         )
 
-    compute, half = 0.3, gradients / num_pipelines / 1e8
-    assert of(decoupled=False) == pytest.approx(compute + 2 * half)
-    hidden = of(decoupled=True)
-    assert max(compute, 2 * half) <= hidden < compute + 2 * half
-    # The last bucket of the first half and the first one of the second hide behind nothing.
-    assert hidden >= compute + 2 * half / 8 - 1e-9
+    compute, phase = 0.3, gradients / num_pipelines / 1e8
+    assert seconds(decoupled=False) == pytest.approx(compute + 2 * phase)
+    hidden = seconds(decoupled=True)
+    assert max(compute, 2 * phase) <= hidden < compute + 2 * phase
+    # The last bucket of reduce-scatter and the first one of all-gather are never hidden.
+    assert hidden >= compute + 2 * phase / 8 - 1e-9
 
 
 def test_decoupled_single_worker_takes_its_compute_time() -> None:
@@ -213,16 +213,16 @@ def test_decoupled_single_worker_takes_its_compute_time() -> None:
 
 
 def expected_actions(scenario: Scenario, num_microbatches: int, *, index: int = 0) -> list[tuple]:
-    """By a real worker's rules: when each action starts and ends, on one device alone."""
+    """Start and end of each action on a single device, by the slowness of a real worker."""
     forward, backward = 0.4, 0.7
-    held = Slowness.of(scenario, f"d{index}", index=index, traces=load_traces(scenario))
-    now, found = 0.0, []
+    slowness = Slowness.of(scenario, f"d{index}", index=index, traces=load_traces(scenario))
+    now, actions = 0.0, []
     for action in ScheduleSpec("1f1b").build(num_stages=1, num_microbatches=num_microbatches)[0]:
         work = forward if action.op is Op.F else backward
-        end = now + (work + held.delay(now, work, forward + backward))
-        found.append((action, now, end))
+        end = now + (work + slowness.delay(now, work, forward + backward))
+        actions.append((action, now, end))
         now = end
-    return found
+    return actions
 
 
 def run_alone(scenario: Scenario, num_microbatches: int, *, index: int = 0) -> list[tuple]:
@@ -265,26 +265,26 @@ def test_ended_trace_holds_its_last_value_and_warns_once() -> None:
     job = equal_job(num_pipelines=3, forward=0.4, backward=0.7, scenario=short)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        simulate(job, num_steps=400)  # several portions of draws
+        simulate(job, num_steps=400)  # several batches of draws
         assert len(caught) == 1
         assert "held at its last value" in str(caught[0].message)
         assert run_alone(short, 15) == expected_actions(short, 15)
 
 
-def paused(begins: float, takes: float, pauses: Sequence[Pause]) -> float:
-    """When work is done: from one change to the next, as a clock would see it."""
-    changes = sorted({time for one in pauses for time in (one.at, one.until)})
-    now = begins
+def paused(start: float, duration: float, pauses: Sequence[Pause]) -> float:
+    """End of work with pauses, by stepping from one change to the next."""
+    changes = sorted({time for pause in pauses for time in (pause.at, pause.until)})
+    now = start
     for change in [*changes, float("inf")]:
         if change <= now:
             continue
-        stands = any(one.at <= now < one.until for one in pauses)
-        if not stands:
-            if now + takes <= change:
-                return now + takes
-            takes -= change - now
+        is_paused = any(pause.at <= now < pause.until for pause in pauses)
+        if not is_paused:
+            if now + duration <= change:
+                return now + duration
+            duration -= change - now
         now = change
-    raise AssertionError("the last change is never")
+    raise AssertionError("the work never ends")
 
 
 @settings(max_examples=40)
@@ -315,7 +315,7 @@ limits = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(
 
 
 def never_flushed(limit: int, num_steps: int) -> list[Action]:
-    """Of one stage: as many forwards as may be in flight, then one backward for each forward."""
+    """Actions of one stage: forwards up to the limit, then one backward for each forward."""
     order = []
     for step in range(num_steps):
         order.append(Action(Op.F, step))
@@ -341,7 +341,7 @@ def test_a_pipeline_that_is_never_flushed_keeps_to_its_limits_and_times(
     schedule = [never_flushed(limit, 40) for limit in in_flight]
     expected = pipeline_simulate(schedule, times_of(job))
     for stage, events in enumerate(actions_of(folder).values()):
-        # What happens at the same time is logged in any order: actions of no length.
+        # Actions of zero length at the same time are logged in any order.
         starts = sorted(event.time + event.values.get("wait", 0.0) for event in events)
         assert starts == pytest.approx(expected.starts[stage][: len(starts)], rel=1e-9, abs=1e-9)
         by_number = sorted(event.name or "" for event in events)
@@ -375,14 +375,14 @@ def test_in_flight_is_never_above_its_limits(
         order = [event.name or "" for event in events]
         live = np.cumsum([1 if name.startswith("F") else -1 for name in order])
         assert live.min() >= 0
-        assert live.max() == limit  # it fills up, and no further
+        assert live.max() == limit  # the pipeline fills to its limit
         for op in "FB":
             numbers = [int(name[1:]) for name in order if name[0] == op]
             assert numbers == list(range(len(numbers)))
 
 
 def test_records_are_all_kept_when_there_are_many() -> None:
-    """More than are kept inside of the compiled part at a time."""
+    """More records than the compiled engine can hold at a time."""
     schedule = ScheduleSpec("1f1b").build(num_stages=1, num_microbatches=33_000)
     job = one_pipeline(region_per_device(1), schedule, [1.0], [2.0])
     records = one_step(job)[0]

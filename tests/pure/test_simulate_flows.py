@@ -1,4 +1,4 @@
-"""Flows that share connections: fair, never above a capacity, and not a byte lost."""
+"""Flows share connections fairly, within every capacity, and without losing bytes."""
 
 import math
 import random
@@ -31,7 +31,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Hosts:
-    """What each can send and receive, and the links between them."""
+    """Uplinks and downlinks of hosts, and the links between them."""
 
     up: list[float]
     down: list[float]
@@ -48,40 +48,40 @@ class Hosts:
         return engine
 
     def level(self, wanted: Sequence[float], capacity: float) -> float:
-        """An equal share for everyone who wants more than that, by trying who does."""
+        """The equal share of all flows that want more than it, by trying all counts of them."""
         for count in range(len(wanted) + 1):
             low, high = sorted(wanted)[:count], sorted(wanted)[count:]
             level = (capacity - sum(low)) / len(high) if high else math.inf
             if all(want <= level for want in low) and all(want > level for want in high):
                 return level
-        raise AssertionError("there is one")
+        raise AssertionError("no level fits")
 
     def rates(self, flows: Sequence[Flow]) -> list[float]:
-        """Each is as fast as its link and its shares at both ends."""
-        most = [self.links[flow.source][flow.target] for flow in flows]
+        """The rate of each flow: the minimum of its link and its shares at both ends."""
+        max_rates = [self.links[flow.source][flow.target] for flow in flows]
 
-        def share(flow: Flow, end: str, rooms: list[float]) -> float:
-            at = getattr(flow, end)
-            wanted = [m for m, f in zip(most, flows, strict=True) if getattr(f, end) == at]
-            return self.level(wanted, rooms[at])
+        def share(flow: Flow, end: str, capacities: list[float]) -> float:
+            host = getattr(flow, end)
+            wanted = [m for m, f in zip(max_rates, flows, strict=True) if getattr(f, end) == host]
+            return self.level(wanted, capacities[host])
 
         return [
             min(m, share(flow, "source", self.up), share(flow, "target", self.down))
-            for m, flow in zip(most, flows, strict=True)
+            for m, flow in zip(max_rates, flows, strict=True)
         ]
 
 
 def fluid(flows: Sequence[Flow], rates: Shares) -> list[float]:
-    """When each has ended, with the rates of those under way between any two changes."""
+    """End of each flow in a fluid model: constant rates between two changes."""
     left, ends = [flow.size for flow in flows], [math.inf] * len(flows)
     now = 0.0
     while math.inf in ends:
-        under_way = [i for i, f in enumerate(flows) if f.start <= now and ends[i] == math.inf]
-        speeds = dict(zip(under_way, rates([flows[i] for i in under_way]), strict=True))
-        due = {i: now + left[i] / speeds[i] for i in under_way}
+        active = [i for i, f in enumerate(flows) if f.start <= now and ends[i] == math.inf]
+        speeds = dict(zip(active, rates([flows[i] for i in active]), strict=True))
+        due = {i: now + left[i] / speeds[i] for i in active}
         start = min((f.start for f in flows if f.start > now), default=math.inf)
         following = min([start, *due.values()])
-        for i in under_way:
+        for i in active:
             left[i] = max(0.0, left[i] - speeds[i] * (following - now))
             if due[i] <= following * (1 + 1e-13):
                 ends[i] = following
@@ -135,31 +135,31 @@ def hosts_and_flows(draw: st.DrawFn, *, sources_only: bool = False) -> tuple[Hos
 @settings(max_examples=50)
 @given(hosts_and_flows(sources_only=True))
 def test_shares_are_max_min_fair_if_only_uplinks_are_shared(case: tuple) -> None:
-    """Progressive filling: nobody could have more without another one that has no more less."""
+    """Progressive filling: no flow could have more without taking from one that has no more."""
     hosts, flows = case
 
-    def filled(under_way: Sequence[Flow]) -> list[float]:
-        most = [hosts.links[flow.source][flow.target] for flow in under_way]
-        rates, open_ = [0.0] * len(under_way), set(range(len(under_way)))
+    def filled(active: Sequence[Flow]) -> list[float]:
+        max_rates = [hosts.links[flow.source][flow.target] for flow in active]
+        rates, open_ = [0.0] * len(active), set(range(len(active)))
         while open_:
-            steps = [most[i] - rates[i] for i in open_]
-            for source in {under_way[i].source for i in open_}:
-                of = [i for i in range(len(under_way)) if under_way[i].source == source]
-                rising = [i for i in of if i in open_]
-                steps.append((hosts.up[source] - sum(rates[i] for i in of)) / len(rising))
+            steps = [max_rates[i] - rates[i] for i in open_]
+            for source in {active[i].source for i in open_}:
+                sent = [i for i in range(len(active)) if active[i].source == source]
+                rising = [i for i in sent if i in open_]
+                steps.append((hosts.up[source] - sum(rates[i] for i in sent)) / len(rising))
             step = max(0.0, min(steps))
             for i in open_:
                 rates[i] += step
             full = {
                 source
-                for source in {flow.source for flow in under_way}
-                if sum(r for r, f in zip(rates, under_way, strict=True) if f.source == source)
+                for source in {flow.source for flow in active}
+                if sum(r for r, f in zip(rates, active, strict=True) if f.source == source)
                 >= hosts.up[source] * (1 - 1e-12)
             }
             open_ = {
                 i
                 for i in open_
-                if under_way[i].source not in full and rates[i] < most[i] * (1 - 1e-12)
+                if active[i].source not in full and rates[i] < max_rates[i] * (1 - 1e-12)
             }
         return rates
 
@@ -200,10 +200,10 @@ def test_no_capacity_is_ever_exceeded_and_no_byte_lost(case: tuple) -> None:
         )
         assert end >= flow.start + flow.size / fastest * (1 - 1e-12)
     for host, up in enumerate(hosts.up):
-        of = [(flow, end) for flow, end in zip(flows, ends, strict=True) if flow.source == host]
-        if of:  # what it has sent in all, it had the time for
-            spans = max(end for _, end in of) - min(flow.start for flow, _ in of)
-            assert sum(flow.size for flow, _ in of) <= up * spans * (1 + 1e-9)
+        sent = [(flow, end) for flow, end in zip(flows, ends, strict=True) if flow.source == host]
+        if sent:  # the total fits into the time
+            span = max(end for _, end in sent) - min(flow.start for flow, _ in sent)
+            assert sum(flow.size for flow, _ in sent) <= up * span * (1 + 1e-9)
 
 
 @settings(max_examples=30)
@@ -245,7 +245,7 @@ def test_a_flow_that_ends_leaves_its_share_to_the_others() -> None:
 
 
 def test_flow_to_many_counts_as_its_weight() -> None:
-    """One to three others and one to a fourth: a quarter of the uplink each."""
+    """A flow to three receivers and one to a fourth: a quarter of the uplink per receiver."""
     hosts = Hosts(up=[8.0, 1e9, 1e9, 1e9, 1e9], down=[1e9] * 5, links=[[100.0] * 5] * 5)
     engine = hosts.engine()
     many, one = engine.new_owner(), engine.new_owner()
@@ -258,7 +258,7 @@ def test_flow_to_many_counts_as_its_weight() -> None:
 
 
 def test_two_stages_of_one_device_share_its_uplink() -> None:
-    """Averages of both go out at half the speed."""
+    """The averages of both stages are sent at half the rate."""
     hosts = Hosts(up=[4.0, 4.0], down=[4.0, 4.0], links=[[100.0] * 2] * 2)
     engine = hosts.engine()
     first, second = engine.new_owner(), engine.new_owner()
@@ -271,8 +271,8 @@ def test_two_stages_of_one_device_share_its_uplink() -> None:
 @pytest.mark.parametrize("size", [0.0, 1000.0, float(SMALL), SMALL + 1.0, 1e7])
 @pytest.mark.parametrize("num_members", [2, 3, 5])
 def test_unshared_exchange_takes_two_phases(size: float, num_members: int) -> None:
-    """The shortcut of a network that nobody shares says the same as flows."""
-    takes = {}
+    """The shortcut for an unshared network gives the same times as flows."""
+    ends = {}
     for uplink in (None, 9e16):
         job = equal_job(
             num_pipelines=num_members,
@@ -283,15 +283,15 @@ def test_unshared_exchange_takes_two_phases(size: float, num_members: int) -> No
             bandwidth=1e6,
             uplink=uplink,
         )
-        takes[uplink] = simulate(job, num_steps=2).ends[0]
-    assert takes[None] == pytest.approx(takes[9e16], rel=1e-9)
-    half = SimulatedNetwork(job.cluster).phase_time(range(num_members), size)
-    # Each worker but the first has two words with the coordinator before and after.
-    assert takes[None][0] == pytest.approx(0.3 + 4 * 0.01 + 2 * (half + 2 * 0.01), abs=0.011)
+        ends[uplink] = simulate(job, num_steps=2).ends[0]
+    assert ends[None] == pytest.approx(ends[9e16], rel=1e-9)
+    phase = SimulatedNetwork(job.cluster).phase_time(range(num_members), size)
+    # Each worker but the first has two round trips to the coordinator.
+    assert ends[None][0] == pytest.approx(0.3 + 4 * 0.01 + 2 * (phase + 2 * 0.01), abs=0.011)
 
 
 def many_workers(num_members: int = 200, **more: object) -> SimulatedJob:
-    """Of workers that send each other a small buffer, over slow connections."""
+    """A job of workers that exchange a small buffer over slow connections."""
     return equal_job(
         num_pipelines=num_members,
         forward=0.1,
@@ -307,23 +307,23 @@ def test_many_workers_share_one_connection() -> None:
     """All send to the owner of a small buffer at once, and it to all: many shares change."""
     for num_members in (3, 200):
         job = many_workers(num_members)
-        half = (num_members - 1) * 1e4 / 1e6
-        expected = [0.3 + 2 * half, 2 * (0.3 + 2 * half)]
+        phase = (num_members - 1) * 1e4 / 1e6
+        expected = [0.3 + 2 * phase, 2 * (0.3 + 2 * phase)]
         assert simulate(job, num_steps=2).ends == (pytest.approx(expected),) * num_members
 
 
 def test_many_workers_share_a_parameter_server() -> None:
-    """It is on the device of the first worker, which sends nothing to itself."""
+    """The server is on the device of the first worker, which sends nothing to itself."""
     ends = simulate(many_workers(policy="ssp", options={"staleness": 0}), num_steps=3).ends
-    # All push while the first waits, then pull: the second step ends so much after the first.
+    # The second step: compute, then all others push, then all pull.
     assert ends[1][1] - ends[1][0] == pytest.approx(0.3 + 2 * 199 * 1e4 / 1e6)
 
 
 def test_many_workers_abort_at_once() -> None:
-    """One dies while all send to the owner of a small buffer; the others begin again without it."""
+    """One dies while all send to the owner of a small buffer; the others restart without it."""
     ends = simulate(many_workers(scenario=kills_and_joins(kill=[("d5", 0.35)])), num_steps=1).ends
     assert ends[5] == ()
-    # It is missed two seconds later, when half of what was to be sent was not there yet.
+    # The loss is noticed two seconds later, during the exchange.
     assert ends[4][0] == pytest.approx(0.35 + 2.0 + 2 * 198 * 1e4 / 1e6)
 
 
@@ -347,7 +347,7 @@ def test_a_link_that_is_lost_for_good_ends_a_simulation() -> None:
 
 
 def test_links_inside_a_region_may_be_changed_by_its_name_or_by_devices() -> None:
-    """A region's links, or all links between its devices: the same thing said in two ways."""
+    """Changing a region's links equals changing all links between its devices."""
     base = equal_job(
         num_stages=2,
         num_pipelines=2,

@@ -1,4 +1,4 @@
-"""What meets at a host: averages of several stages, a server's traffic, shares dealt anew."""
+"""Hosts share their connection among stages and pushes; balanced and result fractions add up."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from polyrhythm.sync.setup import Setup
 
 
 def cluster(num_devices: int, latency: float = 0.0) -> Cluster:
-    """Nobody says what connections the devices have, but links of 1 GB/s."""
+    """A cluster without known uplinks, with links of 1 GB/s."""
     return Cluster(
         name="plain",
         devices=tuple(Device(name=f"d{i}", region="here") for i in range(num_devices)),
@@ -26,7 +26,7 @@ def cluster(num_devices: int, latency: float = 0.0) -> Cluster:
 
 
 def replicas(num_stages: int, policy: str, **more: object) -> SimulatedJob:
-    """Two devices, each with all stages; 4 GB of gradients in all."""
+    """Two devices, each with all stages; 4 GB of gradients in total."""
     stage = StageWork(
         forward=0.1 / num_stages,
         backward=0.2 / num_stages,
@@ -65,7 +65,7 @@ def test_parameter_server_is_limited_by_its_connection() -> None:
         )
         return simulate(replace(job, cluster=cluster(num_workers)), num_steps=5).step_time
 
-    # All but the server's own push and pull 1 GB in each step.
+    # All workers but the server's own push and pull 1 GB in each step.
     assert step_time(8) == pytest.approx(0.3 + 2 * 7, rel=0.1)
     assert step_time(16) == pytest.approx(0.3 + 2 * 15, rel=0.1)
 
@@ -84,11 +84,11 @@ def test_balanced_assigns_the_whole_batch_once() -> None:
         balancer.add(pipeline)
     sums = []
     for _ in range(5):
-        for pipeline, took in enumerate((0.05, 0.05, 0.1)):
-            balancer.step_ended(pipeline, took)
-        near = [len(balancer.schedule(pipeline)[0]) // 2 for pipeline in range(2)]
-        balancer.step_ended(0, 0.05)  # the next step of one that is near
-        sums.append(sum(near) + len(balancer.schedule(2)[0]) // 2)
+        for pipeline, duration in enumerate((0.05, 0.05, 0.1)):
+            balancer.step_ended(pipeline, duration)
+        counts = [len(balancer.schedule(pipeline)[0]) // 2 for pipeline in range(2)]
+        balancer.step_ended(0, 0.05)  # its next step, before pipeline 2 has its schedule
+        sums.append(sum(counts) + len(balancer.schedule(2)[0]) // 2)
     assert sums == [24] * 5
 
 

@@ -1,4 +1,4 @@
-"""What a simulation writes and counts: a real run's log, alike each time, and bytes by region."""
+"""A simulation writes a real run's log, deterministically, and counts bytes by region."""
 
 import hashlib
 import os
@@ -44,11 +44,11 @@ def events_of(folder: Path, kind: str) -> list[Event]:
 
 
 def digest(folder: Path) -> str:
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            found.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()
+            sha.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return sha.hexdigest()
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -98,7 +98,7 @@ def test_report_agrees_with_the_result(tmp_path: Path, policy: str) -> None:
         assert spent.compute + spent.wait + spent.sync == pytest.approx(spent.total, rel=1e-6)
         assert spent.other == pytest.approx(0.0, abs=1e-6)
         assert spent.total == pytest.approx(found.ends[worker.pipeline][-1], rel=0.35)
-        # The result counts what is under way at the end, too: at most a step.
+        # The result also counts the unfinished step at the end.
         assert spent.compute <= found.busy[worker] * (1 + 1e-9)
         assert spent.sync <= found.waited[worker] * (1 + 1e-9)
 
@@ -114,7 +114,7 @@ def test_report_equals_the_result_with_all_reduce(tmp_path: Path) -> None:
 
 
 def check_log(folder: Path, found: SimulationResult, job: SimulatedJob) -> None:
-    """Actions of a worker follow each other, inside of the steps that they say they are of."""
+    """Check that a worker's actions do not overlap and are inside of their steps."""
     spans: dict[tuple[Worker | None, int | None], tuple[float, float]] = {}
     for event in events_of(folder, "step"):
         key = event.worker, event.step
@@ -218,7 +218,7 @@ for policy in ("adaptive", "smart", "ssp"):
 
 
 def test_other_processes_write_the_same_bytes(tmp_path: Path) -> None:
-    """Whatever they hash strings by."""
+    """For any hash seed of the process."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", _SCRIPT, str(tmp_path / hash_seed)],

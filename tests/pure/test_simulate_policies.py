@@ -1,4 +1,4 @@
-"""Policies in a simulation: each runs to its end, and keeps the promise that it is known for."""
+"""Policies in a simulation: each runs to its end, and keeps its guarantee."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,13 +26,13 @@ from tests.pure.simulate_cases import (
 )
 
 SYNCHRONOUS = ("all_reduce", "balanced")
-# Averages of these are taken in while the next step runs.
+# These can apply an average while the next step runs.
 OVERLAPS = ("adaptive", "age", "partial_reduce", "random", "smart", "pairwise", "local")
 names = st.sampled_from(sorted(POLICIES))
 
 
 class CountingObserver:
-    """Counts what an observer is told."""
+    """Counts the calls of an observer."""
 
     def __init__(self) -> None:
         self.steps: Counter[Worker] = Counter()
@@ -95,7 +95,7 @@ def jobs(draw: st.DrawFn, policy: str | None = None) -> SimulatedJob:
 def check(found: SimulationResult, job: SimulatedJob, num_steps: int) -> None:
     assert found.cut_short == ""
     goal = num_steps * len(job.pipelines)
-    assert goal <= sum(map(len, found.ends)) < goal + len(job.pipelines)  # some end together
+    assert goal <= sum(map(len, found.ends)) < goal + len(job.pipelines)  # some end at once
     assert all(list(ends) == sorted(ends) for ends in found.ends)
     assert found.duration >= max(ends[-1] for ends in found.ends if ends) > 0
     for worker, busy in found.busy.items():
@@ -156,15 +156,15 @@ def test_decoupled_all_reduce_ends_and_makes_equal_steps(job: SimulatedJob) -> N
 @settings(max_examples=25)
 @given(jobs(), st.integers(0, 99))
 def test_later_events_do_not_change_earlier_results(job: SimulatedJob, seed: int) -> None:
-    """A device lost, or a link that changes, after the end: no short cut may be taken then."""
-    # Speeds that differ from action to action: of two things at once, either may come first.
+    """A loss or a link change after the end disables the fast path, with the same result."""
+    # Speeds differ from action to action: of two simultaneous events, either may come first.
     unequal = slowed(Slow(device="*", trace="sdpipe_16gpu", trace_duration=1e4), seed=seed)
     job = replace(job, scenario=unequal)
     if seed % 4 == 0 and job.sync.policy != "balanced":
         job = replace(job, in_flight=tuple(range(len(job.stages) + 1, 1, -1)))
     found = simulate(job, num_steps=8)
-    happens = [kills_and_joins(kill=[("d0", 1e6)]), linked(lost(1e6))]
-    for later in happens[job.sync.policy == "static" :]:
+    faults = [kills_and_joins(kill=[("d0", 1e6)]), linked(lost(1e6))]
+    for later in faults[job.sync.policy == "static" :]:
         scenario = replace(unequal, kill=later.kill, link=later.link)
         again = simulate(replace(job, scenario=scenario), num_steps=8)
         for ends, same in zip(found.ends, again.ends, strict=True):
@@ -178,7 +178,7 @@ def test_later_events_do_not_change_earlier_results(job: SimulatedJob, seed: int
 def run_policy(
     policy: str, *, slow: Sequence[Slow] = (), num_steps: int = 40, **more: object
 ) -> SimulationResult:
-    given_: dict[str, object] = {
+    settings_: dict[str, object] = {
         "num_pipelines": 4,
         "forward": 0.1,
         "backward": 0.2,
@@ -187,7 +187,7 @@ def run_policy(
         "num_microbatches": 8,
         **more,
     }
-    job = equal_job(policy=policy, scenario=slowed(*slow), **given_)  # type: ignore[arg-type]
+    job = equal_job(policy=policy, scenario=slowed(*slow), **settings_)  # type: ignore[arg-type]
     return simulate(job, num_steps=num_steps)
 
 
@@ -209,7 +209,7 @@ def test_other_policies_are_not_slowed_by_one_straggler(policy: str) -> None:
 
 
 def test_balanced_gives_stragglers_fewer_microbatches() -> None:
-    """3 of 32 take the slow one as long as the others need for 9 or 10."""
+    """The straggler takes as long for 3 of 32 as the others for 9 or 10."""
     found = run_policy("balanced", slow=ONE_SLOW)
     assert steps_after_first(found) == pytest.approx(10 * 0.3, rel=0.15)
     assert found.busy[Worker(0, 0)] == pytest.approx(found.busy[Worker(0, 1)], rel=0.35)
@@ -263,7 +263,7 @@ def test_single_pipeline_never_waits(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"balanced"}))
 def test_far_workers_wait_for_coordinator_latency(policy: str) -> None:
-    """Unless nobody asks one, or seldom."""
+    """All policies wait, except local, which averages rarely."""
     job = equal_job(num_pipelines=2, forward=0.1, backward=0.2, policy=policy, latency=0.5)
     near = simulate(replace(job, cluster=region_per_device(2)), num_steps=10)
     far = simulate(job, num_steps=10)
@@ -320,8 +320,8 @@ def test_other_seeds_draw_other_groups() -> None:
 
 
 def plain(**more: object) -> SimulatedJob:
-    given_: dict[str, object] = {"num_stages": 2, "num_pipelines": 2, "num_microbatches": 2}
-    return equal_job(**{**given_, "forward": 0.1, "backward": 0.2, **more})  # type: ignore[arg-type]
+    settings_: dict[str, object] = {"num_stages": 2, "num_pipelines": 2, "num_microbatches": 2}
+    return equal_job(**{**settings_, "forward": 0.1, "backward": 0.2, **more})  # type: ignore[arg-type]
 
 
 NAN, INF = float("nan"), float("inf")

@@ -1,4 +1,4 @@
-"""Auto: it moves when that pays, to the simplest way that does, goes back, and does not flap."""
+"""Auto switch: it switches to the simplest mode that pays, undoes failures, and does not flap."""
 
 import pickle
 import random
@@ -37,14 +37,14 @@ MicrobatchTime = Callable[[random.Random, int, int], Seconds]  # of a micro-batc
 
 @dataclass
 class VirtualJob:
-    """Pipelines that train in virtual time, in the way they are told, and say what it took."""
+    """Pipelines that train in virtual time in a given sync mode, and return their step timings."""
 
     shape: JobShape
     unit: MicrobatchTime
-    averaging: Seconds = 0.0  # of all; of a group it is less, by what its members send
+    averaging: Seconds = 0.0  # of all pipelines; a group's average is shorter
     exposed: Seconds = 0.0
-    hidden_group_cost: Seconds = 0.0  # what groups cost besides, and nobody foresees
-    slow_link_probability: float = 0.0  # how often one slow link adds the time of two steps
+    hidden_group_cost: Seconds = 0.0  # extra cost of groups that the replay does not know
+    slow_link_probability: float = 0.0  # that a slow link adds the time of two steps
     seed: int = 0
     num_windows: int = 0
     balancer: MicrobatchBalancer | None = None
@@ -59,34 +59,35 @@ class VirtualJob:
     def window(self, sync_mode: str, num_steps: int) -> StepTimings:
         if sync_mode != BALANCED:
             self.balancer = None
-        found = (
+        timings = (
             self._in_groups(sync_mode, num_steps)
             if sync_mode in GROUPS
             else self._in_lockstep(sync_mode, num_steps)
         )
         self.num_windows += 1
-        return found
+        return timings
 
-    def _late(self, probability: float) -> Seconds:
+    def _link_delay(self, probability: float) -> Seconds:
         return 2.0 * max(self.shape.shares) if self.rng.random() < probability else 0.0
 
     def _in_lockstep(self, sync_mode: str, num_steps: int) -> StepTimings:
         number, shares = self.shape.num_pipelines, self.shape.shares
-        found: list[list[StepTiming]] = [[] for _ in shares]
+        timings: list[list[StepTiming]] = [[] for _ in shares]
         for _ in range(num_steps):
             counts: Sequence[int] = shares
             if sync_mode == BALANCED:
                 self.balancer = self.balancer or MicrobatchBalancer(sum(shares))
                 counts = list(self.balancer.assign(workers(number)).values())
-            took = [self.compute(p, count) for p, count in enumerate(counts)]
-            late = self._late(self.slow_link_probability)
-            average = (self.averaging if sync_mode == BALANCED else self.exposed) + late
-            for p, (seconds, count) in enumerate(zip(took, counts, strict=True)):
-                waited = max(took) - seconds + average
-                found[p].append(StepTiming(seconds, waited, self.averaging + late, count, number))
+            compute = [self.compute(p, count) for p, count in enumerate(counts)]
+            delay = self._link_delay(self.slow_link_probability)
+            average = (self.averaging if sync_mode == BALANCED else self.exposed) + delay
+            for p, (seconds, count) in enumerate(zip(compute, counts, strict=True)):
+                waited = max(compute) - seconds + average
+                timing = StepTiming(seconds, waited, self.averaging + delay, count, number)
+                timings[p].append(timing)
                 if self.balancer is not None:
                     self.balancer.record(Worker(0, p), count, seconds)
-        return found
+        return timings
 
     def _in_groups(self, sync_mode: str, num_steps: int) -> StepTimings:
         number, shares = self.shape.num_pipelines, self.shape.shares
@@ -103,16 +104,17 @@ class VirtualJob:
         formed = train(
             policy, number, step, num_groups=num_groups, averaging=average + self.hidden_group_cost
         )
-        found: list[list[StepTiming]] = [[] for _ in shares]
-        begun = [0.0] * number
+        timings: list[list[StepTiming]] = [[] for _ in shares]
+        starts = [0.0] * number
         for at, group, _ in formed:
             end = at + average + self.hidden_group_cost
             for _, p in group.members:
-                seconds = computed[p][len(found[p])]
-                waited = max(0.0, end - begun[p] - seconds)
-                found[p].append(StepTiming(seconds, waited, average, shares[p], len(group.members)))
-                begun[p] = end
-        return found
+                seconds = computed[p][len(timings[p])]
+                waited = max(0.0, end - starts[p] - seconds)
+                timing = StepTiming(seconds, waited, average, shares[p], len(group.members))
+                timings[p].append(timing)
+                starts[p] = end
+        return timings
 
 
 def run_windows(
@@ -133,11 +135,11 @@ def equal(noise: float = 0.0) -> MicrobatchTime:
 
 
 def random_stalls(probability: float, factor: float, noise: float = 0.02) -> MicrobatchTime:
-    """SDPipe's: a micro-batch takes longer, now and then."""
+    """SDPipe's stragglers: a micro-batch takes longer with some probability."""
 
     def unit(rng: random.Random, pipeline: int, window: int) -> Seconds:
-        late = factor if rng.random() < probability else 0.0
-        return 1 + rng.uniform(-noise, noise) + late
+        stall = factor if rng.random() < probability else 0.0
+        return 1 + rng.uniform(-noise, noise) + stall
 
     return unit
 
@@ -245,8 +247,8 @@ def test_equally_good_modes_do_not_flap(
     world = VirtualJob(
         JobShape(shares=(2,) * 4), random_stalls(probability, factor), averaging, seed=seed
     )
-    moves = [decision.why for decision in run_windows(world, 40) if decision.switches]
-    assert len(moves) <= 6, moves
+    switches = [decision.why for decision in run_windows(world, 40) if decision.switches]
+    assert len(switches) <= 6, switches
 
 
 def test_failed_switch_is_undone_and_retried_with_backoff() -> None:
@@ -271,10 +273,10 @@ def test_failed_switch_is_undone_and_retried_with_backoff() -> None:
 @settings(max_examples=4)
 @given(seeds)
 def test_same_timings_give_the_same_switch_decisions(seed: int) -> None:
-    one = VirtualJob(JobShape(shares=(2,) * 4), random_stalls(0.1, 3), averaging=0.05, seed=seed)
-    first, second = AutoSwitch(one.shape), AutoSwitch(one.shape)
+    world = VirtualJob(JobShape(shares=(2,) * 4), random_stalls(0.1, 3), averaging=0.05, seed=seed)
+    first, second = AutoSwitch(world.shape), AutoSwitch(world.shape)
     for _ in range(6):
-        times = one.window(first.sync_mode, first.num_steps)
+        times = world.window(first.sync_mode, first.num_steps)
         assert first.after_window(times) == second.after_window(pickle.loads(pickle.dumps(times)))
 
 
@@ -322,24 +324,24 @@ def test_invalid_shapes_and_timings_are_refused(make: Callable[[], Any], message
 
 
 def decide_once(compute: Sequence[Sequence[Seconds]]) -> SwitchDecision:
-    times = [[StepTiming(seconds, 0.0, 0.0, 1, 2) for seconds in one] for one in compute]
+    times = [[StepTiming(seconds, 0.0, 0.0, 1, 2) for seconds in steps] for steps in compute]
     return AutoSwitch(JobShape(shares=(1, 1))).after_window(times)
 
 
 class Recorder:
-    """Watches a simulation: what each step of each pipeline computes, at its first stage."""
+    """Observer that records the compute time of each step of each pipeline's first stage."""
 
     def __init__(self, num_pipelines: int) -> None:
         self.computed: list[list[Seconds]] = [[] for _ in range(num_pipelines)]
-        self._began = [0.0] * num_pipelines
+        self._start = [0.0] * num_pipelines
 
     def on_begin(self, worker: Worker, now: Seconds) -> None:
         if worker.stage == 0:
-            self._began[worker.pipeline] = now
+            self._start[worker.pipeline] = now
 
     def on_step(self, worker: Worker, now: Seconds) -> None:
         if worker.stage == 0:
-            self.computed[worker.pipeline].append(now - self._began[worker.pipeline])
+            self.computed[worker.pipeline].append(now - self._start[worker.pipeline])
 
     def on_average(self, *_: object) -> None: ...
     def on_applied(self, *_: object) -> None: ...
@@ -363,9 +365,8 @@ class Case(NamedTuple):
 
     @property
     def shape(self) -> JobShape:
-        sync_modes = (
-            SYNC_MODES if self.num_stages == 1 else (DECOUPLED, *GROUPS)
-        )  # as the simulator can
+        # The simulator cannot balance pipelines of several stages.
+        sync_modes = SYNC_MODES if self.num_stages == 1 else (DECOUPLED, *GROUPS)
         return JobShape(
             shares=(self.share,) * self.num_pipelines,
             num_stages=self.num_stages,

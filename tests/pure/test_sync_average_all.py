@@ -1,4 +1,4 @@
-"""Gathering: every gather ends, with all who take part or with a reason, and training goes on."""
+"""The global average: each ends with all active workers or with a reason, and training goes on."""
 
 import math
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def test_policy_does_not_wait_for_a_worker_in_average_all() -> None:
 
 def test_average_all_waits_for_joined_workers_only() -> None:
     scheduler = Scheduler([AllReduce(4)], 4, limits=LIMITS)
-    for worker in (A, B, C):  # the fourth never comes
+    for worker in (A, B, C):  # the fourth never joins
         scheduler.step(Join(worker, "node", 0))
     scheduler.step(Dead(C, now=1.0))
     assert request_average_all(scheduler, A) == []
@@ -146,7 +146,7 @@ def test_pending_average_all_ends_when_its_pipeline_breaks() -> None:
     for worker in scheduler.membership.members:
         scheduler.step(Join(worker, "node", 0))
     (exchange,) = ready(scheduler, A)
-    assert request_average_all(scheduler, B, clock=7, now=2.0) == []  # it answers first
+    assert request_average_all(scheduler, B, clock=7, now=2.0) == []  # its exchange ends first
     abort, *skips = scheduler.step(Dead(Worker(1, 1), now=3.0))
     assert (abort.gid, abort.members) == (exchange.gid, (A, B))
     assert Skip(B, 7, "its pipeline is incomplete: s1p1 is dead", True) in skips
@@ -165,7 +165,7 @@ def test_average_all_may_repeat_the_clock_of_ready_only() -> None:
     (commit,) = finish(scheduler, ready(scheduler, A, B, clock=3)[-1], now=2.0)
     assert ready(scheduler, A, clock=3, now=2.0) == [commit]
     assert request_average_all(scheduler, A, clock=3) == []
-    assert request_average_all(scheduler, A, clock=3) == []  # again: it waits still
+    assert request_average_all(scheduler, A, clock=3) == []  # repeated: it still waits
     assert scheduler.counters["duplicate"] == 2
     (assign,) = request_average_all(scheduler, B, clock=3)
     assert (
@@ -178,9 +178,8 @@ def test_average_all_may_repeat_the_clock_of_ready_only() -> None:
     assert scheduler.counters["duplicate"] == 5
     (refuse,) = request_average_all(scheduler, A, clock=2, now=7.0)
     assert refuse == Refuse(A, 2, "s0p0 goes back from clock 3 to 2: it must join again")
-    assert (
-        request_average_all(scheduler, A, clock=4, now=8.0) == []
-    )  # local steps that nobody heard of
+    # After local steps that were not reported.
+    assert request_average_all(scheduler, A, clock=4, now=8.0) == []
     (refuse,) = ready(scheduler, A, clock=3, now=8.0)
     assert refuse.clock == 3
 
@@ -197,14 +196,12 @@ def test_passive_worker_finishes_its_exchange_before_average_all() -> None:
     scheduler = Scheduler([Pairwise()], 3, limits=LIMITS)
     for worker in (A, B, C):
         scheduler.step(Join(worker, "node", 0))
-    (first,) = ready(scheduler, A)  # this one and the third are active
-    assert ready(scheduler, C) == []  # waits for the passive one
-    assert (
-        request_average_all(scheduler, B, clock=0, now=2.0) == []
-    )  # it answers to the first one still
+    (first,) = ready(scheduler, A)  # A and C are active
+    assert ready(scheduler, C) == []  # waits for the passive B
+    assert request_average_all(scheduler, B, clock=0, now=2.0) == []  # still in the exchange with A
     commit, skip = finish(scheduler, first, now=3.0)
     assert commit == Commit(1, (A, B), (1, -1))
-    # The policy has the next exchange ready for it; but it is not begun with one that stops.
+    # The policy has queued the next exchange for B; but it does not open for a stopping worker.
     assert skip == Skip(C, 1, "passive: continues, and answers meanwhile")
     assert request_average_all(scheduler, A) == []
     (assign,) = request_average_all(scheduler, C)
@@ -217,7 +214,7 @@ def test_average_all_aborts_queued_groups() -> None:
     scheduler = Scheduler([policy], 3, limits=LIMITS)
     for worker in (A, B, C):
         scheduler.step(Join(worker, "node", 0))
-    assert [c.why for c in ready(scheduler, A)] == ["1st"]  # b is passive
+    assert [c.why for c in ready(scheduler, A)] == ["1st"]  # B is passive
     ready(scheduler, C)
     request_average_all(scheduler, B, clock=0, now=2.0)
     assert policy.calls[-3:] == ["done s0p1 s0p2 False", "request s0p2", "ready s0p2"]
@@ -250,11 +247,9 @@ def test_early_average_all_waits_for_the_step_end() -> None:
     finish(scheduler, average_all, now=3.0)
     ready(scheduler, A, clock=2, now=4.0)
     assert request_average_all(scheduler, A, clock=2) == []
-    step, average_all_clock = scheduler.step(
-        Leave(B, now=5.0)
-    )  # that ends the step of the other one
+    step, average_all = scheduler.step(Leave(B, now=5.0))  # ends the step of A
     assert step.why == "all are ready; 1 of 2 workers are absent"
-    assert average_all_clock == Skip(A, 2, "average_all")
+    assert average_all == Skip(A, 2, "average_all")
 
 
 def test_events_during_average_all_are_handled_after_it() -> None:
@@ -279,8 +274,8 @@ def test_group_timeout_does_not_apply_to_average_all() -> None:
     scheduler = Scheduler([AllReduce(2)], 2, limits=Limits(group_timeout=20.0))
     for worker in (A, B):
         scheduler.step(Join(worker, "node", 0))
-    finish(scheduler, ready(scheduler, A, B)[-1], now=2.0)  # that was for a policy, at clock 1
-    assert request_average_all(scheduler, A, now=5.0) == []  # this is at the same clock
+    finish(scheduler, ready(scheduler, A, B)[-1], now=2.0)  # a group of the policy, at clock 1
+    assert request_average_all(scheduler, A, now=5.0) == []  # at the same clock
     assert scheduler.next_timer() == 545.0
 
 
@@ -312,9 +307,8 @@ def test_average_all_resets_causal_age(averages_all: bool) -> None:
         (assign,) = request_average_all(scheduler, A, B, C, clock=5, now=60.0)
         finish(scheduler, assign, now=61.0)
     ready(scheduler, B, clock=6, now=70.0)
-    assert (
-        bool(scheduler.step(Timer(71.0))) == averages_all
-    )  # else it waits for the one that is ahead
+    # Without the global average it waits for A, which is ahead.
+    assert bool(scheduler.step(Timer(71.0))) == averages_all
     assert policy.counters["window"] == 5 + averages_all
 
 
@@ -334,8 +328,8 @@ def test_every_average_all_includes_all_workers(
     assert all(state.clock == 6 for state in grid.workers.values())
     assert all(state.average_all_clock == max(average_all_at) for state in grid.workers.values())
     num_stages, num_pipelines = shape
-    everybody = [tuple(Worker(s, p) for p in range(num_pipelines)) for s in range(num_stages)]
-    expected = sorted(everybody * len(average_all_at)) if num_pipelines > 1 else []
+    stages = [tuple(Worker(s, p) for p in range(num_pipelines)) for s in range(num_stages)]
+    expected = sorted(stages * len(average_all_at)) if num_pipelines > 1 else []
     assert sorted(grid.global_averages) == expected
     assert grid.scheduler.next_timer() == math.inf
 
@@ -355,7 +349,7 @@ def test_average_all_ends_despite_crashes_and_failures(
     average_all_at: frozenset[int],
     data: st.DataObject,
 ) -> None:
-    """Fewer than all pipelines crash, some of them come back."""
+    """Fewer than all pipelines crash; some of them rejoin."""
     num_lost = data.draw(st.integers(0, shape[1] - 1))
     lost = set(range(num_lost))
     at_event: dict[int, Callable[[Grid], None]] = {}

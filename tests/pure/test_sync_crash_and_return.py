@@ -1,4 +1,4 @@
-"""Workers that die and come back, several times, soon or late, between gatherings: nobody hangs."""
+"""Workers crash and rejoin several times, soon or late, between global averages: all finish."""
 
 import random
 
@@ -12,14 +12,14 @@ from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
 from tests.pure.scheduler_grid import Grid
 
-RETURN_DELAYS = (0.5, 3.0, 20.0, 29.0, 31.0, 40.0)  # s; a death goes unnoticed for 30 s
+RETURN_DELAYS = (0.5, 3.0, 20.0, 29.0, 31.0, 40.0)  # s; a death is noticed after 30 s
 
 
 def run_with_crashes(policy: str, seed: int, *, averages_all: bool) -> Grid:
     rng = random.Random(seed)
     shape = num_stages, num_pipelines = rng.choice([2, 3]), rng.choice([2, 3, 4])
     workers = [Worker(s, p) for s in range(num_stages) for p in range(num_pipelines)]
-    takes = {worker: rng.choice([0.05, 0.1, 0.3]) for worker in workers}
+    durations = {worker: rng.choice([0.05, 0.1, 0.3]) for worker in workers}
     policies = make_policies(policy, num_stages=num_stages, num_pipelines=num_pipelines)
     limits = limits_for(
         policy, num_stages, Limits(ceiling=5.0, ready_timeout=40.0, average_all_timeout=60.0)
@@ -28,7 +28,7 @@ def run_with_crashes(policy: str, seed: int, *, averages_all: bool) -> Grid:
         Scheduler(policies, num_pipelines, limits=limits),
         *shape,
         num_steps=rng.choice([10, 25]),
-        compute=lambda worker, _: takes[worker] * rng.uniform(0.5, 1.5),
+        compute=lambda worker, _: durations[worker] * rng.uniform(0.5, 1.5),
         seed=seed,
         averaging=rng.choice([0.01, 0.1, 1.0]),
         latency=rng.choice([0.001, 0.05]),
@@ -37,8 +37,8 @@ def run_with_crashes(policy: str, seed: int, *, averages_all: bool) -> Grid:
 
     def crash(grid: Grid) -> None:
         lost = rng.choice(workers)
-        fellows = [w for w in workers if w.pipeline == lost.pipeline]
-        if grid.workers[lost].program and all(grid.workers[w].is_alive for w in fellows):
+        pipeline = [w for w in workers if w.pipeline == lost.pipeline]
+        if grid.workers[lost].program and all(grid.workers[w].is_alive for w in pipeline):
             grid.kill(lost)
             grid._schedule(rng.choice(RETURN_DELAYS), lambda: grid.revive(lost))
 

@@ -1,4 +1,4 @@
-"""Positions dealt by a scheduler: to all stages alike, each used once, whoever is lost."""
+"""Sample dispatch by a scheduler: all stages get the same samples, each position is used once."""
 
 import random
 from pathlib import Path
@@ -62,12 +62,12 @@ def test_stages_of_a_pipeline_acquire_the_same_samples() -> None:
     assert scheduler.step(Acquire(A, 0, 4, None, 1)) == [Acquired(A, 0, None, ((0, 4),))]
     assert scheduler.step(Acquire(B, 0, 4, None, 1)) == [Acquired(B, 0, None, ((4, 8),))]
     assert scheduler.step(Acquire(other, 0, 4, None, 1)) == [Acquired(other, 0, None, ((0, 4),))]
-    assert scheduler.step(Acquire(A, 0, 4, None, 1)) == [Acquired(A, 0, None, ((0, 4),))]  # again
+    assert scheduler.step(Acquire(A, 0, 4, None, 1)) == [Acquired(A, 0, None, ((0, 4),))]
     assert scheduler.step(Acknowledge(A, 0, 1)) == []
     [progress] = scheduler.step(QueryProgress(B, 5, 1))
     assert progress == SampleProgress(B, 5, SamplerState(limit=10, next=8, outstanding=((0, 8),)))
-    scheduler.step(Acquire(A, 0, 4, None, 1))  # by a stage that has used it: changes nothing
-    scheduler.step(Acknowledge(other, 0, 1))  # now all that have asked for it
+    scheduler.step(Acquire(A, 0, 4, None, 1))  # by a stage that has used it: no effect
+    scheduler.step(Acknowledge(other, 0, 1))  # the last stage that requested it
     [progress] = scheduler.step(QueryProgress(B, 6, 1))
     assert progress.sampler_state.outstanding == ((4, 8),)
     assert scheduler.counters["late"] == 0
@@ -90,10 +90,8 @@ def test_acquire_waits_while_others_hold_the_last_samples() -> None:
     scheduler.step(Acquire(B, 0, 4, None, 1))
     assert scheduler.step(Acknowledge(B, 0, 1)) == []
     assert scheduler.step(Acquire(B, 1, 4, None, 1)) == []
-    assert scheduler.step(Acquire(B, 1, 4, None, 1)) == []  # asks again, and is answered once
-    assert scheduler.step(Acquire(A, 1, 4, None, 1)) == [
-        Acquired(A, 1, None, ())
-    ]  # it has the rest
+    assert scheduler.step(Acquire(B, 1, 4, None, 1)) == []  # a repeated request
+    assert scheduler.step(Acquire(A, 1, 4, None, 1)) == [Acquired(A, 1, None, ())]  # has the rest
     assert scheduler.step(Acknowledge(A, 0, 1)) == [Acquired(B, 1, None, ())]
 
 
@@ -146,7 +144,7 @@ def test_restarted_worker_returns_its_samples() -> None:
     scheduler = joined(setup_of())
     scheduler.step(Acquire(A, 0, 4, None, 1))
     scheduler.step(Join(A, "node", 0, 2, 1.0))
-    assert scheduler.step(Acknowledge(A, 0, 1)) == []  # of its former life
+    assert scheduler.step(Acknowledge(A, 0, 1)) == []  # of its former incarnation
     assert scheduler.step(Acquire(A, 1, 4, None, 1)) == []
     assert scheduler.counters["late"] == 2
     assert scheduler.step(Acquire(A, 0, 3, None, 2)) == [Acquired(A, 0, None, ((0, 3),))]
@@ -192,15 +190,15 @@ def test_acquire_of_an_acknowledged_chunk_gets_a_reason() -> None:
 
 
 class RandomJob:
-    """A grid of workers that take, compute, and are lost, in any order, with a real scheduler."""
+    """Workers that acquire, acknowledge and are lost in random order, with a real scheduler."""
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         self.setup, self.rng, self.scheduler = setup, rng, setup.scheduler()
         self.log: list[tuple[Event, list[Command]]] = []
         self.incarnations = dict.fromkeys(setup.workers, 0)
         self.sent: dict[Worker, list[Event]] = {}
-        self.acquired: dict[Worker, dict[int, Ranges]] = {}  # in this life
-        self.asked: dict[Worker, set[int]] = {}
+        self.acquired: dict[Worker, dict[int, Ranges]] = {}  # in this incarnation
+        self.requested: dict[Worker, set[int]] = {}
         self.used: dict[Worker, int] = {}
         self.over: set[Worker] = set()
         self.counted: list[int] = []
@@ -213,7 +211,7 @@ class RandomJob:
         self.log.append((event, commands))
         for command in commands:
             assert isinstance(command, Acquired), command
-            if command.why:  # the rest of a broken pipeline
+            if command.why:  # answers to the other stages of a broken pipeline
                 assert isinstance(event, Dead)
                 assert command.worker.pipeline == event.worker.pipeline
                 continue
@@ -229,10 +227,10 @@ class RandomJob:
         return [worker for worker in self.setup.workers if worker.pipeline == pipeline]
 
     def begin(self, pipeline: int) -> None:
-        """All stages of a pipeline, in a new life."""
+        """Let all stages of a pipeline join in a new incarnation."""
         for worker in self.workers(pipeline):
             self.incarnations[worker] += 1
-            self.sent[worker], self.acquired[worker], self.asked[worker] = [], {}, set()
+            self.sent[worker], self.acquired[worker], self.requested[worker] = [], {}, set()
             self.used[worker] = -1
             self.over.discard(worker)
         for worker in self.workers(pipeline):
@@ -243,14 +241,14 @@ class RandomJob:
         return all(self.has_ended(worker) for worker in self.setup.workers)
 
     def has_ended(self, worker: Worker) -> bool:
-        """There is nothing left for it to take, or to use."""
+        """Whether the worker has nothing left to acquire or to acknowledge."""
         has = [number for number, found in self.acquired[worker].items() if found]
         return worker in self.over and self.used[worker] == max(has, default=-1)
 
     def act(self) -> None:
-        """Somebody does something that it may do now."""
+        """Let a random worker do something that it may do now."""
         worker = self.rng.choice([w for w in self.setup.workers if not self.has_ended(w)])
-        incarnation, next_number = self.incarnations[worker], len(self.asked[worker])
+        incarnation, next_number = self.incarnations[worker], len(self.requested[worker])
         could_use = self.used[worker] + 1
         all_have = all(self.acquired[w].get(could_use) for w in self.workers(worker.pipeline))
         choice = self.rng.random()
@@ -269,7 +267,7 @@ class RandomJob:
                 self.counted += positions(self.acquired[worker][could_use])
             self.send(worker, Acknowledge(worker, could_use, incarnation))
         elif next_number <= could_use + self.ahead and worker not in self.over:
-            self.asked[worker].add(next_number)
+            self.requested[worker].add(next_number)
             self.send(
                 worker, Acquire(worker, next_number, self.rng.randint(1, 6), None, incarnation)
             )
@@ -326,7 +324,7 @@ def test_static_policy_refuses_sample_dispatch() -> None:
 
 @pytest.mark.parametrize("policy", ["all_reduce", "partial_reduce", "smart"])
 def test_no_group_waits_for_an_idle_worker(policy: str) -> None:
-    """Who has the last positions may have to average before it uses them; then both go on."""
+    """The worker with the last positions averages before it uses them; then both continue."""
     options = {"group_size": 2} if policy == "partial_reduce" else {}
     sampler_state = SamplerState(limit=12)
     scheduler = joined(
@@ -340,11 +338,11 @@ def test_no_group_waits_for_an_idle_worker(policy: str) -> None:
     )
     assert positions_of(scheduler, A, 0) == 4
     assert positions_of(scheduler, B, 0) == positions_of(scheduler, B, 1) == 4
-    for worker in (A, B):  # both have asked ahead for a group, where a policy wants that
+    for worker in (A, B):  # both have requested a group ahead, if the policy takes requests
         scheduler.step(Request(worker, 1, 1))
     scheduler.step(Acknowledge(A, 0, 1))
     scheduler.step(Acknowledge(B, 0, 1))
-    assert scheduler.step(Acquire(A, 1, 4, None, 1, 1.0)) == []  # it waits: B has the last ones
+    assert scheduler.step(Acquire(A, 1, 4, None, 1, 1.0)) == []  # B has the last positions
     commands = scheduler.step(Ready(B, 1, 1, 2.0))
     assert [type(command) for command in commands] == [Skip]
     commands = scheduler.step(Acknowledge(B, 1, 1, 3.0))
@@ -364,7 +362,7 @@ def test_idle_worker_rejoins_its_policy_with_its_next_step() -> None:
     assert positions_of(scheduler, A, 0) == positions_of(scheduler, B, 0) == 4
     scheduler.step(Acknowledge(A, 0, 1))
     assert scheduler.step(Acquire(A, 1, 4, None, 1)) == []
-    assert scheduler.step(Ready(A, 1, 1)) == []  # it had not heard yet, and waits for B
+    assert scheduler.step(Ready(A, 1, 1)) == []  # it is back in its policy, and waits for B
     assert isinstance(scheduler.step(Ready(B, 1, 1))[-1], Assign)
 
 
@@ -382,7 +380,7 @@ def test_dispatch_can_end_after_the_current_batch() -> None:
     [again] = scheduler.step(QueryProgress(A, 1, 1, batch=6))
     assert again.sampler_state == progress.sampler_state
     assert scheduler.step(Acquire(B, 0, 4, None, 1)) == [Acquired(B, 0, None, ((4, 6),))]
-    assert scheduler.step(Acquire(A, 1, 4, None, 1)) == []  # B may be lost, with what it has
+    assert scheduler.step(Acquire(A, 1, 4, None, 1)) == []  # B may be lost with its chunk
     assert scheduler.step(Acknowledge(A, 0, 1)) == []
     assert scheduler.step(Acknowledge(B, 0, 1)) == [Acquired(A, 1, None, ())]
 
@@ -391,6 +389,4 @@ def test_end_after_batch_never_raises_the_limit() -> None:
     scheduler = joined(setup_of(limit=8))
     scheduler.step(Acquire(A, 0, 8, None, 1))
     assert scheduler.step(Acquire(B, 0, 4, None, 1)) == []
-    assert (
-        scheduler.step(QueryProgress(B, 0, 1, batch=3))[-1].sampler_state.limit == 8
-    )  # never later than told
+    assert scheduler.step(QueryProgress(B, 0, 1, batch=3))[-1].sampler_state.limit == 8

@@ -1,4 +1,4 @@
-"""SDPipe's published group sizes for N = 8 come out of the policy with the timing of its code.
+"""The policy reproduces SDPipe's published group sizes for N = 8 with the timing of its code.
 
 The figure is Figure 9 in the appendix of "SDPipe" (PVLDB 16(9), 2023): box plots of the group size.
 P = 1: always 8. P = 2: median 8, box 6 to 8. P = 5: median 4, box 3 to 6.
@@ -6,10 +6,10 @@ P = 1: always 8. P = 2: median 8, box 6 to 8. P = 5: median 4, box 3 to 6.
 Its timing is not published with it. Assumed, from the published code: setting B on ResNet-50, a
 sleep of 0.3 s with probability 0.1 before each forward and each backward; a window that starts at
 1 ms, doubles up to 10 ms after a group of one and shrinks by a tenth after others. Fitted until the
-boxes matched, so that this shows what is possible and not what they did: one stage, a step of 160
-ms with 5 % of noise, 30 ms to average, and a size counted once for each member. From 100 to 200 ms
-and from 3 to 5 % the boxes are the same within one. Counted once per group, with the window of the
-paper's text, the median at P = 2 was 7 in every setting tried.
+boxes matched, so that this shows what is possible and not their exact setup: one stage, a step of
+160 ms with 5 % of noise, 30 ms to average, and a size counted once for each member. From 100 to 200
+ms and from 3 to 5 % the boxes are the same within one. Counted once per group, with the window of
+the paper's text, the median at P = 2 was 7 in every setting tried.
 """
 
 import random
@@ -46,7 +46,7 @@ class PublishedCodeWindow:
 
 
 def group_sizes(last_groups: int, step: Seconds = 0.16, noise: float = 0.05) -> list[int]:
-    """As each worker sees them."""
+    """Group sizes, counted once for each member."""
     sizes = []
     for seed in range(4):
         rng = random.Random(seed)

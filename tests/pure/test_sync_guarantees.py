@@ -1,8 +1,8 @@
-"""What groups promise holds for pipelines under a scheduler, when averages fail: seen by the log.
+"""The guarantees of groups hold in pipelines under a scheduler with failing averages, by the log.
 
 Groups of one stage, in the order they are formed: the last P connect all workers (`adaptive`), and
-none misses more than `max_age` updates of anybody (`age`), unless the reason says that this is
-waived. What failed connects nobody, and brings no news.
+none misses more than `max_age` updates of a worker (`age`), unless the reason says that this is
+waived. A failed group connects no workers, and spreads no updates.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ LAST_GROUPS, MAX_AGE = 3, 1
 
 
 def run_of(name: str, seed: int) -> Grid:
-    """A tenth of the members fail."""
+    """A run in which a tenth of the members fail."""
     options: dict[str, object] = {"window": 0.5}
     options |= {"last_groups": LAST_GROUPS} if name == "adaptive" else {"max_age": MAX_AGE}
     policies = make_policies(
@@ -47,7 +47,7 @@ class StageGroup:
 
 
 def groups_as_formed(grid: Grid, stage: int) -> Iterator[list[StageGroup]]:
-    """All groups so far, at each one that is formed; while everybody is here."""
+    """Yield all groups so far at each new one, until the first worker leaves."""
     history: list[StageGroup] = []
     by_gid: dict[int, StageGroup] = {}
     for event, commands in grid.log:
@@ -70,26 +70,26 @@ def groups_as_formed(grid: Grid, stage: int) -> Iterator[list[StageGroup]]:
 @given(seed=seeds)
 @settings(max_examples=15)
 def test_the_last_groups_of_every_stage_connect_all_unless_waived(stage: int, seed: int) -> None:
-    everybody = set(range(SHAPE[1]))
+    all_pipelines = set(range(SHAPE[1]))
     for history in groups_as_formed(run_of("adaptive", seed), stage):
         window = history[-LAST_GROUPS:]
         cliques = [set() if group.failed else group.pipelines for group in window]
         if len(window) == LAST_GROUPS and not history[-1].waived:
-            assert connected(cliques, everybody)
+            assert connected(cliques, all_pipelines)
 
 
 class ModelContents:
-    """How many updates of each worker of a stage the model of each one contains."""
+    """The number of updates of each worker of a stage that each model contains."""
 
     def __init__(self, num_pipelines: int) -> None:
         self.clock = [0] * num_pipelines
         self.seen = [[0] * num_pipelines for _ in range(num_pipelines)]
-        self.again: set[int] = set()  # its group has failed: it comes again with that update
+        self.again: set[int] = set()  # their group failed: they offer the same update again
 
     def form(self, pipelines: set[int], *, waived: bool) -> list[int]:
-        """What the average of a group will contain."""
+        """The updates that the average of a group will contain."""
         for pipeline in pipelines & self.again:
-            self.come(pipeline)
+            self.offer(pipeline)
         self.again -= pipelines
         for pipeline in pipelines:
             self.seen[pipeline] = [*self.seen[pipeline]]
@@ -99,7 +99,7 @@ class ModelContents:
         assert waived or max(ages) <= MAX_AGE
         return average
 
-    def come(self, pipeline: int) -> None:
+    def offer(self, pipeline: int) -> None:
         self.clock[pipeline] += 1
 
     def fail(self, pipelines: set[int]) -> None:
@@ -112,36 +112,36 @@ class ModelContents:
 @given(seed=seeds)
 @settings(max_examples=15)
 def test_age_bound_holds_at_every_stage_unless_waived(stage: int, seed: int) -> None:
-    news, open_groups = ModelContents(SHAPE[1]), dict[int, tuple[set[int], list[int]]]()
+    models, open_groups = ModelContents(SHAPE[1]), dict[int, tuple[set[int], list[int]]]()
     for event, commands in run_of("age", seed).log:
         if isinstance(event, Leave):
             return
         if isinstance(event, Ready) and event.worker.stage == stage:
-            news.come(event.worker.pipeline)
+            models.offer(event.worker.pipeline)
         for command in commands:
             if isinstance(command, Assign) and command.members[0].stage == stage:
                 group = StageGroup(command.members, command.why)
-                average = news.form(group.pipelines, waived=group.waived)
+                average = models.form(group.pipelines, waived=group.waived)
                 open_groups[command.gid] = group.pipelines, average
             elif isinstance(command, Commit | Abort) and command.gid in open_groups:
                 pipelines, average = open_groups.pop(command.gid)
                 if isinstance(command, Abort):
-                    news.fail(pipelines)
+                    models.fail(pipelines)
                 else:
-                    news.seen = [
+                    models.seen = [
                         average if pipeline in pipelines else seen
-                        for pipeline, seen in enumerate(news.seen)
+                        for pipeline, seen in enumerate(models.seen)
                     ]
             elif isinstance(command, Skip) and command.worker.stage == stage:
                 pipeline = command.worker.pipeline
                 if command.failed:
-                    news.again.discard(pipeline)  # its update comes with the next one
+                    models.again.discard(pipeline)  # its update is part of the next one
                 else:
                     alone = StageGroup((command.worker,), command.why)
-                    news.seen[pipeline] = news.form(alone.pipelines, waived=alone.waived)
-        for pipeline in news.again:
-            news.come(pipeline)
-        news.again.clear()
+                    models.seen[pipeline] = models.form(alone.pipelines, waived=alone.waived)
+        for pipeline in models.again:
+            models.offer(pipeline)
+        models.again.clear()
 
 
 @pytest.mark.parametrize("name", ["adaptive", "age"])
@@ -162,8 +162,7 @@ def test_random_groups_of_two_are_a_matching_as_in_ad_psgd(num_workers: int, see
     job = job_of(
         RandomGroups(2, seed=seed), [0] * num_workers, random_durations(seed), num_steps=12
     )
-    job.run()  # which sees to it that no worker is in two groups at once
-    while_all_are_here = [group.members for _, group in job.formed[: 2 * num_workers]]
-    assert {len(members) for members in while_all_are_here} == {2}
-    met = {worker for members in while_all_are_here for worker in members}
-    assert met == set(workers(num_workers))
+    job.run()  # checks that no worker is in two groups at once
+    groups = [group.members for _, group in job.formed[: 2 * num_workers]]  # before one leaves
+    assert {len(members) for members in groups} == {2}
+    assert {worker for members in groups for worker in members} == set(workers(num_workers))

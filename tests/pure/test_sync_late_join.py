@@ -1,4 +1,4 @@
-"""Who comes late counts from its first step on; in lockstep, at all its stages after one step."""
+"""A late joiner takes part from its first step on; in lockstep, at all stages after one step."""
 
 from collections.abc import Callable
 
@@ -18,33 +18,33 @@ from polyrhythm.sync.protocol import (
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.types import Group, Seconds, Worker
 
-NEW = 2  # the pipeline that comes late
+NEW = 2  # the pipeline that joins late
 
 
 class ModelAllReduce(AllReduce):
-    """Waits for all, and averages models."""
+    """An all-reduce of models, which is not in lockstep."""
 
     lockstep = False
 
 
 class AverageWithAllPresent(Policy):
-    """Whoever is ready averages with all that are here, ready or not."""
+    """A ready worker averages with all present workers, ready or not."""
 
     def __init__(self) -> None:
-        self.here: set[Worker] = set()
+        self.present: set[Worker] = set()
 
     def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
-        self.here.add(worker)
+        self.present.add(worker)
         return []
 
     def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
-        return [Group(tuple(sorted(self.here)), "all that are here")]
+        return [Group(tuple(sorted(self.present)), "all present workers")]
 
 
 def running_scheduler(
     num_stages: int, policy: Callable[[], Policy] = lambda: AllReduce(2)
 ) -> Scheduler:
-    """Two pipelines that have made a step; a third one may come."""
+    """A scheduler with two pipelines that have finished a step; a third one may join."""
     scheduler = Scheduler([policy() for _ in range(num_stages)], 3)
     for stage in range(num_stages):
         for pipeline in (0, 1):
@@ -53,7 +53,7 @@ def running_scheduler(
 
 
 def join_new_pipeline(scheduler: Scheduler) -> list[CopyFrom]:
-    """The new pipeline; whom it is to copy from."""
+    """Let the new pipeline join; return its CopyFrom commands."""
     stages = range(len(scheduler.policies))
     joins = [Join(Worker(stage, NEW), "node", 0, 1, now=2.0) for stage in stages]
     commands = [command for join in joins for command in scheduler.step(join)]
@@ -62,7 +62,7 @@ def join_new_pipeline(scheduler: Scheduler) -> list[CopyFrom]:
 
 
 def report_ready(scheduler: Scheduler, stage: int, pipeline: int, clock: int) -> list[list[int]]:
-    """Who is assigned to a group by a worker's being ready."""
+    """Report a worker as ready; return the pipelines of the assigned groups."""
     event = Ready(Worker(stage, pipeline), clock, int(pipeline == NEW), now=3.0)
     return averaged(scheduler.step(event))
 
@@ -72,7 +72,7 @@ def averaged(commands: list[Command]) -> list[list[int]]:
 
 
 def done(scheduler: Scheduler, stage: int, pipelines: list[int]) -> None:
-    """All members of the group of a stage that is open."""
+    """Send Done for all members of the open group of a stage."""
     workers = [Worker(stage, pipeline) for pipeline in pipelines]
     (gid,) = {scheduler.membership.members[worker].queue[0].gid for worker in workers}
     for worker in workers:
@@ -80,7 +80,7 @@ def done(scheduler: Scheduler, stage: int, pipelines: list[int]) -> None:
 
 
 def step(scheduler: Scheduler, stage: int, clock: int) -> None:
-    """The two that were there make a step without the third."""
+    """Run a step of the first two pipelines without the third."""
     assert report_ready(scheduler, stage, 0, clock) == []
     assert report_ready(scheduler, stage, 1, clock) == [[0, 1]]
     done(scheduler, stage, [0, 1])
@@ -98,7 +98,7 @@ def test_model_averaging_does_not_wait_for_a_copying_worker() -> None:
     assert {copy_from.clock for copy_from in join_new_pipeline(scheduler)} == {-1}
     for clock in (2, 3):
         step(scheduler, 0, clock)
-    assert report_ready(scheduler, 1, NEW, 2) == []  # all its stages have copied by then
+    assert report_ready(scheduler, 1, NEW, 2) == []  # all its stages have copied
     assert (
         report_ready(scheduler, 0, 0, 4)
         == report_ready(scheduler, 0, 1, 4)
@@ -118,9 +118,7 @@ def test_copying_worker_is_in_no_group() -> None:
 
 def test_lockstep_late_join_starts_after_an_unfinished_step() -> None:
     scheduler = running_scheduler(2)
-    assert (
-        report_ready(scheduler, 1, 0, 2) == []
-    )  # of the pipeline that is copied from, the furthest
+    assert report_ready(scheduler, 1, 0, 2) == []  # the most advanced stage of the source
     assert {
         (copy_from.source.pipeline, copy_from.clock) for copy_from in join_new_pipeline(scheduler)
     } == {(0, 2)}
@@ -154,17 +152,16 @@ def test_retried_group_does_not_include_the_late_joiner() -> None:
 def test_late_joiner_copies_from_another_source_if_its_source_dies() -> None:
     scheduler = running_scheduler(2)
     step(scheduler, 1, 2)
-    join_new_pipeline(scheduler)  # it has entered at stage 1, and copies from pipeline 0
+    join_new_pipeline(scheduler)  # it has joined at stage 1, and copies from pipeline 0
     assert report_ready(scheduler, 0, 1, 2) == report_ready(scheduler, 1, 1, 3) == []
     commands = scheduler.step(Dead(Worker(0, 0), now=3.0))
     copies = [command for command in commands if isinstance(command, CopyFrom)]
     assert {(copy_from.source.pipeline, copy_from.clock) for copy_from in copies} == {(1, 3)}
     assert len(copies) == 2
     alone = [(c.worker, c.clock) for c in commands if isinstance(c, Skip) and not c.failed]
-    assert alone == [(Worker(0, 1), 2), (Worker(1, 1), 3)]  # nobody waits for the new one there
+    assert alone == [(Worker(0, 1), 2), (Worker(1, 1), 3)]  # they do not wait for the new one
     for stage, clock in ((1, 4), (0, 3)):
-        found = report_ready(scheduler, stage, 1, clock)
-        assert found == []
+        assert report_ready(scheduler, stage, 1, clock) == []
     end = scheduler.membership.members[Worker(0, 1)].step_end
     assert isinstance(end, Skip)
     assert end.clock == 3

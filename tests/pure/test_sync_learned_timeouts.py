@@ -1,4 +1,4 @@
-"""Learned patience: what is as usual is never cut off, however steady, large or long it is."""
+"""Learned timeouts: a typical duration never times out, for steady, large or long groups."""
 
 import random
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def test_constant_averages_never_time_out(name: str, averaging: Seconds) -> None
 
 @pytest.mark.parametrize("num_workers", [2, 16, 125])
 def test_timeout_learned_from_pairs_suffices_for_all_workers(num_workers: int) -> None:
-    """A ring of n sends 2 (n - 1) / n times a model, so four pairs' time is twice too much."""
+    """A ring of n sends 2 (n - 1) / n times a model: four times a pair's time is twice enough."""
     limits = Limits()
     timeout = LearnedTimeout(limits.timeout_factor, limits.floor, limits.ceiling, limits.ceiling)
     for _ in range(64):
@@ -55,7 +55,7 @@ def test_timeout_learned_from_pairs_suffices_for_all_workers(num_workers: int) -
 
 def test_group_wait_scales_with_step_time() -> None:
     def lost(name: str, unit: Seconds) -> float:
-        """The share of the steps that should have ended with an average, and did not."""
+        """Fraction of steps that should have ended with an average, and did not."""
         rng = random.Random(0)
 
         def compute(worker: Worker, action: Action) -> Seconds:
@@ -74,7 +74,7 @@ def test_group_wait_scales_with_step_time() -> None:
 
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_mutual_waits_do_not_raise_the_wait_timeout(name: str) -> None:
-    """In steps of seconds a worker that waits in vain is sent on within `MAX_GROUP_WAIT`."""
+    """With steps of seconds, a worker without a group is skipped within `MAX_GROUP_WAIT`."""
     for seed in range(5):
         grid = grid_of(name, (4, 5), random_times(seed), 40)
         grid.asks_ahead = False  # all wait for policies, and none for an assigned group

@@ -1,4 +1,4 @@
-"""Many workers: how far groups must connect, or how old news may be, grows with their number."""
+"""Many workers: the default window of groups, and the default age, grow with their number."""
 
 import math
 import random
@@ -50,7 +50,7 @@ def test_defaults_grow_with_workers_and_options_override_them() -> None:
 
 
 def share_of_enforced_groups(policy: Adaptive | Age, num_workers: int, noise: float) -> float:
-    """Of all groups, those that waited for somebody, or should have; equal workers."""
+    """Fraction of groups of equal workers that were enforced or waived."""
     rng = random.Random(0)
     step = lambda worker: rng.lognormvariate(0, noise)  # noqa: E731
     num_groups = 15 * num_workers
@@ -65,8 +65,8 @@ def share_of_enforced_groups(policy: Adaptive | Age, num_workers: int, noise: fl
 def test_equal_workers_are_rarely_enforced(num_workers: int, noise: float) -> None:
     assert share_of_enforced_groups(Adaptive(num_workers), num_workers, noise) < 0.03
     assert share_of_enforced_groups(Age(num_workers), num_workers, noise) < 0.03
-    if noise > 0.02:  # else they come in bursts, which are large groups
-        # With the bound of few workers it is not so.
+    if noise > 0.02:  # else they arrive in bursts, which are large groups
+        # With the bound for few workers, many groups are enforced.
         assert (
             share_of_enforced_groups(Adaptive(num_workers, last_groups=10), num_workers, noise)
             > 0.2

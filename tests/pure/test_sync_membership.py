@@ -1,4 +1,4 @@
-"""Who takes part: pipelines live and die whole, workers return, models are copied."""
+"""Membership: pipelines are active as a whole, workers rejoin, models are copied."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +26,7 @@ def test_death_deactivates_its_pipeline_at_every_stage() -> None:
         Skip(other[1], 1, "all are ready; 1 of 2 workers are absent"),
         Skip(pipeline[2], 1, "s1p1 died", True),
     ]
-    assert scheduler.epoch == 3  # two pipelines came, one went
+    assert scheduler.epoch == 3  # two pipelines joined, one was lost
     (skip,) = ready(scheduler, pipeline[0], clock=2, now=3.0)
     assert skip.why == "its pipeline is incomplete: s1p1 is dead"
 
@@ -53,13 +53,14 @@ def test_returning_pipeline_copies_all_stages_from_one_pipeline() -> None:
         ready(scheduler, Worker(0, pipeline), clock=clock)
         ready(scheduler, Worker(1, pipeline), clock=12 - clock)
     scheduler.step(Dead(Worker(1, 1), now=2.0))
-    assert scheduler.step(Join(Worker(1, 1), "node", 0, 0, now=3.0)) == []  # of its old life
+    # Of its old incarnation.
+    assert scheduler.step(Join(Worker(1, 1), "node", 0, 0, now=3.0)) == []
     copies = scheduler.step(Join(Worker(1, 1), "node", 0, 1, now=3.0))
     assert [(copy_from.worker, copy_from.source) for copy_from in copies] == [
         (Worker(0, 1), Worker(0, 0)),
         (Worker(1, 1), Worker(1, 0)),
     ]
-    # Asked again while it copies: told again. The source dies: another one, for both stages.
+    # A repeated Join gets the same answer. If the source dies, both stages get another one.
     assert scheduler.step(Join(Worker(1, 1), "node", 0, 1, now=4.0))[0].source == Worker(1, 0)
     copies = [c for c in scheduler.step(Dead(Worker(0, 0), now=5.0)) if isinstance(c, CopyFrom)]
     assert [(copy_from.worker, copy_from.source) for copy_from in copies] == [
@@ -69,7 +70,7 @@ def test_returning_pipeline_copies_all_stages_from_one_pipeline() -> None:
 
 
 def test_rejoining_worker_with_a_model_does_not_copy() -> None:
-    """A slow worker is far behind by its clock, and yet its model is as good as any."""
+    """The clock of a straggler is far behind, yet its model is as good as any."""
     scheduler = scheduler_of(2)
     ready(scheduler, A, clock=600)
     scheduler.step(Dead(B, now=2.0))
@@ -91,7 +92,7 @@ def test_restart_before_death_is_noticed() -> None:
     assert abort == Abort(1, (A, B), "s0p1 has restarted")
     assert isinstance(skip, Skip)
     assert copy_from == CopyFrom(B, A, "its pipeline joins a running job", clock=4)
-    assert scheduler.step(Ready(B, 5, 0, now=3.0)) == []  # its old life
+    assert scheduler.step(Ready(B, 5, 0, now=3.0)) == []  # of its old incarnation
     assert scheduler.counters["late"] == 1
     assert ready(scheduler, A, clock=5, now=3.0) == []
     assert isinstance(scheduler.step(Ready(B, 5, 1, now=3.0))[0], Assign)
@@ -143,7 +144,7 @@ def test_copy_source_is_the_pipeline_with_the_highest_minimum_clock() -> None:
     behind = [membership.members[Worker(stage, 0)] for stage in range(2)]
     pairs = [(m.worker, source.worker) for m, source in membership.sources(behind)]
     assert pairs == [(Worker(0, 0), Worker(0, 2)), (Worker(1, 0), Worker(1, 2))]
-    # With no whole pipeline left, each stage finds its own.
+    # Without a complete pipeline, each stage gets its own source.
     for lost in (Worker(0, 2), Worker(1, 3), Worker(0, 1)):
         membership.members[lost].is_active = False
     pairs = [(m.worker, source.worker) for m, source in membership.sources(behind)]

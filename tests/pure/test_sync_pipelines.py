@@ -1,4 +1,4 @@
-"""Pipelines under a scheduler: no deadlock, no starvation, and no crash that stops the others."""
+"""Pipelines under a scheduler: no deadlock, no starvation, and no crash stops the others."""
 
 import math
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from tests.pure.scheduler_grid import (
 def without_a_shared_token(
     kind: type[WindowedGroups], num_stages: int, num_pipelines: int, **options: object
 ) -> Scheduler:
-    """Every stage enforces as it likes, for as long as it likes."""
+    """A scheduler whose stages all enforce without limit."""
     tokens = [EnforcementToken(math.inf) for _ in range(num_stages)]
     policies = [kind(num_pipelines, stage=s, token=t, **options) for s, t in enumerate(tokens)]
     return Scheduler(policies, num_pipelines)
@@ -41,7 +41,7 @@ def without_a_shared_token(
 def with_one_token(
     kind: type[WindowedGroups], num_stages: int, num_pipelines: int, **options: object
 ) -> Scheduler:
-    """The lease never ends: that nobody is stuck is the merit of the token alone."""
+    """A scheduler whose lease never ends: only the token prevents deadlocks."""
     token = EnforcementToken(math.inf)
     policies = [kind(num_pipelines, stage=s, token=token, **options) for s in range(num_stages)]
     return Scheduler(policies, num_pipelines)
@@ -95,7 +95,7 @@ def test_unbounded_policies_finish_with_a_group_timeout(
     more = {"asks_ahead": asks_ahead, "failure_probability": failure_probability}
     grid = grid_with_limits(name, group_size, seed, limits, **more).run()
     assert grid.unfinished() == []
-    # At each try it waits for its policy, for the others to be ready, and for the average.
+    # Each attempt waits for the policy, for the other members, and for the average.
     longest = (limits.max_retries + 1) * (2 * MAX_GROUP_WAIT + CEILING + grid.latency)
     assert max(grid.waits, default=0.0) <= longest
 
@@ -118,8 +118,8 @@ def test_unbounded_policies_deadlock_without_a_group_timeout(
 def figure_3(make: Callable[..., Scheduler]) -> Grid:
     """Pipelines A = 0 and B = 1. B is first at the second stage, A is first at the first one."""
     slow = {
-        (Worker(1, 0), Action(Op.B, 0)): 2.0,  # so worker (2, A) finds that B has gone on
-        (Worker(0, 1), Action(Op.B, 0)): 5.0,  # so worker (1, B) finds that A has gone on
+        (Worker(1, 0), Action(Op.B, 0)): 2.0,  # so (2, A) is ready after B has continued
+        (Worker(0, 1), Action(Op.B, 0)): 5.0,  # so (1, B) is ready after A has continued
     }
     scheduler = make(Adaptive, 2, 2, last_groups=2, window=0.0)
     times = lambda worker, action: slow.get((worker, action), 1.0)  # noqa: E731
@@ -143,7 +143,7 @@ def test_figure_3_finishes_with_the_token() -> None:
     assert grid.unfinished() == []
     first, second = (policy.counters for policy in grid.scheduler.policies)
     assert first["waived_token"] + second["waived_token"] > 0
-    assert first["everybody"] > 0 < second["everybody"]  # both stages have had their pair
+    assert first["everybody"] > 0 < second["everybody"]  # both stages have averaged
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_crash_of_any_worker_at_any_event_does_not_stop_the_others(name: str) 
 def test_crashes_and_returns_do_not_stop_the_others(
     name: str, seed: int, shape: tuple[int, int], data: st.DataObject
 ) -> None:
-    """Fewer than all pipelines crash, some of them come back."""
+    """Fewer than all pipelines crash; some of them rejoin."""
     num_lost = data.draw(st.integers(1, shape[1] - 1))
     at_event: dict[int, Callable[[Grid], None]] = {}
     alone = set(range(num_lost))
@@ -205,7 +205,7 @@ def test_all_pipelines_finish_with_failing_averages(shape: tuple[int, int], seed
     assert grid.unfinished() == []
     counters = grid.scheduler.counters
     for event, commands in grid.log:
-        # A ready worker is in one group, or sent on; a gid is never used twice.
+        # A ready worker is assigned to one group, or skipped; a gid is never reused.
         assert not isinstance(event, Ready) or len(commands) <= 2
     gids = [c.gid for _, commands in grid.log for c in commands if isinstance(c, Assign)]
     assert len(gids) == len(set(gids)) == counters["committed"] + counters["aborted"]

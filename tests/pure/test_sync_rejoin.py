@@ -1,4 +1,4 @@
-"""Workers that return in the same life: from an average of all workers, or from a wait too long."""
+"""Workers return in the same incarnation: from a global average, or from a timed-out wait."""
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,13 +13,13 @@ from tests.pure.scheduler_grid import Grid, random_times, seeds
 
 
 def pushes(policy: BoundedStaleness, *workers: Worker) -> list[Worker]:
-    """Who is released."""
+    """Report pushes of workers; return the released ones."""
     groups = [group for worker in workers for group in policy.on_ready(worker, 1.0)]
     return [group.members[0] for group in groups]
 
 
 def two_by_two(staleness: int) -> tuple[BoundedStaleness, list[Worker]]:
-    """Stages 0 and 1 of pipeline 0, then of pipeline 1."""
+    """A policy, and its workers: stages 0 and 1 of pipeline 0, then of pipeline 1."""
     policy = BoundedStaleness(4, staleness, num_stages=2)
     workers = [Worker(stage, pipeline) for pipeline in range(2) for stage in range(2)]
     for worker in workers:
@@ -33,10 +33,9 @@ def two_by_two(staleness: int) -> tuple[BoundedStaleness, list[Worker]]:
     seed=seeds,
     average_all_at=st.sampled_from([{3}, {2, 4}, {1, 2, 3}, set(range(1, 20))]),
 )
-@example(
-    shape=(4, 4), seed=5, average_all_at={1, 2, 3}
-)  # with staleness 1 these were stuck when stages
-@example(shape=(4, 4), seed=25, average_all_at={1, 2, 3})  # came back at the clock of the others
+# With staleness 1 these deadlocked when stages returned at the clock of the others.
+@example(shape=(4, 4), seed=5, average_all_at={1, 2, 3})
+@example(shape=(4, 4), seed=25, average_all_at={1, 2, 3})
 @settings(max_examples=20)
 def test_ssp_pipelines_never_deadlock_after_average_all(
     staleness: int | None, shape: tuple[int, int], seed: int, average_all_at: set[int]
@@ -58,7 +57,7 @@ def test_rejoining_stage_keeps_its_push_count() -> None:
     policy.on_leave(first, 2.0)
     assert pushes(policy, second, *others) == [second, *others]
     policy.on_return(first, "node", 3.0)
-    assert pushes(policy, second) == []  # 3 steps, and the one that is back has pushed 1
+    assert pushes(policy, second) == []  # 3 pushes, and the returned stage has 1
     assert pushes(policy, first) == [first, second]
 
 
@@ -67,7 +66,7 @@ def test_stages_that_left_together_rejoin_in_step() -> None:
     pushes(policy, first, second, *others)
     for worker in (first, second, *others):
         policy.on_leave(worker, 2.0)
-    for worker in (first, others[0]):  # their stage is done with it; they make a step
+    for worker in (first, others[0]):  # their stage is done first; they run a step
         policy.on_return(worker, "node", 3.0)
     assert pushes(policy, first, others[0]) == [first, others[0]]
     for worker in (second, others[1]):
@@ -85,7 +84,7 @@ def test_pipeline_rejoins_at_the_most_advanced_clock() -> None:
         assert pushes(policy, *others) == others
     policy.on_return(first, "node", 3.0)
     policy.on_return(second, "node", 3.0)
-    assert pushes(policy, others[0]) == []  # the second one is a step behind the first, as before
+    assert pushes(policy, others[0]) == []  # `second` is a step behind `first`, as before
     assert pushes(policy, second) == [others[0], second]
 
 

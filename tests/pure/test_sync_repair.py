@@ -1,4 +1,4 @@
-"""Parts of an average that members lack are handed on until all who are left have the same."""
+"""Survivors forward missing parts of an average until all of them have the same values."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,28 +8,28 @@ from polyrhythm.types import Worker
 
 NUM_PARTS = 7
 parts = st.frozensets(st.integers(0, NUM_PARTS - 1))
-left = st.dictionaries(st.builds(Worker, st.just(0), st.integers(0, 9)), parts, min_size=2)
+survivors = st.dictionaries(st.builds(Worker, st.just(0), st.integers(0, 9)), parts, min_size=2)
 
 
-@given(left)
+@given(survivors)
 def test_survivors_end_with_identical_parts(
     has: dict[Worker, frozenset[int]],
 ) -> None:
-    """A number that the average has is 0; a worker's own is its pipeline, from 1 on."""
-    numbers = {
-        worker: [0 if part in of else 1 + worker.pipeline for part in range(NUM_PARTS)]
-        for worker, of in has.items()
+    """A value of the average is 0; a worker's own value is its pipeline + 1."""
+    values = {
+        worker: [0 if part in held else 1 + worker.pipeline for part in range(NUM_PARTS)]
+        for worker, held in has.items()
     }
     for part, source, receivers, _ in plan_transfers(has, NUM_PARTS):
         for worker in receivers:
-            numbers[worker][part] = numbers[source][part]
+            values[worker][part] = values[source][part]
     first = min(has)
-    anybody_has = frozenset().union(*has.values())
-    expected = [0 if part in anybody_has else 1 + first.pipeline for part in range(NUM_PARTS)]
-    assert all(found == expected for found in numbers.values())
+    held_by_any = frozenset().union(*has.values())
+    expected = [0 if part in held_by_any else 1 + first.pipeline for part in range(NUM_PARTS)]
+    assert all(found == expected for found in values.values())
 
 
-@given(left)
+@given(survivors)
 def test_parts_come_from_the_first_holder_and_only_to_those_missing_them(
     has: dict[Worker, frozenset[int]],
 ) -> None:
@@ -40,6 +40,6 @@ def test_parts_come_from_the_first_holder_and_only_to_those_missing_them(
         assert sorted([*receivers, *(holders or [source])]) == sorted(has)
 
 
-@given(left)
+@given(survivors)
 def test_no_transfers_when_all_parts_are_present(has: dict[Worker, frozenset[int]]) -> None:
     assert plan_transfers(dict.fromkeys(has, range(NUM_PARTS)), NUM_PARTS) == []

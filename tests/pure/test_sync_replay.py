@@ -1,4 +1,4 @@
-"""Replay: a log of events gives the same commands again, in any process, for every policy."""
+"""Replay: a log of events gives the same commands in any process, for every policy."""
 
 import hashlib
 import os
@@ -52,7 +52,7 @@ def scheduler_of(name: str) -> Scheduler:
 
 
 def run_of(name: str) -> Grid:
-    """With two losses, a return and some gatherings in it."""
+    """A run with two losses, a rejoin and three global averages."""
     lost = {30: Worker(1, 2), 50: Worker(0, 4)}
     at_event = {event: lambda grid, w=worker: grid.kill(w) for event, worker in lost.items()}
     at_event[90] = lambda grid: grid.revive(Worker(1, 2))
@@ -65,13 +65,13 @@ def run_of(name: str) -> Grid:
 
 
 def digest() -> str:
-    """Of all that all policies say, in words and in bytes."""
-    said = hashlib.sha256()
+    """Hash of all commands of all policies, as text and as bytes."""
+    sha = hashlib.sha256()
     for name in POLICIES:
         for event, commands in run_of(name).log:
-            said.update(f"{event} {commands}".encode())
-            said.update(msgspec.msgpack.encode(commands))
-    return said.hexdigest()
+            sha.update(f"{event} {commands}".encode())
+            sha.update(msgspec.msgpack.encode(commands))
+    return sha.hexdigest()
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -81,7 +81,7 @@ def test_the_same_log_gives_the_same_commands(name: str) -> None:
     decode = msgspec.msgpack.Decoder(Event).decode
     scheduler = scheduler_of(name)
     for event, commands in log:
-        assert scheduler.step(decode(encode(event))) == commands  # off the wire, or from a file
+        assert scheduler.step(decode(encode(event))) == commands
 
 
 def test_the_hash_seed_of_the_process_does_not_matter() -> None:
@@ -101,10 +101,10 @@ def test_the_hash_seed_of_the_process_does_not_matter() -> None:
 
 
 def test_extra_timer_changes_nothing() -> None:
-    scheduler, reminded = scheduler_of("age"), scheduler_of("age")
+    scheduler, with_timers = scheduler_of("age"), scheduler_of("age")
     for event, _ in run_of("age").log:
-        assert scheduler.step(event) == reminded.step(event)
-        assert reminded.step(Timer(event.now)) == []
+        assert scheduler.step(event) == with_timers.step(event)
+        assert with_timers.step(Timer(event.now)) == []
 
 
 EVENTS: list[Event] = [

@@ -1,4 +1,4 @@
-"""What is told again when a command was lost: the end of a step, or the end of a group."""
+"""Lost commands are sent again on request: the end of a step, or the end of a group."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def test_repeated_done_is_answered_with_its_group_end_after_another_step(
 def test_done_crossing_an_abort_is_answered_only_when_repeated(
     scheduler: Scheduler,
 ) -> None:
-    """Else each failure of a group of n would be told n times to all n."""
+    """Else each failure of a group of n would send n Aborts to all n members."""
     (assign,) = scheduler.step(Ready(A, 1, now=1.0))
     abort, _ = scheduler.step(Done(A, assign.gid, False, now=2.0))
     assert scheduler.step(Done(B, assign.gid, True, now=2.0)) == []
@@ -66,7 +66,7 @@ def test_repeated_ready_is_answered_with_the_current_group_only(
     assert scheduler.step(Ready(A, 1, now=1.0)) == [assign]
     for worker in (A, B):
         scheduler.step(Done(worker, assign.gid, True, now=2.0))
-    scheduler.step(Join(B, "node", 1, 1, now=3.0))  # starts anew, and is alone for the first
+    scheduler.step(Join(B, "node", 1, 1, now=3.0))  # B restarts
     assert scheduler.step(AverageAll(A, 2, now=4.0)) == []
     assert scheduler.step(AverageAll(A, 2, now=5.0)) == []
 
@@ -76,7 +76,7 @@ def test_pending_average_all_is_not_answered_with_the_previous_step(
 ) -> None:
     assert isinstance(scheduler.step(Ready(B, 1, now=1.0))[0], Skip)
     (assign,) = scheduler.step(Ready(A, 1, now=2.0))
-    assert scheduler.step(AverageAll(B, 1, now=3.0)) == []  # it answers to the other one first
+    assert scheduler.step(AverageAll(B, 1, now=3.0)) == []  # its exchange with A ends first
     assert scheduler.step(AverageAll(B, 1, now=3.0)) == []
     scheduler.step(Done(B, assign.gid, True, now=4.0))
     assert scheduler.step(Done(A, assign.gid, True, now=4.0)) != []

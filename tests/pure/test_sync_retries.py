@@ -1,4 +1,4 @@
-"""A failed group is tried again: by all of its members together, and no step counts twice."""
+"""A failed group is retried by all of its members together, and no step counts twice."""
 
 import pytest
 
@@ -15,7 +15,7 @@ W = [Worker(0, pipeline) for pipeline in range(6)]
 
 
 def all_ready(scheduler: Scheduler, num_workers: int, clock: int, now: Seconds) -> list[Command]:
-    """Everybody asks, and then is ready; the first worker last."""
+    """All workers request a group, and then are ready; the first worker is last."""
     for worker in W[:num_workers]:
         scheduler.step(Request(worker, clock, now=now))
     out = [scheduler.step(Ready(worker, clock, now=now)) for worker in W[num_workers - 1 :: -1]]
@@ -41,7 +41,7 @@ def test_smart_regroups_the_members_of_a_failed_group(num_workers: int) -> None:
 
 
 def test_failed_attempts_do_not_count_as_requests() -> None:
-    """A worker counts as slow when it has asked for three steps fewer: tries are no steps."""
+    """A worker counts as slow when it is three requests behind; retries do not count."""
     _, scheduler = smart_of(3, group_size=2, slow_after=3)
     for worker in W[:2]:
         scheduler.step(Request(worker, 1, now=1.0))

@@ -1,4 +1,4 @@
-"""The scheduler's protocol: commit or abort for all, in one order, whatever comes twice or late."""
+"""The scheduler's protocol: commit or abort for all, in one order, despite duplicate messages."""
 
 import math
 
@@ -46,12 +46,12 @@ def test_one_failure_aborts_the_group_and_ready_members_regroup() -> None:
     assert abort == Abort(1, (A, B), "s0p1 failed")
     assert isinstance(assign, Assign)
     assert (assign.gid, assign.members) == (2, (A, B))
-    # The second failure is one too many: they go on alone.
+    # The second failure exceeds max_retries: they skip the average.
     abort, *skips = scheduler.step(Done(A, 2, False, now=3.0))
     assert abort == Abort(2, (A, B), "s0p0 failed")
     why = "2 groups failed, the last one: s0p0 failed"
     assert skips == [Skip(A, 1, why, True), Skip(B, 1, why, True)]
-    # A new step is a new chance.
+    # A new step starts a new count.
     assert ready(scheduler, A, B, clock=2, now=4.0)[0].gid == 3
 
 
@@ -64,7 +64,7 @@ def test_timed_out_group_is_aborted_and_names_missing_members() -> None:
     abort, assign = scheduler.step(Timer(11.0))
     assert abort == Abort(1, (A, B), "s0p1 not done within 10 s")
     assert assign.gid == 2
-    # What is due comes before what happens at that moment.
+    # Due timers come before the event.
     commands = scheduler.step(Done(B, 2, True, now=100.0))
     assert commands[0] == Abort(2, (A, B), "s0p0 s0p1 not done within 89 s")
     assert [type(command) for command in commands] == [Abort, Skip, Skip]
@@ -90,7 +90,7 @@ def test_death_aborts_its_group_and_others_regroup() -> None:
     assert abort == Abort(1, (A, B, C), "s0p1 died")
     assert (assign.gid, assign.members, assign.epoch) == (2, (A, C), 4)
     assert assign.why == "all are ready; 1 of 3 workers are absent"
-    assert scheduler.step(Done(B, 1, True, now=2.1)) == []  # from the grave
+    assert scheduler.step(Done(B, 1, True, now=2.1)) == []  # sent before its death
     assert scheduler.step(Dead(B, now=2.2)) == []
     assert scheduler.counters["late"] == 2
     (refuse,) = ready(scheduler, B, clock=2, now=3.0)
@@ -115,7 +115,7 @@ def test_duplicates_are_counted_and_get_the_same_answer() -> None:
     assert ready(scheduler, A) == [assign]
     scheduler.step(Done(A, 1, True, now=2.0))
     assert scheduler.step(Done(A, 1, True, now=2.0)) == []
-    assert scheduler.step(Done(A, 1, False, now=2.0)) == []  # it has said Done already
+    assert scheduler.step(Done(A, 1, False, now=2.0)) == []  # it has already sent Done
     (commit,) = scheduler.step(Done(B, 1, True, now=2.0))
     assert scheduler.step(Done(B, 1, True, now=2.0)) == [commit]
     assert ready(scheduler, A, now=2.0) == [commit]
@@ -130,7 +130,7 @@ def test_decreasing_clock_is_refused() -> None:
     why = "s0p0 goes back from clock 5 to 3: it must join again"
     assert refuse == Refuse(A, 3, why)
     assert scheduler.counters == {"clock_backwards": 1}
-    assert isinstance(ready(scheduler, B)[0], Assign)  # nothing has changed
+    assert isinstance(ready(scheduler, B)[0], Assign)  # the refused message had no effect
 
 
 @pytest.mark.parametrize("worker", [Worker(0, 9), Worker(9, 0), Worker(-1, 0), Worker(0, -1)])
@@ -196,7 +196,7 @@ def test_timeout_of_a_requested_group_starts_at_the_last_ready() -> None:
     for worker in (A, B):
         scheduler.step(Join(worker, "node", 0))
     assert scheduler.step(Request(A, 1, now=1.0)) == []
-    (assign,) = scheduler.step(Request(B, 1, now=1.0))  # both compute still
+    (assign,) = scheduler.step(Request(B, 1, now=1.0))  # both still compute
     assert scheduler.next_timer() == 301.0
     assert ready(scheduler, A, now=5.0) == []
     assert ready(scheduler, B, now=50.0) == []
@@ -222,7 +222,7 @@ def test_assigned_group_times_out_if_a_member_is_not_ready() -> None:
     ready(scheduler, A, now=5.0)
     (abort,) = scheduler.step(Timer(301.0))
     assert abort.reason == "s0p1 not ready within 300 s"
-    # Who is ready tells the policy again; who is not will ask again when it is.
+    # The ready worker is reported again at once; the other one when it becomes ready.
     calls = ["done s0p0 s0p1 False", "request s0p0", "ready s0p0"]
     assert scheduler.policies[0].calls[-3:] == calls
     ready(scheduler, B, now=400.0)
@@ -242,7 +242,7 @@ def test_ready_worker_without_a_group_is_skipped_after_the_timeout() -> None:
 
 
 def test_early_ready_waits_for_the_previous_step() -> None:
-    """A worker that overlaps averaging with its next step may be done with it first."""
+    """With overlap, a worker may finish its next step before the average ends."""
     scheduler = scheduler_of()
     ready(scheduler, A, B)
     assert scheduler.step(Request(A, 2, now=1.5)) == []
@@ -255,7 +255,7 @@ def test_early_ready_waits_for_the_previous_step() -> None:
 
 
 class Exchange(Policy):
-    """The first worker meets the second one, ready or not; nobody is asked ahead."""
+    """A averages with B, ready or not; the policy takes no requests."""
 
     def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
         return [Group((A, B), "exchange")] if worker == A else []
@@ -263,14 +263,14 @@ class Exchange(Policy):
 
 @pytest.mark.parametrize("requests", [False, True])
 def test_a_passive_member_answers_while_it_computes(requests: bool) -> None:
-    """It has not asked for the group, so its step is its own: Commit does not end it."""
+    """It has not requested the group, so Commit does not end its step."""
     scheduler = Scheduler([Exchange()], 2, limits=LIMITS)
     for worker in (A, B):
         scheduler.step(Join(worker, "node", 0))
-        if requests:  # of a policy that does not listen to it
+        if requests:  # which the policy ignores
             scheduler.step(Request(worker, 1))
     (assign,) = ready(scheduler, A)
-    assert scheduler.next_timer() == 11.0  # nobody is waited for
+    assert scheduler.next_timer() == 11.0  # no member has to become ready
     scheduler.step(Done(B, assign.gid, True, now=2.0))
     assert scheduler.step(Done(A, assign.gid, True, now=2.0)) == [Commit(1, (A, B), (1, -1))]
     ready(scheduler, B, now=3.0)
@@ -285,7 +285,7 @@ def test_a_passive_member_that_is_ready_meanwhile_waits_for_the_group() -> None:
     ready(scheduler, A, B)
     scheduler.step(Done(A, 1, True, now=2.0))
     scheduler.step(Done(B, 1, True, now=2.0))
-    assert ready(scheduler, B, clock=2, now=3.0) == []  # its step was over: not early
+    assert ready(scheduler, B, clock=2, now=3.0) == []  # its step had ended: not early
     assert scheduler.counters == {"committed": 1}
 
 
@@ -309,5 +309,5 @@ def test_single_worker_is_always_skipped() -> None:
 
 def test_a_scheduler_needs_policies_and_pipelines() -> None:
     for policies, num_pipelines in [([], 1), ([AllReduce(1)], 0)]:
-        with pytest.raises(PolicyError, match="one policy per stage"):
+        with pytest.raises(PolicyError, match=f"{len(policies)} policies for {num_pipelines}"):
             Scheduler(policies, num_pipelines)

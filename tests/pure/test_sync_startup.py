@@ -1,4 +1,4 @@
-"""At the start nobody waits longer than `startup` for who has not come, whoever computes still."""
+"""At the start no worker waits longer than `startup` for workers that have not joined."""
 
 import math
 
@@ -28,7 +28,7 @@ def test_ssp_continues_without_an_absent_worker() -> None:
         policy.on_join(worker, "node", 0.0)
     for worker in (A, B):
         assert [group.members for group in policy.on_ready(worker, 1.0)] == [(worker,)]
-    assert policy.on_ready(A, 2.0) == []  # two steps ahead of the one that is to come
+    assert policy.on_ready(A, 2.0) == []  # two steps ahead of the absent worker
     assert policy.next_timer() == 60.0
     assert [group.members for group in policy.on_timer(60.0)] == [(A,)]
     assert policy.next_timer() == math.inf
@@ -47,12 +47,12 @@ def test_timed_out_static_worker_rejoins_at_its_next_step() -> None:
     policy = StaticGroups(3)
     for worker in (A, B, C):
         policy.on_join(worker, "node", 0.0)
-    for worker in (A, B, C):  # phase 0: the first one is alone, the others are a pair or alone
+    for worker in (A, B, C):  # phase 0: groups of one, or a pair
         for group in policy.on_ready(worker, 1.0):
             policy.on_done(group, True, 1.0)
     assert policy.on_ready(A, 2.0) == []  # phase 1: all of the node
-    assert policy.on_leave(A, 32.0) == policy.on_return(A, "node", 32.0) == []  # sent on alone
+    assert policy.on_leave(A, 32.0) == policy.on_return(A, "node", 32.0) == []  # timed out
     assert policy.on_ready(B, 33.0) == []
-    assert [group.members for group in policy.on_ready(C, 34.0)] == [(B, C)]  # without it
-    assert policy.on_ready(A, 35.0) == []  # phase 2: with the third one
+    assert [group.members for group in policy.on_ready(C, 34.0)] == [(B, C)]  # without A
+    assert policy.on_ready(A, 35.0) == []  # phase 2: waits for C
     assert [group.members for group in policy.on_ready(C, 36.0)] == [(A, C)]

@@ -1,8 +1,8 @@
-"""The scheduler under any storm of messages: nothing breaks, and nothing of value is lost.
+"""The scheduler under random messages: it keeps its invariants, and loses no update.
 
-A stateful test plays workers that may send anything, in order or not, twice or late, and gather,
-die, leave and return at any time; and they may miss a command, and ask again. Limits are those of a
-real job. Beside the scheduler it keeps the weights that its commands imply.
+A stateful test plays workers that send any message, in order or not, twice or late, that request
+global averages, die, leave and rejoin at any time, and that may miss a command and repeat their
+message. Limits are those of a real job. The test also keeps the weights that the commands imply.
 """
 
 import math
@@ -60,7 +60,7 @@ class RandomMessages(RuleBasedStateMachine):
         limits = limits_for(name, NUM_STAGES, LIMITS)
         self.scheduler = Scheduler(policies, NUM_PIPELINES, limits=limits)
         self.tries_without_end = limits.max_retries == math.inf
-        # If steps are long, waits are: up to `ready_timeout`.
+        # Waits grow with steps, up to `ready_timeout`.
         self.longest_wait = max(limits.group_timeout, limits.ready_timeout)
         if name in ("adaptive", "age"):
             self.longest_wait = MAX_WINDOW + LEASE
@@ -75,14 +75,14 @@ class RandomMessages(RuleBasedStateMachine):
         self.reported_done: dict[int, set[Worker]] = {}
         self.closed: dict[int, Command] = {}
         self.last_gid = dict.fromkeys(WORKERS, 0)
-        # A worker's weight is its own number; averages mix them.
+        # A worker's initial weight is its index; averages mix the weights.
         self.weights = {worker: float(n) for n, worker in enumerate(WORKERS)}
         self.since: dict[Worker, float] = {}
-        self.last_average_all: dict[tuple[Worker, int], int] = {}  # its clock, by life
-        self.sent: dict[Worker, Ready | AverageAll] = {}  # the last one
-        self.will_miss_end: set[Worker] = set()  # they will miss the end of a step,
-        self.missed: dict[Worker, Command] = {}  # and these have: this one
-        self.last_end: dict[Worker, Commit | Abort] = {}  # of its groups, in this life
+        self.last_average_all: dict[tuple[Worker, int], int] = {}  # clock, by incarnation
+        self.sent: dict[Worker, Ready | AverageAll] = {}  # the last message
+        self.will_miss_end: set[Worker] = set()  # they will miss the end of a step
+        self.missed: dict[Worker, Command] = {}  # the missed end of a step
+        self.last_end: dict[Worker, Commit | Abort] = {}  # of its groups, in this incarnation
         for worker in WORKERS:
             self.deliver(Join(worker, f"node{worker.pipeline}", 0, 0, self.now))
 
@@ -96,7 +96,7 @@ class RandomMessages(RuleBasedStateMachine):
     def apply(self, command: Command) -> None:
         if isinstance(command, Assign):
             if command.gid in self.open:
-                assert command == self.open[command.gid]  # told again
+                assert command == self.open[command.gid]  # sent again
                 return
             assert command.gid not in self.closed
             assert list(command.members) == sorted(command.members)
@@ -137,17 +137,17 @@ class RandomMessages(RuleBasedStateMachine):
             assert command.worker != command.source
 
     def check_average_all(self, assign: Assign) -> None:
-        """All that take part in the stage, and each has asked for it."""
+        """Check that the members are all active workers, and that each sent AverageAll."""
         stage = self.scheduler.membership.stages[assign.members[0].stage]
         active = {member.worker for member in stage if member.has_joined}
         event = self.log[-1]
-        if isinstance(event, Join):  # whoever starts anew is lost first, and that may be all
+        if isinstance(event, Join):  # a restarted worker is lost first, which may form the group
             active -= {worker for worker in active if worker.pipeline == event.worker.pipeline}
         assert set(assign.members) == active
         assert self.averages_all.issuperset(assign.members)
 
     def release(self, worker: Worker, command: Command) -> None:
-        """The end of a step is sent to a worker, which may miss it."""
+        """Send the end of a step to a worker, which may miss it."""
         self.since.pop(worker, None)
         self.averages_all.discard(worker)
         if worker in self.will_miss_end:
@@ -165,7 +165,7 @@ class RandomMessages(RuleBasedStateMachine):
             self.weights[worker] = mean
             assert clock in (-1, self.clock[worker])
             assert clock == -1 or self.waits[worker]
-            if clock != -1:  # else it only answered
+            if clock != -1:  # else it was passive
                 self.release(worker, commit)
         assert math.isclose(sum(self.weights.values()), before)
 
@@ -182,7 +182,7 @@ class RandomMessages(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS), num_steps=st.sampled_from([0, 0, 1, 5]))
     def average_all(self, worker: Worker, num_steps: int) -> None:
-        """After steps that nobody was told of."""
+        """Request a global average, after steps that were not reported."""
         clock = self.clock[worker] + num_steps
         is_new = clock > self.last_average_all.get((worker, self.incarnation[worker]), -1)
         if self.alive[worker] and not self.waits[worker] and is_new:
@@ -199,7 +199,7 @@ class RandomMessages(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS))
     def ask_for_the_end_of_a_step(self, worker: Worker) -> None:
-        """Whatever else has happened meanwhile, a worker that asks again is told what it missed."""
+        """A repeated message is answered with the missed end, whatever happened in between."""
         if self.waits[worker]:
             missed = self.missed.pop(worker, None)
             commands = self.deliver(msgspec.structs.replace(self.sent[worker], now=self.now))
@@ -212,7 +212,7 @@ class RandomMessages(RuleBasedStateMachine):
         if self.alive[worker] and worker in self.last_end:
             end = self.last_end[worker]
             done = Done(worker, end.gid, True, self.incarnation[worker], self.now)
-            self.deliver(done)  # this one may cross the end, and needs no answer
+            self.deliver(done)  # it may cross the end on the wire, and needs no answer
             assert end in self.deliver(done)
 
     @rule(worker=st.sampled_from(WORKERS))
@@ -242,12 +242,12 @@ class RandomMessages(RuleBasedStateMachine):
         assert gid in self.closed
 
     def forget(self, worker: Worker) -> None:
-        """A life is over: nothing of it is waited for, and nothing told again."""
+        """Forget the state of an ended incarnation."""
         self.waits[worker] = False
         self.averages_all.discard(worker)
         self.will_miss_end.discard(worker)
-        for of in (self.since, self.missed, self.last_end):
-            of.pop(worker, None)
+        for by_worker in (self.since, self.missed, self.last_end):
+            by_worker.pop(worker, None)
 
     @rule(worker=st.sampled_from(WORKERS), leaves=st.booleans())
     def leave_or_die(self, worker: Worker, leaves: bool) -> None:
@@ -266,14 +266,14 @@ class RandomMessages(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def repeat_something_old(self, data: st.DataObject) -> None:
-        """A message from the past changes nothing: no group begins or ends by it."""
+        """An old message starts and ends no group."""
         old = data.draw(st.sampled_from(self.log))
         if isinstance(old, Timer):
             return
         kind = type(old)
         values = {name: getattr(old, name) for name in old.__struct_fields__}
         if isinstance(old, Dead | Leave) and old.incarnation == self.incarnation[old.worker]:
-            return  # not old: it would be true
+            return  # still valid
         if isinstance(old, Request) and self.clock[old.worker] < old.clock:
             return
         if isinstance(old, Done) and old.gid in self.open:
@@ -300,12 +300,12 @@ class RandomMessages(RuleBasedStateMachine):
 
     @invariant()
     def no_worker_waits_too_long(self) -> None:
-        """Alive, ready, and in no group: an answer comes within the longest wait there is."""
+        """A ready worker without a group is answered within the longest wait."""
         for worker, since in self.since.items():
             assert self.now - since <= self.longest_wait + 1e-6, worker
 
     def teardown(self) -> None:
-        """When all is quiet, every group ends; and when all have gathered, all are free."""
+        """Without further messages every group ends; global averages release all workers."""
         if not hasattr(self, "scheduler"):
             return
         self.run_timers()
@@ -329,7 +329,7 @@ class RandomMessages(RuleBasedStateMachine):
 
     def run_timers(self) -> None:
         for _ in range(200):
-            if self.tries_without_end:  # a group ends when somebody says so, or is lost
+            if self.tries_without_end:  # a group is retried until all members send Done
                 self.finish_all_groups()
             if (timer := self.scheduler.next_timer()) == math.inf:
                 break

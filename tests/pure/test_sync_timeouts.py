@@ -1,4 +1,4 @@
-"""Deadlines follow what groups take; lines keep one order, and always empty."""
+"""Timeouts follow the durations of groups; queues keep one order, and always drain."""
 
 import random
 
@@ -50,7 +50,7 @@ def test_timeout_of_constant_durations_has_slack(duration: float) -> None:
 
 
 def test_wait_timeout_follows_the_fastest_step() -> None:
-    """The others contain waits for one another, which must not feed the patience they take."""
+    """Other steps contain waits for each other, which must not raise the timeout."""
     wait_timeout = LearnedTimeout(3.0, 30.0, 300.0, 30.0, usual=min)
     assert wait_timeout.current == 30.0
     for _ in range(8):
@@ -116,14 +116,15 @@ def test_oldest_group_is_first_so_the_queue_always_drains(
     queue = GroupQueue(first_gid=5)
     added = []
     for group in groups:
-        of = [members[pipeline] for pipeline in sorted(group)]
-        added.append(queue.add(Group(tuple(member.worker for member in of), ""), of, STAGE_POLICY))
-    assert [one.gid for one in added] == list(range(5, 5 + len(groups)))
+        states = [members[pipeline] for pipeline in sorted(group)]
+        workers = tuple(member.worker for member in states)
+        added.append(queue.add(Group(workers, ""), states, STAGE_POLICY))
+    assert [group_round.gid for group_round in added] == list(range(5, 5 + len(groups)))
     while queue.groups:
-        first = [one for one in queue.groups.values() if queue.is_first(one)]
-        assert min(queue.groups) in [one.gid for one in first]
-        taken = [member.worker for one in first for member in one.members]
-        assert len(taken) == len(set(taken))  # those that can be open at once share nobody
+        first = [group for group in queue.groups.values() if queue.is_first(group)]
+        assert min(queue.groups) in [group.gid for group in first]
+        busy = [member.worker for group in first for member in group.members]
+        assert len(busy) == len(set(busy))  # groups that can be open at once share no worker
         queue.remove(rng.choice(first))
     assert all(member.queue == [] for member in members)
 
@@ -147,7 +148,7 @@ def test_group_expires_at_its_latest_deadline_only() -> None:
 
 @pytest.mark.parametrize(("step", "longest"), [(0.2, 2.0), (9.0, 30.0), (60.0, 180.0)])
 def test_wait_for_slow_members_is_bounded(step: Seconds, longest: Seconds) -> None:
-    """For ten usual steps; where it might be in vain, for no longer than a ready worker waits."""
+    """By ten typical steps, and by the wait of a ready worker if that is limited."""
     ready_timeout = LearnedTimeout(10.0, 1.0, 300.0, 300.0)
     wait_timeout = LearnedTimeout(3.0, 30.0, 300.0, 30.0, usual=min)
     stage_policy = StagePolicy(Policy(), TIMEOUT, ready_timeout, wait_timeout, True, False, 0)

@@ -1,4 +1,4 @@
-"""The enforcement token: one stage at a time, for a lease at most, and each gets its turn."""
+"""The enforcement token: one stage at a time, for a lease at most, and fairly."""
 
 import pytest
 from hypothesis import strategies as st
@@ -18,29 +18,29 @@ class Stages(RuleBasedStateMachine):
         super().__init__()
         self.token = EnforcementToken(LEASE)
         self.now = 0.0
-        self.taken: dict[int, float] = {}  # by whom, and when; until given back or over
+        self.holders: dict[int, float] = {}  # acquisition time by stage, until release or expiry
 
     @rule(seconds=st.floats(0, 8))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.taken = {stage: at for stage, at in self.taken.items() if self.now < at + LEASE}
+        self.holders = {stage: at for stage, at in self.holders.items() if self.now < at + LEASE}
 
     @rule(stage=STAGES)
     def acquire(self, stage: int) -> None:
-        if stage in self.taken:
+        if stage in self.holders:
             return
-        held = bool(self.taken)
-        got = self.token.acquire(stage, self.now)
-        assert not (got and held), "two stages hold it"
-        if got:
-            self.taken[stage] = self.now
+        held = bool(self.holders)
+        acquired = self.token.acquire(stage, self.now)
+        assert not (acquired and held), "two stages hold it"
+        if acquired:
+            self.holders[stage] = self.now
             assert self.token.expires == self.now + LEASE
         else:
             assert "token" in self.token.why_not(stage, self.now)
 
     @rule(stage=STAGES)
     def release(self, stage: int) -> None:
-        self.taken.pop(stage, None)
+        self.holders.pop(stage, None)
         self.token.release(stage)
 
     @rule(stage=STAGES)
@@ -49,9 +49,9 @@ class Stages(RuleBasedStateMachine):
 
     @invariant()
     def one_holder_at_most_and_the_right_one(self) -> None:
-        assert len(self.taken) <= 1
-        if self.taken:
-            assert [self.token.holder] == list(self.taken)
+        assert len(self.holders) <= 1
+        if self.holders:
+            assert [self.token.holder] == list(self.holders)
         elif self.token.holder != NOBODY:
             assert self.now >= self.token.expires
 
@@ -65,7 +65,7 @@ def test_expired_lease_passes_the_token_on() -> None:
     assert not token.acquire(1, now=9.9)
     assert token.why_not(1, now=9.9) == "stage 0 has the token"
     assert token.acquire(1, now=10.0)
-    token.release(0)  # too late: it is not its own any more
+    token.release(0)  # no effect: its lease has ended
     assert token.holder == 1
     assert not token.acquire(2, now=11.0)
 
@@ -79,7 +79,7 @@ def test_last_holder_yields_to_waiting_stages() -> None:
     assert token.why_not(0, now=2.0) == "stage 1 has the token next"
     assert token.acquire(1, now=3.0)
     token.release(1)
-    assert not token.acquire(1, now=4.0)  # now it is stage 0's turn
+    assert not token.acquire(1, now=4.0)  # stage 0 is next
     assert token.acquire(0, now=4.0)
 
 
@@ -118,7 +118,7 @@ def test_stage_stops_waiting_when_its_own_lease_ends() -> None:
     first.on_ready(Worker(0, 0), 0.0)
     assert first.on_timer(1.0) == []  # it waits for the other worker, from 1 to 11
     second.on_ready(Worker(1, 0), 10.0)
-    assert second.on_timer(11.0) == []  # at that moment the token is free
+    assert second.on_timer(11.0) == []  # the token is free at 11
     assert token.holder == 1
     assert first.next_timer() == 11.0
     (group,) = first.on_timer(11.0)

@@ -1,4 +1,4 @@
-"""How groups mix: validators against a slow and obvious count, and the arithmetic of averages."""
+"""Validators agree with brute force, and averages preserve the mean and contract differences."""
 
 import random
 
@@ -42,21 +42,21 @@ def test_union_is_valid_exactly_when_the_last_p_groups_connect_all(
         for pipeline in members:
             union.offer(Worker(0, pipeline))
         window = [set(group) for group in groups[: number + 1][-last_groups:]]
-        whole = len(window) == last_groups
-        assert union.is_valid() == (not whole or connected(window, set(range(MOST))))
+        is_complete = len(window) == last_groups
+        assert union.is_valid() == (not is_complete or connected(window, set(range(MOST))))
         assert (union.missing_workers() == ()) == union.is_valid()
-        # Whoever is lacking is not reached; with one of each lacking component all are.
+        # Missing workers are not in the candidate.
         assert not {worker.pipeline for worker in union.missing_workers()} & set(members)
         union.form(group_of(*members))
 
 
 class ChurningUnion(RuleBasedStateMachine):
-    """Workers come and go: a window asks for those who were there all through it."""
+    """With churn, a window requires the workers that were present throughout it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.union = UnionConnectivity(3)
-        self.joined: dict[int, int] = {}  # pipeline -> groups there were
+        self.joined: dict[int, int] = {}  # pipeline -> number of groups before it joined
         self.history: list[set[int]] = []
         self.candidate: set[int] = set()
 
@@ -122,7 +122,7 @@ def test_a_worker_that_has_left_connects_no_others() -> None:
 
 
 class BruteForceAge(RuleBasedStateMachine):
-    """A model is the set of the updates in it: (whose, which number). Averaging is their union."""
+    """A model is a set of updates (worker, number); averaging is the union of sets."""
 
     MAX_AGE = 2
 
@@ -143,7 +143,7 @@ class BruteForceAge(RuleBasedStateMachine):
 
     def join(self, pipeline: int) -> None:
         self.age.join(Worker(0, pipeline))
-        # Nothing is known of its model but its own updates that had been averaged before it left.
+        # Of its model, only its own updates that were averaged before it left are known.
         self.models[pipeline] = self.left.pop(pipeline, {(pipeline, 0)})
         self.clocks[pipeline] = max(number for _, number in self.models[pipeline])
 
@@ -192,15 +192,15 @@ class BruteForceAge(RuleBasedStateMachine):
         pipeline = data.draw(st.sampled_from(free))
         self.age.leave(Worker(0, pipeline))
         self.candidate.pop(pipeline, None)
-        own = {(whose, number) for whose, number in self.models.pop(pipeline) if whose == pipeline}
+        own = {(author, n) for author, n in self.models.pop(pipeline) if author == pipeline}
         self.left[pipeline] = own
         del self.clocks[pipeline]
         if not self.models:
-            self.left.clear()  # who comes next begins anew
+            self.left.clear()  # the next worker starts from scratch
 
     def averaged(self, members: list[int]) -> set[tuple[int, int]]:
-        together = set().union(*(self.models[pipeline] for pipeline in members))
-        return together | {(pipeline, self.clocks[pipeline]) for pipeline in members}
+        union = set().union(*(self.models[pipeline] for pipeline in members))
+        return union | {(pipeline, self.clocks[pipeline]) for pipeline in members}
 
     @invariant()
     def ages_are_those_of_the_models(self) -> None:
@@ -208,7 +208,7 @@ class BruteForceAge(RuleBasedStateMachine):
             return
         average = self.averaged(list(self.candidate))
         ages = {
-            pipeline: clock - max((n for whose, n in average if whose == pipeline), default=0)
+            pipeline: clock - max((n for author, n in average if author == pipeline), default=0)
             for pipeline, clock in self.clocks.items()
         }
         for bound in (0, 1, 3, 5, self.MAX_AGE):
@@ -223,16 +223,16 @@ TestBruteForceAge.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def age_of(age: CausalAge, pipeline: int) -> int:
-    """The smallest bound under which the candidate does not lack that worker."""
+    """The smallest `max_age` for which the candidate does not lack that worker."""
     for bound in range(100):
         age.max_age = bound
         if Worker(0, pipeline) not in age.missing_workers():
             return bound
-    raise AssertionError("it is very old")
+    raise AssertionError("an age of 100 or more")
 
 
 def test_connected_union_can_hide_old_updates_that_age_detects() -> None:
-    """Groups {3,4}, {2,3}, {1,2} over and over: connected, yet news of 1 reaches 4 in the 7th."""
+    """Groups {3,4}, {2,3}, {1,2} repeated: connected, yet an update of 1 reaches 4 in the 7th."""
     union, age = UnionConnectivity(3), CausalAge(10)
     for pipeline in range(4):
         union.join(Worker(0, pipeline))

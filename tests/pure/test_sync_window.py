@@ -1,4 +1,4 @@
-"""Windows: sizes come out as asked, a step over N is the paper's, and no window is too long."""
+"""Windows: groups have the target size, the paper's is a step over N, and none is too long."""
 
 import math
 import random
@@ -14,7 +14,7 @@ from tests.pure.policy_driver import join_all, train, workers
 
 @pytest.mark.parametrize("name", ["adaptive", "age"])
 def test_the_rate_window_aims_at_the_group_size(name: str) -> None:
-    """Independent arrivals, as the rule assumes them: sizes come out as asked, for any number."""
+    """Independent arrivals, as the rule assumes: groups have the target size for any number."""
     kind = {"adaptive": Adaptive, "age": Age}[name]
     loose = {"last_groups": 10**6} if kind is Adaptive else {"max_age": 10**6}
     for num_workers in (8, 32):
@@ -23,13 +23,13 @@ def test_the_rate_window_aims_at_the_group_size(name: str) -> None:
             policy = kind(num_workers, group_size=target, **loose)
             step = lambda worker: rng.expovariate(1.0)  # noqa: E731, B023
             formed = train(policy, num_workers, step, num_groups=1500)[100:]
-            mean = sum(len(one.group.members) for one in formed) / len(formed)
+            mean = sum(len(f.group.members) for f in formed) / len(formed)
             assert mean == pytest.approx(target, rel=0.2)
 
 
 def test_paper_window_is_step_time_over_n_and_grows_after_solo_groups() -> None:
     window = PaperWindow(longest=100.0)
-    assert window.open(4) == 100.0  # nothing is known:
+    assert window.open(4) == 100.0  # before the first measurement
     assert [window.is_full(size) for size in (1, 2)] == [False, True]
     for now in (1.0, 2.0, 3.0):
         for worker in workers(4):
@@ -61,19 +61,19 @@ def test_windows_are_clipped_and_never_negative() -> None:
     for now in (0.0, 10.0, 20.0):
         window.record_arrival(Worker(0, 0), now, 8)
     assert window.open(8) == 2.0
-    assert window.open(1) == 0.0  # nobody else could come
+    assert window.open(1) == 0.0  # no other worker could arrive
 
 
 def test_burst_of_arrivals_is_one_group() -> None:
-    """Ten workers come within a third of a step, one after another; the window is for three."""
+    """Ten workers arrive within a third of a step, one after another; the window is for three."""
     policy = Adaptive(11, group_size=3, last_groups=1000)
     for worker in workers(11):
         policy.on_join(worker, "node", 0.0)
     sizes = []
     for step in range(1, 20):
         formed = []
-        for place, worker in enumerate(workers(10)):
-            now = step + 0.03 * place
+        for i, worker in enumerate(workers(10)):
+            now = step + 0.03 * i
             if policy.next_timer() <= now:
                 formed += policy.on_timer(now)
             formed += policy.on_ready(worker, now)
@@ -86,7 +86,7 @@ def test_burst_of_arrivals_is_one_group() -> None:
 
 @pytest.mark.parametrize("max_window", [0.5, 2.0, 5.0])
 def test_windows_never_exceed_max_window(max_window: float) -> None:
-    """After rare arrivals, those that come faster would each keep it open for half a gap more."""
+    """After rare arrivals, each faster one would keep the window open for half a gap more."""
     policy = Adaptive(16, max_window=max_window, last_groups=1000)
     join_all(policy, 16)
     now, opened, waits = 0.0, math.inf, []

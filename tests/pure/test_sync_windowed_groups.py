@@ -1,4 +1,4 @@
-"""Groups of whoever is ready: nobody is forgotten, waits are bounded, extremes are known."""
+"""Groups of ready workers: no worker is left out, waits are bounded, limit cases are known."""
 
 import math
 import random
@@ -35,7 +35,7 @@ EVERY_POLICY: dict[str, Make] = {
     ),
     "age": lambda n: Age(n, max_age=2, max_window=MAX_WINDOW, token=EnforcementToken(LEASE)),
 }
-# Before it has measured anything, the paper's window closes with the second worker.
+# Before its first measurement, the paper's window closes with the second worker.
 WAITING = {name: make for name, make in EVERY_POLICY.items() if name != "adaptive paper"}
 all_that_wait_for_more_than_two = pytest.mark.parametrize(
     "make", WAITING.values(), ids=WAITING.keys()
@@ -59,11 +59,11 @@ def test_a_ready_worker_is_in_one_group_with_sorted_members(
     make: Make, ready_at: list[float]
 ) -> None:
     formed = replay(make(len(ready_at)), ready_at)
-    assert sorted(w for one in formed for w in one.group.members) == workers(len(ready_at))
-    for one in formed:
-        assert list(one.group.members) == sorted(one.group.members)
-        assert one.group.why
-        assert all(ready_at[pipeline] <= one.at for pipeline in one.pipelines)
+    assert sorted(w for entry in formed for w in entry.group.members) == workers(len(ready_at))
+    for entry in formed:
+        assert list(entry.group.members) == sorted(entry.group.members)
+        assert entry.group.why
+        assert all(ready_at[pipeline] <= entry.at for pipeline in entry.pipelines)
 
 
 @every_policy
@@ -71,7 +71,7 @@ def test_a_ready_worker_is_in_one_group_with_sorted_members(
 @settings(max_examples=20)
 def test_every_worker_keeps_training(make: Make, seed: int, num_workers: int) -> None:
     formed = train(make(num_workers), num_workers, noisy(seed), num_steps=15, averaging=0.05)
-    steps = [pipeline for one in formed for pipeline in one.pipelines]
+    steps = [pipeline for entry in formed for pipeline in entry.pipelines]
     assert sorted(steps) == sorted(list(range(num_workers)) * 15)
 
 
@@ -81,9 +81,9 @@ def test_every_worker_keeps_training(make: Make, seed: int, num_workers: int) ->
 def test_no_worker_waits_longer_than_a_window_and_a_lease(
     name: str, seed: int, num_workers: int
 ) -> None:
-    step = noisy(seed, slow=50.0)  # the first one comes too late for any lease
+    step = noisy(seed, slow=50.0)  # the first worker arrives after any lease
     formed = train(EVERY_POLICY[name](num_workers), num_workers, step, num_groups=80)
-    assert max(one.waited for one in formed) <= MAX_WINDOW + LEASE + 1e-9
+    assert max(entry.waited for entry in formed) <= MAX_WINDOW + LEASE + 1e-9
 
 
 @given(ready_times, st.integers(2, 5), st.floats(0.1, 10))
@@ -91,11 +91,11 @@ def test_partial_reduce_waits_at_most_its_timeout(
     ready_at: list[float], size: int, timeout: float
 ) -> None:
     size = min(size, len(ready_at))
-    for one in replay(PartialReduce(len(ready_at), size, timeout), ready_at):
-        assert len(one.group.members) <= size
-        if len(one.group.members) == size:
-            assert one.group.why == "full"
-        assert one.waited <= timeout + 1e-9
+    for entry in replay(PartialReduce(len(ready_at), size, timeout), ready_at):
+        assert len(entry.group.members) <= size
+        if len(entry.group.members) == size:
+            assert entry.group.why == "full"
+        assert entry.waited <= timeout + 1e-9
 
 
 @given(seed=seeds, num_workers=st.integers(1, 6))
@@ -109,7 +109,7 @@ def test_an_endless_window_and_p_of_one_are_all_reduce(seed: int, num_workers: i
         Adaptive(num_workers, last_groups=1, window=0.0, token=EnforcementToken(1e9)),
     ]
     runs = [train(p, num_workers, noisy(seed), num_steps=8, averaging=0.1) for p in same]
-    groups = [[(one.at, one.group.members) for one in run] for run in runs]
+    groups = [[(entry.at, entry.group.members) for entry in run] for run in runs]
     assert all(found == groups[0] for found in groups)
     assert all(members == tuple(workers(num_workers)) for _, members in groups[0])
 
@@ -119,7 +119,7 @@ def test_no_window_and_no_validation_is_local_sgd(policy: type[Adaptive] | type[
     loose = {"last_groups": 10**9} if policy is Adaptive else {"max_age": 10**9}
     formed = train(policy(5, window=0.0, **loose), 5, noisy(1), num_steps=30)
     assert len(formed) == 150
-    assert all(len(one.group.members) == 1 and one.waited == 0 for one in formed)
+    assert all(len(entry.group.members) == 1 and entry.waited == 0 for entry in formed)
 
 
 @given(seed=seeds, num_workers=st.integers(2, 7), last_groups=st.integers(1, 6))
@@ -127,12 +127,12 @@ def test_no_window_and_no_validation_is_local_sgd(policy: type[Adaptive] | type[
 def test_every_window_of_p_groups_connects_all_unless_waived(
     seed: int, num_workers: int, last_groups: int
 ) -> None:
-    token = EnforcementToken(4.0)  # short: a worker that is stalled twice is not waited for
+    token = EnforcementToken(4.0)  # shorter than two stalls of a worker
     policy = Adaptive(num_workers, last_groups=last_groups, window=0.1, token=token)
     formed = train(policy, num_workers, noisy(seed), num_groups=120, averaging=0.05)
     waived = 0
     for last in range(last_groups - 1, len(formed)):
-        window = [set(one.pipelines) for one in formed[last - last_groups + 1 : last + 1]]
+        window = [set(entry.pipelines) for entry in formed[last - last_groups + 1 : last + 1]]
         if not connected(window, set(range(num_workers))):
             waived += 1
             assert formed[last].group.why.startswith("waived: lacks")
@@ -148,17 +148,17 @@ def test_age_bound_holds_unless_waived(seed: int, num_workers: int, max_age: int
     formed = train(policy, num_workers, noisy(seed, 6.0), num_groups=120, averaging=0.0)
     clock = [0] * num_workers
     seen = [[0] * num_workers for _ in range(num_workers)]  # averaging takes no time: in order
-    for one in formed:
-        for pipeline in one.pipelines:
+    for entry in formed:
+        for pipeline in entry.pipelines:
             clock[pipeline] += 1
             seen[pipeline] = [*seen[pipeline]]
             seen[pipeline][pipeline] = clock[pipeline]
-        merged = [max(known) for known in zip(*(seen[p] for p in one.pipelines), strict=True)]
-        for pipeline in one.pipelines:
+        merged = [max(known) for known in zip(*(seen[p] for p in entry.pipelines), strict=True)]
+        for pipeline in entry.pipelines:
             seen[pipeline] = merged
         oldest = max(c - known for c, known in zip(clock, merged, strict=True))
-        # While a group is collected others do not move: the clock at forming is the clock here.
-        assert oldest <= max_age or one.group.why.startswith("waived: lacks")
+        # Averages take no time, so the clocks here are those when the group was formed.
+        assert oldest <= max_age or entry.group.why.startswith("waived: lacks")
 
 
 def test_enforced_group_names_the_awaited_workers() -> None:
@@ -206,7 +206,7 @@ def test_death_of_the_awaited_worker_ends_enforcement(
 ) -> None:
     join_all(policy, 3)
     a, b, _ = workers(3)
-    for pipeline in before:  # averages without b, or has only b make news
+    for pipeline in before:  # a group without b, or an update of b alone
         policy.on_ready(Worker(0, pipeline), 0.0)
     policy.on_done(*policy.on_timer(1.0), True, 1.5)
     policy.on_ready(a, 2.0)
@@ -255,7 +255,7 @@ def test_stage_that_became_valid_withdraws_from_the_token() -> None:
     first, second = stages
     first.on_ready(Worker(0, 0), 0.0)
     first.on_timer(1.0)
-    for now in (1.0, 3.0):  # the second group in a row without the other worker is not valid
+    for now in (1.0, 3.0):  # the second consecutive group without the other worker is invalid
         second.on_ready(Worker(1, 0), now)
         second.on_done(*second.on_timer(now + 1), True, now + 1)
     assert second.counters["waived_token"] == 1
@@ -263,7 +263,7 @@ def test_stage_that_became_valid_withdraws_from_the_token() -> None:
     for pipeline in range(2):
         second.on_ready(Worker(1, pipeline), 6.0)
     first.on_ready(Worker(0, 0), 7.0)
-    assert first.on_timer(8.0) == []  # it waits: the token is its own again
+    assert first.on_timer(8.0) == []  # it acquires the token again
     assert token.holder == 0
 
 
@@ -296,7 +296,7 @@ def test_startup_wait_is_bounded(make: Make) -> None:
     assert group.members == (a, b)
     policy.on_done(group, True, 60.0)
     policy.on_timer(60.0)
-    # It has come after all: from now on it counts.
+    # The third worker joins late and counts from now on.
     policy.on_join(c, "node", 70.0)
     assert policy.on_ready(a, 71.0) == []
     assert policy.on_ready(b, 71.0) == []
@@ -345,7 +345,7 @@ def test_failed_groups_do_not_count_as_connecting() -> None:
         groups = policy.on_ready(worker, 0.0)
     policy.on_done(groups[0], False, 1.0)
     policy.on_ready(a, 2.0)
-    assert policy.on_timer(3.0) == []  # the group of all would have made it valid
+    assert policy.on_timer(3.0) == []  # valid only if the failed group had averaged
     assert policy.token.holder == 0
 
 
@@ -375,6 +375,6 @@ def test_groups_never_overlap_while_they_average() -> None:
     formed = train(Adaptive(6), 6, noisy(3), num_groups=200, averaging=0.4)
     for before, after in pairwise(formed):
         assert after.at >= before.at
-    for one in formed:
-        busy = [o for o in formed if one.at < o.at < one.at + 0.4]
-        assert not any(set(o.pipelines) & set(one.pipelines) for o in busy)
+    for entry in formed:
+        busy = [o for o in formed if entry.at < o.at < entry.at + 0.4]
+        assert not any(set(o.pipelines) & set(entry.pipelines) for o in busy)

@@ -1,4 +1,4 @@
-"""What if: sentences that change a cluster or a scenario."""
+"""What-if sentences change a cluster or a scenario."""
 
 import pytest
 
