@@ -6,7 +6,7 @@ from rich.console import Console
 
 from benchmarks.endtoend.heterogeneous import heterogeneous
 from benchmarks.endtoend.homogeneous import checkpoint, homogeneous
-from benchmarks.endtoend.job import TurnRow
+from benchmarks.endtoend.job import SlotRow
 from benchmarks.endtoend.lines import lines_to_change
 from benchmarks.harness.report import (
     Bar,
@@ -18,9 +18,11 @@ from benchmarks.harness.report import (
 )
 
 BARS = (
-    Bar("stormy", ">=", 3.0, "samples per second over torch's, heterogeneous cluster"),
-    Bar("stormy_loss", "<=", 0.02, "held-out loss above that of one process on equal batches"),
-    Bar("quiet", ">=", 1.0, "steps per second over torch's, homogeneous cluster"),
+    Bar("heterogeneous", ">=", 3.0, "samples per second over torch's, heterogeneous cluster"),
+    Bar(
+        "heterogeneous_loss", "<=", 0.02, "held-out loss above that of one process on equal batches"
+    ),
+    Bar("homogeneous", ">=", 1.0, "steps per second over torch's, homogeneous cluster"),
     Bar("checkpoint", "<=", 1.05, "a step with asynchronous checkpoints over one without"),
     Bar("lines", "<=", 10.0, "lines of a plain script that change"),
 )
@@ -29,14 +31,14 @@ BARS = (
 def run(*, quick: bool, console: Console) -> Result:
     show = progress_printer(console)
     lines = lines_to_change()  # first: it refuses to run outside a checkout
-    quiet_ratio, quiet_rows = homogeneous(quick=quick, show=show)
-    _print_turns(console, quiet_rows, "equal machines, fast network: a step of each turn, s")
+    homogeneous_ratio, homogeneous_rows = homogeneous(quick=quick, show=show)
+    _print_slots(console, homogeneous_rows, "equal machines, fast network: a step of each slot, s")
     checkpoint_ratio, checkpoint_rows = checkpoint(quick=quick, show=show)
-    _print_turns(console, checkpoint_rows, "two local processes: a step of each turn, s")
-    stormy_ratios, figures, stormy_rows = heterogeneous(quick=quick, show=show)
+    _print_slots(console, checkpoint_rows, "two local processes: a step of each slot, s")
+    heterogeneous_ratios, figures, heterogeneous_rows = heterogeneous(quick=quick, show=show)
     print_rows(
         console,
-        stormy_rows,
+        heterogeneous_rows,
         {
             "side": lambda row: row.side + (" (disturbed)" if row.disturbed else ""),
             "places": lambda row: row.layout,
@@ -50,8 +52,8 @@ def run(*, quick: bool, console: Console) -> Result:
         title="16 workers around the world, slow at random, on bursty links",
     )
     ratios = {
-        **stormy_ratios,
-        "quiet": quiet_ratio,
+        **heterogeneous_ratios,
+        "homogeneous": homogeneous_ratio,
         "checkpoint": checkpoint_ratio,
         "lines": float(lines),
     }
@@ -60,17 +62,17 @@ def run(*, quick: bool, console: Console) -> Result:
         bench="endtoend",
         ratios=ratios,
         figures=figures,
-        rows=[*stormy_rows, *quiet_rows, *checkpoint_rows],
+        rows=[*heterogeneous_rows, *homogeneous_rows, *checkpoint_rows],
     )
 
 
-def _print_turns(console: Console, rows: Sequence[TurnRow], title: str) -> None:
+def _print_slots(console: Console, rows: Sequence[SlotRow], title: str) -> None:
     print_rows(
         console,
         dict.fromkeys(row.side for row in rows),
         {
             "side": lambda side: side,
-            "turns": lambda side: "  ".join(f"{row.step:.3f}" for row in select(rows, side=side)),
+            "slots": lambda side: "  ".join(f"{row.step:.3f}" for row in select(rows, side=side)),
         },
         title=title,
         numbers=False,

@@ -1,4 +1,4 @@
-"""`stormy`: samples per second on a heterogeneous cluster, the Trainer with `auto` against torch.
+"""`heterogeneous`: samples per second of the Trainer with `auto` against torch's 1F1B and DDP.
 
 GPT3-XL on 16 machines around the world, slow at random, on bursty links. Time and bytes are those
 of `bench plan` in the lab, with real layers of a small model: one byte here represents as many as a
@@ -157,7 +157,7 @@ def heterogeneous(
     cluster, dwell = lab_cluster(problem.cluster), _DWELL * setting.lab.time_scale
     links = bursts(cluster, dwell=dwell, until=_LONGEST, seed=0)
     runs = _Runs(setting, cluster, links, problem.profile.layers[0].forward, show)
-    show("stormy: planning")
+    show("heterogeneous: planning")
     plan = make_plan(problem).best.plan
     layouts = random_layouts(problem, setting)
     job = runs.job(plan, setting.num_steps)
@@ -169,15 +169,18 @@ def heterogeneous(
         losses, expected = single.gather("training in one process")[0]
         ours, held_out = runs.trainer(job)
     baseline_rate = fmean(row.rate for row in baseline)
-    ratios = {"stormy": ours.rate / baseline_rate, "stormy_loss": held_out / expected - 1}
+    ratios = {
+        "heterogeneous": ours.rate / baseline_rate,
+        "heterogeneous_loss": held_out / expected - 1,
+    }
     figures = {
-        "stormy_steady": ours.steady_rate / baseline_rate,
-        "stormy_samples_per_s": ours.rate,
-        "stormy_torch_samples_per_s": baseline_rate,
-        "stormy_held_out": held_out,
-        "stormy_torch_held_out": expected,
-        "stormy_load": ours.load,
-        "stormy_torch_loss_error": max(
+        "heterogeneous_steady": ours.steady_rate / baseline_rate,
+        "heterogeneous_samples_per_s": ours.rate,
+        "heterogeneous_torch_samples_per_s": baseline_rate,
+        "heterogeneous_held_out": held_out,
+        "heterogeneous_torch_held_out": expected,
+        "heterogeneous_load": ours.load,
+        "heterogeneous_torch_loss_error": max(
             abs(a - b) for row in baseline for a, b in zip(row.losses, losses, strict=False)
         ),
     }
@@ -233,7 +236,7 @@ class _Runs:
         job: JobSetting,
         barrier: Callable[[], object],
     ) -> tuple[HeterogeneousRow, JobLog]:
-        name = f"stormy: {side}, {layout}, micro-batches of {job.microbatch_size}"
+        name = f"heterogeneous: {side}, {layout}, micro-batches of {job.microbatch_size}"
         self.show(name)
 
         def on_step(log: JobLog) -> None:

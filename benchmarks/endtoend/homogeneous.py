@@ -1,15 +1,15 @@
-"""Jobs that take turns: `quiet` on equal machines and a fast network, and `checkpoint`.
+"""Jobs that alternate: `homogeneous` on equal machines and a fast network, and `checkpoint`.
 
-`quiet`: little can be gained there, and nothing may be lost. Two stages x two pipelines on four
-hosts. One byte represents as many as in the heterogeneous cluster, and time is real: the network is
-InfiniBand of 100 Gbit/s, the faster one of DeAR's experiments, on which averages take about a tenth
-of a step.
+`homogeneous`: little can be gained there, and nothing may be lost. Two stages x two pipelines
+run on four hosts. One byte represents as many as in the heterogeneous cluster, and time is real:
+the network is InfiniBand of 100 Gbit/s, the faster one of DeAR's experiments, on which averages
+take about a tenth of a step.
 
 `checkpoint`: a step while checkpoints are written in the background, over one without. Two local
 processes, replicas of a model of some 17 MB whose checkpoint, with the state of AdamW, has 50. It
 is saved every second, far more often than anybody would: writing takes about half a step, in the
 background, and a step waits for the copy that is written. Writes that are pending at the end of a
-turn are waited for.
+slot are waited for.
 """
 
 import time
@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.optim import AdamW
 from torch.utils.data import TensorDataset
 
-from benchmarks.endtoend.job import JobPool, JobSetting, TurnRow, interleave, ratio_of_steps
+from benchmarks.endtoend.job import JobPool, JobSetting, SlotRow, interleave, ratio_of_steps
 from benchmarks.endtoend.training import byte_scale, fit, torch_baseline, trainer_worker
 from benchmarks.harness.network import uniform_cluster
 from benchmarks.harness.pool import PORT, LocalHosts, PoolWorker
@@ -38,46 +38,46 @@ _NUM_STAGES, _HOSTS = 2, ("host0", "host1", "host2", "host3")
 _LATENCY: Seconds = 0.0002  # the lowest that a lab can emulate
 _INFINIBAND: BytesPerSecond = 100e9 / 8
 _NUM_SAMPLES = 4096
-_SETTLE: Seconds = 1.5  # after a turn, for pending writes
+_SETTLE: Seconds = 1.5  # after a slot, for pending writes
 
 
-# Layers, micro-batches of a pipeline, forward of a layer, turns, and steps of a turn.
+# Layers, micro-batches of a pipeline, forward of a layer, slots, and steps of a slot.
 FULL, QUICK = (24, 8, 0.004, 4, 4), (4, 4, 0.001, 2, 2)
-# Width, layers, compute of a step, steps from one checkpoint to the next, turns, steps of a turn.
+# Width, layers, compute of a step, steps from one checkpoint to the next, slots, steps of a slot.
 FULL_CHECKPOINT, QUICK_CHECKPOINT = (1024, 4, 0.5, 2, 4, 9), (64, 2, 0.02, 1, 2, 3)
 
 
-def homogeneous(*, quick: bool, show: Callable[[str], None]) -> tuple[float, list[TurnRow]]:
-    """Return the Trainer's steps per second over torch's, and all turns."""
-    num_layers, num_microbatches, forward, num_turns, turn = QUICK if quick else FULL
+def homogeneous(*, quick: bool, show: Callable[[str], None]) -> tuple[float, list[SlotRow]]:
+    """Return the Trainer's steps per second over torch's, and all slots."""
+    num_layers, num_microbatches, forward, num_slots, slot = QUICK if quick else FULL
     setting = JobSetting(
         plan=equal_pipelines(_HOSTS, num_layers, _NUM_STAGES, num_microbatches),
-        num_steps=num_turns * turn,
+        num_steps=num_slots * slot,
         forward=forward,
         backward=3 * forward,
-        turn=turn,
+        slot=slot,
     )
-    show("quiet: two jobs are started")
+    show("homogeneous: two jobs are started")
     cluster = uniform_cluster(_HOSTS, _LATENCY, _INFINIBAND * byte_scale())
     with (
         Lab(cluster) as lab,
         JobPool(lab, torch_baseline, setting, port=PORT) as baseline,
         JobPool(lab, trainer_worker, setting, port=PORT + 1) as ours,
     ):
-        rows = interleave("quiet", {TORCH: baseline, OURS: ours}, show)
+        rows = interleave("homogeneous", {TORCH: baseline, OURS: ours}, show)
     return ratio_of_steps(rows, TORCH, OURS), rows
 
 
-def checkpoint(*, quick: bool, show: Callable[[str], None]) -> tuple[float, list[TurnRow]]:
-    """Return a step with asynchronous checkpoints over one without, and all turns."""
+def checkpoint(*, quick: bool, show: Callable[[str], None]) -> tuple[float, list[SlotRow]]:
+    """Return a step with asynchronous checkpoints over one without, and all slots."""
     size = QUICK_CHECKPOINT if quick else FULL_CHECKPOINT
-    width, num_layers, step, steps_per_checkpoint, num_turns, turn = size
+    width, num_layers, step, steps_per_checkpoint, num_slots, slot = size
     setting = JobSetting(
         plan=equal_pipelines(("a", "b"), num_layers, 1, 1),
-        num_steps=num_turns * turn,
+        num_steps=num_slots * slot,
         forward=step / num_layers / 4,
         backward=step / num_layers * 3 / 4,
-        turn=turn,
+        slot=slot,
     )
     show("checkpoint: two jobs are started")
     hosts = LocalHosts()

@@ -89,7 +89,7 @@ class JobSetting:
     backward: Seconds
     num_held_out: int = 0  # samples
     timeout: Seconds = 60.0  # of any wait for another process
-    turn: int = 0  # steps until a worker waits for the driver; 0: it never does
+    slot: int = 0  # steps until a worker waits for the driver; 0: it never does
     scenario: Scenario = field(default_factory=Scenario)  # its `slow` entries delay the compute
     bucket: Bytes = 25 * 2**20  # of gradients that torch averages at once, as DDP
 
@@ -141,7 +141,7 @@ class JobReporter:
     """Sends the reports of one worker to the driver."""
 
     def __init__(self, pool_worker: PoolWorker, setting: JobSetting) -> None:
-        self._driver, self._turn = pool_worker, setting.turn
+        self._driver, self._slot = pool_worker, setting.slot
         self._num_ended, self._cpu = 0, 0.0
 
     def wait_for_start(self) -> Seconds:
@@ -150,13 +150,13 @@ class JobReporter:
         return start
 
     def step_ended(self, worker: Worker, step: int, num_samples: int, loss: float | None) -> None:
-        """Report a step; at the end of a turn, return when the next one begins."""
+        """Report a step; at the end of a slot, return when the next one begins."""
         if loss is not None:
             self._driver.send(StepReport(worker, step, num_samples, loss, time.monotonic()))
         self._num_ended += 1
-        if self._turn and self._num_ended % self._turn == 0:
-            self._driver.send("the turn has ended")
-            self._driver.recv("waiting for its turn")
+        if self._slot and self._num_ended % self._slot == 0:
+            self._driver.send("the slot has ended")
+            self._driver.recv("waiting for its slot")
 
     def job_ended(self, moment: Seconds, speed: EmulatedSpeed, held_out: float | None) -> None:
         first = moment if speed.first is None else speed.first
@@ -204,12 +204,12 @@ class JobLog:
                 found.append(sum(step.loss * step.num_samples for step in steps) / setting.batch)
         return tuple(found)
 
-    def step_of_turn(self, turn: int, num_steps: int) -> Seconds:
-        """Return the mean step of a turn.
+    def step_of_slot(self, slot: int, num_steps: int) -> Seconds:
+        """Return the mean step of a slot.
 
         Its first step is left out: before it, work in the background had extra time.
         """
-        first, last = turn * num_steps, (turn + 1) * num_steps - 1
+        first, last = slot * num_steps, (slot + 1) * num_steps - 1
         return (self._end_of_step(last) - self._end_of_step(first)) / (num_steps - 1)
 
     def _end_of_step(self, number: int) -> Seconds:
@@ -245,7 +245,7 @@ class JobPool(WorkerPool):
         return self
 
     def begin(self) -> None:
-        """Start the first turn, or the whole job."""
+        """Start the first slot, or the whole job."""
         self.log = JobLog(start=self.start())
 
     def follow(
@@ -253,7 +253,7 @@ class JobPool(WorkerPool):
         links: Iterable[LinkChange] = (),
         on_step: Callable[[JobLog], None] = lambda _: None,
     ) -> JobLog:
-        """Wait for the end of the turn or job, while links change at their times since the start.
+        """Wait for the end of the slot or job, while links change at their times since the start.
 
         LabError if a worker fails, or if no step ends within the timeout.
         """
@@ -268,42 +268,42 @@ class JobPool(WorkerPool):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnRow:
-    """One turn of one side."""
+class SlotRow:
+    """One slot of one side."""
 
     part: str  # of the benchmark
     side: str
     round: int
-    step: Seconds  # mean, without the first of the turn
+    step: Seconds  # mean, without the first of the slot
 
 
 def interleave(
     part: str,
     pools: Mapping[str, JobPool],
     show: Callable[[str], None],
-    after_turn: Callable[[], None] = lambda: None,
-) -> list[TurnRow]:
-    """Run jobs of equal settings in turns, so that all meet the same conditions."""
+    after_slot: Callable[[], None] = lambda: None,
+) -> list[SlotRow]:
+    """Run jobs of equal settings in alternating slots, so that all meet the same conditions."""
     rows, setting = [], next(iter(pools.values())).setting
-    for turn in range(setting.num_steps // setting.turn):
+    for slot in range(setting.num_steps // setting.slot):
         for side, pool in pools.items():
-            if turn == 0:
+            if slot == 0:
                 pool.begin()
             else:
-                pool.broadcast("the next turn")
-            step = pool.follow().step_of_turn(turn, setting.turn)
-            rows.append(TurnRow(part=part, side=side, round=turn, step=step))
+                pool.broadcast("the next slot")
+            step = pool.follow().step_of_slot(slot, setting.slot)
+            rows.append(SlotRow(part=part, side=side, round=slot, step=step))
             show(f"{part}: {side}, {step:.3f} s a step")
-            after_turn()
+            after_slot()
     for pool in pools.values():
         pool.broadcast("the end")
         pool.follow()
     return rows
 
 
-def ratio_of_steps(rows: Sequence[TurnRow], side: str, other: str) -> float:
+def ratio_of_steps(rows: Sequence[SlotRow], side: str, other: str) -> float:
     """Return the ratio of the steps of two sides.
 
-    The first turn does not count, in which both make connections and choose their sync modes.
+    The first slot does not count, in which both make connections and choose their sync modes.
     """
     return ratio_over_rounds([row for row in rows if row.round > 0], "step", side, other)

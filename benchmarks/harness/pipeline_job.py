@@ -152,7 +152,7 @@ def _wait_for_steps(record: StepRecord, pool: WorkerPool, num_steps: int) -> Non
     while (num_ended := sum(record.num_ended())) < num_steps * record.num_pipelines:
         if num_ended > num_before:
             num_before, deadline = num_ended, time.monotonic() + _TIMEOUT
-        pool.check_alive("training")
+        pool.check_running("training")
         if time.monotonic() >= deadline:
             raise machine_too_slow(f"no step ended within {_TIMEOUT:g} s")
         time.sleep(_POLL)

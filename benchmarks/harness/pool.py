@@ -337,7 +337,7 @@ class WorkerPool:
                 raise messages[rank].at(f"rank {rank}, {action}")
         return messages
 
-    def check_alive(self, action: str) -> None:
+    def check_running(self, action: str) -> None:
         """Raise LabError if a worker has ended."""
         for rank, child in enumerate(self._children):
             if child.status is not None:

@@ -55,7 +55,7 @@ class LinkSetting:
     rings: tuple[LinkExperiment, ...]  # each asks more of the switch than the one before
     unlimited: LinkExperiment
     num_rounds: int  # of each experiment, that count
-    tries: int
+    max_attempts: int
     budget: Seconds  # after which nothing is repeated
 
 
@@ -128,7 +128,7 @@ FULL = LinkSetting(
     rings=tuple(ring(16, mbps, MeasureWindow(1.0, 2.0)) for mbps in (20, 50, 100, 200, 400)),
     unlimited=unlimited(4, MeasureWindow(1.0, 2.0)),
     num_rounds=3,
-    tries=6,
+    max_attempts=6,
     budget=240.0,
 )
 QUICK = LinkSetting(
@@ -136,7 +136,7 @@ QUICK = LinkSetting(
     rings=(ring(16, 20, MeasureWindow(1.0, 0.5)),),
     unlimited=unlimited(2, MeasureWindow(0.3, 0.5)),
     num_rounds=1,
-    tries=2,
+    max_attempts=2,
     budget=6.0,
 )
 PairFigures = tuple[list[Seconds], list[BytesPerSecond]]  # round trips and goodput of the pairs
@@ -156,7 +156,7 @@ def run(*, quick: bool, console: Console) -> Result:
             f"{experiment.part}, {len(experiment.pairs)} pairs at once: {len(rounds.values)} "
             f"rounds, {rounds.num_rejected} rejected; in the last {rounds.switch_timing}",
         )
-    punctual_limit, switch_limit = _punctual_limit(setting), _switch_limit(setting)
+    lateness_limit, switch_limit = _lateness_limit(setting), _switch_limit(setting)
     grid = select(rows, part="grid")
     ratios = {
         "bandwidth_error": max(row.bandwidth_error for row in grid),
@@ -166,7 +166,7 @@ def run(*, quick: bool, console: Console) -> Result:
     }
     figures = {
         "rtt_excess_ms": 1e3 * max(abs(row.rtt_excess) for row in grid),
-        "punctual_limit_mbps": punctual_limit / MEGABIT,
+        "punctual_limit_mbps": lateness_limit / MEGABIT,
         "rounds": sum(len(rounds.values) for rounds in measured),
         "rejected_rounds": sum(rounds.num_rejected for rounds in measured),
         "doubtful_rounds": sum(rounds.trouble is not None for rounds in measured),
@@ -192,8 +192,10 @@ def _measure(
         def work() -> PairFigures:
             return meter.round_trips(pairs), meter.goodput(pairs, experiment.window)
 
-        num_rounds, tries = setting.num_rounds, setting.tries
-        rounds = rounds_on_time(lab, work, num_rounds=num_rounds, tries=tries, deadline=deadline)
+        num_rounds, max_attempts = setting.num_rounds, setting.max_attempts
+        rounds = rounds_on_time(
+            lab, work, num_rounds=num_rounds, max_attempts=max_attempts, deadline=deadline
+        )
     return rounds, [
         LinkRow(
             part=experiment.part,
@@ -209,13 +211,13 @@ def _measure(
     ]
 
 
-def _punctual_limit(setting: LinkSetting) -> BytesPerSecond:
-    """Return what the fastest ring carries in full with a punctual switch; 0 if none does."""
+def _lateness_limit(setting: LinkSetting) -> BytesPerSecond:
+    """Return what the fastest ring carries in full while the switch is on time; 0 if none does."""
     carried = 0.0
     for experiment in setting.rings:
         with Lab(experiment.cluster) as lab, Meter(lab) as meter:
             work = partial(meter.goodput, experiment.pairs, experiment.window)
-            rounds = rounds_on_time(lab, work, tries=2)
+            rounds = rounds_on_time(lab, work, max_attempts=2)
         (goodput,) = rounds.values
         described = experiment.cluster.link(*experiment.pairs[0]).bandwidth
         if rounds.trouble or min(goodput) < MIN_GOODPUT * described:

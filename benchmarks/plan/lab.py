@@ -35,7 +35,7 @@ _UNEVEN_LAYERS = 32
 _NO_LIMIT: BytesPerSecond = 1e15
 _DRAWS = 8  # random placements, for each that is used
 _TRIES = 3
-_TURN = 2  # other plans between two runs of ours
+_NUM_BETWEEN = 2  # other plans between two runs of ours
 
 NamedPlan = tuple[str, Prediction]  # a plan and its name
 
@@ -181,15 +181,18 @@ def lab_rows(
 ) -> list[LabRow]:
     setting = QUICK if quick else FULL
     deadline = time.monotonic() + setting.budget
-    around, beside = world(setting), uneven(setting)
-    ours = PLANNED, predict(make_plan(around), around)
-    drawn = random_plans(around, setting.num_random)
+    mixed_problem, uneven_problem = world(setting), uneven(setting)
+    ours = PLANNED, predict(make_plan(mixed_problem), mixed_problem)
+    drawn = random_plans(mixed_problem, setting.num_random)
     others = [(f"random {number}", each) for number, each in enumerate(drawn)]
-    by_speed = PLANNED, predict(make_plan(beside), beside)
-    equal = EQUAL, placed(beside, [device.name for device in beside.cluster.devices])
-    in_turns: list[NamedPlan] = []
-    for first in range(0, len(others), _TURN):
-        in_turns += [ours, *others[first : first + _TURN]]
+    by_speed = PLANNED, predict(make_plan(uneven_problem), uneven_problem)
+    equal = (
+        EQUAL,
+        placed(uneven_problem, [device.name for device in uneven_problem.cluster.devices]),
+    )
+    interleaved: list[NamedPlan] = []
+    for first in range(0, len(others), _NUM_BETWEEN):
+        interleaved += [ours, *others[first : first + _NUM_BETWEEN]]
 
     def measure(ratio: str, problem: Problem, plans: Sequence[NamedPlan]) -> list[LabRow]:
         rows, num_steps = [], setting.num_steps
@@ -203,8 +206,8 @@ def lab_rows(
                 rows.append(_row(ratio, side, prediction, job, num_steps))
         return rows
 
-    rows = measure("lab_vs_random", around, in_turns)
-    return rows + measure("uneven", beside, [by_speed, equal] * setting.uneven_rounds)
+    rows = measure("lab_vs_random", mixed_problem, interleaved)
+    return rows + measure("uneven", uneven_problem, [by_speed, equal] * setting.uneven_rounds)
 
 
 def emulated_workers(plan: Plan, problem: Problem) -> list[EmulatedWorker]:

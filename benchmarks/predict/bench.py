@@ -105,7 +105,7 @@ def predict_and_measure(setting: PredictSetting, show: Callable[[str], None]) ->
         """Return the time of a step, and whether the network was late."""
         show(f"{lab.cluster.name}: {alternative.name}")
         workers = alternative.emulated_workers(setting.num_pipelines)
-        job = budget.most_punctual(lambda: run_job(lab, workers, setting.num_steps))
+        job = budget.least_late(lambda: run_job(lab, workers, setting.num_steps))
         return step_time(job.ends, setting), job.trouble is not None
 
     for network in setting.networks:
@@ -174,8 +174,8 @@ class RepeatBudget:
     def __init__(self, seconds: Seconds, clock: Callable[[], Seconds] = time.monotonic) -> None:
         self._left, self._clock = seconds, clock
 
-    def most_punctual(self, run: Callable[[], JobTimes]) -> JobTimes:
-        """Return the first run on a punctual network; if there is none, the least late one."""
+    def least_late(self, run: Callable[[], JobTimes]) -> JobTimes:
+        """Return the first run with the network on time; if there is none, the least late one."""
         late: list[JobTimes] = []
         while True:
             start = self._clock()

@@ -1,7 +1,7 @@
 """Group averaging against all-reduce and against no synchronisation, with stragglers and without.
 
 Sixteen workers on hosts of the lab, data-parallel or as a grid of pipelines; real processes, an
-emulated compute of 300 ms a step. Sides take turns, in rounds with the same seeds. Throughput is
+emulated compute of 300 ms a step. Sides alternate, in rounds with the same seeds. Throughput is
 that of the whole job; beside it stands how far the models are apart at the end, since hardly
 synchronising is fast, too. Then the scheduler alone, under the load of a thousand workers.
 """
@@ -203,17 +203,17 @@ def run_together(
 
 
 def _measure(lanes: Sequence[SyncPool], setting: SyncSetting) -> list[SyncRow]:
-    """Run all sides in turns, as many at the same time as the setting allows."""
+    """Run all sides alternately, as many at the same time as the setting allows."""
     num_rounds = max(side.num_rounds for side in setting.sides)
-    turns = [
+    runs = [
         (number, side)
         for number in range(num_rounds)
         for side in setting.sides
         if number < side.num_rounds
     ]
     rows = []
-    for first in range(0, len(turns), setting.num_lanes):
-        jobs = turns[first : first + setting.num_lanes]
+    for first in range(0, len(runs), setting.num_lanes):
+        jobs = runs[first : first + setting.num_lanes]
         answers = run_together(lanes, [(setting.seeded(number), side) for number, side in jobs])
         for (number, side), of_side in zip(jobs, answers, strict=True):
             rows.append(row(setting, number, side, of_side))

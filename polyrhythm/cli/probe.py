@@ -123,7 +123,7 @@ class Probe:
                 watch(
                     job,
                     progress,
-                    say=lambda text: status.update(f"measuring {text}"),
+                    on_progress=lambda text: status.update(f"measuring {text}"),
                     stall_timeout=options.effort.stall_timeout,
                 )
 

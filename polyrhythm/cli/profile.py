@@ -87,7 +87,7 @@ class Profile:
                 device=self.device,
                 dtype=self.dtype,
                 measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-                say=lambda text: status.update(f"measuring {text}"),
+                on_progress=lambda text: status.update(f"measuring {text}"),
                 warn=notes.append,
             )
         for text in notes:

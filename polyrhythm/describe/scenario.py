@@ -41,10 +41,12 @@ class Slow:
 
     def __post_init__(self) -> None:
         sleeps = (self.probability is not None, self.sleep_factor is not None)
-        ways = (self.factor is not None) + any(sleeps) + (self.trace is not None)
-        if ways != 1 or any(sleeps) != all(sleeps):
+        num_kinds = (self.factor is not None) + any(sleeps) + (self.trace is not None)
+        if num_kinds != 1 or any(sleeps) != all(sleeps):
             raise DescriptionError(
-                f"{self.device!r} is slowed in {ways} ways" if ways != 1 else "half a random sleep",
+                f"{self.device!r} is slowed in {num_kinds} ways"
+                if num_kinds != 1
+                else "half a random sleep",
                 expected="factor, or probability and sleep_factor, or trace",
                 fix="keep one of the three, whole",
             )

@@ -134,8 +134,8 @@ def spot_scenario(
     pace = 1.0 if duration is None or trace.length == 0 else duration / trace.length
     kills, joins = [], []
     for device, times in zip(cluster.devices, trace.places, strict=False):
-        for turn, time in enumerate(times):
-            if turn % 2:
+        for index, time in enumerate(times):
+            if index % 2:
                 kills.append(Kill(device=device.name, at=time * pace))
             elif time > 0:  # at time 0 it is present from the start
                 joins.append(Join(device=device.name, at=time * pace))
@@ -155,8 +155,8 @@ def _intervals(
     times: tuple[Seconds, ...] | list[Seconds],
 ) -> Iterator[tuple[Seconds, Seconds | None]]:
     """Yield the start and end of each presence of a node; None if it stayed."""
-    for turn in range(0, len(times), 2):
-        yield times[turn], times[turn + 1] if turn + 1 < len(times) else None
+    for index in range(0, len(times), 2):
+        yield times[index], times[index + 1] if index + 1 < len(times) else None
 
 
 def _check_times(name: str, times: tuple[Seconds, ...]) -> None:
@@ -164,8 +164,8 @@ def _check_times(name: str, times: tuple[Seconds, ...]) -> None:
         raise DescriptionError(
             f"{name} is empty", expected="the time at which it came", fix="remove the empty list"
         )
-    for turn, time in enumerate(times):
-        check_amount(f"{name}[{turn}]", time, Seconds)
+    for index, time in enumerate(times):
+        check_amount(f"{name}[{index}]", time, Seconds)
     for first, second in pairwise(times):
         if first >= second:
             raise DescriptionError(

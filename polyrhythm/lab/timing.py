@@ -30,10 +30,10 @@ def rounds_on_time(
     work: Callable[[], Value],
     *,
     num_rounds: int = 1,
-    tries: int = MAX_ATTEMPTS,
+    max_attempts: int = MAX_ATTEMPTS,
     deadline: Seconds = math.inf,
 ) -> TimedRounds[Value]:
-    """Repeat `work` until `num_rounds` rounds were on time, or for `tries` rounds in all.
+    """Repeat `work` until `num_rounds` rounds were on time, or for `max_attempts` rounds in all.
 
     After `deadline` (time.monotonic()) no further round starts.
     """
@@ -44,7 +44,7 @@ def rounds_on_time(
         value = work()
         switch_timing = lab.report().switch_timing
         (values if switch_timing.trouble is None else late).append(value)
-        enough = len(values) == num_rounds or len(values) + len(late) == tries
+        enough = len(values) == num_rounds or len(values) + len(late) == max_attempts
         if enough or time.monotonic() >= deadline:
             break
     return TimedRounds(

@@ -79,21 +79,21 @@ def row_times(state: LayoutState, prices: LayoutPrices, s: int) -> None:
     trips = 2.0 if prices.concurrent else 1.0  # both latencies, for reduce-scatter and all-gather
     for i in range(size):
         a = state.layout[s, i]
-        slowest, in_turn = 0.0, 0.0
+        slowest, total_time = 0.0, 0.0
         for j in range(size):
             if i != j:
                 b = state.layout[s, j]
                 # Reduce-scatter and all-gather use both directions, so the slower one counts.
                 one = trips * prices.pairs[ROUND_TRIP, a, b] + 2 * share * prices.pairs[BUSY, a, b]
                 slowest = max(slowest, one)
-                in_turn += one
+                total_time += one
                 sent += (
                     share * prices.pairs[EGRESS, a, b]
                 )  # each pair is visited twice: reduce-scatter and all-gather
         if prices.concurrent:
-            in_turn = max(slowest, 2 * share * prices.num_peers * prices.devices[SENDS, a])
-        worst = max(worst, in_turn)
-        total += in_turn
+            total_time = max(slowest, 2 * share * prices.num_peers * prices.devices[SENDS, a])
+        worst = max(worst, total_time)
+        total += total_time
     sent *= prices.num_peers / max(size - 1, 1)  # a part of them, in groups
     rows = state.rows
     rows[SYNC, s], rows[MEAN, s], rows[SENT, s] = worst, total / size, sent

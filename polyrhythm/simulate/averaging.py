@@ -23,7 +23,7 @@ from polyrhythm.types import BytesPerSecond, Seconds, Worker
 class Observer(Protocol):
     """Callbacks for all changes of models, in the order of time."""
 
-    def on_begin(self, worker: Worker, now: Seconds) -> None:
+    def on_step_start(self, worker: Worker, now: Seconds) -> None:
         """The worker starts a step: a forward with its weights of now."""
 
     def on_step(self, worker: Worker, now: Seconds) -> None:
@@ -40,7 +40,7 @@ class Observer(Protocol):
     def on_copied(self, worker: Worker, source: Worker, now: Seconds) -> None:
         """A worker that joins late has copied the weights of `source`."""
 
-    def on_served(self, worker: Worker, is_push: bool, now: Seconds) -> None:
+    def on_server_transfer(self, worker: Worker, is_push: bool, now: Seconds) -> None:
         """A push of the worker has reached the parameter server, or a pull the worker."""
 
 
@@ -97,7 +97,7 @@ class SimulatedAveraging:
         every: int,
         overlap: bool,
         answers_while_computing: bool,
-        asks_ahead: bool,
+        takes_requests: bool,
         decoupled: Callable[[Sequence[SimulatedWorker]], BucketArrivals] | None = None,
         server: ModelServer | None = None,
         observers: Sequence[Observer] = (),
@@ -118,14 +118,14 @@ class SimulatedAveraging:
             on_step_done,
         )
         self._every, self._overlap, self._decoupled = every, overlap, decoupled
-        self._answers_while_computing, self._asks_ahead = answers_while_computing, asks_ahead
+        self._answers_while_computing, self._asks_ahead = answers_while_computing, takes_requests
         self._server, self.observers, self._finished = server, observers, finished
         self._exchanges: dict[int, _Exchange] = {}
         self._by_owner: dict[int, _Exchange] = {}
 
     def step_began(self, member: SimulatedWorker) -> None:
         for observer in self.observers:
-            observer.on_begin(member.worker, self._clock.now)
+            observer.on_step_start(member.worker, self._clock.now)
         if self._asks_ahead and not (member.steps + 1) % self._every:
             self.coordinator.send(member.worker, Request, member.clock + 1, member.incarnation)
 

@@ -70,10 +70,10 @@ def show_variants(variants: Sequence[Variant], console: Console) -> None:
     ]
     print_table(console, header, rows, numbers=True)
     for variant in variants:
-        if variant.result.cut_short:
+        if variant.result.stop_reason:
             num_steps, planned = sum(map(len, variant.result.ends)), len(variant.result.ends)
             steps = f"{num_steps:,} steps of {planned} pipelines"
-            print_line(console, f"* {variant.name}: {variant.result.cut_short}; {steps} were run")
+            print_line(console, f"* {variant.name}: {variant.result.stop_reason}; {steps} were run")
     with_local_steps = {
         variant.job.sync.policy: variant
         for variant in variants
@@ -157,7 +157,7 @@ def _row(variant: Variant, first: Variant, step: str, sent: str) -> list[str]:
     result = variant.result
     ratio = result.throughput / first.result.throughput if first.result.throughput else float("nan")
     return [
-        f"{variant.name} *" if result.cut_short else variant.name,
+        f"{variant.name} *" if result.stop_reason else variant.name,
         step,
         f"{result.throughput:,.4g}",
         f"{ratio:.2f}" if ratio == ratio else "-",

@@ -139,7 +139,7 @@ class _Models:
         self._total, self._every = 0, every * len(self._forwards)
         self.points: list[tuple[Seconds, float, float, float]] = []
 
-    def on_begin(self, worker: Worker, now: Seconds) -> None:
+    def on_step_start(self, worker: Worker, now: Seconds) -> None:
         weights = self._weights[worker.pipeline, self._parts[worker.stage]]
         self._forwards[worker].append(weights.copy())
 
@@ -179,7 +179,7 @@ class _Models:
         if not average.published:
             del self._averages[gid]
 
-    def on_served(self, worker: Worker, is_push: bool, now: Seconds) -> None:
+    def on_server_transfer(self, worker: Worker, is_push: bool, now: Seconds) -> None:
         number, part = worker.pipeline, self._parts[worker.stage]
         if is_push:
             update = self._weights[number, part] - self._pulled[number, part]

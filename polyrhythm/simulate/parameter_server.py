@@ -77,5 +77,5 @@ class SimulatedParameterServer:
         if member.incarnation != transfer.incarnation:
             return
         for observer in self._observers:
-            observer.on_served(member.worker, transfer.is_push, self._clock.now)
+            observer.on_server_transfer(member.worker, transfer.is_push, self._clock.now)
         transfer.then(member)

@@ -26,7 +26,7 @@ class SimulationResult:
     bytes_sent: NDArray[np.float64]  # [region, region]
     num_events: int
     num_actions: int
-    cut_short: str = ""  # why it ended before all steps were done
+    stop_reason: str = ""  # why it ended before all steps were done
 
     @property
     def throughput(self) -> float:

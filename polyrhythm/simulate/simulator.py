@@ -90,8 +90,8 @@ class _Simulation:
         is_optimizer = job.decoupled and job.sync.policy == "all_reduce"
         self._balancer = SimulatedBalancer(job) if job.sync.policy == "balanced" else None
         self._coordinator_device = members[0].device if job.coordinator is None else job.coordinator
-        asks_ahead = job.sync.asks_ahead
-        self._reports_step_begin = asks_ahead or bool(observers)
+        takes_requests = job.sync.takes_requests
+        self._reports_step_begin = takes_requests or bool(observers)
         parts = self._clock, self._engine, self._network
         decisions = None if self._log is None else self._log.decisions
         self._server = None
@@ -105,7 +105,7 @@ class _Simulation:
             every=job.sync.steps_between,
             overlap=job.overlap,
             answers_while_computing=job.sync.policy == "pairwise",
-            asks_ahead=asks_ahead,
+            takes_requests=takes_requests,
             decoupled=self._all_gather_arrivals if job.decoupled and not is_optimizer else None,
             server=self._server,
             observers=observers,
@@ -137,7 +137,7 @@ class _Simulation:
 
     def result(self) -> SimulationResult:
         self._faults.start()
-        cut_short = self._run()
+        stop_reason = self._run()
         self._engine.warn_of_traces()
         if self._log is not None:
             records = self._engine.take_records()
@@ -165,7 +165,7 @@ class _Simulation:
             bytes_sent=np.array(self._engine.state.sent),
             num_events=self._engine.num_events,
             num_actions=self._engine.num_actions,
-            cut_short=cut_short,
+            stop_reason=stop_reason,
         )
 
     def _run(self) -> str:

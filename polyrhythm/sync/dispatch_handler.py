@@ -68,14 +68,14 @@ class DispatchHandler:
         for key, request in list(self._waiting.items()):
             if request.worker.pipeline == pipeline:
                 del self._waiting[key]
-                if self._membership.members[request.worker].status is MemberStatus.ALIVE:
+                if self._membership.members[request.worker].status is MemberStatus.ACTIVE:
                     yield _no_samples(request, why=why)
         yield from self._retry_waiting()
 
     def leave(self, member: MemberState, why: str) -> Iterator[Command]:
         """Remove a worker; when its whole pipeline is gone, return the unused chunks."""
         pipeline = self._membership.pipeline(member)
-        if all(other.status is not MemberStatus.ALIVE for other in pipeline):
+        if all(other.status is not MemberStatus.ACTIVE for other in pipeline):
             yield from self.reset_pipeline(member.worker.pipeline, why)
         else:
             for key in [key for key in self._waiting if key[0] == member.worker]:

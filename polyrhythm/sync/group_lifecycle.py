@@ -77,7 +77,7 @@ class GroupLifecycle:
             member = self._early_members.pop(0)
             has_request, has_ready = member.has_early_request, member.has_early_ready
             member.has_early_request = member.has_early_ready = False
-            if member.status is not MemberStatus.ALIVE:
+            if member.status is not MemberStatus.ACTIVE:
                 continue
             if has_request and member.is_active:
                 self.request_group(member)
@@ -128,10 +128,10 @@ class GroupLifecycle:
         """Register that a worker needs a group at the end of its step."""
         stage_policy = member.stage_policy
         self._clear_idle(member)
-        if stage_policy.asks_ahead:
+        if stage_policy.takes_requests:
             self.join_policy(member)
-        member.has_requested = member.is_ready or stage_policy.asks_ahead
-        if stage_policy.asks_ahead:
+        member.has_requested = member.is_ready or stage_policy.takes_requests
+        if stage_policy.takes_requests:
             self._accept(stage_policy, stage_policy.policy.on_request(member.worker, self.now))
 
     def mark_ready(self, member: MemberState) -> None:
@@ -223,12 +223,12 @@ class GroupLifecycle:
         self._late_joins.forget(member)
         member.has_joined = False
         member.stage_policy = self._policies[member.worker.stage]
-        if was_ready and member.status is MemberStatus.ALIVE:
+        if was_ready and member.status is MemberStatus.ACTIVE:
             self._skip(member, reason, failed=True)
         self._resubmit(remaining)
 
     def _make_stage_policy(self, policy: Policy) -> StagePolicy:
-        asks_ahead = type(policy).on_request is not Policy.on_request
+        takes_requests = type(policy).on_request is not Policy.on_request
         is_average_all = isinstance(policy, AverageAllPolicy)
         self._timers.append(policy.next_timer())
         timer = len(self._timers) - 1
@@ -252,7 +252,13 @@ class GroupLifecycle:
                 usual=min,
             )
         return StagePolicy(
-            policy, average_timeout, ready_timeout, wait_timeout, asks_ahead, is_average_all, timer
+            policy,
+            average_timeout,
+            ready_timeout,
+            wait_timeout,
+            takes_requests,
+            is_average_all,
+            timer,
         )
 
     def _join_pipeline(self, member: MemberState) -> None:

@@ -19,7 +19,7 @@ from polyrhythm.types import Group, Seconds, Worker
 
 class MemberStatus(Enum):
     ABSENT = "has not joined yet"
-    ALIVE = "is alive"
+    ACTIVE = "is alive"
     LEFT = "has left"
     DEAD = "is dead"
 
@@ -31,13 +31,13 @@ class StagePolicy(NamedTuple):
     average_timeout: LearnedTimeout  # of an average
     ready_timeout: LearnedTimeout  # of an assigned group, for members that still compute
     wait_timeout: LearnedTimeout | None  # of a ready member without a group; None for no limit
-    asks_ahead: bool
+    takes_requests: bool
     is_average_all: bool
     timer: int  # index of its timer in the list of all timers
 
     def record_step(self, duration: Seconds) -> None:
         """Learn from the duration of a worker's step."""
-        if self.asks_ahead:  # else a group is only assigned when all awaited members are ready
+        if self.takes_requests:  # else a group is only assigned when all awaited members are ready
             self.ready_timeout.record(duration)
         if self.wait_timeout is not None:
             self.wait_timeout.record(duration)

@@ -30,10 +30,10 @@ class Membership:
         """Set the status of a worker; return the workers that became active or inactive."""
         member.status = status
         affected = self.pipeline(member) if self.pipelines_die_whole else [member]
-        complete = all(o.status in (MemberStatus.ALIVE, MemberStatus.LEFT) for o in affected)
+        complete = all(o.status in (MemberStatus.ACTIVE, MemberStatus.LEFT) for o in affected)
         changed = []
         for other in affected:
-            active = complete and other.status is MemberStatus.ALIVE
+            active = complete and other.status is MemberStatus.ACTIVE
             if active != other.is_active:
                 other.is_active = active
                 changed.append(other)
@@ -60,8 +60,8 @@ class Membership:
         if not active and len(behind) > 1:  # no pipeline has all these stages: one source each
             return [pair for member in behind for pair in self.sources([member])]
         best = max(active, key=lambda column: min(source.clock for source in column), default=())
-        has_begun = any(source.clock > 0 for source in best)
-        return list(zip(behind, best, strict=True)) if has_begun else []
+        has_started = any(source.clock > 0 for source in best)
+        return list(zip(behind, best, strict=True)) if has_started else []
 
     def pipeline(self, member: MemberState) -> list[MemberState]:
         """All workers of the member's pipeline, by stage."""

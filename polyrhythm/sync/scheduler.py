@@ -82,7 +82,7 @@ class Scheduler:
         self._dispatch: DispatchHandler | None = None
         if dispatcher is not None:
             self._dispatch = DispatchHandler(dispatcher, self.membership, self.counters)
-        self._has_begun = False  # at least one worker has a trained model
+        self._has_started = False  # at least one worker has a trained model
         self._copying: dict[Worker, CopyFrom] = {}  # pending copies, by receiver
         self._now, self._timer = -math.inf, self._lifecycle.next_timer()
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
@@ -141,19 +141,19 @@ class Scheduler:
             if event.incarnation == member.incarnation and event.worker in self._copying:
                 self._lifecycle.out.append(self._copying[event.worker])
         else:
-            if member.status is MemberStatus.ALIVE:  # it died unnoticed
+            if member.status is MemberStatus.ACTIVE:  # it died unnoticed
                 self._remove(member, MemberStatus.DEAD, f"{event.worker} has restarted")
             self._reset_pipeline(event.worker, f"{event.worker} has restarted")
             member.node, member.incarnation = event.node, event.incarnation
             member.start_over(event.clock)
-            joined = self.membership.change(member, MemberStatus.ALIVE)
+            joined = self.membership.change(member, MemberStatus.ACTIVE)
             copying: list[MemberState] = []
-            if self._has_begun and any(other.clock == 0 for other in joined):
+            if self._has_started and any(other.clock == 0 for other in joined):
                 copying = self._order_copies(joined, "its pipeline joins a running job")
             for other in joined:
                 if other not in copying:
                     self._lifecycle.join_policy(other)
-            self._has_begun |= event.clock > 0
+            self._has_started |= event.clock > 0
 
     def _request(self, event: Request) -> None:
         member = self._sender(event, event.clock)
@@ -175,7 +175,7 @@ class Scheduler:
         if event.clock <= member.reported_clock:
             self._answer_duplicate(member, event.clock)
             return
-        member.reported_clock, self._has_begun = event.clock, True
+        member.reported_clock, self._has_started = event.clock, True
         self._end_copying(member)
         if member.is_ready:
             member.has_early_ready = True
@@ -242,7 +242,7 @@ class Scheduler:
         member = self.membership.members.get(event.worker)
         if member is None:
             self._refuse(event.worker, clock, "unknown_worker", "is not in the plan")
-        elif event.incarnation == member.incarnation and member.status is MemberStatus.ALIVE:
+        elif event.incarnation == member.incarnation and member.status is MemberStatus.ACTIVE:
             return member
         elif event.incarnation < member.incarnation or not isinstance(event, _AnsweredEvent):
             self.counters["late"] += 1

@@ -91,7 +91,7 @@ class Setup:
         return not (self.averages_gradients or self.policy in ("static", "ssp"))
 
     @property
-    def asks_ahead(self) -> bool:
+    def takes_requests(self) -> bool:
         """Whether the policy takes requests at the start of a step."""
         return type(self.scheduler().policies[0]).on_request is not Policy.on_request
 

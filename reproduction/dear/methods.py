@@ -18,7 +18,7 @@ from polyrhythm.cost.decoupled import Ring
 from polyrhythm.sync.fusion.layers import Buckets, LayerTimes, by_bytes, by_count, unfused
 from polyrhythm.sync.fusion.mg_wfbp import mg_wfbp_buckets
 from polyrhythm.sync.fusion.timeline import StepEstimate, bytescheduler, dear, wfbp
-from polyrhythm.sync.fusion.tuner import SIZES, Bayesian, BucketMode, Search, Space
+from polyrhythm.sync.fusion.tuner import SIZES, BayesianSearch, BucketMode, Search, Space
 from polyrhythm.types import Bytes, Seconds
 from reproduction.dear.layers import Gpu
 from reproduction.dear.testbed import (
@@ -140,7 +140,7 @@ def gain(
 
 def bucket_space(times: ComputeTimes) -> Space:
     """The bucket sizes that give different buckets, for DeAR alone."""
-    return Space(lambda c: _fixed(times.layers, c.bucket_bytes), kinds=(BucketMode.DECOUPLED,))
+    return Space(lambda c: _fixed(times.layers, c.bucket_bytes), modes=(BucketMode.DECOUPLED,))
 
 
 def run_search(search: Search, times: ComputeTimes, network: DearNetwork) -> list[StepEstimate]:
@@ -157,7 +157,7 @@ def run_search(search: Search, times: ComputeTimes, network: DearNetwork) -> lis
 @cache
 def tuning(times: ComputeTimes, network: DearNetwork) -> list[StepEstimate]:
     """The best step after each trial of Bayesian optimization."""
-    search = Bayesian(space=bucket_space(times), num_trials=NUM_TRIALS)
+    search = BayesianSearch(space=bucket_space(times), num_trials=NUM_TRIALS)
     return run_search(search, times, network)
 
 

@@ -112,7 +112,7 @@ def dtfm_iterations(
     pipelines = list(zip(*layout, strict=True))
     hops = [hop for devices in pipelines for hop in pairwise(devices)]
     step = _dtfm_step(layout, num_layers, network.links(hops))
-    halves = reduce_scatter_times(groups_of(step), network.busy_links, Sync.SEQUENTIAL)
+    sync_times = reduce_scatter_times(groups_of(step), network.busy_links, Sync.SEQUENTIAL)
     times = [pipeline_times(replica.runs, step) for replica in step.replicas]
     schedule = step.replicas[0].schedule
     ends_of = {  # equal pipelines are computed once
@@ -128,7 +128,7 @@ def dtfm_iterations(
             max(num_before * max(ends_of[one]) + ends_of[one][stage] for one in times)
             for stage in range(len(layout))
         ]
-        total = max(end + 2 * half for end, half in zip(ends, halves, strict=True))
+        total = max(end + 2 * half for end, half in zip(ends, sync_times, strict=True))
         iterations[GptWorkload(num_layers, batch)] = Iteration(total, max(ends))
     return iterations
 

@@ -181,7 +181,7 @@ def test_exited_peer_raises_peer_error_at_once(tmp_path: Path) -> None:
         assert job.wait(40)
 
 
-def wait_for_silence(ctx: DistContext) -> None:
+def wait_for_a_silent_peer(ctx: DistContext) -> None:
     with ctx.process_group(2):
         if ctx.rank == 1:
             time.sleep(FOREVER)  # alive, without a message until the timeout
@@ -196,7 +196,7 @@ def wait_for_silence(ctx: DistContext) -> None:
 
 @pytest.mark.timeout(60)
 def test_unresponsive_peer_raises_peer_error_after_timeout(tmp_path: Path) -> None:
-    with LocalJob(wait_for_silence, 2, output_folder=tmp_path) as job:
+    with LocalJob(wait_for_a_silent_peer, 2, output_folder=tmp_path) as job:
         assert job._workers[0].wait(40) == 0, job._workers[0].reason
 
 

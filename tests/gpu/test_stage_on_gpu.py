@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gloo.test_gradients import distributed_gradients, single_process_gradients
+from tests.gloo.pipeline_gradients import distributed_gradients, single_process_gradients
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.device_count(), reason="this machine has no CUDA device"

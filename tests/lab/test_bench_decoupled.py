@@ -58,8 +58,10 @@ def test_the_quick_benchmark_ends_with_its_ratios(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "decoupled.json").read_text())["rows"]
     measured = {(row["setting"], row["side"]) for row in rows if "side" in row}
     assert measured == {(s.name, side.name) for s in QUICK_SUITE.settings for side in s.sides}
-    halves = {(r["num_workers"], r["size"], r["whose"], r["what"]) for r in rows if "whose" in r}
-    assert len(halves) == 2 * len(QUICK_SUITE.collectives.sizes) * 7
+    measured_collectives = {
+        (r["num_workers"], r["size"], r["whose"], r["what"]) for r in rows if "whose" in r
+    }
+    assert len(measured_collectives) == 2 * len(QUICK_SUITE.collectives.sizes) * 7
 
 
 @SUITES

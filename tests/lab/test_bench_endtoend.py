@@ -30,8 +30,8 @@ from benchmarks.endtoend.job import (
     JobLog,
     JobPool,
     JobSetting,
+    SlotRow,
     StepReport,
-    TurnRow,
     ratio_of_steps,
 )
 from benchmarks.endtoend.training import (
@@ -63,16 +63,16 @@ def test_the_quick_benchmark_ends_with_its_ratios(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert set(result["ratios"]) == names_of(BARS)
-    assert result["ratios"]["stormy"] > 0
+    assert result["ratios"]["heterogeneous"] > 0
     # In so few steps only synchronous modes are tried: both sides learn the same.
-    assert abs(result["ratios"]["stormy_loss"]) < 1e-4
-    assert result["figures"]["stormy_torch_loss_error"] < 1e-4
+    assert abs(result["ratios"]["heterogeneous_loss"]) < 1e-4
+    assert result["figures"]["heterogeneous_torch_loss_error"] < 1e-4
     rows = json.loads((tmp_path / "endtoend.json").read_text())["rows"]
     assert {row["side"] for row in rows} == {"torch", "ours", "saving", "not saving"}
 
 
 @pytest.mark.timeout(60)
-def test_two_jobs_take_turns_on_the_same_hosts() -> None:
+def test_two_jobs_alternate_on_the_same_hosts() -> None:
     shown: list[str] = []
     ratio, rows = homogeneous(quick=True, show=shown.append)
     assert ratio > 0
@@ -207,21 +207,21 @@ def test_both_sides_build_the_same_model_and_learn_no_held_out_window() -> None:
     assert len(text[len(text) - 1][1]) == len(target) == CONTEXT
 
 
-def test_a_turn_is_timed_from_the_end_of_its_first_step_on_the_slower_pipeline() -> None:
+def test_a_slot_is_timed_from_the_end_of_its_first_step_on_the_slower_pipeline() -> None:
     log = JobLog(start=0.0)
     for step, moment in enumerate((10.0, 11.0, 12.0, 20.0, 22.0, 24.0)):
         for pipeline in (0, 1):
             worker, end = Worker(1, pipeline), moment + 0.5 * pipeline
             log.steps.append(StepReport(worker, step, 1, 0.0, end))
-    assert log.step_of_turn(0, 3) == 1.0
-    assert log.step_of_turn(1, 3) == 2.0
+    assert log.step_of_slot(0, 3) == 1.0
+    assert log.step_of_slot(1, 3) == 2.0
 
 
-def test_a_ratio_is_taken_between_adjacent_turns_without_the_first() -> None:
+def test_a_ratio_is_taken_between_adjacent_slots_without_the_first() -> None:
     steps = {"a": (9.0, 2.0, 4.0, 6.0), "b": (1.0, 1.0, 1.0, 2.0)}
     rows = [
-        TurnRow(part="x", side=side, round=turn, step=step)
+        SlotRow(part="x", side=side, round=slot, step=step)
         for side, each in steps.items()
-        for turn, step in enumerate(each)
+        for slot, step in enumerate(each)
     ]
     assert ratio_of_steps(rows, "a", "b") == 3.0

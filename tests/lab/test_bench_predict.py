@@ -101,34 +101,34 @@ class Runs:
         self.now += self.duration
         return job(self.left.pop(0))
 
-    def most_punctual(self, budget: RepeatBudget, *late: float, duration: float = 1.0) -> JobTimes:
+    def least_late(self, budget: RepeatBudget, *late: float, duration: float = 1.0) -> JobTimes:
         self.left, self.duration = list(late), duration
-        return budget.most_punctual(self.run)
+        return budget.least_late(self.run)
 
 
-def test_a_punctual_run_is_not_repeated() -> None:
+def test_a_run_on_time_is_not_repeated() -> None:
     runs = Runs()
-    assert runs.most_punctual(RepeatBudget(60, runs.clock), 1.0, 0.5) == job(1.0)
+    assert runs.least_late(RepeatBudget(60, runs.clock), 1.0, 0.5) == job(1.0)
     assert runs.left == [0.5]
 
 
-def test_late_runs_are_repeated_until_one_is_punctual() -> None:
+def test_late_runs_are_repeated_until_one_is_on_time() -> None:
     runs = Runs()
-    assert runs.most_punctual(RepeatBudget(60, runs.clock), 9.0, 3.0, 1.5, 0.1) == job(1.5)
+    assert runs.least_late(RepeatBudget(60, runs.clock), 9.0, 3.0, 1.5, 0.1) == job(1.5)
     assert runs.left == [0.1]
 
 
 def test_of_five_late_runs_the_least_late_one_counts() -> None:
     runs = Runs()
     late = (9.0, 7.0, 3.0, 8.0, 5.0, 1.0)
-    assert runs.most_punctual(RepeatBudget(60, runs.clock), *late) == job(3.0)
+    assert runs.least_late(RepeatBudget(60, runs.clock), *late) == job(3.0)
     assert runs.left == [1.0], "there is no sixth try"
 
 
 def test_all_runs_share_one_budget() -> None:
     runs = Runs()
     budget = RepeatBudget(5, runs.clock)
-    assert runs.most_punctual(budget, 9.0, 0.1, duration=2.0) == job(0.1)
-    assert runs.most_punctual(budget, 9.0, 0.1, duration=4.0) == job(9.0), "3 s are left"
+    assert runs.least_late(budget, 9.0, 0.1, duration=2.0) == job(0.1)
+    assert runs.least_late(budget, 9.0, 0.1, duration=4.0) == job(9.0), "3 s are left"
     assert runs.left == [0.1]
-    assert runs.most_punctual(budget, 9.0, 0.1, duration=3.0) == job(0.1), "exactly one run long"
+    assert runs.least_late(budget, 9.0, 0.1, duration=3.0) == job(0.1), "exactly one run long"

@@ -79,7 +79,7 @@ class Grid:
     latency: Seconds = 0.01
     in_flight: int | None = None  # forwards ahead; None for 1F1B's
     average_all_at: frozenset[int] = frozenset()  # clocks
-    asks_ahead: bool = False
+    takes_requests: bool = False
     failure_probability: float = 0.0
     at_event: dict[int, Callable[["Grid"], None]] = field(default_factory=dict)
 
@@ -98,7 +98,7 @@ class Grid:
         self._reached: dict[int, set[Worker]] = {}  # members that have reached a group, by gid
         self._assigned: dict[int, Assign] = {}
         self._asks_ahead = [
-            self.asks_ahead and type(policy).on_request is not Policy.on_request
+            self.takes_requests and type(policy).on_request is not Policy.on_request
             for policy in self.scheduler.policies
         ]
         batches = range(self.num_steps)
@@ -190,7 +190,7 @@ class Grid:
             self.send(worker, lambda now: Leave(worker, state.incarnation, now))
             state.is_computing = True  # gone
             return
-        if self.asks_ahead and state.requested_clock <= state.clock:
+        if self.takes_requests and state.requested_clock <= state.clock:
             clock = state.requested_clock = state.clock + 1
             self.send(worker, lambda now: Request(worker, clock, state.incarnation, now))
         action, (stage, pipeline) = state.program[0], worker

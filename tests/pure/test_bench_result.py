@@ -136,7 +136,7 @@ def test_a_bar_judges_by_its_sign() -> None:
     assert Bar("a", ">=", None).verdict(0.0) == "reported"
 
 
-def test_bars_are_printed_beside_their_ratios_except_in_a_quick_run() -> None:
+def test_bars_are_printed_with_their_ratios_except_in_a_quick_run() -> None:
     bars = (
         Bar("fast", ">=", 1.5, "ours over torch"),
         Bar("small", "<=", 0.5),

@@ -20,7 +20,7 @@ from polyrhythm.sync.fusion.timeline import dear, wfbp
 from polyrhythm.sync.fusion.tuner import (
     FIRST,
     FLAT,
-    Bayesian,
+    BayesianSearch,
     BucketCandidate,
     BucketDecision,
     BucketMode,
@@ -79,17 +79,17 @@ class Job:
             LayerTimes(size=size, forward=unit, backward=self.ratio * unit)
             for size, unit in zip(sizes, units, strict=True)
         ]
-        timeline = wfbp if candidate.kind.is_all_reduce else dear
+        timeline = wfbp if candidate.mode.is_all_reduce else dear
         return timeline(layers, self.key(candidate), ring, self.num_workers).seconds
 
-    def best(self, kinds: tuple[BucketMode, ...] = FLAT) -> float:
+    def best(self, modes: tuple[BucketMode, ...] = FLAT) -> float:
         """Shortest step on a grid that is four times as fine as the tuner's."""
         sizes = [int(1e6 * 100 ** (i / 160)) for i in range(161)]
-        return min(self.seconds(BucketCandidate(size, kind)) for size in sizes for kind in kinds)
+        return min(self.seconds(BucketCandidate(size, mode)) for size in sizes for mode in modes)
 
     def tuned(self, seed: int = 0) -> tuple[BucketTuner, list[BucketDecision]]:
         rng = random.Random(seed)
-        trials = BucketTuner(Bayesian(space=Space(self.key), seed=seed))
+        trials = BucketTuner(BayesianSearch(space=Space(self.key), seed=seed))
         return trials, run_tuner(trials, lambda c: self.seconds(c) * math.exp(rng.gauss(0, 0.03)))
 
 
@@ -142,9 +142,9 @@ def test_random_and_grid_search_need_more_trials(
         )
         for job, decisions in runs
     )
-    for kind in (tuner.RandomSearch, tuner.GridSearch):
+    for mode in (tuner.RandomSearch, tuner.GridSearch):
         num_trials = fmean(
-            trials_needed(job, searched(kind(space=Space(job.key), num_trials=40, seed=seed)))
+            trials_needed(job, searched(mode(space=Space(job.key), num_trials=40, seed=seed)))
             for seed, (job, _) in enumerate(runs)
         )
         assert num_trials > 1.5 * bayesian
@@ -167,8 +167,8 @@ def trials_needed(job: Job, tried: Iterable[BucketCandidate]) -> int:
 def test_a_plain_all_reduce_is_chosen_where_decoupling_loses(latency: float) -> None:
     long = Job(model="many", latency=latency, gather=1.5, ratio=3.0)
     assert long.best((BucketMode.ALL_REDUCE,)) < long.best((BucketMode.DECOUPLED,)) / 1.05
-    assert long.tuned()[0].current.kind.is_all_reduce
-    assert not Job(model="many", latency=latency).tuned()[0].current.kind.is_all_reduce
+    assert long.tuned()[0].current.mode.is_all_reduce
+    assert not Job(model="many", latency=latency).tuned()[0].current.mode.is_all_reduce
 
 
 @pytest.mark.long
@@ -177,7 +177,7 @@ def test_the_same_times_lead_to_the_same_decisions() -> None:
     trials, decisions = job.tuned(3)
     assert job.tuned(3)[1] == decisions
     # Earlier suggestions and the order of observations have no effect.
-    first, second = (Bayesian(space=Space(job.key), seed=3) for _ in range(2))
+    first, second = (BayesianSearch(space=Space(job.key), seed=3) for _ in range(2))
     observations = trials.search.ranking[:5]
     for forward, backward in zip(observations, reversed(observations), strict=True):
         first.suggest()
@@ -193,7 +193,7 @@ def test_tuner_ignores_warmup_steps_and_outliers() -> None:
     def disturbed(candidate: BucketCandidate) -> float:
         i = next(steps) % 12
         factor = (
-            (100.0 if candidate.kind.is_all_reduce else 0.01) if i < 2 else 9.0 if i % 2 else 1.0
+            (100.0 if candidate.mode.is_all_reduce else 0.01) if i < 2 else 9.0 if i % 2 else 1.0
         )
         return factor * job.seconds(candidate)
 
@@ -202,7 +202,9 @@ def test_tuner_ignores_warmup_steps_and_outliers() -> None:
 
 
 def test_tuner_decides_every_num_steps_until_final() -> None:
-    trials = BucketTuner(Bayesian(space=Space(lambda _: "one")), num_discarded=1, num_measured=4)
+    trials = BucketTuner(
+        BayesianSearch(space=Space(lambda _: "one")), num_discarded=1, num_measured=4
+    )
     assert [trials.after_step(1.0) is None for _ in range(trials.num_steps)] == 4 * [True] + [False]
     assert trials.current == BucketCandidate(FIRST, BucketMode.ALL_REDUCE)
     assert [d.is_final for d in run_tuner(trials, lambda _: 1.0)] == [False, False, True]
@@ -214,12 +216,16 @@ def test_two_best_candidates_are_measured_again() -> None:
         BucketCandidate(FIRST): [1.0, 1.2],
         BucketCandidate(FIRST, BucketMode.ALL_REDUCE): [1.05, 1.05],
     }
-    trials = BucketTuner(Bayesian(space=Space(lambda _: "one")), num_discarded=0, num_measured=1)
+    trials = BucketTuner(
+        BayesianSearch(space=Space(lambda _: "one")), num_discarded=0, num_measured=1
+    )
     decisions = run_tuner(trials, lambda candidate: times[candidate].pop(0))
-    assert [d.candidate.kind.is_all_reduce for d in decisions] == [True, True, False, True]
-    trials = BucketTuner(Bayesian(space=Space(lambda _: "one")))  # not if one is clearly slower
-    decisions = run_tuner(trials, lambda candidate: 1.3 if candidate.kind.is_all_reduce else 1.0)
-    assert [d.candidate.kind.is_all_reduce for d in decisions] == [True, False]
+    assert [d.candidate.mode.is_all_reduce for d in decisions] == [True, True, False, True]
+    trials = BucketTuner(
+        BayesianSearch(space=Space(lambda _: "one"))
+    )  # not if one is clearly slower
+    decisions = run_tuner(trials, lambda candidate: 1.3 if candidate.mode.is_all_reduce else 1.0)
+    assert [d.candidate.mode.is_all_reduce for d in decisions] == [True, False]
 
 
 @settings(deadline=None)
@@ -230,17 +236,17 @@ def test_two_best_candidates_are_measured_again() -> None:
     st.integers(0, 99),
 )
 def test_equal_buckets_are_tried_once(
-    sizes: list[float], kind: type[tuner.Search], num_trials: int, seed: int
+    sizes: list[float], mode: type[tuner.Search], num_trials: int, seed: int
 ) -> None:
     def key(candidate: BucketCandidate) -> tuple[range, ...]:
         return by_bytes(sizes, candidate.bucket_bytes)
 
-    search, rng = kind(space=Space(key), num_trials=num_trials, seed=seed), random.Random(seed)
+    search, rng = mode(space=Space(key), num_trials=num_trials, seed=seed), random.Random(seed)
     trials = BucketTuner(search, num_discarded=0, num_measured=1)
     decisions = run_tuner(trials, lambda _: rng.uniform(1, 2))
     tried = [candidate for candidate, _ in search.ranking]
     num_distinct = len({(key(BucketCandidate(size))) for size in tuner.SIZES}) * 2
-    assert len({(c.kind, key(c)) for c in tried}) == len(tried) == min(num_trials, num_distinct)
+    assert len({(c.mode, key(c)) for c in tried}) == len(tried) == min(num_trials, num_distinct)
     assert trials.current == search.best == decisions[-1].candidate
     assert len(decisions) in (len(tried), len(tried) + 2)
     with pytest.raises(PolicyError, match="is_over"):
@@ -248,21 +254,21 @@ def test_equal_buckets_are_tried_once(
 
 
 def test_all_bucket_modes_are_tried() -> None:
-    kinds = list(BucketMode)
-    space = Space(lambda c: by_bytes([4e6] * 20, c.bucket_bytes), kinds)
-    trials = BucketTuner(Bayesian(space=space))
-    decisions = run_tuner(trials, lambda c: 2.0 - kinds.index(c.kind) / 10)
-    tried = [BucketMode.DECOUPLED, *(decision.candidate.kind for decision in decisions)]
-    assert tried[:4] == kinds
-    assert trials.current.kind is kinds[-1]
+    modes = list(BucketMode)
+    space = Space(lambda c: by_bytes([4e6] * 20, c.bucket_bytes), modes)
+    trials = BucketTuner(BayesianSearch(space=space))
+    decisions = run_tuner(trials, lambda c: 2.0 - modes.index(c.mode) / 10)
+    tried = [BucketMode.DECOUPLED, *(decision.candidate.mode for decision in decisions)]
+    assert tried[:4] == modes
+    assert trials.current.mode is modes[-1]
 
 
 def test_small_model_needs_four_trials() -> None:
     """8 MB in two layers are one bucket or two: four trials."""
     space = Space(lambda candidate: by_bytes([4e6, 4e6], candidate.bucket_bytes))
-    trials = BucketTuner(Bayesian(space=space))
-    assert len(run_tuner(trials, lambda c: 1 + (c.bucket_bytes > 8e6) + c.kind.is_all_reduce)) == 4
-    assert not trials.current.kind.is_all_reduce
+    trials = BucketTuner(BayesianSearch(space=space))
+    assert len(run_tuner(trials, lambda c: 1 + (c.bucket_bytes > 8e6) + c.mode.is_all_reduce)) == 4
+    assert not trials.current.mode.is_all_reduce
     assert trials.current.bucket_bytes < 8e6
 
 
@@ -289,8 +295,8 @@ assert optuna.logging.get_verbosity() == optuna.logging.DEBUG
 def test_invalid_tuner_arguments_are_refused() -> None:
     space = Space(lambda candidate: candidate.bucket_bytes)
     with pytest.raises(PolicyError, match="num_trials=0"):
-        Bayesian(space=space, num_trials=0)
+        BayesianSearch(space=space, num_trials=0)
     with pytest.raises(PolicyError, match="took nan s"):
-        Bayesian(space=space).observe(BucketCandidate(FIRST), math.nan)
+        BayesianSearch(space=space).observe(BucketCandidate(FIRST), math.nan)
     with pytest.raises(PolicyError, match="num_measured=0"):
-        BucketTuner(Bayesian(space=space), num_measured=0)
+        BucketTuner(BayesianSearch(space=space), num_measured=0)

@@ -42,7 +42,7 @@ def test_without_transfers_1f1b_and_gpipe_take_the_fill_and_the_work(
 
 
 @given(st.integers(1, 8), st.integers(1, 32), st.sampled_from([0.25, 0.5, 1.0]))
-def test_gpipe_pays_a_transfer_once_each_way(
+def test_gpipe_waits_for_a_transfer_once_in_each_direction(
     num_stages: int, num_microbatches: int, transfer: float
 ) -> None:
     expected = (num_microbatches + num_stages - 1) * 3 + 2 * (num_stages - 1) * transfer

@@ -122,15 +122,15 @@ def test_a_faster_device_or_link_never_makes_a_step_longer(seed: int) -> None:
 
 
 def test_alternating_step_times_give_their_mean() -> None:
-    found, turns = [], 0
+    found, num_alternating = [], 0
     for seed in (*range(30), 158):
         step = random_step(np.random.default_rng(seed))
         if step.sync not in (Sync.GROUPS, Sync.DECOUPLED):
             ends = step_ends(step)
             found.append(step_time(step).total / ((ends[35] - ends[11]) / 24))
-            turns += ends[35] - ends[34] != pytest.approx(ends[34] - ends[33])
+            num_alternating += ends[35] - ends[34] != pytest.approx(ends[34] - ends[33])
     assert found == pytest.approx([1.0] * len(found), rel=1.1e-3)
-    assert turns, "one of these alternates"
+    assert num_alternating, "one of these alternates"
 
 
 def step_ends(step: StepSpec) -> list[float]:
@@ -249,7 +249,7 @@ def test_in_groups_every_step_still_pays_for_its_own_averaging() -> None:
     assert step_time(step).sync == pytest.approx(6)
 
 
-def test_a_transfer_is_waited_for_once_each_way_when_the_pipeline_fills() -> None:
+def test_a_transfer_is_waited_for_once_in_each_direction_when_the_pipeline_fills() -> None:
     """3 bytes at 10 bytes/s and 0.2 s: half a second there, half a second back."""
     step = even_step(2, 1, 4, spec="gpipe", links=even_links(2, latency=0.2, bandwidth=10.0))
     work = replace(step.stages[0], activation_bytes=3.0)

@@ -107,14 +107,14 @@ def plain_value(case: Case) -> float:
             (stages[s].forward + stages[s].backward) / problem.speeds[grid[s][p]]
             for s in range(num_stages)
         ]
-        busy, on_the_way = [0.0], 0.0
+        busy, in_transit = [0.0], 0.0
         for s in range(num_stages - 1):
             a, b, size = grid[s][p], grid[s + 1][p], stages[s].activation_bytes
             each = size / links.bandwidth[a, b], size / links.bandwidth[b, a]
             busy.append(max(each))
-            on_the_way += lat(a, b) + sum(each)
+            in_transit += lat(a, b) + sum(each)
             sent += size * egress(a, b) * job.batch / num_pipelines
-        first.append(sum(works) + on_the_way)
+        first.append(sum(works) + in_transit)
         period.append(max(*works, *busy))
     syncs = []
     group = min(num_pipelines, GROUP_SIZE) if job.sync == "groups" else num_pipelines
@@ -122,14 +122,14 @@ def plain_value(case: Case) -> float:
         share = stages[s].gradient_bytes / group
         for a in grid[s]:
             others = [b for b in grid[s] if b != a]
-            in_turn = job.sync in ("ring", "sequential")
-            trips = 1 if in_turn else 2
+            is_sequential = job.sync in ("ring", "sequential")
+            trips = 1 if is_sequential else 2
             pairs = [
                 trips * lat(a, b) + 2 * share / min(links.bandwidth[a, b], links.bandwidth[b, a])
                 for b in others
             ]
             all_sent = 2 * share * (group - 1) / links.uplinks[a]
-            syncs.append(sum(pairs) if in_turn else max([all_sent, *pairs]))
+            syncs.append(sum(pairs) if is_sequential else max([all_sent, *pairs]))
             some = (group - 1) / max(len(others), 1)  # of them, in groups
             sent += some * share * sum(egress(a, b) for b in others)
     if job.unequal:
@@ -299,11 +299,11 @@ def test_microbatches_are_assigned_so_that_the_slowest_pipeline_is_fastest(
 
     every = product(range(1, count + 1), repeat=len(first))
     best = min(takes(numbers) for numbers in every if sum(numbers) == count)
-    dealt = assign_microbatches(count, first, period, even=False)
-    assert sum(dealt) == count
-    assert min(dealt) >= 1
-    assert best <= takes(dealt) * (1 + 1e-9)
-    assert takes(dealt) <= best * 1.0101
+    counts = assign_microbatches(count, first, period, even=False)
+    assert sum(counts) == count
+    assert min(counts) >= 1
+    assert best <= takes(counts) * (1 + 1e-9)
+    assert takes(counts) <= best * 1.0101
     even = assign_microbatches(count, first, period, even=True)
     assert sum(even) == count
     assert max(even) - min(even) <= 1
@@ -327,10 +327,10 @@ def test_many_microbatches_are_assigned_as_well_as_few(
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if done_by(middle) >= count else (middle, high)
-    dealt = assign_microbatches(count, first, period, even=False)
-    assert sum(dealt) == count
-    assert min(dealt) >= 1
-    takes = max(f + (n - 1) * p for f, p, n in zip(first, period, dealt, strict=True))
+    counts = assign_microbatches(count, first, period, even=False)
+    assert sum(counts) == count
+    assert min(counts) >= 1
+    takes = max(f + (n - 1) * p for f, p, n in zip(first, period, counts, strict=True))
     assert takes <= high * 1.0101
 
 

@@ -109,7 +109,7 @@ def test_late_rounds_are_rejected_and_repeated(
     late: list[float], num_rounds: int, values: list[int], num_rejected: int
 ) -> None:
     lab = ScriptedLab(late)
-    rounds = rounds_on_time(lab, lab.work, num_rounds=num_rounds, tries=4)  # type: ignore[arg-type]
+    rounds = rounds_on_time(lab, lab.work, num_rounds=num_rounds, max_attempts=4)  # type: ignore[arg-type]
     assert rounds.values == values
     assert rounds.num_rejected == num_rejected
     assert rounds.trouble is None
@@ -117,7 +117,7 @@ def test_late_rounds_are_rejected_and_repeated(
 
 def test_if_all_rounds_are_late_the_last_is_returned_with_trouble() -> None:
     lab = ScriptedLab([BAD] * 3)
-    rounds = rounds_on_time(lab, lab.work, tries=3)  # type: ignore[arg-type]
+    rounds = rounds_on_time(lab, lab.work, max_attempts=3)  # type: ignore[arg-type]
     assert rounds.values == [3]
     assert rounds.num_rejected == 2
     assert rounds.trouble is not None
@@ -125,7 +125,7 @@ def test_if_all_rounds_are_late_the_last_is_returned_with_trouble() -> None:
 
 def test_no_round_is_repeated_after_the_deadline() -> None:
     lab = ScriptedLab([BAD] * 3)
-    rounds = rounds_on_time(lab, lab.work, tries=3, deadline=-math.inf)  # type: ignore[arg-type]
+    rounds = rounds_on_time(lab, lab.work, max_attempts=3, deadline=-math.inf)  # type: ignore[arg-type]
     assert rounds.values == [1]
 
 
@@ -145,7 +145,7 @@ def test_switch_overload_is_distinguished_from_a_wrong_link(
 ) -> None:
     lab = ScriptedLab([late])
     figures = ([0.02], [carried * MEGABIT])
-    found = rounds_on_time(lab, lambda: figures, tries=1)  # type: ignore[arg-type]
+    found = rounds_on_time(lab, lambda: figures, max_attempts=1)  # type: ignore[arg-type]
     (row,) = _rows(cluster_of(rate, rate), [("h0", "h1")], found)
     assert row.goodput_error == pytest.approx(carried / rate - 1)
     assert row.doubt is None if doubt is None else row.doubt and doubt in row.doubt

@@ -14,8 +14,8 @@ def test_even_plan_assigns_every_layer_once_and_evenly(
 ) -> None:
     num_stages = data.draw(st.integers(1, num_layers))
     plan = even_plan(num_layers=num_layers, num_stages=num_stages, num_pipelines=num_pipelines)
-    dealt = [layer for stage in range(plan.num_stages) for layer in plan.layers(stage)]
-    assert dealt == list(range(num_layers))
+    all_layers = [layer for stage in range(plan.num_stages) for layer in plan.layers(stage)]
+    assert all_layers == list(range(num_layers))
     assert max(plan.layers_per_stage) - min(plan.layers_per_stage) <= 1
 
 

@@ -261,14 +261,16 @@ def test_pick_beyond_the_front_is_refused(
 
 def test_a_missing_link_is_refused_with_the_pair(capsys: pytest.CaptureFixture[str]) -> None:
     link = '[[links]]\nfrom = "{}"\nto = "{}"\nlatency = "1ms"\nbandwidth = "1Gbit/s"\n'
-    devices = "".join(f'[[devices]]\nname = "{name}"\n' for name in ("desk", "attic", "cloud"))
-    text = f'name = "x"\n{devices}' + link.format("desk", "attic") + link.format("attic", "cloud")
+    devices = "".join(f'[[devices]]\nname = "{name}"\n' for name in ("desktop", "attic", "cloud"))
+    text = (
+        f'name = "x"\n{devices}' + link.format("desktop", "attic") + link.format("attic", "cloud")
+    )
     Path("cluster.toml").write_text(text)
     assert plan(*GOOD) == 2
-    assert "no link from 'desk' to 'cloud'" in capsys.readouterr().err
+    assert "no link from 'desktop' to 'cloud'" in capsys.readouterr().err
 
 
-def test_a_link_that_is_slow_one_way_is_slow_that_way_only() -> None:
+def test_a_link_that_is_slow_in_one_direction_is_slow_in_that_direction_only() -> None:
     def step(there: float, back: float) -> float:
         where = cluster({"a": 1, "b": 1})
         links = ((125e6, there), (back, 125e6))
@@ -280,10 +282,10 @@ def test_a_link_that_is_slow_one_way_is_slow_that_way_only() -> None:
 
 
 def test_one_device_gets_a_plan_by_the_real_search(capsys: pytest.CaptureFixture[str]) -> None:
-    write_cluster(cluster({"desk": 1}), Path("one.toml"))
+    write_cluster(cluster({"desktop": 1}), Path("one.toml"))
     assert plan("one.toml", "profile.json", "--batch", "4", "-o", "plan.json") == 0
-    assert "desk/0" in capsys.readouterr().out
-    assert set(Plan.load("plan.json").pipelines[0].devices) == {"desk/0"}
+    assert "desktop/0" in capsys.readouterr().out
+    assert set(Plan.load("plan.json").pipelines[0].devices) == {"desktop/0"}
 
 
 def test_a_lost_device_is_replaced_by_the_real_search(capsys: pytest.CaptureFixture[str]) -> None:

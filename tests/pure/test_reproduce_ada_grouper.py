@@ -87,10 +87,10 @@ def test_a_stage_sends_the_input_of_the_next_stage():
 
 def test_skips_use_only_the_uplink_of_their_stage():
     model = UNET["UNet-Base"]
-    halves = unshared_times(model, M8S, 2, 1)
-    assert halves.activations == halves.gradients, "of two stages, all skips cross one link"
-    eighths = unshared_times(model, M8S, 8, 1)
-    first, middle = eighths.activations[0].busy[0], eighths.activations[3].busy[0]
+    two_stages = unshared_times(model, M8S, 2, 1)
+    assert two_stages.activations == two_stages.gradients, "of two stages, all skips cross one link"
+    eight_stages = unshared_times(model, M8S, 8, 1)
+    first, middle = eight_stages.activations[0].busy[0], eight_stages.activations[3].busy[0]
     assert middle < first, "the middle does not forward the skips of the first stages"
 
 

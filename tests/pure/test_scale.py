@@ -201,7 +201,7 @@ def test_fewer_devices_are_the_first_of_each_region_and_keep_their_links(cluster
 
 
 @given(clusters())
-def test_keeping_all_devices_gives_the_same_cluster(cluster):
+def test_choosing_all_devices_gives_the_same_cluster(cluster):
     assert fewer_devices(cluster, len(cluster.devices)) == cluster
 
 

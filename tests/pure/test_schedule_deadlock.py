@@ -85,10 +85,10 @@ class Model:
 
     def run(self, choices: list[int]) -> bool:
         """Make moves by `choices`, repeatedly, until none is possible; return if all is done."""
-        turn = 0
+        num_moves = 0
         while able := self.moves():
-            self.move(able[choices[turn % len(choices)] % len(able)])
-            turn += 1
+            self.move(able[choices[num_moves % len(choices)] % len(able)])
+            num_moves += 1
         return all(self.next_action(stage) is None for stage in range(len(self.schedule)))
 
 

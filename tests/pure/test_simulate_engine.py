@@ -23,6 +23,7 @@ from polyrhythm.simulate.engine.hosts import DRAWS
 from polyrhythm.simulate.job import SimulatedJob, equal_job
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.types import Action, Op
+from tests.pure.schedule_cases import specs
 from tests.pure.simulate_cases import (
     actions_of,
     one_pipeline,
@@ -32,7 +33,6 @@ from tests.pure.simulate_cases import (
     slowed,
     steps_after_first,
 )
-from tests.pure.test_schedule_spec import specs
 
 
 def job_with_times(rng: random.Random, spec: ScheduleSpec, num_microbatches: int) -> SimulatedJob:
@@ -369,7 +369,7 @@ def test_in_flight_is_never_above_its_limits(
         scenario=slowed(*slow),
     )
     folder = tmp_path_factory.mktemp("run") / "log"
-    assert simulate(job, num_steps=12, run=folder).cut_short == ""
+    assert simulate(job, num_steps=12, run=folder).stop_reason == ""
     for worker, events in actions_of(folder).items():
         limit = in_flight[int(worker[1])]
         order = [event.name or "" for event in events]

@@ -58,7 +58,7 @@ def test_other_pipelines_continue_when_any_device_is_lost(
     scenario = kills_and_joins(kill=[(f"d{device}", at)])
     job = grid(scenario, policy=policy, gradient_bytes=gradients, uplink=uplink)
     found = simulate(job, num_steps=15)
-    assert found.cut_short == ""
+    assert found.stop_reason == ""
     assert has_made(found, 45)
     dead = device // 2
     # A step that ended before the kill counts a latency later at most.
@@ -99,7 +99,7 @@ def test_returned_device_trains_again(
 ) -> None:
     scenario = kills_and_joins(kill=[(f"d{device}", at)], join=[(f"d{device}", at + away)])
     found = simulate(grid(scenario, policy=policy, gradient_bytes=gradients), num_steps=40)
-    assert found.cut_short == ""
+    assert found.stop_reason == ""
     assert has_made(found, 120)
     assert steps_between(found, device // 2, at + away, float("inf")) >= 3
     assert steps_between(found, device // 2, at + 0.01, at + away) == 0
@@ -130,7 +130,7 @@ def test_step_time_recovers_after_a_pipeline_returns(
 @given(st.sampled_from(SOME), st.integers(0, 5), st.floats(0, 15))
 def test_device_absent_at_start_joins(policy: str, device: int, at: float) -> None:
     found = simulate(grid(kills_and_joins(join=[(f"d{device}", at)]), policy=policy), num_steps=40)
-    assert found.cut_short == ""
+    assert found.stop_reason == ""
     late = found.ends[device // 2]
     assert len(late) >= 3
     assert late[0] > at + 1.2  # a whole step
@@ -153,7 +153,7 @@ def test_repeated_kills_and_joins_complete_all_steps(data: st.DataObject, policy
     slow = tuple(Slow(device=f"d{i}", factor=factor) for i, factor in enumerate(factors))
     scenario = replace(kills_and_joins(kills, joins), slow=slow)
     found = simulate(grid(scenario, policy=policy), num_steps=30)
-    assert found.cut_short == ""
+    assert found.stop_reason == ""
     assert has_made(found, 90)
     for pipeline, ends in enumerate(found.ends):
         assert list(ends) == sorted(ends)
@@ -177,7 +177,7 @@ def test_throughput_falls_by_what_is_lost_and_recovers() -> None:
 def test_loss_of_all_devices_is_reported() -> None:
     scenario = kills_and_joins(kill=[(f"d{device}", 5.0) for device in range(6)])
     found = simulate(grid(scenario), num_steps=60)
-    assert "no pipeline could continue" in found.cut_short
+    assert "no pipeline could continue" in found.stop_reason
     assert steps(found) == [3, 3, 3]
 
 
@@ -216,7 +216,7 @@ def test_finished_pipeline_blocks_no_other(policy: str) -> None:
     scenario = kills_and_joins([("d2", 5.0), ("d0", 20.0)], [("d2", 12.0), ("d0", 21.0)])
     job = grid(scenario, policy=policy, num_microbatches=2)
     found = simulate(job, num_steps=15, each=True)
-    assert found.cut_short == ""
+    assert found.stop_reason == ""
     assert steps(found) == [15, 15, 15]
 
 
@@ -254,7 +254,7 @@ def test_steps_may_take_days() -> None:
 def test_lost_and_restored_link_only_delays(policy: str) -> None:
     found = simulate(grid(linked(lost(10.0), back(20.0)), policy=policy), num_steps=30)
     calm = simulate(grid(linked(), policy=policy), num_steps=30)
-    assert found.cut_short == ""
+    assert found.stop_reason == ""
     assert has_made(found, 90)
     # Ten seconds, and the policy's timeouts in the worst case.
     assert calm.duration + 7.0 < found.duration < calm.duration + 10.0 + 35.0
@@ -272,7 +272,7 @@ def test_decoupled_replicas_wait_for_a_lost_link() -> None:
     found = simulate(
         grid(linked(lost(3.0), back(13.0)), decoupled=True, num_stages=1), num_steps=20
     )
-    assert found.cut_short == ""
+    assert found.stop_reason == ""
     assert steps(found) == [20, 20, 20]
     assert not any(5.0 < end < 13.0 for ends in found.ends for end in ends)
 
@@ -282,7 +282,7 @@ def test_decoupled_groups_wait_for_a_lost_link() -> None:
     for tenth in range(30, 60, 2):
         scenario = linked(lost(tenth / 10), back(tenth / 10 + 5.0))
         found = simulate(grid(scenario, policy="adaptive", decoupled=True), num_steps=10)
-        assert found.cut_short == ""
+        assert found.stop_reason == ""
         assert found.duration < 100.0
 
 
@@ -353,7 +353,7 @@ def test_spot_trace_can_be_simulated() -> None:
     trace = SpotTrace(name="t", times=(0.0, 10.0, 20.0, 40.0), counts=(6, 4, 3, 6))
     job = grid(kills_and_joins(), policy="adaptive")
     found = simulate(replace(job, scenario=spot_scenario(trace, job.cluster)), num_steps=40)
-    assert found.cut_short == ""
+    assert found.stop_reason == ""
     assert has_made(found, 120)
     assert min(steps(found)) > 5
 

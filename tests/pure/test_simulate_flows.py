@@ -343,7 +343,7 @@ def test_a_link_that_is_lost_for_good_ends_a_simulation() -> None:
             policy=policy,
             scenario=scenario,
         )
-        assert "no pipeline could continue" in simulate(job, num_steps=20).cut_short
+        assert "no pipeline could continue" in simulate(job, num_steps=20).stop_reason
 
 
 def test_links_inside_a_region_may_be_changed_by_its_name_or_by_devices() -> None:

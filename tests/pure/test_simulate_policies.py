@@ -41,7 +41,7 @@ class CountingObserver:
         self.served: Counter[tuple[Worker, bool]] = Counter()
         self.times: list[float] = []
 
-    def on_begin(self, worker: Worker, now: float) -> None:
+    def on_step_start(self, worker: Worker, now: float) -> None:
         self.times.append(now)
 
     def on_step(self, worker: Worker, now: float) -> None:
@@ -63,7 +63,7 @@ class CountingObserver:
         self.applied[gid] += 1
         self.times.append(now)
 
-    def on_served(self, worker: Worker, is_push: bool, now: float) -> None:
+    def on_server_transfer(self, worker: Worker, is_push: bool, now: float) -> None:
         self.served[worker, is_push] += 1
         self.times.append(now)
 
@@ -93,7 +93,7 @@ def jobs(draw: st.DrawFn, policy: str | None = None) -> SimulatedJob:
 
 
 def check(found: SimulationResult, job: SimulatedJob, num_steps: int) -> None:
-    assert found.cut_short == ""
+    assert found.stop_reason == ""
     goal = num_steps * len(job.pipelines)
     assert goal <= sum(map(len, found.ends)) < goal + len(job.pipelines)  # some end at once
     assert all(list(ends) == sorted(ends) for ends in found.ends)

@@ -193,7 +193,7 @@ def test_speed_inside_a_bin_is_drawn_evenly_for_each_action():
 
 
 @pytest.mark.parametrize(("index", "delay"), [(0, 1), (2, 0), (3, 1), (5, 0)])
-def test_devices_play_the_workers_of_a_trace_in_turn(index, delay):
+def test_devices_repeat_the_workers_of_a_trace_round_robin(index, delay):
     held = slowness(Slow(device="*", trace="steps"), index=index)
     assert held.delay(0.0, WORK, BOTH) == delay
 

@@ -335,7 +335,7 @@ class Recorder:
         self.computed: list[list[Seconds]] = [[] for _ in range(num_pipelines)]
         self._start = [0.0] * num_pipelines
 
-    def on_begin(self, worker: Worker, now: Seconds) -> None:
+    def on_step_start(self, worker: Worker, now: Seconds) -> None:
         if worker.stage == 0:
             self._start[worker.pipeline] = now
 
@@ -346,7 +346,7 @@ class Recorder:
     def on_average(self, *_: object) -> None: ...
     def on_applied(self, *_: object) -> None: ...
     def on_copied(self, *_: object) -> None: ...
-    def on_served(self, *_: object) -> None: ...
+    def on_server_transfer(self, *_: object) -> None: ...
 
 
 SLOW = Scenario(name="slow", slow=(Slow(device="d2", factor=2.0),))

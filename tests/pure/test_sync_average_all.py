@@ -317,13 +317,19 @@ def test_average_all_resets_causal_age(averages_all: bool) -> None:
     shape=st.tuples(st.integers(1, 3), st.integers(1, 5)),
     seed=seeds,
     average_all_at=st.frozensets(st.integers(0, 6), min_size=1),
-    asks_ahead=st.booleans(),
+    takes_requests=st.booleans(),
 )
 @settings(max_examples=12)
 def test_every_average_all_includes_all_workers(
-    name: str, shape: tuple[int, int], seed: int, average_all_at: frozenset[int], asks_ahead: bool
+    name: str,
+    shape: tuple[int, int],
+    seed: int,
+    average_all_at: frozenset[int],
+    takes_requests: bool,
 ) -> None:
-    grid = grid_of(name, shape, seed, average_all_at=average_all_at, asks_ahead=asks_ahead).run()
+    grid = grid_of(
+        name, shape, seed, average_all_at=average_all_at, takes_requests=takes_requests
+    ).run()
     assert grid.unfinished() == []
     assert all(state.clock == 6 for state in grid.workers.values())
     assert all(state.average_all_clock == max(average_all_at) for state in grid.workers.values())

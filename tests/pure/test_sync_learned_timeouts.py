@@ -28,8 +28,10 @@ def grid_of(
         name, num_stages=num_stages, num_pipelines=num_pipelines, options=options
     )
     scheduler = Scheduler(policies, num_pipelines, limits=limits_for(name, num_stages))
-    asks_ahead = name in ("random", "smart")
-    grid = Grid(scheduler, *shape, num_steps, compute, asks_ahead=asks_ahead, averaging=averaging)
+    takes_requests = name in ("random", "smart")
+    grid = Grid(
+        scheduler, *shape, num_steps, compute, takes_requests=takes_requests, averaging=averaging
+    )
     grid.latency = 0.0  # so that averages take exactly as long
     return grid
 
@@ -77,7 +79,7 @@ def test_mutual_waits_do_not_raise_the_wait_timeout(name: str) -> None:
     """With steps of seconds, a worker without a group is skipped within `MAX_GROUP_WAIT`."""
     for seed in range(5):
         grid = grid_of(name, (4, 5), random_times(seed), 40)
-        grid.asks_ahead = False  # all wait for policies, and none for an assigned group
+        grid.takes_requests = False  # all wait for policies, and none for an assigned group
         grid.run()
         assert grid.unfinished() == []
         assert max(grid.waits) <= MAX_GROUP_WAIT + grid.latency + 1e-9

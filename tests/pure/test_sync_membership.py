@@ -122,7 +122,7 @@ def test_active_workers_are_those_of_whole_pipelines(
         assert active == {
             w
             for w, its_status in statuses.items()
-            if its_status is MemberStatus.ALIVE
+            if its_status is MemberStatus.ACTIVE
             and not (
                 die_whole
                 and any(
@@ -140,7 +140,7 @@ def test_copy_source_is_the_pipeline_with_the_highest_minimum_clock() -> None:
         for stage, clock in enumerate(of_stages):
             member = membership.members[Worker(stage, pipeline)]
             member.start_over(clock)
-            membership.change(member, MemberStatus.ALIVE)
+            membership.change(member, MemberStatus.ACTIVE)
     behind = [membership.members[Worker(stage, 0)] for stage in range(2)]
     pairs = [(m.worker, source.worker) for m, source in membership.sources(behind)]
     assert pairs == [(Worker(0, 0), Worker(0, 2)), (Worker(1, 0), Worker(1, 2))]

@@ -64,9 +64,9 @@ def test_every_pipeline_finishes_and_no_ready_worker_starves(
 @given(shape=shapes, seed=seeds)
 @settings(max_examples=8)
 def test_every_policy_finishes(
-    name: str, asks_ahead: bool, shape: tuple[int, int], seed: int
+    name: str, takes_requests: bool, shape: tuple[int, int], seed: int
 ) -> None:
-    grid = grid_of(name, shape, seed, asks_ahead=asks_ahead).run()
+    grid = grid_of(name, shape, seed, takes_requests=takes_requests).run()
     assert grid.unfinished() == []
     for worker, state in grid.workers.items():
         assert state.clock == 6, worker
@@ -84,15 +84,15 @@ def grid_with_limits(name: str, group_size: int, seed: int, limits: Limits, **mo
 @given(
     group_size=st.integers(2, 5),
     seed=seeds,
-    asks_ahead=st.booleans(),
+    takes_requests=st.booleans(),
     failure_probability=st.sampled_from([0.0, 0.3]),
 )
 @settings(max_examples=25)
 def test_unbounded_policies_finish_with_a_group_timeout(
-    name: str, group_size: int, seed: int, asks_ahead: bool, failure_probability: float
+    name: str, group_size: int, seed: int, takes_requests: bool, failure_probability: float
 ) -> None:
     limits = limits_for(name, 4, Limits(ceiling=CEILING))
-    more = {"asks_ahead": asks_ahead, "failure_probability": failure_probability}
+    more = {"asks_ahead": takes_requests, "failure_probability": failure_probability}
     grid = grid_with_limits(name, group_size, seed, limits, **more).run()
     assert grid.unfinished() == []
     # Each attempt waits for the policy, for the other members, and for the average.

@@ -21,7 +21,7 @@ CLUSTER = Cluster(
 )
 
 
-def test_a_link_between_regions_changes_both_ways_and_no_other() -> None:
+def test_a_link_between_regions_changes_in_both_directions_and_no_other() -> None:
     cluster, scenario = what_if("link tokyo-New-York x0.5", CLUSTER, EMPTY_SCENARIO)
     assert cluster.bandwidth == ((1e9, 5e7), (1e8, 1e9))
     assert cluster.latency == CLUSTER.latency

@@ -48,10 +48,10 @@ def device_classes(times: PairTimes) -> DeviceClasses:
 
 def num_stage_types(counts: _Ints, size: int) -> int:
     """Return the number of ways to choose `size` devices from these counts."""
-    ways = [1] + [0] * size
+    choices = [1] + [0] * size
     for count in counts.tolist():
-        ways = [sum(ways[max(0, taken - count) : taken + 1]) for taken in range(size + 1)]
-    return ways[size]
+        choices = [sum(choices[max(0, taken - count) : taken + 1]) for taken in range(size + 1)]
+    return choices[size]
 
 
 def stage_types(counts: _Ints, size: int) -> _Ints:

@@ -33,12 +33,12 @@ class DecoupledModelAveraging(ModelAveraging):
         rendezvous: Rendezvous,
         *,
         every: int,
-        asks_ahead: bool,
+        takes_requests: bool,
     ) -> None:
         self._rendezvous, self._is_ordered = rendezvous, False
         self._forward_hooks = ForwardWaitHooks(model, timeout=rendezvous.timeout)
         super().__init__(
-            model, client, every=every, overlap=False, asks_ahead=asks_ahead, outer=None
+            model, client, every=every, overlap=False, takes_requests=takes_requests, outer=None
         )
 
     def step(self) -> None:

@@ -142,7 +142,7 @@ class GroupClient:
         self._num_queries += 1
         return self._client.query_progress(self._num_queries, self._timeout, last_batch).wait()
 
-    def averaged(self) -> AverageTimings:
+    def pop_timings(self) -> AverageTimings:
         """Return the timings since the last call, and reset them."""
         waited, self._waited = self._waited, 0.0
         return AverageTimings(waited, *self._averager.last_exchange())

@@ -287,9 +287,9 @@ class GroupSync:
         """
         return self._dispatch_client().sampler_state(last_batch)
 
-    def averaged(self) -> AverageTimings:
+    def pop_timings(self) -> AverageTimings:
         """Return the time spent on averages since the last call; zero under `static`."""
-        return AverageTimings(0.0, 0.0, 1) if self._client is None else self._client.averaged()
+        return AverageTimings(0.0, 0.0, 1) if self._client is None else self._client.pop_timings()
 
     def average_all(self) -> None:
         """Average over all workers of the stage; all must call this: to evaluate, save or finish.
@@ -385,7 +385,11 @@ def _make_strategy(
         return GradientAveraging(model, client)
     if model.decoupled:
         return DecoupledModelAveraging(
-            model, client, rendezvous, every=setup.steps_between, asks_ahead=setup.asks_ahead
+            model,
+            client,
+            rendezvous,
+            every=setup.steps_between,
+            takes_requests=setup.takes_requests,
         )
     if setup.policy == "local" and outer is None:
         outer = OuterNesterov()
@@ -394,7 +398,7 @@ def _make_strategy(
         client,
         every=setup.steps_between,
         overlap=overlap,
-        asks_ahead=setup.asks_ahead,
+        takes_requests=setup.takes_requests,
         outer=outer,
     )
 

@@ -26,12 +26,12 @@ class ModelAveraging:
         *,
         every: int,
         overlap: bool,
-        asks_ahead: bool,
+        takes_requests: bool,
         outer: OuterNesterov | None,
     ) -> None:
         self.num_steps = 0
         self._model, self._client = model, client
-        self.overlap, self._every, self._asks_ahead = overlap, every, asks_ahead
+        self.overlap, self._every, self._asks_ahead = overlap, every, takes_requests
         self._outer = None if outer is None else _Outer(outer, model)
         self._request_group()
 

@@ -7,7 +7,7 @@ import torch
 
 from polyrhythm.run.decoupled.state_dict import AllGatherObject
 from polyrhythm.sync.fusion.tuner import (
-    Bayesian,
+    BayesianSearch,
     BucketCandidate,
     BucketDecision,
     BucketTuner,
@@ -22,7 +22,7 @@ class BucketAutotuner:
     """Every worker has one and calls it at the same steps."""
 
     def __init__(self, space: Space, all_gather_object: AllGatherObject, rank: int) -> None:
-        self._trials = BucketTuner(Bayesian(space=space))
+        self._trials = BucketTuner(BayesianSearch(space=space))
         self._all_gather_object, self._is_first = all_gather_object, rank == 0
         self.current, self.is_over = self._trials.current, False
         self._seconds: list[Seconds] = []  # step times of the current trial on this worker

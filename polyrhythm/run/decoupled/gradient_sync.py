@@ -171,7 +171,7 @@ class GradientSync:
     def wait_for_all(self) -> None:
         self.wait_for_parameters(range(len(self._parameters)))
 
-    def averaged(self) -> tuple[Seconds, Seconds]:
+    def pop_timings(self) -> tuple[Seconds, Seconds]:
         """Return and reset the time that training waited and the longest exchange."""
         times = self._waited, self._exchange
         self._waited = self._exchange = 0.0

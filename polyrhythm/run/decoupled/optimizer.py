@@ -253,9 +253,9 @@ class DistributedOptimizer(Optimizer):
         """Wait until this worker has all parameters of the last step."""
         self._gradient_sync.wait_for_all()
 
-    def averaged(self) -> tuple[Seconds, Seconds]:
+    def pop_timings(self) -> tuple[Seconds, Seconds]:
         """Return, since the last call, the wait of training and the time of both collectives."""
-        return self._gradient_sync.averaged()
+        return self._gradient_sync.pop_timings()
 
     def state_dict(self) -> dict[str, Any]:
         """Gather the whole state, in torch's format; all workers call this together."""
@@ -374,8 +374,8 @@ class DistributedOptimizer(Optimizer):
         self._candidate = candidate
         self._gradient_sync.rebuild_buckets(
             self._assign_buckets(candidate),
-            self._communicator.collectives(candidate.kind),
-            all_reduce=candidate.kind.is_all_reduce,
+            self._communicator.collectives(candidate.mode),
+            all_reduce=candidate.mode.is_all_reduce,
         )
         for group in self._inner.param_groups:
             group["params"] = []

@@ -28,9 +28,9 @@ def check_device(name: str, folder: Path) -> None:
 
 
 def watch(
-    job: LocalJob, progress: Path, say: Callable[[str], object], *, stall_timeout: Seconds
+    job: LocalJob, progress: Path, on_progress: Callable[[str], object], *, stall_timeout: Seconds
 ) -> None:
-    """Wait for the end of a job; pass the progress that its rank 0 writes on to `say`.
+    """Wait for the end of a job; pass the progress that its rank 0 writes on to `on_progress`.
 
     Raises WorkerError with the end of the worker's output, whose file may be temporary. Raises
     PeerError if there is no progress for `stall_timeout`.
@@ -41,7 +41,7 @@ def watch(
             text = progress.read_text() if progress.exists() else ""
             if text != shown:
                 shown, deadline = text, time.monotonic() + stall_timeout
-                say(text)
+                on_progress(text)
             elif time.monotonic() > deadline:
                 raise PeerError(
                     "all processes",

@@ -62,7 +62,7 @@ def probe(
     ctx: DistContext,
     name: str,
     options: ProbeOptions,
-    say: Callable[[str], object] = lambda text: None,
+    on_progress: Callable[[str], object] = lambda text: None,
 ) -> Cluster | None:
     """Take part with the device `name`; returns the cluster on rank 0, None elsewhere.
 
@@ -73,13 +73,13 @@ def probe(
     # Machines start at different times: one that joins some seconds late is not lost.
     with ctx.process_group(max(_JOIN_TIMEOUT, effort.timeout)):
         channel = PeerChannel(rank=ctx.rank, world_size=ctx.world_size, timeout=effort.timeout)
-        say("device speed")
+        on_progress("device speed")
         members = _all_gather_info(channel, _local_info(name, device, options), effort)
         channel.names = _distinct([member.name for member in members])
         found = _LinkSamples(latency={}, bandwidth={})
         rounds = _rounds([member.machine for member in members], options.all_at_once)
         for number, pairs in enumerate(rounds, start=1):
-            say(f"links: round {number} of {len(rounds)}")
+            on_progress(f"links: round {number} of {len(rounds)}")
             _measure_round(channel, pairs, found, effort)
         every = _gather(channel, found, effort)
     return _cluster(channel.names, members, every, options) if ctx.rank == 0 else None

@@ -31,7 +31,7 @@ def measure_layers(
     repeat: int,
     device: torch.device,
     optional: Sequence[int] = (),
-    say: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[str], None] = lambda text: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[Layer, ...]:
     """Measure every layer with micro-batches of `size`, and in its `sizes` with other sizes.
@@ -41,14 +41,17 @@ def measure_layers(
     with torch.enable_grad(), _train_mode(model.layers):
         memory: dict[int, list[tuple[Bytes, Bytes]]] = {}
         for each in (size, *other_sizes):
-            say(f"micro-batches of {each}: memory")
+            on_progress(f"micro-batches of {each}: memory")
             try:
                 memory[each] = forward_memory(model.layers, model.resized_example(each), each)
             except DescriptionError as error:
                 if each not in optional:
                     raise
                 warn(f"skipped micro-batches of {each}: {error.wrong}")
-        found = {each: _at_size(model, each, memory[each], repeat, device, say) for each in memory}
+        found = {
+            each: _at_size(model, each, memory[each], repeat, device, on_progress)
+            for each in memory
+        }
     others = sorted(found.keys() - {size})
     return tuple(
         Layer(
@@ -103,12 +106,12 @@ def _at_size(
     memory: list[tuple[Bytes, Bytes]],
     repeat: int,
     device: torch.device,
-    say: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> list[_LayerSamples]:
     # Sweeps over all layers: a slow moment affects one sample of each layer, not all of one.
     sweeps: list[list[tuple[Seconds, Seconds]]] = []
     for number in range(repeat + 1):  # the first one warms up
-        say(f"micro-batches of {size}: run {number} of {repeat}")
+        on_progress(f"micro-batches of {size}: run {number} of {repeat}")
         sweeps.append(list(_sweep(model.layers, model.resized_example(size), size, device)))
     for layer in model.layers.values():
         layer.zero_grad()

@@ -19,7 +19,7 @@ def measure_profile(
     device: str = "auto",
     dtype: str | None = None,
     measured_at: str = "",
-    say: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[str], None] = lambda text: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
     """Profile the model that `module:factory` makes; the first of `sizes` is the profile's size.
@@ -28,7 +28,7 @@ def measure_profile(
     with a warning. Raises DescriptionError, also for any error in the user's code.
     """
     torch_device = device_of(device)
-    say("nothing yet: the factory is running")
+    on_progress("nothing yet: the factory is running")
     model = ProfiledModel.of(call_factory(source), source=source)
     float_type = None if dtype is None else getattr(torch, dtype)
     model = model.to(torch_device, float_type)
@@ -40,10 +40,10 @@ def measure_profile(
         optional=() if sizes or first_size == 1 else (1,),
         repeat=repeat,
         device=torch_device,
-        say=say,
+        on_progress=on_progress,
         warn=warn,
     )
-    say("device speed")
+    on_progress("device speed")
     float_type = float_type or _type_of(model)
     del model  # frees memory for the matrices
     speed = device_flops(torch_device, float_type, repeat=repeat)

@@ -102,7 +102,7 @@ class StepLoop:
         return end
 
     def _step_timing(self, seconds: Seconds) -> StepTiming:
-        averaged = self.strategy.averaged()
+        averaged = self.strategy.pop_timings()
         return StepTiming(
             compute=max(seconds - averaged.waited, _MIN_COMPUTE),
             waited=averaged.waited,

@@ -46,7 +46,7 @@ class NoSync:
         if self._clip is not None:
             self._pipeline.clip_grad_norm_(self._clip)
 
-    def averaged(self) -> AverageTimings:
+    def pop_timings(self) -> AverageTimings:
         """Return the timings of averaging since the last call."""
         return AverageTimings(0.0, 0.0, 1)
 
@@ -107,7 +107,7 @@ class GroupSyncStrategy(NoSync):
             self.sync.average_gradients()  # before clipping; does nothing if models are averaged
         super().update(acknowledge)
         self.sync.step()
-        self._averaged = self.sync.averaged()
+        self._averaged = self.sync.pop_timings()
         if self._averages_all and self._averaged.num_members < self._num_pipelines:
             raise PeerError(
                 "another pipeline",
@@ -116,7 +116,7 @@ class GroupSyncStrategy(NoSync):
                 cause="it was lost or has left, and its share of the batch is missing",
             )
 
-    def averaged(self) -> AverageTimings:
+    def pop_timings(self) -> AverageTimings:
         return self._averaged
 
     def synchronize(self) -> None:
@@ -154,8 +154,8 @@ class DecoupledStrategy(NoSync):
         if self._clip is not None:
             self._distributed.clip_grad_norm_(self._clip)
 
-    def averaged(self) -> AverageTimings:
-        return AverageTimings(*self._distributed.averaged(), self._num_pipelines)
+    def pop_timings(self) -> AverageTimings:
+        return AverageTimings(*self._distributed.pop_timings(), self._num_pipelines)
 
     def synchronize(self) -> None:
         self._distributed.synchronize()

@@ -57,25 +57,25 @@ FLAT = (BucketMode.DECOUPLED, BucketMode.ALL_REDUCE)
 @dataclass(frozen=True, order=True, slots=True)
 class BucketCandidate:
     bucket_bytes: Bytes
-    kind: BucketMode = BucketMode.DECOUPLED
+    mode: BucketMode = BucketMode.DECOUPLED
 
     def __str__(self) -> str:
-        return f"{self.bucket_bytes / 1e6:.3g} MB, {self.kind}"
+        return f"{self.bucket_bytes / 1e6:.3g} MB, {self.mode}"
 
 
 class Space:
     """The distinct candidates: one represents all that lead to the same buckets."""
 
     def __init__(
-        self, key: Callable[[BucketCandidate], Hashable], kinds: Sequence[BucketMode] = FLAT
+        self, key: Callable[[BucketCandidate], Hashable], modes: Sequence[BucketMode] = FLAT
     ) -> None:
         """`key` returns the buckets of a candidate; it may be equal for different kinds."""
-        self.kinds = tuple(kinds)
+        self.modes = tuple(modes)
         alike: dict[Hashable, list[BucketCandidate]] = {}
-        for kind in self.kinds:
+        for mode in self.modes:
             for size in (FIRST, *SIZES):
-                candidate = BucketCandidate(size, kind)
-                alike.setdefault((kind, key(candidate)), []).append(candidate)
+                candidate = BucketCandidate(size, mode)
+                alike.setdefault((mode, key(candidate)), []).append(candidate)
         self._alike = {members[0]: members for members in alike.values()}
         self._names = {c: name for name, members in self._alike.items() for c in members}
 
@@ -84,7 +84,7 @@ class Space:
 
     def name(self, candidate: BucketCandidate) -> BucketCandidate:
         """The representative of a candidate: that of the nearest known size."""
-        kin = (c for c in self._names if c.kind is candidate.kind)
+        kin = (c for c in self._names if c.mode is candidate.mode)
         return self._names[min(kin, key=lambda c: _log_distance(c, candidate))]
 
     def ends(self, name: BucketCandidate) -> list[BucketCandidate]:
@@ -96,7 +96,7 @@ class Space:
     ) -> BucketCandidate:
         """The nearest candidate that was not tried, of the same kind if one is left."""
         left = [name for name in self._alike if name not in tried]
-        kin = [name for name in left if name.kind is wanted.kind]
+        kin = [name for name in left if name.mode is wanted.mode]
         return min(kin or left, key=lambda n: min(_log_distance(c, wanted) for c in self._alike[n]))
 
 
@@ -161,23 +161,23 @@ _SECOND: Bytes = 5_000_000  # the paper's fixed buffer, half-way between FIRST a
 
 
 @dataclass(kw_only=True, slots=True)
-class Bayesian(Search):
+class BayesianSearch(Search):
     def _wanted(self) -> BucketCandidate:
-        fixed = [BucketCandidate(FIRST, kind) for kind in self.space.kinds]
-        for candidate in (*fixed, BucketCandidate(_SECOND, self.space.kinds[0])):
+        fixed = [BucketCandidate(FIRST, mode) for mode in self.space.modes]
+        for candidate in (*fixed, BucketCandidate(_SECOND, self.space.modes[0])):
             if self.space.name(candidate) not in self._observed:
                 return candidate
         # A time holds for all sizes with the same buckets: else known ones would look promising.
         known = {end: math.log(time) for c, time in self.ranking for end in self.space.ends(c)}
         seed = self.seed + len(self._observed)
-        return _most_promising(known, self.space.kinds, seed=seed)
+        return _most_promising(known, self.space.modes, seed=seed)
 
 
 @dataclass(kw_only=True, slots=True)
 class RandomSearch(Search):
     def _wanted(self) -> BucketCandidate:
         rng = random.Random(f"{self.seed} {len(self._observed)}")
-        return BucketCandidate(rng.choice(SIZES), rng.choice(self.space.kinds))
+        return BucketCandidate(rng.choice(SIZES), rng.choice(self.space.modes))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -185,10 +185,10 @@ class GridSearch(Search):
     """Sizes in even steps of the scale, from the smallest; all kinds of each."""
 
     def _wanted(self) -> BucketCandidate:
-        kinds = self.space.kinds
-        num_sizes = -(-self.num_trials // len(kinds))
-        nth, kind = divmod(len(self._observed), len(kinds))
-        return BucketCandidate(SIZES[nth * (len(SIZES) - 1) // max(1, num_sizes - 1)], kinds[kind])
+        modes = self.space.modes
+        num_sizes = -(-self.num_trials // len(modes))
+        nth, mode = divmod(len(self._observed), len(modes))
+        return BucketCandidate(SIZES[nth * (len(SIZES) - 1) // max(1, num_sizes - 1)], modes[mode])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,14 +254,14 @@ def _log_distance(a: BucketCandidate, b: BucketCandidate) -> float:
 
 
 def _most_promising(
-    known: Mapping[BucketCandidate, float], kinds: Sequence[BucketMode], *, seed: int
+    known: Mapping[BucketCandidate, float], modes: Sequence[BucketMode], *, seed: int
 ) -> BucketCandidate:
     """The candidate with the largest expected improvement, by a new study of `known` alone."""
     import optuna  # here, since it takes seconds, and only one worker needs it
 
     scale = {
         "size": optuna.distributions.FloatDistribution(SMALLEST, LARGEST, log=True),
-        "kind": optuna.distributions.CategoricalDistribution([str(kind) for kind in kinds]),
+        "kind": optuna.distributions.CategoricalDistribution([str(mode) for mode in modes]),
     }
     verbosity = optuna.logging.get_verbosity()  # restored for a user's own studies
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -270,7 +270,7 @@ def _most_promising(
         sampler = optuna.samplers.GPSampler(seed=seed, n_startup_trials=1)
         study = optuna.create_study(sampler=sampler)
         for candidate, value in known.items():
-            params = {"size": candidate.bucket_bytes, "kind": str(candidate.kind)}
+            params = {"size": candidate.bucket_bytes, "kind": str(candidate.mode)}
             study.add_trial(optuna.create_trial(params=params, distributions=scale, value=value))
         suggested = study.ask(scale).params
     finally:
