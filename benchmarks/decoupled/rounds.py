@@ -27,14 +27,14 @@ from benchmarks.harness.network import set_links, uniform_cluster
 from benchmarks.harness.pool import WorkerPool
 from benchmarks.harness.report import median_of, ratio_over_rounds, select
 from benchmarks.harness.timing import StolenTime
-from polyrhythm.cost.decoupled import Ring, StepTimes
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.lab.commands import SwitchReport
 from polyrhythm.lab.lab import Lab
 from polyrhythm.sync.fusion.layers import LayerTimes, by_bytes
-from polyrhythm.sync.fusion.timeline import dear
 from polyrhythm.sync.fusion.tuner import FIRST, BucketCandidate
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
+from reproduction.dear.ring import Ring, StepTimes
+from reproduction.dear.timeline import dear
 
 _FAST: BytesPerSecond = 50e6
 _FASTEST: BytesPerSecond = 300e6  # about as much as the switch carries

@@ -6,9 +6,9 @@ DeAR for all gradients at once and a given latency.
 
 from dataclasses import dataclass, replace
 
-from polyrhythm.cost.decoupled import Ring, StepTimes
 from polyrhythm.run.decoupled.communicator import Mode
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
+from reproduction.dear.ring import Ring, StepTimes
 
 NO_SYNC, DDP, FSDP2, OURS = "alone", "ddp", "fsdp2", "ours"
 TUNED, HIERARCHICAL = "tuned", "nested"  # ours, too: with a tuned bucket; inside each node first

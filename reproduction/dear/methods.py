@@ -14,13 +14,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
-from polyrhythm.cost.decoupled import Ring
 from polyrhythm.sync.fusion.layers import Buckets, LayerTimes, by_bytes, by_count, unfused
-from polyrhythm.sync.fusion.mg_wfbp import mg_wfbp_buckets
-from polyrhythm.sync.fusion.timeline import StepEstimate, bytescheduler, dear, wfbp
 from polyrhythm.sync.fusion.tuner import SIZES, BayesianSearch, BucketMode, Search, Space
 from polyrhythm.types import Bytes, Seconds
 from reproduction.dear.layers import Gpu
+from reproduction.dear.mg_wfbp import mg_wfbp_buckets
+from reproduction.dear.ring import Ring
 from reproduction.dear.testbed import (
     GPU,
     NUM_WORKERS,
@@ -29,6 +28,7 @@ from reproduction.dear.testbed import (
     DearNetwork,
     compute_times,
 )
+from reproduction.dear.timeline import StepEstimate, bytescheduler, dear, wfbp
 
 Method = Callable[[ComputeTimes, DearNetwork], StepEstimate]
 

@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 from statistics import fmean
 
-from polyrhythm.cost.decoupled import Ring, StepTimes
 from polyrhythm.sync.fusion.layers import by_bytes
-from polyrhythm.sync.fusion.timeline import dear
 from polyrhythm.types import Bytes, Seconds
 from reproduction.claim import PaperRow, Plot, always
 from reproduction.dear import methods
+from reproduction.dear.ring import Ring, StepTimes
 from reproduction.dear.testbed import (
     ETHERNET,
     MODELS,
@@ -18,6 +17,7 @@ from reproduction.dear.testbed import (
     DearNetwork,
     compute_times,
 )
+from reproduction.dear.timeline import dear
 
 _SIZES: tuple[Bytes, ...] = tuple(1000 * 4**i for i in range(9))  # 1 kB to 66 MB
 _BATCHES = (16, 32, 64)  # of Fig. 11; the text gives none

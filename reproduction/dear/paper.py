@@ -7,11 +7,11 @@ Pipelining", ICDCS 2023.
 from collections.abc import Callable
 from statistics import fmean
 
-from polyrhythm.cost.decoupled import Ring
 from polyrhythm.types import BytesPerSecond
 from reproduction.claim import PaperRow, Plot, Reproduction
 from reproduction.dear import methods, overlap, search, speedups
 from reproduction.dear.methods import gain
+from reproduction.dear.ring import Ring
 from reproduction.dear.testbed import (
     BROADCAST_START,
     EFFICIENCY,

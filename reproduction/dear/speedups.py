@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from statistics import fmean, geometric_mean
 
-from polyrhythm.sync.fusion.timeline import StepEstimate
 from reproduction.claim import PaperRow, Plot, always, ordered
 from reproduction.dear import methods
 from reproduction.dear.layers import Gpu
@@ -19,6 +18,7 @@ from reproduction.dear.testbed import (
     DearNetwork,
     compute_times,
 )
+from reproduction.dear.timeline import StepEstimate
 
 STUDIED = tuple(m for m in MODELS if m.name in ("ResNet-50", "DenseNet-201", "BERT-Base"))
 _NAMES = tuple(model.name for model in MODELS)

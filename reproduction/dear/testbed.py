@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
-from polyrhythm.cost.decoupled import Ring, StepTimes
 from polyrhythm.describe.transformer_work import TransformerShape
 from polyrhythm.sync.fusion.layers import LayerTimes
 from polyrhythm.types import BytesPerSecond, Seconds
@@ -17,6 +16,7 @@ from reproduction.dear.layers import (
     inceptionv4,
     resnet50,
 )
+from reproduction.dear.ring import Ring, StepTimes
 
 NUM_WORKERS = 64
 _NUM_ROUNDS = 2 * (NUM_WORKERS - 1)  # messages in a row of one ring all-reduce

@@ -118,7 +118,7 @@ def _offspring(
     settings: GeneticSettings,
     rng: np.random.Generator,
 ) -> _Labels:
-    from polyrhythm.plan.dtfm import local_search  # compiled: imported when used
+    from reproduction.dtfm import local_search  # compiled: imported when used
 
     first, second = rng.choice(len(population), size=2, replace=False)
     labels = crossover(population[first], population[second], settings.num_genes, times, rng)

@@ -12,11 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyrhythm.cost.decoupled import Ring
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.fusion import tuner
 from polyrhythm.sync.fusion.layers import LayerTimes, by_bytes
-from polyrhythm.sync.fusion.timeline import dear, wfbp
 from polyrhythm.sync.fusion.tuner import (
     FIRST,
     FLAT,
@@ -27,6 +25,8 @@ from polyrhythm.sync.fusion.tuner import (
     BucketTuner,
     Space,
 )
+from reproduction.dear.ring import Ring
+from reproduction.dear.timeline import dear, wfbp
 
 Model = list[tuple[float, float]]  # by layer: bytes, and share of the compute
 
@@ -276,8 +276,8 @@ def test_optuna_is_imported_lazily_and_silently() -> None:
     check = """
 import sys
 import polyrhythm.cli
-from polyrhythm.sync.fusion.tuner import Bayesian, Space
-search = Bayesian(space=Space(lambda candidate: candidate.bucket_bytes))
+from polyrhythm.sync.fusion.tuner import BayesianSearch, Space
+search = BayesianSearch(space=Space(lambda candidate: candidate.bucket_bytes))
 for seconds in (1.0, 1.1, 1.2):
     search.observe(search.suggest(), seconds)
 assert "optuna" not in sys.modules

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from benchmarks.plan.cases import BEST, published
 from polyrhythm.cost.dtfm import PairTimes, layout_cost
 from polyrhythm.errors import PlanError
-from polyrhythm.plan.dtfm import local_search
+from reproduction.dtfm import local_search
 from reproduction.dtfm.genetic import GeneticSettings, LocalSearch, crossover, replace_worst, search
 from tests.pure.dtfm_cases import brute_force, small_times
 

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrhythm.cost.decoupled import Ring, StepTimes
 from polyrhythm.errors import DescriptionError
 from polyrhythm.sync.fusion.layers import (
     Buckets,
@@ -16,8 +15,9 @@ from polyrhythm.sync.fusion.layers import (
     check_buckets,
     unfused,
 )
-from polyrhythm.sync.fusion.mg_wfbp import mg_wfbp_buckets
-from polyrhythm.sync.fusion.timeline import bytescheduler, dear, wfbp
+from reproduction.dear.mg_wfbp import mg_wfbp_buckets
+from reproduction.dear.ring import Ring, StepTimes
+from reproduction.dear.timeline import bytescheduler, dear, wfbp
 
 times = st.floats(0, 10)
 layers = st.lists(

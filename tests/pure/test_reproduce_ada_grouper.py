@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrhythm.cost.decoupled import Ring
 from polyrhythm.cost.pipeline import length, simulate
 from polyrhythm.errors import DescriptionError
 from polyrhythm.schedule.tuner import ScheduleDecision, ScheduleTuner
@@ -24,6 +23,7 @@ from reproduction.ada_grouper.steps import (
 )
 from reproduction.ada_grouper.testbed import BUSY_FLOWS, C1X, M8S, S1, OtherFlows
 from reproduction.ada_grouper.tuning import TuningHour
+from reproduction.dear.ring import Ring
 
 MEDIUM = GPT["GPT-Medium"]
 

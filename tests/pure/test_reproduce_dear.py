@@ -4,7 +4,6 @@ import pytest
 
 from polyrhythm.describe.profiles import layers_of
 from polyrhythm.sync.fusion.layers import by_bytes
-from polyrhythm.sync.fusion.timeline import wfbp
 from polyrhythm.sync.fusion.tuner import GridSearch
 from reproduction.dear import methods, overlap, speedups
 from reproduction.dear.layers import Gpu, LearnableLayer
@@ -19,6 +18,7 @@ from reproduction.dear.testbed import (
     DearNetwork,
     compute_times,
 )
+from reproduction.dear.timeline import wfbp
 
 TABLE_1 = {  # layers, tensors, millions of parameters
     "ResNet-50": (107, 161, 25.6),

@@ -21,10 +21,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from polyrhythm.cost.decoupled import Ring
 from polyrhythm.errors import DescriptionError
 from polyrhythm.sync.fusion.layers import Buckets, LayerTimes, check_buckets
 from polyrhythm.types import Bytes, Seconds
+from reproduction.dear.ring import Ring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ a whole all-reduce, 2 (P - 1) alpha.
 
 from collections.abc import Sequence
 
-from polyrhythm.cost.decoupled import Ring
 from polyrhythm.sync.fusion.layers import Buckets, LayerTimes
 from polyrhythm.types import Seconds
+from reproduction.dear.ring import Ring
 
 
 def mg_wfbp_buckets(layers: Sequence[LayerTimes], ring: Ring, num_workers: int) -> Buckets:
