@@ -9,7 +9,7 @@ import socket
 import statistics
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -27,6 +27,9 @@ Pair = tuple[str, str]  # source host, target host
 SEGMENT, PACKET = 1448, 1500  # bytes that TCP carries, of those on the wire
 NUM_ECHOES = 25
 EXTRA_TIMEOUT: Seconds = 10.0  # for a busy machine, on top of a task's own duration
+START_TIMEOUT: Seconds = 60.0  # longest wait for one more agent to start
+
+_Tasks = tuple[Task, Task, Seconds]  # at the source, at the target, and the deadline of both
 
 _ECHO_GAP: Seconds = 0.02  # between echoes, so that one pause of the machine does not delay all
 _PORT = 7000
@@ -87,39 +90,46 @@ class Meter:
     def round_trips(self, pairs: Sequence[Pair], num_echoes: int = NUM_ECHOES) -> list[Seconds]:
         """Measure the round trips of all pairs concurrently."""
         longest = max(described_round_trip(self._lab.cluster, pair) for pair in pairs)
-        deadline = time.monotonic() + num_echoes * _ECHO_GAP + longest + EXTRA_TIMEOUT
-        client = partial(_median_echo_time, num_echoes, deadline)
-        times, _ = self._run_on_pairs(
-            "round trip", pairs, client, partial(_echo, deadline), deadline
-        )
-        return times
+
+        def tasks(now: Seconds) -> _Tasks:
+            deadline = now + num_echoes * _ECHO_GAP + longest + EXTRA_TIMEOUT
+            client = partial(_median_echo_time, num_echoes, deadline)
+            return client, partial(_echo, deadline), deadline
+
+        return self._run_on_pairs("round trip", pairs, tasks)[0]
 
     def goodput(
         self, pairs: Sequence[Pair], window: MeasureWindow | None = None
     ) -> list[BytesPerSecond]:
         """Measure the goodput of all pairs concurrently; then wait until the links are empty."""
-        window = window or window_for(self._lab.cluster, pairs)
-        begin = time.monotonic() + window.settle
-        end = begin + window.length
-        deadline = end + 2 * window.loss_timeout + EXTRA_TIMEOUT
-        receiving = partial(_receive, begin, end, window.loss_timeout)
-        _, rates = self._run_on_pairs(
-            "goodput", pairs, partial(_send, deadline), receiving, deadline
-        )
+        chosen = window or window_for(self._lab.cluster, pairs)
+
+        def tasks(now: Seconds) -> _Tasks:
+            begin = now + chosen.settle
+            # A pair that connects as late as `begin + EXTRA_TIMEOUT` still gets a whole window.
+            longest = EXTRA_TIMEOUT + chosen.settle + chosen.length + 2 * chosen.loss_timeout
+            deadline = begin + longest + EXTRA_TIMEOUT
+            return partial(_send, deadline), partial(_receive, begin, chosen), deadline
+
+        _, rates = self._run_on_pairs("goodput", pairs, tasks)
         self._drain(pairs)
         return rates
 
     def _run_on_pairs(
-        self,
-        action: str,
-        pairs: Sequence[Pair],
-        at_source: Task,
-        at_target: Task,
-        deadline: Seconds,
+        self, action: str, pairs: Sequence[Pair], tasks: Callable[[Seconds], _Tasks]
     ) -> tuple[list[float], list[float]]:
-        """Run both tasks for every pair, each on its own port; return all results."""
+        """Run both tasks for every pair, each on its own port; return all results.
+
+        `tasks` gets the time at which all agents run: on a slow machine it takes seconds to start
+        many of them, which is not part of a measurement.
+        """
         targets = [self._agents.acquire(b) for _, b in pairs]
         sources = [self._agents.acquire(a) for a, _ in pairs]
+        for agent in [*sources, *targets]:
+            agent.submit("starting", _no_task)
+        for agent in [*sources, *targets]:
+            agent.result(time.monotonic() + START_TIMEOUT)
+        at_source, at_target, deadline = tasks(time.monotonic())
         for number, agent in enumerate(targets):
             agent.submit(action, at_target, _PORT + number)
         for number, agent in enumerate(sources):
@@ -141,6 +151,10 @@ class Meter:
                 raise PeerError("the links", action="emptying them", waited=waited, cause=cause)
             time.sleep(0.05)
         time.sleep(max(cluster.link(*pair).latency for pair in pairs))
+
+
+def _no_task() -> float:
+    return 0.0
 
 
 def _echo(deadline: Seconds, port: int) -> float:
@@ -201,14 +215,16 @@ def _connected(address: tuple[str, int], deadline: Seconds) -> socket.socket:
             time.sleep(0.01)
 
 
-def _receive(begin: Seconds, end: Seconds, loss_timeout: Seconds, port: int) -> float:
-    """Return wire bytes per second from `begin` to `end`, or slightly later for as long."""
+def _receive(begin: Seconds, window: MeasureWindow, port: int) -> float:
+    """Return wire bytes per second in a window that starts at `begin`, or later if it must."""
     with socket.create_server(("", port)) as server:
-        server.settimeout(_remaining(end))
+        server.settimeout(_remaining(begin + EXTRA_TIMEOUT))
         connection, _ = server.accept()
+    if (now := time.monotonic()) > begin:  # a busy machine: TCP gets its time to settle anyway
+        begin = now + window.settle
     with connection:
-        started, before = _arrived_by(connection, begin, loss_timeout)
-        ended, after = _arrived_by(connection, started + end - begin, loss_timeout)
+        started, before = _arrived_by(connection, begin, window.loss_timeout)
+        ended, after = _arrived_by(connection, started + window.length, window.loss_timeout)
     return (after - before) / (ended - started) * PACKET / SEGMENT
 
 

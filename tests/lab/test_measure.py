@@ -2,9 +2,11 @@
 
 import io
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -128,3 +130,17 @@ def test_check_covers_and_prints_every_ordered_pair(monkeypatch: pytest.MonkeyPa
     shown = [line.split() for line in text.getvalue().splitlines()]
     assert len([cells for cells in shown if cells[:2] == ["b", "c"]]) == 1
     assert any(cells[:1] == ["switch:"] for cells in shown)
+
+
+def test_starting_processes_slowly_is_no_part_of_a_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spawn = Lab.spawn
+
+    def spawn_slowly(lab: Lab, *args: Any, **options: Any) -> Any:
+        time.sleep(0.5)
+        return spawn(lab, *args, **options)
+
+    monkeypatch.setattr(Lab, "spawn", spawn_slowly)
+    with Lab(triangle()) as lab:  # two processes start after the window would have ended
+        assert goodput(lab, [("a", "b")], MeasureWindow(0.2, 0.2))[0] > 0
