@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,9 +41,7 @@ from polyrhythm.lab.commands import (
     decode_command,
     encode,
 )
-from polyrhythm.lab.host_processes import namespace_id
-from polyrhythm.lab.host_state import HostStates
-from polyrhythm.lab.lateness import LatenessHistogram
+from polyrhythm.lab.host_state import HostStates, namespace_id
 from polyrhythm.lab.namespace import Host
 from polyrhythm.lab.packet import MAX_BYTES, destination, wire_bytes
 from polyrhythm.types import Seconds
@@ -289,3 +288,28 @@ def _raise_priority() -> None:
     except PermissionError:
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, -20)
+
+
+_LEAST: Seconds = 1e-6
+_GROWTH = math.log(1.25)
+
+
+class LatenessHistogram:
+    """Lateness in constant memory: each bucket is a quarter wider than the last."""
+
+    def __init__(self) -> None:
+        self.longest: Seconds = 0.0
+        self._counts: Counter[int] = Counter()
+
+    def add(self, late: Seconds) -> None:
+        self.longest = max(self.longest, late)
+        self._counts[0 if late <= _LEAST else math.ceil(math.log(late / _LEAST) / _GROWTH)] += 1
+
+    def quantile(self, share: float) -> Seconds:
+        """Return an upper bound of the quantile, at most 25 % too high; 0 without values."""
+        counted, total = 0, self._counts.total()
+        for bucket, count in sorted(self._counts.items()):
+            counted += count
+            if counted >= share * total:
+                return min(self.longest, _LEAST * math.exp(bucket * _GROWTH))
+        return 0.0

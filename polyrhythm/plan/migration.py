@@ -26,10 +26,6 @@ class Migration:
     size: Bytes  # of all transfers
     lost: tuple[int, ...]  # layers that no device has
 
-    @property
-    def is_none(self) -> bool:
-        return not self.moved
-
 
 def layers_by_device(plan: Plan) -> dict[str, frozenset[int]]:
     held: dict[str, set[int]] = {}

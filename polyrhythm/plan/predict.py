@@ -7,6 +7,7 @@ memory of the devices.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise, permutations
 
 from polyrhythm.cost.memory import needed, peak_in_flight
 from polyrhythm.cost.pipeline import PipelineTimes
@@ -16,15 +17,15 @@ from polyrhythm.cost.step import (
     StageRun,
     StepSpec,
     StepTime,
+    groups_of,
     pipeline_times,
     step_time,
 )
-from polyrhythm.cost.sync import Sync
+from polyrhythm.cost.sync import GROUP_SIZE, Sync
+from polyrhythm.describe.cluster import Cluster
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.plan import AUTO, PipelinePlan, Plan, TimePart
-from polyrhythm.plan.price import price_of
 from polyrhythm.plan.problem import Problem
-from polyrhythm.plan.time_parts import time_parts
 from polyrhythm.types import Bytes, Seconds
 
 
@@ -234,3 +235,86 @@ def _uses(
                 )
             uses.append(use)
     return uses
+
+
+_HOUR: Seconds = 3600.0
+_GIGABYTE = 1e9
+
+
+def price_of(step: StepSpec, takes: Seconds, cluster: Cluster) -> float | None:
+    """Return the price of a step; None if one of its devices has no price."""
+    used = {run.device for replica in step.replicas for run in replica.runs}
+    prices = [cluster.devices[device].price_per_hour for device in sorted(used)]
+    if any(price is None for price in prices):
+        return None
+    by_the_hour = sum(price for price in prices if price is not None)
+    return by_the_hour * takes / _HOUR + egress_price(step, cluster)
+
+
+def egress_price(step: StepSpec, cluster: Cluster) -> float:
+    """Return the price of all bytes that a step sends between regions."""
+    if not cluster.egress_price_per_gb:
+        return 0.0
+    price = dict(zip(cluster.regions, cluster.egress_price_per_gb, strict=True))
+    regions = [device.region for device in cluster.devices]
+
+    def sent(a: int, b: int, size: float) -> float:
+        return 0.0 if regions[a] == regions[b] else price[regions[a]] * size / _GIGABYTE
+
+    total = 0.0
+    for replica in step.replicas:
+        num_microbatches = len(replica.schedule[0]) // 2
+        for here, after in pairwise(replica.runs):
+            size = step.stages[here.end - 1].activation_bytes * num_microbatches
+            total += sent(here.device, after.device, size) + sent(after.device, here.device, size)
+    for group in groups_of(step):
+        members, share = group.members, 2 * group.size / len(group.members)
+        if step.sync is Sync.GROUPS and len(members) > GROUP_SIZE:
+            # In groups a member sends to few others, but a larger shard to each.
+            share *= (GROUP_SIZE - 1) / (len(members) - 1) * len(members) / GROUP_SIZE
+        total += sum(sent(a, b, share) for a, b in permutations(members, 2))
+    return total
+
+
+def time_parts(
+    time: StepTime, step: StepSpec, times: Sequence[PipelineTimes], problem: Problem
+) -> tuple[TimePart, ...]:
+    names = [device.name for device in problem.cluster.devices]
+    busiest = max(
+        (
+            (one.forward[i] + one.backward[i]) * len(replica.schedule[0]),
+            f"computing on {names[run.device]}",
+        )
+        for one, replica in zip(times, step.replicas, strict=True)
+        for i, run in enumerate(replica.runs)
+    )
+    links = [
+        (there.transfer + back.transfer, f"{names[a.device]} - {names[b.device]}")
+        for one, replica in zip(times, step.replicas, strict=True)
+        for there, back, a, b in zip(
+            one.activations, one.gradients, replica.runs[:-1], replica.runs[1:], strict=True
+        )
+    ]
+    parts = [
+        TimePart(name=busiest[1], takes=time.compute),
+        TimePart(name="filling and draining pipelines", takes=time.bubbles),
+    ]
+    if links:
+        parts.append(TimePart(name=f"activations, slowest {max(links)[1]}", takes=time.transfers))
+    if len(step.replicas) > 1:
+        parts.append(TimePart(name=f"gradients, {_slowest_pair(step, names)}", takes=time.sync))
+    return tuple(sorted(parts, key=lambda part: -part.takes))
+
+
+def _slowest_pair(step: StepSpec, names: Sequence[str]) -> str:
+    slowest = max(
+        (
+            step.links.transfer(a, b, group.size / len(group.members)),
+            f"slowest {names[a]} - {names[b]}",
+        )
+        for group in groups_of(step)
+        for a in group.members
+        for b in group.members
+        if a != b
+    )
+    return slowest[1]

@@ -20,7 +20,7 @@ import pytest
 from polyrhythm.describe.scenario import Join, Kill, LinkChange, Scenario
 from polyrhythm.errors import DescriptionError, LabError
 from polyrhythm.lab import control, namespace
-from polyrhythm.lab.host_processes import namespace_id, namespace_pids
+from polyrhythm.lab.host_state import namespace_id, namespace_pids
 from polyrhythm.lab.lab import SHUTDOWN_TIMEOUT, Lab
 from polyrhythm.processes import BAD_INPUT, Child, end_all
 from tests.lab.hosts import cluster, echo, measure, round_trips
@@ -30,7 +30,7 @@ import sys
 import time
 from tests.lab.hosts import cluster, sleep_with_a_child
 from polyrhythm.lab.lab import Lab
-from polyrhythm.lab.host_processes import namespace_id, namespace_pids
+from polyrhythm.lab.host_state import namespace_id, namespace_pids
 from polyrhythm.processes import BAD_INPUT, Child, end_all
 with Lab(cluster(3), name=sys.argv[1]) as lab:
     for host in lab.hosts:

@@ -20,8 +20,8 @@ from polyrhythm.lab.commands import (
     decode_reply,
     encode,
 )
-from polyrhythm.lab.lateness import LatenessHistogram
 from polyrhythm.lab.packet import destination, wire_bytes
+from polyrhythm.lab.switch import LatenessHistogram
 from polyrhythm.lab.timeline import absent_at_start, link_command, scenario_commands
 
 

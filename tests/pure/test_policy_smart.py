@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.group_buffers import GroupBuffers
-from polyrhythm.sync.policies.smart import HALVE_GAPS_EVERY, SmartGroups
+from polyrhythm.sync.policies.smart import HALVE_GAPS_EVERY, GroupBuffers, SmartGroups
 from polyrhythm.types import Group, Seconds, Worker
 from tests.pure.policy_driver import PolicyJob, job_of, node_lists, random_durations
 

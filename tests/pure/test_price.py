@@ -7,7 +7,7 @@ import pytest
 from polyrhythm.cost.step import StageRun, StageWork, StepSpec
 from polyrhythm.cost.sync import GROUP_SIZE, Links, Sync
 from polyrhythm.describe.cluster import Cluster
-from polyrhythm.plan.price import egress_price, price_of
+from polyrhythm.plan.predict import egress_price, price_of
 from tests.pure.plan_examples import cluster
 from tests.pure.step_cases import replica
 
