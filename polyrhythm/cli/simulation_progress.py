@@ -1,7 +1,6 @@
 """Show simulations' progress as bars that vanish at the end; nothing without a terminal."""
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -33,12 +32,7 @@ class SimulationProgress:
         self._bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
     def observers_for(self, name: str, job: SimulatedJob, num_steps: int) -> list[Observer]:

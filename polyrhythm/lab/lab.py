@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from polyrhythm.describe.cluster import Cluster
@@ -109,12 +108,7 @@ class Lab:
             lambda: serve(named, channels, listening, owner, switch_socket), dies_with_owner=False
         )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         end_all(self.children)
         self._end_switch()
         self._release()

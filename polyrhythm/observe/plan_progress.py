@@ -1,6 +1,5 @@
 """Show the progress of a plan search: a status line on a terminal, otherwise a few lines."""
 
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -25,12 +24,7 @@ class PlanProgress:
             self._status.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._status:
             self._status.stop()
 
