@@ -32,7 +32,8 @@ _config: Any = numba.config  # its attributes come from the environment, so mypy
 
 def compiled(function: _Function) -> _Function:
     """Compile a function. As in C, indices are not checked; the GIL is released."""
-    given, _config.CACHE_DIR = _config.CACHE_DIR, str(_folder(*_part(function)))
+    part = ".".join(function.__module__.split(".")[:2])  # such as polyrhythm.plan
+    given, _config.CACHE_DIR = _config.CACHE_DIR, str(_folder(part))
     try:
         return cast(_Function, numba.njit(cache=True, nogil=True)(function))
     finally:
@@ -47,21 +48,15 @@ def inlined(function: _Function) -> _Function:
     return register_jitable(function)
 
 
-def _part(function: Callable[..., Any]) -> tuple[str, Path]:
-    """Return the function's part (package and folder in it, as `polyrhythm.plan`) and its path."""
-    names = function.__module__.split(".")
-    return ".".join(names[:2]), Path(function.__code__.co_filename).parents[len(names) - 3]
-
-
 @cache
-def _folder(part: str, sources: Path) -> Path:
+def _folder(part: str) -> Path:
     """Return the cache folder of a part and of the present version of its sources.
 
     Numba recompiles a function if its file has changed, but not if the file of a function that it
     calls has: it would run stale code. No part calls compiled code of another part.
     """
     digest = hashlib.sha256(Path(__file__).read_bytes())
-    for source in sorted(sources.rglob("*.py")):
+    for source in sorted(_HERE.parent.joinpath(*part.split(".")).rglob("*.py")):
         text = source.read_bytes()
         if b"polyrhythm.compiled import" in text:
             digest.update(text)

@@ -97,7 +97,7 @@ class Grid:
         self._finished: set[tuple[int, int, Action]] = set()  # stage, pipeline, action
         self._reached: dict[int, set[Worker]] = {}  # members that have reached a group, by gid
         self._assigned: dict[int, Assign] = {}
-        self._asks_ahead = [
+        self._takes_requests = [
             self.takes_requests and type(policy).on_request is not Policy.on_request
             for policy in self.scheduler.policies
         ]
@@ -298,7 +298,7 @@ class Grid:
         state, assigned = self.workers[worker], self._assigned.get(gid)
         if assigned is None or not state.is_alive or state.open != gid:
             return
-        if state.waits_since is None and self._asks_ahead[worker.stage]:
+        if state.waits_since is None and self._takes_requests[worker.stage]:
             return  # it has requested this group for the end of its step; else it is passive
         self._reached[gid].add(worker)
         if len(self._reached[gid]) == len(assigned.members):

@@ -3,6 +3,7 @@
 import os
 from itertools import pairwise, permutations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,6 +141,16 @@ def test_annealing_improves_a_real_cluster() -> None:
     before = layout_cost(layout.tolist(), times).total
     schedule = AnnealingSchedule(50_000, 0.5, 0.02, 0.9, 0.05)
     assert anneal(layout, times.sync, times.hop, nearest(times.hop, 8), schedule) < before / 2
+
+
+@pytest.mark.parametrize("part", ["polyrhythm.plan", "reproduction.dtfm"])
+def test_compiled_code_is_cached_by_part_inside_and_outside_the_package(part: str) -> None:
+    def double(x: float) -> float:
+        return 2 * x
+
+    double.__module__ = f"{part}.kernels"
+    dispatcher: Any = compiled.compiled(double)
+    assert Path(dispatcher.stats.cache_path).parent.name.startswith(f"compiled-{part}-")
 
 
 def test_old_compiled_code_is_removed(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_every_pipeline_finishes_and_no_ready_worker_starves(
     assert grid.scheduler.next_timer() == math.inf
 
 
-@pytest.mark.parametrize("asks_ahead", [False, True])
+@pytest.mark.parametrize("takes_requests", [False, True])
 @pytest.mark.parametrize("name", POLICIES)
 @given(shape=shapes, seed=seeds)
 @settings(max_examples=8)
@@ -92,7 +92,7 @@ def test_unbounded_policies_finish_with_a_group_timeout(
     name: str, group_size: int, seed: int, takes_requests: bool, failure_probability: float
 ) -> None:
     limits = limits_for(name, 4, Limits(ceiling=CEILING))
-    more = {"asks_ahead": takes_requests, "failure_probability": failure_probability}
+    more = {"takes_requests": takes_requests, "failure_probability": failure_probability}
     grid = grid_with_limits(name, group_size, seed, limits, **more).run()
     assert grid.unfinished() == []
     # Each attempt waits for the policy, for the other members, and for the average.

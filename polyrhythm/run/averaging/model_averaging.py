@@ -31,7 +31,7 @@ class ModelAveraging:
     ) -> None:
         self.num_steps = 0
         self._model, self._client = model, client
-        self.overlap, self._every, self._asks_ahead = overlap, every, takes_requests
+        self.overlap, self._every, self._takes_requests = overlap, every, takes_requests
         self._outer = None if outer is None else _Outer(outer, model)
         self._request_group()
 
@@ -63,7 +63,7 @@ class ModelAveraging:
         self._client.wait(self.num_steps - 1)
 
     def _request_group(self) -> None:
-        if self._asks_ahead and (self.num_steps + 1) % self._every == 0:
+        if self._takes_requests and (self.num_steps + 1) % self._every == 0:
             self._client.request()
 
     def _apply_and_read(self, result: AverageResult | None) -> Tensor:
