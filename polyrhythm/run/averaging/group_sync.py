@@ -19,7 +19,6 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -36,15 +35,16 @@ from polyrhythm.run.averaging.checks import (
     check_overlap,
     check_worker,
 )
-from polyrhythm.run.averaging.decoupled_averaging import DecoupledModelAveraging
 from polyrhythm.run.averaging.gradient_averaging import BalancedGradientAveraging, GradientAveraging
 from polyrhythm.run.averaging.group_client import AverageTimings, GroupClient
-from polyrhythm.run.averaging.model_averaging import ModelAveraging
-from polyrhythm.run.averaging.parameter_server import ParameterServerClient
+from polyrhythm.run.averaging.model_averaging import (
+    DecoupledModelAveraging,
+    ModelAveraging,
+    ServerAveraging,
+    StaticAveraging,
+)
 from polyrhythm.run.averaging.reduced_variance import ReducedVarianceAdamW
 from polyrhythm.run.averaging.rendezvous import Rendezvous, check_timeout, next_name
-from polyrhythm.run.averaging.server_averaging import ServerAveraging
-from polyrhythm.run.averaging.static_averaging import StaticAveraging
 from polyrhythm.run.coordinator.sample_requests import SampleFuture
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.dispatch import Ranges, SamplerState
@@ -164,23 +164,18 @@ class GroupSync:
         outer: OuterNesterov | None,
         pipeline: Pipeline | None,
     ) -> None:
-        setup, rendezvous, optimizer = (
-            self._rendezvous.setup,
-            self._rendezvous,
-            self._model.optimizer,
-        )
+        rendezvous, optimizer = self._rendezvous, self._model.optimizer
+        setup = rendezvous.setup
         rendezvous.wait_for_all()
-        rendezvous.check_same_shapes(self._model.shape())
+        shape = self._model.shape()
+        rendezvous.check_same_shapes(shape)
         rendezvous.broadcast_initial_state(self._model.all_tensors())
         if isinstance(optimizer, ReducedVarianceAdamW) and _averages_models_at_each_step(setup):
             # Not the size of a group: within a few steps an update reaches all replicas.
             optimizer.num_averaged = float(setup.num_pipelines)
         if setup.policy == "static":
-            self._strategy: _Strategy = StaticAveraging(
-                self._model, rendezvous, node=node, every=setup.steps_between
-            )
+            self._strategy: _Strategy = StaticAveraging(self._model, rendezvous, node=node)
             return
-        shape = self._model.shape()
         client = self._client = GroupClient(
             rendezvous,
             shape,
@@ -309,12 +304,7 @@ class GroupSync:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         else:  # not a graceful close: this worker has not finished
@@ -375,32 +365,17 @@ def _make_strategy(
 ) -> GradientAveraging | ModelAveraging | ServerAveraging:
     setup = rendezvous.setup
     if setup.policy == "ssp":
-        return ServerAveraging(
-            model, client, ParameterServerClient(rendezvous), every=setup.steps_between
-        )
+        return ServerAveraging(model, client, rendezvous)
     if setup.policy == "balanced":
         later_stage = None if pipeline is None or pipeline.is_first else pipeline
         return BalancedGradientAveraging(model, client, setup.num_pipelines, later_stage)
     if setup.averages_gradients:
         return GradientAveraging(model, client)
     if model.decoupled:
-        return DecoupledModelAveraging(
-            model,
-            client,
-            rendezvous,
-            every=setup.steps_between,
-            takes_requests=setup.takes_requests,
-        )
+        return DecoupledModelAveraging(model, client, rendezvous)
     if setup.policy == "local" and outer is None:
         outer = OuterNesterov()
-    return ModelAveraging(
-        model,
-        client,
-        every=setup.steps_between,
-        overlap=overlap,
-        takes_requests=setup.takes_requests,
-        outer=outer,
-    )
+    return ModelAveraging(model, client, setup, overlap=overlap, outer=outer)
 
 
 def _averages_models_at_each_step(setup: Setup) -> bool:

@@ -1,4 +1,4 @@
-"""Average models at the end of steps, in the groups of the scheduler.
+"""Average models at the end of steps: in groups of the scheduler, by a fixed rule, or on a server.
 
 If training waits for the average, all members of a group continue from exact copies. With `overlap`
 training continues at once, and at the end of the next step adds the difference to the current
@@ -9,29 +9,45 @@ those of the averaged model.
 `local` uses the mean of the models as a direction, in which an outer optimizer makes one step.
 """
 
+import contextlib
+import json
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from polyrhythm.errors import PeerError
 from polyrhythm.run.averaging.averager import AverageResult
 from polyrhythm.run.averaging.buffers import ReplicaState
+from polyrhythm.run.averaging.exchange import all_reduce_mean
+from polyrhythm.run.averaging.forward_hooks import ForwardWaitHooks
 from polyrhythm.run.averaging.group_client import GroupClient
+from polyrhythm.run.averaging.parameter_server import ParameterServerClient
+from polyrhythm.run.averaging.peer_connections import Peer
+from polyrhythm.run.averaging.rendezvous import Rendezvous
 from polyrhythm.sync.policies.local import OuterNesterov, pseudo_gradient
+from polyrhythm.sync.policies.static import NodeLayout
+from polyrhythm.sync.setup import Setup
+from polyrhythm.types import Seconds, Worker
+
+_FAILED_TIMEOUT: Seconds = 2.0  # for the rest of an average after training has failed
 
 
 class ModelAveraging:
+    """Average in the groups of the scheduler."""
+
     def __init__(
         self,
         model: ReplicaState,
         client: GroupClient,
+        setup: Setup,
         *,
-        every: int,
-        overlap: bool,
-        takes_requests: bool,
-        outer: OuterNesterov | None,
+        overlap: bool = False,
+        outer: OuterNesterov | None = None,
     ) -> None:
-        self.num_steps = 0
+        self.num_steps, self.overlap = 0, overlap
         self._model, self._client = model, client
-        self.overlap, self._every, self._takes_requests = overlap, every, takes_requests
+        self._every, self._takes_requests = setup.steps_between, setup.takes_requests
         self._outer = None if outer is None else _Outer(outer, model)
         self._request_group()
 
@@ -99,3 +115,155 @@ class _Outer:
             self._anchor, pseudo_gradient(self._anchor, weights), self._velocity
         )
         return AverageResult(result.published, torch.cat([self._anchor, rest]))
+
+
+class DecoupledModelAveraging(ModelAveraging):
+    """Average in groups, and all-gather the averages during the next forward.
+
+    `step` returns when the average is committed: each member has its shard of the mean and has sent
+    Done. The forward waits for each part of the model where it uses it, so it computes with the
+    same weights as if it had waited for all of them.
+
+    Buckets are in the order of a forward. The first worker that stores its order fixes it for all
+    workers of the stage, without waiting for anyone.
+    """
+
+    def __init__(self, model: ReplicaState, client: GroupClient, rendezvous: Rendezvous) -> None:
+        self._rendezvous, self._is_ordered = rendezvous, False
+        self._forward_hooks = ForwardWaitHooks(model, timeout=rendezvous.timeout)
+        super().__init__(model, client, rendezvous.setup)
+
+    def step(self) -> None:
+        self._forward_hooks.finish()
+        self._agree_on_order()
+        super().step()
+
+    def refresh(self) -> None:
+        self._forward_hooks.finish()
+
+    def average_all(self) -> None:
+        """Average without splitting: there is no forward to hide the all-gather behind."""
+        self._forward_hooks.finish()
+        self._agree_on_order()
+        super().average_all()
+
+    def close(self, *, graceful: bool) -> None:
+        try:
+            if graceful:
+                self._forward_hooks.finish()
+                self._client.wait_idle()
+            else:  # the caller may still read the weights
+                with contextlib.suppress(PeerError):
+                    self._forward_hooks.finish(_FAILED_TIMEOUT)
+        finally:
+            self._forward_hooks.remove()
+            super().close(graceful=graceful)
+
+    def _agree_on_order(self) -> None:
+        if not self._is_ordered:
+            order = self._rendezvous.set_once("order", json.dumps(self._forward_hooks.order()))
+            self._model.order, self._is_ordered = json.loads(order), True
+
+    def _apply(self, result: AverageResult | None, *, unmoved: Tensor | None = None) -> None:
+        if result is not None:
+            assert result.published is unmoved, "training has waited for the Commit"
+            assert result.streaming_buffer is not None, "the all-gather is running"
+            self._forward_hooks.start(result.streaming_buffer)
+
+
+class StaticAveraging:
+    """Average by a fixed rule: every worker computes its group itself, without a scheduler.
+
+    There is no Commit: the loss of a member ends the others' training with a PeerError, and their
+    weights are those before the average or after it.
+    """
+
+    def __init__(self, model: ReplicaState, rendezvous: Rendezvous, *, node: str) -> None:
+        self.num_steps, self._every = 0, rendezvous.setup.steps_between
+        self._model, self._rendezvous = model, rendezvous
+        self._layout = NodeLayout.of(rendezvous.gather_nodes(node))
+        self._peers: dict[Worker, Peer] = {}  # cached: under static no worker restarts
+
+    def step(self) -> None:
+        self.num_steps += 1
+        if self.num_steps % self._every == 0:
+            number = self.num_steps // self._every - 1
+            self._average(
+                self._layout.members(self._rendezvous.me.worker, number), 2 * self.num_steps
+            )
+
+    def average_all(self) -> None:
+        self._average(tuple(sorted(self._layout.workers)), 2 * self.num_steps + 1)
+
+    def close(self, *, graceful: bool) -> None:
+        self._rendezvous.connections.close()
+
+    def _average(self, workers: tuple[Worker, ...], number: int) -> None:
+        if len(workers) == 1:
+            return
+        connections, timeout = self._rendezvous.connections, self._rendezvous.timeout
+        members = [self._peer(worker) for worker in workers]
+        others = [peer for peer in members if peer != connections.me]
+        weights, flat = [1 / len(members)] * len(members), self._model.flat()
+        try:
+            has_failed = self._rendezvous.has_failed
+            connections.connect(others, str(number), timeout=timeout, should_stop=has_failed)
+            flat.write(
+                all_reduce_mean(
+                    connections, members, weights, flat.read(), number=number, timeout=timeout
+                )
+            )
+            connections.flush(timeout)  # there is no acknowledgement
+        except PeerError as error:
+            # Only the dead worker's peers see its loss; others see that those peers have ended.
+            first = self._rendezvous.report_failure(error)
+            if first.startswith(f"{connections.me.worker}: "):
+                raise
+            cause = f"{error.cause}; first error: {first}"
+            raise PeerError(
+                error.peer, action=error.action, waited=error.waited, cause=cause
+            ) from None
+
+    def _peer(self, worker: Worker) -> Peer:
+        if worker not in self._peers:
+            self._peers[worker] = self._rendezvous.peer(worker)
+        return self._peers[worker]
+
+
+class ServerAveraging:
+    """Push to a parameter server and pull from it; the scheduler bounds how far workers run ahead."""
+
+    def __init__(self, model: ReplicaState, client: GroupClient, rendezvous: Rendezvous) -> None:
+        self.num_steps, self._every = 0, rendezvous.setup.steps_between
+        self._model, self._client = model, client
+        self._server = ParameterServerClient(rendezvous)
+        self._pulled = model.flat().read()
+        self._server.init(self._pulled)
+
+    def step(self) -> None:
+        self.num_steps += 1
+        if self.num_steps % self._every == 0:
+            self._push_pull(self._wait)
+
+    def average_all(self) -> None:
+        """Pull after all workers have pushed."""
+        self._push_pull(self._average_all)
+
+    def close(self, *, graceful: bool) -> None:
+        self._client.close(graceful=graceful)
+        self._server.close()
+
+    def _push_pull(self, wait: Callable[[Tensor], object]) -> None:
+        flat = self._model.flat()
+        weights = flat.read()
+        self._server.push(weights - self._pulled)
+        wait(weights)
+        self._pulled = self._server.pull(weights)
+        flat.write(self._pulled)
+
+    def _wait(self, weights: Tensor) -> None:
+        self._client.publish(lambda _: weights)
+        self._client.wait(self.num_steps - 1)
+
+    def _average_all(self, weights: Tensor) -> None:
+        self._client.average_all(lambda _: weights, self.num_steps - 1)

@@ -18,7 +18,6 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -243,12 +242,7 @@ class LocalJob:
             output=str(worker.output) if has_output else None,
         )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         end_all(self._workers)
         for worker in self._workers:
             if worker.output and worker.output.exists() and not worker.output.stat().st_size:
