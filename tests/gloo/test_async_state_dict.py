@@ -16,7 +16,7 @@ from polyrhythm.run.comm.comm_thread import CommThread
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.process_groups import abort
 from polyrhythm.run.decoupled import optimizer as decoupled
-from polyrhythm.run.decoupled.background_gather import GatherFuture
+from polyrhythm.run.decoupled.communicator import GatherFuture
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.decoupled import stack, train_steps, wrap_optimizer
 from tests.gloo.pipelines import run_stages

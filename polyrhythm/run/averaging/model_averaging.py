@@ -231,7 +231,7 @@ class StaticAveraging:
 
 
 class ServerAveraging:
-    """Push to a parameter server and pull from it; the scheduler bounds how far workers run ahead."""
+    """Push to a parameter server and pull from it; the scheduler bounds each worker's lead."""
 
     def __init__(self, model: ReplicaState, client: GroupClient, rendezvous: Rendezvous) -> None:
         self.num_steps, self._every = 0, rendezvous.setup.steps_between

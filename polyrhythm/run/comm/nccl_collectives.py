@@ -14,13 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyrhythm.run.comm.peer_errors import peer_errors
-from polyrhythm.run.comm.reduce_scatter import CollectivePhase, Pending
+from polyrhythm.run.comm.reduce_scatter import HALF_PRECISION, CollectivePhase, Pending
 
 # Torch 2.11 has only the old names; newer releases warn about them.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-_HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class NcclCollectives:
@@ -42,7 +40,7 @@ class NcclCollectives:
         flat = _real(flat)
         own_shard = flat.view(self.num_workers, -1)[self.rank]
         operation = dist.ReduceOp.AVG
-        if flat.dtype in _HALF_PRECISION:
+        if flat.dtype in HALF_PRECISION:
             flat.div_(self.num_workers)
             operation = dist.ReduceOp.SUM
         return _start(

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.run.decoupled.in_flight_gradient import InFlightGradient
+from polyrhythm.sync.fusion.layers import by_bytes
+from polyrhythm.types import Bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +53,12 @@ class Bucket:
         self.is_all_reduce, self.is_late = all_reduce, late
         first = next(iter(self.parameters.values()))
         size = sum(p.numel() for p in self.parameters.values())
-        self.shard_size = -(-size // num_workers)  # rounded up: the last shard is padded
-        padded = self.shard_size * num_workers
+        shard_size = -(-size // num_workers)  # rounded up: the last shard is padded
+        padded = shard_size * num_workers
         self.weights = torch.zeros(padded, dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros_like(self.weights)
-        self.own_shard = slice(rank * self.shard_size, (rank + 1) * self.shard_size)
-        self._owned = (
-            slice(0, size)
-            if all_reduce
-            else slice(self.own_shard.start, min(self.own_shard.stop, size))
-        )
+        own_shard = slice(rank * shard_size, min((rank + 1) * shard_size, size))
+        self._owned = slice(0, size) if all_reduce else own_shard
         self.offsets: dict[int, int] = {}
         self._filled: set[int] = set()
         self._addresses: dict[int, int] = {}
@@ -74,10 +72,6 @@ class Bucket:
                 self._addresses[index] = view.data_ptr()
                 offset += parameter.numel()
         self.shards = list(self._make_shards())
-
-    @property
-    def nbytes(self) -> int:
-        return self.weights.nbytes
 
     @property
     def is_full(self) -> bool:
@@ -137,6 +131,49 @@ class Bucket:
                     ParameterShard(index, start - offset, nn.Parameter(weights), gradient)
                 )
         return shards
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterOrder:
+    """The order in which the forward uses the parameters, by index."""
+
+    indices: tuple[int, ...]  # of all parameters
+    late: frozenset[int] = frozenset()  # parameters whose gradients come in no known order
+
+    @classmethod
+    def of(cls, seen: Sequence[int], num_parameters: int, late: frozenset[int]) -> "ParameterOrder":
+        """Put parameters that the forward has not used last, and mark them late."""
+        unseen = frozenset(range(num_parameters)) - set(seen)
+        return cls((*seen, *sorted(unseen)), late | unseen)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """The parameters of one bucket."""
+
+    indices: tuple[int, ...]
+    is_late: bool
+
+
+def assign_buckets(
+    parameters: Sequence[nn.Parameter], order: ParameterOrder, bucket_bytes: Bytes
+) -> tuple[BucketSpec, ...]:
+    """Fill buckets of about `bucket_bytes`, sorted by the first use of a bucket in the forward.
+
+    A bucket has neighbours in forward order, of one dtype and device. All workers assign the same:
+    rank 0 broadcasts the order first.
+    """
+    kinds: dict[tuple[object, object, bool], list[int]] = {}
+    for index in order.indices:
+        kind = parameters[index].dtype, parameters[index].device, index in order.late
+        kinds.setdefault(kind, []).append(index)
+    position = {index: number for number, index in enumerate(order.indices)}
+    specs = [
+        BucketSpec(tuple(indices[i] for i in run), is_late)
+        for (_, _, is_late), indices in kinds.items()
+        for run in by_bytes([parameters[i].nbytes for i in indices], bucket_bytes)
+    ]
+    return tuple(sorted(specs, key=lambda spec: position[spec.indices[0]]))
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 import os
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -10,14 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyrhythm.errors import PolicyError
-from polyrhythm.run.comm.collective_backend import select_backend, uses_nccl
+from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.run.comm.comm_thread import CommThread
-from polyrhythm.run.comm.hierarchical import HierarchicalCollectives, ranks_by_node
+from polyrhythm.run.comm.nccl_collectives import NcclCollectives
 from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.pinned_staging import PinnedCollectives
 from polyrhythm.run.comm.process_groups import all_gather_object, new_gloo_group
-from polyrhythm.run.comm.reduce_scatter import Collectives, GlooCollectives
-from polyrhythm.run.decoupled.background_gather import BackgroundGather
+from polyrhythm.run.comm.reduce_scatter import (
+    Collectives,
+    GlooCollectives,
+    HierarchicalCollectives,
+)
 from polyrhythm.run.fingerprint import fingerprint
 from polyrhythm.sync.fusion.tuner import BucketMode
 from polyrhythm.types import Seconds
@@ -27,6 +31,7 @@ Mode = Literal[
 ]
 
 CONSTRUCTOR = "DistributedOptimizer()"
+_POLL_INTERVAL: Seconds = 1.0  # between checks that the thread of a gather is alive
 
 
 class Communicator:
@@ -74,11 +79,8 @@ class Communicator:
             )
         if mode != "auto":
             return [BucketMode(mode)]
-        return [
-            bucket_mode
-            for bucket_mode in BucketMode
-            if self._hierarchical is not None or not bucket_mode.is_hierarchical
-        ]
+        has_nodes = self._hierarchical is not None
+        return [each for each in BucketMode if has_nodes or not each.is_hierarchical]
 
     def collectives(self, mode: BucketMode) -> Collectives:
         if mode.is_hierarchical not in self._collectives:
@@ -121,7 +123,7 @@ class Communicator:
                     self._groups[0].broadcast(raw, 0).wait()
                     tensor.copy_(first)
 
-    def background(self) -> BackgroundGather:
+    def background(self) -> "BackgroundGather":
         """Return the gatherer for async checkpoints; the first call is made by all workers."""
         if self._background is None:
             self._background = BackgroundGather(self._ranks, timeout=self._timeout)
@@ -133,6 +135,68 @@ class Communicator:
         self.comm_thread.close()
 
 
+class GatherFuture:
+    """The result of a gather; every wait inside the gather has a timeout, so this one ends, too."""
+
+    def __init__(self, is_running: Callable[[], bool]) -> None:
+        self._is_running, self._is_done = is_running, threading.Event()
+        self._result: Any = None
+        self._error: Exception | None = None
+
+    def run(self, function: Callable[[], Any]) -> None:
+        try:
+            self._result = function()
+        except Exception as error:  # raised by `result`
+            self._error = error
+        self._is_done.set()
+
+    def wait(self) -> None:
+        """Wait until the gather has ended, or its thread."""
+        while not self._is_done.wait(_POLL_INTERVAL) and self._is_running():
+            pass
+
+    def result(self) -> Any:
+        """Return the gathered object; raises PeerError if a worker is lost or has left."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        if not self._is_done.is_set():
+            raise PeerError(
+                "another worker",
+                action="gathering the optimizer's state",
+                waited=0.0,
+                cause="this worker's optimizer was closed meanwhile",
+            )
+        return self._result
+
+
+class BackgroundGather:
+    """Gather optimizer state while training continues, in a separate thread and process group.
+
+    A checkpoint needs the whole state, of which each worker has a shard. Training waits only for
+    the copy of its own shard, not for the gather: over slow links that takes longer than a step.
+    Gathers run one after the other; all workers create this, and start each gather.
+    """
+
+    def __init__(self, ranks: Sequence[int], *, timeout: Seconds) -> None:
+        self._group = new_gloo_group(ranks, "gathering state", timeout=timeout)
+        self.collectives = GlooCollectives(self._group, timeout=timeout)
+        self._thread = CommThread([self._group], timeout=timeout)
+
+    def start(self, function: Callable[[], Any]) -> GatherFuture:
+        future = GatherFuture(lambda: self._thread.is_alive)
+        self._thread.start(lambda: future.run(function))
+        return future
+
+    def all_gather_object(self, obj: Any, what: str) -> list[Any]:
+        """Gather an object of every rank; `what` names the call for error messages."""
+        with peer_errors("another worker", what):
+            return all_gather_object(self._group, obj)
+
+    def close(self) -> None:
+        self._thread.close()
+
+
 def replica_ranks(
     group: dist.ProcessGroup | None, num_stages: int
 ) -> tuple[list[int], dist.ProcessGroup | None]:
@@ -142,6 +206,49 @@ def replica_ranks(
     if group is not None:
         return dist.get_process_group_ranks(group), group
     return list(range(dist.get_rank() % num_stages, dist.get_world_size(), num_stages)), None
+
+
+def ranks_by_node(nodes: Sequence[str]) -> list[list[int]] | None:
+    """Group ranks by node; `nodes[rank]` names the node. None if a hierarchy gains nothing."""
+    members: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        members.setdefault(node, []).append(rank)
+    sizes = {len(ranks) for ranks in members.values()}
+    if len(members) < 2 or len(sizes) > 1 or sizes == {1}:
+        return None
+    return list(members.values())
+
+
+def select_backend(
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    host: Collectives,
+    *,
+    start: Callable[[Callable[[], None]], object],
+) -> Collectives:
+    """Select the collectives for buckets on `device`, the device of the parameters.
+
+    `group` is the user's process group, if there is one; `host` are the collectives of buckets in
+    main memory; `start` runs a function in the communication thread.
+    """
+    if device.type == "cpu":
+        return host
+    if device.type != "cuda":
+        raise PolicyError(
+            f"parameters on {device}",
+            expected="parameters on the CPU, or on a CUDA device",
+            fix="use DDP on other devices",
+        )
+    if group is not None and uses_nccl(device, group):
+        return NcclCollectives(group)
+    return PinnedCollectives(host, device, start=start)
+
+
+def uses_nccl(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether `group` sends tensors on `device` over NCCL."""
+    # Torch normalises every backend name to this form: "cpu:gloo,cuda:nccl".
+    backends = dist.get_backend_config(group).split(",")
+    return device.type == "cuda" and "cuda:nccl" in backends
 
 
 @cache

@@ -23,8 +23,7 @@ from polyrhythm.run.comm.reduce_scatter import (
     GlooCollectives,
     Pending,
 )
-from polyrhythm.run.decoupled.bucket_assignment import BucketSpec
-from polyrhythm.run.decoupled.buckets import Bucket, ParameterShard
+from polyrhythm.run.decoupled.buckets import Bucket, BucketSpec, ParameterShard
 from polyrhythm.run.decoupled.in_flight_gradient import has_gradient
 from polyrhythm.types import Seconds
 

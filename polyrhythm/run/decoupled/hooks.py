@@ -1,10 +1,47 @@
-"""Hooks on gradients and on the state of a model, for a DistributedOptimizer."""
+"""Hooks of a DistributedOptimizer on forwards, gradients and the state of its model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+
+class ForwardOrder:
+    """Calls `before` with the indices of a module's own parameters; records their first use.
+
+    A pre-hook runs before every forward of every module that has parameters, also when activations
+    are recomputed. A parameter that is used without a call of its module (a weight that another
+    module reads) has no such hook: `step` waits for it. In evaluation a forward may use other
+    modules, so its first hook waits for all parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        indices: Mapping[nn.Parameter, int],
+        before: Callable[[Iterable[int]], None],
+    ) -> None:
+        self.order: dict[int, None] = {}  # an ordered set
+        self._before, self._all, self._model = before, list(indices.values()), model
+        self._handles: list[RemovableHandle] = []
+        for module in model.modules():
+            if any(p in indices for p in module.parameters()):
+                own = [indices[p] for p in module.parameters(recurse=False) if p in indices]
+                hook = _without_dynamo(self._hook(own))
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, own: list[int]) -> Callable[[nn.Module, Any], None]:
+        def before_forward(module: nn.Module, args: Any) -> None:
+            self.order.update(dict.fromkeys(own))
+            self._before(own if self._model.training else self._all)
+
+        return before_forward
 
 
 def gradient_hooks(
@@ -37,3 +74,9 @@ def state_hooks(
         handles.append(module.register_load_state_dict_pre_hook(pre_hook))
     handles.append(model.register_load_state_dict_post_hook(post_hook))
     return handles
+
+
+def _without_dynamo(hook: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
+    """Keep `hook` out of compiled graphs: it must run at every forward, not once at tracing."""
+    disabled: Callable[[nn.Module, Any], None] = torch._dynamo.disable(hook)
+    return disabled

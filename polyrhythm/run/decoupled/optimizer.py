@@ -27,10 +27,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.run.comm.reduce_scatter import HALF_PRECISION
 from polyrhythm.run.decoupled.autotune import BucketAutotuner
-from polyrhythm.run.decoupled.background_gather import GatherFuture
-from polyrhythm.run.decoupled.bucket_assignment import ParameterOrder, assign_buckets
-from polyrhythm.run.decoupled.buckets import Bucket
+from polyrhythm.run.decoupled.buckets import Bucket, ParameterOrder, assign_buckets
 from polyrhythm.run.decoupled.checks import (
     check,
     check_consistent,
@@ -43,12 +42,15 @@ from polyrhythm.run.decoupled.checks import (
     parameters_of,
     parse_bucket_bytes,
 )
-from polyrhythm.run.decoupled.communicator import Communicator, Mode, replica_ranks
-from polyrhythm.run.decoupled.forward_order import ForwardOrder
+from polyrhythm.run.decoupled.communicator import (
+    Communicator,
+    GatherFuture,
+    Mode,
+    replica_ranks,
+)
 from polyrhythm.run.decoupled.gradient_sync import GradientSync
-from polyrhythm.run.decoupled.hooks import gradient_hooks, state_hooks
+from polyrhythm.run.decoupled.hooks import ForwardOrder, gradient_hooks, state_hooks
 from polyrhythm.run.decoupled.in_flight_gradient import has_gradient
-from polyrhythm.run.decoupled.norms import norm_of
 from polyrhythm.run.decoupled.state_dict import (
     State,
     cast_state,
@@ -238,10 +240,10 @@ class DistributedOptimizer(Optimizer):
         not_owned = set() if self._stage is None else self._stage.tied_not_owned
         shards = [s for s in self._gradient_sync.shards if s.parameter.grad is not None]
         counted = [s.gradient for s in shards if self._parameters[s.index] not in not_owned]
-        total = norm_of(counted, norm_type, self._parameters[0].device)
+        total = _norm_of(counted, norm_type, self._parameters[0].device)
         if not self._gradient_sync.is_all_reduce:
             norms = self._communicator.all_gather_object(total.item(), "clip_grad_norm_()")
-            total = norm_of(list(torch.tensor(norms)), norm_type)
+            total = _norm_of(list(torch.tensor(norms)), norm_type)
         if self._stage is not None:
             total = self._stage.norm_over_stages(total.cpu(), norm_type).float()
         factor = min(1.0, max_norm / (total.item() + 1e-6))
@@ -410,3 +412,14 @@ class DistributedOptimizer(Optimizer):
                 self._inner.state[shard.parameter] = shard_state(
                     full, shard, parameter, fused=fused
                 )
+
+
+def _norm_of(
+    tensors: Sequence[Tensor], norm_type: float, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return the norm of all tensors as one, in single precision or better; 0 for no tensors."""
+    wide = [t.float() if t.dtype in HALF_PRECISION else t for t in tensors]
+    norms = [torch.linalg.vector_norm(t, norm_type) for t in wide]
+    return torch.linalg.vector_norm(
+        torch.stack([torch.zeros((), device=device), *norms]), norm_type
+    )

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from polyrhythm.errors import PeerError
 from polyrhythm.run.averaging.group_client import AverageTimings
 from polyrhythm.run.averaging.group_sync import GroupSync
-from polyrhythm.run.decoupled.background_gather import GatherFuture
+from polyrhythm.run.decoupled.communicator import GatherFuture
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.dispatch import SamplerState
