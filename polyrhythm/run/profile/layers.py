@@ -4,21 +4,23 @@ Each layer is timed separately, forward and backward, on the previous layer's ou
 training mode. Memory comes first, for all sizes: a size at which a layer fails costs no timing.
 """
 
+import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from polyrhythm.describe.factory import error_summary
 from polyrhythm.describe.measure import finish
 from polyrhythm.describe.model import AtSize, Layer
 from polyrhythm.describe.sample import Sample
 from polyrhythm.errors import DescriptionError
-from polyrhythm.run.profile.layer_io import describe_layer_errors, detached_copy, tensors_of
-from polyrhythm.run.profile.memory import forward_memory
 from polyrhythm.run.profile.profiled_model import ProfiledModel
 from polyrhythm.types import Bytes, Seconds
 
@@ -43,7 +45,7 @@ def measure_layers(
         for each in (size, *other_sizes):
             on_progress(f"micro-batches of {each}: memory")
             try:
-                memory[each] = forward_memory(model.layers, model.resized_example(each), each)
+                memory[each] = _forward_memory(model.layers, model.resized_example(each), each)
             except DescriptionError as error:
                 if each not in optional:
                     raise
@@ -130,16 +132,16 @@ def _sweep(
 ) -> Iterator[tuple[Seconds, Seconds]]:
     """Yield the forward and backward times of each layer."""
     for name, layer in layers.items():
-        with describe_layer_errors(name, "forward", size):
+        with _describe_layer_errors(name, "forward", size):
             finish(device)
             start = time.perf_counter()
             value = layer(*arguments)
             finish(device)
             forward = time.perf_counter() - start
-        outputs = [tensor for tensor in tensors_of(value, name) if tensor.requires_grad]
-        with describe_layer_errors(name, "backward", size):
+        outputs = [tensor for tensor in _tensors_of(value, name) if tensor.requires_grad]
+        with _describe_layer_errors(name, "backward", size):
             gradients = [torch.ones_like(output) for output in outputs]
-            arguments = (detached_copy(value),)
+            arguments = (_detached_copy(value),)
             finish(device)
             start = time.perf_counter()
             if outputs:  # otherwise the layer has no gradients
@@ -147,3 +149,112 @@ def _sweep(
             finish(device)
             backward = time.perf_counter() - start
         yield forward, backward
+
+
+def _forward_memory(
+    layers: dict[str, nn.Module], arguments: tuple[Any, ...], size: int
+) -> list[tuple[Bytes, Bytes]]:
+    """Return the bytes of each layer's output and stored tensors in a forward of the model.
+
+    Stored are the bytes that autograd saves for the backward. Each storage counts once, at the last
+    layer that stores it, so that the bytes of consecutive layers add up. Parameters and buffers do
+    not count, nor tensors freed before the end of the forward.
+    """
+    kept: list[list[weakref.ref[_SavedTensor]]] = []
+    outputs: list[Bytes] = []
+    for name, layer in layers.items():
+        kept.append([])
+        with _describe_layer_errors(name, "forward", size), _record_saved_tensors(kept[-1]):
+            value = layer(*arguments)
+        outputs.append(sum(tensor.nbytes for tensor in _tensors_of(value, name)))
+        arguments = (value,)
+    counted: set[int] = set()
+    stored: list[Bytes] = []
+    for layer, holders in zip(reversed(layers.values()), reversed(kept), strict=True):
+        storages = _live_storages(holders, layer)
+        stored.insert(0, sum(storages[each] for each in storages.keys() - counted))
+        counted |= storages.keys()
+    return list(zip(outputs, stored, strict=True))
+
+
+class _SavedTensor:
+    """Autograd holds this in place of a saved tensor; it is freed with the graph."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # `tensor` would keep its own graph alive for ever
+
+
+def _live_storages(holders: list[weakref.ref[_SavedTensor]], layer: nn.Module) -> dict[int, Bytes]:
+    """Return the bytes of live storages by address, except for the layer's parameters."""
+    held = [holder.tensor.untyped_storage() for each in holders if (holder := each()) is not None]
+    # Collected after the forward: a lazy layer has no parameters before.
+    own = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in itertools.chain(layer.parameters(), layer.buffers())
+    }
+    return {each.data_ptr(): each.nbytes() for each in held if each.data_ptr() not in own}
+
+
+def _record_saved_tensors(
+    kept: list[weakref.ref[_SavedTensor]],
+) -> torch.autograd.graph.saved_tensors_hooks:
+    def pack(tensor: Tensor) -> _SavedTensor:
+        holder = _SavedTensor(tensor)
+        kept.append(weakref.ref(holder))
+        return holder
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor)
+
+
+def _tensors_of(value: Any, name: str) -> list[Tensor]:
+    """Return the tensors in a layer's output; raises DescriptionError if pytree cannot find all.
+
+    The output is a tensor, or tensors in tuples, dicts and other containers of pytree, which
+    also supports named tuples, and registered dataclasses.
+    """
+    leaves = pytree.tree_leaves(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    opaque = next((leaf for leaf in leaves if _hides_tensors(leaf)), None)
+    if tensors and opaque is None:
+        return tensors
+    what = type(value if opaque is None else opaque).__name__
+    raise DescriptionError(
+        f"layer {name!r} returns a {what}, in which no tensor can be found",
+        expected="a tensor, or a tuple, a list, a dict or a named tuple of tensors",
+        fix="return a tuple of its tensors"
+        + (f", or call torch.export.register_dataclass({what})" if opaque is not None else ""),
+    )
+
+
+def _detached_copy(value: Any) -> Any:
+    """Copy a value, detached and requiring gradients; a copy since a layer may write in place."""
+    return pytree.tree_map_only(Tensor, _detached_tensor, value)
+
+
+def _detached_tensor(tensor: Tensor) -> Tensor:
+    detached = tensor.detach()
+    return detached.requires_grad_().clone() if detached.is_floating_point() else detached.clone()
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    if not is_dataclass(leaf) or isinstance(leaf, type):
+        return False
+    inner = [getattr(leaf, field.name, None) for field in fields(leaf)]
+    return any(isinstance(each, Tensor) for each in pytree.tree_leaves(inner))
+
+
+@contextmanager
+def _describe_layer_errors(name: str, action: str, size: int) -> Iterator[None]:
+    """Turn any error of a layer into a DescriptionError; gradients are enabled."""
+    try:
+        with torch.enable_grad():
+            yield
+    except Exception as error:  # a user's layer may raise anything
+        raise DescriptionError(
+            f"layer {name!r} fails in its {action} with micro-batches of {size}: "
+            f"{error_summary(error)}",
+            expected="layers that accept the previous layer's output, with any number of samples",
+            fix="fix the layer, or measure only sizes that it supports: --sizes",
+        ) from None
