@@ -25,8 +25,8 @@ from polyrhythm.run.trainer import autoplan, leader
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.layer_profile import layer_blocks, profile_layers, profile_sizes
 from polyrhythm.run.trainer.leader import run_on_leader
-from polyrhythm.run.trainer.plan_cache import PLAN, PlanKey, load_cached_plan
 from polyrhythm.run.trainer.rank_assignment import DEVICE, JobProcesses, assign_ranks
+from polyrhythm.run.trainer.run_dir import PLAN, PlanKey, load_cached_plan
 from polyrhythm.run.trainer.split_spec import SplitSpec
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.trainer_jobs import model, run_job, samples

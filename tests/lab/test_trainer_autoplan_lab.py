@@ -19,7 +19,7 @@ from polyrhythm.lab.lab import Lab
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.probe import probe as probing
 from polyrhythm.run.trainer import autoplan
-from polyrhythm.run.trainer.plan_cache import CLUSTER
+from polyrhythm.run.trainer.run_dir import CLUSTER
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.trainer_jobs import samples
 

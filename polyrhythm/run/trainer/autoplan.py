@@ -36,8 +36,8 @@ from polyrhythm.run.trainer.layer_profile import (
     profile_sizes,
 )
 from polyrhythm.run.trainer.leader import run_on_leader
-from polyrhythm.run.trainer.plan_cache import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan
 from polyrhythm.run.trainer.rank_assignment import JobProcesses, distinct_names
+from polyrhythm.run.trainer.run_dir import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan
 from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from polyrhythm.sync.replay import DECOUPLED
 from polyrhythm.types import Bytes, Seconds

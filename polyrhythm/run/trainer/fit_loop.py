@@ -6,16 +6,20 @@ left, and the next phase starts from there. A preemption notice also ends the ph
 (`preemption.py`).
 """
 
+import io
 from dataclasses import dataclass, replace
 
+import torch
+from torch.optim import Optimizer
+
 from polyrhythm.plan.plan import AUTO
+from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.process_groups import new_gloo_group
 from polyrhythm.run.data.prefetch import Prefetcher
 from polyrhythm.run.trainer.fit_context import FitContext, TrainProgress
-from polyrhythm.run.trainer.optimizer_state import broadcast_optimizer_state
 from polyrhythm.run.trainer.sampler import BatchSampler, make_sampler
 from polyrhythm.run.trainer.step_loop import StepEnd, StepLoop
-from polyrhythm.run.trainer.store import LEADER
-from polyrhythm.run.trainer.sync_decision import SyncDecision, SyncDecisions
+from polyrhythm.run.trainer.store import LEADER, SyncDecision, SyncDecisions
 from polyrhythm.run.trainer.sync_strategy import (
     LOCKSTEP,
     DecoupledStrategy,
@@ -25,6 +29,7 @@ from polyrhythm.run.trainer.sync_strategy import (
 from polyrhythm.run.trainer.sync_tuner import StepTimeExchange
 from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.replay import DECOUPLED, GROUPS, JobShape, StepTiming
+from polyrhythm.types import Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,7 @@ class FitLoop:
             strategy.abort()
             raise
         if sync_mode in GROUPS and decision.sync_mode is not None:
-            broadcast_optimizer_state(progress.optimizer, self._context)
+            _broadcast_optimizer_state(progress.optimizer, self._context)
         return decision.sync_mode
 
     def _in_lockstep(self, phase: _Phase) -> SyncDecision:
@@ -235,3 +240,29 @@ class FitLoop:
         if state is not None:  # it was sharded over the replicas
             self._progress.optimizer = self._context.new_optimizer()
             self._progress.optimizer.load_state_dict(state)
+
+
+def _broadcast_optimizer_state(optimizer: Optimizer, context: FitContext) -> None:
+    """Broadcast the first pipeline's state to all workers of this stage; all of them call it.
+
+    In groups each replica has its own state, from its own samples. With equal gradients but unequal
+    momentum the replicas would diverge, and a lockstep mode does not average weights again.
+    """
+    num_stages, stage = context.pipeline.num_stages, context.worker.stage
+    ranks = [pipeline * num_stages + stage for pipeline in range(context.num_pipelines)]
+    group = new_gloo_group(ranks, "the optimizer's state", timeout=context.config.timeout)
+    is_first, packed = context.worker.pipeline == 0, torch.empty(0, dtype=torch.uint8)
+    if is_first:
+        buffer = io.BytesIO()
+        torch.save(optimizer.state_dict(), buffer)
+        packed = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    size = torch.tensor([packed.numel()])
+    with peer_errors(Worker(stage, 0), "sharing the optimizer's state"):
+        group.broadcast(size, 0).wait()
+        packed = packed if is_first else torch.empty(int(size), dtype=torch.uint8)
+        group.broadcast(packed, 0).wait()
+    if not is_first:
+        state = torch.load(
+            io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=False
+        )
+        optimizer.load_state_dict(state)

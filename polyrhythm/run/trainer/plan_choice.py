@@ -26,8 +26,18 @@ def choose_plan(
     """Return the configured plan, or one from measurements, or one stage per replica."""
     source = os.environ.get(PLAN_VARIABLE, AUTO) if config.plan == AUTO else config.plan
     num_layers = config.split.num_layers(model)
-    if source == AUTO:
-        return _auto_plan(config, model, dataset, processes, run)
+    if source != AUTO:
+        return _given_plan(source, num_layers)
+    if config.batch_size is None:
+        raise _missing_batch_size()
+    plan, num_processes = None, processes.num_processes
+    if num_processes > 1 and not processes.are_joined:
+        folder = None if run is None else Path(run)
+        plan = make_auto_plan(config, model, dataset, processes, folder)
+    return plan or even_plan(num_layers=num_layers, num_stages=1, num_pipelines=num_processes)
+
+
+def _given_plan(source: Plan | Path | str, num_layers: int) -> Plan:
     plan = source if isinstance(source, Plan) else Plan.load(Path(source))
     planned = sum(plan.layers_per_stage)
     if plan.num_stages > 1 and planned != num_layers:
@@ -37,26 +47,6 @@ def choose_plan(
             fix="make one: polyrhythm profile, then polyrhythm plan; or use plan='auto'",
         )
     return plan
-
-
-def _auto_plan(
-    config: TrainerConfig,
-    model: nn.Module,
-    dataset: Any,
-    processes: JobProcesses,
-    run: Path | str | None,
-) -> Plan:
-    if config.batch_size is None:
-        raise _missing_batch_size()
-    plan = None
-    if processes.num_processes > 1 and not processes.are_joined:
-        folder = None if run is None else Path(run)
-        plan = make_auto_plan(config, model, dataset, processes, folder)
-    return plan or even_plan(
-        num_layers=config.split.num_layers(model),
-        num_stages=1,
-        num_pipelines=processes.num_processes,
-    )
 
 
 def choose_global_batch(config: TrainerConfig, plan: Plan) -> GlobalBatch:

@@ -21,8 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from polyrhythm.errors import PeerError
 from polyrhythm.processes import TERMINATED
-from polyrhythm.run.trainer.store import LEADER
-from polyrhythm.run.trainer.sync_decision import prefix_store
+from polyrhythm.run.trainer.store import LEADER, prefix_store
 from polyrhythm.types import Seconds, Worker
 
 _POLL_INTERVAL: Seconds = 0.5  # for a notice to another process

@@ -12,8 +12,7 @@ import msgspec
 
 from polyrhythm.events import EventLog
 from polyrhythm.run.comm.peer_errors import peer_errors
-from polyrhythm.run.trainer.store import LEADER
-from polyrhythm.run.trainer.sync_decision import prefix_store
+from polyrhythm.run.trainer.store import LEADER, prefix_store
 from polyrhythm.sync.autoswitch import AutoSwitch, SwitchDecision
 from polyrhythm.sync.replay import JobShape, StepTiming
 from polyrhythm.types import Seconds, Worker

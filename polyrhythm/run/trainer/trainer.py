@@ -35,16 +35,14 @@ from polyrhythm.run.emulated_compute import SCENARIO, EmulatedCompute
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import TrainerConfig
-from polyrhythm.run.trainer.evaluate import evaluate
 from polyrhythm.run.trainer.fit_context import FitContext, TrainProgress
 from polyrhythm.run.trainer.fit_loop import FitLoop
-from polyrhythm.run.trainer.membership import join_job
 from polyrhythm.run.trainer.plan_choice import choose_global_batch, choose_plan, choose_shares
 from polyrhythm.run.trainer.preemption import PreemptionHandler
-from polyrhythm.run.trainer.rank_assignment import JobProcesses
+from polyrhythm.run.trainer.rank_assignment import JobProcesses, join_job
 from polyrhythm.run.trainer.run_dir import lock_run_dir
 from polyrhythm.run.trainer.split_spec import SplitSpec, build_model
-from polyrhythm.run.trainer.step_loop import StepEnd, WeightedLoss
+from polyrhythm.run.trainer.step_loop import StepEnd, WeightedLoss, evaluate
 from polyrhythm.run.trainer.store import LEADER, check_consistent
 from polyrhythm.run.trainer.sync_strategy import NoSync
 from polyrhythm.schedule.spec import ScheduleSpec
