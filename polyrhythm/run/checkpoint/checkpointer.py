@@ -46,8 +46,8 @@ from polyrhythm.run.checkpoint.restore import damage_error, load
 from polyrhythm.run.checkpoint.save import SaveContext, StageSnapshot, save_with_all_stages
 from polyrhythm.run.checkpoint.staging import Nested, Staging
 from polyrhythm.run.checkpoint.state import StageModel, optimizer_state
+from polyrhythm.run.pipeline.connections import stage_ranks
 from polyrhythm.run.pipeline.partition import TiedParameter
-from polyrhythm.run.pipeline.stage_setup import stage_ranks
 from polyrhythm.types import Seconds
 
 SAVE_TIMEOUT: Seconds = 600.0

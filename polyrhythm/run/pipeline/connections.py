@@ -4,6 +4,7 @@ There are three process groups: activations, gradients, and control, which also 
 between steps. Before a step every stage receives a header of the batch from the previous stage.
 """
 
+import os
 import queue
 import threading
 import weakref
@@ -14,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from polyrhythm.errors import PeerError, ScheduleError
+from polyrhythm.errors import LaunchError, PeerError, ScheduleError
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import abort, all_gather, new_gloo_group
 from polyrhythm.run.pipeline.message import MessageLayout, pad_bytes, unpad_bytes
@@ -216,6 +217,20 @@ class Connections:
             self._header_outbox,
         ]
         return [outbox for outbox in outboxes if outbox is not None]
+
+
+def stage_ranks(group: dist.ProcessGroup | None) -> tuple[list[int], int]:
+    """Return the ranks of the stages and the stage of this process."""
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise LaunchError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but no process group",
+                expected="an initialised process group before a Pipeline is created",
+                fix='call torch.distributed.init_process_group("gloo") first',
+            )
+        return [0], 0
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return ranks, ranks.index(dist.get_rank())
 
 
 def _abort(groups: Sequence[dist.ProcessGroup], boxes: Sequence[Inbox | Outbox]) -> None:

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from torch import nn
 
-from polyrhythm.errors import PlanError
+from polyrhythm.errors import PlanError, ScheduleError
 from polyrhythm.plan.plan import PipelinePlan, Plan, even_plan
 from polyrhythm.run.pipeline.stage_modules import (
     SequentialStage,
@@ -60,6 +60,19 @@ def linear_wiring(stage: int, num_stages: int) -> Wiring:
         sources=(stage - 1,) if stage > 0 else (),
         targets={stage + 1: None} if stage < num_stages - 1 else {},
     )
+
+
+def as_partition(module: nn.Module | ModelPartition, stage: int, num_stages: int) -> ModelPartition:
+    """Return a partition itself; make one of a module that the user has split by hand."""
+    if isinstance(module, ModelPartition):
+        return module
+    if not isinstance(module, nn.Module):
+        raise ScheduleError(
+            f"a {type(module).__name__} as a stage",
+            expected="an nn.Module",
+            fix="wrap it in one",
+        )
+    return ModelPartition(module=module, wiring=linear_wiring(stage, num_stages))
 
 
 def split_sequential(

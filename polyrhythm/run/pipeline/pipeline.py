@@ -7,6 +7,7 @@ arrived. Micro-batches run in the same order under every schedule: gradients are
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,30 +18,32 @@ from torch import Tensor, nn
 from polyrhythm.errors import ScheduleError
 from polyrhythm.events import EventLog, worker_log
 from polyrhythm.run.emulated_compute import EmulatedCompute
-from polyrhythm.run.pipeline import partition
 from polyrhythm.run.pipeline.autotune import ScheduleAutotuner, StageLimits
 from polyrhythm.run.pipeline.batch import Batch, BatchSplitter, StepInputs
 from polyrhythm.run.pipeline.clocks import clock_offsets, measure_offsets
-from polyrhythm.run.pipeline.connections import Connections
+from polyrhythm.run.pipeline.connections import END_OF_DATA, BatchHeader, Connections, stage_ranks
 from polyrhythm.run.pipeline.executor import Executor
 from polyrhythm.run.pipeline.flush_runner import FlushRunner
-from polyrhythm.run.pipeline.gradients import TiedGradients, clip_grad_norm
+from polyrhythm.run.pipeline.gradients import TiedGradients, clip_grad_norm, norm_over_stages
 from polyrhythm.run.pipeline.microbatches import join_outputs
 from polyrhythm.run.pipeline.options import PipelineOptions
-from polyrhythm.run.pipeline.partition import ModelPartition, split_sequential
+from polyrhythm.run.pipeline.partition import (
+    ModelPartition,
+    as_partition,
+    split_layers,
+    split_sequential,
+)
 from polyrhythm.run.pipeline.pipedream_runner import PipeDreamRunner, check_untied
-from polyrhythm.run.pipeline.properties import PipelineProperties
-from polyrhythm.run.pipeline.stage import StageCompute
-from polyrhythm.run.pipeline.stage_setup import module_device, stage_ranks, wrap_module
+from polyrhythm.run.pipeline.stage import StageCompute, module_device
 from polyrhythm.run.pipeline.wrappers import check_module
 from polyrhythm.schedule.builders import Schedule
-from polyrhythm.schedule.spec import ScheduleSpec
+from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
 
 DEFAULT_TIMEOUT: Seconds = 120.0
 
 
-class Pipeline(PipelineProperties):
+class Pipeline:
     """One stage of a pipeline; the processes of `group`, in their order, are its stages."""
 
     def __init__(
@@ -95,18 +98,12 @@ class Pipeline(PipelineProperties):
         )
         ranks, self.stage = stage_ranks(group)
         self.num_stages = len(ranks)
-        model_partition = (
-            module
-            if isinstance(module, ModelPartition)
-            else wrap_module(module, self.stage, self.num_stages)
-        )
-        self.module = model_partition.module
-        self.device = module_device(model_partition.module, device)
-        check_module(
-            model_partition.module, stage=self.stage, is_tuned=options.is_tuned, flush=flush
-        )
+        partition = as_partition(module, self.stage, self.num_stages)
+        self.module = partition.module
+        self.device = module_device(self.module, device)
+        check_module(self.module, stage=self.stage, is_tuned=options.is_tuned, flush=flush)
         if not flush:
-            check_untied(model_partition.tied)
+            check_untied(partition.tied)
             limits = options.pipedream_limits(self.num_stages)
         self._splitter = BatchSplitter(
             num_microbatches=num_microbatches,
@@ -118,13 +115,13 @@ class Pipeline(PipelineProperties):
         self._loss_fn = loss_fn
         self._is_closed = False
         self.num_steps = 0
-        self._last_header = None
+        self._last_header: BatchHeader | None = None  # of the latest batch
         self._connections: Connections | None = None
         if self.num_stages > 1:
             self._connections = Connections(
                 ranks,
                 self.stage,
-                model_partition.wiring,
+                partition.wiring,
                 device=self.device,
                 pipeline=pipeline,
                 timeout=timeout,
@@ -137,7 +134,7 @@ class Pipeline(PipelineProperties):
             worker = Worker(self.stage, pipeline)
             self._log = self._own_log = EventLog(worker_log(Path(log), worker), worker)
         self._compute = StageCompute(
-            call=model_partition.module,
+            call=self.module,
             stage=self.stage,
             is_last=self.is_last,
             device=self.device,
@@ -147,7 +144,7 @@ class Pipeline(PipelineProperties):
         )
         self._executor = Executor(
             stage=self._compute,
-            wiring=model_partition.wiring,
+            wiring=partition.wiring,
             connections=self._connections,
             log=self._log,
         )
@@ -156,13 +153,11 @@ class Pipeline(PipelineProperties):
                 self._connections, *measure_offsets(self._connections)
             )
         self._tied: TiedGradients | None = None
-        if model_partition.tied and self._connections is not None:
-            self._tied = TiedGradients(
-                model_partition.module, model_partition.tied, self._connections
-            )
+        if partition.tied and self._connections is not None:
+            self._tied = TiedGradients(self.module, partition.tied, self._connections)
         if not flush:
-            self._runner = PipeDreamRunner(
-                module=model_partition.module, executor=self._executor, limits=limits
+            self._runner: FlushRunner | PipeDreamRunner = PipeDreamRunner(
+                module=self.module, executor=self._executor, limits=limits
             )
             return
         autotuner: ScheduleAutotuner | None = None
@@ -170,14 +165,12 @@ class Pipeline(PipelineProperties):
             autotuner = ScheduleAutotuner(
                 microbatch_sizes=options.sizes_to_try or None,
                 every=tune_every,
-                limits=StageLimits.of(
-                    model_partition.module, options.limit_bytes, optimizer_floats
-                ),
+                limits=StageLimits.of(self.module, options.limit_bytes, optimizer_floats),
                 connections=self._connections,
                 log=self._log,
             )
         self._runner = FlushRunner(
-            module=model_partition.module,
+            module=self.module,
             executor=self._executor,
             num_stages=self.num_stages,
             spec=options.spec,
@@ -197,14 +190,14 @@ class Pipeline(PipelineProperties):
     ) -> Self:
         """Run this process's layers of `model`; `skips={5: 1}`: layer 5 also takes 1's output."""
         ranks, stage = stage_ranks(group)
-        model_partition = split_sequential(
+        partition = split_sequential(
             model,
             stage=stage,
             num_stages=len(ranks),
             layers_per_stage=layers_per_stage,
             skips=skips,
         )
-        return cls(model_partition, group=group, **options)
+        return cls(partition, group=group, **options)
 
     @classmethod
     def from_layers(
@@ -224,7 +217,7 @@ class Pipeline(PipelineProperties):
         `prologue` modules run on the first stage, `epilogue` on the last, `every` on all.
         """
         ranks, stage = stage_ranks(group)
-        model_partition = partition.split_layers(
+        partition = split_layers(
             model,
             stage=stage,
             num_stages=len(ranks),
@@ -234,7 +227,7 @@ class Pipeline(PipelineProperties):
             epilogue=epilogue,
             layers_per_stage=layers_per_stage,
         )
-        return cls(model_partition, group=group, **options)
+        return cls(partition, group=group, **options)
 
     @classmethod
     def from_torch_stage(cls, stage: Any, **options: Any) -> Self:
@@ -248,6 +241,78 @@ class Pipeline(PipelineProperties):
                 fix="create one PipelineStage per process, with its group rank as stage_index",
             )
         return cls(stage.submod, group=stage.group, device=stage.device, **options)
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    @property
+    def log(self) -> EventLog | None:
+        """The event log, if there is one."""
+        return self._log
+
+    @property
+    def spec(self) -> ScheduleSpec | ExplicitSchedule:
+        """The schedule of the next step; set it between steps, equally on all stages."""
+        return self._flush_runner.spec
+
+    @spec.setter
+    def spec(self, spec: ScheduleSpec | ExplicitSchedule) -> None:
+        self._flush_runner.spec = spec
+
+    @property
+    def last_spec(self) -> ScheduleSpec | ExplicitSchedule:
+        """The schedule of the last step."""
+        return self._flush_runner.last_spec
+
+    @property
+    def metadata(self) -> tuple[int, ...]:
+        """The first stage's metadata of the latest batch."""
+        return () if self._last_header is None else self._last_header.metadata
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes of the micro-batches of the latest batch."""
+        return [] if self._last_header is None else self._last_header.sizes
+
+    @property
+    def is_flushed(self) -> bool:
+        """Whether each step runs all backwards of its batch, with one version of the weights."""
+        return isinstance(self._runner, FlushRunner)
+
+    @property
+    def tied(self) -> set[nn.Parameter]:
+        """The parameters that other stages hold, too: their gradients are complete after `step`."""
+        return set() if self._tied is None else self._tied.parameters()
+
+    @property
+    def tied_not_owned(self) -> set[nn.Parameter]:
+        """The tied parameters that an earlier stage owns."""
+        return set() if self._tied is None else self._tied.not_owned()
+
+    @property
+    def peak_in_flight(self) -> int:
+        """The largest number of micro-batches with activations in memory during the last step."""
+        return self._compute.peak_in_flight
+
+    @property
+    def activation_bytes(self) -> Mapping[int, Bytes]:
+        """The activation memory of a micro-batch between forward and backward, by kind."""
+        return self._compute.activation_bytes
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the last step left gradients; without a flush the first few do not."""
+        return self._runner.has_gradients
+
+    @property
+    def peak_weight_versions(self) -> int:
+        """Without a flush: the largest number of stashed weight versions."""
+        return self._runner.peak_weight_versions if isinstance(self._runner, PipeDreamRunner) else 0
 
     def step(
         self,
@@ -313,6 +378,18 @@ class Pipeline(PipelineProperties):
                 self._connections.drain()
         return self._results(batch, losses)
 
+    def end_batches(self) -> None:
+        """Announce from the first stage that no batch follows; the other stages wait for one."""
+        self._check_open("end_batches")
+        if self._connections is not None and self._connections.stage == 0:
+            self._connections.relay_header(END_OF_DATA)
+
+    def set_accumulation_context(
+        self, context: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        """Set the context of all backwards of a step but the last, which completes gradients."""
+        self._flush_runner.accumulation_context = context
+
     def drain(self) -> Iterator[None]:
         """Run the remaining backwards of a pipeline without a flush; update weights after each.
 
@@ -341,14 +418,15 @@ class Pipeline(PipelineProperties):
             self.module.parameters(),
             max_norm,
             norm_type=norm_type,
-            not_counted=set() if self._tied is None else self._tied.not_owned(),
+            not_counted=self.tied_not_owned,
             control=None if self._connections is None else self._connections.control,
         )
 
-    @property
-    def log(self) -> EventLog | None:
-        """The event log, if there is one."""
-        return self._log
+    def norm_over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
+        """Combine this stage's norm with those of all other stages, which call this, too."""
+        control = None if self._connections is None else self._connections.control
+        total = norm.double() if norm_type == float("inf") else norm.double() ** norm_type
+        return norm_over_stages(total, norm_type, control)
 
     def close(self) -> None:
         """Close the connections and free batches in flight; without a flush, `drain` first."""
@@ -370,6 +448,24 @@ class Pipeline(PipelineProperties):
         if self._connections is not None:  # a peer may be lost: waiting would hide the error
             self._connections.abort()
         self._release()
+
+    @property
+    def _flush_runner(self) -> FlushRunner:
+        if isinstance(self._runner, FlushRunner):
+            return self._runner
+        raise ScheduleError(
+            "the schedule of a pipeline with flush=False",
+            expected="a pipeline whose steps each run a schedule",
+            fix="use flush=True",
+        )
+
+    def _check_open(self, called: str) -> None:
+        if self._is_closed:
+            raise ScheduleError(
+                f"{called} of a closed pipeline",
+                expected="an open pipeline: closing frees the batches in flight",
+                fix="create a new Pipeline; without a flush, call drain() before close()",
+            )
 
     def _release(self) -> None:
         self._is_closed = True

@@ -24,6 +24,19 @@ MAX_TIMINGS = 4096  # kept until they are read: far more than a step has
 _Timing = tuple[torch.cuda.Event, torch.cuda.Event] | Seconds
 
 
+def module_device(module: nn.Module, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    parameter = next(module.parameters(), None)
+    if parameter is not None and parameter.is_meta:
+        raise ScheduleError(
+            "a module on the meta device, without memory",
+            expected="weights on a device, or device= of where they will be",
+            fix="pass device='cpu' or device='cuda:0', and call module.to_empty(device=...)",
+        )
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
 @dataclass(slots=True)
 class _SavedForBackward:
     """The tensors that the backward of a micro-batch needs."""

@@ -8,8 +8,12 @@ import torch
 from torch import nn
 
 from polyrhythm.errors import PlanError
-from polyrhythm.run.pipeline.partition import ModelPartition, split_layers, split_sequential
-from polyrhythm.run.pipeline.stage_setup import wrap_module
+from polyrhythm.run.pipeline.partition import (
+    ModelPartition,
+    as_partition,
+    split_layers,
+    split_sequential,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +65,7 @@ class SplitSpec:
                 layers_per_stage=layers_per_stage,
             )
         if num_stages == 1:
-            return wrap_module(model, 0, 1)
+            return as_partition(model, 0, 1)
         if isinstance(model, nn.Sequential):
             return split_sequential(
                 model, stage=stage, num_stages=num_stages, layers_per_stage=layers_per_stage
