@@ -138,60 +138,42 @@ class GroupSync:
         self._last_step_at = time.perf_counter()
         self._client: GroupClient | None = None
         try:
-            self._start(
-                log=log,
-                node=node or socket.gethostname(),
-                coordinator=coordinator,
-                keys=keys,
-                overlap=overlap,
-                outer=outer,
-                pipeline=model if isinstance(model, Pipeline) else None,
-            )
+            self._wait_for_equal_replicas()
+            if setup.policy == "static":
+                self._strategy: _Strategy = StaticAveraging(
+                    self._model, self._rendezvous, node=node or socket.gethostname()
+                )
+            else:
+                self._client = GroupClient(
+                    self._rendezvous,
+                    self._model.shape(),
+                    node=node or socket.gethostname(),
+                    coordinator=coordinator,
+                    keys=keys,
+                    log=log,
+                    decoupled=decoupled,
+                )
+                pipeline = model if isinstance(model, Pipeline) else None
+                self._strategy = _make_strategy(
+                    self._model, self._client, self._rendezvous, overlap, outer, pipeline
+                )
         except BaseException as error:
+            if self._client is not None:
+                self._client.close(graceful=False)
             self._rendezvous.report_failure(error)
             raise
         # A thread that waits in gloo when the interpreter exits would abort the process.
         self._finalizer = weakref.finalize(self, self._strategy.close, graceful=False)
 
-    def _start(
-        self,
-        *,
-        log: EventLog | None,
-        node: str,
-        coordinator: str | None,
-        keys: Path | str | None,
-        overlap: bool,
-        outer: OuterNesterov | None,
-        pipeline: Pipeline | None,
-    ) -> None:
+    def _wait_for_equal_replicas(self) -> None:
         rendezvous, optimizer = self._rendezvous, self._model.optimizer
-        setup = rendezvous.setup
         rendezvous.wait_for_all()
-        shape = self._model.shape()
-        rendezvous.check_same_shapes(shape)
+        rendezvous.check_same_shapes(self._model.shape())
         rendezvous.broadcast_initial_state(self._model.all_tensors())
+        setup = rendezvous.setup
         if isinstance(optimizer, ReducedVarianceAdamW) and _averages_models_at_each_step(setup):
             # Not the size of a group: within a few steps an update reaches all replicas.
             optimizer.num_averaged = float(setup.num_pipelines)
-        if setup.policy == "static":
-            self._strategy: _Strategy = StaticAveraging(self._model, rendezvous, node=node)
-            return
-        client = self._client = GroupClient(
-            rendezvous,
-            shape,
-            node=node,
-            coordinator=coordinator,
-            keys=keys,
-            log=log,
-            decoupled=self._model.decoupled,
-        )
-        try:
-            self._strategy = _make_strategy(
-                self._model, client, rendezvous, overlap=overlap, outer=outer, pipeline=pipeline
-            )
-        except BaseException:
-            client.close(graceful=False)
-            raise
 
     @property
     def worker(self) -> Worker:
@@ -358,7 +340,6 @@ def _make_strategy(
     model: ReplicaState,
     client: GroupClient,
     rendezvous: Rendezvous,
-    *,
     overlap: bool,
     outer: OuterNesterov | None,
     pipeline: Pipeline | None,

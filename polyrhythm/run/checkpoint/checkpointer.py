@@ -44,8 +44,7 @@ from polyrhythm.run.checkpoint.manifest import (
 )
 from polyrhythm.run.checkpoint.restore import damage_error, load
 from polyrhythm.run.checkpoint.save import SaveContext, StageSnapshot, save_with_all_stages
-from polyrhythm.run.checkpoint.staging import Nested, Staging
-from polyrhythm.run.checkpoint.state import StageModel, optimizer_state
+from polyrhythm.run.checkpoint.state import Nested, StageModel, Staging, optimizer_state
 from polyrhythm.run.pipeline.connections import stage_ranks
 from polyrhythm.run.pipeline.partition import TiedParameter
 from polyrhythm.types import Seconds

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from polyrhythm.run.checkpoint.manifest import File, file_of
-from polyrhythm.run.checkpoint.staging import Nested
-from polyrhythm.run.checkpoint.state import OptimizerTensors
+from polyrhythm.run.checkpoint.state import Nested, OptimizerTensors
 
 MODEL, OPTIMIZER = "model", "optimizer"  # top-level keys, which torch's own tools read, too
 

@@ -36,7 +36,7 @@ from polyrhythm.run.checkpoint.manifest import (
     merge_tables,
     to_text,
 )
-from polyrhythm.run.checkpoint.staging import Nested
+from polyrhythm.run.checkpoint.state import Nested
 
 SAVED = "saved"  # the decision; any other text is the reason of the failure
 _REPORT_KEYS = ("begin", "part", "end")  # of a round

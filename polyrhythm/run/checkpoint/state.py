@@ -2,7 +2,8 @@
 
 Everything, including optimizer state, is keyed by the parameter's name in the whole model. A
 checkpoint therefore does not depend on stages: any split finds its names in it. A parameter with
-several names has its first one; if several stages hold it, the first of them saves it.
+several names has its first one; if several stages hold it, the first of them saves it. A save
+writes from copies in CPU memory.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,6 +26,7 @@ from polyrhythm.run.checkpoint.manifest import (
 from polyrhythm.run.pipeline.partition import TiedParameter
 
 Tensors = dict[str, Tensor]
+Nested = dict[str, Any]  # of tensors, by name
 OptimizerTensors = dict[str, Tensors]  # by parameter, then by state name (such as exp_avg)
 _COMPILED = "_orig_mod."  # in the names of modules that torch.compile wraps
 _NO_OPTIONS = ("params", "param_names")
@@ -146,6 +148,27 @@ def load_optimizer(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+class Staging:
+    """Copies of a stage's tensors in CPU memory, which training does not change during the write.
+
+    The memory is reused from save to save: allocating it takes longer than the copy. For a GPU it
+    is pinned, so that copies run at the speed of the bus.
+    """
+
+    def __init__(self) -> None:
+        self._copies: Nested = {}
+
+    def copy_to_host(self, tensors: Nested) -> Nested:
+        """Copy the tensors; the copies are complete on return and valid until the next call."""
+        self._copies = _copy_into(tensors, self._copies)
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        return self._copies
+
+    def clear(self) -> None:
+        self._copies = {}
+
+
 def _names_by_index(optimizer: Optimizer, module: nn.Module, model: StageModel) -> list[str]:
     """Return first names in the order in which the optimizer's state_dict counts parameters."""
     names: Iterable[str] | None = getattr(optimizer, "parameter_names", None)
@@ -205,3 +228,20 @@ def _optimizer_mismatch(wrong: str, expected: str) -> CheckpointError:
     return CheckpointError(
         wrong, expected=expected, fix="restore the model alone: restore(path, module)"
     )
+
+
+def _copy_into(tensors: Nested, into: Nested) -> Nested:
+    copies: Nested = {}
+    for name, value in tensors.items():
+        copy = into.get(name)
+        if isinstance(value, dict):
+            copies[name] = _copy_into(value, copy if isinstance(copy, dict) else {})
+            continue
+        if not isinstance(copy, Tensor) or _kind(copy) != _kind(value):
+            copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        copies[name] = copy.copy_(value, non_blocking=True)
+    return copies
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype

@@ -81,7 +81,24 @@ class BatchSampler(Protocol):
         """Return which samples are used, for a checkpoint."""
 
 
-class FixedShareSampler:
+class _LockstepSampler:
+    """All pipelines know the shares of a step."""
+
+    def __init__(self, steps: StepCursor, microbatches: range) -> None:
+        """`microbatches`: this pipeline's share of the last step, and probably of the next."""
+        self._steps, self._microbatches = steps, microbatches
+
+    def peek(self) -> PredictedRanges:
+        return self._steps.peek(self._microbatches)
+
+    def acknowledge(self) -> None:
+        """Nothing to report."""
+
+    def sampler_state(self) -> SamplerState:
+        return self._steps.sampler_state()
+
+
+class FixedShareSampler(_LockstepSampler):
     """Each pipeline has the same micro-batches of each step.
 
     If gradients are averaged over pipelines, a pipeline's loss is weighted by its samples.
@@ -90,9 +107,8 @@ class FixedShareSampler:
     def __init__(
         self, steps: StepCursor, shares: Sequence[int], pipeline: int, *, averages_gradients: bool
     ) -> None:
-        self._steps, self._microbatches = steps, microbatch_ranges(shares)[pipeline]
-        self._num_pipelines = len(shares)
-        self._averages_gradients = averages_gradients
+        super().__init__(steps, microbatch_ranges(shares)[pipeline])
+        self._num_pipelines, self._averages_gradients = len(shares), averages_gradients
 
     def next(self) -> BatchSlice | None:
         found = self._steps.next(self._microbatches)
@@ -101,22 +117,13 @@ class FixedShareSampler:
         weight = found.num_samples * self._num_pipelines / self._steps.global_batch.size
         return found._replace(weight=weight)
 
-    def peek(self) -> PredictedRanges:
-        return self._steps.peek(self._microbatches)
 
-    def acknowledge(self) -> None:
-        """Nothing to report: shares are known to all pipelines."""
-
-    def sampler_state(self) -> SamplerState:
-        return self._steps.sampler_state()
-
-
-class BalancedShareSampler:
+class BalancedShareSampler(_LockstepSampler):
     """Shares follow the pipelines' speed; gradients are weighted by micro-batches (`balanced`)."""
 
     def __init__(self, steps: StepCursor, sync: GroupSync) -> None:
-        self._steps, self._sync = steps, sync
-        self._microbatches = range(0)  # this pipeline's share of the last step
+        super().__init__(steps, range(0))
+        self._sync = sync
 
     def next(self) -> BatchSlice | None:
         if self._steps.is_over:
@@ -127,15 +134,6 @@ class BalancedShareSampler:
             return None
         weight = found.num_samples * global_batch.num_microbatches / global_batch.size
         return found._replace(weight=weight)  # the last micro-batch may be smaller
-
-    def peek(self) -> PredictedRanges:
-        return self._steps.peek(self._microbatches)  # shares seldom change
-
-    def acknowledge(self) -> None:
-        """Nothing to report: shares are known to all pipelines."""
-
-    def sampler_state(self) -> SamplerState:
-        return self._steps.sampler_state()
 
 
 class DispatchedSampler:

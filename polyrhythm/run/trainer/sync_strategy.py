@@ -5,7 +5,6 @@ weights, `close` at the end.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch.optim import Optimizer
 
@@ -75,32 +74,14 @@ class GroupSyncStrategy(NoSync):
         pipeline: Pipeline,
         optimizer: Optimizer,
         clip: float | None,
+        sync: GroupSync,
         *,
-        policy: str,
-        overlap: bool,
-        options: Mapping[str, object],
-        worker: Worker,
-        num_pipelines: int,
-        seed: int,
-        timeout: Seconds,
-        sampler_state: SamplerState | None,
+        num_averaged: int,
     ) -> None:
+        """`num_averaged`: pipelines without which an average of gradients is incomplete."""
         super().__init__(pipeline, optimizer, clip)
-        self._num_pipelines = num_pipelines
-        self._averages_all = policy in ("all_reduce", "balanced")
-        self._averaged = AverageTimings(0.0, 0.0, 1)
-        self.sync: GroupSync = GroupSync(
-            pipeline,
-            optimizer,
-            policy,
-            overlap=overlap,
-            options=options,
-            worker=worker,
-            num_pipelines=num_pipelines,
-            seed=seed,
-            timeout=timeout,
-            sampler_state=sampler_state,
-        )
+        self.sync: GroupSync = sync
+        self._num_averaged, self._averaged = num_averaged, AverageTimings(0.0, 0.0, 1)
 
     def update(self, acknowledge: Callable[[], None]) -> None:
         if self._clip is not None:
@@ -108,7 +89,7 @@ class GroupSyncStrategy(NoSync):
         super().update(acknowledge)
         self.sync.step()
         self._averaged = self.sync.pop_timings()
-        if self._averages_all and self._averaged.num_members < self._num_pipelines:
+        if self._averaged.num_members < self._num_averaged:
             raise PeerError(
                 "another pipeline",
                 action="averaging gradients",
@@ -183,10 +164,13 @@ def make_sync_strategy(
     clip: float | None,
     *,
     sync_mode: str,
+    overlap: bool,
+    options: Mapping[str, object],
+    worker: Worker,
     num_pipelines: int,
+    seed: int,
     timeout: Seconds,
     sampler_state: SamplerState,
-    **group_options: Any,
 ) -> NoSync:
     """Make the strategy of a sync mode: `decoupled`, or a policy."""
     if num_pipelines == 1:
@@ -195,13 +179,17 @@ def make_sync_strategy(
         return DecoupledStrategy(
             pipeline, optimizer, clip, num_pipelines=num_pipelines, timeout=timeout
         )
-    return GroupSyncStrategy(
+    sync = GroupSync(
         pipeline,
         optimizer,
-        clip,
-        policy=sync_mode,
+        sync_mode,
+        overlap=overlap,
+        options=options,
+        worker=worker,
         num_pipelines=num_pipelines,
+        seed=seed,
         timeout=timeout,
         sampler_state=None if sync_mode in LOCKSTEP else sampler_state,
-        **group_options,
     )
+    num_averaged = num_pipelines if sync_mode in ("all_reduce", "balanced") else 1
+    return GroupSyncStrategy(pipeline, optimizer, clip, sync, num_averaged=num_averaged)
