@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from polyrhythm.errors import PeerError, PolicyError, UserError
 from polyrhythm.run.averaging import exchange, split_all_reduce
 from polyrhythm.run.averaging.group_sync import GroupSync
-from polyrhythm.run.averaging.streaming import StreamingBuffer
+from polyrhythm.run.averaging.split_all_reduce import StreamingBuffer
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from tests.gloo.pipelines import random_batch, run_stages, stack_of, step

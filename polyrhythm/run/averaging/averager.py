@@ -27,8 +27,7 @@ from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.events import EventLog
 from polyrhythm.run.averaging.exchange import all_reduce_mean
 from polyrhythm.run.averaging.peer_connections import Peer, PeerConnections
-from polyrhythm.run.averaging.split_all_reduce import SplitAllReduce
-from polyrhythm.run.averaging.streaming import StreamingBuffer
+from polyrhythm.run.averaging.split_all_reduce import SplitAllReduce, StreamingBuffer
 from polyrhythm.run.coordinator.wire import FromWorker, ToWorker
 from polyrhythm.sync.protocol import Abort, Assign, AverageAll, Commit, CopyFrom, Done, Ready, Skip
 from polyrhythm.types import Seconds

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from polyrhythm.run.averaging.buffers import ReplicaState
-from polyrhythm.run.averaging.streaming import StreamingBuffer
+from polyrhythm.run.averaging.split_all_reduce import StreamingBuffer
 from polyrhythm.types import Seconds
 
 

@@ -75,7 +75,7 @@ def probe(
         channel = PeerChannel(rank=ctx.rank, world_size=ctx.world_size, timeout=effort.timeout)
         on_progress("device speed")
         members = _all_gather_info(channel, _local_info(name, device, options), effort)
-        channel.names = _distinct([member.name for member in members])
+        channel.names = distinct_names([member.name for member in members])
         found = _LinkSamples(latency={}, bandwidth={})
         rounds = _rounds([member.machine for member in members], options.all_at_once)
         for number, pairs in enumerate(rounds, start=1):
@@ -119,7 +119,8 @@ def _all_gather_info(
     )
 
 
-def _distinct(names: Sequence[str]) -> list[str]:
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """Make the names of devices unique, by the ranks of their processes."""
     count = Counter(names)
     return [f"{n} (rank {i})" if count[n] > 1 else n for i, n in enumerate(names)]
 

@@ -6,7 +6,7 @@ folder, for the next start of the same job.
 
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from polyrhythm.plan.plan import AUTO, Plan, Sources
 from polyrhythm.plan.problem import Problem
 from polyrhythm.run.machine import usable_memory
 from polyrhythm.run.probe.effort import ProbeEffort
-from polyrhythm.run.probe.probe import ProbeOptions, probe
+from polyrhythm.run.probe.probe import ProbeOptions, distinct_names, probe
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.layer_profile import (
     layer_blocks,
@@ -36,7 +36,7 @@ from polyrhythm.run.trainer.layer_profile import (
     profile_sizes,
 )
 from polyrhythm.run.trainer.leader import run_on_leader
-from polyrhythm.run.trainer.rank_assignment import JobProcesses, distinct_names
+from polyrhythm.run.trainer.rank_assignment import JobProcesses
 from polyrhythm.run.trainer.run_dir import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan
 from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from polyrhythm.sync.replay import DECOUPLED
@@ -52,104 +52,161 @@ _MAX_STREAM: Seconds = 0.05
 _MIN_TIMEOUT: Seconds = 2.0  # for one message: a busy machine may need as long
 
 
-def make_auto_plan(
-    config: TrainerConfig, model: nn.Module, dataset: Any, processes: JobProcesses, run: Path | None
-) -> Plan | None:
-    """Return the same plan in all processes; None if each process can be a whole replica.
+@dataclass(frozen=True, slots=True)
+class AutoPlanner:
+    """Makes the plan of one job; every process of the job makes it and calls `plan`."""
 
-    That is the case on one machine if the model fits, and for a model that cannot be split.
-    Raises PeerError with the name of a lost process, and rank 0's UserError in all processes.
-    """
-    if config.split.num_layers(model) == 1:
-        return None
-    if len({host.machine for host in processes.hosts()}) == 1:
-        fits = run_on_leader(
-            processes, "if replicas fit", lambda: _replicas_fit(config, model, processes)
-        )
-        if fits:
+    config: TrainerConfig
+    model: nn.Module
+    dataset: Any
+    processes: JobProcesses
+    run: Path | None
+
+    def plan(self) -> Plan | None:
+        """Return the same plan in all processes; None if each process can be a whole replica.
+
+        That is the case on one machine if the model fits, and for a model that cannot be split.
+        Raises PeerError with the name of a lost process, and rank 0's UserError in all processes.
+        """
+        processes = self.processes
+        if self.config.split.num_layers(self.model) == 1:
             return None
-    encoded = run_on_leader(
-        processes, "the cached plan", lambda: _cached_plan(config, model, processes, run)
-    )
-    start, origin = time.monotonic(), "used again"
-    if not encoded:
-        with preserve_rng_state(_device(config, processes)):
-            cluster = _probe_cluster(config, processes)
+        is_one_machine = len({host.machine for host in processes.hosts()}) == 1
+        if is_one_machine and run_on_leader(processes, "if replicas fit", self._replicas_fit):
+            return None
+        encoded = run_on_leader(processes, "the cached plan", self._cached_plan)
+        start, origin = time.monotonic(), "used again"
+        if not encoded:
+            with preserve_rng_state(self._device):
+                cluster = self._probe_cluster()
 
-        def make() -> str:
-            assert cluster is not None, "rank 0 has the probe's result"
-            plan = _search_plan(config, model, dataset, processes, cluster, run)
-            return msgspec.json.encode(plan).decode()
+            def make() -> str:
+                assert cluster is not None, "rank 0 has the probe's result"
+                return msgspec.json.encode(self._search_plan(cluster)).decode()
 
-        encoded = run_on_leader(processes, "the plan", make)
-        origin = f"measured in {time.monotonic() - start:.1f} s"
-    plan = msgspec.json.decode(encoded, type=Plan)
-    if processes.ctx.rank == 0:
-        _logger.info("plan %s: %s", origin, _summary(plan))
-    return plan
+            encoded = run_on_leader(processes, "the plan", make)
+            origin = f"measured in {time.monotonic() - start:.1f} s"
+        plan = msgspec.json.decode(encoded, type=Plan)
+        if processes.ctx.rank == 0:
+            _logger.info("plan %s: %s", origin, _summary(plan))
+        return plan
 
+    @property
+    def _batch_size(self) -> int:
+        assert self.config.batch_size is not None, "choose_plan checks it"
+        return self.config.batch_size
 
-def _check_microbatches(config: TrainerConfig) -> None:
-    """Reject before measuring what the planner would reject afterwards."""
-    size, batch = config.microbatch_size, config.batch_size
-    assert batch is not None, "choose_plan checks it"
-    if size is not None and batch % size:
-        raise PlanError(
-            f"batch_size={batch} with microbatch_size={size} and plan='auto'",
-            expected="a microbatch_size that divides batch_size",
-            fix=f"use batch_size={max(size, batch // size * size)}, or omit microbatch_size",
+    @property
+    def _device(self) -> torch.device:
+        if self.config.device is not None:
+            return torch.device(self.config.device)
+        return device_of(AUTO, index=self.processes.ctx.local_rank)
+
+    @property
+    def _memory_limit(self) -> Bytes | None:
+        limit = self.config.memory_limit
+        return int(parse(limit, Bytes)) if isinstance(limit, str) else limit
+
+    @property
+    def _sync(self) -> str:
+        """The planner's name of the sync mode."""
+        if self.config.sync in (AUTO, DECOUPLED):
+            return DECOUPLED
+        return "all_reduce" if self.config.sync in ("all_reduce", "balanced") else "groups"
+
+    @property
+    def _model_name(self) -> str:
+        """The name of the model in the plan cache: its type and size."""
+        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        layers = self.config.split.num_layers(self.model)
+        return f"{type(self.model).__name__} of {layers} layers, {num_parameters} parameters"
+
+    def _check_microbatches(self) -> None:
+        """Reject before measuring what the planner would reject afterwards."""
+        size, batch = self.config.microbatch_size, self._batch_size
+        if size is not None and batch % size:
+            raise PlanError(
+                f"batch_size={batch} with microbatch_size={size} and plan='auto'",
+                expected="a microbatch_size that divides batch_size",
+                fix=f"use batch_size={max(size, batch // size * size)}, or omit microbatch_size",
+            )
+
+    def _replicas_fit(self) -> str:
+        """Return "yes" if the whole model and its optimizer state fit in this process, else ""."""
+        device = self._device
+        if device.type == "cuda":
+            capacity = torch.cuda.get_device_properties(device).total_memory
+        else:
+            capacity = usable_memory() // self.processes.num_processes
+        weights = sum(parameter.nbytes for parameter in self.model.parameters())
+        limit = min(capacity, self._memory_limit or capacity)
+        return "yes" if _COPIES_PER_WEIGHT * weights <= limit else ""
+
+    def _cached_plan(self) -> str:
+        """Return the plan cached for the same job as JSON; "" if there is none."""
+        self._check_microbatches()
+        if self.run is None:
+            return ""
+        key = PlanKey(
+            devices=tuple(distinct_names(self.processes.device_names())),
+            model=self._model_name,
+            batch=self._batch_size,
+            microbatch_size=self.config.microbatch_size,
+            sync=self._sync,
+        )
+        plan = load_cached_plan(self.run, key)
+        return "" if plan is None else msgspec.json.encode(plan).decode()
+
+    def _probe_cluster(self) -> Cluster | None:
+        """Measure devices and links; returns the cluster on rank 0, None elsewhere."""
+        config, processes, ctx = self.config, self.processes, self.processes.ctx
+        machines = dict(enumerate(h.machine for h in processes.hosts()))
+        pairs = list(round_robin_pairs(range(processes.num_processes)))
+        num_rounds = sum(len(list(disjoint_rounds(parallel, machines))) for parallel in pairs)
+        # If no two processes share a machine, concurrent pairs do not compete for a network card.
+        all_at_once = len(set(machines.values())) == len(machines) or num_rounds > _MAX_ROUNDS
+        device_type = AUTO if config.device is None else torch.device(config.device).type
+        options = ProbeOptions(
+            cluster_name="measured",
+            measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            device=device_type if device_type in ("cpu", "cuda") else AUTO,
+            dtype=str(config.autocast or torch.float32).removeprefix("torch."),
+            all_at_once=all_at_once,
+            effort=_effort(len(pairs) if all_at_once else num_rounds, config.timeout),
+        )
+        return probe(
+            ctx.with_store_prefix("polyrhythm/probe"), processes.device_names()[ctx.rank], options
         )
 
-
-def _replicas_fit(config: TrainerConfig, model: nn.Module, processes: JobProcesses) -> str:
-    """Return "yes" if the whole model and its optimizer state fit in this process, else ""."""
-    device = _device(config, processes)
-    if device.type == "cuda":
-        capacity = torch.cuda.get_device_properties(device).total_memory
-    else:
-        capacity = usable_memory() // processes.num_processes
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    limit = min(capacity, _limit(config) or capacity)
-    return "yes" if _COPIES_PER_WEIGHT * weights <= limit else ""
-
-
-def _cached_plan(
-    config: TrainerConfig, model: nn.Module, processes: JobProcesses, run: Path | None
-) -> str:
-    """Return the plan cached for the same job as JSON; "" if there is none."""
-    _check_microbatches(config)
-    if run is None:
-        return ""
-    assert config.batch_size is not None, "choose_plan checks it"
-    key = PlanKey(
-        devices=tuple(distinct_names(processes.device_names())),
-        model=_model_name(config, model),
-        batch=config.batch_size,
-        microbatch_size=config.microbatch_size,
-        sync=_sync(config),
-    )
-    plan = load_cached_plan(run, key)
-    return "" if plan is None else msgspec.json.encode(plan).decode()
-
-
-def _probe_cluster(config: TrainerConfig, processes: JobProcesses) -> Cluster | None:
-    """Measure devices and links; returns the cluster on rank 0, None elsewhere."""
-    ctx, machines = processes.ctx, dict(enumerate(h.machine for h in processes.hosts()))
-    pairs = list(round_robin_pairs(range(processes.num_processes)))
-    num_rounds = sum(len(list(disjoint_rounds(parallel, machines))) for parallel in pairs)
-    # If no two processes share a machine, concurrent pairs do not compete for a network card.
-    all_at_once = len(set(machines.values())) == len(machines) or num_rounds > _MAX_ROUNDS
-    options = ProbeOptions(
-        cluster_name="measured",
-        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        device=_device_type(config),
-        dtype=str(config.autocast or torch.float32).removeprefix("torch."),
-        all_at_once=all_at_once,
-        effort=_effort(len(pairs) if all_at_once else num_rounds, config.timeout),
-    )
-    return probe(
-        ctx.with_store_prefix("polyrhythm/probe"), processes.device_names()[ctx.rank], options
-    )
+    def _search_plan(self, cluster: Cluster) -> Plan:
+        config, model = self.config, self.model
+        sizes = profile_sizes(config, self.processes.num_processes)
+        profile = ModelProfile(
+            name=self._model_name,
+            source=cluster.source,
+            measured_at=cluster.measured_at,
+            flops=cluster.devices[0].flops,  # rank 0 has measured both device and layers
+            flops_dtype=cluster.flops_dtype,
+            microbatch_size=sizes[0],
+            layers=profile_layers(config, model, self.dataset, sizes=sizes, device=self._device),
+        )
+        job = TrainingJob(
+            batch=self._batch_size,
+            sync=self._sync,
+            microbatch_size=config.microbatch_size,
+            schedule=config.schedule,
+        )
+        problem = Problem(
+            cluster=_limited(cluster, self._memory_limit, job),
+            profile=profile,
+            job=job,
+            schedules=PlannedSchedules(),
+        )
+        plan = plan_all_devices(problem, layer_blocks=layer_blocks(config.split, model))
+        plan = replace(plan, sources=Sources(cluster=CLUSTER, profile=PROFILE))
+        if self.run is not None:
+            save_plan(self.run, cluster, profile, plan)
+        return plan
 
 
 def _effort(num_rounds: int, timeout: Seconds) -> ProbeEffort:
@@ -163,46 +220,6 @@ def _effort(num_rounds: int, timeout: Seconds) -> ProbeEffort:
     )
 
 
-def _search_plan(
-    config: TrainerConfig,
-    model: nn.Module,
-    dataset: Any,
-    processes: JobProcesses,
-    cluster: Cluster,
-    run: Path | None,
-) -> Plan:
-    device = _device(config, processes)
-    sizes = profile_sizes(config, processes.num_processes)
-    layers = profile_layers(config, model, dataset, sizes=sizes, device=device)
-    profile = ModelProfile(
-        name=_model_name(config, model),
-        source=cluster.source,
-        measured_at=cluster.measured_at,
-        flops=cluster.devices[0].flops,  # rank 0 has measured both device and layers
-        flops_dtype=cluster.flops_dtype,
-        microbatch_size=sizes[0],
-        layers=layers,
-    )
-    assert config.batch_size is not None, "choose_plan checks it"
-    job = TrainingJob(
-        batch=config.batch_size,
-        sync=_sync(config),
-        microbatch_size=config.microbatch_size,
-        schedule=config.schedule,
-    )
-    problem = Problem(
-        cluster=_limited(cluster, _limit(config), job),
-        profile=profile,
-        job=job,
-        schedules=PlannedSchedules(),
-    )
-    plan = plan_all_devices(problem, layer_blocks=layer_blocks(config.split, model))
-    plan = replace(plan, sources=Sources(cluster=CLUSTER, profile=PROFILE))
-    if run is not None:
-        save_plan(run, cluster, profile, plan)
-    return plan
-
-
 def _limited(cluster: Cluster, limit: Bytes | None, job: TrainingJob) -> Cluster:
     """Cap the devices' memory; the planner subtracts its reserve, which `limit` excludes."""
     if limit is None:
@@ -210,37 +227,6 @@ def _limited(cluster: Cluster, limit: Bytes | None, job: TrainingJob) -> Cluster
     cap = int(limit / (1 - job.memory_reserve))
     devices = [replace(d, memory=min(d.memory or cap, cap)) for d in cluster.devices]
     return replace(cluster, devices=tuple(devices))
-
-
-def _limit(config: TrainerConfig) -> Bytes | None:
-    limit = config.memory_limit
-    return int(parse(limit, Bytes)) if isinstance(limit, str) else limit
-
-
-def _sync(config: TrainerConfig) -> str:
-    """Return the planner's name of the sync mode."""
-    if config.sync in (AUTO, DECOUPLED):
-        return DECOUPLED
-    return "all_reduce" if config.sync in ("all_reduce", "balanced") else "groups"
-
-
-def _device_type(config: TrainerConfig) -> str:
-    """Return the `device` option of the probe."""
-    device_type = AUTO if config.device is None else torch.device(config.device).type
-    return device_type if device_type in ("cpu", "cuda") else AUTO
-
-
-def _device(config: TrainerConfig, processes: JobProcesses) -> torch.device:
-    if config.device is not None:
-        return torch.device(config.device)
-    return device_of(AUTO, index=processes.ctx.local_rank)
-
-
-def _model_name(config: TrainerConfig, model: nn.Module) -> str:
-    """Return the name of a model in the plan cache: its type and size."""
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    layers = config.split.num_layers(model)
-    return f"{type(model).__name__} of {layers} layers, {num_parameters} parameters"
 
 
 def _summary(plan: Plan) -> str:

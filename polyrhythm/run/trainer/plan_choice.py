@@ -8,7 +8,7 @@ from torch import nn
 
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.plan import AUTO, PLAN_VARIABLE, Plan, even_plan
-from polyrhythm.run.trainer.autoplan import make_auto_plan
+from polyrhythm.run.trainer.autoplan import AutoPlanner
 from polyrhythm.run.trainer.batch_shares import GlobalBatch
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.rank_assignment import JobProcesses
@@ -33,7 +33,7 @@ def choose_plan(
     plan, num_processes = None, processes.num_processes
     if num_processes > 1 and not processes.are_joined:
         folder = None if run is None else Path(run)
-        plan = make_auto_plan(config, model, dataset, processes, folder)
+        plan = AutoPlanner(config, model, dataset, processes, folder).plan()
     return plan or even_plan(num_layers=num_layers, num_stages=1, num_pipelines=num_processes)
 
 

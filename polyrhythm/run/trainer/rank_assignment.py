@@ -22,6 +22,7 @@ from polyrhythm.errors import PlanError
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.probe.probe import distinct_names
 from polyrhythm.types import Seconds, Worker
 
 DEVICE = "POLYRHYTHM_DEVICE"  # names the device of a process; the lab sets it
@@ -87,12 +88,6 @@ class JobProcesses:
 
     def device_names(self) -> list[str]:
         return [host.device for host in self.hosts()]
-
-
-def distinct_names(names: Sequence[str]) -> list[str]:
-    """Make device names unique in the same way as `polyrhythm probe`."""
-    count = Counter(names)
-    return [f"{n} (rank {i})" if count[n] > 1 else n for i, n in enumerate(names)]
 
 
 def assign_ranks(plan: Plan, names: Sequence[str]) -> list[int]:
