@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from polyrhythm.run.data.errors import DataError
 from polyrhythm.run.data.loader import SampleLoader
-from polyrhythm.run.data.order import SampleOrder
+from polyrhythm.run.data.order import DataError, SampleOrder
 from polyrhythm.run.data.reader import DatasetState, make_order
 
 

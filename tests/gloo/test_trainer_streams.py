@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from polyrhythm.run.checkpoint.manifest import read_manifest
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.data.errors import DataError
+from polyrhythm.run.data.order import DataError
 from polyrhythm.run.trainer.step_loop import StepEnd
 from polyrhythm.sync.dispatch import SamplerState
 from tests.gloo.trainer_jobs import BATCH, NUM_STEPS, fit, plan_of, run_job, trainer

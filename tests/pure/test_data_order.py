@@ -13,8 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from polyrhythm.run.data.errors import DataError
-from polyrhythm.run.data.order import SampleOrder
+from polyrhythm.run.data.order import DataError, SampleOrder
 
 seeds = st.integers(0, 2**64 - 1)
 MIN_P_VALUE = 1e-6  # probability that a fair shuffle fails a test of fairness here

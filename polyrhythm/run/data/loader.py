@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import default_collate
 
-from polyrhythm.run.data.errors import DataError
-from polyrhythm.run.data.order import SampleOrder
+from polyrhythm.run.data.order import DataError, SampleOrder
 from polyrhythm.run.data.reader import DatasetState, make_reader
 from polyrhythm.sync.dispatch import Ranges
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from polyrhythm.run.data.errors import DataError
+from polyrhythm.errors import UserError
 
 _ROUNDS = 6  # even: both digits change equally often
 _BLOCK = 1 << 15  # positions at a time, which fit in the cache
@@ -30,6 +30,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / the golden ratio, odd: SplitMi
 _HALF = np.uint64(32)  # bits in half a word; a digit has at most 31
 
 _UInt64Array = NDArray[np.uint64]
+
+
+class DataError(UserError):
+    """A dataset that cannot be used, or a sample that cannot be loaded."""
 
 
 @dataclass(frozen=True, slots=True)

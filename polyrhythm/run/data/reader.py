@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import IterableDataset
 
-from polyrhythm.run.data.errors import DataError
-from polyrhythm.run.data.order import SampleOrder
+from polyrhythm.run.data.order import DataError, SampleOrder
 from polyrhythm.sync.dispatch import Ranges
 
 _MAX_STATES = 64  # remembered, besides the first one

@@ -111,10 +111,8 @@ class BatchSplitter:
 
     def make_header(self, step_inputs: StepInputs) -> BatchHeader:
         """Describe how the first stage splits its batch."""
-        sizes = self._sizes(
-            batch_size_of((step_inputs.args, step_inputs.kwargs), "the model's inputs")
-        )
         arguments, training = (step_inputs.args, step_inputs.kwargs), step_inputs.training
+        sizes = self._sizes(batch_size_of(arguments, "the model's inputs"))
         kinds = {size: kind_of(arguments, size, training=training) for size in set(sizes)}
         return BatchHeader.of(
             [kinds[size] for size in sizes], sizes, training=training, metadata=step_inputs.metadata

@@ -54,13 +54,10 @@ class FlushRunner:
     @property
     def microbatch_size(self) -> int | None:
         """The micro-batch size that the tuner wants for the next batch; None for no change."""
-        if (
-            self.autotuner is None
-            or self.autotuner.candidate is None
-            or not self.autotuner.microbatch_sizes
-        ):
+        tuner = self.autotuner
+        if tuner is None or tuner.candidate is None or not tuner.microbatch_sizes:
             return None
-        return self.autotuner.candidate.microbatch_size
+        return tuner.candidate.microbatch_size
 
     def expect(self, header: BatchHeader) -> int:
         """Prepare for a batch; return the number of its first micro-batch."""

@@ -63,11 +63,9 @@ class PipelineOptions:
         """The initial schedule."""
         if isinstance(self.schedule, str):
             return ScheduleSpec("1f1b") if self.schedule == AUTO else parse_schedule(self.schedule)
-        return (
-            self.schedule
-            if isinstance(self.schedule, ScheduleSpec)
-            else ExplicitSchedule.of(self.schedule)
-        )
+        if isinstance(self.schedule, ScheduleSpec):
+            return self.schedule
+        return ExplicitSchedule.of(self.schedule)
 
     @property
     def limit_bytes(self) -> Bytes | None:
