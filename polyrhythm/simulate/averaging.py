@@ -118,7 +118,10 @@ class SimulatedAveraging:
             on_step_done,
         )
         self._every, self._overlap, self._decoupled = every, overlap, decoupled
-        self._answers_while_computing, self._takes_requests = answers_while_computing, takes_requests
+        self._answers_while_computing, self._takes_requests = (
+            answers_while_computing,
+            takes_requests,
+        )
         self._server, self.observers, self._finished = server, observers, finished
         self._exchanges: dict[int, _Exchange] = {}
         self._by_owner: dict[int, _Exchange] = {}
