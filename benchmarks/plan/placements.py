@@ -2,7 +2,7 @@
 
 By DT-FM's cost: known optima, unequal links against DT-FM's search, 512 devices. Times are CPU
 seconds of this process, which runs one thread; all code is compiled before the first of them.
-DT-FM's search is our implementation of its paper, compiled as well (`plan/dtfm`).
+DT-FM's search is our implementation of its paper (`reproduction/dtfm`), compiled as well.
 
 By simulated steps: our placement, DT-FM's and random ones. DT-FM's is the best layout by its own
 cost and its planner's constants, which are the same for every workload; it has eight stages and

@@ -31,11 +31,11 @@ _SETUP = """\
 Ethernet and by 100 Gb/s InfiniBand; PyTorch 1.8 and NCCL 2.10, single precision; five models with
 the batches of Table I, images of 224 x 224, sentences of 64 words.
 
-**From the project**: the timeline of a step, layer by layer (`sync/fusion/timeline.py`: the rules
-of WFBP, MG-WFBP, ByteScheduler and DeAR), rings by equations 3 to 5, bounds by equations 6 to 9
-(`cost/decoupled.py`), and for DeAR-BO the tuner that training uses. The simulator is not used: one
-step of equal GPUs has no other events. **Written for this page**: the times of layers and the
-networks.
+**From the project**: the rules that form buckets, and for DeAR-BO the tuner that training uses. The
+simulator is not used: one step of equal GPUs has no other events. **Written for this page**: the
+timeline of a step, layer by layer (`reproduction/dear/timeline.py`: the rules of WFBP,
+ByteScheduler and DeAR; `methods.py`: that of MG-WFBP), rings by equations 3 to 5 and bounds by
+equations 6 to 9 (`reproduction/dear/ring.py`), the times of layers and the networks.
 
 - Layers and tensors are those that Table I counts.
 - Compute: the paper prints no time of a step. A matrix product takes the longer of two times: its

@@ -2,8 +2,7 @@
 
 An all-reduce is a reduce-scatter and an all-gather, of half its time each. The first can overlap
 with the backward; the second, if deferred, with the next forward. These are the times of a step
-with the best possible overlap, ignoring layers; `sync/fusion/timeline.py` simulates layers and
-buckets.
+with the best possible overlap, ignoring layers; `timeline.py` simulates layers and buckets.
 
 Source: Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
 Pipelining", ICDCS 2023, equations 3 to 9. Departures: sizes are bytes, not elements; equation 9 is

@@ -23,10 +23,10 @@ _SETUP = """\
 DT-FM with three random layouts, and by Megatron on random layouts with the best (tensor, pipeline,
 data) degrees.
 
-**From the project**: the planner (`plan/dtfm`: cost, placement, local searches), the schedules, and
-the cost models of pipelines and of sharded servers. The simulator is not used. **Written for this
-page**: a runtime whose stages block on their messages, Megatron (both in `systems.py`), the genetic
-search, random search and the published baseline.
+**From the project**: the planner (`plan/dtfm`: cost and placement), the schedules, and the cost
+models of pipelines and of sharded servers. The simulator is not used. **Written for this page**: a
+runtime whose stages block on their messages, Megatron (both in `systems.py`), the genetic search
+with its local searches, random search and the published baseline.
 
 - **Compute**: 62.5 TFLOPS for every GPU, "50%" of "125 TeraFLOPS" (section 1); Megatron's authors
   measured 62.4 on a V100 with a model of this size. Both systems recompute layers before their

@@ -15,7 +15,7 @@ from polyrhythm.sync.fusion.layers import (
     check_buckets,
     unfused,
 )
-from reproduction.dear.mg_wfbp import mg_wfbp_buckets
+from reproduction.dear.methods import mg_wfbp_buckets
 from reproduction.dear.ring import Ring, StepTimes
 from reproduction.dear.timeline import bytescheduler, dear, wfbp
 
