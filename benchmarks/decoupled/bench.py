@@ -62,7 +62,7 @@ def run(*, quick: bool, console: Console) -> Result:
     measured: dict[str, MeasuredSetting] = {}
     collectives: list[CollectiveRow] = []
     deadline = time.monotonic()
-    for num_workers in suite.worker_counts:
+    for num_workers in sorted({setting.num_workers for setting in suite.settings}):
         with Lab(cluster(num_workers)) as lab, DecoupledPool(lab) as pool:
             for setting in suite.settings:
                 if setting.num_workers == num_workers:

@@ -17,13 +17,12 @@ from benchmarks.decoupled.settings import (
     FSDP2,
     NO_SYNC,
     OURS,
-    OVERHEAD,
     TUNED,
     DecoupledSetting,
     DecoupledSide,
 )
 from benchmarks.decoupled.worker import work
-from benchmarks.harness.network import set_links, uniform_cluster
+from benchmarks.harness.network import WIRE_OVERHEAD, set_links, uniform_cluster
 from benchmarks.harness.pool import WorkerPool
 from benchmarks.harness.report import median_of, ratio_over_rounds, select
 from benchmarks.harness.timing import StolenTime
@@ -159,7 +158,7 @@ class DecoupledPool(WorkerPool):
         node_size: int = 1,
     ) -> None:
         """Set the `bandwidth` of TCP's payload; links inside a node are fast and short."""
-        wire = bandwidth * OVERHEAD
+        wire = bandwidth * WIRE_OVERHEAD
         self._set_uplink(wire if uplink else None, node_size)
         set_links(self._lab, latency, max(_FAST, 2 * wire) if uplink else wire)
         for pair in itertools.combinations(enumerate(self._lab.hosts), 2):

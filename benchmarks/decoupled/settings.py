@@ -13,8 +13,6 @@ from reproduction.dear.ring import Ring, StepTimes
 NO_SYNC, DDP, FSDP2, OURS = "alone", "ddp", "fsdp2", "ours"
 TUNED, HIERARCHICAL = "tuned", "nested"  # ours, too: with a tuned bucket; inside each node first
 MIB: Bytes = 2**20
-# A full TCP segment takes 1,500 bytes on the wire and carries 1,448.
-OVERHEAD = 1500 / 1448
 FIRST_GUESS: Bytes = 25 * MIB  # as DDP's
 TIMEOUT: Seconds = 60.0  # of any wait for another worker
 
@@ -95,10 +93,6 @@ class CollectiveSetting:
 class DecoupledSuite:
     settings: tuple[DecoupledSetting, ...]
     collectives: CollectiveSetting
-
-    @property
-    def worker_counts(self) -> list[int]:
-        return sorted({setting.num_workers for setting in self.settings})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

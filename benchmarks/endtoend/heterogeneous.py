@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import permutations
 from statistics import fmean
 
 from benchmarks.endtoend.job import JobLog, JobPool, JobSetting
@@ -26,7 +27,7 @@ from benchmarks.endtoend.training import (
     torch_baseline,
     trainer_worker,
 )
-from benchmarks.harness.network import lab_cluster, make_links_fast, restore_links
+from benchmarks.harness.network import lab_cluster, make_links_fast, preemptions, restore_links
 from benchmarks.harness.pipeline_job import ENVELOPE
 from benchmarks.harness.pool import LocalHosts, WorkerPool, run_concurrently
 from benchmarks.plan import lab as plan_lab
@@ -40,7 +41,6 @@ from polyrhythm.plan.search import make_plan
 from polyrhythm.types import Bytes, Seconds
 
 _BUCKET: Bytes = 25 * 2**20  # of DDP, by default
-PREEMPTED_SHARE = 0.4  # of draws, as in `bench pipeline`
 PREEMPTED = 1 / 4  # of a link's bandwidth
 _DWELL: Seconds = 2.0  # until the next draw, in the time of the real world: a sixth of our step
 _LONGEST: Seconds = 1200.0  # of a run: as long do links change
@@ -112,8 +112,7 @@ def problem_of(setting: HeterogeneousSetting) -> Problem:
 
 def random_layouts(problem: Problem, setting: HeterogeneousSetting) -> list[tuple[str, ...]]:
     """Return all devices in random orders, one per seed."""
-    names = [device.name for device in problem.cluster.devices]
-    seeds = range(setting.num_layouts)
+    names, seeds = list(problem.index), range(setting.num_layouts)
     return [tuple(random.Random(seed).sample(names, len(names))) for seed in seeds]
 
 
@@ -132,25 +131,14 @@ def baseline_plan(
 
 def bursts(cluster: Cluster, *, dwell: Seconds, until: Seconds, seed: int) -> list[LinkChange]:
     """Draw for each direction between two regions if it is preempted, again after random dwells."""
-    draw, changes = random.Random(seed), list[LinkChange]()
-    for row, source in enumerate(cluster.regions):
-        for column, target in enumerate(cluster.regions):
-            at = until if row == column else 0.0
-            while at < until:
-                left = PREEMPTED if draw.random() < PREEMPTED_SHARE else 1.0
-                bandwidth = cluster.bandwidth[row][column] * left
-                changes.append(
-                    LinkChange(
-                        at=at, source=source, target=target, bandwidth=bandwidth, one_way=True
-                    )
-                )
-                at += draw.expovariate(1 / dwell)
-    return sorted(changes, key=lambda change: change.at)
+    links = {
+        (a, b): (cluster.bandwidth[row][column], cluster.bandwidth[row][column] * PREEMPTED)
+        for (row, a), (column, b) in permutations(enumerate(cluster.regions), 2)
+    }
+    return preemptions(links, dwell=dwell, until=until, seed=seed)
 
 
-def heterogeneous(
-    *, quick: bool, show: Callable[[str], None]
-) -> tuple[dict[str, float], dict[str, float], list[HeterogeneousRow]]:
+def heterogeneous(*, quick: bool, show: Callable[[str], None]) -> Measured:
     """Return ratios, figures and rows."""
     setting = QUICK if quick else FULL
     problem = problem_of(setting)

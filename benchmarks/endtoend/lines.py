@@ -6,7 +6,7 @@ lines.
 """
 
 import ast
-from difflib import SequenceMatcher, unified_diff
+from difflib import SequenceMatcher
 from pathlib import Path
 
 import polyrhythm
@@ -43,9 +43,3 @@ def counted_lines(script: str) -> list[str]:
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
         lines = lines[first.end_lineno :]
     return [line.rstrip() for line in lines if line.strip()]
-
-
-def diff_lines(before: str, after: str) -> list[str]:
-    """Return the removed and added lines as `diff` shows them, without positions and context."""
-    found = unified_diff(counted_lines(before), counted_lines(after), n=0, lineterm="")
-    return [line for line in list(found)[2:] if not line.startswith("@@")]

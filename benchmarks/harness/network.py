@@ -1,6 +1,7 @@
-"""Clusters for a lab, and changes of all its links at once."""
+"""Clusters for a lab, and changes of its links: all at once, or at random."""
 
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import combinations_with_replacement, product
 
@@ -9,6 +10,9 @@ from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.lab.lab import Lab
 from polyrhythm.lab.meter import PACKET, SEGMENT
 from polyrhythm.types import BytesPerSecond, Seconds
+
+WIRE_OVERHEAD = PACKET / SEGMENT  # bytes on the wire per byte that TCP carries
+PREEMPTED_SHARE = 0.4  # of draws
 
 _REGION = "lab"
 _FAST_LATENCY: Seconds = 0.0002  # of the network over which connections are made
@@ -49,8 +53,8 @@ def set_links(
 
 def lab_cluster(cluster: Cluster) -> Cluster:
     """Add room for packet headers, which a lab counts: n bytes then take n / bandwidth."""
-    scale = PACKET / SEGMENT
-    return replace(cluster, bandwidth=tuple(tuple(b * scale for b in r) for r in cluster.bandwidth))
+    wire = (tuple(rate * WIRE_OVERHEAD for rate in row) for row in cluster.bandwidth)
+    return replace(cluster, bandwidth=tuple(wire))
 
 
 def make_links_fast(lab: Lab) -> None:
@@ -65,3 +69,26 @@ def restore_links(lab: Lab) -> None:
     for (i, a), (j, b) in product(enumerate(cluster.regions), repeat=2):
         speed = cluster.latency[i][j], cluster.bandwidth[i][j]
         set_links(lab, *speed, between=(a, b), one_way=True)
+
+
+def preemptions(
+    links: Mapping[tuple[str, str], tuple[BytesPerSecond, BytesPerSecond]],
+    *,
+    dwell: Seconds,
+    until: Seconds,
+    seed: int,
+) -> list[LinkChange]:
+    """Draw for each direction if it is preempted, again after random dwell times; sort by time.
+
+    `links`: the bandwidth of each direction while it is free, and while it is preempted.
+    """
+    draw, changes = random.Random(seed), list[LinkChange]()
+    for (source, target), (free, preempted) in links.items():
+        at = 0.0
+        while at < until:
+            rate = preempted if draw.random() < PREEMPTED_SHARE else free
+            changes.append(
+                LinkChange(at=at, source=source, target=target, bandwidth=rate, one_way=True)
+            )
+            at += draw.expovariate(1 / dwell)
+    return sorted(changes, key=lambda change: change.at)

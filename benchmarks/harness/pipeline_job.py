@@ -85,11 +85,6 @@ class JobTimes:
     ends: tuple[tuple[Seconds, ...], ...]  # of each pipeline's steps, since all began
     switch_timing: SwitchTiming  # of the emulated network meanwhile
 
-    @property
-    def trouble(self) -> str | None:
-        """Why the emulated network cannot be trusted; None if it can."""
-        return self.switch_timing.trouble
-
 
 class StepRecord:
     """When each worker ended each step, on time.monotonic(). Must be made before the fork."""

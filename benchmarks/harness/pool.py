@@ -24,7 +24,6 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from polyrhythm.describe.scenario import LinkChange
@@ -239,12 +238,7 @@ class WorkerPool:
         self._children.append(child)
         theirs.close()  # this worker alone holds it: when the worker ends, the pipe does
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None and self._serves_orders:
                 self.broadcast(None)

@@ -8,7 +8,6 @@ all cells and of all rounds that count.
 
 import statistics
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 
@@ -236,12 +235,9 @@ def _switch_limit(setting: LinkSetting) -> BytesPerSecond:
 
 
 def _print_cells(console: Console, rows: list[LinkRow]) -> None:
-    cells: dict[str, list[LinkRow]] = defaultdict(list)
-    for row in rows:
-        cells[row.cell].append(row)
     print_rows(
         console,
-        cells.values(),
+        [select(rows, cell=cell) for cell in dict.fromkeys(row.cell for row in rows)],
         {
             "": lambda cell: cell[0].cell,
             "Mbit/s": lambda cell: f"{cell[0].bandwidth / MEGABIT:g}",

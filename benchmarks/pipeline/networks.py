@@ -1,10 +1,9 @@
 """The networks of the pipeline benchmark: the time of a transfer, in forwards of a stage."""
 
-import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from benchmarks.harness.network import WIRE_OVERHEAD, preemptions
 from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, length
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import LinkChange
@@ -13,11 +12,8 @@ from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 HOSTS = ("a", "b", "c", "d")
 LATENCY: Seconds = 0.0002
-# A full TCP segment takes 1,500 bytes on the wire and carries 1,448.
-_OVERHEAD = 1500 / 1448
 
 FREE_LINK, PREEMPTED_LINK = 0.2, 1.5  # bursty: transfers in forwards
-PREEMPTED_SHARE = 0.4  # of draws
 MEAN_DWELL = 6.7  # forwards until the next draw
 
 
@@ -42,42 +38,18 @@ class PipelineNetwork:
             gradients=links,
         )
 
-    def changes(self, forward: Seconds, message: Bytes) -> list[LinkChange]:
-        """Return the changes that turn any network into the start of this one."""
-        return [
-            LinkChange(
-                at=0.0,
-                source=HOSTS[link],
-                target=HOSTS[link + 1],
-                bandwidth=bandwidth(transfer, forward, message),
-                latency=LATENCY,
-            )
-            for link, transfer in enumerate(self.transfers)
-        ]
-
 
 def bandwidth(transfer: float, forward: Seconds, message: Bytes) -> BytesPerSecond:
     """Return the bandwidth at which a message arrives after `transfer` forwards."""
-    return message * _OVERHEAD / (transfer * forward - LATENCY)
+    return message * WIRE_OVERHEAD / (transfer * forward - LATENCY)
 
 
-def bursts(forward: Seconds, message: Bytes, *, until: Seconds, seed: int) -> Iterator[LinkChange]:
+def bursts(forward: Seconds, message: Bytes, *, until: Seconds, seed: int) -> list[LinkChange]:
     """Redraw each direction of each link, preempted or not, after random dwell times."""
-    draw = random.Random(seed)
-    for source, target in pairwise(HOSTS):
-        for one, other in ((source, target), (target, source)):
-            at = 0.0
-            while at < until:
-                preempted = draw.random() < PREEMPTED_SHARE
-                transfer = PREEMPTED_LINK if preempted else FREE_LINK
-                yield LinkChange(
-                    at=at,
-                    source=one,
-                    target=other,
-                    bandwidth=bandwidth(transfer, forward, message),
-                    one_way=True,
-                )
-                at += draw.expovariate(1 / (MEAN_DWELL * forward))
+    free, preempted = (bandwidth(each, forward, message) for each in (FREE_LINK, PREEMPTED_LINK))
+    directions = [link for a, b in pairwise(HOSTS) for link in ((a, b), (b, a))]
+    links = dict.fromkeys(directions, (free, preempted))
+    return preemptions(links, dwell=MEAN_DWELL * forward, until=until, seed=seed)
 
 
 def ideal(network: PipelineNetwork, forward: Seconds, num_microbatches: int) -> Seconds:

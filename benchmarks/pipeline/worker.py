@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
 from benchmarks.harness.compute import EmulatedCompute, EmulatedLayer
+from benchmarks.harness.network import set_links
 from benchmarks.harness.pool import LocalHosts, PoolWorker, WorkerPool
-from benchmarks.pipeline.networks import PipelineNetwork, bursts
+from benchmarks.pipeline.networks import HOSTS, LATENCY, PipelineNetwork, bandwidth, bursts
 from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.lab.lab import Lab
 from polyrhythm.run.pipeline.pipeline import Pipeline
@@ -56,8 +58,9 @@ class StagePool(WorkerPool):
         self._lab, self._load = lab, load
 
     def set_network(self, network: PipelineNetwork, forward: Seconds) -> None:
-        for change in network.changes(forward, self._load.message_bytes):
-            self._lab.change(change)
+        for link, transfer in zip(pairwise(HOSTS), network.transfers, strict=True):
+            rate = bandwidth(transfer, forward, self._load.message_bytes)
+            set_links(self._lab, LATENCY, rate, between=link)
 
     def step(
         self,
@@ -75,10 +78,9 @@ class StagePool(WorkerPool):
         """
         changes: Sequence[LinkChange] = ()
         if network.bursty:
-            drawn = bursts(forward, self._load.message_bytes, until=_STEP_TIMEOUT, seed=seed)
-            changes = sorted(drawn, key=lambda change: change.at)
-        order = side, forward, restart
-        return self.call("step", *order, timeout=_STEP_TIMEOUT, links=changes)
+            message = self._load.message_bytes
+            changes = bursts(forward, message, until=_STEP_TIMEOUT, seed=seed)
+        return self.call("step", side, forward, restart, timeout=_STEP_TIMEOUT, links=changes)
 
 
 def _work(worker: PoolWorker, load: StageLoad) -> None:

@@ -160,7 +160,7 @@ def random_plans(problem: Problem, number: int) -> list[Prediction]:
     Of many that are drawn, each is the middle one of one of `number` classes of equal size.
     """
     draw = random.Random(0)
-    names = [device.name for device in problem.cluster.devices]
+    names = list(problem.index)
     drawn = [placed(problem, draw.sample(names, len(names))) for _ in range(_DRAWS * number)]
     drawn.sort(key=lambda one: one.time.total)
     return drawn[_DRAWS // 2 :: _DRAWS]
@@ -186,10 +186,7 @@ def lab_rows(
     drawn = random_plans(mixed_problem, setting.num_random)
     others = [(f"random {number}", each) for number, each in enumerate(drawn)]
     by_speed = PLANNED, predict(make_plan(uneven_problem), uneven_problem)
-    equal = (
-        EQUAL,
-        placed(uneven_problem, [device.name for device in uneven_problem.cluster.devices]),
-    )
+    equal = EQUAL, placed(uneven_problem, list(uneven_problem.index))
     interleaved: list[NamedPlan] = []
     for first in range(0, len(others), _NUM_BETWEEN):
         interleaved += [ours, *others[first : first + _NUM_BETWEEN]]
@@ -201,7 +198,7 @@ def lab_rows(
                 on_progress(f"{ratio}: {side}")
                 for _ in range(_TRIES):
                     job = run_job(lab, emulated_workers(prediction.plan, problem), num_steps)
-                    if job.trouble is None or time.monotonic() >= deadline:
+                    if job.switch_timing.trouble is None or time.monotonic() >= deadline:
                         break
                 rows.append(_row(ratio, side, prediction, job, num_steps))
         return rows
@@ -250,7 +247,7 @@ def _row(ratio: str, side: str, prediction: Prediction, job: JobTimes, num_steps
         predicted=prediction.time.total,
         layers=plan.layers_per_stage,
         microbatches=tuple(pipeline.num_microbatches or 0 for pipeline in plan.pipelines),
-        disturbed=job.trouble is not None,
+        disturbed=job.switch_timing.trouble is not None,
     )
 
 

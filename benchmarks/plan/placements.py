@@ -292,7 +292,7 @@ def _step_row(
 
 def _step(layout: list[list[int]], problem: Problem) -> Seconds:
     """Simulate a step of a layout[stage][pipeline]."""
-    names = [device.name for device in problem.cluster.devices]
+    names = list(problem.index)
     devices = [names[device] for column in zip(*layout, strict=True) for device in column]
     num_layers, num_microbatches = problem.num_layers, problem.job.batch // DEGREE
     plan = cases.equal_pipelines(

@@ -106,7 +106,7 @@ def predict_and_measure(setting: PredictSetting, show: Callable[[str], None]) ->
         show(f"{lab.cluster.name}: {alternative.name}")
         workers = alternative.emulated_workers(setting.num_pipelines)
         job = budget.least_late(lambda: run_job(lab, workers, setting.num_steps))
-        return step_time(job.ends, setting), job.trouble is not None
+        return step_time(job.ends, setting), job.switch_timing.trouble is not None
 
     for network in setting.networks:
         with Lab(network) as lab:
@@ -180,7 +180,7 @@ class RepeatBudget:
         while True:
             start = self._clock()
             job = run()
-            if job.trouble is None:
+            if job.switch_timing.trouble is None:
                 return job
             late.append(job)
             duration = self._clock() - start

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,13 +91,8 @@ FULL = SchedulerSetting(
     num_windows=7,
     timed=4.0,
 )
-QUICK = SchedulerSetting(
-    num_stages=8,
-    num_pipelines=16,
-    fewer_connections=(8,),
-    window=0.1,
-    num_windows=3,
-    timed=0.5,
+QUICK = replace(
+    FULL, num_pipelines=16, fewer_connections=(8,), window=0.1, num_windows=3, timed=0.5
 )
 
 
@@ -125,12 +120,10 @@ def measure(*, quick: bool, console: Console) -> SchedulerFigures:
             times = load.times = MessageTimes()
             half = load.run(setting.timed)
         assigns, commits, num_replayed = _answer_times(log, times)
-    for number in setting.fewer_connections:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            _loaded_coordinator(setting.setup, Path(folder) / LOG_NAME, number) as (load, process),
-        ):
-            per_s[number], _ = _saturate(load, setting, process)
+        for number in setting.fewer_connections:
+            log = Path(folder) / f"{number} {LOG_NAME}"
+            with _loaded_coordinator(setting.setup, log, number) as (load, process):
+                per_s[number], _ = _saturate(load, setting, process)
     figures = SchedulerFigures(
         num_workers=num_workers,
         per_s=per_s[num_workers],

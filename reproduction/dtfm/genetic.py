@@ -70,10 +70,8 @@ def search(
     The local search weighs pairs of devices by `weights` (default: the hops of `times`). Equal
     seeds give equal results.
     """
-    from polyrhythm.plan.dtfm.group_layout import (
-        layout_of_groups,
-        partition_cost,
-    )  # compiled: imported when used
+    # Compiled: imported when used.
+    from polyrhythm.plan.dtfm.group_layout import layout_of_groups, partition_cost
 
     settings = settings or GeneticSettings()
     weights = times.hop if weights is None else weights

@@ -17,7 +17,6 @@ from benchmarks.endtoend.bench import BARS
 from benchmarks.endtoend.heterogeneous import (
     FULL,
     PREEMPTED,
-    PREEMPTED_SHARE,
     QUICK,
     baseline_plan,
     bursts,
@@ -42,6 +41,7 @@ from benchmarks.endtoend.training import (
     model,
     texts,
 )
+from benchmarks.harness.network import PREEMPTED_SHARE
 from benchmarks.harness.pool import PoolWorker
 from benchmarks.harness.report import names_of
 from polyrhythm.describe.scenario import Scenario
