@@ -9,7 +9,6 @@ import heapq
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.describe.slowness import Slowness, load_traces
@@ -75,13 +74,8 @@ def groups_of_age(scenario: Scenario, num_workers: int, duration: Seconds) -> It
                 yield group.members
 
 
-@dataclass(init=False, slots=True)
 class _Machines:
     """How long each worker's steps take."""
-
-    workers: list[Worker]
-    _slowness: dict[Worker, Slowness]
-    _chance: random.Random
 
     def __init__(self, scenario: Scenario, num_workers: int) -> None:
         self.workers = [Worker(0, pipeline) for pipeline in range(num_workers)]

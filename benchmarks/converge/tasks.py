@@ -23,6 +23,9 @@ from polyrhythm.run.demo.shape import GPTShape
 from polyrhythm.run.demo.text import ByteText, standard_library
 
 Batch = tuple[Tensor, Tensor]
+_BATCH_SIZE = 32
+_NUM_HELD_OUT = 256  # windows of the text
+_NUM_COPIES = 4  # of each held-out digit, in noise of its own
 
 
 class LearningTask(Protocol):
@@ -54,14 +57,13 @@ class SourceText:
     name = "gpt"
     max_grad_norm = 0.3  # without it, some seeds spend half of the training recovering
 
-    def __init__(self, *, batch_size: int = 32, num_held_out: int = 256) -> None:
+    def __init__(self) -> None:
         self.shape = GPTShape(num_blocks=2, width=48, context=32)
         text = standard_library(4_000_000)
         cut = len(text) * 9 // 10
-        self._text = self._part(text[:cut], batch_size)
-        self.held_out = self._part(text[cut:], num_held_out).microbatch(
-            step=0, pipeline=0, microbatch=0
-        )
+        self._text = self._part(text[:cut], _BATCH_SIZE)
+        held_out = self._part(text[cut:], _NUM_HELD_OUT)
+        self.held_out = held_out.microbatch(step=0, pipeline=0, microbatch=0)
 
     def _part(self, text: bytes, batch_size: int) -> ByteText:
         return ByteText.of(text, context=self.shape.context, microbatch_size=batch_size, seed=0)
@@ -92,15 +94,13 @@ class NoisyDigits:
     max_grad_norm = 1.0
     NOISE = 0.7  # of the standard deviation of all pixels
 
-    def __init__(self, *, batch_size: int = 32, num_copies: int = 4) -> None:
-        """`num_copies`: how often each held-out digit counts, in noise of its own."""
+    def __init__(self) -> None:
         images, labels = _digits()
         order = list(range(len(labels)))
         random.Random("digits").shuffle(order)
         cut = len(order) * 4 // 5
         self._images, self._labels = images[order[:cut]], labels[order[:cut]]
-        self._batch_size = batch_size
-        rest = np.tile(order[cut:], num_copies)
+        rest = np.tile(order[cut:], _NUM_COPIES)
         noisy = _disturbed(images[rest], self.NOISE, np.random.default_rng(0))
         self.held_out = torch.from_numpy(noisy), torch.from_numpy(labels[rest])
 
@@ -122,7 +122,7 @@ class NoisyDigits:
 
     def draw(self, seed: int, worker: int, step: int) -> Batch:
         chance = np.random.default_rng((seed, worker, step))
-        which = chance.integers(len(self._labels), size=self._batch_size)
+        which = chance.integers(len(self._labels), size=_BATCH_SIZE)
         noisy = _disturbed(self._images[which], self.NOISE, chance)
         return torch.from_numpy(noisy), torch.from_numpy(self._labels[which])
 

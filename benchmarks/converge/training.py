@@ -13,7 +13,6 @@ number of batches, whichever workers have learned from them.
 
 import contextlib
 import math
-import mmap
 import multiprocessing
 import statistics
 import time
@@ -39,7 +38,13 @@ from benchmarks.converge.setting import (
     EmulatedMachines,
 )
 from benchmarks.converge.tasks import Batch, LearningTask, SourceText, num_weights
-from benchmarks.harness.pool import LocalHosts, PoolWorker, WorkerPool, run_concurrently
+from benchmarks.harness.pool import (
+    LocalHosts,
+    PoolWorker,
+    WorkerPool,
+    run_concurrently,
+    shared_zeros,
+)
 from polyrhythm.describe.slowness import Slowness, load_traces
 from polyrhythm.describe.trace import Trace
 from polyrhythm.errors import LaunchError
@@ -120,9 +125,9 @@ class SharedModels:
     def __init__(self, machines: EmulatedMachines, num_weights: int) -> None:
         self._machines, num_moments = machines, 4 * machines.num_points
         self._lock = multiprocessing.get_context("fork").Lock()
-        self._taken = _shared(1, np.int64)
-        self._sums = _shared((num_moments, num_weights), np.float32)
-        self._arrived = _shared(num_moments, np.int64)
+        self._taken = shared_zeros(1, np.int64)
+        self._sums = shared_zeros((num_moments, num_weights), np.float32)
+        self._arrived = shared_zeros(num_moments, np.int64)
 
     def take_batch(self) -> int | None:
         """Return the number of the next batch; None if there are no more."""
@@ -160,12 +165,6 @@ class SharedModels:
             yield
         finally:
             self._lock.release()
-
-
-def _shared(shape: int | tuple[int, int], dtype: type) -> np.ndarray:
-    """Return zeros in memory that forked processes share."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ _TUNING_TIMEOUT: Seconds = 300.0
 # medians; the next higher limit if the machine disturbed its last steps.
 _LIMITS = (1.05, 1.15, 1.4)
 _MIN_ROUNDS = 2
+_NUM_STEPS = 2  # of a side in a round; the second counts
 _TWO_ROUNDS = (NO_SYNC, FSDP2)  # kinds with one side, far from where a hundredth matters
 _MAX_REPEATS, _MAX_REPEATS_OF_SIDE = 6, 2  # in a setting
 _SMALL: Bytes = 65_536
@@ -274,20 +275,19 @@ def _best(times: Mapping[str, Seconds], rows: Sequence[DecoupledRow]) -> dict[st
 def _run(
     pool: DecoupledPool, setting: DecoupledSetting, side: DecoupledSide, number: int
 ) -> DecoupledRow:
-    """Run one step more than counts: in the first, no message of a step before is in flight."""
-    num_steps = setting.num_steps + 1
+    """Time the second of two steps: in the first, no message of a step before is in flight."""
     pool.report()
     stolen = StolenTime()
-    ends = pool.call("run", side, num_steps)
+    ends = pool.call("run", side, _NUM_STEPS)
     share, report = stolen.share(), pool.report()
-    first, last = (max(of[place] for of in ends) for place in (0, -1))
+    first, last = map(max, zip(*ends, strict=True))
     return DecoupledRow(
         setting=setting.name,
         side=side.name,
         kind=side.kind,
         round=number,
-        seconds=(last - first) / setting.num_steps,
-        wire_bytes=sum(pair.wire_bytes for pair in report.pairs) / num_steps,
+        seconds=last - first,
+        wire_bytes=sum(pair.wire_bytes for pair in report.pairs) / _NUM_STEPS,
         stolen=share,
         trouble=report.switch_timing.trouble,
     )

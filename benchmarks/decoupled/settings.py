@@ -47,7 +47,6 @@ class DecoupledSetting:
     latency: Seconds  # one way
     sides: tuple[DecoupledSide, ...]
     num_rounds: int  # of sides; also messages that measure the bandwidth
-    num_steps: int  # of a side in a round, without its first
     num_layers: int
     layer_bytes: Bytes
     budget: Seconds = 70.0  # on two cores
@@ -103,7 +102,6 @@ class _Scale:
     num_layers: int
     layer_bytes: Bytes
     num_rounds: int
-    num_steps: int = 1
     far: Seconds = 0.020
 
     def baselines(
@@ -164,7 +162,6 @@ class _Scale:
             latency=0.0005,
             sides=sides,
             num_rounds=self.num_rounds,
-            num_steps=self.num_steps,
             num_layers=self.num_layers,
             layer_bytes=self.layer_bytes,
         )

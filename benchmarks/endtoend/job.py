@@ -7,7 +7,6 @@ then sleeps until it has taken as long as on the emulated device.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -234,15 +233,9 @@ class JobPool(WorkerPool):
         )
         self.setting, self.log = setting, JobLog(start=0.0)
 
-    def __enter__(self) -> Self:
-        """Start the workers, and wait until all have made their connections."""
-        super().__enter__()
-        try:
-            self.gather("preparing")
-        except BaseException:
-            self._end()
-            raise
-        return self
+    def _wait_until_ready(self) -> None:
+        """Wait until all workers have made their connections."""
+        self.gather("preparing")
 
     def begin(self) -> None:
         """Start the first slot, or the whole job."""

@@ -4,12 +4,12 @@ Workers record the end of each step in memory that they share with the driver: w
 a job on a slow network sends nothing over it.
 """
 
-import mmap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, takewhile
+from itertools import count
 
+import numpy as np
 import torch
 import torch._dynamo  # before the fork: it takes a second
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from benchmarks.harness.compute import EmulatedCompute, EmulatedLayer
 from benchmarks.harness.network import make_links_fast, restore_links
-from benchmarks.harness.pool import PORT, PoolWorker, WorkerPool, machine_too_slow
+from benchmarks.harness.pool import PORT, PoolWorker, WorkerPool, machine_too_slow, shared_zeros
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.describe.slowness import Slowness
 from polyrhythm.lab.commands import SwitchTiming
@@ -91,30 +91,23 @@ class StepRecord:
 
     def __init__(self, *, num_stages: int, num_pipelines: int) -> None:
         self.num_stages, self.num_pipelines = num_stages, num_pipelines
-        num_times = num_stages * num_pipelines * MAX_STEPS
-        self._times = memoryview(mmap.mmap(-1, 8 * num_times)).cast("d")  # zeros, and shared
+        self._times = shared_zeros((num_pipelines, num_stages, MAX_STEPS), np.float64)
 
     def add(self, rank: int, step: int, moment: Seconds) -> None:
         assert step < MAX_STEPS, "the driver ends the job before"
-        self._times[rank * MAX_STEPS + step] = moment
+        self._times[*divmod(rank, self.num_stages), step] = moment
 
     def ends(self) -> list[list[Seconds]]:
         """Return, per pipeline, when each step had ended on all its stages."""
+        counts, last = self.num_ended(), self._times.max(axis=1)
         return [
-            [max(of_step) for of_step in zip(*map(self._of, self._ranks(p)), strict=False)]
-            for p in range(self.num_pipelines)
+            of_pipeline[:number].tolist() for of_pipeline, number in zip(last, counts, strict=True)
         ]
 
     def num_ended(self) -> list[int]:
         """Return, per pipeline, the number of steps that have ended on all its stages."""
-        return [len(of_pipeline) for of_pipeline in self.ends()]
-
-    def _ranks(self, pipeline: int) -> range:
-        return range(pipeline * self.num_stages, (pipeline + 1) * self.num_stages)
-
-    def _of(self, rank: int) -> list[Seconds]:
-        start = rank * MAX_STEPS
-        return list(takewhile(bool, self._times[start : start + MAX_STEPS]))
+        has_ended: np.ndarray = self._times.all(axis=1)
+        return has_ended.sum(axis=1).tolist()
 
 
 def run_job(lab: Lab, workers: Sequence[EmulatedWorker], num_steps: int) -> JobTimes:

@@ -10,6 +10,7 @@ wait has a timeout. All workers end with the `with` block.
 
 import contextlib
 import gc
+import mmap
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -25,6 +26,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self, TypeVar
+
+import numpy as np
 
 from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.errors import LabError, PeerError, UserError
@@ -46,6 +49,12 @@ _SMALL_BUFFER = "4096 65536 131072"
 _PRIORITY = 1  # before all processes outside the lab, after the lab's switch
 
 T = TypeVar("T")
+
+
+def shared_zeros(shape: int | tuple[int, ...], dtype: type) -> np.ndarray:
+    """Return memory that forked processes share; it must be made before the fork."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)
 
 
 class ProgressMessage:
@@ -211,12 +220,15 @@ class WorkerPool:
         try:
             for rank in range(len(self)):
                 self._spawn(rank)
-            if self._serves_orders:
-                self.gather("joining")
+            self._wait_until_ready()
         except BaseException:
             self._end()
             raise
         return self
+
+    def _wait_until_ready(self) -> None:
+        if self._serves_orders:
+            self.gather("joining")
 
     def _spawn(self, rank: int) -> None:
         ours, theirs = multiprocessing.Pipe()

@@ -1,5 +1,6 @@
 """What a benchmark reports: ratios held against bars, tables, and one line of JSON."""
 
+import operator
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Seconds
 
 Row = TypeVar("Row")
+_COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +27,7 @@ class Bar:
     about: str = ""
 
     def is_met(self, ratio: float) -> bool:
-        if self.value is None:
-            return True
-        if self.sign == "<=":
-            return ratio <= self.value
-        return ratio > self.value if self.sign == ">" else ratio >= self.value
+        return self.value is None or bool(_COMPARE[self.sign](ratio, self.value))
 
     def verdict(self, ratio: float) -> str:
         if self.value is None:

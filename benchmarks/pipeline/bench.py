@@ -21,17 +21,8 @@ from benchmarks.harness.report import (
     ratio_over_rounds,
     select,
 )
-from benchmarks.pipeline.networks import (
-    BURSTY,
-    FAST,
-    FULL,
-    HALF,
-    HOSTS,
-    SLOW_LINK,
-    PipelineNetwork,
-    cluster,
-    ideal,
-)
+from benchmarks.pipeline import networks
+from benchmarks.pipeline.networks import FAST, FULL, HOSTS, PipelineNetwork, ideal
 from benchmarks.pipeline.worker import BASELINE, StageLoad, StagePool, plain_loop
 from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.cost.pipeline import length
@@ -110,10 +101,10 @@ def _experiments(num_rounds: int, adapting: int) -> tuple[PipelineExperiment, ..
     return tuple(
         PipelineExperiment(network=network, sides=sides, num_rounds=rounds, adapting=adapting)
         for network, sides, rounds in (
-            (HALF, (BASELINE, OWN, AUTO), num_rounds),
+            (networks.HALF, (BASELINE, OWN, AUTO), num_rounds),
             (FULL, (BASELINE, OWN, AUTO), num_rounds),
-            (BURSTY, (BASELINE, OWN, AUTO), num_rounds),
-            (SLOW_LINK, (OWN, AUTO, KFKB), num_rounds),
+            (networks.BURSTY, (BASELINE, OWN, AUTO), num_rounds),
+            (networks.SLOW_LINK, (OWN, AUTO, KFKB), num_rounds),
             (FAST, (BASELINE, OWN, AUTO), 2 * num_rounds - 1),
         )
     )
@@ -140,7 +131,7 @@ QUICK_SETTING = PipelineSetting(
 def run(*, quick: bool, console: Console) -> Result:
     setting = QUICK_SETTING if quick else FULL_SETTING
     rows: list[PipelineRow] = []
-    with Lab(cluster()) as lab, StagePool(lab, setting.load) as pool:
+    with Lab(networks.cluster()) as lab, StagePool(lab, setting.load) as pool:
         _warm_up(pool, setting)
         for experiment in setting.experiments:
             measured = _measure(pool, experiment, setting)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
-from benchmarks.harness.network import WIRE_OVERHEAD, preemptions
+from benchmarks.harness.network import WIRE_OVERHEAD, preemptions, uniform_cluster
 from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, length
-from polyrhythm.describe.cluster import Cluster, Device
+from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
@@ -67,14 +67,7 @@ def ideal(network: PipelineNetwork, forward: Seconds, num_microbatches: int) -> 
 
 def cluster() -> Cluster:
     """Return hosts in a row; a network sets the bandwidth of their links."""
-    size = len(HOSTS)
-    return Cluster(
-        name="pipeline",
-        devices=tuple(Device(name=host, region=host) for host in HOSTS),
-        regions=HOSTS,
-        latency=tuple((LATENCY,) * size for _ in HOSTS),
-        bandwidth=tuple((12.5e6,) * size for _ in HOSTS),
-    )
+    return uniform_cluster(HOSTS, LATENCY, 12.5e6)
 
 
 def uniform(name: str, transfer: float) -> PipelineNetwork:

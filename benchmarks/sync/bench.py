@@ -28,20 +28,14 @@ from benchmarks.harness.report import (
     ratio_over_rounds,
     select,
 )
+from benchmarks.sync import settings
 from benchmarks.sync.settings import (
     ALL_REDUCE,
     BANDWIDTH,
-    FULL_SUITE,
-    HOMOGENEOUS,
-    LAST_GROUPS,
     LATENCY,
-    MAX_AGE,
-    STALENESS,
     SyncSetting,
     SyncSide,
     SyncSuite,
-    device_name,
-    quick_suite,
 )
 from benchmarks.sync.worker import TIMEOUT, SyncAnswer, SyncOrder, work
 from polyrhythm.describe.cluster import Cluster
@@ -108,18 +102,18 @@ def run(*, quick: bool, console: Console) -> Result:
     # Here, since it imports the coordinator, which only this part needs in this process.
     from benchmarks.sync.scheduler import measure
 
-    suite = quick_suite() if quick else FULL_SUITE
+    suite = settings.quick_suite() if quick else settings.FULL_SUITE
     print_line(
         console,
-        f"{suite.num_workers} workers; P = {LAST_GROUPS} groups, age <= {MAX_AGE}, "
-        f"groups of about 3, staleness {STALENESS}",
+        f"{suite.num_workers} workers; P = {settings.LAST_GROUPS} groups, "
+        f"age <= {settings.MAX_AGE}, groups of about 3, staleness {settings.STALENESS}",
     )
     print_line(console, "distance: of models from their mean, at the end (root mean square)")
     print_line(console, "loss: half the mean square of the weights, which noise keeps from 0")
     rows: list[SyncRow] = []
     with _lanes(suite) as lanes:
         for setting in suite.settings:
-            if setting.name == HOMOGENEOUS.name and not quick:
+            if setting.name == settings.HOMOGENEOUS.name and not quick:
                 setting = _calibrated(lanes, setting, console)
             measured = _measure(lanes, setting)
             rows += measured
@@ -146,7 +140,7 @@ def run(*, quick: bool, console: Console) -> Result:
 
 def cluster(num_workers: int) -> Cluster:
     """Return equal hosts with a fast link between any two; the last one is for the server."""
-    names = [*(device_name(rank) for rank in range(num_workers)), "server"]
+    names = [*(settings.device_name(rank) for rank in range(num_workers)), "server"]
     return uniform_cluster(names, LATENCY, BANDWIDTH)
 
 

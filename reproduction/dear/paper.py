@@ -9,20 +9,10 @@ from statistics import fmean
 
 from polyrhythm.types import BytesPerSecond
 from reproduction.claim import PaperRow, Plot, Reproduction
-from reproduction.dear import methods, overlap, search, speedups
+from reproduction.dear import methods, overlap, search, speedups, testbed
 from reproduction.dear.methods import gain
 from reproduction.dear.ring import Ring
-from reproduction.dear.testbed import (
-    BROADCAST_START,
-    EFFICIENCY,
-    ETHERNET,
-    INFINIBAND,
-    MODELS,
-    NETWORKS,
-    NUM_WORKERS,
-    compute_times,
-    gpu_at,
-)
+from reproduction.dear.testbed import ETHERNET, INFINIBAND, MODELS, NUM_WORKERS, compute_times
 
 _NOMINAL_INFINIBAND: BytesPerSecond = 100e9 / 8
 
@@ -106,23 +96,25 @@ def setup() -> str:
     merging = [model for model in MODELS if model is not largest]  # MG-WFBP ran out of memory
 
     def unfused_gain(other: methods.Method) -> float:
-        return max(gain(m, net, methods.dear_unfused, other) for net in NETWORKS for m in MODELS)
+        return max(
+            gain(m, net, methods.dear_unfused, other) for net in testbed.NETWORKS for m in MODELS
+        )
 
     def fused_gain(other: methods.Method) -> float:
         return max(gain(model, ETHERNET, methods.dear_fixed, other) for model in merging)
 
     return _SETUP.format(
-        efficiency=100 * EFFICIENCY,
+        efficiency=100 * testbed.EFFICIENCY,
         images=first.batch / compute_times(first).compute,
         latency=1e6 * ethernet.latency,
-        start=1e3 * BROADCAST_START,
+        start=1e3 * testbed.BROADCAST_START,
         per_byte=1e9 / infiniband.bandwidth,
         ib_latency=1e6 * infiniband.latency,
         ib_bandwidth=infiniband.bandwidth / 1e9,
         trials=methods.NUM_TRIALS,
         gain=fmean(speedups.dear_gains(ETHERNET).values()),
-        gain_70=fmean(speedups.dear_gains(ETHERNET, gpu_at(0.7)).values()),
-        gain_90=fmean(speedups.dear_gains(ETHERNET, gpu_at(0.9)).values()),
+        gain_70=fmean(speedups.dear_gains(ETHERNET, testbed.gpu_at(0.7)).values()),
+        gain_90=fmean(speedups.dear_gains(ETHERNET, testbed.gpu_at(0.9)).values()),
         nominal=compute_times(largest).bounds(nominal).max_speedup(NUM_WORKERS),
         s_max=compute_times(largest).bounds(infiniband).max_speedup(NUM_WORKERS),
         by_tensors=unfused_gain(methods.wait_free_by_tensors),

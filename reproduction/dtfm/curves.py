@@ -9,6 +9,7 @@ are larger, so these weights are negative: the baseline joins devices that it sh
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,24 +36,18 @@ def curves(name: str, num_evaluations: int = _NUM_EVALUATIONS) -> dict[str, Curv
     """The mean curves over three seeds, for one network."""
     times = planning_times(name)
 
-    def genetic(
-        local_search: LocalSearch, weights: NDArray[np.float64] | None = None
-    ) -> Callable[[int], Curve]:
-        settings = GeneticSettings(num_evaluations=num_evaluations, local_search=local_search)
-
-        def run(seed: int) -> Curve:
-            found = search(times, seed=seed, settings=settings, weights=weights).improvements
-            ends = [start for start, _ in found[1:]] + [num_evaluations + 1]
-            steps = zip(found, ends, strict=True)
-            return [cost for (start, cost), end in steps for _ in range(start, end)]
-
-        return run
+    def genetic(kind: LocalSearch, weights: NDArray[np.float64] | None, seed: int) -> Curve:
+        settings = GeneticSettings(num_evaluations=num_evaluations, local_search=kind)
+        found = search(times, seed=seed, settings=settings, weights=weights).improvements
+        ends = [start for start, _ in found[1:]] + [num_evaluations + 1]
+        steps = zip(found, ends, strict=True)
+        return [cost for (start, cost), end in steps for _ in range(start, end)]
 
     runs: dict[str, Callable[[int], Curve]] = {
-        OURS: genetic(LocalSearch.CIRCULAR),
-        BASELINE: genetic(LocalSearch.KERNIGHAN_LIN, baseline_weights(name)),
-        PRINTED: genetic(LocalSearch.KERNIGHAN_LIN),
-        RANDOM: lambda seed: _random_search(times, seed, num_evaluations),
+        OURS: partial(genetic, LocalSearch.CIRCULAR, None),
+        BASELINE: partial(genetic, LocalSearch.KERNIGHAN_LIN, baseline_weights(name)),
+        PRINTED: partial(genetic, LocalSearch.KERNIGHAN_LIN, None),
+        RANDOM: partial(_random_search, times, num_evaluations),
     }
     return {
         method: np.mean([run(seed) for seed in _SEEDS], axis=0).tolist()
@@ -68,7 +63,7 @@ def baseline_weights(name: str) -> NDArray[np.float64]:
     return weights
 
 
-def _random_search(times: PairTimes, seed: int, num_evaluations: int) -> Curve:
+def _random_search(times: PairTimes, num_evaluations: int, seed: int) -> Curve:
     rng = np.random.default_rng(seed)
     shape = times.num_stages, times.num_pipelines
     layouts = (rng.permutation(times.num_devices).reshape(shape) for _ in range(num_evaluations))

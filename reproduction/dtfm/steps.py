@@ -8,25 +8,9 @@ from typing import TypeVar
 
 from polyrhythm.plan.dtfm.placement import place
 from polyrhythm.types import Seconds
-from reproduction.dtfm.systems import (
-    ALL_DEGREES,
-    Degrees,
-    Iteration,
-    MegatronJob,
-    dtfm_iterations,
-    megatron_iterations,
-)
-from reproduction.dtfm.testbed import (
-    SEEDS,
-    WORKLOADS,
-    DtfmNetwork,
-    GptWorkload,
-    Layout,
-    launcher_order,
-    planning_times,
-    random_layout,
-    random_order,
-)
+from reproduction.dtfm import systems, testbed
+from reproduction.dtfm.systems import ALL_DEGREES, Degrees, Iteration
+from reproduction.dtfm.testbed import SEEDS, WORKLOADS, DtfmNetwork, GptWorkload, Layout
 
 _T = TypeVar("_T")
 Steps = Mapping[GptWorkload, Seconds]
@@ -41,20 +25,11 @@ class CaseSteps:
     scheduled_pipeline: Steps  # the part until the last backward
     at_random: Steps
     megatron: Steps  # with the best degrees of each workload
-    degrees: Mapping[GptWorkload, Degrees]  # of Megatron
+    best_degrees: Degrees  # of Megatron, for most workloads
     launched: Steps  # Megatron with consecutive ranks in each machine
-    launched_degrees: Mapping[GptWorkload, Degrees]
+    best_launched: Degrees
     overlapped: Steps  # DT-FM if messages hid behind compute
     random_overlapped: Steps
-
-    @property
-    def best_degrees(self) -> Degrees:
-        """The degrees that are best for most workloads."""
-        return statistics.mode(self.degrees.values())
-
-    @property
-    def best_launched(self) -> Degrees:
-        return statistics.mode(self.launched_degrees.values())
 
 
 def case_steps(network: DtfmNetwork, workloads: Sequence[GptWorkload] = WORKLOADS) -> CaseSteps:
@@ -63,11 +38,13 @@ def case_steps(network: DtfmNetwork, workloads: Sequence[GptWorkload] = WORKLOAD
     The layout is the best by the paper's cost. The paper's search finds it as well except in case
     2, where it is the published layout (`optimal_assignment_2` of generate_assignment.py).
     """
-    cost = place(planning_times(network.name)).cost
-    drawn = [random_layout(seed) for seed in SEEDS]
-    megatron, degrees = _megatron([random_order(seed) for seed in SEEDS], network, workloads)
-    launched, launched_degrees = _megatron(
-        [launcher_order(seed, network) for seed in SEEDS], network, workloads
+    cost = place(testbed.planning_times(network.name)).cost
+    drawn = [testbed.random_layout(seed) for seed in SEEDS]
+    megatron, best_degrees = _megatron(
+        [testbed.random_order(seed) for seed in SEEDS], network, workloads
+    )
+    launched, best_launched = _megatron(
+        [testbed.launcher_order(seed, network) for seed in SEEDS], network, workloads
     )
     scheduled = _iterations(cost.layout, network, workloads)
     return CaseSteps(
@@ -76,9 +53,9 @@ def case_steps(network: DtfmNetwork, workloads: Sequence[GptWorkload] = WORKLOAD
         scheduled_pipeline={workload: run.pipeline for workload, run in scheduled.items()},
         at_random=_dtfm(drawn, network, workloads),
         megatron=megatron,
-        degrees=degrees,
+        best_degrees=best_degrees,
         launched=launched,
-        launched_degrees=launched_degrees,
+        best_launched=best_launched,
         overlapped=_dtfm([cost.layout], network, workloads, overlap=True),
         random_overlapped=_dtfm(drawn, network, workloads, overlap=True),
     )
@@ -103,24 +80,26 @@ def _iterations(
     layout: Layout, network: DtfmNetwork, workloads: Sequence[GptWorkload], *, overlap: bool = False
 ) -> dict[GptWorkload, Iteration]:
     return _by_depth(
-        workloads, lambda n, batches: dtfm_iterations(layout, n, batches, network, overlap=overlap)
+        workloads,
+        lambda n, batches: systems.dtfm_iterations(layout, n, batches, network, overlap=overlap),
     )
 
 
 def _megatron(
     orders: Sequence[tuple[int, ...]], network: DtfmNetwork, workloads: Sequence[GptWorkload]
-) -> tuple[Steps, dict[GptWorkload, Degrees]]:
-    """Return the step time of each workload with its best degrees, and these degrees."""
+) -> tuple[Steps, Degrees]:
+    """Return each workload's step time with its best degrees, and those best for most of them."""
     steps = {}
     for degrees in ALL_DEGREES:
         jobs = [
-            MegatronJob(devices=devices, degrees=degrees, network=network) for devices in orders
+            systems.MegatronJob(devices=devices, degrees=degrees, network=network)
+            for devices in orders
         ]
         steps[degrees] = _mean(
-            [_by_depth(workloads, partial(megatron_iterations, job)) for job in jobs]
+            [_by_depth(workloads, partial(systems.megatron_iterations, job)) for job in jobs]
         )
     best = {of: min(ALL_DEGREES, key=lambda degrees: steps[degrees][of]) for of in workloads}
-    return {of: steps[best[of]][of] for of in workloads}, best
+    return {of: steps[best[of]][of] for of in workloads}, statistics.mode(best.values())
 
 
 def _by_depth(

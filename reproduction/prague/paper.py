@@ -8,28 +8,9 @@ from collections.abc import Callable, Mapping
 
 from polyrhythm.types import Seconds
 from reproduction.claim import Reproduction
-from reproduction.prague import figures
-from reproduction.prague.runs import (
-    HOMOGENEOUS,
-    SLOW_WORKER,
-    TWICE,
-    any_sleeps,
-    images_per_second,
-    section_steps,
-    step_time,
-    steps_in_ten_hours,
-    train_vgg,
-)
-from reproduction.prague.testbed import (
-    ALL_REDUCE,
-    GRPC,
-    RESNET_18,
-    RESNET_200,
-    SIXTEEN,
-    SMART,
-    VGG_16,
-    job,
-)
+from reproduction.prague import figures, runs, testbed
+from reproduction.prague.runs import HOMOGENEOUS, SLOW_WORKER, TWICE, any_sleeps, step_time
+from reproduction.prague.testbed import ALL_REDUCE, GRPC, SIXTEEN, SMART, VGG_16, job
 
 _SETUP = """\
 **The paper's set-up**: 16 workers on 4 nodes of 4 GTX 1080 Ti with FDR InfiniBand (Fig. 14); 32 on
@@ -84,15 +65,15 @@ out: neither its size nor its vocabulary is stated.
 
 
 def reproduce(log: Callable[[str], None]) -> Reproduction:
-    vgg = train_vgg(log)
+    vgg = runs.train_vgg(log)
     log("VGG-16, section lengths")
-    sections = section_steps()
+    sections = runs.section_steps()
     images = {}
-    for model in (RESNET_18, RESNET_200):
+    for model in (testbed.RESNET_18, testbed.RESNET_200):
         log(f"{model.name}, homogeneous and one worker sleeps 5 times")
-        images[model.name] = images_per_second(model)
+        images[model.name] = runs.images_per_second(model)
     log("ResNet-50, 32 workers")
-    steps = steps_in_ten_hours()
+    steps = runs.steps_in_ten_hours()
     return Reproduction(
         paper="prague",
         title="Prague: partial all-reduce for heterogeneous clusters",

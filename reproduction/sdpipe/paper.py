@@ -7,17 +7,8 @@ Pipeline-parallel Training", PVLDB 16(9), 2023.
 from collections.abc import Callable
 
 from reproduction.claim import Reproduction
+from reproduction.sdpipe import throughput
 from reproduction.sdpipe.testbed import ALL_REDUCE, BERT, BY_TEXT, RESNET, SDPIPE
-from reproduction.sdpipe.throughput import (
-    Times,
-    figure_4,
-    figure_6,
-    figure_9,
-    max_lead,
-    slowdown,
-    sweep,
-    throughput_plots,
-)
 from reproduction.sdpipe.training import TRACE_STEPS, figures_5_and_7
 
 _SETUP = """\
@@ -68,27 +59,27 @@ figures came from it:
 
 
 def reproduce(log: Callable[[str], None]) -> Reproduction:
-    times = sweep(log)
+    times = throughput.sweep(log)
     training_rows, curves = figures_5_and_7(log)
     log("sizes of groups")
-    size_rows, sizes = figure_9()
+    size_rows, sizes = throughput.figure_9()
     return Reproduction(
         paper="sdpipe",
         title="SDPipe",
         source="Miao et al., PVLDB 16(9), 2023",
         setup=_setup(times),
-        rows=(*figure_4(times), *figure_6(times), *training_rows, *size_rows),
-        plots=(*throughput_plots(times), *curves, sizes),
+        rows=(*throughput.figure_4(times), *throughput.figure_6(times), *training_rows, *size_rows),
+        plots=(*throughput.throughput_plots(times), *curves, sizes),
     )
 
 
-def _setup(times: Times) -> str:
+def _setup(times: throughput.Times) -> str:
     return _SETUP.format(
-        resnet=slowdown(times, RESNET.name, SDPIPE),
-        bert=slowdown(times, BERT.name, SDPIPE),
-        resnet_text=slowdown(times, RESNET.name, BY_TEXT),
-        bert_text=slowdown(times, BERT.name, BY_TEXT),
-        lead=max_lead(times, SDPIPE, ALL_REDUCE),
-        lead_text=max_lead(times, BY_TEXT, ALL_REDUCE),
+        resnet=throughput.slowdown(times, RESNET.name, SDPIPE),
+        bert=throughput.slowdown(times, BERT.name, SDPIPE),
+        resnet_text=throughput.slowdown(times, RESNET.name, BY_TEXT),
+        bert_text=throughput.slowdown(times, BERT.name, BY_TEXT),
+        lead=throughput.max_lead(times, SDPIPE, ALL_REDUCE),
+        lead_text=throughput.max_lead(times, BY_TEXT, ALL_REDUCE),
         trace_steps=TRACE_STEPS,
     )

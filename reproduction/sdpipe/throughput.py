@@ -97,6 +97,11 @@ def _samples(times: Times, case: SdpipeCase) -> float:
     return BATCH * case.grid.num_pipelines / times[case]
 
 
+def _lead(times: Times, case: SdpipeCase, other: str) -> float:
+    """How many times as fast as another method the case is."""
+    return times[case._replace(method=other)] / times[case]
+
+
 def slowdown(times: Times, name: str, method: str) -> float:
     """How many times as long a step takes under B, on average of all grids."""
     return geometric_mean(
@@ -108,10 +113,7 @@ def slowdown(times: Times, name: str, method: str) -> float:
 
 def max_lead(times: Times, method: str, other: str) -> float:
     """How many times as fast as another a method is under B, at most."""
-    return max(
-        times[SdpipeCase(*cell, "B", other)] / times[SdpipeCase(*cell, "B", method)]
-        for cell in _CELLS
-    )
+    return max(_lead(times, SdpipeCase(*cell, "B", method), other) for cell in _CELLS)
 
 
 def _max_sleeps(times: Times) -> float:
@@ -167,8 +169,7 @@ def _faster_rows(times: Times) -> Iterator[PaperRow]:
 
     def ratio(one: str, other: str, setting: str, model: str, grid: SdpipeGrid) -> float:
         """How many times as long one method takes as another."""
-        case = SdpipeCase(model, grid, setting, one)
-        return times[case] / times[case._replace(method=other)]
+        return _lead(times, SdpipeCase(model, grid, setting, other), one)
 
     equal, place, groups = "homogeneous", "Fig. 4a, 4d", (SDPIPE, ALL_REDUCE, AD_PSGD)
     what = "homogeneous: SDPipe, All-Reduce and AD-PSGD are faster than HetPipe"
@@ -203,7 +204,7 @@ def _faster_rows(times: Times) -> Iterator[PaperRow]:
 
 def figure_6(times: Times) -> list[PaperRow]:
     def lead(name: str, grid: SdpipeGrid, setting: str, method: str) -> float:
-        return _over_hetpipe(times, SdpipeCase(name, grid, setting, method))
+        return _lead(times, SdpipeCase(name, grid, setting, method), HETPIPE)
 
     cases = list(product(_NAMES, ("homogeneous", "B"), (SDPIPE, ALL_REDUCE, AD_PSGD)))
     return [
@@ -223,10 +224,6 @@ def figure_6(times: Times) -> list[PaperRow]:
     ]
 
 
-def _over_hetpipe(times: Times, case: SdpipeCase) -> float:
-    return times[case._replace(method=HETPIPE)] / times[case]
-
-
 def throughput_plots(times: Times) -> list[Plot]:
     def points(name: str, method: str) -> list[tuple[str, float]]:
         cases = [SdpipeCase(name, *each, method) for each in product(_GRIDS, _SETTINGS)]
@@ -236,7 +233,7 @@ def throughput_plots(times: Times) -> list[Plot]:
         bars = product(_NAMES, (_GRIDS[0], _LARGE), ("homogeneous", "B"))
         cases = [SdpipeCase(*each, method) for each in bars]
         return [
-            (f"{case.model} {case.grid} {_SETTINGS[case.setting]}", _over_hetpipe(times, case))
+            (f"{case.model} {case.grid} {_SETTINGS[case.setting]}", _lead(times, case, HETPIPE))
             for case in cases
         ]
 

@@ -236,12 +236,12 @@ def test_rows_compare_the_ratios_of_the_text():
         return CaseSteps(
             planned_cost=1.0,
             launched=seconds,
-            launched_degrees=dict.fromkeys(WORKLOADS, near),
+            best_launched=near,
             scheduled={of: scheduled * (step + 1e5) for of, step in seconds.items()},
             scheduled_pipeline=seconds,
             at_random={of: 2.7 * scheduled * (step + 1e5) for of, step in seconds.items()},
             megatron={of: megatron * step for of, step in seconds.items()},
-            degrees=dict.fromkeys(WORKLOADS, degrees),
+            best_degrees=degrees,
             overlapped=seconds,
             random_overlapped=seconds,
         )
