@@ -39,6 +39,7 @@ from benchmarks.converge.setting import (
 )
 from benchmarks.converge.tasks import Batch, LearningTask, SourceText, num_weights
 from benchmarks.harness.pool import (
+    TIMEOUT,
     LocalHosts,
     PoolWorker,
     WorkerPool,
@@ -53,7 +54,6 @@ from polyrhythm.run.demo.gpt import next_byte_loss
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.types import Seconds
 
-_TIMEOUT: Seconds = 60.0  # of any wait for another worker
 _EVALUATION_TIMEOUT: Seconds = 120.0
 _DEPTH_TIMEOUT: Seconds = 120.0  # of a pipeline
 _LOCK_TIMEOUT: Seconds = 30.0  # a worker holds the lock for a millisecond
@@ -259,10 +259,7 @@ def _run(run: ConvergeRun) -> tuple[ConvergeRun, SharedModels, list[WorkerReport
     machines = run.machines
     shared = SharedModels(machines, num_weights(run.task))
     traces = load_traces(machines.scenario(0))
-    hosts = LocalHosts(machines.num_workers)
-    with WorkerPool(
-        hosts, train, run, shared, traces, timeout=_TIMEOUT, port=hosts.free_port()
-    ) as pool:
+    with WorkerPool(LocalHosts(machines.num_workers), train, run, shared, traces) as pool:
         pool.gather("preparing")
         pool.start()
         return run, shared, pool.gather("training", machines.timeout)
@@ -316,7 +313,7 @@ def train(
     with worker.process_group():
         model = task.build(run.seed)
         optimizer = task.optimizer(model, run.lr, of_models=run.policy != ALL_REDUCE)
-        with GroupSync(model, optimizer, run.policy, state=run.state, timeout=_TIMEOUT) as sync:
+        with GroupSync(model, optimizer, run.policy, state=run.state, timeout=TIMEOUT) as sync:
             track = ModelTrack(shared, model)
             start = worker.wait_for_start()
             for step in count():
@@ -344,7 +341,7 @@ def train(
 
 def compute_time(task: LearningTask) -> Seconds:
     """Return the median time of the gradients of a step, alone on this machine."""
-    with WorkerPool(LocalHosts(), _compute, task, timeout=_TIMEOUT) as pool:
+    with WorkerPool(LocalHosts(), _compute, task) as pool:
         return float(statistics.median(pool.gather(f"computing {_TRIES} steps")[0]))
 
 
@@ -396,9 +393,7 @@ def _depth_loss(
     task: SourceText, schedule: str, seed: int, steps: int, barrier: Callable[[], object]
 ) -> float:
     hosts = LocalHosts(task.shape.num_layers)  # one layer each
-    with WorkerPool(
-        hosts, _train_stage, task, schedule, seed, steps, timeout=_TIMEOUT, port=hosts.free_port()
-    ) as pool:
+    with WorkerPool(hosts, _train_stage, task, schedule, seed, steps) as pool:
         weights = np.concatenate(pool.gather("training a pipeline", _DEPTH_TIMEOUT))
     torch.set_num_threads(1)
     return _losses(task, [weights])[0]
@@ -427,7 +422,7 @@ def _train_stage(
             num_microbatches=1,
             schedule=schedule,
             flush=False,
-            timeout=_TIMEOUT,
+            timeout=TIMEOUT,
         ) as pipeline:
             for step in range(steps):
                 inputs, targets = task.draw(seed, 0, step)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 
+from benchmarks.decoupled import settings
 from benchmarks.decoupled.collectives import (
     ALL_REDUCE,
     BOTH,
@@ -23,18 +24,7 @@ from benchmarks.decoupled.collectives import (
     over_all_reduce,
 )
 from benchmarks.decoupled.rounds import DecoupledPool, MeasuredSetting, cluster, measure
-from benchmarks.decoupled.settings import (
-    DDP,
-    FIRST_GUESS,
-    FSDP2,
-    FULL_SUITE,
-    HIERARCHICAL,
-    MIB,
-    OURS,
-    QUICK_SUITE,
-    TUNED,
-    DecoupledSide,
-)
+from benchmarks.decoupled.settings import DDP, HIERARCHICAL, OURS, TUNED
 from benchmarks.harness.report import Bar, Result, print_bars, print_rows, ratio_over_rounds
 from polyrhythm.describe.units import show
 from polyrhythm.lab.lab import Lab
@@ -58,7 +48,7 @@ Settings = Mapping[str, MeasuredSetting]  # by name
 
 
 def run(*, quick: bool, console: Console) -> Result:
-    suite = QUICK_SUITE if quick else FULL_SUITE
+    suite = settings.QUICK_SUITE if quick else settings.FULL_SUITE
     measured: dict[str, MeasuredSetting] = {}
     collectives: list[CollectiveRow] = []
     deadline = time.monotonic()
@@ -92,7 +82,7 @@ def ratios_of(measured: Settings) -> dict[str, float]:
         "latency20_2": measured["latency20_2"].ratio(DDP, OURS),
         "latency20_4": measured["latency20_4"].ratio(DDP, OURS),
         "slow_backward": measured["slow_backward"].ratio(DDP, OURS),
-        "fsdp2": speed.ratio(FSDP2, OURS),
+        "fsdp2": speed.ratio(settings.FSDP2, OURS),
         "of_smax": of_smax(speed),
         "tuned": measured["tuned"].ratio(TUNED, OURS),
         "state": measured["latency20_4"].state,
@@ -113,7 +103,7 @@ def of_smax(measured: MeasuredSetting) -> float:
 
 def first_guess(measured: MeasuredSetting) -> float:
     """Return the step with the untuned bucket size over the best of the grid."""
-    guess = DecoupledSide(OURS, FIRST_GUESS).name
+    guess = settings.DecoupledSide(OURS, settings.FIRST_GUESS).name
     return ratio_over_rounds(measured.rows, "seconds", guess, measured.best(OURS))
 
 
@@ -165,7 +155,7 @@ def _print_setting(console: Console, measured: MeasuredSetting) -> None:
     print_line(
         console,
         f"{setting.name}: {setting.num_workers} workers, {setting.num_layers} layers of "
-        f"{setting.layer_bytes / MIB:.3g} MiB; forward {setting.forward:g} s, backward "
+        f"{setting.layer_bytes / settings.MIB:.3g} MiB; forward {setting.forward:g} s, backward "
         f"{setting.backward:g} s; {1e3 * setting.latency:g} ms, "
         f"{show(measured.goodput, BytesPerSecond)} measured: all-gather "
         f"{measured.times.all_gather:.3f} s",

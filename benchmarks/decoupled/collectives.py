@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.decoupled.settings import TIMEOUT, CollectiveSetting
+from benchmarks.decoupled.settings import CollectiveSetting
+from benchmarks.harness.pool import TIMEOUT
 from benchmarks.harness.report import median_of
 from benchmarks.harness.timing import time_together
 from polyrhythm.run.comm.process_groups import new_gloo_group

@@ -14,7 +14,6 @@ NO_SYNC, DDP, FSDP2, OURS = "alone", "ddp", "fsdp2", "ours"
 TUNED, HIERARCHICAL = "tuned", "nested"  # ours, too: with a tuned bucket; inside each node first
 MIB: Bytes = 2**20
 FIRST_GUESS: Bytes = 25 * MIB  # as DDP's
-TIMEOUT: Seconds = 60.0  # of any wait for another worker
 
 
 @dataclass(frozen=True, slots=True)

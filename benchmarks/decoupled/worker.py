@@ -26,14 +26,13 @@ from benchmarks.decoupled.settings import (
     HIERARCHICAL,
     MIB,
     OURS,
-    TIMEOUT,
     TUNED,
     CollectiveSetting,
     DecoupledSetting,
     DecoupledSide,
 )
 from benchmarks.harness.compute import EmulatedCompute, EmulatedLayer
-from benchmarks.harness.pool import PoolWorker
+from benchmarks.harness.pool import TIMEOUT, PoolWorker
 from polyrhythm.errors import LabError
 from polyrhythm.lab.namespace import DEVICE
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer

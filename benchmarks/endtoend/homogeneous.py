@@ -80,12 +80,9 @@ def checkpoint(*, quick: bool, show: Callable[[str], None]) -> tuple[float, list
         slot=slot,
     )
     show("checkpoint: two jobs are started")
-    hosts = LocalHosts()
     with ExitStack() as stack:
         pools = {
-            side: stack.enter_context(
-                JobPool(hosts, _fit_squares, setting, width, every, port=hosts.free_port())
-            )
+            side: stack.enter_context(JobPool(LocalHosts(), _fit_squares, setting, width, every))
             for side, every in ((NOT_SAVING, None), (SAVING, steps_per_checkpoint))
         }
         rows = interleave("checkpoint", pools, show, lambda: time.sleep(_SETTLE))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from benchmarks.harness.pool import PORT, LocalHosts, PoolWorker, ProgressMessage, WorkerPool
+from benchmarks.harness.pool import TIMEOUT, LocalHosts, PoolWorker, ProgressMessage, WorkerPool
 from benchmarks.harness.report import ratio_over_rounds
 from polyrhythm.describe.scenario import LinkChange, Scenario
 from polyrhythm.describe.slowness import Slowness
@@ -87,7 +87,7 @@ class JobSetting:
     forward: Seconds  # of one layer and sample, on a device of speed 1
     backward: Seconds
     num_held_out: int = 0  # samples
-    timeout: Seconds = 60.0  # of any wait for another process
+    timeout: Seconds = TIMEOUT
     slot: int = 0  # steps until a worker waits for the driver; 0: it never does
     scenario: Scenario = field(default_factory=Scenario)  # its `slow` entries delay the compute
     bucket: Bytes = 25 * 2**20  # of gradients that torch averages at once, as DDP
@@ -225,7 +225,7 @@ class JobPool(WorkerPool):
         work: Callable[..., None],
         setting: JobSetting,
         *args: object,
-        port: int = PORT,
+        port: int | None = None,
     ) -> None:
         devices = [device for pipeline in setting.plan.pipelines for device in pipeline.devices]
         super().__init__(

@@ -17,7 +17,14 @@ from torch.nn import functional
 
 from benchmarks.harness.compute import EmulatedCompute, EmulatedLayer
 from benchmarks.harness.network import make_links_fast, restore_links
-from benchmarks.harness.pool import PORT, PoolWorker, WorkerPool, machine_too_slow, shared_zeros
+from benchmarks.harness.pool import (
+    PORT,
+    TIMEOUT,
+    PoolWorker,
+    WorkerPool,
+    machine_too_slow,
+    shared_zeros,
+)
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.describe.slowness import Slowness
 from polyrhythm.lab.commands import SwitchTiming
@@ -32,7 +39,6 @@ FLOAT: Bytes = 4
 # and 8 KB; those of real training are a thousand times as large, and it hardly matters.
 ENVELOPE: Bytes = 400
 MAX_STEPS = 1000  # of one worker
-_TIMEOUT: Seconds = 60.0  # of any wait for another process
 _ports = count(PORT)  # of rendezvous: each job has its own
 _POLL: Seconds = 0.05
 # What the executor does between two actions takes no time: beside a GPU it would run meanwhile,
@@ -106,8 +112,8 @@ class StepRecord:
 
     def num_ended(self) -> list[int]:
         """Return, per pipeline, the number of steps that have ended on all its stages."""
-        has_ended: np.ndarray = self._times.all(axis=1)
-        return has_ended.sum(axis=1).tolist()
+        counts: list[int] = np.count_nonzero(self._times.min(axis=1), axis=1).tolist()
+        return counts
 
 
 def run_job(lab: Lab, workers: Sequence[EmulatedWorker], num_steps: int) -> JobTimes:
@@ -122,7 +128,6 @@ def run_job(lab: Lab, workers: Sequence[EmulatedWorker], num_steps: int) -> JobT
         workers,
         record,
         on=[worker.device for worker in workers],
-        timeout=_TIMEOUT,
         port=next(_ports),
     ) as pool:
         pool.gather("preparing")
@@ -136,13 +141,13 @@ def run_job(lab: Lab, workers: Sequence[EmulatedWorker], num_steps: int) -> JobT
 
 
 def _wait_for_steps(record: StepRecord, pool: WorkerPool, num_steps: int) -> None:
-    num_before, deadline = 0, time.monotonic() + _TIMEOUT
+    num_before, deadline = 0, time.monotonic() + TIMEOUT
     while (num_ended := sum(record.num_ended())) < num_steps * record.num_pipelines:
         if num_ended > num_before:
-            num_before, deadline = num_ended, time.monotonic() + _TIMEOUT
+            num_before, deadline = num_ended, time.monotonic() + TIMEOUT
         pool.check_running("training")
         if time.monotonic() >= deadline:
-            raise machine_too_slow(f"no step ended within {_TIMEOUT:g} s")
+            raise machine_too_slow(f"no step ended within {TIMEOUT:g} s")
         time.sleep(_POLL)
 
 
@@ -159,7 +164,7 @@ def _work(pool_worker: PoolWorker, workers: Sequence[EmulatedWorker], record: St
             num_microbatches=spec.num_microbatches,
             schedule=spec.schedule,
             group=_own_pipeline(spec),
-            timeout=_TIMEOUT,
+            timeout=TIMEOUT,
             pipeline=spec.worker.pipeline,
         )
         sync = _group_sync(spec, pipeline, optimizer)
@@ -175,7 +180,7 @@ def _work(pool_worker: PoolWorker, workers: Sequence[EmulatedWorker], record: St
         compute()
         if sync is not None:
             sync.average_all()  # makes all connections; the policy sees nothing of it
-        layer.compute.start = pool_worker.wait_for_start(2 * _TIMEOUT)
+        layer.compute.start = pool_worker.wait_for_start(2 * TIMEOUT)
         for step in count():
             compute()
             optimizer.step()  # after averaging the gradients, where the policy averages these
@@ -199,7 +204,7 @@ def _group_sync(
         worker=spec.worker,
         num_pipelines=spec.num_pipelines,
         node=spec.device,
-        timeout=_TIMEOUT,
+        timeout=TIMEOUT,
     )
 
 

@@ -36,6 +36,7 @@ from polyrhythm.processes import Child, end_all, wait_for_all
 from polyrhythm.types import Seconds
 
 PORT = 29500  # of the rendezvous: each host of a lab has its own ports
+TIMEOUT: Seconds = 60.0  # of any wait for another process, unless a benchmark names another
 _LOOPBACK = "127.0.0.1"
 _POLL: Seconds = 0.5
 _LAST_WORDS: Seconds = 2.0  # from the end of a pipe until its process has ended with a reason
@@ -193,9 +194,9 @@ class WorkerPool:
         *args: object,
         on: Sequence[str] | None = None,
         folder: Path | None = None,
-        timeout: Seconds = 60.0,
+        timeout: Seconds = TIMEOUT,
         serves_orders: bool = False,
-        port: int = PORT,
+        port: int | None = None,
     ) -> None:
         """Describe a pool which runs `work(worker, *args)` in each process.
 
@@ -203,12 +204,14 @@ class WorkerPool:
         goes, by default a temporary one. `timeout`: longest wait, of the driver or a worker, unless
         a call names another. `serves_orders`: workers use `worker.serve` or `worker.orders`; the
         block starts when all are ready, and they may end by themselves after it. Pools in one lab
-        need other ports.
+        need a `port` each; on this machine the default is a free one.
         """
         self._hosts, self._work, self._args = hosts, work, args
         self._names = hosts.hosts if on is None else tuple(on)
         self._has_own_folder = folder is None
-        self.folder, self._port = folder or Path(tempfile.mkdtemp()), port
+        self.folder = folder or Path(tempfile.mkdtemp())
+        default = hosts.free_port() if isinstance(hosts, LocalHosts) else PORT
+        self._port = default if port is None else port
         self.timeout, self._serves_orders = timeout, serves_orders
         self._pipes: list[Connection] = []
         self._children: list[Child] = []

@@ -2,15 +2,15 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.types import Seconds
 
-_KERNEL_COUNTERS = Path("/proc/stat")
+_STOLEN, _NUM_KINDS = 7, 8  # of Linux' kinds of time; what guests get is part of the first ones
 
 
 def time_together(action: Callable[[], object] | None, *, head_start: Seconds) -> Seconds:
@@ -38,15 +38,9 @@ class StolenTime:
     """The time, of all cores, that the machine's host gave to others since this was made."""
 
     def __init__(self) -> None:
-        self._before = _ticks()
+        self._before = psutil.cpu_times()
 
     def share(self) -> float:
-        stolen, total = (now - then for now, then in zip(_ticks(), self._before, strict=True))
-        return stolen / total if total else 0.0
-
-
-def _ticks() -> tuple[int, int]:
-    """Return the stolen and all ticks that the kernel has counted since boot."""
-    first = _KERNEL_COUNTERS.read_text().split("\n", 1)[0]
-    ticks = [int(field) for field in first.split()[1:9]]
-    return ticks[7], sum(ticks)
+        spent = [now - then for now, then in zip(psutil.cpu_times(), self._before, strict=True)]
+        total = sum(spent[:_NUM_KINDS])
+        return float(spent[_STOLEN] / total) if total else 0.0

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from benchmarks.harness.compute import EmulatedCompute, EmulatedLayer
 from benchmarks.harness.network import set_links
-from benchmarks.harness.pool import LocalHosts, PoolWorker, WorkerPool
+from benchmarks.harness.pool import TIMEOUT, LocalHosts, PoolWorker, WorkerPool
 from benchmarks.pipeline.networks import HOSTS, LATENCY, PipelineNetwork, bandwidth, bursts
 from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.lab.lab import Lab
@@ -28,7 +28,6 @@ from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.types import Seconds
 
 BASELINE = "torch"
-_TIMEOUT: Seconds = 60.0  # of a wait for another stage
 _STEP_TIMEOUT: Seconds = 90.0  # for one step of the slowest side on the slowest network
 _NUM_MICROBATCHES, _MICROBATCH_SIZE, _WIDTH = 8, 16, 256  # of the plain loop
 
@@ -54,7 +53,7 @@ class StagePool(WorkerPool):
     """One process per host and stage."""
 
     def __init__(self, lab: Lab, load: StageLoad) -> None:
-        super().__init__(lab, _work, load, timeout=_TIMEOUT, serves_orders=True)
+        super().__init__(lab, _work, load, serves_orders=True)
         self._lab, self._load = lab, load
 
     def set_network(self, network: PipelineNetwork, forward: Seconds) -> None:
@@ -140,7 +139,7 @@ class _Sides:
                 loss_fn=functional.mse_loss,
                 num_microbatches=number,
                 schedule=name,
-                timeout=_TIMEOUT,
+                timeout=TIMEOUT,
             )
         wrapped = PipelineStage(stage, self._rank, self._num_stages, torch.device("cpu"))
         return Schedule1F1B(wrapped, number, loss_fn=functional.mse_loss)
@@ -152,7 +151,7 @@ def plain_loop(num_rounds: int) -> float:
     The median over rounds, in turns, of real compute: what the executor itself costs.
     """
     # In a process of its own: this one must stay able to fork.
-    with WorkerPool(LocalHosts(), _compare_with_plain_loop, num_rounds, timeout=_TIMEOUT) as pool:
+    with WorkerPool(LocalHosts(), _compare_with_plain_loop, num_rounds) as pool:
         (ratio,) = pool.gather(f"{num_rounds} rounds of a plain loop")
     return float(ratio)
 

@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.harness.network import set_links, uniform_cluster
-from benchmarks.harness.pool import WorkerPool
+from benchmarks.harness.pool import TIMEOUT, WorkerPool
 from benchmarks.harness.report import (
     Bar,
     Result,
@@ -37,7 +37,7 @@ from benchmarks.sync.settings import (
     SyncSide,
     SyncSuite,
 )
-from benchmarks.sync.worker import TIMEOUT, SyncAnswer, SyncOrder, work
+from benchmarks.sync.worker import SyncAnswer, SyncOrder, work
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.errors import LabError
 from polyrhythm.lab.lab import Lab
@@ -149,7 +149,7 @@ class SyncPool(WorkerPool):
 
     def __init__(self, lab: Lab, *, num_stages: int) -> None:
         """`num_stages`: of the pipelines in a grid."""
-        super().__init__(lab, work, num_stages, timeout=TIMEOUT, serves_orders=True)
+        super().__init__(lab, work, num_stages, serves_orders=True)
         self.lab, self.numbers = lab, count()  # numbers of orders
 
     def trouble(self) -> str | None:

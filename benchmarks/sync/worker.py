@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.harness.compute import EmulatedCompute, EmulatedLayer
-from benchmarks.harness.pool import PoolWorker
+from benchmarks.harness.pool import TIMEOUT, PoolWorker
 from benchmarks.sync.settings import MICROBATCHES_PER_WORKER, SyncSetting, SyncSide, device_name
 from polyrhythm.describe.slowness import Slowness, load_traces
 from polyrhythm.events import EventLog, LogReader, worker_log
@@ -30,7 +30,6 @@ from polyrhythm.run.averaging.parameter_server import ParameterServer
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.types import Seconds, Worker
 
-TIMEOUT: Seconds = 60.0  # of any wait for another process
 _WORKERS_PER_NODE = 4  # as on Prague's cluster; the network is the same everywhere
 _NUM_ACTIVATIONS = 16
 _NUM_REPORTED = 2000  # weights, which show how far workers are apart

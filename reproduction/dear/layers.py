@@ -198,8 +198,7 @@ def _linear(inputs: int, outputs: int, tokens: int) -> LearnableLayer:
 
 
 def _layer_norm(hidden: int, state: int) -> LearnableLayer:
-    layer = LearnableLayer(tensors=(hidden, hidden))
-    return layer.plus(3 * state, 7 * state)
+    return LearnableLayer(tensors=(hidden, hidden)).plus(3 * state, 7 * state)
 
 
 def _embedding(parameters: int, state: int) -> LearnableLayer:

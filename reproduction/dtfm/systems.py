@@ -38,17 +38,8 @@ from polyrhythm.cost.step import Replica, StageRun, StageWork, StepSpec, groups_
 from polyrhythm.cost.sync import Links, ReplicaGroup, Sync, reduce_scatter_times
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Action, Op, Seconds
-from reproduction.dtfm.testbed import (
-    ACTIVATION_BYTES,
-    BACKWARD,
-    NUM_GPUS,
-    DtfmNetwork,
-    Flow,
-    GptWorkload,
-    Layout,
-    forward_time,
-    gradient_bytes,
-)
+from reproduction.dtfm import testbed
+from reproduction.dtfm.testbed import ACTIVATION_BYTES, DtfmNetwork, Flow, GptWorkload, Layout
 
 SEQUENCES_AT_A_TIME = 64
 # Micro-batches. From the first number on, times repeat with a period of as many micro-batches as a
@@ -135,7 +126,7 @@ def dtfm_iterations(
 
 def _dtfm_step(layout: Layout, num_layers: int, links: Links) -> StepSpec:
     num_stages = len(layout)
-    forward = forward_time(num_layers / num_stages)
+    forward = testbed.forward_time(num_layers / num_stages)
     schedule = ScheduleSpec("gpipe").build(
         num_stages=num_stages, num_microbatches=SEQUENCES_AT_A_TIME
     )
@@ -150,13 +141,13 @@ def _dtfm_step(layout: Layout, num_layers: int, links: Links) -> StepSpec:
         stages=tuple(
             StageWork(
                 forward=forward,
-                backward=BACKWARD * forward,
+                backward=testbed.BACKWARD * forward,
                 activation_bytes=ACTIVATION_BYTES,
                 gradient_bytes=size,
             )
-            for size in gradient_bytes(num_layers, num_stages)
+            for size in testbed.gradient_bytes(num_layers, num_stages)
         ),
-        speeds=(1.0,) * NUM_GPUS,
+        speeds=(1.0,) * testbed.NUM_GPUS,
         links=links,
         sync=Sync.SEQUENTIAL,
     )
@@ -174,7 +165,7 @@ class Degrees(NamedTuple):
 ALL_DEGREES = tuple(
     Degrees(*degrees)
     for degrees in product((1, 2, 4, 8), repeat=3)
-    if degrees[0] * degrees[1] * degrees[2] == NUM_GPUS
+    if degrees[0] * degrees[1] * degrees[2] == testbed.NUM_GPUS
 )
 
 
@@ -201,7 +192,7 @@ class MegatronJob:
     def data_groups(self, num_layers: int) -> list[ReplicaGroup]:
         """The groups that all-reduce gradients."""
         replicas = range(self.degrees.data)
-        sizes = gradient_bytes(num_layers, self.degrees.pipeline)
+        sizes = testbed.gradient_bytes(num_layers, self.degrees.pipeline)
         return [
             ReplicaGroup(
                 members=tuple(self.device(tensor, stage, replica) for replica in replicas),
@@ -217,7 +208,7 @@ def megatron_iterations(
     """One iteration of Megatron per batch."""
     degrees = job.degrees
     layers_per_stage = num_layers / degrees.pipeline
-    compute = forward_time(layers_per_stage) / degrees.tensor
+    compute = testbed.forward_time(layers_per_stage) / degrees.tensor
     reduces = [layers_per_stage * time for time in ring_times(job.tensor_groups(), job.network)]
     sync = max(ring_times(job.data_groups(num_layers), job.network))
     hops = _hops(job)
@@ -226,7 +217,7 @@ def megatron_iterations(
         of_stages = [reduces[stage * degrees.data + replica] for stage in range(degrees.pipeline)]
         forward = tuple(compute + reduce for reduce in of_stages)
         # Two of the three all-reduces are in the backward, one of them in its recomputed forward.
-        backward = tuple(BACKWARD * compute + 2 * reduce for reduce in of_stages)
+        backward = tuple(testbed.BACKWARD * compute + 2 * reduce for reduce in of_stages)
         links = tuple(hop[replica] for hop in hops)
         pipelines.append(
             PipelineTimes(forward=forward, backward=backward, activations=links, gradients=links)

@@ -4,16 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from reproduction.claim import PaperRow, Plot, Points, ordered
-from reproduction.prague.runs import (
-    DENSE,
-    FIVE_TIMES,
-    HOMOGENEOUS,
-    SEPARATE,
-    TWICE,
-    TrainingTime,
-    all_reduce_times,
-    compute_times,
-)
+from reproduction.prague import runs
+from reproduction.prague.runs import FIVE_TIMES, HOMOGENEOUS, TWICE, TrainingTime
 from reproduction.prague.testbed import (
     AD_PSGD,
     ALL_REDUCE,
@@ -215,14 +207,14 @@ def _ratio(
 
 
 def cost_plot() -> Plot:
-    dense, separate = all_reduce_times(DENSE), all_reduce_times(SEPARATE)
+    dense, separate = (runs.all_reduce_times(each) for each in (runs.DENSE, runs.SEPARATE))
     return Plot(
         name="fig16",
         title="Fig. 16: compute of a VGG-16 step, and all-reduce of its gradients",
         x="batch size (B.S.); workers, four on a node (W.) or one (S.W.)",
         y="ms",
         series={
-            "compute": [(f"B.S. {n}", 1e3 * time) for n, time in compute_times().items()],
+            "compute": [(f"B.S. {n}", 1e3 * time) for n, time in runs.compute_times().items()],
             "all-reduce, dense": [(f"W. {n}", 1e3 * time) for n, time in dense.items()],
             "all-reduce, separate": [(f"S.W. {n}", 1e3 * time) for n, time in separate.items()],
         },

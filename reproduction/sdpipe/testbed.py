@@ -118,10 +118,6 @@ class SdpipeGrid:
     def pipelines_per_node(self) -> int:
         return _GPUS_PER_NODE // self.num_stages
 
-    @property
-    def num_nodes(self) -> int:
-        return self.num_pipelines // self.pipelines_per_node
-
     def __str__(self) -> str:
         return f"{self.num_stages} x {self.num_pipelines}"
 

@@ -46,7 +46,7 @@ def test_stages_hold_the_published_parameters_and_all_operations(model, paramete
 def test_a_pipeline_is_within_a_node_and_replicas_are_on_different_nodes():
     grid = SdpipeGrid(4, 16)
     job = job_of(ALL_REDUCE, RESNET, grid, sleeps(RESNET, grid, "B"))
-    assert grid.num_nodes == 8
+    assert grid.num_pipelines // grid.pipelines_per_node == 8
     assert job.gateways is not None
     homes = [{job.gateways[run.device] for run in pipeline.runs} for pipeline in job.pipelines]
     assert all(len(home) == 1 for home in homes)
