@@ -8,14 +8,7 @@ from benchmarks.endtoend.heterogeneous import heterogeneous
 from benchmarks.endtoend.homogeneous import checkpoint, homogeneous
 from benchmarks.endtoend.job import SlotRow
 from benchmarks.endtoend.lines import lines_to_change
-from benchmarks.harness.report import (
-    Bar,
-    Result,
-    print_bars,
-    print_rows,
-    progress_printer,
-    select,
-)
+from benchmarks.harness.report import Bar, Result, print_bars, print_rows, progress_printer, select
 
 BARS = (
     Bar("heterogeneous", ">=", 3.0, "samples per second over torch's, heterogeneous cluster"),

@@ -37,6 +37,7 @@ _BUCKET: Bytes = 25 * 2**20  # of DDP, by default
 PREEMPTED = 1 / 4  # of a link's bandwidth
 _DWELL: Seconds = 2.0  # until the next draw, in the time of the real world: a sixth of our step
 _LONGEST: Seconds = 1200.0  # of a run: as long do links change
+_BASELINE_STEPS = 1  # of each run of torch
 _NUM_CORES = 2  # that all processes share
 _SINGLE_TIMEOUT: Seconds = 180.0
 
@@ -46,7 +47,6 @@ class HeterogeneousSetting:
     lab: plan_lab.LabSetting
     num_steps: int  # of the Trainer
     num_held_out: int
-    baseline_steps: int  # of each run
     baseline_sizes: tuple[int, ...]  # samples of a micro-batch, to choose from
     num_layouts: int
     timeout: Seconds  # of a step
@@ -56,7 +56,6 @@ FULL = HeterogeneousSetting(
     lab=replace(plan_lab.FULL, num_microbatches=16),
     num_steps=48,
     num_held_out=512,
-    baseline_steps=1,
     baseline_sizes=(1, 2, 4),
     num_layouts=3,
     timeout=120.0,
@@ -65,7 +64,6 @@ QUICK = HeterogeneousSetting(
     lab=replace(plan_lab.QUICK, num_microbatches=4, time_scale=0.02),
     num_steps=4,
     num_held_out=16,
-    baseline_steps=1,
     baseline_sizes=(1, 2),
     num_layouts=2,
     timeout=60.0,
@@ -193,13 +191,13 @@ class _Runs:
 
     def baseline(self, runs: Sequence[BaselineRun]) -> list[HeterogeneousRow]:
         """Run torch on several layouts, concurrently."""
-        timeout = (self.setting.baseline_steps + 1) * self.setting.timeout
+        timeout = (_BASELINE_STEPS + 1) * self.setting.timeout
         return run_concurrently([partial(self._baseline, run) for run in runs], timeout=timeout)
 
     def _baseline(self, run: BaselineRun, barrier: Callable[[], object]) -> HeterogeneousRow:
         number, layout, microbatch_size = run
         plan = baseline_plan(layout, self.setting, microbatch_size)
-        job = self.job(plan, self.setting.baseline_steps)
+        job = self.job(plan, _BASELINE_STEPS)
         return self._run("torch", f"random {number}", training.torch_baseline, job, barrier)[0]
 
     def trainer(self, job: JobSetting) -> tuple[HeterogeneousRow, float]:

@@ -122,14 +122,8 @@ def run_job(lab: Lab, workers: Sequence[EmulatedWorker], num_steps: int) -> JobT
     assert num_steps * first.num_pipelines < MAX_STEPS, "the record has room"
     record = StepRecord(num_stages=first.num_stages, num_pipelines=first.num_pipelines)
     make_links_fast(lab)
-    with WorkerPool(
-        lab,
-        _work,
-        workers,
-        record,
-        on=[worker.device for worker in workers],
-        port=next(_ports),
-    ) as pool:
+    devices = [worker.device for worker in workers]
+    with WorkerPool(lab, _work, workers, record, on=devices, port=next(_ports)) as pool:
         pool.gather("preparing")
         restore_links(lab)
         lab.report(reset=True)

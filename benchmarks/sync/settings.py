@@ -94,14 +94,11 @@ def device_name(rank: int) -> str:
     return f"w{rank}"
 
 
-_ADAPTIVE: dict[str, object] = {"last_groups": LAST_GROUPS}
-_AGE: dict[str, object] = {"max_age": MAX_AGE}
-
 ALL_REDUCE = SyncSide(name="all_reduce", policy="all_reduce")
 SMART = SyncSide(name="smart", policy="smart")
-AGE = SyncSide(name="age", policy="age", options=_AGE)
+AGE = SyncSide(name="age", policy="age", options={"max_age": MAX_AGE})
 AGE_OVERLAP = replace(AGE, name="age, overlap", overlap=True)
-ADAPTIVE = SyncSide(name="adaptive", policy="adaptive", options=_ADAPTIVE)
+ADAPTIVE = SyncSide(name="adaptive", policy="adaptive", options={"last_groups": LAST_GROUPS})
 ADAPTIVE_OVERLAP = replace(ADAPTIVE, name="adaptive, overlap", overlap=True)
 BALANCED = SyncSide(name="balanced", policy="balanced")
 STATIC = SyncSide(name="static", policy="static")

@@ -17,9 +17,9 @@ optimizer takes no time; ByteScheduler has one credit: a piece starts when the p
 """
 
 import heapq
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from polyrhythm.errors import DescriptionError
 from polyrhythm.sync.fusion.layers import Buckets, LayerTimes, check_buckets
@@ -119,10 +119,7 @@ def _by_priority(
     negotiation: Seconds,
 ) -> list[Seconds]:
     """When all pieces of each layer are sent; the lowest layer with ready gradients goes first."""
-    ready_at, now = [0.0] * len(layers), 0.0
-    for number in range(len(layers) - 1, -1, -1):
-        now += layers[number].backward
-        ready_at[number] = now
+    ready_at = list(accumulate(layer.backward for layer in reversed(layers)))[::-1]
     unready = list(range(len(layers)))  # gradients of the last layer are ready first: pop from here
     waiting: list[tuple[int, Bytes]] = []
     sent_at, now = list(ready_at), 0.0
@@ -139,5 +136,4 @@ def _by_priority(
             sent_at[number] = now
         if left - sent > 0:
             heapq.heappush(waiting, (number, left - sent))
-    assert all(math.isfinite(t) for t in sent_at), "a layer was not sent"
     return sent_at

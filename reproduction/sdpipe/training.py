@@ -116,11 +116,8 @@ def _figure_5(name: str, times: Mapping[str, float], hetpipe: float) -> list[Pap
     ]
     if name == BERT.name:
         slower = [times[method] > times[ALL_REDUCE] for method in (AD_PSGD, HETPIPE)]
-        rows.append(
-            always(
-                place, f"{what}: AD-PSGD and HetPipe take longer than All-Reduce", slower, why=_EASY
-            )
-        )
+        what += ": AD-PSGD and HetPipe take longer than All-Reduce"
+        rows.append(always(place, what, slower, why=_EASY))
     return rows
 
 
