@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,48 +46,39 @@ def time_collectives(setting: CollectiveSetting) -> list[CollectiveRow]:
     for size in setting.sizes:
         collectives = _collectives(torch.ones(size // 4), peers)
         for number in range(setting.num_rounds + 1):
-            for (whose, what), actions in collectives.items():
+            for (whose, what), parts in collectives.items():
                 row = CollectiveRow(
                     num_workers=peers.num_workers,
                     size=size,
                     whose=whose,
                     what=what,
                     round=number,
-                    seconds=time_together(partial(_run, actions), head_start=_HEAD_START),
+                    seconds=time_together(partial(_run, parts), head_start=_HEAD_START),
                 )
                 if number > 0:
                     rows.append(row)
     return rows
 
 
-def _run(actions: Sequence[Callable[[], object]]) -> None:
-    for action in actions:
-        action()
+def _run(parts: Sequence[Callable[[], Any]]) -> None:
+    for start in parts:
+        start().wait()
 
 
 def _collectives(
     flat: Tensor, peers: GlooCollectives
-) -> dict[Collective, Sequence[Callable[[], object]]]:
-    """Return the actions of each collective, one after the other."""
+) -> dict[Collective, Sequence[Callable[[], Any]]]:
+    """Return what starts the parts of each collective, which run one after the other."""
     own = flat.view(peers.num_workers, -1)[peers.rank].clone()
     world = dist.group.WORLD
     assert world is not None, "the process group is initialised"
-
-    def scatter() -> None:
-        # Its public name depends on torch's release.
-        world._reduce_scatter_base(own, flat, dist.ReduceScatterOptions()).wait()
-
-    def gather() -> None:
-        world._allgather_base(flat, own).wait()
-
-    def scatter_to_peers() -> None:
-        peers.reduce_scatter(flat, 0).wait()
-
-    def gather_from_peers() -> None:
-        peers.all_gather(flat, 0).wait()
-
+    # The public name depends on torch's release.
+    scatter = partial(world._reduce_scatter_base, own, flat, dist.ReduceScatterOptions())
+    gather = partial(world._allgather_base, flat, own)
+    scatter_to_peers = partial(peers.reduce_scatter, flat, 0)
+    gather_from_peers = partial(peers.all_gather, flat, 0)
     return {
-        (GLOO, ALL_REDUCE): [lambda: dist.all_reduce(flat)],
+        (GLOO, ALL_REDUCE): [partial(dist.all_reduce, flat, async_op=True)],
         (GLOO, SCATTER): [scatter],
         (PEERS, SCATTER): [scatter_to_peers],
         (GLOO, GATHER): [gather],

@@ -184,10 +184,7 @@ FULL_SUITE = DecoupledSuite(
         ),
     ),
     collectives=CollectiveSetting(
-        sizes=(65_536, 262_144, MIB, 8 * MIB),
-        bandwidth=50e6,
-        latency=0.0002,
-        num_rounds=3,
+        sizes=(65_536, 262_144, MIB, 8 * MIB), bandwidth=50e6, latency=0.0002, num_rounds=3
     ),
 )
 QUICK_SUITE = DecoupledSuite(

@@ -242,9 +242,7 @@ class JobPool(WorkerPool):
         self.log = JobLog(start=self.start())
 
     def follow(
-        self,
-        links: Iterable[LinkChange] = (),
-        on_step: Callable[[JobLog], None] = lambda _: None,
+        self, links: Iterable[LinkChange] = (), on_step: Callable[[JobLog], None] = lambda _: None
     ) -> JobLog:
         """Wait for the end of the slot or job, while links change at their times since the start.
 

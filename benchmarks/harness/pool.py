@@ -193,23 +193,20 @@ class WorkerPool:
         work: Callable[..., object],
         *args: object,
         on: Sequence[str] | None = None,
-        folder: Path | None = None,
         timeout: Seconds = TIMEOUT,
         serves_orders: bool = False,
         port: int | None = None,
     ) -> None:
         """Describe a pool which runs `work(worker, *args)` in each process.
 
-        `on`: the host of each rank, by default every host once. `folder`: where the workers' output
-        goes, by default a temporary one. `timeout`: longest wait, of the driver or a worker, unless
-        a call names another. `serves_orders`: workers use `worker.serve` or `worker.orders`; the
-        block starts when all are ready, and they may end by themselves after it. Pools in one lab
-        need a `port` each; on this machine the default is a free one.
+        `on`: the host of each rank, by default every host once. `timeout`: longest wait, of the
+        driver or a worker, unless a call names another. `serves_orders`: workers use `worker.serve`
+        or `worker.orders`; the block starts when all are ready, and they may end by themselves
+        after it. Pools in one lab need a `port` each; on this machine the default is a free one.
         """
         self._hosts, self._work, self._args = hosts, work, args
         self._names = hosts.hosts if on is None else tuple(on)
-        self._has_own_folder = folder is None
-        self.folder = folder or Path(tempfile.mkdtemp())
+        self.folder = Path(tempfile.mkdtemp())  # of the workers' output
         default = hosts.free_port() if isinstance(hosts, LocalHosts) else PORT
         self._port = default if port is None else port
         self.timeout, self._serves_orders = timeout, serves_orders
@@ -265,8 +262,7 @@ class WorkerPool:
         end_all(self._children)
         for pipe in self._pipes:
             pipe.close()
-        if self._has_own_folder:
-            shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder)
 
     def broadcast(self, message: object) -> None:
         """Send a message to every worker."""

@@ -56,13 +56,7 @@ _NETWORK_ONLY = (
 
 
 def rows() -> list[PaperRow]:
-    return [
-        *_unfused_rows(),
-        *_tuned_rows(),
-        *_table_rows(),
-        *_comparison_rows(),
-        *_horovod_rows(),
-    ]
+    return [*_unfused_rows(), *_tuned_rows(), *_table_rows(), *_comparison_rows(), *_horovod_rows()]
 
 
 def plots() -> list[Plot]:

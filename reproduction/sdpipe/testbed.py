@@ -97,13 +97,9 @@ def stages_of(model: SdpipeModel, num_stages: int) -> tuple[StageWork, ...]:
 
 
 def _stage(layers: Sequence[LayerWork]) -> StageWork:
-    operations = [BATCH * layer.operations for layer in layers]
     return StageWork(
-        forward=sum(operations) / _A100,
-        backward=sum(
-            layer.backward_ratio * count for layer, count in zip(layers, operations, strict=True)
-        )
-        / _A100,
+        forward=sum(BATCH * layer.operations for layer in layers) / _A100,
+        backward=sum(BATCH * layer.operations * layer.backward_ratio for layer in layers) / _A100,
         activation_bytes=BATCH * _ELEMENT_BYTES * layers[-1].outputs,
         gradient_bytes=sum(_ELEMENT_BYTES * layer.parameters for layer in layers),
     )
