@@ -30,9 +30,8 @@ _Labels = NDArray[np.int64]  # the group of each device
 
 
 class LocalSearch(StrEnum):
-    """The functions of `local_search.py`."""
-
-    CIRCULAR = "circular"  # which the published code runs
+    PAIRWISE = "pairwise"  # as printed
+    CIRCULAR = "circular"  # its circular version, which the published code runs
     KERNIGHAN_LIN = "kernighan_lin"  # the paper's baseline
 
 
@@ -121,7 +120,12 @@ def _offspring(
 
     first, second = rng.choice(len(population), size=2, replace=False)
     labels = crossover(population[first], population[second], settings.num_genes, times, rng)
-    getattr(local_search, settings.local_search)(labels, weights, times.num_stages)
+    improve = {
+        LocalSearch.PAIRWISE: local_search.pairwise,
+        LocalSearch.CIRCULAR: local_search.circular,
+        LocalSearch.KERNIGHAN_LIN: local_search.kernighan_lin,
+    }[settings.local_search]
+    improve(labels, weights, times.num_stages)
     return labels
 
 
