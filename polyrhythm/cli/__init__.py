@@ -11,7 +11,6 @@ from typing import Annotated
 import tyro
 
 from polyrhythm import __version__
-from polyrhythm.cli.bench import Bench
 from polyrhythm.cli.coordinator import CoordinatorCommand
 from polyrhythm.cli.demo import Demo
 from polyrhythm.cli.export import ExportCommand
@@ -22,8 +21,8 @@ from polyrhythm.cli.probe import Probe
 from polyrhythm.cli.profile import Profile
 from polyrhythm.cli.replay import ReplayCommand
 from polyrhythm.cli.report import ReportCommand
-from polyrhythm.cli.reproduce import ReproduceCommand
 from polyrhythm.cli.simulate import SimulateCommand
+from polyrhythm.cli.source_tree import Bench, ReproduceCommand
 from polyrhythm.cli.train import TrainCommand
 from polyrhythm.errors import PeerError, UserError, WorkerError
 from polyrhythm.processes import BAD_INPUT

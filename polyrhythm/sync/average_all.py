@@ -13,13 +13,12 @@ Source: none; SDPipe and Prague do not say whose model is the result.
 
 from dataclasses import dataclass, field
 
-from polyrhythm.sync.policy import Policy
-from polyrhythm.sync.roster import Roster, format_workers
-from polyrhythm.types import Group, Seconds, Worker
+from polyrhythm.sync.roster import Roster, RosterPolicy, format_workers
+from polyrhythm.types import Group, Seconds
 
 
 @dataclass(slots=True)
-class AverageAllPolicy(Policy):
+class AverageAllPolicy(RosterPolicy):
     """The global average of one stage: workers that call average_all() are ready for it."""
 
     timeout: Seconds
@@ -30,18 +29,6 @@ class AverageAllPolicy(Policy):
     def has_others(self) -> bool:
         """Whether more than one worker is present."""
         return len(self._roster.present) > 1
-
-    def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
-        self._roster.join(worker, now)
-        return []
-
-    def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
-        self._roster.add_ready(worker, now)
-        return self._release(now)
-
-    def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:
-        self._roster.leave(worker)
-        return self._release(now)
 
     def on_timer(self, now: Seconds) -> list[Group]:
         if now < self.next_timer():

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.types import Seconds, Worker
+from polyrhythm.sync.policy import Policy
+from polyrhythm.types import Group, Seconds, Worker
 
 MAX_NAMED = 4  # a reason names at most this many missing workers
 
@@ -118,3 +119,27 @@ class Roster:
             expected="on_join before any other call for a worker",
             fix="call on_join for it first",
         )
+
+
+class RosterPolicy(Policy):
+    """A policy that keeps a roster, and after each event releases the groups that are due."""
+
+    _roster: Roster
+
+    def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
+        self._roster.join(worker, now)
+        return []
+
+    def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
+        self._roster.add_ready(worker, now)
+        return self._release(now)
+
+    def on_timer(self, now: Seconds) -> list[Group]:
+        return self._release(now)
+
+    def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:
+        self._roster.leave(worker)
+        return self._release(now)
+
+    def _release(self, now: Seconds) -> list[Group]:
+        raise NotImplementedError

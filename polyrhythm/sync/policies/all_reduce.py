@@ -11,13 +11,12 @@ Framework for Heterogeneity-aware Pipeline-parallel Training", PVLDB 16(9), 2023
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from polyrhythm.sync.policy import Policy
-from polyrhythm.sync.roster import Roster
-from polyrhythm.types import Group, Seconds, Worker
+from polyrhythm.sync.roster import Roster, RosterPolicy
+from polyrhythm.types import Group, Seconds
 
 
 @dataclass(slots=True)
-class AllReduce(Policy):
+class AllReduce(RosterPolicy):
     lockstep: ClassVar[bool] = True
     num_workers: int
     startup: Seconds = 60.0
@@ -25,21 +24,6 @@ class AllReduce(Policy):
 
     def __post_init__(self) -> None:
         self._roster = Roster(self.num_workers, self.startup)
-
-    def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
-        self._roster.join(worker, now)
-        return []
-
-    def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
-        self._roster.add_ready(worker, now)
-        return self._release(now)
-
-    def on_timer(self, now: Seconds) -> list[Group]:
-        return self._release(now)
-
-    def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:
-        self._roster.leave(worker)
-        return self._release(now)
 
     def next_timer(self) -> Seconds:
         return self._roster.next_timer()

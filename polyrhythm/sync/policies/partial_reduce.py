@@ -16,14 +16,13 @@ import math
 from dataclasses import dataclass, field
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.policy import Policy
-from polyrhythm.sync.roster import Roster
+from polyrhythm.sync.roster import Roster, RosterPolicy
 from polyrhythm.sync.windowed_groups import target_size
-from polyrhythm.types import Group, Seconds, Worker
+from polyrhythm.types import Group, Seconds
 
 
 @dataclass(slots=True)
-class PartialReduce(Policy):
+class PartialReduce(RosterPolicy):
     num_workers: int
     group_size: int | None = None  # None for 3, as in Prague's random groups, or all of fewer
     timeout: Seconds = math.inf
@@ -40,21 +39,6 @@ class PartialReduce(Policy):
                 expected="0 seconds or more",
                 fix="use inf to wait until the group is full",
             )
-
-    def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
-        self._roster.join(worker, now)
-        return []
-
-    def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
-        self._roster.add_ready(worker, now)
-        return self._release(now)
-
-    def on_timer(self, now: Seconds) -> list[Group]:
-        return self._release(now)
-
-    def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:
-        self._roster.leave(worker)
-        return self._release(now)
 
     def next_timer(self) -> Seconds:
         return min(self._roster.waiting_since() + self.timeout, self._roster.next_timer())

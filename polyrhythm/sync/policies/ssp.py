@@ -22,13 +22,12 @@ pipeline.
 from dataclasses import dataclass, field
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.policy import Policy
-from polyrhythm.sync.roster import Roster
+from polyrhythm.sync.roster import Roster, RosterPolicy
 from polyrhythm.types import Group, Seconds, Worker
 
 
 @dataclass(slots=True)
-class BoundedStaleness(Policy):
+class BoundedStaleness(RosterPolicy):
     num_workers: int  # of all stages that this policy decides for
     staleness: int | None = None  # None for the number of stages
     startup: Seconds = 60.0  # longest wait at the start for workers that have not joined
@@ -70,9 +69,6 @@ class BoundedStaleness(Policy):
         """Count a push and release all workers that may continue now."""
         self._roster.add_ready(worker, now)
         self._num_pushed[worker] += 1
-        return self._release(now)
-
-    def on_timer(self, now: Seconds) -> list[Group]:
         return self._release(now)
 
     def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:

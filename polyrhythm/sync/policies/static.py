@@ -27,8 +27,7 @@ from itertools import accumulate
 from typing import Self
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.policy import Policy
-from polyrhythm.sync.roster import Roster
+from polyrhythm.sync.roster import Roster, RosterPolicy
 from polyrhythm.types import Group, Seconds, Worker
 
 NUM_PHASES = 4
@@ -106,7 +105,7 @@ def _opposite(node: int, cycle: int, num_nodes: int) -> int:
 
 
 @dataclass(slots=True)
-class StaticGroups(Policy):
+class StaticGroups(RosterPolicy):
     """The same groups as a policy, for the simulator, which has a central scheduler."""
 
     num_workers: int
@@ -133,18 +132,11 @@ class StaticGroups(Policy):
         self._layout = NodeLayout.of(self._nodes)
         return self._release(now)
 
-    def on_ready(self, worker: Worker, now: Seconds) -> list[Group]:
-        self._roster.add_ready(worker, now)
-        return self._release(now)
-
     def on_done(self, group: Group, ok: bool, now: Seconds) -> list[Group]:
         if not ok:  # the members retry the same step
             for member in group.members:
                 self._step[member] -= 1
         return []
-
-    def on_timer(self, now: Seconds) -> list[Group]:
-        return self._release(now)
 
     def on_leave(self, worker: Worker, now: Seconds) -> list[Group]:
         if worker in self._roster.ready:
