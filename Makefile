@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 # OpenMP threads of several workers on few cores only slow each other down.
 export OMP_NUM_THREADS ?= 1
+# Without its cache of bytecode every process of a test compiles the package again: 20 s of `make test`.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all check structure format wheel clean

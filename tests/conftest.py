@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import time
@@ -26,6 +27,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Orphans of a killed process become children of this one, so that the fixture below sees them.
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def pytest_collection_finish() -> None:
+    """Spare every fork of a test the collection of this process's large heap."""
+    gc.collect()
+    gc.freeze()
+
 
 NEEDS_PROCESSES = {"gloo", "gpu", "lab", "browser", "test_processes.py", "test_run_concurrently.py"}
 

@@ -1,5 +1,6 @@
 """A child reports why it ended, and ends with all processes that it started."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from polyrhythm.errors import LaunchError, PeerError
-from polyrhythm.processes import Child, end_all, wait_for_all, wait_for_any
+from polyrhythm.processes import Child, end_all, freeze_heap, wait_for_all, wait_for_any
 
 
 def fail() -> None:
@@ -114,3 +115,18 @@ def test_wait_for_any_returns_for_an_unseen_exit() -> None:
         assert slow.status is None
     finally:
         end_all([quick, slow])
+
+
+def test_heap_is_frozen_for_forks_unless_the_caller_has_frozen_it() -> None:
+    gc.unfreeze()
+    try:
+        unfreeze = freeze_heap()
+        frozen = gc.get_freeze_count()
+        assert frozen > len(gc.get_objects())
+        freeze_heap()()
+        assert gc.get_freeze_count() == frozen, "an inner caller undoes only its own"
+        unfreeze()
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.collect()
+        gc.freeze()  # as tests/conftest.py does

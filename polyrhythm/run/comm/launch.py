@@ -5,7 +5,6 @@ share its memory. The parent owns them: they die with the parent, whatever kills
 worker that fails ends the job with its error. A worker runs the same code under both launchers.
 """
 
-import gc
 import os
 import signal
 import socket
@@ -27,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from polyrhythm.errors import LaunchError, PeerError, WorkerError
-from polyrhythm.processes import PEER_LOST, TERMINATED, Child, end_all, wait_for_any
+from polyrhythm.processes import PEER_LOST, TERMINATED, Child, end_all, freeze_heap, wait_for_any
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.types import Seconds
 
@@ -173,8 +172,7 @@ class LocalJob:
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
-        gc.collect()
-        gc.freeze()  # a collection in a child would touch, and so copy, every shared page
+        unfreeze = freeze_heap()
         try:
             with socket.create_server(("127.0.0.1", 0), backlog=self._num_workers) as listen_socket:
                 for rank in range(self._num_workers):
@@ -183,7 +181,7 @@ class LocalJob:
             end_all(self._workers)
             raise
         finally:
-            gc.unfreeze()
+            unfreeze()
         return self
 
     def _start(self, rank: int, listen_socket: socket.socket) -> None:
