@@ -38,11 +38,11 @@ demo: $(STAMP) ## train a small GPT on 2 stages x 2 pipelines = 4 processes (ARG
 # Tests marked `alone` measure time: they run one by one, after the others. pytest's status 5 means that ARGS
 # selected no test of that half.
 test: $(STAMP) ## run the tests that CI runs (ARGS="-k events")
-	$(PYTEST) -n 4 -m "not alone and not long" $(ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) -n 4 --dist loadgroup -m "not alone and not long" $(ARGS) || [ $$? -eq 5 ]
 	$(PYTEST) -n 0 -m "alone and not long" $(ARGS) || [ $$? -eq 5 ]
 
 test-all: $(STAMP) ## run every test this machine can run, with random and more examples
-	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n 4 -m "not alone" $(ARGS) || [ $$? -eq 5 ]
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n 4 --dist loadgroup -m "not alone" $(ARGS) || [ $$? -eq 5 ]
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n 0 -m alone $(ARGS) || [ $$? -eq 5 ]
 
 check: $(STAMP) ## format, lint, types, the import law and the structure

@@ -28,6 +28,9 @@ from tests.gloo.pipelines import (
     step,
 )
 
+# One process imports transformers, which takes ten seconds.
+pytestmark = pytest.mark.xdist_group("transformers")
+
 
 class Training:
     """Trains one step, then two steps before an update; records the same values in both cases."""
