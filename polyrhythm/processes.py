@@ -27,6 +27,7 @@ FAILED, BAD_INPUT, PEER_LOST = 1, 222, 223
 TERMINATED = 128 + signal.SIGTERM  # as in a shell: a clean exit after SIGTERM
 
 _fork = multiprocessing.get_context("fork")
+_heap_is_frozen = False
 
 
 class Child:
@@ -124,14 +125,22 @@ def signal_name(number: int) -> str:
 def freeze_heap() -> Callable[[], None]:
     """Freeze all objects before forks: a collection in a child would touch, and so copy, them.
 
-    Return the function that undoes it. A heap that the caller has frozen stays as it is; to collect
-    a large one takes half a second.
+    Return the function that undoes it. A heap that is frozen already stays so; to collect a large
+    one takes a quarter of a second.
     """
-    if gc.get_freeze_count() > len(gc.get_objects()):
+    global _heap_is_frozen
+    if _heap_is_frozen:
         return lambda: None
     gc.collect()
     gc.freeze()
-    return gc.unfreeze
+    _heap_is_frozen = True
+    return _unfreeze_heap
+
+
+def _unfreeze_heap() -> None:
+    global _heap_is_frozen
+    gc.unfreeze()
+    _heap_is_frozen = False
 
 
 def wait_for_any(children: Sequence[Child], timeout: Seconds) -> None:

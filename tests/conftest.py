@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import gc
 import os
 import signal
 import time
@@ -11,6 +10,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 from hypothesis import settings
+
+from polyrhythm.processes import freeze_heap
 
 # No time limit per example: a busy machine is no failure. pytest-timeout bounds the whole test.
 # `make test` draws the same examples every time, so that it passes or fails for the change at hand;
@@ -30,9 +31,8 @@ ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 def pytest_collection_finish() -> None:
-    """Spare every fork of a test the collection of this process's large heap."""
-    gc.collect()
-    gc.freeze()
+    """Spare every job of a test the collection of this process's large heap."""
+    freeze_heap()
 
 
 NEEDS_PROCESSES = {"gloo", "gpu", "lab", "browser", "test_processes.py", "test_run_concurrently.py"}

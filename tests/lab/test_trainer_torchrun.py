@@ -13,7 +13,6 @@ from polyrhythm.processes import Child
 from tests.lab.hosts import cluster
 from tests.lab.training_script import NUM_STEPS, SCRIPT, losses
 
-
 NUM_HOSTS = 4
 FORKED = ["--run-path", "--start-method=fork"]  # torchrun's agents fork their workers
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from polyrhythm import processes
 from polyrhythm.errors import LaunchError, PeerError
 from polyrhythm.processes import Child, end_all, freeze_heap, wait_for_all, wait_for_any
 
@@ -117,8 +118,8 @@ def test_wait_for_any_returns_for_an_unseen_exit() -> None:
         end_all([quick, slow])
 
 
-def test_heap_is_frozen_for_forks_unless_the_caller_has_frozen_it() -> None:
-    gc.unfreeze()
+def test_heap_is_frozen_for_forks_unless_it_is_frozen_already() -> None:
+    processes._unfreeze_heap()  # tests/conftest.py has frozen it
     try:
         unfreeze = freeze_heap()
         frozen = gc.get_freeze_count()
@@ -128,5 +129,4 @@ def test_heap_is_frozen_for_forks_unless_the_caller_has_frozen_it() -> None:
         unfreeze()
         assert gc.get_freeze_count() == 0
     finally:
-        gc.collect()
-        gc.freeze()  # as tests/conftest.py does
+        freeze_heap()
