@@ -27,7 +27,7 @@ class PlanError(UserError):
 
 
 class ScheduleError(UserError):
-    """A schedule that is incomplete, out of order, or would wait for itself."""
+    """A schedule that is incomplete, out of order, or would deadlock."""
 
 
 class PolicyError(UserError):

@@ -164,7 +164,7 @@ def best_order(hops: Matrix) -> tuple[Seconds, tuple[int, ...]]:
         raise PlanError(
             f"the best order of {num_groups} stages",
             expected=f"at most {MAX_STAGES}, for an exact answer",
-            fix="use layout_cost with an order, or plan.placement.place to find a good one",
+            fix="use layout_cost with an order, or plan.dtfm.placement.place to find a good one",
         )
     # best[visited, last]: the cheapest path over the set `visited` that ends in `last`
     best = np.full((1 << num_groups, num_groups), np.inf)

@@ -33,7 +33,7 @@ Matrix = NDArray[np.float64]
 # at 1 Gbit/s, about as long as any message.
 SMALL: Bytes = 16 * 2**10
 BUCKET: Bytes = 4 * 2**20  # of the all-gather during a forward
-GROUP_SIZE = 4  # the size that group policies aim at
+GROUP_SIZE = 4  # members per group in this estimate; group policies aim at 3 by default
 _NUM_DRAWS = 16  # of groups, for a mean
 _MAX_EXACT = 8  # members of a ring whose order is optimised exactly
 _NUM_IMPROVED = 8  # starts that are improved, for larger rings

@@ -104,14 +104,14 @@ class _ClusterForm:
         if spread and not matrices:
             raise DescriptionError(
                 "a spread without the matrix that it is the spread of",
-                expected="latency and bandwidth as matrices beside it",
+                expected="latency and bandwidth as matrices in the same file",
                 fix="leave the spread out, or give all links as matrices",
             )
         if matrices and (self.links or len(matrices) < 2):
             raise DescriptionError(
                 "matrices and [[links]] in one file" if self.links else "only one of two matrices",
                 expected="latency and bandwidth as matrices, or [[links]]",
-                fix="keep one form, whole",
+                fix="use only one of the two forms",
             )
 
     def cluster(self) -> Cluster:

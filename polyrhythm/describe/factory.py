@@ -32,7 +32,7 @@ def call_factory(source: str) -> object:
         raise DescriptionError(
             f"{source}() raises {error_summary(error)}",
             expected="a function that returns the model and an example of its input",
-            fix=f"mend it: python -c 'import {module_name}; {module_name}.{name}()'",
+            fix=f"debug it: python -c 'import {module_name}; {module_name}.{name}()'",
         ) from None
 
 
@@ -65,7 +65,7 @@ def _no_import(name: str, error: BaseException) -> DescriptionError:
     return DescriptionError(
         f"importing {name!r} raises {error_summary(error)}",
         expected="a module that can be imported",
-        fix=f"mend it: python -c 'import {name}'",
+        fix=f"debug it: python -c 'import {name}'",
     )
 
 

@@ -46,16 +46,16 @@ class Slow:
             raise DescriptionError(
                 f"{self.device!r} is slowed in {num_kinds} ways"
                 if num_kinds != 1
-                else "half a random sleep",
+                else "only one of probability and sleep_factor",
                 expected="factor, or probability and sleep_factor, or trace",
-                fix="keep one of the three, whole",
+                fix="use exactly one of the three",
             )
         if self.factor is not None:
             check_amount("factor", self.factor)
             if self.factor > SLOWEST:
                 raise DescriptionError(
                     f"factor is {self.factor:g}",
-                    expected=f"at most {SLOWEST:,.0f}: slower is standing still",
+                    expected=f"at most {SLOWEST:,.0f}: slower is a pause",
                     fix="use [[pause]], or [[kill]] without an end",
                 )
             if self.factor < 1:
@@ -76,7 +76,7 @@ class Slow:
                 raise DescriptionError(
                     f"sleep_factor is {self.sleep_factor:g}",
                     expected=f"at most {SLOWEST:,.0f}",
-                    fix="use [[pause]] to stand still",
+                    fix="use [[pause]] to stop the device",
                 )
         self._check_trace()
         _check_time("start", self.start)
@@ -126,7 +126,7 @@ class LinkChange:
             )
         if self.up is False and measured:
             raise DescriptionError(
-                f"the link from {self.source!r} to {self.target!r} is lost, yet has measures",
+                f"the link from {self.source!r} to {self.target!r} is lost, but has values",
                 expected="no latency or bandwidth next to up = false",
                 fix="set them in the entry with up = true, when the link returns",
             )
@@ -246,7 +246,7 @@ def _check_time(name: str, value: Seconds) -> None:
         raise DescriptionError(
             f"{name} is {show(value, Seconds)}",
             expected="a time within a hundred years",
-            fix=f"correct {name}, or leave it out for ever",
+            fix=f"correct {name}, or omit it for no limit",
         )
 
 

@@ -157,6 +157,6 @@ def _worker(slow: Slow, index: int | None, trace: Trace) -> int:
         raise DescriptionError(
             f"trace_worker is {slow.trace_worker}",
             expected=f"0 to {num_workers - 1}: the trace {slow.trace!r} has {num_workers} workers",
-            fix="correct it, or leave it out to deal the workers to the devices in order",
+            fix="correct it, or omit it to assign workers to devices in order",
         )
     return slow.trace_worker

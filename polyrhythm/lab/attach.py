@@ -65,7 +65,7 @@ def change_link(
         raise LabError(
             f"latency {latency}, bandwidth {bandwidth}",
             expected="a latency of 0 or more, a bandwidth above 0",
-            fix="use --up False to cut the link",
+            fix="use --up False to take the link down",
         )
     control.request(command)
 

@@ -60,7 +60,7 @@ def _summary(check: LinkCheck) -> list[str]:
         ]
     if doubtful := len(check.rows) - len(certain):
         lines.append(
-            f"{doubtful} links are in doubt: the switch may have been the bottleneck; "
+            f"{doubtful} links are unreliable: the switch may have been the bottleneck; "
             "use fewer --hosts, or a smaller --byte-scale"
         )
     lines.append(

@@ -28,7 +28,7 @@ class ChangeLinks(SwitchCommand, frozen=True, kw_only=True):
 
 
 class KillHost(SwitchCommand, frozen=True, kw_only=True):
-    """Kill the host's processes. `silent`: cut the network first, as in a power failure."""
+    """Kill the host's processes. `silent`: disconnect the host first, as in a power failure."""
 
     host: HostNumber
     silent: bool = True

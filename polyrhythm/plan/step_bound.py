@@ -110,7 +110,7 @@ def _divided(
     largest = np.concatenate([[0.0], np.cumsum(islands)])
     inside = largest[np.minimum(num_pipelines - leaving, len(islands))]
     done = count * work + sent * (num_pipelines - leaving)
-    # Over a link that takes no time as many as may be can cross; with nobody there, none does.
+    # A link that takes no time carries any number of pipelines, if at least one leaves.
     crossed = leaving * work / crossing if crossing > 0 else np.where(leaving > 0, np.inf, 0.0)
     takes = done / np.maximum(inside + crossed, _NEVER)
     return float(takes.min())

@@ -1,1 +1,1 @@
-"""Do it for real: processes, tensors and networks (torch lives here)."""
+"""Execute plans with torch: processes, tensors and networks."""

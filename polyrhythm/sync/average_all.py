@@ -4,9 +4,9 @@ It is used for evaluation, for checkpoints and for the end of training: each wor
 for all others. During the global average a worker has left the policy of its stage, so that no
 group waits for it there, and is ready for this policy instead, until the average commits or fails.
 Workers that are dead, have left or have not joined are not waited for; one that joins meanwhile is.
-If a worker has not called average_all() when the first one has waited for `timeout`, all that have
+If a worker has not called average_all() when the first one has waited for `timeout`, all callers
 continue without an average: a worker that recovered from a loss may have passed the step at which
-the others stop, and a worker that waits for it may block it through the pipeline between them.
+the others stop, and a worker that waits for that worker may block it through their pipeline.
 
 Source: none; SDPipe and Prague do not say whose model is the result.
 """

@@ -4,8 +4,8 @@ A group is assigned when it is first in the queues of all its members. It commit
 send Done. It aborts when a member fails, dies or leaves, or when it times out; members that were
 ready are then ready again, for another group with another id, and skip the average when too many
 groups of one step have failed. A group of one averages nothing and is not queued: its worker is
-sent a Skip. A worker belongs to the policy of its stage or, during a global average, to that of
-its stage (`average_all.py`); the life cycle is the same for both.
+sent a Skip. A worker belongs to the policy of its stage or, during a global average, to the
+AverageAllPolicy of its stage (`average_all.py`); the life cycle is the same for both.
 
 Source: none; SDPipe and Prague do not report whether a group has averaged.
 """

@@ -108,7 +108,7 @@ class MemberState:
         "worker",
     )
 
-    stage_policy: StagePolicy  # during a global average, that of the stage; else its policy
+    stage_policy: StagePolicy  # AverageAllPolicy during a global average, else its group policy
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.node = worker, ""

@@ -39,7 +39,7 @@ figures came from it:
   does not leave a node that has all its members (NVLink, 300 GB/s). Averages start when a backward
   has ended; in the code they start during it.
 - Figs. 5 and 7: a network of three hidden layers of 32 learns labels of a wider one
-  (`converge.py`), with the times of ResNet-50 and BERT-base and gradients as stale as in the
+  (`convergence.py`), with the times of ResNet-50 and BERT-base and gradients as stale as in the
   pipeline; SGD with momentum 0.9 for both. The target is the loss of All-Reduce after 80 steps;
   three seeds. `Decentralised` is the mean of All-Reduce and AD-PSGD. For Fig. 7 the appendix'
   recording of 16 shared GPUs is replayed, pipeline by pipeline.

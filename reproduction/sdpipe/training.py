@@ -1,7 +1,7 @@
 """SDPipe's Figs. 5 and 7: time to a loss, under setting B and as 16 shared GPUs were recorded.
 
 Neither ResNet-50 nor BERT is trained: every worker holds a part of a small network, whose gradients
-are as stale as in a pipeline that is never flushed (`simulate/converge.py`), and takes the times of
+are as stale as in a pipeline that is never flushed (`convergence.py`), and takes the times of
 the real model's stages.
 """
 

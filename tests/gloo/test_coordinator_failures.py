@@ -96,7 +96,7 @@ def test_stopped_worker_is_dead_after_heartbeat_timeout_and_is_notified_on_resum
         assert coordinator.present == [FIRST]
         child.signal(signal.SIGCONT)
         assert child.wait(TIMEOUT) == PEER_LOST
-        assert "s0p1 is dead: it was silent for 1." in output.read_text()
+        assert "s0p1 is dead: no heartbeat for 1." in output.read_text()
         first.client.close()
 
 

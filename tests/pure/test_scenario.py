@@ -67,8 +67,8 @@ def test_scenario_may_be_empty(tmp_path):
             "[[slow]]\ndevice = 'a'\nfactor = 2\nprobability = 0.1\nsleep_factor = 3",
             "slow[0]: 'a' is slowed in 2 ways",
         ),
-        ("[[slow]]\ndevice = 'a'\nprobability = 0.1", "slow[0]: half a random sleep"),
-        ("[[slow]]\ndevice = 'a'\nsleep_factor = 3", "slow[0]: half a random sleep"),
+        ("[[slow]]\ndevice = 'a'\nprobability = 0.1", "slow[0]: only one of probability and sleep_factor"),
+        ("[[slow]]\ndevice = 'a'\nsleep_factor = 3", "slow[0]: only one of probability and sleep_factor"),
         ("[[slow]]\ndevice = 'a'\nfactor = 0.5", "slow[0]: factor is 0.5"),
         (
             "[[slow]]\ndevice = 'a'\nprobability = 10\nsleep_factor = 3",
@@ -109,7 +109,7 @@ def test_scenario_may_be_empty(tmp_path):
         ),
         (
             "[[link]]\nfrom = 'a'\nto = 'b'\nat_s = 1\nup = false\nlatency_ms = 1",
-            "link[0]: the link from 'a' to 'b' is lost, yet has measures",
+            "link[0]: the link from 'a' to 'b' is lost, but has values",
         ),
         (
             "[[link]]\nfrom = 'a'\nto = 'b'\nat_s = 1\nbandwidth_mbps = 0",

@@ -338,7 +338,7 @@ class Averager:
         self._connections.drop(others)
 
     def _end_step(self, clock: int) -> None:
-        """End the step with this clock; a worker that answers while it computes has none."""
+        """End the step with this clock; -1, for a passive member, ends none."""
         if clock == self._clock:
             self._clock = None
             self._changed.notify_all()

@@ -44,7 +44,7 @@ _REPORT_KEYS = ("begin", "part", "end")  # of a round
 
 @dataclass(frozen=True, slots=True)
 class SaveContext:
-    """What all saves of a stage share."""
+    """The settings that all saves of a stage share."""
 
     folder: Path
     stage: int

@@ -1,7 +1,7 @@
-"""Asynchronous reduce-scatter and all-gather of one buffer, the two halves of an all-reduce.
+"""Asynchronous reduce-scatter and all-gather of one buffer, the two phases of an all-reduce.
 
 Over gloo they are point-to-point messages, all posted at once: in the reduce-scatter every worker
-sends each other worker that one's shard and sums the shards that it receives; in the all-gather it
+sends every other worker its shard and sums the shards that it receives; in the all-gather it
 sends its own shard to all. Gloo's own reduce-scatter would move as many bytes as an all-reduce.
 Over NCCL they are NCCL's own collectives.
 

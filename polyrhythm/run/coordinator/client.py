@@ -6,7 +6,7 @@ with the error after which no command follows. Any thread may request sample pos
 them (`sample_requests.py`).
 
 After a reconnect the client sends Hello again, then all unanswered messages. Both sides send
-heartbeats; a coordinator that is silent for longer than the heartbeat timeout is lost.
+heartbeats; a coordinator that sends nothing for longer than the heartbeat timeout is lost.
 """
 
 import atexit

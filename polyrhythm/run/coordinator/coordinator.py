@@ -55,7 +55,7 @@ class Coordinator:
     ) -> None:
         """`policy`: the text that every Hello must have. `setup`: needed to write a `log`.
 
-        A worker silent for `heartbeat_timeout` is dead. Workers start together once all have
+        No message for `heartbeat_timeout`: the worker is dead. Workers start together once all have
         joined, or `startup_timeout` after the first. The serving thread calls `log_info` when a
         worker joins or leaves, `log_warning` (default: `log_info`) when one is lost or refused.
         """

@@ -92,7 +92,7 @@ class JobKeys:
                 if mode & 0o077:
                     raise LaunchError(
                         f"{path} has mode {mode:04o}: other users can read it or write to it",
-                        expected="mode 0600: the keys allow to send as any worker",
+                        expected="mode 0600: a process with the keys can send as any worker",
                         fix=f"chmod 600 {path}; if others may have read it, make new keys",
                     )
                 text = file.read()

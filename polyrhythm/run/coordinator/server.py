@@ -1,8 +1,8 @@
 """Pass messages of workers to the scheduler, and its commands to the workers they concern.
 
 The server only decides which messages are accepted. A message that cannot be decoded, or comes from
-a client that has sent no Hello, is counted and changes nothing. A worker is dead when it has been
-silent for the heartbeat timeout, or when its connection has closed and it does not reconnect.
+a client that has sent no Hello, is counted and changes nothing. A worker is dead when it has sent
+nothing for the heartbeat timeout, or when its connection has closed and it does not reconnect.
 """
 
 import math
@@ -275,7 +275,7 @@ class CoordinatorServer:
             for connection in connections.values():
                 silent_for = now - connection.last_received_at
                 if silent_for >= self._heartbeat_timeout:
-                    why = f"is dead: it was silent for {silent_for:.1f} s"
+                    why = f"is dead: no heartbeat for {silent_for:.1f} s"
                     self._mark_dead(connection, why, now)
             last_received_at = [
                 connections[session.routing_id].last_received_at

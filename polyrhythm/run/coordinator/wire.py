@@ -59,14 +59,14 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A sign of life; the coordinator returns it."""
+    """Shows that the sender is alive; the coordinator returns it."""
 
     worker: Worker
     incarnation: Count = 0
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The Hello is accepted: from now on a worker silent for `heartbeat_timeout` is dead.
+    """The Hello is accepted: a worker that then sends nothing for `heartbeat_timeout` is dead.
 
     `coordinator` identifies one run of a coordinator; a restarted one has another name.
     """

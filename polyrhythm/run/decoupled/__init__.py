@@ -1,1 +1,1 @@
-"""All-reduce in two parts: reduce-scatter during backward, all-gather during forward (DeAR)."""
+"""Decoupled all-reduce: reduce-scatter during backward, all-gather during forward (DeAR)."""

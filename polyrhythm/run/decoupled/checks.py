@@ -64,7 +64,7 @@ def check(optimizer: Optimizer, model: nn.Module, *, elementwise: bool) -> None:
     if not elementwise and type(optimizer) not in ELEMENTWISE:
         raise PolicyError(
             f"the optimizer {type(optimizer).__name__}",
-            expected="an optimizer that updates each number by itself: "
+            expected="an optimizer that updates each element independently: "
             + ", ".join(kind.__name__ for kind in ELEMENTWISE),
             fix="pass elementwise=True if it does; one that needs whole tensors (LAMB, Muon, "
             'Adafactor) runs under GroupSync(model, optimizer, "all_reduce"), or DDP',

@@ -67,7 +67,7 @@ from polyrhythm.types import Seconds
 
 
 class DistributedOptimizer(Optimizer):
-    """Wraps an optimizer that updates each number by itself; created by all workers together."""
+    """Wraps an elementwise optimizer; created by all workers together."""
 
     def __init__(
         self,

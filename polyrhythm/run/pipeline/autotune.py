@@ -211,7 +211,7 @@ class ScheduleAutotuner:
     def _exchange_reports(
         self, samples: "_Samples", activation: Bytes
     ) -> tuple[list[StageReport], list[list[Seconds]], list[list[Seconds]]]:
-        """Gather of every stage its report and the link times of messages it received."""
+        """Gather the report of every stage and the link times of its received messages."""
         before, after = (
             (None, None) if self.connections is None else measure_offsets(self.connections)
         )

@@ -27,7 +27,7 @@ from polyrhythm.types import Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitContext:
-    """What does not change during training."""
+    """The objects and settings that do not change during training."""
 
     config: TrainerConfig
     worker: Worker

@@ -92,7 +92,7 @@ class _LockstepSampler:
         return self._steps.peek(self._microbatches)
 
     def acknowledge(self) -> None:
-        """Nothing to report."""
+        """Do nothing: all pipelines know which samples are used."""
 
     def sampler_state(self) -> SamplerState:
         return self._steps.sampler_state()

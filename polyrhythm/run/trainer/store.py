@@ -47,7 +47,7 @@ def receive_object(name: str, action: str, *, timeout: Seconds | None = None) ->
 
 
 def check_consistent(name: str, worker: Worker, value: str, *, timeout: Seconds) -> None:
-    """Reject a value that differs from rank 0's: text of parts separated by commas."""
+    """Reject a comma-separated text that differs from rank 0's."""
     if worker == LEADER:
         broadcast_object(name, value)
         return

@@ -69,7 +69,7 @@ class Space:
     def __init__(
         self, key: Callable[[BucketCandidate], Hashable], modes: Sequence[BucketMode] = FLAT
     ) -> None:
-        """`key` returns the buckets of a candidate; it may be equal for different kinds."""
+        """`key` returns the buckets of a candidate; it may be equal for different modes."""
         self.modes = tuple(modes)
         alike: dict[Hashable, list[BucketCandidate]] = {}
         for mode in self.modes:
@@ -94,7 +94,7 @@ class Space:
     def nearest(
         self, wanted: BucketCandidate, tried: Container[BucketCandidate]
     ) -> BucketCandidate:
-        """The nearest candidate that was not tried, of the same kind if one is left."""
+        """The nearest candidate that was not tried, of the same mode if one is left."""
         left = [name for name in self._alike if name not in tried]
         kin = [name for name in left if name.mode is wanted.mode]
         return min(kin or left, key=lambda n: min(_log_distance(c, wanted) for c in self._alike[n]))

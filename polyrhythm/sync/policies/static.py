@@ -13,7 +13,7 @@ Left open there, since it shows only that case:
   the last, then (3, 4), (5, 6), ...; a worker without a partner takes a local step.
 - Fewer: a worker without a partner takes a local step. On a node of two, the second one is paired
   with the opposite node in phase 2 and the first one is idle; the only worker of a node is paired
-  with it itself.
+  with the opposite node.
 - The opposite node: half the ring away. If the number of nodes is odd, one has none; a different
   one in each cycle of four steps.
 - Workers that join or leave change the rule's input for all. A worker that has passed a step is not
