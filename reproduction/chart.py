@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from reproduction.claim import Plot, Points
+from reproduction.paper_row import Plot, Points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from polyrhythm.errors import UserError
 from polyrhythm.tables import print_line, print_table
 from reproduction.chart import draw_plot
-from reproduction.claim import MIN_GAIN, TOLERANCE, PaperRow, Plot, Reproduction
+from reproduction.paper_row import MIN_GAIN, TOLERANCE, PaperRow, Plot, Reproduction
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from polyrhythm.errors import UserError
 from polyrhythm.tables import print_line, print_table
-from reproduction.claim import Reproduce, Reproduction
+from reproduction.paper_row import Reproduce, Reproduction
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -17,6 +17,7 @@ from functools import partial
 
 from rich.console import Console
 
+from benchmarks.converge.loss_curves import ConvergeRow, compare, compute_time, losses_by_depth
 from benchmarks.converge.setting import (
     ADAPTIVE,
     AGE,
@@ -32,7 +33,6 @@ from benchmarks.converge.setting import (
     EmulatedMachines,
 )
 from benchmarks.converge.tasks import LearningTask, NoisyDigits, SourceText
-from benchmarks.converge.training import ConvergeRow, compare, compute_time, losses_by_depth
 from benchmarks.harness.report import Bar, Result, median_of, print_bars, print_rows, select
 from polyrhythm.types import Seconds
 

@@ -1,14 +1,18 @@
 """The Trainer against torch: heterogeneous and homogeneous clusters, checkpoints, a script."""
 
+import ast
 from collections.abc import Sequence
+from difflib import SequenceMatcher
+from pathlib import Path
 
 from rich.console import Console
 
+import polyrhythm
 from benchmarks.endtoend.heterogeneous import heterogeneous
 from benchmarks.endtoend.homogeneous import checkpoint, homogeneous
 from benchmarks.endtoend.job import SlotRow
-from benchmarks.endtoend.lines import lines_to_change
 from benchmarks.harness.report import Bar, Result, print_bars, print_rows, progress_printer, select
+from polyrhythm.errors import LaunchError
 
 BARS = (
     Bar("heterogeneous", ">=", 3.0, "samples per second over torch's, heterogeneous cluster"),
@@ -70,3 +74,36 @@ def _print_slots(console: Console, rows: Sequence[SlotRow], title: str) -> None:
         title=title,
         numbers=False,
     )
+
+
+PLAIN, TRAINER = "plain.py", "trainer.py"
+
+
+def examples() -> Path:
+    """Return the folder of the example scripts."""
+    folder = Path(polyrhythm.__file__).parents[1] / "examples"
+    if not (folder / PLAIN).is_file():
+        raise LaunchError(
+            f"no {PLAIN} in {folder}",
+            expected="the examples, which are in the repository and not in the package",
+            fix="run the benchmark from a checkout: make venv, then .venv/bin/polyrhythm bench",
+        )
+    return folder
+
+
+def lines_to_change() -> int:
+    folder = examples()
+    return num_changed(*((folder / name).read_text() for name in (PLAIN, TRAINER)))
+
+
+def num_changed(before: str, after: str) -> int:
+    old, new = counted_lines(before), counted_lines(after)
+    changes = SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes()
+    return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in changes if tag != "equal")
+
+
+def counted_lines(script: str) -> list[str]:
+    lines, first = script.splitlines(), ast.parse(script).body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        lines = lines[first.end_lineno :]
+    return [line.rstrip() for line in lines if line.strip()]

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import permutations
 from statistics import fmean
 
-from benchmarks.endtoend import training
+from benchmarks.endtoend import workers
 from benchmarks.endtoend.job import JobLog, JobPool, JobSetting
 from benchmarks.harness.network import lab_cluster, make_links_fast, preemptions, restore_links
 from benchmarks.harness.pipeline_job import ENVELOPE
@@ -92,10 +92,10 @@ Measured = tuple[dict[str, float], dict[str, float], list[HeterogeneousRow]]
 
 def problem_of(setting: HeterogeneousSetting) -> Problem:
     """Return the planning problem in seconds and bytes of the lab, with the real layers."""
-    problem = plan_lab.world(replace(setting.lab, byte_scale=training.byte_scale()))
-    sizes = training.layer_bytes(problem.num_layers)
+    problem = plan_lab.world(replace(setting.lab, byte_scale=workers.byte_scale()))
+    sizes = workers.layer_bytes(problem.num_layers)
     layers = tuple(
-        replace(layer, parameter_bytes=weights, activation_bytes=training.ACTIVATIONS + ENVELOPE)
+        replace(layer, parameter_bytes=weights, activation_bytes=workers.ACTIVATIONS + ENVELOPE)
         for layer, weights in zip(problem.profile.layers, sizes, strict=True)
     )
     return replace(problem, profile=replace(problem.profile, layers=layers))
@@ -140,7 +140,7 @@ def heterogeneous(*, quick: bool, show: Callable[[str], None]) -> Measured:
     plan = make_plan(problem).best.plan
     layouts = random_layouts(problem, setting)
     job = runs.job(plan, setting.num_steps)
-    with WorkerPool(LocalHosts(), training.single_process, job, timeout=_SINGLE_TIMEOUT) as single:
+    with WorkerPool(LocalHosts(), workers.single_process, job, timeout=_SINGLE_TIMEOUT) as single:
         rows = runs.baseline([(0, layouts[0], size) for size in setting.baseline_sizes])
         best = max(rows, key=lambda row: row.rate)
         others = enumerate(layouts[1:], start=1)
@@ -186,7 +186,7 @@ class _Runs:
             timeout=self.setting.timeout,
             # SDPipe's setting B; sleeps are relative to the work, whatever the scale of time.
             scenario=Scenario.load("sdpipe_b"),
-            bucket=round(_BUCKET * training.byte_scale()),
+            bucket=round(_BUCKET * workers.byte_scale()),
         )
 
     def baseline(self, runs: Sequence[BaselineRun]) -> list[HeterogeneousRow]:
@@ -198,11 +198,11 @@ class _Runs:
         number, layout, microbatch_size = run
         plan = baseline_plan(layout, self.setting, microbatch_size)
         job = self.job(plan, _BASELINE_STEPS)
-        return self._run("torch", f"random {number}", training.torch_baseline, job, barrier)[0]
+        return self._run("torch", f"random {number}", workers.torch_baseline, job, barrier)[0]
 
     def trainer(self, job: JobSetting) -> tuple[HeterogeneousRow, float]:
         """Run the Trainer; return also the loss of its final model on held-out samples."""
-        row, log = self._run("ours", "planned", training.trainer_worker, job, lambda: None)
+        row, log = self._run("ours", "planned", workers.trainer_worker, job, lambda: None)
         (held_out,) = {end.held_out for end in log.ends}
         assert held_out is not None, "all workers have evaluated"
         return row, held_out

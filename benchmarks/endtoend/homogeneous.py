@@ -24,7 +24,7 @@ from torch.optim import AdamW
 from torch.utils.data import TensorDataset
 
 from benchmarks.endtoend.job import JobPool, JobSetting, SlotRow, interleave, ratio_of_steps
-from benchmarks.endtoend.training import byte_scale, fit, torch_baseline, trainer_worker
+from benchmarks.endtoend.workers import byte_scale, fit, torch_baseline, trainer_worker
 from benchmarks.harness.network import uniform_cluster
 from benchmarks.harness.pool import PORT, LocalHosts, PoolWorker
 from benchmarks.plan.cases import equal_pipelines

@@ -37,7 +37,7 @@ def load_model(
     A built-in model is computed for micro-batches of these sizes on a device with `flops`
     operations per second, by default those of the cluster's first device.
     """
-    from polyrhythm.describe.bundled import is_name
+    from polyrhythm.describe.bundled_files import is_name
     from polyrhythm.describe.model import ModelProfile
 
     try:
@@ -61,14 +61,14 @@ def load_model(
 
 def relative_to(source: str, file: Path) -> str:
     """Return a path relative to the folder of `file`; built-in names stay unchanged."""
-    from polyrhythm.describe.bundled import is_name
+    from polyrhythm.describe.bundled_files import is_name
 
     return source if is_name(source) else os.path.relpath(source, file.absolute().parent)
 
 
 def resolve_relative(source: str, file: Path) -> str:
     """Resolve a path that is relative to the folder of `file`; the inverse of `relative_to`."""
-    from polyrhythm.describe.bundled import is_name
+    from polyrhythm.describe.bundled_files import is_name
 
     return source if is_name(source) else str(file.parent / source)
 
@@ -89,7 +89,7 @@ def _counted(name: str, flops: float | None, dtype: str, sizes: Sequence[int]) -
 
 
 def _is_model(source: str) -> bool:
-    from polyrhythm.describe.bundled import is_name
+    from polyrhythm.describe.bundled_files import is_name
     from polyrhythm.describe.model import ModelProfile
     from polyrhythm.describe.profiles import layers_of
 

@@ -68,7 +68,7 @@ class LabRun(_ScaledCluster):
     """Use this machine's network, which needs no privileges; only slow workers are played."""
 
     def run(self, console: "Console") -> int:
-        from polyrhythm.describe.bundled import is_name
+        from polyrhythm.describe.bundled_files import is_name
         from polyrhythm.describe.scenario import Scenario
         from polyrhythm.lab.rehearsal import Rehearsal
         from polyrhythm.tables import print_line

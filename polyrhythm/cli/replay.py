@@ -37,9 +37,9 @@ class ReplayCommand:
             num_decisions += sum(1 for _ in reader.decisions())  # first: the log may still grow
             difference = replay(path)
             if difference is not None:
-                print_line(console, f"{path}: replayed otherwise\n{difference}")
+                print_line(console, f"{path}: replayed differently\n{difference}")
                 return 1
-        print_line(console, f"{num_decisions:,} decisions, replayed alike")
+        print_line(console, f"{num_decisions:,} decisions, replayed identically")
         return 0
 
 

@@ -228,7 +228,7 @@ class SimulateCommand:
 
     def _source(self, kind: str, source: str) -> str:
         from polyrhythm.cli.inputs import resolve_relative
-        from polyrhythm.describe.bundled import is_name
+        from polyrhythm.describe.bundled_files import is_name
 
         if not source:
             raise PlanError(

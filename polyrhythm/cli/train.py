@@ -98,7 +98,7 @@ class TrainCommand:
     def _run_in_lab(
         self, cluster: str, plan: "Plan | None", num_fits: int, console: "Console"
     ) -> int:
-        from polyrhythm.describe.bundled import is_name
+        from polyrhythm.describe.bundled_files import is_name
         from polyrhythm.describe.cluster import Cluster
         from polyrhythm.describe.scenario import Scenario
         from polyrhythm.lab.program import PRELOADED

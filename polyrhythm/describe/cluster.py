@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyrhythm.describe.bundled import bundled, locate
+from polyrhythm.describe.bundled_files import bundled, locate
 from polyrhythm.describe.read import unknown
 from polyrhythm.describe.sample import check_measured_at
 from polyrhythm.describe.units import check_amount

@@ -8,7 +8,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from polyrhythm.describe.bundled import bundled, is_name, locate
+from polyrhythm.describe.bundled_files import bundled, is_name, locate
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.read import read, unknown
 from polyrhythm.describe.trace import bundled_traces

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from polyrhythm.describe.bundled import bundled, locate
+from polyrhythm.describe.bundled_files import bundled, locate
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.read import read
 from polyrhythm.describe.scenario import Join, Kill, Scenario

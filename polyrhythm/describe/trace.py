@@ -7,7 +7,7 @@ lowest and a highest speed: a plot, or a counter that is polled, shows no more t
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyrhythm.describe.bundled import bundled, locate
+from polyrhythm.describe.bundled_files import bundled, locate
 from polyrhythm.describe.read import read
 from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import DescriptionError

@@ -50,7 +50,7 @@ class PauseHost(SwitchCommand, frozen=True, kw_only=True):
     paused: bool  # False: undo one pause
 
 
-class OwnProcess(SwitchCommand, frozen=True, kw_only=True):
+class RegisterProcess(SwitchCommand, frozen=True, kw_only=True):
     """Register a process that is about to enter the host's namespace."""
 
     pid: ProcessId
@@ -78,7 +78,7 @@ AnySwitchCommand = (
     | KillHost
     | ReviveHost
     | PauseHost
-    | OwnProcess
+    | RegisterProcess
     | EndLab
     | GetHosts
     | ResetReport

@@ -20,7 +20,7 @@ class HostStates:
         self._namespaces = namespaces
         self._starting: dict[int, int] = {}  # process id: the host that it is about to move to
         self._dead: set[int] = set()
-        self._cut_off: set[int] = set()
+        self._disconnected: set[int] = set()
         self._pauses: Counter[int] = Counter()
 
     def add_process(self, pid: int, host: int) -> None:
@@ -35,12 +35,12 @@ class HostStates:
     def kill(self, host: int, *, silent: bool) -> None:
         self._dead.add(host)
         if silent:
-            self._cut_off.add(host)  # first: peers must not receive the kernel's FIN or RST
+            self._disconnected.add(host)  # first: peers must not receive the kernel's FIN or RST
         self._signal(host, signal.SIGKILL)
 
     def revive(self, host: int) -> None:
         self._dead.discard(host)
-        self._cut_off.discard(host)
+        self._disconnected.discard(host)
 
     def pause(self, host: int, *, paused: bool) -> None:
         self._pauses[host] = max(0, self._pauses[host] + (1 if paused else -1))
@@ -52,8 +52,8 @@ class HostStates:
     def pauses(self, host: int) -> int:
         return self._pauses[host]
 
-    def is_cut_off(self, host: int) -> bool:
-        return host in self._cut_off
+    def is_disconnected(self, host: int) -> bool:
+        return host in self._disconnected
 
     def count(self, host: int) -> int:
         return len(namespace_pids(self._namespaces[host]))

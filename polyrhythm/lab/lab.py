@@ -32,8 +32,8 @@ from polyrhythm.lab.commands import (
     EndLab,
     GetReport,
     KillHost,
-    OwnProcess,
     PauseHost,
+    RegisterProcess,
     ResetReport,
     ReviveHost,
     SwitchReport,
@@ -138,7 +138,7 @@ class Lab:
         number = self._index(host)
         child = Child(partial(_on_host, self._network[number], function, args), output=output)
         self.children.append(child)
-        self._control.request(OwnProcess(pid=child.pid, host=number))
+        self._control.request(RegisterProcess(pid=child.pid, host=number))
         return child
 
     def run(

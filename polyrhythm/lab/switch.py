@@ -31,9 +31,9 @@ from polyrhythm.lab.commands import (
     GetReport,
     HostEntry,
     KillHost,
-    OwnProcess,
     PairCounters,
     PauseHost,
+    RegisterProcess,
     ResetReport,
     ReviveHost,
     SwitchReport,
@@ -132,7 +132,7 @@ class Switch:
                 self._strays += 1
                 continue
             channel = channels[target]
-            if self.host_states.is_cut_off(source) or self.host_states.is_cut_off(target):
+            if self.host_states.is_disconnected(source) or self.host_states.is_disconnected(target):
                 channel.drops += 1
                 continue
             idle = channel.next_arrival() == math.inf
@@ -192,7 +192,7 @@ class Switch:
                 self.host_states.revive(command.host)
             case PauseHost():
                 self._pause(command.host, command.paused)
-            case OwnProcess():
+            case RegisterProcess():
                 self.host_states.add_process(command.pid, command.host)
             case EndLab():
                 self._ended = True

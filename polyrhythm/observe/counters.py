@@ -14,7 +14,7 @@ class _CounterText(NamedTuple):
 
 _TEXTS = (
     _CounterText("group averaged", "groups averaged", {"committed": ""}),
-    _CounterText("group given up", "groups given up", {"aborted": ""}),
+    _CounterText("group aborted", "groups aborted", {"aborted": ""}),
     _CounterText("step without an average", "steps without an average", {"skipped": ""}),
     _CounterText(
         "message refused",

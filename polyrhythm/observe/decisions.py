@@ -46,7 +46,7 @@ class Decisions:
 
     def show(self, console: Console, setup: str) -> None:
         """Print the counts; `setup` describes the scheduler."""
-        groups = f"{self.num_averaged:,} averaged, {self.aborted.total():,} given up"
+        groups = f"{self.num_averaged:,} averaged, {self.aborted.total():,} aborted"
         if self.aborted:
             groups += f": {most_frequent(self.aborted)}"
         rows = [("scheduler", f"{setup}: {self.num_decisions:,} decisions"), ("groups", groups)]

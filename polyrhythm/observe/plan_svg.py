@@ -129,27 +129,27 @@ def _line(points: Sequence[tuple[float, float]], number: int, num_pipelines: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
-    """The table of stages x pipelines, or of pipelines x stages if `is_turned`."""
+    """The table of stages x pipelines, or of pipelines x stages if `is_transposed`."""
 
     top: float
     column: float  # width of a column
     num_rows: int
     num_columns: int
-    is_turned: bool  # pipelines are rows
+    is_transposed: bool  # pipelines are rows
 
     @classmethod
     def of(cls, plan: Plan, top: float) -> "_Table":
         names = [device for pipeline in plan.pipelines for device in pipeline.devices]
         longest = min(_MAX_LETTERS, max(map(len, names)))
         shape = plan.num_stages, plan.num_pipelines
-        is_turned = plan.num_pipelines > max(_MAX_COLUMNS, plan.num_stages)
-        num_rows, num_columns = reversed(shape) if is_turned else shape
+        is_transposed = plan.num_pipelines > max(_MAX_COLUMNS, plan.num_stages)
+        num_rows, num_columns = reversed(shape) if is_transposed else shape
         return cls(
             top=top,
             column=max(_HEAD, longest * 11 * _LETTER + 16),
             num_rows=num_rows,
             num_columns=num_columns,
-            is_turned=is_turned,
+            is_transposed=is_transposed,
         )
 
     @property
@@ -161,7 +161,7 @@ class _Table:
         return _ROW * (self.num_rows + 1) + 28
 
     def draw(self, plan: Plan) -> Iterator[str]:
-        line = "column" if self.is_turned else "row"
+        line = "column" if self.is_transposed else "row"
         caption = f"the devices of a {line} average with one another"
         caption = caption if plan.num_pipelines > 1 else "stages and their devices"
         yield _text(_MARGIN, self.top, caption, 13)
@@ -170,7 +170,7 @@ class _Table:
             last = f"-{layers.stop - 1}" if len(layers) > 1 else ""
             head = f"{stage}: layer{'s' if last else ''} {layers.start}{last}"
             size = _ROW * (plan.num_pipelines + 1), self.column
-            if not self.is_turned:
+            if not self.is_transposed:
                 size = _ROW, _HEAD + self.column * plan.num_pipelines
             x, y = self._corner(stage, -1)
             yield (
@@ -182,7 +182,8 @@ class _Table:
             x, y = self._corner(-1, number)
             work = f"{pipeline.num_microbatches or 'any'} micro-batches"
             about = f"pipeline {number}: {work}, {pipeline.schedule}"
-            line = f"M {x + 4:.1f} {y + 22:.1f} h {(_HEAD if self.is_turned else self.column) - 16}"
+            width = (_HEAD if self.is_transposed else self.column) - 16
+            line = f"M {x + 4:.1f} {y + 22:.1f} h {width}"
             yield f'<path d="{line}" stroke="{_colour(number)}" stroke-width="3"/>'
             yield _text(x + 6, y + 16, f"p{number}", 11, bold=True, title=about)
             yield _text(x + 32, y + 16, work, 9)
@@ -193,7 +194,7 @@ class _Table:
 
     def _corner(self, stage: int, pipeline: int) -> tuple[float, float]:
         """Return the corner of a cell; an index of -1 is a header."""
-        row, column = (pipeline, stage) if self.is_turned else (stage, pipeline)
+        row, column = (pipeline, stage) if self.is_transposed else (stage, pipeline)
         x = _MARGIN + (0 if column < 0 else _HEAD + column * self.column)
         return x, self.top + 12 + (row + 1) * _ROW
 

@@ -67,10 +67,10 @@ def show_front(front: Sequence[Prediction], *, taken: int, console: Console) -> 
 def show_change(
     change: ReplanResult, *, running: Prediction | str, num_steps: int, console: Console
 ) -> None:
-    """Print the re-planning decision; `running` is today's prediction, or why it cannot go on."""
+    """Print the re-planning decision; `running` is its prediction, or why it cannot continue."""
     chosen = change.planned.best
     if isinstance(running, str):
-        now, saved = f"cannot go on: {running}", 0.0
+        now, saved = f"cannot continue: {running}", 0.0
     else:
         now = f"{in_seconds(running.time.total)} a step on this cluster"
         saved = running.time.total - chosen.time.total

@@ -118,14 +118,14 @@ def anneal_layout(
     problem: Problem, prices: "LayoutPrices", start: DeviceLayout, *, num_moves: int, seed: int
 ) -> DeviceLayout:
     """Return the best layout that annealing finds from `start`."""
-    from polyrhythm import compiled
+    from polyrhythm import jit
     from polyrhythm.plan.layout_anneal import anneal_step
 
     if problem.num_devices == 1 or start.value <= 0:
         return start
     devices, idle = start.devices.astype(np.int64), start.idle.astype(np.int64)
     near = nearest(distances(problem), _NUM_NEAR)
-    compiled.seed(seed)
+    jit.seed(seed)
     hot, cold = _HOT * start.value, _COLD * start.value
     anneal_step(devices, idle, prices, near, num_moves, hot, cold)
     return evaluate_layout(problem, prices, devices, idle)

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from polyrhythm.compiled import Ints, compiled, random_below
+from polyrhythm.jit import Ints, compiled, random_below
 from polyrhythm.plan.layout_kernel import (
     LayoutPrices,
     LayoutState,

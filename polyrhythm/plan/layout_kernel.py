@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polyrhythm.compiled import Floats, Ints, compiled
+from polyrhythm.jit import Floats, Ints, compiled
 
 _NEVER = 1e-12  # seconds: smallest period, to avoid a division by 0
 

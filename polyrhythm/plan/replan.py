@@ -234,7 +234,7 @@ def _why(best: _Option, options: list[_Option], problem: Problem, steps: int) ->
             f"does not pay off in {steps} steps"
         )
     if stays is None:
-        return f"the running plan cannot go on; {best.what}: a step of {step:.3g} s"
+        return f"the running plan cannot continue; {best.what}: a step of {step:.3g} s"
     return (
         f"{best.what}: from a step of {stays.prediction.time.total:.3g} s to {step:.3g} s, which "
         f"pays for a pause of {best.pause:.3g} s within {steps} steps"

@@ -112,7 +112,7 @@ class _Outliner:
             return None
         team_runs = tuple(run for run in runs if run is not None)
         problem, size = self.problem, self._size
-        stages, cut = _cut(problem, team_runs, size)
+        stages, cut = _split_at_boundaries(problem, team_runs, size)
         step = StepSpec(
             replicas=(),
             stages=stages,
@@ -174,7 +174,7 @@ def _partitioned(problem: Problem, team: Sequence[int], size: int) -> tuple[Stag
     return tuple(StageRun(d, a, b) for d, (a, b) in zip(devices, ends, strict=True))
 
 
-def _cut(
+def _split_at_boundaries(
     problem: Problem, runs: Sequence[Sequence[StageRun]], size: int
 ) -> tuple[tuple[StageWork, ...], list[list[StageRun]]]:
     """Return the stages defined by all boundaries, and the runs in stages instead of layers."""

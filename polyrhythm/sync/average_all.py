@@ -23,7 +23,7 @@ class AverageAllPolicy(RosterPolicy):
 
     timeout: Seconds
     # One worker announced: it never waits for workers that have not joined.
-    _roster: Roster = field(default_factory=lambda: Roster(1, startup=0.0), init=False)
+    _roster: Roster = field(default_factory=lambda: Roster(1, startup_timeout=0.0), init=False)
 
     @property
     def has_others(self) -> bool:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from polyrhythm.types import Worker
 
 
-class PartTransfer(NamedTuple):
+class ShardTransfer(NamedTuple):
     """A shard that one survivor sends to others."""
 
     part: int
@@ -24,7 +24,7 @@ class PartTransfer(NamedTuple):
     is_lost: bool  # no survivor has it: the source sends its values from before the average
 
 
-def plan_transfers(has: Mapping[Worker, Collection[int]], num_parts: int) -> list[PartTransfer]:
+def plan_transfers(has: Mapping[Worker, Collection[int]], num_parts: int) -> list[ShardTransfer]:
     """Plan the transfers in the order of parts; `has` maps each survivor to its parts."""
     survivors, transfers = sorted(has), []
     for part in range(num_parts):
@@ -32,5 +32,5 @@ def plan_transfers(has: Mapping[Worker, Collection[int]], num_parts: int) -> lis
         source = holders[0] if holders else survivors[0]
         receivers = tuple(w for w in survivors if w not in holders and w != source)
         if receivers:
-            transfers.append(PartTransfer(part, source, receivers, is_lost=not holders))
+            transfers.append(ShardTransfer(part, source, receivers, is_lost=not holders))
     return transfers

@@ -3,7 +3,7 @@
 A job starts with workers that join one after another. "All" means the announced number until that
 many are present at once; from then on it means the present workers, so that a worker that left or
 died is not waited for, and a late one counts from its join. A worker that never joins is waited
-for until `startup` seconds after the first join.
+for until `startup_timeout` seconds after the first join.
 
 Source: none; the workers of SDPipe and Prague are present from start to end.
 """
@@ -32,7 +32,7 @@ def format_items(texts: Sequence[str]) -> str:
 @dataclass(slots=True)
 class Roster:
     num_workers: int  # announced
-    startup: Seconds = 60.0  # longest wait of the first worker for the last
+    startup_timeout: Seconds = 60.0  # longest wait of the first worker for the last
     present: dict[Worker, None] = field(default_factory=dict, init=False)
     ready: dict[Worker, Seconds] = field(default_factory=dict, init=False)  # times, ascending
     assembly_deadline: Seconds = field(default=math.inf, init=False)  # -inf once assembled
@@ -44,9 +44,9 @@ class Roster:
                 expected="at least one worker per stage",
                 fix="pass the number of pipelines",
             )
-        if not self.startup >= 0:
+        if not self.startup_timeout >= 0:
             raise PolicyError(
-                f"startup={self.startup:g}",
+                f"startup={self.startup_timeout:g}",
                 expected="0 seconds or more",
                 fix="use 0 to start with the workers that are present",
             )
@@ -59,7 +59,7 @@ class Roster:
                 fix="report that it left before it joins again",
             )
         if not self.present and self.assembly_deadline == math.inf:
-            self.assembly_deadline = now + self.startup
+            self.assembly_deadline = now + self.startup_timeout
         self.present[worker] = None
         if len(self.present) >= self.num_workers:
             self.assembly_deadline = -math.inf

@@ -42,9 +42,9 @@ class WindowedGroups(Policy):
         window: WindowRule,
         group_size: int | None,
         max_window: Seconds,
-        startup: Seconds,
+        startup_timeout: Seconds,
     ) -> None:
-        self.roster = Roster(num_workers, startup)
+        self.roster = Roster(num_workers, startup_timeout)
         self.window = _make_window(window, target_size(group_size, num_workers), max_window)
         self.validator = validator
         self.stage, self.token = stage, token or EnforcementToken()
@@ -104,7 +104,7 @@ class WindowedGroups(Policy):
         if not roster.ready:
             return []
         if roster.all_ready(now):
-            return self._form("everybody", "all are ready", now)
+            return self._form("all_ready", "all are ready", now)
         if self._enforces_since < math.inf:
             return self._enforce(now)
         if now < self._closes and not self.window.is_full(len(roster.ready)):

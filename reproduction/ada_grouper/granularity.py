@@ -11,7 +11,7 @@ from polyrhythm.types import Seconds
 from reproduction.ada_grouper.models import GPT
 from reproduction.ada_grouper.steps import AdaGrouperJob, is_faster
 from reproduction.ada_grouper.testbed import BUSY_FLOWS, S1
-from reproduction.claim import PaperRow, Plot, always
+from reproduction.paper_row import PaperRow, Plot, always
 
 BATCH, NUM_WORKERS = 192, 8
 SIZES = {1: 6, 2: 3, 3: 2, 4: 1, 5: 1, 6: 1}  # of micro-batches, by k: 6 // k

@@ -6,11 +6,11 @@ Adaptive Group-Scheduling for Micro-Batches", arXiv:2303.01675, 2023.
 
 from collections.abc import Callable
 
-from reproduction.ada_grouper import granularity, scaling, tuning
+from reproduction.ada_grouper import granularity, scaling_figures, tuned_k
 from reproduction.ada_grouper.granularity import GranularityResult
-from reproduction.ada_grouper.scaling import ScalingResult
-from reproduction.ada_grouper.tuning import TuningHour
-from reproduction.claim import PaperRow, Reproduction
+from reproduction.ada_grouper.scaling_figures import ScalingResult
+from reproduction.ada_grouper.tuned_k import TuningHour
+from reproduction.paper_row import PaperRow, Reproduction
 
 _SETUP = """\
 **The paper's set-up** (section 6.1, Tables 1 and 2): one GPU per worker, a pipeline over 2 to 8
@@ -62,9 +62,9 @@ def reproduce(log: Callable[[str], None]) -> Reproduction:
     log("Fig. 6: granularity, five rounds")
     fine = granularity.measure()
     log("Figs. 7 to 9: U-Net and GPT on 2 to 8 workers")
-    scaled = scaling.measure()
+    scaled = scaling_figures.measure()
     log("Fig. 10: tuning")
-    hours = tuning.measure()
+    hours = tuned_k.measure()
     return Reproduction(
         paper="ada-grouper",
         title="Ada-Grouper: kFkB on preempted networks",
@@ -74,10 +74,10 @@ def reproduce(log: Callable[[str], None]) -> Reproduction:
         rows=(
             *_abstract_rows(fine, scaled),
             *granularity.rows(fine),
-            *scaling.rows(scaled),
-            *tuning.rows(hours),
+            *scaling_figures.rows(scaled),
+            *tuned_k.rows(hours),
         ),
-        plots=(*granularity.plots(fine), *scaling.plots(scaled), *tuning.plots(hours)),
+        plots=(*granularity.plots(fine), *scaling_figures.plots(scaled), *tuned_k.plots(hours)),
     )
 
 

@@ -5,7 +5,6 @@ from statistics import fmean
 
 from polyrhythm.sync.fusion.layers import by_bytes
 from polyrhythm.types import Bytes, Seconds
-from reproduction.claim import PaperRow, Plot, always
 from reproduction.dear import methods
 from reproduction.dear.ring import Ring, StepTimes
 from reproduction.dear.testbed import (
@@ -18,6 +17,7 @@ from reproduction.dear.testbed import (
     compute_times,
 )
 from reproduction.dear.timeline import dear
+from reproduction.paper_row import PaperRow, Plot, always
 
 _SIZES: tuple[Bytes, ...] = tuple(1000 * 4**i for i in range(9))  # 1 kB to 66 MB
 _BATCHES = (16, 32, 64)  # of Fig. 11; the text gives none

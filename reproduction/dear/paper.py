@@ -8,11 +8,11 @@ from collections.abc import Callable
 from statistics import fmean
 
 from polyrhythm.types import BytesPerSecond
-from reproduction.claim import PaperRow, Plot, Reproduction
 from reproduction.dear import methods, overlap, search, speedups, testbed
 from reproduction.dear.methods import gain
 from reproduction.dear.ring import Ring
 from reproduction.dear.testbed import ETHERNET, INFINIBAND, MODELS, NUM_WORKERS, compute_times
+from reproduction.paper_row import PaperRow, Plot, Reproduction
 
 _NOMINAL_INFINIBAND: BytesPerSecond = 100e9 / 8
 

@@ -6,11 +6,11 @@ from statistics import fmean
 
 from polyrhythm.sync.fusion.tuner import SIZES, GridSearch, RandomSearch
 from polyrhythm.types import Bytes, Seconds
-from reproduction.claim import PaperRow, Plot, always
 from reproduction.dear import methods
 from reproduction.dear.speedups import STUDIED
 from reproduction.dear.testbed import ETHERNET, DearModel, compute_times
 from reproduction.dear.timeline import StepEstimate
+from reproduction.paper_row import PaperRow, Plot, always
 
 _NEAR = 1.01  # times the best step: a good bucket size
 _PAPERS_CHOICE: Bytes = 35_000_000  # by the search of Fig. 3

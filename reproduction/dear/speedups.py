@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from statistics import fmean, geometric_mean
 
-from reproduction.claim import PaperRow, Plot, always, ordered
 from reproduction.dear import methods
 from reproduction.dear.layers import Gpu
 from reproduction.dear.methods import FUSED, OUT_OF_MEMORY, TUNED, UNFUSED, Method, gain
@@ -19,6 +18,7 @@ from reproduction.dear.testbed import (
     compute_times,
 )
 from reproduction.dear.timeline import StepEstimate
+from reproduction.paper_row import PaperRow, Plot, always, ordered
 
 STUDIED = tuple(m for m in MODELS if m.name in ("ResNet-50", "DenseNet-201", "BERT-Base"))
 _NAMES = tuple(model.name for model in MODELS)

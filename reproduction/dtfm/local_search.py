@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polyrhythm.compiled import Flags, Floats, Ints, compiled, inlined
+from polyrhythm.jit import Flags, Floats, Ints, compiled, inlined
 
 _ROUNDING = 1e-12  # seconds: a gain below is none
 

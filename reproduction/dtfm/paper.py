@@ -11,11 +11,11 @@ NeurIPS 2022, arXiv:2206.01288v2.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from polyrhythm.types import Seconds
-from reproduction.claim import PaperRow, Plot, Reproduction, ordered
 from reproduction.dtfm.curves import BASELINE, OURS, PRINTED, RANDOM, Curve, curves
 from reproduction.dtfm.steps import CaseSteps, Steps, case_steps, ratios
 from reproduction.dtfm.systems import Degrees
 from reproduction.dtfm.testbed import WORKLOADS, DtfmNetwork, GptWorkload, networks, petaflops
+from reproduction.paper_row import PaperRow, Plot, Reproduction, ordered
 
 _SETUP = """\
 **The paper's set-up** (section 4): 64 V100s train GPT3-XL (2048 wide, sequences of 2048; 24, 32 or

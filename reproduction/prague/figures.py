@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from reproduction.claim import PaperRow, Plot, Points, ordered
+from reproduction.paper_row import PaperRow, Plot, Points, ordered
 from reproduction.prague import runs
 from reproduction.prague.runs import FIVE_TIMES, HOMOGENEOUS, TWICE, TrainingTime
 from reproduction.prague.testbed import (

@@ -7,7 +7,7 @@ Training", ASPLOS 2020.
 from collections.abc import Callable, Mapping
 
 from polyrhythm.types import Seconds
-from reproduction.claim import Reproduction
+from reproduction.paper_row import Reproduction
 from reproduction.prague import figures, runs, testbed
 from reproduction.prague.runs import HOMOGENEOUS, SLOW_WORKER, TWICE, any_sleeps, step_time
 from reproduction.prague.testbed import ALL_REDUCE, GRPC, SIXTEEN, SMART, VGG_16, job

@@ -6,10 +6,10 @@ Pipeline-parallel Training", PVLDB 16(9), 2023.
 
 from collections.abc import Callable
 
-from reproduction.claim import Reproduction
+from reproduction.paper_row import Reproduction
 from reproduction.sdpipe import throughput
 from reproduction.sdpipe.testbed import ALL_REDUCE, BERT, BY_TEXT, RESNET, SDPIPE
-from reproduction.sdpipe.training import TRACE_STEPS, figures_5_and_7
+from reproduction.sdpipe.time_to_loss import TRACE_STEPS, figures_5_and_7
 
 _SETUP = """\
 **The paper's set-up** (section 5.1): nodes of 8 A100 on 10 Gb Ethernet; ResNet-50 and BERT-base on

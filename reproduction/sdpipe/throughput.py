@@ -10,7 +10,7 @@ import numpy as np
 
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.types import Seconds
-from reproduction.claim import PaperRow, Plot, always, ordered, sometimes
+from reproduction.paper_row import PaperRow, Plot, always, ordered, sometimes
 from reproduction.sdpipe.testbed import (
     AD_PSGD,
     ALL_REDUCE,

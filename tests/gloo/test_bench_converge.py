@@ -10,6 +10,14 @@ import pytest
 import torch
 
 from benchmarks.converge.bench import BARS
+from benchmarks.converge.loss_curves import (
+    EmulatedStep,
+    ModelTrack,
+    SharedModels,
+    load_weights,
+    rate,
+    weights_of,
+)
 from benchmarks.converge.setting import (
     ALL_REDUCE,
     FULL,
@@ -19,14 +27,6 @@ from benchmarks.converge.setting import (
     setting_b,
 )
 from benchmarks.converge.tasks import LearningTask, NoisyDigits, SourceText, num_weights
-from benchmarks.converge.training import (
-    EmulatedStep,
-    ModelTrack,
-    SharedModels,
-    load_weights,
-    rate,
-    weights_of,
-)
 from benchmarks.harness.report import names_of
 from polyrhythm.describe.slowness import load_traces
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.converge.bench import median_ratio, speedup
-from benchmarks.converge.training import LossCurve, smoothed
+from benchmarks.converge.loss_curves import LossCurve, smoothed
 
 losses = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=30)
 

@@ -93,9 +93,11 @@ def test_policy_options_reach_scheduler_and_run_folder(tmp_path: Path) -> None:
     reported = run_forked("report", str(folder), cwd=tmp_path)
     assert reported.returncode == 0, reported.stderr
     assert re.search(r"\d+ groups of 2\.00 workers on average", reported.stdout)
-    assert re.search(r"groups +\d+ averaged, 0 given up", reported.stdout)
+    assert re.search(r"groups +\d+ averaged, 0 aborted", reported.stdout)
     replayed = run_forked("replay", str(folder), cwd=tmp_path)
-    assert re.fullmatch(r"[\d,]+ decisions, replayed alike\n", replayed.stdout), replayed.stderr
+    assert re.fullmatch(r"[\d,]+ decisions, replayed identically\n", replayed.stdout), (
+        replayed.stderr
+    )
 
 
 @pytest.mark.long

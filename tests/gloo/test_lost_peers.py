@@ -72,7 +72,7 @@ def victim_ending_with(ending: Callable[[], None]) -> Callable[[DistContext], No
 def test_peer_death_fails_receive_at_once(tmp_path: Path) -> None:
     def watcher(ctx: DistContext) -> None:
         inbox = Inbox(route(ctx, timeout=FOREVER), window=2, announced=True)
-        inbox.expect([(Action(Op.F, 3), 10)])
+        inbox.post_receives([(Action(Op.F, 3), 10)])
         signal_peer(1)
         error = peer_error_of(lambda: inbox.get(Action(Op.F, 3)))
         assert error.action == "receiving F3"
@@ -103,7 +103,7 @@ def test_peer_death_fails_send_at_once(tmp_path: Path) -> None:
 def test_messages_received_before_peer_death_are_usable(tmp_path: Path) -> None:
     def watcher(ctx: DistContext) -> None:
         inbox = Inbox(route(ctx, timeout=FOREVER), window=2, announced=True)
-        inbox.expect([(Action(Op.F, number), 10) for number in range(3)])
+        inbox.post_receives([(Action(Op.F, number), 10) for number in range(3)])
         signal_peer(1)
         wait_for_peer(1)
         time.sleep(0.3)  # it is dead by now
@@ -129,7 +129,7 @@ def test_stopped_peer_is_lost_after_timeout(tmp_path: Path) -> None:
         here = route(ctx, timeout=TIMEOUT)
         inbox = Inbox(here, window=2, announced=True)
         outbox = Outbox(here, announces=False)
-        inbox.expect([(Action(Op.F, 0), 10)])
+        inbox.post_receives([(Action(Op.F, 0), 10)])
         send(outbox, 7, 10)
         signal_peer(1)
         with ThreadPoolExecutor() as both:  # each waits for the whole timeout

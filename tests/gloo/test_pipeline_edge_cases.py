@@ -229,7 +229,7 @@ def break_receiving(connections: Connections) -> None:
 
 
 def break_posting(connections: Connections) -> None:
-    connections.activations_in[0].expect = run_out_of_memory
+    connections.activations_in[0].post_receives = run_out_of_memory
 
 
 def break_header_thread(connections: Connections) -> None:

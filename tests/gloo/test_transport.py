@@ -41,10 +41,10 @@ def test_messages_of_new_kinds_arrive_in_order(tmp_path: Path, window: int) -> N
         inbox = Inbox(route(ctx), window=window, announced=True)
         posted = record_receives()
         expected = [(Action(Op.F, number), kind) for number, kind in enumerate(kinds)]
-        inbox.expect(expected[:20])
+        inbox.post_receives(expected[:20])
         for number, kind in enumerate(kinds):
             if number == 15:
-                inbox.expect(expected[20:])
+                inbox.post_receives(expected[20:])
             receive_and_check(inbox, number, kind)
             assert posted.count(False) <= number + 1 + window, "window exceeded"
         assert posted.count(True) == 3, "each kind is announced once"
@@ -68,7 +68,7 @@ def test_window_is_filled_and_never_exceeded(tmp_path: Path) -> None:
         inbox = Inbox(route(ctx), window=window, announced=False)
         inbox.set_layout(10, MessageLayout.of(content(0, 10)))
         posted = record_receives()
-        inbox.expect([(Action(Op.F, number), 10) for number in range(number_of_messages)])
+        inbox.post_receives([(Action(Op.F, number), 10) for number in range(number_of_messages)])
         wait_for_peer(0)  # all are sent
         wait_until(lambda: len(inbox._arrived) == window, "posted messages arrive")
         for number in range(number_of_messages):
@@ -91,7 +91,7 @@ def test_layouts_may_be_set_after_expect(tmp_path: Path) -> None:
     def receiver(ctx: DistContext) -> None:
         inbox = Inbox(route(ctx), window=10, announced=False)
         posted = record_receives()
-        inbox.expect([(Action(Op.F, number), kind) for number, kind in enumerate(kinds)])
+        inbox.post_receives([(Action(Op.F, number), kind) for number, kind in enumerate(kinds)])
         assert posted == [], "no layout is known"
         inbox.set_layout(11, MessageLayout.of(content(0, 11)))
         assert posted == [], "the first message is of the other kind"
@@ -114,7 +114,7 @@ def test_requires_grad_is_kept_for_complex_tensors(tmp_path: Path) -> None:
 
     def receiver(ctx: DistContext) -> None:
         inbox = Inbox(route(ctx), window=1, announced=True)
-        inbox.expect([(Action(Op.F, 0), 1)])
+        inbox.post_receives([(Action(Op.F, 0), 1)])
         received, _ = inbox.get(Action(Op.F, 0))
         assert [tensor.requires_grad for tensor in received] == [True, False]
 
@@ -136,7 +136,7 @@ def test_sends_return_before_any_receive_is_posted(tmp_path: Path) -> None:
     def receiver(ctx: DistContext) -> None:
         inbox = Inbox(route(ctx), window=2, announced=True)
         wait_for_peer(0)
-        inbox.expect([(Action(Op.B, number), 1) for number in numbers])
+        inbox.post_receives([(Action(Op.B, number), 1) for number in numbers])
         for number in numbers:
             (tensor,), transfer = inbox.get(Action(Op.B, number))
             assert torch.equal(tensor, number * large)
@@ -166,7 +166,7 @@ def test_buffers_are_freed_after_send_or_use(tmp_path: Path) -> None:
         buffers = track_buffers()
         inbox.set_layout(10, MessageLayout.of(content(0, 10)))
         wait_for_peer(0)
-        inbox.expect([(Action(Op.F, number), 10) for number in range(4)])
+        inbox.post_receives([(Action(Op.F, number), 10) for number in range(4)])
         for number in range(2):
             receive_and_check(inbox, number, 10)
         wait_until(lambda: num_alive(buffers) == 1, "two are used, one is not")
@@ -194,7 +194,7 @@ def test_slow_receiver_is_not_reported_lost(tmp_path: Path) -> None:
     def receiver(ctx: DistContext) -> None:
         inbox = Inbox(route(ctx), window=1, announced=False)
         inbox.set_layout(10, MessageLayout.of(content(0, 10)))
-        inbox.expect([(Action(Op.F, number), 10) for number in range(num_messages)])
+        inbox.post_receives([(Action(Op.F, number), 10) for number in range(num_messages)])
         for number in range(num_messages):
             receive_and_check(inbox, number, 10)
             if number < num_messages - 2:  # after that the last message is sent

@@ -33,7 +33,7 @@ from benchmarks.endtoend.job import (
     StepReport,
     ratio_of_steps,
 )
-from benchmarks.endtoend.training import (
+from benchmarks.endtoend.workers import (
     CONTEXT,
     buckets,
     byte_scale,

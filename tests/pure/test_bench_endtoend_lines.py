@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.endtoend.lines import (
+from benchmarks.endtoend.bench import (
     PLAIN,
     TRAINER,
     counted_lines,

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from reproduction.chart import draw_plot, make_figure
-from reproduction.claim import Plot
+from reproduction.paper_row import Plot
 
 LINES = Plot(
     name="lines",

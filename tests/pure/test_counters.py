@@ -13,7 +13,7 @@ from polyrhythm.observe.counters import counters_text
         ({"committed": 1}, "1 group averaged"),
         (
             {"unauthenticated": 1, "malformed": 1, "aborted": 3, "committed": 1204},
-            "1,204 groups averaged, 3 groups given up, "
+            "1,204 groups averaged, 3 groups aborted, "
             "2 messages refused (unauthenticated 1, malformed 1)",
         ),
         ({"late": 1}, "1 message ignored (late 1)"),

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyrhythm.compiled import seed as seed_compiled
 from polyrhythm.cost.sync import GROUP_SIZE
 from polyrhythm.describe.cluster import Cluster, Device
+from polyrhythm.jit import seed as seed_compiled
 from polyrhythm.plan.construction import nearest
 from polyrhythm.plan.draft import (
     PlanDraft,

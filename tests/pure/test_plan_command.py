@@ -181,7 +181,7 @@ def test_a_running_plan_whose_device_is_lost_cannot_go_on(
     changed(monkeypatch)
     predicted(2, 1, problem(cluster({"Kyoto": 2}))).plan.save(Path("old.json"))
     assert plan(*GOOD, "--running", "old.json", "--steps", "500") == 0
-    assert "running    cannot go on: device 'Kyoto/0'" in capsys.readouterr().out
+    assert "running    cannot continue: device 'Kyoto/0'" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("no_search")
@@ -296,7 +296,7 @@ def test_a_lost_device_is_replaced_by_the_real_search(capsys: pytest.CaptureFixt
     write_cluster(replace(where, devices=where.devices[1:]), Path("now.toml"))
     options = "--running old.json --steps 100 --stages 2 --pipelines 1 -o plan.json"
     assert plan("now.toml", "profile.json", *options.split()) == 0
-    assert "cannot go on: device 'Oregon/0'" in capsys.readouterr().out
+    assert "cannot continue: device 'Oregon/0'" in capsys.readouterr().out
     assert set(Plan.load("plan.json").pipelines[0].devices) == {"Oregon/1", "Oregon/2"}
 
 

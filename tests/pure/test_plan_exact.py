@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from benchmarks.plan.cases import BEST, published
 from polyrhythm.cost.dtfm import PairTimes, group_sync
-from polyrhythm.plan.dtfm.classes import (
+from polyrhythm.plan.dtfm.exact import (
     device_classes,
     num_stage_types,
+    search_exactly,
     stage_types,
     type_sync,
 )
-from polyrhythm.plan.dtfm.exact import search_exactly
 from tests.pure.dtfm_cases import brute_force, small_times
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.plan.cases import published
-from polyrhythm import compiled
-from polyrhythm.compiled import seed
+from polyrhythm import jit
 from polyrhythm.cost.dtfm import PairTimes, best_layout, best_order, layout_cost
+from polyrhythm.jit import seed
 from polyrhythm.plan.construction import construct_layouts, nearest
 from polyrhythm.plan.dtfm import path
 from polyrhythm.plan.dtfm.anneal import AnnealingSchedule, anneal
@@ -149,7 +149,7 @@ def test_compiled_code_is_cached_by_part_inside_and_outside_the_package(part: st
         return 2 * x
 
     double.__module__ = f"{part}.kernels"
-    dispatcher: Any = compiled.compiled(double)
+    dispatcher: Any = jit.compiled(double)
     assert Path(dispatcher.stats.cache_path).parent.name.startswith(f"compiled-{part}-")
 
 
@@ -159,7 +159,7 @@ def test_old_compiled_code_is_removed(tmp_path: Path) -> None:
         os.utime(tmp_path / f"compiled-plan-{number}", (number, number))
     for other in ("plan.pyc", "compiled-simulate-0"):
         (tmp_path / other).touch()
-    compiled.remove_oldest(tmp_path, "plan")
+    jit.remove_oldest(tmp_path, "plan")
     left = sorted(path.name for path in tmp_path.iterdir())
     kept = [f"compiled-plan-{number}" for number in range(3, 7)]
     assert left == sorted([*kept, "compiled-simulate-0", "plan.pyc"])

@@ -173,7 +173,7 @@ def test_change_shows_moved_devices_migration_time_and_break_even() -> None:
 
 def test_plan_that_cannot_go_on_shows_the_reason_and_no_gain() -> None:
     text = change("device 'x' of pipeline 0", predicted(2, 2, FOUR), "Oregon/2", lost=(3, 4, 7))
-    assert line(text, "running") == "running    cannot go on: device 'x' of pipeline 0"
+    assert line(text, "running") == "running    cannot continue: device 'x' of pipeline 0"
     assert "of 1,000 steps" not in text
     assert line(text, "lost").startswith("lost       layers 3-4, 7 are on no device")
 

@@ -94,7 +94,7 @@ def test_loss_of_the_slowest_releases_others_and_a_joining_worker_starts_level()
 
 def test_absent_worker_counts_as_slowest_until_startup_ends() -> None:
     first = Worker(0, 0)
-    policy = joined(BoundedStaleness(2, staleness=0, startup=10.0), [first])
+    policy = joined(BoundedStaleness(2, staleness=0, startup_timeout=10.0), [first])
     assert policy.on_ready(first, 1.0) == []
     assert policy.next_timer() == 10.0
     assert released(policy.on_timer(10.0)) == {first}

@@ -88,7 +88,7 @@ def test_layout_numbers_workers_node_by_node_for_any_input_order() -> None:
 
 
 def test_static_startup_wait_is_bounded() -> None:
-    policy, first, second = StaticGroups(3, startup=10.0), Worker(0, 0), Worker(0, 1)
+    policy, first, second = StaticGroups(3, startup_timeout=10.0), Worker(0, 0), Worker(0, 1)
     assert policy.on_join(first, "a", 0.0) == policy.on_ready(first, 1.0) == []
     assert policy.on_join(second, "b", 2.0) == policy.on_ready(second, 3.0) == []
     assert policy.next_timer() == 10.0

@@ -25,7 +25,7 @@ def test_run_replays_identically_by_folder_and_by_log(
     decide(tmp_path)
     for source in (tmp_path, log, renamed):
         assert replay(source) == 0
-        assert capsys.readouterr().out == f"{len(EVENTS)} decisions, replayed alike\n"
+        assert capsys.readouterr().out == f"{len(EVENTS)} decisions, replayed identically\n"
 
 
 def test_a_log_that_is_still_growing_replays_as_far_as_it_goes(
@@ -34,7 +34,7 @@ def test_a_log_that_is_still_growing_replays_as_far_as_it_goes(
     log = decide(tmp_path)
     log.write_bytes(log.read_bytes()[:-3])
     assert replay(tmp_path) == 0
-    assert capsys.readouterr().out == f"{len(EVENTS) - 1} decisions, replayed alike\n"
+    assert capsys.readouterr().out == f"{len(EVENTS) - 1} decisions, replayed identically\n"
 
 
 def test_first_difference_is_printed_with_status_1(
@@ -46,7 +46,7 @@ def test_first_difference_is_printed_with_status_1(
     log.write_bytes(text.replace(b'"s0p3 died"', b'"s0p3 slept"'))
     assert replay(tmp_path) == 1
     out = capsys.readouterr().out
-    assert f"{log}: replayed otherwise" in out
+    assert f"{log}: replayed differently" in out
     assert "line 13: Dead" in out
     assert "s0p3 slept" in out
     assert "s0p3 died" in out
@@ -59,7 +59,7 @@ def test_removed_event_makes_a_difference(
     lines = log.read_bytes().splitlines(keepends=True)
     log.write_bytes(b"".join(lines[:5] + lines[6:]))  # the first Ready
     assert replay(log) == 1
-    assert "replayed otherwise\nline 6: Ready" in capsys.readouterr().out
+    assert "replayed differently\nline 6: Ready" in capsys.readouterr().out
 
 
 def refusal(source: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -141,7 +141,7 @@ def test_a_run_with_several_schedulers_replays_all_of_them(
     later = decide(tmp_path).rename(tmp_path / "scheduler-2.jsonl")
     decide(tmp_path)
     assert replay(tmp_path) == 0
-    assert capsys.readouterr().out == f"{2 * len(EVENTS)} decisions, replayed alike\n"
+    assert capsys.readouterr().out == f"{2 * len(EVENTS)} decisions, replayed identically\n"
     later.write_bytes(later.read_bytes().replace(b'"s0p3 died"', b'"s0p3 slept"'))
     assert replay(tmp_path) == 1
-    assert f"{later}: replayed otherwise" in capsys.readouterr().out
+    assert f"{later}: replayed differently" in capsys.readouterr().out

@@ -61,7 +61,7 @@ def test_scheduler_decisions_are_reported_with_reasons_and_times(
     out = capsys.readouterr().out.splitlines()
     title = "partial_reduce every=1 seed=0 group_size=2, 1 stages x 4 pipelines"
     assert out[0] == f"scheduler  {title}: {len(EVENTS)} decisions"
-    assert "groups     1 averaged, 1 given up: s0p3 died (1)" in out
+    assert "groups     1 averaged, 1 aborted: s0p3 died (1)" in out
     assert "died       s0p3 after 12.3 s, s0p1 after 15.0 s" in out
     assert "left       s0p2 after 13.0 s, s0p0 after 14.0 s" in out
     assert not any(line.startswith("steps") for line in out), "there is no run here"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from polyrhythm.cost.pipeline import length, simulate
 from polyrhythm.errors import DescriptionError
 from polyrhythm.schedule.tuner import ScheduleDecision, ScheduleTuner
-from reproduction.ada_grouper import granularity, tuning
+from reproduction.ada_grouper import granularity, tuned_k
 from reproduction.ada_grouper.granularity import GranularityResult
 from reproduction.ada_grouper.models import GPT, UNET, AdaGrouperModel, unshared_times
 from reproduction.ada_grouper.steps import (
@@ -22,7 +22,7 @@ from reproduction.ada_grouper.steps import (
     run_steps,
 )
 from reproduction.ada_grouper.testbed import BUSY_FLOWS, C1X, M8S, S1, OtherFlows
-from reproduction.ada_grouper.tuning import TuningHour
+from reproduction.ada_grouper.tuned_k import TuningHour
 from reproduction.dear.ring import Ring
 
 MEDIUM = GPT["GPT-Medium"]
@@ -190,7 +190,7 @@ def test_only_the_printed_choice_passes():
     hour = TuningHour(
         predicted={1: 2.0, 2: 2.0, 3: 1.5, 4: 1.0, 5: 1.0, 6: 1.0}, decision=decision()
     )
-    chosen = [row for row in tuning.rows([hour] * 5) if "is chosen" in row.what]
+    chosen = [row for row in tuned_k.rows([hour] * 5) if "is chosen" in row.what]
     assert [row.printed for row in chosen if row.passes] == [4]
     assert all(row.why for row in chosen if not row.passes)
 

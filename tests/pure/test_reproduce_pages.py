@@ -15,8 +15,8 @@ from rich.console import Console
 from polyrhythm import cli
 from polyrhythm.errors import UserError
 from reproduction import registry
-from reproduction.claim import PaperRow, Plot, Reproduction, always, ordered, sometimes
 from reproduction.page import INDEX, format_number, index, page, show, write
+from reproduction.paper_row import PaperRow, Plot, Reproduction, always, ordered, sometimes
 from reproduction.registry import PAPERS, Paper, select
 
 NEAR = PaperRow("Fig. 1", "fast | slow", 2.0, 2.4)

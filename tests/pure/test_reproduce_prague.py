@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from polyrhythm.simulate.simulator import simulate
-from reproduction.claim import ordered
+from reproduction.paper_row import ordered
 from reproduction.prague.figures import (
     IMAGES,
     OVERALL,

@@ -26,7 +26,7 @@ from reproduction.sdpipe.testbed import (
     stages_of,
 )
 from reproduction.sdpipe.throughput import group_quartiles, ring_share, server_share
-from reproduction.sdpipe.training import relative_times
+from reproduction.sdpipe.time_to_loss import relative_times
 
 
 @pytest.mark.parametrize(

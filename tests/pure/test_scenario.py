@@ -67,8 +67,14 @@ def test_scenario_may_be_empty(tmp_path):
             "[[slow]]\ndevice = 'a'\nfactor = 2\nprobability = 0.1\nsleep_factor = 3",
             "slow[0]: 'a' is slowed in 2 ways",
         ),
-        ("[[slow]]\ndevice = 'a'\nprobability = 0.1", "slow[0]: only one of probability and sleep_factor"),
-        ("[[slow]]\ndevice = 'a'\nsleep_factor = 3", "slow[0]: only one of probability and sleep_factor"),
+        (
+            "[[slow]]\ndevice = 'a'\nprobability = 0.1",
+            "slow[0]: only one of probability",
+        ),
+        (
+            "[[slow]]\ndevice = 'a'\nsleep_factor = 3",
+            "slow[0]: only one of probability",
+        ),
         ("[[slow]]\ndevice = 'a'\nfactor = 0.5", "slow[0]: factor is 0.5"),
         (
             "[[slow]]\ndevice = 'a'\nprobability = 10\nsleep_factor = 3",

@@ -207,7 +207,7 @@ def test_simulated_runs_are_written_and_can_be_replayed(
     with pytest.raises(SystemExit) as ended:
         cli.main(["replay", str(runs / "adaptive")])
     assert ended.value.code == 0
-    assert "replayed alike" in capsys.readouterr().out
+    assert "replayed identically" in capsys.readouterr().out
     status, _, err = run_simulate([str(plan), "--sync", "adaptive", "--out", str(runs)], capsys)
     assert status == 2
     assert "already has the log of a run" in err

@@ -57,7 +57,7 @@ def share_of_enforced_groups(policy: Adaptive | Age, num_workers: int, noise: fl
     train(policy, num_workers, step, num_groups=num_groups, averaging=0.05)
     counters = policy.counters
     assert sum(counters.values()) == num_groups
-    return 1 - (counters["window"] + counters["everybody"]) / num_groups
+    return 1 - (counters["window"] + counters["all_ready"]) / num_groups
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])

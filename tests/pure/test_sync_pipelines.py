@@ -143,7 +143,7 @@ def test_figure_3_finishes_with_the_token() -> None:
     assert grid.unfinished() == []
     first, second = (policy.counters for policy in grid.scheduler.policies)
     assert first["waived_token"] + second["waived_token"] > 0
-    assert first["everybody"] > 0 < second["everybody"]  # both stages have averaged
+    assert first["all_ready"] > 0 < second["all_ready"]  # both stages have averaged
 
 
 @pytest.mark.parametrize(

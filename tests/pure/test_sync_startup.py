@@ -1,4 +1,4 @@
-"""At the start no worker waits longer than `startup` for workers that have not joined."""
+"""At the start no worker waits longer than `startup_timeout` for workers that have not joined."""
 
 import math
 
@@ -13,7 +13,7 @@ A, B, C = (Worker(0, pipeline) for pipeline in range(3))
 
 
 def test_static_groups_start_without_an_absent_worker() -> None:
-    policy = StaticGroups(4, startup=60.0)
+    policy = StaticGroups(4, startup_timeout=60.0)
     for worker, node in [(A, "n0"), (B, "n0"), (C, "n1")]:
         policy.on_join(worker, node, 0.0)
     assert policy.on_ready(B, 1.0) == []  # takes a local step in the first phase
@@ -23,7 +23,7 @@ def test_static_groups_start_without_an_absent_worker() -> None:
 
 
 def test_ssp_continues_without_an_absent_worker() -> None:
-    policy = BoundedStaleness(3, staleness=1, startup=60.0)
+    policy = BoundedStaleness(3, staleness=1, startup_timeout=60.0)
     for worker in (A, B):
         policy.on_join(worker, "node", 0.0)
     for worker in (A, B):

@@ -359,7 +359,7 @@ def test_failed_groups_do_not_count_as_connecting() -> None:
         lambda: Adaptive(4, max_window=0.0),
         lambda: Adaptive(0),
         lambda: Age(4, max_age=-1),
-        lambda: Age(4, startup=-1.0),
+        lambda: Age(4, startup_timeout=-1.0),
         lambda: PartialReduce(4, 5),
         lambda: PartialReduce(4, 1),
         lambda: PartialReduce(4, 2, timeout=-1.0),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polyrhythm.compiled import Floats, Ints, compiled, random_below
+from polyrhythm.jit import Floats, Ints, compiled, random_below
 from polyrhythm.plan.dtfm.grid import Acceptance, Grid, make_grid, swap_devices
 from polyrhythm.plan.dtfm.moves import (
     critical_device,

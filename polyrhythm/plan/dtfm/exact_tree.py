@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polyrhythm.compiled import Floats, Ints, compiled
+from polyrhythm.jit import Floats, Ints, compiled
 from polyrhythm.types import Seconds
 
 _ROUNDING = 1e-9  # relative: a gain below is none

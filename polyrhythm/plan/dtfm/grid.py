@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polyrhythm.compiled import Floats, Ints, inlined
+from polyrhythm.jit import Floats, Ints, inlined
 
 
 class Grid(NamedTuple):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polyrhythm.compiled import Flags, Floats, Ints, compiled, inlined
+from polyrhythm.jit import Flags, Floats, Ints, compiled, inlined
 
 
 def bottleneck(weights: Floats) -> tuple[float, Ints]:

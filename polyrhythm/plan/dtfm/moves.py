@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from polyrhythm.compiled import inlined, random_below
+from polyrhythm.jit import inlined, random_below
 from polyrhythm.plan.dtfm.grid import Acceptance, Grid, accept, between, swap_devices
 
 
@@ -62,16 +62,16 @@ def swap_runs(grid: Grid, length: int, acceptance: Acceptance) -> None:
     num_stages, size = grid.layout.shape
     p, q = random_below(size), random_below(size)
     s, t = random_below(num_stages - length + 1), random_below(num_stages - length + 1)
-    turned = np.random.random() < 0.5
+    is_reversed = np.random.random() < 0.5
     if p == q and abs(s - t) < length:
-        t, turned = s, True  # a run cannot be swapped with itself: reverse it
+        t, is_reversed = s, True  # a run cannot be swapped with itself: reverse it
     num_swaps = length // 2 if p == q and s == t else length
     before, before_mean = grid.total[0], grid.total[1]
     always = Acceptance(acceptance.blend, np.inf)
     for _ in range(2):
         for i in range(num_swaps):
             a = grid.layout[s + i, p]
-            b = grid.layout[t + length - 1 - i if turned else t + i, q]
+            b = grid.layout[t + length - 1 - i if is_reversed else t + i, q]
             swap_devices(grid, a, b, always)
         cost, mean = grid.total[0] - before, grid.total[1] - before_mean
         if (1 - acceptance.blend) * cost + acceptance.blend * mean <= acceptance.allowed:

@@ -10,7 +10,7 @@ code has no answer for more stages than Held-Karp can do.
 
 import numpy as np
 
-from polyrhythm.compiled import Floats, Ints, compiled, inlined
+from polyrhythm.jit import Floats, Ints, compiled, inlined
 
 MAX_EXACT = 12
 _ROUNDING = 1e-9  # seconds: a gain below could be found again and again

@@ -129,7 +129,7 @@ def _annealed(
     effort: SearchEffort,
     rng: np.random.Generator,
 ) -> LayoutCost:
-    from polyrhythm.compiled import seed
+    from polyrhythm.jit import seed
     from polyrhythm.plan.dtfm.anneal import AnnealingSchedule, anneal
     from polyrhythm.plan.dtfm.group_layout import layout_of_groups
 

@@ -129,7 +129,7 @@ class SplitAllReduce:
                 return f"{error}; {len(members)} of {len(self._members)} members repaired it"
         missing = [shard for i, shard in enumerate(self._slices) if i not in self._has]
         if missing:
-            self.streaming_buffer.keep_own(self._published, missing)
+            self.streaming_buffer.restore_missing(self._published, missing)
         return f"{error}; kept own numbers for {len(missing)} of {len(self._slices)} shards"
 
     def _transfer_shards(
@@ -245,7 +245,7 @@ class StreamingBuffer:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def keep_own(self, own: Tensor, missing: Iterable[slice]) -> None:
+    def restore_missing(self, own: Tensor, missing: Iterable[slice]) -> None:
         """Fill `missing` with the numbers from before the average.
 
         If training has used none of the average yet, undo all of it instead.

@@ -29,7 +29,7 @@ class NcclCollectives:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.num_workers, self._group = group.rank(), group.size(), group
 
-    def expect(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
+    def post_receives(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
         """Do nothing: NCCL posts no receives ahead."""
 
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:

@@ -46,7 +46,7 @@ class PinnedCollectives:
         self._post_executor = ThreadPoolExecutor(1, thread_name_prefix="decoupled posting")
         start(self._set_thread_stream)
 
-    def expect(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
+    def post_receives(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
         """Do nothing: a bucket has no buffer in main memory before its collective starts."""
 
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:

@@ -44,7 +44,7 @@ class Collectives(Protocol):
     num_workers: int
     waits_on_host: bool  # a wait blocks the thread; otherwise the current CUDA stream
 
-    def expect(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
+    def post_receives(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
         """Post the receives of the next collective of this buffer and phase ahead of its call.
 
         A gloo sender waits for the receive: posting it early saves the latency of that request.
@@ -74,7 +74,7 @@ class GlooCollectives:
         self._buffers: dict[int, Tensor] = {}  # received addends by number; kept for reuse
         self._expected: dict[tuple[int, CollectivePhase], tuple[_Works, Tensor]] = {}
 
-    def expect(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
+    def post_receives(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
         self._expected[number, phase] = self._post_receives(flat, number, phase)
 
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:
@@ -155,9 +155,9 @@ class HierarchicalCollectives:
         self.num_workers = inside.num_workers * across.num_workers
         self.rank = inside.rank * across.num_workers + across.rank  # of its shard, not in the job
 
-    def expect(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
-        self._inside.expect(flat, number, phase)
-        self._across.expect(self._node_shard(flat), number, phase)
+    def post_receives(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
+        self._inside.post_receives(flat, number, phase)
+        self._across.post_receives(self._node_shard(flat), number, phase)
 
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:
         first, shard = self._inside.reduce_scatter(flat, number), self._node_shard(flat)

@@ -122,7 +122,7 @@ class GradientSync:
             )
         bucket.fill(index)
         if self._phase is GradientPhase.EMPTY:
-            self._expect_gradients()
+            self._post_gradient_receives()
         self._phase = GradientPhase.FILLING
         self._used[index] = 1
         self._send_full_buckets()
@@ -141,11 +141,13 @@ class GradientSync:
         self._waited += time.perf_counter() - start
         self._phase = GradientPhase.FINISHED
 
-    def expect_weights(self) -> None:
+    def post_weight_receives(self) -> None:
         """Post the receives of weights, as other workers may be ahead; not for late buckets."""
         for bucket in self.buckets:
             if not bucket.is_all_reduce and not bucket.is_late:
-                self.collectives.expect(bucket.weights, bucket.number, CollectivePhase.ALL_GATHER)
+                self.collectives.post_receives(
+                    bucket.weights, bucket.number, CollectivePhase.ALL_GATHER
+                )
 
     def gather_weights(self, buckets: Iterable[Bucket]) -> None:
         """Start to gather the updated weights; skip late buckets that no worker has used."""
@@ -209,10 +211,12 @@ class GradientSync:
     def _is_used(self, bucket: Bucket) -> bool:
         return any(self._used[index] for index in bucket.parameters)
 
-    def _expect_gradients(self) -> None:
+    def _post_gradient_receives(self) -> None:
         for bucket in self._unsent[::-1]:
-            self.collectives.expect(bucket.gradients, bucket.number, CollectivePhase.REDUCE_SCATTER)
-        self._control.expect(self._used, 0, CollectivePhase.FLAGS)
+            self.collectives.post_receives(
+                bucket.gradients, bucket.number, CollectivePhase.REDUCE_SCATTER
+            )
+        self._control.post_receives(self._used, 0, CollectivePhase.FLAGS)
 
     def _send_full_buckets(self) -> None:
         while self._unsent and self._unsent[-1].is_full:

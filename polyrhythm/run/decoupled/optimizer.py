@@ -220,7 +220,7 @@ class DistributedOptimizer(Optimizer):
         check_initialized()
         check_has_gradients("step()", self._gradient_sync.has_gradients)
         check_in_place(self._gradient_sync.buckets, self._names)
-        self._gradient_sync.expect_weights()
+        self._gradient_sync.post_weight_receives()
         self._gradient_sync.finish()
         first, *others = self._gradient_sync.buckets
         self._update([first])

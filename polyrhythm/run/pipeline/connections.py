@@ -146,7 +146,7 @@ class Connections:
 
     def _received(self, timeout: Seconds) -> BatchHeader:
         assert self._header_inbox is not None, "not the first stage"
-        self._header_inbox.expect([(_HEADER_ACTION, _HEADER_KIND)])
+        self._header_inbox.post_receives([(_HEADER_ACTION, _HEADER_KIND)])
         (payload,), _ = self._header_inbox.get(_HEADER_ACTION, "waiting for the next step", timeout)
         return msgspec.msgpack.decode(unpad_bytes(payload), type=BatchHeader)
 

@@ -40,16 +40,16 @@ class Executor:
     def __post_init__(self) -> None:
         self._transfers = deque(maxlen=MAX_TIMINGS)
 
-    def expect(self, header: BatchHeader, first: int = 0) -> None:
+    def post_receives(self, header: BatchHeader, first: int = 0) -> None:
         """Post receives for a whole batch, whose micro-batches are numbered from `first`."""
         if self.connections is None:
             return
         kinds = list(enumerate(header.kinds, start=first))
         for inbox in self.connections.activations_in.values():
-            inbox.expect([(Action(Op.F, m), kind) for m, kind in kinds])
+            inbox.post_receives([(Action(Op.F, m), kind) for m, kind in kinds])
         if header.training:
             for inbox in self.connections.gradients_in.values():
-                inbox.expect([(Action(Op.B, m), kind) for m, kind in kinds])
+                inbox.post_receives([(Action(Op.B, m), kind) for m, kind in kinds])
 
     def run(self, actions: Sequence[Action], batch: Batch) -> None:
         for action in actions:

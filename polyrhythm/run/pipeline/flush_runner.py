@@ -59,7 +59,7 @@ class FlushRunner:
             return None
         return tuner.candidate.microbatch_size
 
-    def expect(self, header: BatchHeader) -> int:
+    def post_receives(self, header: BatchHeader) -> int:
         """Prepare for a batch; return the number of its first micro-batch."""
         stage, connections = self.executor.stage, self.executor.connections
         if header.training:
@@ -69,7 +69,7 @@ class FlushRunner:
             if header.training:
                 in_flight = self._build(len(header.kinds)).in_flight
             connections.set_windows(in_flight, in_flight[stage.stage])
-        self.executor.expect(header)
+        self.executor.post_receives(header)
         return 0
 
     def run(self, batch: Batch) -> None:

@@ -64,7 +64,7 @@ class PipeDreamRunner:
     def limit(self) -> int:
         return self.limits[self.stage]
 
-    def expect(self, header: BatchHeader) -> int:
+    def post_receives(self, header: BatchHeader) -> int:
         """Prepare for a batch; return its number. Later stages have prefetched its header."""
         if self.stage == 0:
             self._expect(header)
@@ -83,7 +83,7 @@ class PipeDreamRunner:
         self._num_run += 1
 
     def _expect(self, header: BatchHeader) -> None:
-        self.executor.expect(header, self._num_expected if header.training else 0)
+        self.executor.post_receives(header, self._num_expected if header.training else 0)
         self._num_expected += header.training
 
     def drain(self) -> Iterator[None]:

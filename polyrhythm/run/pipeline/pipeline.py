@@ -492,7 +492,7 @@ class Pipeline:
             is_first=self.is_first,
             is_last=self.is_last,
         )
-        batch.first = self._runner.expect(header)
+        batch.first = self._runner.post_receives(header)
         return batch
 
     def _record(self, log: EventLog, start: Seconds, batch: Batch) -> None:

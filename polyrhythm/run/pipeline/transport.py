@@ -77,7 +77,7 @@ class _Posted:
 
 
 class Inbox:
-    """Receives the messages of `expect`ed actions from one stage; `get` waits for the next."""
+    """Receives the messages of one stage after `post_receives`; `get` waits for the next."""
 
     def __init__(self, route: Route, *, announced: bool, window: int = 1) -> None:
         """`announced`: the sender announces the layout of every kind; otherwise call `set_layout`.
@@ -101,7 +101,7 @@ class Inbox:
         )
         self._thread.start()
 
-    def expect(self, messages: Sequence[tuple[Action, MicrobatchKind]]) -> None:
+    def post_receives(self, messages: Sequence[tuple[Action, MicrobatchKind]]) -> None:
         """Append messages to expect; post as many receives at once as fit the window."""
         with self._changed:
             self._expected.extend(messages)

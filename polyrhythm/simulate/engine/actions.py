@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from polyrhythm.compiled import inlined
+from polyrhythm.jit import inlined
 from polyrhythm.simulate.engine.state import (
     COMPUTING,
     NONE,

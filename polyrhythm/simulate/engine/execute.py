@@ -6,7 +6,7 @@ flows of an average have ended. A run starts its next step when it is released.
 
 import numpy as np
 
-from polyrhythm.compiled import Floats, Ints, compiled, inlined
+from polyrhythm.jit import Floats, Ints, compiled, inlined
 from polyrhythm.simulate.engine.actions import (
     compute,
     count_action,

@@ -6,7 +6,7 @@ because its link is slower goes to the others. (What it cannot use because of it
 not: shares of one host would depend on those of all.) Shares change when a flow starts or ends.
 """
 
-from polyrhythm.compiled import compiled, inlined
+from polyrhythm.jit import compiled, inlined
 from polyrhythm.simulate.engine.state import (
     ARRIVED,
     FREE_FLOW,

@@ -5,12 +5,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from polyrhythm.compiled import Floats
 from polyrhythm.cost.sync import uplinks_of
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.scenario import Scenario, Slow
 from polyrhythm.describe.slowness import find_playback, load_traces
 from polyrhythm.errors import DescriptionError
+from polyrhythm.jit import Floats
 from polyrhythm.simulate.engine.state import HOST, NO_LIMIT, NONE, SLOW, Records
 from polyrhythm.types import Seconds
 

@@ -13,7 +13,7 @@ from numba import types
 from numba.experimental import structref
 from numpy.typing import NDArray
 
-from polyrhythm.compiled import Floats, Ints, compiled, inlined
+from polyrhythm.jit import Floats, Ints, compiled, inlined
 
 Records = NDArray[Any]  # of one of the types below
 

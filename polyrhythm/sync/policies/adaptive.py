@@ -47,7 +47,7 @@ class Adaptive(WindowedGroups):
         window: WindowRule = "rate",  # T, or the rule for it
         group_size: int | None = None,  # target of "rate"; None for 3, or all of fewer workers
         max_window: Seconds = 30.0,
-        startup: Seconds = 60.0,  # longest wait at the start for workers that have not joined
+        startup_timeout: Seconds = 60.0,  # longest wait at the start for absent workers
         stage: int = 0,
         token: EnforcementToken | None = None,
     ) -> None:
@@ -59,7 +59,7 @@ class Adaptive(WindowedGroups):
             window=window,
             group_size=group_size,
             max_window=max_window,
-            startup=startup,
+            startup_timeout=startup_timeout,
             stage=stage,
             token=token,
         )

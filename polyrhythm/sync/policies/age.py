@@ -45,7 +45,7 @@ class Age(WindowedGroups):
         window: WindowRule = "rate",  # T, or the rule for it
         group_size: int | None = None,  # target of "rate"; None for 3, or all of fewer workers
         max_window: Seconds = 30.0,
-        startup: Seconds = 60.0,  # longest wait at the start for workers that have not joined
+        startup_timeout: Seconds = 60.0,  # longest wait at the start for absent workers
         stage: int = 0,
         token: EnforcementToken | None = None,
     ) -> None:
@@ -55,7 +55,7 @@ class Age(WindowedGroups):
             window=window,
             group_size=group_size,
             max_window=max_window,
-            startup=startup,
+            startup_timeout=startup_timeout,
             stage=stage,
             token=token,
         )

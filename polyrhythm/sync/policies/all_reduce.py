@@ -2,7 +2,7 @@
 
 The synchronous baseline: exact, and as slow as the slowest worker. A worker that left is not waited
 for, one that joins takes part in the next group, and one that never joins is waited for at the
-start only, for `startup` at most.
+start only, for `startup_timeout` at most.
 
 Source: the case of one group of all N workers in Miao et al., "SDPipe: A Semi-Decentralized
 Framework for Heterogeneity-aware Pipeline-parallel Training", PVLDB 16(9), 2023, section 3.2.
@@ -19,11 +19,11 @@ from polyrhythm.types import Group, Seconds
 class AllReduce(RosterPolicy):
     lockstep: ClassVar[bool] = True
     num_workers: int
-    startup: Seconds = 60.0
+    startup_timeout: Seconds = 60.0
     _roster: Roster = field(init=False)
 
     def __post_init__(self) -> None:
-        self._roster = Roster(self.num_workers, self.startup)
+        self._roster = Roster(self.num_workers, self.startup_timeout)
 
     def next_timer(self) -> Seconds:
         return self._roster.next_timer()

@@ -26,12 +26,12 @@ class PartialReduce(RosterPolicy):
     num_workers: int
     group_size: int | None = None  # None for 3, as in Prague's random groups, or all of fewer
     timeout: Seconds = math.inf
-    startup: Seconds = 60.0  # longest wait at the start for workers that have not joined
+    startup_timeout: Seconds = 60.0  # longest wait at the start for workers that have not joined
     _size: int = field(init=False)
     _roster: Roster = field(init=False)
 
     def __post_init__(self) -> None:
-        self._roster = Roster(self.num_workers, self.startup)
+        self._roster = Roster(self.num_workers, self.startup_timeout)
         self._size = target_size(self.group_size, self.num_workers)
         if not self.timeout >= 0:
             raise PolicyError(

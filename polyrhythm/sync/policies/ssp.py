@@ -30,7 +30,7 @@ from polyrhythm.types import Group, Seconds, Worker
 class BoundedStaleness(RosterPolicy):
     num_workers: int  # of all stages that this policy decides for
     staleness: int | None = None  # None for the number of stages
-    startup: Seconds = 60.0  # longest wait at the start for workers that have not joined
+    startup_timeout: Seconds = 60.0  # longest wait at the start for workers that have not joined
     num_stages: int = 1
     _max_ahead: int = field(init=False)
     _roster: Roster = field(init=False)
@@ -45,7 +45,7 @@ class BoundedStaleness(RosterPolicy):
                 expected="0 steps or more",
                 fix="use 0 for the synchronous server, or the number of stages",
             )
-        self._roster = Roster(self.num_workers, self.startup)
+        self._roster = Roster(self.num_workers, self.startup_timeout)
 
     def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
         self._roster.join(worker, now)

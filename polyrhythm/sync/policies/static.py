@@ -109,7 +109,7 @@ class StaticGroups(RosterPolicy):
     """The same groups as a policy, for the simulator, which has a central scheduler."""
 
     num_workers: int
-    startup: Seconds = 60.0  # longest wait at the start for workers that have not joined
+    startup_timeout: Seconds = 60.0  # longest wait at the start for workers that have not joined
     _roster: Roster = field(init=False)
     _nodes: dict[Worker, str] = field(default_factory=dict, init=False)
     _layout: NodeLayout = field(default=NodeLayout((), ()), init=False)
@@ -117,7 +117,7 @@ class StaticGroups(RosterPolicy):
     _passed: dict[Worker, int] = field(default_factory=dict, init=False)  # skipped when it left
 
     def __post_init__(self) -> None:
-        self._roster = Roster(self.num_workers, self.startup)
+        self._roster = Roster(self.num_workers, self.startup_timeout)
 
     def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
         self._passed.pop(worker, None)  # of an earlier incarnation

@@ -7,7 +7,7 @@ from polyrhythm.types import Seconds
 from reproduction.ada_grouper.models import GPT, UNET, AdaGrouperModel
 from reproduction.ada_grouper.steps import AdaGrouperJob, is_faster
 from reproduction.ada_grouper.testbed import M8S, PLATFORMS, Platform
-from reproduction.claim import PaperRow, Plot, ordered
+from reproduction.paper_row import PaperRow, Plot, ordered
 
 _KS = (1, 2, 3, 4)
 _NUM_WORKERS = (2, 4, 8)

@@ -15,7 +15,7 @@ from reproduction.ada_grouper.granularity import BATCH, NUM_WORKERS, SIZES
 from reproduction.ada_grouper.models import GPT, unshared_times
 from reproduction.ada_grouper.steps import VISIBLE, PipelineLoad, kfkb, run_steps
 from reproduction.ada_grouper.testbed import BUSY_FLOWS, S1
-from reproduction.claim import PaperRow, Plot
+from reproduction.paper_row import PaperRow, Plot
 
 _LOADS = (BUSY_FLOWS, BUSY_FLOWS, BUSY_FLOWS, S1.other_flows, BUSY_FLOWS)
 _PRINTED_K = (5, 6, 6, 3, 4)

@@ -13,7 +13,7 @@ from polyrhythm.describe.scenario import EVERY_DEVICE, Scenario, Slow
 from polyrhythm.simulate.convergence import ConvergenceCurve, converge
 from polyrhythm.simulate.problems import perceptron
 from polyrhythm.simulate.simulator import simulate
-from reproduction.claim import PaperRow, Plot, always, ordered
+from reproduction.paper_row import PaperRow, Plot, always, ordered
 from reproduction.sdpipe.testbed import (
     AD_PSGD,
     ALL_REDUCE,

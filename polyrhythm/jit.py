@@ -58,7 +58,7 @@ def _folder(part: str) -> Path:
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for source in sorted(_HERE.parent.joinpath(*part.split(".")).rglob("*.py")):
         text = source.read_bytes()
-        if b"polyrhythm.compiled import" in text:
+        if b"polyrhythm.jit import" in text:
             digest.update(text)
     parent = _HERE / "__pycache__"
     if _config.CACHE_DIR:  # from NUMBA_CACHE_DIR
