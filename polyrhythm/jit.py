@@ -73,9 +73,16 @@ def _folder(part: str) -> Path:
 
 def remove_oldest(parent: Path, part: str) -> None:
     """Remove all but the newest few cache folders."""
-    folders = sorted(parent.glob(f"compiled-{part}-*"), key=lambda folder: folder.stat().st_mtime)
-    for folder in folders[:-_NUM_KEPT]:
-        shutil.rmtree(folder, ignore_errors=True)  # another process may remove it concurrently
+    for folder in sorted(parent.glob(f"compiled-{part}-*"), key=_age)[:-_NUM_KEPT]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _age(folder: Path) -> float:
+    """Return when the folder was changed; 0 if another process has just removed it."""
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 @compiled

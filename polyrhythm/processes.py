@@ -27,7 +27,7 @@ FAILED, BAD_INPUT, PEER_LOST = 1, 222, 223
 TERMINATED = 128 + signal.SIGTERM  # as in a shell: a clean exit after SIGTERM
 
 _fork = multiprocessing.get_context("fork")
-_heap_is_frozen = False
+_frozen_in: int | None = None  # the process whose heap `freeze_heap` has frozen
 
 
 class Child:
@@ -128,19 +128,19 @@ def freeze_heap() -> Callable[[], None]:
     Return the function that undoes it. A heap that is frozen already stays so; to collect a large
     one takes a quarter of a second.
     """
-    global _heap_is_frozen
-    if _heap_is_frozen:
+    global _frozen_in
+    if _frozen_in == os.getpid():
         return lambda: None
     gc.collect()
     gc.freeze()
-    _heap_is_frozen = True
+    _frozen_in = os.getpid()
     return _unfreeze_heap
 
 
 def _unfreeze_heap() -> None:
-    global _heap_is_frozen
+    global _frozen_in
     gc.unfreeze()
-    _heap_is_frozen = False
+    _frozen_in = None
 
 
 def wait_for_any(children: Sequence[Child], timeout: Seconds) -> None:

@@ -35,7 +35,10 @@ def pytest_collection_finish() -> None:
     freeze_heap()
 
 
-NEEDS_PROCESSES = {"gloo", "gpu", "lab", "browser", "test_processes.py", "test_run_concurrently.py"}
+NEEDS_PROCESSES = {
+    *("gloo", "gpu", "lab", "browser"),
+    *("test_processes.py", "test_run_concurrently.py", "test_bench_pool.py"),
+}
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ wait has a timeout. All workers end with the `with` block.
 """
 
 import contextlib
-import gc
 import mmap
 import multiprocessing
 import multiprocessing.connection
@@ -32,7 +31,7 @@ import numpy as np
 from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.errors import LabError, PeerError, UserError
 from polyrhythm.lab.lab import Lab
-from polyrhythm.processes import Child, end_all, wait_for_all
+from polyrhythm.processes import Child, end_all, freeze_heap, wait_for_all
 from polyrhythm.types import Seconds
 
 PORT = 29500  # of the rendezvous: each host of a lab has its own ports
@@ -164,11 +163,11 @@ class LocalHosts:
         self, host: str, function: Callable[..., object], *args: object, output: Path | None = None
     ) -> Child:
         output = None if self._inherits_output else output
-        gc.freeze()  # a collection in the child would touch, and so copy, every shared page
+        unfreeze = freeze_heap()
         try:
             return Child(partial(_on_loopback, function, args), output=output)
         finally:
-            gc.unfreeze()
+            unfreeze()
 
     def address(self, host: str) -> str:
         return _LOOPBACK

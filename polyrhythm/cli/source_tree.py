@@ -15,16 +15,11 @@ from polyrhythm.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
 
 def import_from_source_tree(package: str, command: str) -> ModuleType:
     """Import a package next to `polyrhythm/` in a source checkout."""
     root = Path(polyrhythm.__file__).parents[1]
-    if not (root / package / "__init__.py").is_file():
+    if not (root / package / "registry.py").is_file():
         raise UserError(
             f"`polyrhythm {command}` needs the folder {package}/, which the wheel does not contain",
             expected="a source checkout of Polyrhythm",

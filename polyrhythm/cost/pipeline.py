@@ -9,7 +9,7 @@ earlier times, so the stages may be processed in any order, each until it has to
 Transfer times may be recorded ones, replayed in order, because bursts matter and a mean hides them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -285,3 +285,26 @@ def _deadlock(schedule: Sequence[Sequence[Action]], starts: list[list[Seconds]])
         expected="stages that can all finish their lists",
         fix="check the schedule with schedule.check, which names the defect",
     )
+
+
+class MessageTiming(NamedTuple):
+    """One message; all three times on the receiver's clock."""
+
+    sent: Seconds
+    posted: Seconds
+    arrived: Seconds
+
+
+def busy_times(messages: Iterable[MessageTiming], *, latency: Seconds) -> list[Seconds]:
+    """Return how long each message, in order of arrival, occupied the link.
+
+    A message starts to leave when it is sent, when the sender learns that its receive is posted,
+    and when the previous message has left, whichever is last; it arrives one latency later.
+    """
+    durations = []
+    previous = float("-inf")
+    for sent, posted, arrived in messages:
+        start = max(sent + latency, posted + 2 * latency, previous)
+        durations.append(max(0.0, arrived - start))
+        previous = arrived
+    return durations

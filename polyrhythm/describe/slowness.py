@@ -69,7 +69,7 @@ class _Entry:
         if self.playback is not None:
             return (self.playback.slowdown(now, luck) - 1) * work
         assert slow.probability is not None, "Slow has exactly one way"
-        assert slow.sleep_factor is not None, "Slow refuses half a random sleep"
+        assert slow.sleep_factor is not None, "Slow refuses one of the two alone"
         return slow.sleep_factor * forward_and_backward if luck < slow.probability else 0.0
 
 

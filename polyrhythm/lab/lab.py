@@ -127,6 +127,7 @@ class Lab:
             os.close(host.tun)
         self._network.clear()
         self._unfreeze()
+        self._unfreeze = lambda: None
 
     def address(self, host: str) -> str:
         return self._network[self._index(host)].address

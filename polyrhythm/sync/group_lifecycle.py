@@ -17,9 +17,8 @@ from collections.abc import Iterable, Sequence
 from polyrhythm.sync.average_all import AverageAllPolicy
 from polyrhythm.sync.group_queue import GroupQueue
 from polyrhythm.sync.group_waits import GroupWait, GroupWaits
-from polyrhythm.sync.late_join import LateJoins
 from polyrhythm.sync.members import GroupRound, MemberState, MemberStatus, StagePolicy
-from polyrhythm.sync.membership import Membership
+from polyrhythm.sync.membership import LateJoins, Membership
 from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.protocol import Abort, Assign, Command, Commit, Skip
 from polyrhythm.sync.timeouts import LearnedTimeout, Limits

@@ -10,7 +10,7 @@ Source: none; neither SDPipe nor Prague survives a loss (SDPipe, PVLDB 16(9), 20
 leaves it to future work).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from polyrhythm.sync.members import MemberState, MemberStatus
 from polyrhythm.types import Worker
@@ -66,3 +66,30 @@ class Membership:
     def pipeline(self, member: MemberState) -> list[MemberState]:
         """All workers of the member's pipeline, by stage."""
         return [stage[member.worker.pipeline] for stage in self.stages]
+
+
+class LateJoins:
+    """Workers that join late, copy a model, and take part once their source has ended a step.
+
+    In lockstep with gradient averaging a late worker needs the others' weights, at each stage of
+    its pipeline after the same step: one that no worker has ended when it joins. So the scheduler
+    names a step of the source pipeline, and each stage copies and joins when its source has ended
+    it; if one stage joined a step later, all workers would wait twice in every further step. With
+    model averaging, no group waits for a late worker before its first step.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[MemberState, tuple[MemberState, int]] = {}  # source and its clock
+
+    def wait(self, member: MemberState, source: MemberState, clock: int) -> None:
+        self._waiting[member] = source, clock
+
+    def forget(self, member: MemberState) -> None:
+        self._waiting.pop(member, None)
+
+    def joinable(self) -> Iterator[MemberState]:
+        """Remove and yield the workers whose source has ended its step."""
+        for member, (source, clock) in list(self._waiting.items()):
+            if source.clock > clock or (source.clock == clock and not source.is_ready):
+                del self._waiting[member]
+                yield member

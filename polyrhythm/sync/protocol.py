@@ -38,31 +38,25 @@ class Join(_Message, frozen=True):
     now: Seconds = 0.0
 
 
-class Request(_Message, frozen=True):
+class _StepMessage(_Message, frozen=True):
+    """Base of the messages about the step of a worker that ends with `clock`."""
+
+    worker: Worker
+    clock: Count
+    incarnation: Count = 0
+    now: Seconds = 0.0
+
+
+class Request(_StepMessage, frozen=True):
     """A worker starts the step that ends with `clock`, and will need a group at its end."""
 
-    worker: Worker
-    clock: Count
-    incarnation: Count = 0
-    now: Seconds = 0.0
 
-
-class Ready(_Message, frozen=True):
+class Ready(_StepMessage, frozen=True):
     """A worker has finished the local update of the step that ends with `clock`."""
 
-    worker: Worker
-    clock: Count
-    incarnation: Count = 0
-    now: Seconds = 0.0
 
-
-class AverageAll(_Message, frozen=True):
+class AverageAll(_StepMessage, frozen=True):
     """A worker pauses training and waits for the global average of its stage."""
-
-    worker: Worker
-    clock: Count
-    incarnation: Count = 0
-    now: Seconds = 0.0
 
 
 class Done(_Message, frozen=True):

@@ -122,7 +122,7 @@ class Roster:
 
 
 class RosterPolicy(Policy):
-    """A policy that keeps a roster, and after each event releases the groups that are due."""
+    """A policy that keeps a roster, and releases the groups that are due."""
 
     _roster: Roster
 

@@ -7,7 +7,7 @@ commands. For any policy:
   (`group_queue.py`).
 - A group commits for all of its members or for none, within a timeout (`group_lifecycle.py`).
 - A lost worker deactivates its pipeline. A worker that joins late without a model copies one from
-  a peer (`membership.py`) and takes part from its first step on (`late_join.py`).
+  a peer and takes part from its first step on (`membership.py`).
 - Positions of samples are dispatched on request, if the job has a dispatcher
   (`dispatch_handler.py`).
 - Duplicate and late messages change nothing: they are counted, and answered as before. Early

@@ -33,13 +33,13 @@ def rows() -> Iterator[PaperRow]:
     yield always(place, what, [chosen <= _NEAR * best], why=why)
     what = "Bayesian optimization needs fewer trials than random and grid search, of models"
     counts = [num_trials(model) for model in STUDIED]
-    holds = [count["BayesianSearch"] < min(count["random"], count["grid"]) for count in counts]
+    holds = [count["Bayesian"] < min(count["random"], count["grid"]) for count in counts]
     yield always("section VI.G, Fig. 10", what, holds)
 
 
 def plots() -> list[Plot]:
     counts = {model.name: num_trials(model) for model in STUDIED}
-    kinds = ("BayesianSearch", "random", "grid")
+    kinds = ("Bayesian", "random", "grid")
     return [
         Plot(
             name="fig10",
@@ -61,7 +61,7 @@ def num_trials(model: DearModel) -> dict[str, float]:
         RandomSearch(space=space, num_trials=_MAX_TRIALS, seed=seed) for seed in range(_SEEDS)
     ]
     return {
-        "BayesianSearch": _needed(methods.tuning(times, ETHERNET), model),
+        "Bayesian": _needed(methods.tuning(times, ETHERNET), model),
         "random": fmean(
             _needed(methods.run_search(each, times, ETHERNET), model) for each in by_chance
         ),

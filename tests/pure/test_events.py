@@ -182,6 +182,19 @@ def test_a_log_of_another_schema_is_refused_with_the_version_that_wrote_it(
         list(LogReader(path).new())
 
 
+def test_a_log_of_schema_1_is_read_under_the_present_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "workers" / "s0p0.jsonl"
+    path.parent.mkdir()
+    lines = ['{"kind":"log","time":0,"values":{"schema":1,"polyrhythm":"0.1.0"}}']
+    lines += [f'{{"kind":"{kind}","time":1,"name":"x"}}' for kind in ("way", "average_mended")]
+    path.write_text("\n".join([*lines, ""]))
+    kinds = [event.kind for event in LogReader(path).new()]
+    assert kinds[-2:] == ["sync_mode", "average_repaired"]
+    merge(tmp_path)
+    assert [event.kind for event in read_run(tmp_path)][-2:] == kinds[-2:]
+    assert f'"schema":{SCHEMA}' in (tmp_path / "events.jsonl").read_text()
+
+
 def test_a_missing_log_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EventError, match="nowhere"):
         list(LogReader(tmp_path / "nowhere").new())

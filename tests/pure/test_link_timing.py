@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrhythm.cost.link_timing import MessageTiming, busy_times
+from polyrhythm.cost.pipeline import MessageTiming, busy_times
 
 # Integers add up without rounding, so that computed and true times can be compared exactly.
 moments = st.integers(0, 10_000)

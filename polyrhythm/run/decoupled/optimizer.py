@@ -93,8 +93,8 @@ class DistributedOptimizer(Optimizer):
         machines have several workers each, averaging inside machines and then across them
         (`hierarchical`) is tried, too.
 
-        `elementwise=True` asserts that an optimizer which is not torch's own updates each number by
-        itself.
+        `elementwise=True` asserts that an optimizer which is not torch's own updates each element
+        independently.
 
         With a Pipeline, each stage is averaged with its replicas: every `num_stages` consecutive
         ranks make one pipeline, or `process_group` contains the replicas of this stage. Sizes are

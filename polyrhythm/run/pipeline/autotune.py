@@ -16,9 +16,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import nn
 
-from polyrhythm.cost.link_timing import MessageTiming, busy_times
 from polyrhythm.cost.memory import MemoryBudget, StageMemory
-from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes
+from polyrhythm.cost.pipeline import LinkTimes, MessageTiming, PipelineTimes, busy_times
 from polyrhythm.events import EventLog
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import all_gather
