@@ -1,9 +1,10 @@
 """Find the provably best layout, if devices are of few classes.
 
-With few classes there are few types of stage (`classes.py`). A depth-first search appends one type
-after another and backtracks when its lower bound - the slowest stage so far, the hops so far, and
-the cheapest hop for each that is missing - is no better than the best known layout. With a good
-initial layout it ends at once or within seconds.
+Devices of a class can be swapped without a change of any link. A type of stage is its count of each
+class: four classes of 16 devices make 165 types of 8 devices, instead of 4 * 10^9 stages. A
+depth-first search appends one type after another and backtracks when its lower bound - the slowest
+stage so far, the hops so far, and the cheapest hop for each that is missing - is no better than the
+best known layout. With a good initial layout it ends at once or within seconds.
 """
 
 from collections.abc import Iterator
