@@ -20,7 +20,12 @@ NUM = {"groups": 4, "decoupled": 3}  # of four workers, the second sends on to t
 
 
 @pytest.mark.parametrize(
-    ("mode", "other"), [(mode, other) for mode, num in NUM.items() for other in (None, *range(num))]
+    ("mode", "other"),
+    [
+        pytest.param(mode, other, marks=[pytest.mark.long] if other else [])
+        for mode, num in NUM.items()
+        for other in (None, *range(num))
+    ],
 )
 def test_models_are_broadcast_if_any_differs(mode: str, other: int | None, tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[bool, dict[str, Tensor]]:

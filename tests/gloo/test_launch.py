@@ -18,6 +18,7 @@ from polyrhythm.processes import BAD_INPUT, Child
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.types import Worker
+from tests.grids import long_except
 
 FOREVER = 3600
 
@@ -213,7 +214,7 @@ with LocalJob(lambda ctx: time.sleep({FOREVER}), 3, output_folder=Path("out")):
 
 @pytest.mark.timeout(60)
 @pytest.mark.skipif(sys.platform != "linux", reason="dying with the parent is a Linux facility")
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("ending", long_except([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], 0))
 def test_workers_die_with_their_parent(tmp_path: Path, ending: signal.Signals) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT],

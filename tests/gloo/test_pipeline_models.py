@@ -27,6 +27,7 @@ from tests.gloo.pipelines import (
     stack_of,
     step,
 )
+from tests.grids import long_except
 
 # One process imports transformers, which takes ten seconds.
 pytestmark = pytest.mark.xdist_group("transformers")
@@ -124,7 +125,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_stages", long_except([2, 3], 1))
 @pytest.mark.parametrize("name", LANGUAGES)
 def test_language_model_stages_match_single_process(
     trained: dict[Any, Any], name: str, num_stages: int

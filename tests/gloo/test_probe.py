@@ -23,6 +23,7 @@ from polyrhythm.run.probe.effort import ProbeEffort
 from polyrhythm.run.probe.link import as_source, as_target
 from polyrhythm.run.probe.probe import ProbeOptions, probe
 from tests.gloo.commands import run_forked
+from tests.grids import long_except
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -128,7 +129,7 @@ def recording_probe(folder: Path, *, all_at_once: bool) -> Callable[[DistContext
     return work
 
 
-@pytest.mark.parametrize("all_at_once", [False, True])
+@pytest.mark.parametrize("all_at_once", long_except([False, True], 1))
 def test_every_pair_is_measured_and_no_process_is_in_two_pairs_at_once(
     tmp_path: Path, all_at_once: bool
 ) -> None:
