@@ -69,11 +69,11 @@ def test_scenario_may_be_empty(tmp_path):
         ),
         (
             "[[slow]]\ndevice = 'a'\nprobability = 0.1",
-            "slow[0]: only one of probability",
+            "slow[0]: only one of probability and sleep_factor",
         ),
         (
             "[[slow]]\ndevice = 'a'\nsleep_factor = 3",
-            "slow[0]: only one of probability",
+            "slow[0]: only one of probability and sleep_factor",
         ),
         ("[[slow]]\ndevice = 'a'\nfactor = 0.5", "slow[0]: factor is 0.5"),
         (
