@@ -19,6 +19,7 @@ from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.coordinator.client import CoordinatorClient
 from polyrhythm.sync.protocol import Done
 from tests.gloo.replicas import TIMEOUT, Point, run_with_failures, target_of, train
+from tests.grids import long_except
 
 VICTIM, NUM, SIZE, RATE, LAST = 2, 4, 12, 0.5, 8
 FAILING_ROUND = 2  # the number of the average in which a worker dies
@@ -144,7 +145,7 @@ def test_shard_sent_to_one_survivor_reaches_all(tmp_path: Path) -> None:
     torch.testing.assert_close(after[0], (before.sum(0) + expected_victim_weights()) / NUM)
 
 
-@pytest.mark.parametrize("second", [1, 3])
+@pytest.mark.parametrize("second", long_except([1, 3], 0))
 def test_survivors_agree_after_second_failure_during_repair(second: int, tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[Tensor]:
         use_small_buckets()
@@ -240,7 +241,7 @@ def test_aborted_average_leaves_weights_unchanged(point: str, tmp_path: Path) ->
         assert all(torch.equal(weight, seen[2 * FAILING_ROUND]) for weight in at_abort)
 
 
-@pytest.mark.parametrize("policy", ["age", "smart", "partial_reduce"])
+@pytest.mark.parametrize("policy", long_except(["age", "smart", "partial_reduce"], 0))
 def test_groups_continue_when_member_dies_after_done(policy: str, tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[int, Tensor]:
         if ctx.rank == VICTIM:

@@ -43,7 +43,7 @@ def losses(events: list[Event]) -> list[float]:
 
 @pytest.mark.timeout(150)
 def test_demo_learns_and_writes_run_folder(tmp_path: Path) -> None:
-    done = run(*POLYRHYTHM, "demo", *SMALL, cwd=tmp_path)
+    done = run_forked("demo", *SMALL, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = only_run(tmp_path)
     assert f"run folder: {folder.relative_to(tmp_path)}" in done.stdout
@@ -107,7 +107,7 @@ def test_torchrun_gives_the_same_losses_as_the_local_launcher(tmp_path: Path) ->
     local_folder.mkdir()
     torchrun_folder.mkdir()
     options = [*SMALL, "--steps", "4"]
-    local = run(*POLYRHYTHM, "demo", *options, cwd=local_folder)
+    local = run_forked("demo", *options, cwd=local_folder)
     torchrun = run(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"),
         *("-m", "polyrhythm", "demo", *options),

@@ -92,6 +92,7 @@ def test_others_continue_when_worker_is_killed(policy: str, point: str, tmp_path
     assert weights[0].isfinite().all()
 
 
+@pytest.mark.long
 def test_all_reduce_waits_for_straggler(tmp_path: Path) -> None:
     """For longer than several learned group timeouts."""
 

@@ -21,6 +21,7 @@ from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.pipeline.transport import Inbox, Outbox
 from polyrhythm.types import Action, Op
 from tests.gloo.transport_peers import receive_and_check, route, send, signal_peer, wait_for_peer
+from tests.grids import long_except
 
 FOREVER = 1000.0
 TIMEOUT = 4.0
@@ -213,7 +214,8 @@ def test_killed_stage_ends_all_other_stages_at_once(
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
-    ("victim", "schedule", "flush"), [(1, "1f1b", True), (3, "gpipe", True), (2, "1f1b", False)]
+    ("victim", "schedule", "flush"),
+    long_except([(1, "1f1b", True), (3, "gpipe", True), (2, "1f1b", False)], 0),
 )
 def test_stopped_stage_ends_all_other_stages_after_timeout(
     tmp_path: Path, victim: int, schedule: str, flush: bool

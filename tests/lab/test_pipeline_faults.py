@@ -17,6 +17,7 @@ from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.lab.lab import Lab
 from polyrhythm.processes import PEER_LOST, Child
 from polyrhythm.run.pipeline.pipeline import Pipeline
+from tests.grids import long_except
 from tests.lab.hosts import cluster
 from tests.lab.stages import lines, start, wait_for_lines
 
@@ -72,7 +73,9 @@ def step_times(child: Child) -> list[float]:
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize(("victim", "silent"), [(0, True), (1, True), (2, False)])
+@pytest.mark.parametrize(
+    ("victim", "silent"), long_except([(0, True), (1, True), (2, False)], 1, 2)
+)
 def test_host_lost_in_training_ends_all_others_within_the_timeout(
     tmp_path: Path, victim: int, silent: bool
 ) -> None:

@@ -42,7 +42,7 @@ def failure_text(children: list[Child]) -> str:
 @pytest.mark.parametrize(
     ("num_stages", "options"),
     [
-        (1, FORKED),
+        pytest.param(1, FORKED, marks=pytest.mark.long),
         (2, FORKED),
         pytest.param(2, [], marks=pytest.mark.long),  # new interpreters, which each load torch
     ],
