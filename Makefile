@@ -38,7 +38,7 @@ demo: $(STAMP) ## train a small GPT on 2 stages x 2 pipelines = 4 processes (ARG
 # Tests marked `alone` measure time: they run one by one, after the others. pytest's status 5 means that ARGS
 # selected no test of that half; no test in both halves is an error.
 define RUN_TESTS
-$(PYTEST) -n 4 --dist loadgroup -m "not alone $(1)" $(ARGS); first=$$?; \
+$(PYTEST) -n 4 -m "not alone $(1)" $(ARGS); first=$$?; \
 [ $$first -eq 0 ] || [ $$first -eq 5 ] || exit $$first; \
 $(PYTEST) -n 0 -m "alone $(1)" $(ARGS); second=$$?; \
 [ $$second -eq 0 ] || { [ $$second -eq 5 ] && [ $$first -eq 0 ]; } || exit $$second

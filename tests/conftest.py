@@ -6,10 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 from polyrhythm.processes import freeze_heap
 
@@ -28,6 +31,28 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Orphans of a killed process become children of this one, so that the fixture below sees them.
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+# Files whose tests share an import or a computation of ten seconds run in one process of `-n 4`.
+SHARED_PROCESS = {
+    "test_checkpoint_export.py": "transformers",
+    "test_pipeline_models.py": "transformers",
+    "test_profile_formulas.py": "transformers",
+    "test_split_layers.py": "transformers",
+    "test_trainer_models.py": "transformers",
+    "test_reproduce_dear.py": "DeAR's page",
+}
+
+
+class SharedProcessScheduling(LoadScopeScheduling):
+    """Distribute single tests, and the files of SHARED_PROCESS as a whole."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return SHARED_PROCESS.get(Path(nodeid.partition("::")[0]).name, nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedProcessScheduling:
+    return SharedProcessScheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

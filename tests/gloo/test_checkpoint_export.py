@@ -21,9 +21,6 @@ from tests.gloo.checkpoint_models import (
 from tests.gloo.commands import run_export, run_without_polyrhythm
 from tests.gloo.pipelines import assert_equal, run_stages
 
-# One process imports transformers, which takes ten seconds.
-pytestmark = pytest.mark.xdist_group("transformers")
-
 
 def save_with_two_stages(folder: Path, output: Path, *, tied: bool = False) -> None:
     """Save steps 1 and 2 with different weights."""

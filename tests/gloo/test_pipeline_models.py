@@ -29,9 +29,6 @@ from tests.gloo.pipelines import (
 )
 from tests.grids import long_except
 
-# One process imports transformers, which takes ten seconds.
-pytestmark = pytest.mark.xdist_group("transformers")
-
 
 class Training:
     """Trains one step, then two steps before an update; records the same values in both cases."""

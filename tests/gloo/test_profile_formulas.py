@@ -17,9 +17,6 @@ from polyrhythm.run.profile.layers import measure_layers
 from polyrhythm.run.profile.profiled_model import ProfiledModel
 from tests.gloo import builtin_models
 
-# One process imports transformers, which takes ten seconds.
-pytestmark = pytest.mark.xdist_group("transformers")
-
 SAMPLES, TOKENS = 2, 32
 Shape = tuple[int, ...]
 _ATEN = torch.ops.aten

@@ -19,9 +19,6 @@ from polyrhythm.run.pipeline.partition import split_layers
 from tests.gloo.chained_stages import Chained, compare, run_in_process
 from tests.gloo.language_models import GPT2, LLAMA
 
-# One process imports transformers, which takes ten seconds.
-pytestmark = pytest.mark.xdist_group("transformers")
-
 
 def causal_masks(batch: int, length: int) -> Tensor:
     mask = torch.ones(batch, length, dtype=torch.long)

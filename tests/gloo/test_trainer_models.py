@@ -23,9 +23,6 @@ from tests.gloo.commands import run_export, run_without_polyrhythm
 from tests.gloo.language_models import LANGUAGES, next_token_loss
 from tests.gloo.trainer_jobs import run_job
 
-# One process imports transformers, which takes ten seconds.
-pytestmark = pytest.mark.xdist_group("transformers")
-
 STEPS = 4
 
 

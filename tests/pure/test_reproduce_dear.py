@@ -20,9 +20,6 @@ from reproduction.dear.testbed import (
 )
 from reproduction.dear.timeline import wfbp
 
-# Its tests share one computation of the page, which takes ten seconds.
-pytestmark = pytest.mark.xdist_group("dear")
-
 TABLE_1 = {  # layers, tensors, millions of parameters
     "ResNet-50": (107, 161, 25.6),
     "DenseNet-201": (402, 604, 20.0),
