@@ -125,6 +125,7 @@ def _is_deterministic(shape: SimulatedShape) -> bool:
 def _output(arguments: list[str], **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.scale.simulation", *arguments],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,

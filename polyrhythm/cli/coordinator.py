@@ -130,7 +130,7 @@ class CoordinatorCommand:
         shared = {"options": setup.options, "every": self.every, "seed": self.seed}
         arguments = "".join(f"{name}={value!r}, " for name, value in shared.items() if value)
         for line in (
-            f"scheduler at {coordinator.address}: {setup.text}, {self.stages} stages x "
+            f"coordinator at {coordinator.address}: {setup.text}, {self.stages} stages x "
             f"{self.pipelines} pipelines = {self.stages * self.pipelines} workers",
             f"in each worker: GroupSync(model, optimizer, {self.policy!r}, {arguments}"
             f"coordinator={address!r}, keys={str(self.keys)!r})",

@@ -25,8 +25,7 @@ def import_from_source_tree(package: str, command: str) -> ModuleType:
             expected="a source checkout of Polyrhythm",
             fix=f"in a checkout run `make venv`, then `.venv/bin/polyrhythm {command} ...`",
         )
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
+    sys.path.insert(0, str(root))  # before any other package of this name
     return importlib.import_module(package)
 
 

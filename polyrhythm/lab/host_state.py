@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+_ROUNDS = 20  # of searching for processes that were started while others were being signalled
+
 
 class HostStates:
     """The state of all hosts, by number; `namespaces` are the ids of their namespaces."""
@@ -78,9 +80,6 @@ def _parent(pid: int) -> int | None:
     except OSError:
         return None
     return int(fields[1])
-
-
-_ROUNDS = 20  # of searching for processes that were started while others were being signalled
 
 
 def namespace_id(descriptor: int) -> int:

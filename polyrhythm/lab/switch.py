@@ -50,6 +50,8 @@ POLL_INTERVAL: Seconds = 2e-4  # at least this long between polls, to read packe
 MAX_READS = 64  # packets of one host per poll, so that no host starves another
 REAL_TIME_PRIORITY = 10
 MAX_WAIT: Seconds = 1.0
+_LEAST: Seconds = 1e-6  # upper end of the first bucket of lateness
+_GROWTH = math.log(1.25)  # of the buckets
 
 
 def serve(
@@ -288,10 +290,6 @@ def _raise_priority() -> None:
     except PermissionError:
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, -20)
-
-
-_LEAST: Seconds = 1e-6
-_GROWTH = math.log(1.25)
 
 
 class LatenessHistogram:

@@ -28,6 +28,9 @@ from polyrhythm.plan.plan import AUTO, PipelinePlan, Plan, TimePart
 from polyrhythm.plan.problem import Problem
 from polyrhythm.types import Bytes, Seconds
 
+_HOUR: Seconds = 3600.0
+_GIGABYTE = 1e9
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
@@ -235,10 +238,6 @@ def _uses(
                 )
             uses.append(use)
     return uses
-
-
-_HOUR: Seconds = 3600.0
-_GIGABYTE = 1e9
 
 
 def price_of(step: StepSpec, takes: Seconds, cluster: Cluster) -> float | None:

@@ -14,6 +14,7 @@ from polyrhythm.plan.partition import partition_layers
 from polyrhythm.plan.problem import Problem
 
 _ALL_STAGES = 16  # every number of stages up to this one, then ever fewer
+_GIB = 2**30
 _USED = (1.0, 0.75, 0.5, 0.25)  # fractions of the largest possible number of pipelines
 
 
@@ -89,9 +90,6 @@ def _numbers_of_stages(problem: Problem) -> list[int]:
 
 def _rounded(batch: int, size: int) -> int:
     return max(size, batch // size * size)
-
-
-_GIB = 2**30
 
 
 def out_of_memory_error(problem: Problem, microbatch_size: int) -> PlanError:

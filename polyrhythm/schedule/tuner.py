@@ -26,6 +26,9 @@ from polyrhythm.schedule.limits import one_f_one_b_limits
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Seconds
 
+_CHANGED = 0.2  # of a mean transfer time
+_MATTERS = 0.02  # of the slowest stage's work: changes of faster links are ignored
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleDecision:
@@ -274,7 +277,3 @@ def _check_sizes(sizes: tuple[int, ...], batch_size: int) -> None:
                 expected="a size that divides the batch",
                 fix=f"leave {size} out, or change the batch",
             )
-
-
-_CHANGED = 0.2  # of a mean transfer time
-_MATTERS = 0.02  # of the slowest stage's work: changes of faster links are ignored

@@ -9,6 +9,7 @@ Source: none; the workers of SDPipe and Prague are present from start to end.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -46,7 +47,7 @@ class Roster:
             )
         if not self.startup_timeout >= 0:
             raise PolicyError(
-                f"startup={self.startup_timeout:g}",
+                f"startup_timeout={self.startup_timeout:g}",
                 expected="0 seconds or more",
                 fix="use 0 to start with the workers that are present",
             )
@@ -121,7 +122,7 @@ class Roster:
         )
 
 
-class RosterPolicy(Policy):
+class RosterPolicy(Policy, ABC):
     """A policy that keeps a roster, and releases the groups that are due."""
 
     _roster: Roster
@@ -141,5 +142,6 @@ class RosterPolicy(Policy):
         self._roster.leave(worker)
         return self._release(now)
 
+    @abstractmethod
     def _release(self, now: Seconds) -> list[Group]:
-        raise NotImplementedError
+        """Return the groups that are due."""

@@ -29,6 +29,7 @@ from polyrhythm.types import Bytes, Seconds
 
 SMALLEST: Bytes = 1_000_000
 FIRST: Bytes = 25_000_000  # DDP's, and the paper's first trial
+_SECOND: Bytes = 5_000_000  # the paper's fixed buffer, half-way between FIRST and SMALLEST
 LARGEST: Bytes = 100_000_000
 SIZES = tuple(max(SMALLEST, round(FIRST * 10 ** (i / 20))) for i in range(-28, 13))  # 12 % apart
 _CLOSE = 1.1  # up to this factor, a difference from the best may be noise
@@ -155,9 +156,6 @@ class Search(ABC):
     @abstractmethod
     def _wanted(self) -> BucketCandidate:
         """The most promising candidate; if it was tried, its nearest untried one is next."""
-
-
-_SECOND: Bytes = 5_000_000  # the paper's fixed buffer, half-way between FIRST and SMALLEST
 
 
 @dataclass(kw_only=True, slots=True)
