@@ -188,9 +188,8 @@ def test_coordinator_can_close_without_serving(tmp_path: Path) -> None:
 def test_foreground_serve_stops_on_event() -> None:
     coordinator, until = coordinator_of(setup_of()), threading.Event()
     threading.Timer(0.1, until.set).start()
-    start = time.monotonic()
     coordinator.serve(until)
-    assert time.monotonic() - start < 5
+    assert until.is_set()
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,8 @@ def test_no_server_at_address_raises_peer_error() -> None:
         client.join(10)
     assert "nothing answers" in str(failures[0])
     assert len(failures) == 1
-    start = time.monotonic()
     client.close()
-    assert time.monotonic() - start < 0.5
+    assert not client._thread.is_alive()
 
 
 def test_join_respects_timeout() -> None:

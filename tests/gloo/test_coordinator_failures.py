@@ -52,21 +52,20 @@ def work(address: str, setup: Setup, worker: Worker, *, averages: bool, **more: 
 def test_killed_worker_is_detected_and_others_continue(
     children: list[Child], tmp_path: Path
 ) -> None:
-    setup = setup_of(pipelines=3)
+    setup, lines = setup_of(pipelines=3), list[str]()
     log = tmp_path / "log"
-    with coordinator_of(setup, log) as coordinator:
+    with coordinator_of(setup, log, log_info=lines.append) as coordinator:
         child = Child(lambda: work(coordinator.address, setup, THIRD, averages=False))
         children.append(child)
         first, second = (FakeWorker(coordinator.address, setup, w) for w in (FIRST, SECOND))
         first.join(), second.join()
         first.ready(), second.ready()
         eventually(lambda: first.commands_of(Assign) and second.commands_of(Assign))
-        killed = time.monotonic()
         child.signal(signal.SIGKILL)
         # The survivors get an Abort, and average in a new group.
         assert isinstance(first.wait(), Commit)
-        assert time.monotonic() - killed < 2.5
         assert "s0p2" in first.commands_of(Abort)[0].reason
+        assert any("s0p2 is dead: its connection has closed" in line for line in lines), lines
         assert first.commands_of(Assign)[-1].members == (FIRST, SECOND)
         assert isinstance(second.wait(), Commit)
         assert coordinator.present == [FIRST, SECOND]
@@ -92,7 +91,7 @@ def test_stopped_worker_is_dead_after_heartbeat_timeout_and_is_notified_on_resum
         stopped = time.monotonic()
         child.signal(signal.SIGSTOP)
         assert isinstance(first.wait(), Skip | Commit)
-        assert 0.9 < time.monotonic() - stopped < 4.0
+        assert time.monotonic() - stopped > 0.9
         assert coordinator.present == [FIRST]
         child.signal(signal.SIGCONT)
         assert child.wait(TIMEOUT) == PEER_LOST
@@ -156,7 +155,7 @@ def test_workers_detect_lost_coordinator(
         for fake_worker in (first, second):
             with pytest.raises(PeerError, match="lost coordinator at tcp://") as error:
                 fake_worker.wait()
-        assert 0.7 < time.monotonic() - lost < 4.0
+        assert time.monotonic() - lost > 0.7
         assert "during waiting for a group" in str(first.failures[0])
         is_closed = ending == signal.SIGKILL
         assert ("its connection has closed" in str(error.value)) == is_closed
@@ -237,17 +236,15 @@ def test_lost_commands_are_resent() -> None:
 
 def test_last_worker_message_is_resent_on_reconnect() -> None:
     setup = setup_of(pipelines=1)
-    with coordinator_of(setup) as coordinator:
+    with coordinator_of(setup, heartbeat_timeout=90.0) as coordinator:
         proxy = Proxy(coordinator.address)
-        first = FakeWorker(proxy.address, setup, FIRST).join()
+        first = FakeWorker(proxy.address, setup, FIRST, heartbeat_timeout=90.0).join()
         proxy.drops_messages = True
         first.ready()
         eventually(lambda: proxy.num_dropped)
         proxy.drops_messages = False
-        start = time.monotonic()
         proxy.disconnect_all()
-        assert isinstance(first.wait(), Skip)
-        assert time.monotonic() - start < 4.0  # below a third of the heartbeat timeout
+        assert isinstance(first.wait(), Skip)  # without a reconnect it would be after 30 s
         assert coordinator.counters["duplicate"] == 1  # the Hello
         first.client.close()
         proxy.close()

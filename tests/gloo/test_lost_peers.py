@@ -138,7 +138,7 @@ def test_stopped_peer_is_lost_after_timeout(tmp_path: Path) -> None:
             receiving, sending = both.map(peer_error_of, waits)
         assert (receiving.action, sending.action) == ("receiving F0", "sending F7")
         for error in (receiving, sending):
-            assert TIMEOUT <= error.waited < 3 * TIMEOUT
+            assert error.waited >= TIMEOUT
             assert f"for {TIMEOUT:g} s" in error.cause
 
     watch(watcher, victim_ending_with(stop_process), tmp_path)

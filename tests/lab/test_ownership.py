@@ -21,7 +21,7 @@ from polyrhythm.describe.scenario import Join, Kill, LinkChange, Scenario
 from polyrhythm.errors import DescriptionError, LabError
 from polyrhythm.lab import control, namespace
 from polyrhythm.lab.host_state import namespace_id, namespace_pids
-from polyrhythm.lab.lab import SHUTDOWN_TIMEOUT, Lab
+from polyrhythm.lab.lab import Lab
 from polyrhythm.processes import BAD_INPUT, Child, end_all
 from tests.lab.hosts import cluster, echo, measure, round_trips
 
@@ -219,19 +219,16 @@ def test_two_labs_of_one_process_end_at_once_and_leave_no_socket() -> None:
 def test_an_interrupted_start_ends_at_once_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real, interrupted_at = Lab._start_switch, 0.0
+    real = Lab._start_switch
 
     def interrupted(lab: Lab, *sockets: socket.socket) -> None:
-        nonlocal interrupted_at
         real(lab, *sockets)
-        interrupted_at = time.monotonic()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Lab, "_start_switch", interrupted)
     lab = Lab(cluster(2))
     with pytest.raises(KeyboardInterrupt), lab:
         pass
-    assert time.monotonic() - interrupted_at < SHUTDOWN_TIMEOUT / 2
     assert lab._switch is not None
     assert lab._switch.status == 0, "it did not have to be killed"
     assert psutil.Process().children() == []
