@@ -41,7 +41,11 @@ SHARED_PROCESS = {
     "test_split_layers.py": "transformers",
     "test_trainer_models.py": "transformers",
     "test_reproduce_dear.py": "DeAR's page",
+    "test_pipeline_gradients.py": "gradients of all cases",
+    "test_train_lab.py": "losses of one process",
+    "test_trainer_checkpoint_damage.py": "a stopped run",
 }
+LAB = Path(__file__).parent / "lab"  # where tests measure time
 
 
 class SharedProcessScheduling(LoadScopeScheduling):
@@ -53,6 +57,19 @@ class SharedProcessScheduling(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedProcessScheduling:
     return SharedProcessScheduling(config, log)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spare the run of `alone` tests, all of which need the lab, the import of other tests."""
+    is_elsewhere = collection_path.parent == LAB.parent and collection_path != LAB
+    if is_elsewhere and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        return config.option.markexpr.startswith("alone") or None
+    return None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker("alone") and LAB not in item.path.parents:
+        raise pytest.UsageError(f"{item.nodeid} is marked alone: such tests belong in {LAB}")
 
 
 def pytest_collection_finish() -> None:

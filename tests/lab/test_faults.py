@@ -12,9 +12,8 @@ from polyrhythm.describe.scenario import Kill, LinkChange, Pause, Scenario
 from polyrhythm.lab.lab import Lab
 from tests.lab.hosts import PORT, cluster, echo, measure, round_trips, sleep_with_a_child
 
-pytestmark = pytest.mark.alone  # measures time
 
-
+@pytest.mark.alone
 @pytest.mark.timeout(60)
 def test_scenario_events_happen_on_time(tmp_path: Path) -> None:
     scenario = Scenario(
@@ -88,6 +87,7 @@ def test_crash_closes_connections_and_power_cut_does_not(tmp_path: Path, silent:
     assert output.read_text().split()[-1] == ("silence" if silent else "closed")
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(60)
 def test_paused_host_resumes_without_loss(tmp_path: Path) -> None:
     scenario = Scenario(name="pause", pause=(Pause(device="b", at=0.5, until=2.0),))
@@ -102,6 +102,7 @@ def test_paused_host_resumes_without_loss(tmp_path: Path) -> None:
     assert max(times) > 10 * sorted(times)[10], "but one had to wait"
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(60)
 def test_a_revived_host_can_be_reached_again(tmp_path: Path) -> None:
     with Lab(cluster(2)) as lab:
@@ -129,6 +130,7 @@ def test_process_on_killed_or_paused_host_is_killed_or_paused(tmp_path: Path) ->
         assert paused.wait(20) == 0
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(60)
 def test_overlapping_pauses_end_with_the_last(tmp_path: Path) -> None:
     with Lab(cluster(2)) as lab:

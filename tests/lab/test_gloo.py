@@ -13,8 +13,6 @@ import torch.distributed as dist
 from polyrhythm.lab.lab import Lab
 from tests.lab.hosts import cluster
 
-pytestmark = pytest.mark.alone  # measures time
-
 RENDEZVOUS_TIMEOUT, TIMEOUT = 30.0, 5.0
 
 
@@ -62,6 +60,7 @@ def test_an_all_reduce_crosses_eight_hosts(tmp_path: Path) -> None:
     assert len({source for source, _ in carried}) == 8
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("silent", [False, True])
 def test_lost_host_is_detected_by_all_within_the_timeout(tmp_path: Path, silent: bool) -> None:

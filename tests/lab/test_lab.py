@@ -12,9 +12,8 @@ from polyrhythm.lab.lab import Lab
 from polyrhythm.processes import BAD_INPUT
 from tests.lab.hosts import PORT, cluster, echo, measure, median
 
-pytestmark = pytest.mark.alone  # measures time
 
-
+@pytest.mark.alone
 @pytest.mark.timeout(60)
 def test_a_round_trip_takes_both_latencies(tmp_path: Path) -> None:
     with Lab(cluster(latency=0.05)) as lab:
@@ -30,6 +29,7 @@ def test_a_round_trip_takes_both_latencies(tmp_path: Path) -> None:
     assert quick < half / 2
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(60)
 def test_lost_link_drops_packets_and_others_do_not(tmp_path: Path) -> None:
     with Lab(cluster()) as lab:
@@ -63,6 +63,7 @@ def receive_all() -> None:
         print(time.perf_counter() - start)
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(90)
 def test_transfer_time_follows_bandwidth(tmp_path: Path) -> None:
     def transfer(bandwidth: float) -> float:

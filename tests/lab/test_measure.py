@@ -19,7 +19,7 @@ from polyrhythm.lab.lab import Lab
 from polyrhythm.lab.measure import check_pairs, goodput, round_trip
 from polyrhythm.lab.meter import MeasureWindow, Meter, Pair, window_for
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.timeout(90)]
 
 MEGABIT = 125e3
 SHORT = MeasureWindow(0.5, 1.0)
@@ -40,6 +40,7 @@ def triangle() -> Cluster:
     )
 
 
+@pytest.mark.alone
 def test_a_round_trip_is_both_latencies() -> None:
     with Lab(triangle()) as lab:
         measured, other = round_trip(lab, "b", "c"), round_trip(lab, "a", "c")
@@ -47,6 +48,7 @@ def test_a_round_trip_is_both_latencies() -> None:
     assert measured / other == pytest.approx(0.08 / 0.05, rel=0.2)
 
 
+@pytest.mark.alone
 def test_goodput_is_the_bandwidth_of_each_direction_headers_counted() -> None:
     with Lab(triangle()) as lab:
         (wide,) = goodput(lab, [("a", "b")], SHORT)
@@ -56,6 +58,7 @@ def test_goodput_is_the_bandwidth_of_each_direction_headers_counted() -> None:
     assert other / (8 * MEGABIT) == pytest.approx(1, abs=0.2)
 
 
+@pytest.mark.alone
 def test_link_that_differs_from_its_description_is_detected() -> None:
     with Lab(triangle()) as lab, Meter(lab) as measuring:
         before = measuring.goodput([("a", "b")], SHORT)[0]
@@ -69,6 +72,7 @@ def test_link_that_differs_from_its_description_is_detected() -> None:
     assert slow > 0.1
 
 
+@pytest.mark.alone
 def test_the_queues_are_empty_after_a_measurement() -> None:
     with Lab(triangle()) as lab, Meter(lab) as measuring:
         idle = measuring.round_trips([("b", "c")], 5)[0]
@@ -110,6 +114,7 @@ def short_window_for(cluster: Cluster, pairs: Sequence[Pair]) -> MeasureWindow:
     return replace(window_for(cluster, pairs), length=0.5)
 
 
+@pytest.mark.alone
 @pytest.mark.long
 def test_check_covers_and_prints_every_ordered_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter, "window_for", short_window_for)

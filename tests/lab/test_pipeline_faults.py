@@ -21,8 +21,6 @@ from tests.grids import long_except
 from tests.lab.hosts import cluster
 from tests.lab.stages import lines, start, wait_for_lines
 
-pytestmark = pytest.mark.alone  # measures time
-
 NUM_STAGES = 3
 NUM_MICROBATCHES = 6
 WIDTH = 128
@@ -72,6 +70,7 @@ def step_times(child: Child) -> list[float]:
     return [float(seconds) for (seconds,) in lines(child, "step")]
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(
     ("victim", "silent"), long_except([(0, True), (1, True), (2, False)], 1, 2)
@@ -109,6 +108,7 @@ def test_pause_shorter_than_the_timeout_only_delays(tmp_path: Path) -> None:
     assert max(times) > 2 * statistics.median(times), "it was paused while it trained"
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(100)
 def test_slower_link_only_slows_training(tmp_path: Path) -> None:
     full = 2.5e6
