@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -12,34 +14,60 @@ from polyrhythm.cli import main
 from polyrhythm.processes import Child
 
 
-def run_forked(
-    *arguments: str, cwd: Path, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run the command in a fork, which has torch loaded: a new interpreter takes seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / name for name in ("stdout", "stderr")]
+class ForkedCommand:
+    """A command in a fork, which has torch loaded: a new interpreter takes seconds."""
+
+    def __init__(
+        self,
+        *arguments: str,
+        cwd: Path,
+        env: dict[str, str] | None = None,
+        before: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._outputs = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
+        for path in self._outputs:
+            path.touch()
 
         def command() -> None:
             os.chdir(cwd)
             os.environ |= env or {}
-            for stream, path in enumerate(outputs, start=1):
-                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+            for stream, path in enumerate(self._outputs, start=1):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream)
             sys.stdout = os.fdopen(1, "w", buffering=1)
             sys.stderr = os.fdopen(2, "w", buffering=1)
-            try:
-                main(arguments)
-            except SystemExit as end:
-                sys.stdout.flush()
-                os._exit(end.code if isinstance(end.code, int) else 1)
+            before()
+            main(arguments)
 
-        child = Child(command)
-        try:
-            status = child.wait(90)
-            assert status is not None, "not done in time"
-        finally:
-            child.end()
-        out, err = (path.read_text() for path in outputs)
-    return subprocess.CompletedProcess(arguments, status, out, err)
+        self.child = Child(command)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.child.end()
+        self._folder.cleanup()
+
+    @property
+    def stdout(self) -> str:
+        return self._outputs[0].read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._outputs[1].read_text()
+
+
+def run_forked(
+    *arguments: str,
+    cwd: Path,
+    env: dict[str, str] | None = None,
+    before: Callable[[], object] = lambda: None,
+) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end; `before` may change modules in its process."""
+    with ForkedCommand(*arguments, cwd=cwd, env=env, before=before) as command:
+        status = command.child.wait(90)
+        assert status is not None, "not done in time"
+        return subprocess.CompletedProcess(arguments, status, command.stdout, command.stderr)
 
 
 def run_export(*arguments: str | Path) -> int:

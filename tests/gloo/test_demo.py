@@ -1,6 +1,5 @@
 """The demo as a user runs it: real training, its run folder, rejected input, Ctrl-C."""
 
-import os
 import re
 import signal
 import subprocess
@@ -17,9 +16,8 @@ import pytest
 from polyrhythm.events import Event, read_run
 from polyrhythm.sync.decision_log import DecisionReader
 from polyrhythm.types import Worker
-from tests.gloo.commands import run_forked
+from tests.gloo.commands import ForkedCommand, run_forked
 
-POLYRHYTHM = [sys.executable, "-m", "polyrhythm"]
 SMALL = ["--steps", "30", "--width", "32", "--context", "32", "--blocks", "2"]
 
 
@@ -140,26 +138,15 @@ def has_events(log: Path) -> bool:
 
 
 @contextmanager
-def long_demo(cwd: Path) -> Iterator["subprocess.Popen[str]"]:
+def long_demo(cwd: Path) -> Iterator[ForkedCommand]:
     """Start a demo that would run for hours, in its own process group as in a terminal."""
-    demo = subprocess.Popen(
-        [*POLYRHYTHM, "demo", *SMALL, "--steps", "100000"],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    )
-    try:
+    with ForkedCommand("demo", *SMALL, "--steps", "100000", cwd=cwd) as demo:
         deadline = time.monotonic() + 80
         while not any(has_events(log) for log in cwd.glob("runs/*/workers/s1p1.jsonl")):
             assert time.monotonic() < deadline, "the demo did not start"
-            assert demo.poll() is None, demo.communicate()
+            assert demo.child.status is None, demo.stderr
             time.sleep(0.1)
         yield demo
-    finally:
-        demo.kill()
-        demo.communicate()
 
 
 @pytest.mark.timeout(150)
@@ -171,12 +158,11 @@ def test_interrupted_demo_stops_workers_and_keeps_log(
     tmp_path: Path, signal_number: signal.Signals, status: int
 ) -> None:
     with long_demo(tmp_path) as demo:
-        workers = psutil.Process(demo.pid).children(recursive=True)
+        workers = psutil.Process(demo.child.pid).children(recursive=True)
         assert len(workers) == 4
-        os.killpg(demo.pid, signal_number)  # like Ctrl-C: to the whole process group
-        _, error = demo.communicate(timeout=30)
-    assert demo.returncode == status
-    assert "Traceback" not in error
+        demo.child.signal(signal_number)  # like Ctrl-C: to the whole process group
+        assert demo.child.wait(30) == status
+        assert "Traceback" not in demo.stderr
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert alive == []
     files = {path.name for path in only_run(tmp_path).iterdir()}
@@ -187,10 +173,10 @@ def test_interrupted_demo_stops_workers_and_keeps_log(
 @pytest.mark.timeout(150)
 def test_killed_worker_is_named_by_the_demo(tmp_path: Path) -> None:
     with long_demo(tmp_path) as demo:
-        workers = psutil.Process(demo.pid).children(recursive=True)
+        workers = psutil.Process(demo.child.pid).children(recursive=True)
         max(workers, key=lambda process: process.pid).kill()
-        _, error = demo.communicate(timeout=30)
-    assert demo.returncode == 1
+        assert demo.child.wait(30) == 1
+        error = demo.stderr
     assert "was ended by SIGKILL" in error
     assert "its output" not in error, "it printed nothing"
     assert "Traceback" not in error

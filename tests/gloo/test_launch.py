@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from polyrhythm.processes import BAD_INPUT, Child
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.types import Worker
+from tests.gloo.coordinators import eventually
 from tests.grids import long_except
 
 FOREVER = 3600
@@ -201,33 +201,24 @@ def test_unresponsive_peer_raises_peer_error_after_timeout(tmp_path: Path) -> No
         assert job._workers[0].wait(40) == 0, job._workers[0].reason
 
 
-PARENT = f"""
-import time
-from pathlib import Path
-from polyrhythm.processes import BAD_INPUT, Child
-from polyrhythm.run.comm.launch import LocalJob
-with LocalJob(lambda ctx: time.sleep({FOREVER}), 3, output_folder=Path("out")):
-    print("started", flush=True)
-    time.sleep({FOREVER})
-"""
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.skipif(sys.platform != "linux", reason="dying with the parent is a Linux facility")
 @pytest.mark.parametrize("ending", long_except([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], 0))
 def test_workers_die_with_their_parent(tmp_path: Path, ending: signal.Signals) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == b"started\n"
+    def run_job() -> None:
+        with LocalJob(lambda ctx: time.sleep(FOREVER), 3, output_folder=tmp_path / "out"):
+            (tmp_path / "started").touch()
+            time.sleep(FOREVER)
+
+    parent = Child(run_job, output=tmp_path / "parent.log")
+    try:
+        eventually((tmp_path / "started").exists)
         workers = psutil.Process(parent.pid).children()
         assert len(workers) == 3
-        parent.send_signal(ending)
-        parent.wait(timeout=20)
+        os.kill(parent.pid, ending)
+        assert parent.wait(20) is not None
+    finally:
+        parent.end()
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert alive == []
 

@@ -48,7 +48,7 @@ def test_no_check_fails_on_this_machine(tmp_path):
 
 def test_failing_all_reduce_is_reported_with_reason(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    result = by_subject(machine.check_results())["all-reduce (gloo)"]
+    result = machine._gloo()
     assert result.ok is False
     assert "nowhere0" in result.found
     assert "GLOO_SOCKET_IFNAME" in result.advice

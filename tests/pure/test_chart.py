@@ -86,21 +86,18 @@ def test_a_logarithmic_plot_has_plain_numbers() -> None:
 
 def test_the_same_plot_gives_the_same_bytes_for_any_hash_seed() -> None:
     code = (
-        "from tests.pure.test_chart import BARS, LINES, draw_plot; import hashlib;"
-        "print(hashlib.sha256((draw_plot(BARS) + draw_plot(LINES)).encode()).hexdigest())"
+        "from tests.pure.test_chart import BARS, LINES, draw_plot;"
+        "print(draw_plot(BARS) + draw_plot(LINES))"
     )
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(digests) == 1
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": "1"},  # that of this process is random
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert other.stdout == f"{draw_plot(BARS) + draw_plot(LINES)}\n"
 
 
 def test_matplotlib_is_imported_only_to_draw() -> None:

@@ -81,6 +81,7 @@ def test_all_reduces_on_ethernet_take_the_printed_times() -> None:
     assert ETHERNET.ring.all_reduce(500_000, NUM_WORKERS) == pytest.approx(3.9e-3, rel=0.03)
 
 
+@pytest.mark.long
 def test_bounds_and_speedups_of_table_2_come_out() -> None:
     rows = [row for row in speedups.rows() if row.place == "Table II"]
     assert len(rows) == 30
@@ -149,6 +150,7 @@ def test_a_search_never_gets_worse() -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
+@pytest.mark.long
 def test_inputs_and_consequences_of_other_rows_do_not_count() -> None:
     rows = [*overlap.rows(), *speedups.rows()]
     given = [row.what for row in rows if row.is_given]
@@ -157,6 +159,7 @@ def test_inputs_and_consequences_of_other_rows_do_not_count() -> None:
     assert sum("Horovod" in what for what in given) == 2, "the third form of it counts"
 
 
+@pytest.mark.long
 def test_the_page_states_what_other_readings_would_give() -> None:
     text = setup()
     assert "{" not in text

@@ -205,32 +205,28 @@ def test_log_does_not_change_the_result(tmp_path: Path) -> None:
     assert with_log.bytes_sent.tolist() == without.bytes_sent.tolist()
 
 
-_SCRIPT = """
-import sys
-from pathlib import Path
-from polyrhythm.simulate.simulator import simulate
-from tests.pure.test_simulate_log import FAULTS, digest, job_of
-for policy in ("adaptive", "smart", "ssp"):
-    folder = Path(sys.argv[1]) / policy
-    simulate(job_of(policy, FAULTS, uplink=1e8), num_steps=10, run=folder)
-    print(digest(folder))
-"""
+def digests_of_runs(folder: Path) -> list[str]:
+    policies = ("adaptive", "smart", "ssp")
+    for policy in policies:
+        simulate(job_of(policy, FAULTS, uplink=1e8), num_steps=10, run=folder / policy)
+    return [digest(folder / policy) for policy in policies]
 
 
 def test_other_processes_write_the_same_bytes(tmp_path: Path) -> None:
-    """For any hash seed of the process."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _SCRIPT, str(tmp_path / hash_seed)],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for hash_seed in ("1", "4242")
-    ]
-    first, second = (process.communicate(timeout=100)[0].split() for process in processes)
-    assert len(first) == 3
-    assert first == second
+    """For any hash seed; that of this process is random."""
+    code = (
+        "import sys; from pathlib import Path; from tests.pure import test_simulate_log as runs;"
+        "print(*runs.digests_of_runs(Path(sys.argv[1])))"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "other")],
+        env={**os.environ, "PYTHONHASHSEED": "4242"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert other.stdout.split() == digests_of_runs(tmp_path / "here")
 
 
 @pytest.mark.parametrize("num_members", [2, 4])

@@ -86,18 +86,15 @@ def test_the_same_log_gives_the_same_commands(name: str) -> None:
 
 def test_the_hash_seed_of_the_process_does_not_matter() -> None:
     code = "from tests.pure.test_sync_replay import digest; print(digest())"
-    found = {digest()}
-    for seed in ("0", "1", "2"):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        found.add(done.stdout.strip())
-    assert len(found) == 1
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONHASHSEED": "1"},  # that of this process is random
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == digest()
 
 
 def test_extra_timer_changes_nothing() -> None:
