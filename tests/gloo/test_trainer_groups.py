@@ -68,7 +68,9 @@ def test_each_sample_is_used_once_per_epoch_and_fast_pipelines_use_more(
         assert counts[1] < max(counts)
     for _, steps, loss, weights in found:
         assert steps == sorted(steps)
-        assert loss < 0.8  # 1.4 at first
+        # 1.4 at first. `local` averages at the end only, when one pipeline may have used almost
+        # all samples: 0.6 for equal shares, 0.81 for 368, 8 and 8 samples.
+        assert loss < (1.0 if sync == "local" else 0.8)
         assert weights == pytest.approx(found[0][3], rel=1e-4, abs=1e-4)
 
 
