@@ -1,9 +1,10 @@
-"""Grids of cases: `make test` runs a few of each, `make test-all` all."""
+"""Grids and numbers of cases: `make test` runs some of them, `make test-all` all."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def long_except(cases: Sequence[Any], *kept: int) -> list[Any]:
@@ -14,3 +15,9 @@ def long_except(cases: Sequence[Any], *kept: int) -> list[Any]:
         else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)
         for number, case in enumerate(cases)
     ]
+
+
+def num_examples(thorough: int) -> int:
+    """Return how many examples hypothesis draws: a third of them unless in `make test-all`."""
+    is_thorough = settings.get_current_profile_name() == "thorough"
+    return thorough if is_thorough else -(-thorough // 3)

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
 from polyrhythm.errors import UserError
 from polyrhythm.run.averaging.reduced_variance import ReducedVarianceAdamW
+from tests.grids import num_examples
 
 # All tests set gradients directly: backward() would start threads, which do not survive a fork.
 SHAPES = ((3, 4), (5,), (), (2, 2, 2))
@@ -144,7 +145,11 @@ def noisy(
         yield means + noise * torch.randn(num_streams, len(means), generator=draw).double()
 
 
-@pytest.mark.parametrize("weights", [(0.5, 0.5), (0.125,) * 8, (0.6, 0.3, 0.1)], ids=str)
+@pytest.mark.parametrize(
+    "weights",
+    [pytest.param((0.5, 0.5), marks=pytest.mark.long), (0.125,) * 8, (0.6, 0.3, 0.1)],
+    ids=str,
+)
 def test_second_moment_estimates_that_of_the_average(weights: tuple[float, ...]) -> None:
     means = torch.tensor([0.0, 0.3, 2.0], dtype=torch.float64)
     number = 1 / sum(w * w for w in weights)
@@ -189,7 +194,7 @@ def test_early_estimates_have_documented_expectation(
     num_averaged=st.floats(1, 64),
     num_steps=st.integers(1, 30),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 def test_constant_gradients_give_same_step_for_any_num_averaged(
     gradient: float, negative: bool, num_averaged: float, num_steps: int
 ) -> None:
@@ -223,7 +228,7 @@ def test_half_precision_separates_mean_from_noise(dtype: torch.dtype, num_averag
 
 
 @given(numbers=st.lists(st.sampled_from([1.0, 1.5, 2.0, 7.0]), min_size=2, max_size=12))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 def test_num_averaged_may_change_at_every_step(numbers: list[float]) -> None:
     """A step depends on its own `num_averaged` only: the moments are independent of it."""
     changing, fixed = parameters(torch.float64), parameters(torch.float64)

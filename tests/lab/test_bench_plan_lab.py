@@ -31,6 +31,7 @@ def in_order(problem: Problem) -> Plan:
     return placed(problem, [device.name for device in problem.cluster.devices]).plan
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60)
 def test_the_lab_runs_every_plan_and_gives_every_ratio() -> None:
     shown: list[str] = []

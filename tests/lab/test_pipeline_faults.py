@@ -113,7 +113,7 @@ def test_pause_shorter_than_the_timeout_only_delays(tmp_path: Path) -> None:
 def test_slower_link_only_slows_training(tmp_path: Path) -> None:
     full = 2.5e6
     with Lab(cluster(NUM_STAGES, latency=0.005, bandwidth=full)) as lab:
-        work = partial(train, timeout=30, num_steps=8)
+        work = partial(train, timeout=30, num_steps=7)
         stages = start(lab, tmp_path, work, timeout=30)
         wait_for_lines(stages, "step", 3)
         lab.change(LinkChange(at=0, source="b", target="c", bandwidth=full / 8))

@@ -39,6 +39,7 @@ from polyrhythm.plan.layout_kernel import LayoutPrices, LayoutState, make_state,
 from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
 from polyrhythm.schedule.plan_schedules import PlannedSchedules
+from tests.grids import num_examples
 from tests.pure.plan_examples import profile
 from tests.pure.step_cases import random_problem, seeds
 
@@ -178,7 +179,7 @@ def test_moves_keep_state_consistent(seed: int, num_moves: int) -> None:
         check_state(state, prices, num_devices)
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(seeds)
 def test_annealed_layout_is_no_worse_and_has_the_reported_value(seed: int) -> None:
     case = Case(seed)
@@ -196,7 +197,7 @@ def test_annealed_layout_is_no_worse_and_has_the_reported_value(seed: int) -> No
     assert found <= before
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(seeds)
 def test_reordering_stages_keeps_the_stages(seed: int) -> None:
     case = Case(seed)
@@ -257,7 +258,7 @@ def test_replicas_stay_in_a_region_if_gradients_dominate() -> None:
     assert (found[1:, 0] != found[:-1, 0]).sum() == 1, "regions are left once"
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(seeds)
 def test_starts_have_every_device_once(seed: int) -> None:
     case = Case(seed)
@@ -355,7 +356,7 @@ def test_estimates_are_near_the_simulation() -> None:
     assert 0.95 < np.median(shares) < 1.08
 
 
-@settings(max_examples=30)
+@settings(max_examples=num_examples(30))
 @given(seeds)
 def test_draft_becomes_a_plan_with_all_microbatches_and_devices(seed: int) -> None:
     case = Case(seed)

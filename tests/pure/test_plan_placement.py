@@ -14,6 +14,7 @@ from polyrhythm.errors import PlanError
 from polyrhythm.plan.dtfm.bound import lower_bound
 from polyrhythm.plan.dtfm.placement import Placement, SearchEffort, place
 from reproduction.dtfm.genetic import GeneticSettings, search
+from tests.grids import num_examples
 from tests.pure.dtfm_cases import brute_force, small_times
 
 SHORT = SearchEffort(num_rounds=5, num_moves=20_000)
@@ -27,7 +28,7 @@ def test_the_best_known_layout_is_found_in_any_order_of_devices(name: str) -> No
     assert found.proven == (name != "case5_worldwide")
 
 
-@settings(max_examples=50)
+@settings(max_examples=num_examples(50))
 @given(small_times(), st.integers(0, 1000))
 def test_small_clusters_are_placed_as_well_as_by_brute_force(times: PairTimes, seed: int) -> None:
     found = place(times, seed=seed, effort=SearchEffort(num_rounds=4, num_moves=5000))

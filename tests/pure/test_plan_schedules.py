@@ -9,6 +9,7 @@ from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, length
 from polyrhythm.schedule.candidates import shortlist
 from polyrhythm.schedule.plan_schedules import PlannedSchedules
+from tests.grids import num_examples
 from tests.pure.schedule_cases import even_times, measured
 from tests.pure.step_cases import seeds
 
@@ -63,7 +64,7 @@ def test_planned_schedule_is_nearly_as_short_as_the_best_of_the_shortlist(
     assert np.quantile(shares, 0.95) < 1.04
 
 
-@settings(max_examples=50)
+@settings(max_examples=num_examples(50))
 @given(measured(), st.integers(1, 20), st.data())
 def test_no_stage_holds_more_than_fits(
     times: PipelineTimes, num_microbatches: int, data: st.DataObject

@@ -15,6 +15,7 @@ from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.predict import Prediction, predict
 from polyrhythm.plan.problem import Problem
 from polyrhythm.schedule.plan_schedules import PlannedSchedules
+from tests.grids import num_examples
 from tests.pure.plan_examples import GIB, cluster, profile
 from tests.pure.plan_examples import problem as example
 from tests.pure.step_cases import random_cluster, random_model, seeds
@@ -36,7 +37,7 @@ def with_memory(of: Problem, memory: int | None) -> Problem:
     return replace(of, cluster=replace(of.cluster, devices=devices))
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(seeds, st.integers(1, 4), st.integers(1, 12), st.floats(1, 3))
 def test_no_device_ever_holds_more_than_its_limit(
     seed: int, num_stages: int, num_microbatches: int, roomy: float

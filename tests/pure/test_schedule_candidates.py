@@ -10,6 +10,7 @@ from polyrhythm.cost.pipeline import PipelineTimes, length
 from polyrhythm.schedule.candidates import ScheduleCandidate, shortlist, spec_for_limits
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Seconds
+from tests.grids import num_examples
 from tests.pure.schedule_cases import even_times, measured
 
 
@@ -33,7 +34,7 @@ def best_of(
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(st.data())
 def test_shortlisted_schedules_fit_and_have_the_predicted_length(data: st.DataObject) -> None:
     times = data.draw(measured())

@@ -12,6 +12,7 @@ from polyrhythm.cost.pipeline import PipelineTimes, length
 from polyrhythm.errors import PlanError, ScheduleError
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.schedule.tuner import ScheduleDecision, ScheduleTuner
+from tests.grids import num_examples
 from tests.pure.schedule_cases import even_times, measured, stage_memory, times_of
 
 
@@ -155,7 +156,7 @@ stage_memories = st.builds(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(st.data())
 def test_tuner_decisions_always_fit_the_memory_budget(data: st.DataObject) -> None:
     memories = st.lists(stage_memories, min_size=3, max_size=3)

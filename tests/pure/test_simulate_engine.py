@@ -23,6 +23,7 @@ from polyrhythm.simulate.engine.hosts import DRAWS
 from polyrhythm.simulate.job import SimulatedJob, equal_job
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.types import Action, Op
+from tests.grids import num_examples
 from tests.pure.schedule_cases import specs
 from tests.pure.simulate_cases import (
     actions_of,
@@ -72,7 +73,7 @@ def times_of(job: SimulatedJob) -> PipelineTimes:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(st.integers(0, 2**32), specs, st.integers(1, 9), st.booleans(), st.booleans())
 def test_action_times_match_the_cost_model(
     seed: int, spec: ScheduleSpec, num_microbatches: int, is_shared: bool, is_late: bool
@@ -233,7 +234,7 @@ def run_alone(scenario: Scenario, num_microbatches: int, *, index: int = 0) -> l
     return [(record.action, record.start, record.end) for record in one_step(job)[0]]
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(st.lists(slow_entries(), min_size=1, max_size=4), st.integers(0, 99), st.integers(0, 3))
 def test_slowness_draws_match_those_of_a_real_worker(
     entries: list[Slow], seed: int, index: int
@@ -287,7 +288,7 @@ def paused(start: float, duration: float, pauses: Sequence[Pause]) -> float:
     raise AssertionError("the work never ends")
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(st.lists(st.tuples(st.floats(0, 12), st.floats(0.01, 5)), min_size=1, max_size=4))
 def test_paused_device_resumes_where_it_stopped(spans: list[tuple]) -> None:
     pauses = tuple(Pause(device="d0", at=at, until=at + length) for at, length in spans)

@@ -14,6 +14,7 @@ from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.sync.registry import POLICIES
 from polyrhythm.types import Worker
+from tests.grids import num_examples
 from tests.pure.simulate_cases import (
     back,
     kills_and_joins,
@@ -44,7 +45,7 @@ def steps_between(found: SimulationResult, pipeline: int, start: float, end: flo
     return sum(start < at <= end for at in found.ends[pipeline])
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(
     st.sampled_from(SOME),
     st.integers(0, 5),
@@ -86,7 +87,7 @@ def test_transfers_of_a_killed_worker_do_not_restart_it(at: float) -> None:
     assert has_made(found, 60)
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(
     st.sampled_from(SOME),
     st.integers(0, 5),
@@ -105,7 +106,7 @@ def test_returned_device_trains_again(
     assert steps_between(found, device // 2, at + 0.01, at + away) == 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(
     st.integers(2, 4),
     st.integers(0, 5),
@@ -136,7 +137,7 @@ def test_device_absent_at_start_joins(policy: str, device: int, at: float) -> No
     assert late[0] > at + 1.2  # a whole step
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(st.data(), st.sampled_from(["all_reduce", "adaptive", "ssp", "pairwise", "smart"]))
 def test_repeated_kills_and_joins_complete_all_steps(data: st.DataObject, policy: str) -> None:
     """Several devices, whole pipelines or all at once: the present pipelines continue."""

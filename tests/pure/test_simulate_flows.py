@@ -16,6 +16,7 @@ from polyrhythm.simulate.engine.engine import Engine
 from polyrhythm.simulate.job import SimulatedJob, equal_job
 from polyrhythm.simulate.network import SimulatedNetwork
 from polyrhythm.simulate.simulator import simulate
+from tests.grids import num_examples
 from tests.pure.simulate_cases import kills_and_joins, linked, lost, region_per_device
 
 Shares = Callable[[Sequence["Flow"]], list[float]]
@@ -132,7 +133,7 @@ def hosts_and_flows(draw: st.DrawFn, *, sources_only: bool = False) -> tuple[Hos
     return hosts, flows
 
 
-@settings(max_examples=50)
+@settings(max_examples=num_examples(50))
 @given(hosts_and_flows(sources_only=True))
 def test_shares_are_max_min_fair_if_only_uplinks_are_shared(case: tuple) -> None:
     """Progressive filling: no flow could have more without taking from one that has no more."""
@@ -166,14 +167,14 @@ def test_shares_are_max_min_fair_if_only_uplinks_are_shared(case: tuple) -> None
     assert run_flows(hosts, flows) == pytest.approx(fluid(flows, filled), rel=1e-8)
 
 
-@settings(max_examples=50)
+@settings(max_examples=num_examples(50))
 @given(hosts_and_flows())
 def test_a_flow_is_as_fast_as_its_link_and_its_shares_at_both_ends(case: tuple) -> None:
     hosts, flows = case
     assert run_flows(hosts, flows) == pytest.approx(fluid(flows, hosts.rates), rel=1e-8)
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(hosts_and_flows())
 def test_no_capacity_is_ever_exceeded_and_no_byte_lost(case: tuple) -> None:
     hosts, flows = case
@@ -206,7 +207,7 @@ def test_no_capacity_is_ever_exceeded_and_no_byte_lost(case: tuple) -> None:
             assert sum(flow.size for flow, _ in sent) <= up * span * (1 + 1e-9)
 
 
-@settings(max_examples=30)
+@settings(max_examples=num_examples(30))
 @given(hosts_and_flows(), st.randoms(use_true_random=False))
 def test_order_of_simultaneous_flows_does_not_matter(case: tuple, rng: random.Random) -> None:
     hosts, flows = case

@@ -15,6 +15,7 @@ from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.sync.registry import POLICIES
 from polyrhythm.types import Worker
+from tests.grids import num_examples
 from tests.pure.simulate_cases import (
     kills_and_joins,
     linked,
@@ -107,7 +108,7 @@ def check(found: SimulationResult, job: SimulatedJob, num_steps: int) -> None:
     assert found.spread >= 0
 
 
-@settings(max_examples=80)
+@settings(max_examples=num_examples(80))
 @given(jobs(), st.booleans())
 def test_every_policy_runs_to_its_end_under_any_slowness(job: SimulatedJob, each: bool) -> None:
     observer = CountingObserver()
@@ -128,7 +129,7 @@ def test_every_policy_runs_to_its_end_under_any_slowness(job: SimulatedJob, each
             assert observer.served[worker, True] <= steps
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(st.data(), st.sampled_from(OVERLAPS), st.booleans())
 def test_policies_run_with_overlap_or_decoupled(
     data: st.DataObject, policy: str, overlap: bool

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from polyrhythm.describe.scenario import Join, Kill, Scenario
 from polyrhythm.describe.spot import SpotTrace, bundled_spot_traces, spot_scenario
 from polyrhythm.errors import DescriptionError
+from tests.grids import num_examples
 from tests.pure.plan_examples import cluster
 
 MANUAL = (Path(__file__).parents[2] / "docs" / "describe.md").read_text(encoding="utf-8")
@@ -60,7 +61,7 @@ def names(number: int) -> list[str]:
     return [device.name for device in cluster({"spot": number}).devices]
 
 
-@settings(max_examples=40)  # each checks all times
+@settings(max_examples=num_examples(40))  # each checks all times
 @given(traces)
 def test_number_of_devices_follows_the_trace(trace: SpotTrace) -> None:
     number = len(trace.places)

@@ -10,6 +10,7 @@ from polyrhythm.sync.registry import limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
+from tests.grids import num_examples
 from tests.pure.scheduler_grid import Grid
 
 RETURN_DELAYS = (0.5, 3.0, 20.0, 29.0, 31.0, 40.0)  # s; a death is noticed after 30 s
@@ -48,7 +49,7 @@ def run_with_crashes(policy: str, seed: int, *, averages_all: bool) -> Grid:
 
 @pytest.mark.parametrize("policy", ["all_reduce", "ssp", "adaptive", "pairwise"])
 @given(seed=st.integers(0, 10_000), averages_all=st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 def test_all_pipelines_finish_after_crashes_and_returns(
     policy: str, seed: int, averages_all: bool
 ) -> None:

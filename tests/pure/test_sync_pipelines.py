@@ -16,6 +16,7 @@ from polyrhythm.sync.timeouts import Limits
 from polyrhythm.sync.token import EnforcementToken
 from polyrhythm.sync.windowed_groups import WindowedGroups
 from polyrhythm.types import Action, Op, Worker
+from tests.grids import num_examples
 from tests.pure.scheduler_grid import (
     CEILING,
     HEARTBEAT,
@@ -49,7 +50,7 @@ def with_one_token(
 
 @pytest.mark.parametrize("name", ["adaptive", "age"])
 @given(shape=shapes, seed=seeds)
-@settings(max_examples=100)
+@settings(max_examples=num_examples(100))
 def test_every_pipeline_finishes_and_no_ready_worker_starves(
     name: str, shape: tuple[int, int], seed: int
 ) -> None:

@@ -34,6 +34,7 @@ from polyrhythm.sync.registry import POLICIES, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
+from tests.grids import num_examples
 
 NUM_STAGES, NUM_PIPELINES = 2, 3
 WORKERS = [Worker(s, p) for s in range(NUM_STAGES) for p in range(NUM_PIPELINES)]
@@ -339,4 +340,4 @@ class RandomMessages(RuleBasedStateMachine):
 
 
 TestRandomMessages = RandomMessages.TestCase
-TestRandomMessages.settings = settings(max_examples=150, stateful_step_count=60)
+TestRandomMessages.settings = settings(max_examples=num_examples(150), stateful_step_count=60)

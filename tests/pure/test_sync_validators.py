@@ -17,6 +17,7 @@ from polyrhythm.sync.validators import (
     spectral_gap,
 )
 from polyrhythm.types import Group, Worker
+from tests.grids import num_examples
 from tests.pure.policy_driver import connected
 
 MOST = 5  # workers of a small stage
@@ -219,7 +220,7 @@ class BruteForceAge(RuleBasedStateMachine):
 
 
 TestBruteForceAge = BruteForceAge.TestCase
-TestBruteForceAge.settings = settings(max_examples=150, stateful_step_count=40)
+TestBruteForceAge.settings = settings(max_examples=num_examples(150), stateful_step_count=40)
 
 
 def age_of(age: CausalAge, pipeline: int) -> int:

@@ -17,6 +17,7 @@ from polyrhythm.sync.policies.partial_reduce import PartialReduce
 from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.token import EnforcementToken
 from polyrhythm.types import Group, Seconds, Worker
+from tests.grids import num_examples
 from tests.pure.policy_driver import connected, join_all, replay, train, workers
 
 LEASE, MAX_WINDOW = 5.0, 2.0
@@ -123,7 +124,7 @@ def test_no_window_and_no_validation_is_local_sgd(policy: type[Adaptive] | type[
 
 
 @given(seed=seeds, num_workers=st.integers(2, 7), last_groups=st.integers(1, 6))
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 def test_every_window_of_p_groups_connects_all_unless_waived(
     seed: int, num_workers: int, last_groups: int
 ) -> None:
@@ -141,7 +142,7 @@ def test_every_window_of_p_groups_connects_all_unless_waived(
 
 
 @given(seed=seeds, num_workers=st.integers(2, 7), max_age=st.integers(0, 4))
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 def test_age_bound_holds_unless_waived(seed: int, num_workers: int, max_age: int) -> None:
     token = EnforcementToken(4.0)
     policy = Age(num_workers, max_age=max_age, window=0.1, token=token)
