@@ -38,7 +38,7 @@ PORT = 29500  # of the rendezvous: each host of a lab has its own ports
 TIMEOUT: Seconds = 60.0  # of any wait for another process, unless a benchmark names another
 _LOOPBACK = "127.0.0.1"
 _POLL: Seconds = 0.5
-_LAST_WORDS: Seconds = 2.0  # from the end of a pipe until its process has ended with a reason
+_EXIT_TIMEOUT: Seconds = 2.0  # from the end of a pipe until its process has ended with a reason
 _IDLE: Seconds = 1800.0  # longest time between two orders
 _STOP_TIMEOUT: Seconds = 10.0  # for workers to end after the last order
 _HEAD_START: Seconds = 0.1  # from sending a start time until that time
@@ -335,7 +335,7 @@ class WorkerPool:
             try:
                 messages[rank] = pipe.recv()
             except (EOFError, ConnectionResetError):
-                self._children[rank].wait(_LAST_WORDS)
+                self._children[rank].wait(_EXIT_TIMEOUT)
                 raise self._failure(rank, action) from None
             if isinstance(messages[rank], UserError):
                 raise messages[rank].at(f"rank {rank}, {action}")

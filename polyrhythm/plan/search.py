@@ -99,8 +99,8 @@ def predictions(
         except UserError as error:  # too large once all memory is counted, or with this schedule
             reasons.append(error)
     if not found:
-        asked = [reason for reason in reasons if isinstance(reason, ScheduleError)]
-        raise asked[0] if asked else infeasible_error(problem)
+        refused = [reason for reason in reasons if isinstance(reason, ScheduleError)]
+        raise refused[0] if refused else infeasible_error(problem)
     reporter.report("refining the best plan")
     best = min(range(len(found)), key=lambda index: _value(found[index], problem))
     found[best] = refine_plan(found[best], problem, lambda found: _value(found, problem))

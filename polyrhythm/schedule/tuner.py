@@ -163,11 +163,11 @@ class ScheduleTuner:
             return self._switch(best, until_now, reasons.too_large(self.current, self.budget))
         if until_now > best.predicted * (1 + self.gain):
             measured = times[best.candidate.microbatch_size]
-            says = reasons.faster(best.candidate, self.current, best.predicted, until_now, measured)
-            return self._switch(best, until_now, says)
+            why = reasons.faster(best.candidate, self.current, best.predicted, until_now, measured)
+            return self._switch(best, until_now, why)
         if (saving := self._saving(best, good)) is not None:
-            says = reasons.lighter(saving.candidate, self.current, saving.predicted, until_now)
-            return self._switch(saving, until_now, says)
+            why = reasons.lighter(saving.candidate, self.current, saving.predicted, until_now)
+            return self._switch(saving, until_now, why)
         return ScheduleDecision(
             candidate=self.current,
             predicted=until_now,
