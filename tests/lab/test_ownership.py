@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -38,17 +39,27 @@ with Lab(cluster(3), name=sys.argv[1]) as lab:
 """
 
 
-def namespaces(processes: list[psutil.Process]) -> set[int]:
-    return {Path(f"/proc/{p.pid}/ns/net").stat().st_ino for p in processes}
+@contextmanager
+def namespaces(processes: list[psutil.Process]) -> Iterator[set[int]]:
+    """Yield the network namespaces of the processes, and keep them from being freed.
+
+    The kernel would give the number of a freed one to the next lab, of another test.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(Path(f"/proc/{p.pid}/ns/net").open()) for p in processes]
+        yield {os.fstat(file.fileno()).st_ino for file in files}
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_when_the_owner_is_ended(ending: signal.Signals) -> None:
     name = f"test-{os.getpid()}-{ending.value}"
-    with subprocess.Popen(
-        [sys.executable, "-c", OWNER, name], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as owner:
+    with (
+        ExitStack() as stack,
+        subprocess.Popen(
+            [sys.executable, "-c", OWNER, name], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as owner,
+    ):
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"up\n"
         deadline = time.monotonic() + 30
@@ -58,13 +69,13 @@ def test_nothing_is_left_when_the_owner_is_ended(ending: signal.Signals) -> None
             )
             time.sleep(0.05)
         own = Path("/proc/self/ns/net").stat().st_ino
-        hosts = namespaces(family) - {own}
+        hosts = stack.enter_context(namespaces(family)) - {own}
         assert len(hosts) == 3
         assert control.socket_path(name).exists()
         owner.send_signal(ending)
         owner.wait(20)
-    assert psutil.wait_procs(family, timeout=20)[1] == []
-    assert not any(namespace_pids(host) for host in hosts)
+        assert psutil.wait_procs(family, timeout=20)[1] == []
+        assert not any(namespace_pids(host) for host in hosts)
     assert not control.socket_path(name).exists()
 
 
