@@ -33,7 +33,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
-# Files whose tests share an import or a computation of ten seconds run in one process of `-n 4`.
+# Files whose tests share an import or a computation of seconds run in one process of `-n 4`.
 SHARED_PROCESS = {
     "test_checkpoint_export.py": "transformers",
     "test_pipeline_models.py": "transformers",

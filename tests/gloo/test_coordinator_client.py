@@ -184,7 +184,8 @@ def test_messages_from_many_threads_all_arrive() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        eventually(lambda: coordinator.counters["late"] == 400)
+        eventually(lambda: coordinator.counters["late"] >= 400)
+        assert coordinator.counters["late"] == 400, "each arrives once"
         fake_worker.client.close()
 
 

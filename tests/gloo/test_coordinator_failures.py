@@ -155,7 +155,7 @@ def test_workers_detect_lost_coordinator(
         for fake_worker in (first, second):
             with pytest.raises(PeerError, match="lost coordinator at tcp://") as error:
                 fake_worker.wait()
-        assert time.monotonic() - lost > 0.7
+        assert 0.7 < time.monotonic() - lost < 15, "15 s is the default, which must not hold here"
         assert "during waiting for a group" in str(first.failures[0])
         is_closed = ending == signal.SIGKILL
         assert ("its connection has closed" in str(error.value)) == is_closed

@@ -38,7 +38,8 @@ def train(
     def work(ctx: DistContext | None) -> Any:
         assert ctx is not None
         is_slow = ctx.rank // shape[0] == 1
-        data = RecordingDataset(0.02 if is_slow else 0.0)
+        # Fast ones take time, too: otherwise the first to start might use almost all samples.
+        data = RecordingDataset(0.02 if is_slow else 0.005)
         with trainer(plan, sync=sync, dataset=data, lr_scheduler_fn=None, **more) as made:
             fitted = made.fit(steps=NUM_STEPS)
             ids = list(data.ids)
@@ -68,9 +69,7 @@ def test_each_sample_is_used_once_per_epoch_and_fast_pipelines_use_more(
         assert counts[1] < max(counts)
     for _, steps, loss, weights in found:
         assert steps == sorted(steps)
-        # 1.4 at first. `local` averages at the end only, when one pipeline may have used almost
-        # all samples: 0.6 for equal shares, 0.81 for 368, 8 and 8 samples.
-        assert loss < (1.0 if sync == "local" else 0.8)
+        assert loss < 0.8  # 1.4 at first
         assert weights == pytest.approx(found[0][3], rel=1e-4, abs=1e-4)
 
 

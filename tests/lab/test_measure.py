@@ -19,7 +19,7 @@ from polyrhythm.lab.lab import Lab
 from polyrhythm.lab.measure import check_pairs, goodput, round_trip
 from polyrhythm.lab.meter import MeasureWindow, Meter, Pair, window_for
 
-pytestmark = [pytest.mark.timeout(90)]
+pytestmark = pytest.mark.timeout(90)
 
 MEGABIT = 125e3
 SHORT = MeasureWindow(0.5, 1.0)

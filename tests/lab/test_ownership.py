@@ -254,11 +254,13 @@ def test_only_one_of_many_claims_of_a_name_succeeds() -> None:
             time.sleep(1000.0)
 
     claims = [Child(claim) for _ in range(8)]
-    deadline = time.monotonic() + 30
-    while (statuses := [child.status for child in claims]).count(None) > 1:
-        assert time.monotonic() < deadline, statuses
-        time.sleep(0.05)
-    end_all(claims)
+    try:
+        deadline = time.monotonic() + 30
+        while (statuses := [child.status for child in claims]).count(None) > 1:
+            assert time.monotonic() < deadline, statuses
+            time.sleep(0.05)
+    finally:
+        end_all(claims)
     control.socket_path("contested").unlink(missing_ok=True)
     assert sorted(map(str, statuses)) == [*[str(BAD_INPUT)] * 7, "None"]
 

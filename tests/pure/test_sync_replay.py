@@ -92,6 +92,7 @@ def test_the_hash_seed_of_the_process_does_not_matter() -> None:
         env={**os.environ, "PYTHONHASHSEED": "1"},  # that of this process is random
         capture_output=True,
         text=True,
+        timeout=100,
         check=True,
     )
     assert done.stdout.strip() == digest()
