@@ -133,7 +133,7 @@ def test_dead_pipeline_stops_training_in_gradient_modes(tmp_path: Path, sync: st
 
     def work(ctx: DistContext) -> None:
         def callback(end: Any) -> None:
-            if ctx.rank == 1 and end.step == 3:
+            if ctx.rank == 1 and end.step >= 3:
                 raise SystemExit(0)
 
         made = trainer(plan_of(1, 2), sync=sync, callbacks=[callback])

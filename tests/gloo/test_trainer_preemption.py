@@ -22,17 +22,20 @@ STEP_SLEEP = 0.02  # seconds per step, so that the notice arrives within few ste
 def run_until_preempted(
     folder: Path, shape: tuple[int, int], sync: str, preempted_rank: int, at: int, **more: Any
 ) -> list[int]:
-    """Send the signal to `preempted_rank` after its step `at`; return each rank's last step."""
+    """Send the signal to `preempted_rank` at step `at` or later; return each rank's last step."""
     plan = plan_of(*shape)
 
     def work(ctx: DistContext) -> None:
         last = folder / f"last{ctx.rank}"
+        is_sent = ctx.rank != preempted_rank
 
         def callback(end: Any) -> None:
+            nonlocal is_sent
             last.write_text(str(end.step))
             time.sleep(STEP_SLEEP)
-            if ctx.rank == preempted_rank and end.step == at:
+            if not is_sent and end.step >= at:  # in groups another pipeline may take step `at`
                 os.kill(os.getpid(), signal.SIGTERM)
+                is_sent = True
 
         options = {"run": folder / "run", "callbacks": (callback,), "sync": sync, **more}
         with trainer(plan, **options) as made:
