@@ -53,6 +53,8 @@ def run(
             expected=f"one of {', '.join(names())}",
             fix="polyrhythm bench NAME with one of these names",
         )
+    if out is not None and out.exists() and not out.is_dir():  # before the measurement
+        raise UserError(f"--out {out} is a file", expected="a folder", fix="use another name")
     from rich.console import Console
 
     from polyrhythm.tables import print_line

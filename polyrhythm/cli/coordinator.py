@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from polyrhythm.run.coordinator.coordinator import Coordinator
-    from polyrhythm.run.coordinator.keys import JobKeys
     from polyrhythm.sync.scheduler import Scheduler
     from polyrhythm.sync.setup import Setup
     from polyrhythm.types import Worker
@@ -56,9 +55,11 @@ class CoordinatorCommand:
     def run(self, console: "Console") -> int:
         from polyrhythm.observe.counters import counters_text
         from polyrhythm.run.coordinator.coordinator import Coordinator
+        from polyrhythm.run.coordinator.keys import JobKeys
         from polyrhythm.sync.decision_log import LOG_NAME
 
-        setup = self._setup()
+        setup, has_keys = self._setup(), self.keys.exists()
+        keys = JobKeys.load(self.keys) if has_keys else JobKeys.new()
         log = None if self.log is None else self.log / LOG_NAME
         last_present: list[Worker] = []  # the last non-empty set of present workers
 
@@ -69,7 +70,7 @@ class CoordinatorCommand:
         coordinator = Coordinator.of(
             setup,
             bind=self.bind,
-            keys=self._keys(console),
+            keys=keys,
             log=log,
             heartbeat_timeout=self.heartbeat_timeout,
             startup_timeout=self.startup_timeout,
@@ -78,6 +79,9 @@ class CoordinatorCommand:
         exit_on_sigterm()
         gc.freeze()  # collecting the imported modules' objects took 40 ms each time
         with coordinator:
+            if not has_keys:  # after all other arguments are accepted
+                keys.save(self.keys)
+                _print(console, f"new keys in {self.keys}: copy it to each machine, as a secret")
             try:
                 self._print_banner(coordinator, setup, log, console)
                 _wait_until_over(coordinator, console)
@@ -107,17 +111,6 @@ class CoordinatorCommand:
             )
         except PolicyError as error:
             raise at_flag(error, flag="--options") from None
-
-    def _keys(self, console: "Console") -> "JobKeys":
-        from polyrhythm.run.coordinator.keys import JobKeys
-        from polyrhythm.tables import print_line
-
-        if self.keys.exists():
-            return JobKeys.load(self.keys)
-        keys = JobKeys.new()
-        keys.save(self.keys)
-        print_line(console, f"new keys in {self.keys}: copy it to each machine, as a secret")
-        return keys
 
     def _print_banner(
         self, coordinator: "Coordinator", setup: "Setup", log: Path | None, console: "Console"

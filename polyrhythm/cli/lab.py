@@ -28,9 +28,9 @@ class _ScaledCluster:
     hosts: int | None = None
     """Use only this many of its devices, spread over its regions."""
     time_scale: float = 1.0
-    """Rehearsal seconds per real second: 0.1 is ten times as fast."""
+    """Seconds in the lab per second of the cluster: 0.1 runs ten times as fast."""
     byte_scale: float = 1.0
-    """Rehearsal bytes per real byte: 0.01 for messages a hundred times smaller."""
+    """Bytes in the lab per byte in the cluster: 0.01 for messages a hundred times smaller."""
 
     def load(self) -> "Cluster":
         from polyrhythm.describe.cluster import Cluster

@@ -81,7 +81,8 @@ def _not_a_decision_log(path: Path) -> tuple[str, str] | None:
     if "setup" in content:
         return None
     kind = "a plan" if "layers_per_stage" in content else "JSON"
-    return f"is {kind} with {', '.join(list(content)[:_MAX_KEYS])}, ...", _A_RUN
+    keys = ", ".join([*list(content)[:_MAX_KEYS], "..."]) if content else "no keys"
+    return f"is {kind} with {keys}", _A_RUN
 
 
 def _json(text: bytes) -> object:

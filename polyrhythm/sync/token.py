@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from polyrhythm.errors import PolicyError
 from polyrhythm.types import Seconds
 
-NOBODY = -1
+NO_STAGE = -1
 LEASE: Seconds = 300.0  # must exceed the slowest worker's step, or waiting for it is useless
 
 
@@ -29,9 +29,9 @@ class EnforcementToken:
     """The token that the policies of all stages of a job share."""
 
     lease: Seconds = LEASE
-    holder: int = field(default=NOBODY, init=False)  # a stage
+    holder: int = field(default=NO_STAGE, init=False)  # a stage
     expires: Seconds = field(default=-math.inf, init=False)
-    _last: int = field(default=NOBODY, init=False)  # the last stage that acquired it
+    _last: int = field(default=NO_STAGE, init=False)  # the last stage that acquired it
     _refused: dict[int, Seconds] = field(default_factory=dict, init=False)  # time, by stage
 
     def __post_init__(self) -> None:
@@ -56,9 +56,9 @@ class EnforcementToken:
     def release(self, stage: int) -> None:
         """Release the token; no effect if the lease of `stage` ended and another stage has it."""
         if self.holder == stage:
-            self.holder, self.expires = NOBODY, -math.inf
+            self.holder, self.expires = NO_STAGE, -math.inf
 
-    def withdraw(self, stage: int) -> None:
+    def cancel_request(self, stage: int) -> None:
         """Forget that `stage` asked for the token: its last candidate was valid."""
         self._refused.pop(stage, None)
 
@@ -70,7 +70,7 @@ class EnforcementToken:
         return f"stage {first} has the token next"
 
     def _is_held(self, now: Seconds) -> bool:
-        return self.holder != NOBODY and now < self.expires
+        return self.holder != NO_STAGE and now < self.expires
 
     def _goes_after_others(self, stage: int, now: Seconds) -> bool:
         """Whether `stage` had the token last, and another one was refused within a lease.

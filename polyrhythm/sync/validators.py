@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from polyrhythm.errors import PolicyError
 from polyrhythm.types import Group, Worker
 
-_GONE = -(2**62)  # the clock of an absent worker: none of its updates is ever missing
+_ABSENT_CLOCK = -(2**62)  # the clock of an absent worker: none of its updates is ever missing
 
 
 class Validator(Protocol):
@@ -72,19 +72,19 @@ class UnionConnectivity:
         self._candidate = 0
         self._joined: dict[Worker, int] = {}  # number of groups before the worker joined
         self._required = 0  # workers present since the first group of the window
-        self._young: deque[Worker] = deque()  # workers that joined later
+        self._recent: deque[Worker] = deque()  # workers that joined later
 
     def join(self, worker: Worker) -> None:
         self._stage = worker.stage
         self._joined[worker] = self._num_groups
-        self._young.append(worker)
-        self._grow_up()
+        self._recent.append(worker)
+        self._require_established()
 
     def leave(self, worker: Worker) -> None:
         others = ~(1 << worker.pipeline)
         del self._joined[worker]
-        if worker in self._young:
-            self._young.remove(worker)
+        if worker in self._recent:
+            self._recent.remove(worker)
         self._required &= others
         self._candidate &= others
         for _ in range(len(self._history)):
@@ -105,7 +105,7 @@ class UnionConnectivity:
         self._history.append(self._candidate)
         self._num_groups += 1
         self._candidate = 0
-        self._grow_up()
+        self._require_established()
 
     def done(self, group: Group, ok: bool) -> None:
         if ok:
@@ -136,10 +136,10 @@ class UnionConnectivity:
             missing = self._required & ~reached
         return missing
 
-    def _grow_up(self) -> None:
+    def _require_established(self) -> None:
         since = self._num_groups - (self.last_groups - 1)
-        while self._young and self._joined[self._young[0]] <= max(since, 0):
-            self._required |= 1 << self._young.popleft().pipeline
+        while self._recent and self._joined[self._recent[0]] <= max(since, 0):
+            self._required |= 1 << self._recent.popleft().pipeline
 
 
 class CausalAge:
@@ -161,15 +161,15 @@ class CausalAge:
             )
         self.max_age = max_age  # A
         self._stage = 0
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._num_present = 0
         self._clock = np.zeros(0, np.int64)  # updates of each worker, by its pipeline
         self._seen: list[NDArray[np.int64]] = []  # rows; never changed in place once shared
         self._candidate: dict[int, None] = {}
         self._merged = np.zeros(0, np.int64)  # the row of the candidate
-        self._open: dict[int, NDArray[np.int64]] = {}  # rows of open groups, by first member
+        self._open_rows: dict[int, NDArray[np.int64]] = {}  # rows of open groups, by first member
 
     def join(self, worker: Worker) -> None:
         self._num_present += 1
@@ -183,9 +183,9 @@ class CausalAge:
     def leave(self, worker: Worker) -> None:
         self._num_present -= 1
         if not self._num_present:
-            self._forget()
+            self._reset()
             return
-        self._clock[worker.pipeline] = _GONE
+        self._clock[worker.pipeline] = _ABSENT_CLOCK
         if worker.pipeline in self._candidate:
             del self._candidate[worker.pipeline]
             self._merged = self._empty_row()
@@ -205,12 +205,12 @@ class CausalAge:
         return tuple(Worker(self._stage, int(pipeline)) for pipeline in old)
 
     def form(self, group: Group) -> None:
-        self._open[group.members[0].pipeline] = self._merged
+        self._open_rows[group.members[0].pipeline] = self._merged
         self._merged = self._empty_row()
         self._candidate.clear()
 
     def done(self, group: Group, ok: bool) -> None:
-        row = self._open.pop(group.members[0].pipeline)
+        row = self._open_rows.pop(group.members[0].pipeline)
         for worker in group.members:
             if ok:
                 self._seen[worker.pipeline] = row
@@ -229,11 +229,11 @@ class CausalAge:
         if size <= len(self._clock):
             return
         none = np.zeros(2 * size - len(self._clock), np.int64)
-        self._clock = np.append(self._clock, none + _GONE)
+        self._clock = np.append(self._clock, none + _ABSENT_CLOCK)
         self._merged = np.append(self._merged, none)
         self._seen = [np.append(row, none) for row in self._seen]
         self._seen += [self._empty_row() for _ in none]
-        self._open = {first: np.append(row, none) for first, row in self._open.items()}
+        self._open_rows = {first: np.append(row, none) for first, row in self._open_rows.items()}
 
 
 def mixing_matrix(members: Sequence[int], num_workers: int) -> NDArray[np.float64]:

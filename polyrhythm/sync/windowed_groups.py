@@ -28,7 +28,7 @@ from polyrhythm.sync.window import CollectionWindow, FixedWindow, PaperWindow, R
 from polyrhythm.types import Group, Seconds, Worker
 
 WindowRule = str | Seconds  # "rate", "paper" or a fixed length
-TARGET = 3  # members; larger groups make fast workers wait for each other
+TARGET_GROUP_SIZE = 3  # members; larger groups make fast workers wait for each other
 
 
 class WindowedGroups(Policy):
@@ -138,7 +138,7 @@ class WindowedGroups(Policy):
         self.validator.form(group)
         self._close()
         if not how.startswith("waived"):
-            self.token.withdraw(self.stage)
+            self.token.cancel_request(self.stage)
         return [group]
 
     def _close(self) -> None:
@@ -150,7 +150,7 @@ class WindowedGroups(Policy):
 def target_size(group_size: int | None, num_workers: int) -> int:
     """Target number of members per group; None means 3, or all workers if there are fewer."""
     if group_size is None:
-        return min(TARGET, num_workers)
+        return min(TARGET_GROUP_SIZE, num_workers)
     fewest = min(2, num_workers)
     if not fewest <= group_size <= num_workers:
         raise PolicyError(

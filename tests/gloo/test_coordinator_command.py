@@ -218,6 +218,7 @@ def test_invalid_arguments_are_refused(
         main(["coordinator", "--pipelines", "2", "--bind", "tcp://127.0.0.1:0", *arguments])
     assert ended.value.code == 2
     assert problem in capsys.readouterr().err
+    assert not Path("job.keys").exists()
 
 
 def test_no_torch_is_loaded() -> None:

@@ -81,6 +81,14 @@ def test_an_unknown_benchmark_is_refused_with_all_the_names() -> None:
     assert "lab" in benchmarks.names()
 
 
+def test_out_that_is_a_file_is_refused_before_the_measurement(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    shown = io.StringIO()
+    with pytest.raises(UserError, match="is a file"):
+        benchmarks.run("lab", quick=True, out=tmp_path / "file", console=Console(file=shown))
+    assert shown.getvalue() == ""
+
+
 def test_list_shows_each_benchmark_in_a_line_without_importing_one() -> None:
     code = (
         "import sys; from polyrhythm import cli\n"

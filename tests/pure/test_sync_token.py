@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.policies.adaptive import Adaptive
-from polyrhythm.sync.token import NOBODY, EnforcementToken
+from polyrhythm.sync.token import NO_STAGE, EnforcementToken
 from polyrhythm.types import Group, Worker
 
 LEASE = 10.0
@@ -44,15 +44,15 @@ class Stages(RuleBasedStateMachine):
         self.token.release(stage)
 
     @rule(stage=STAGES)
-    def withdraw(self, stage: int) -> None:
-        self.token.withdraw(stage)
+    def cancel_request(self, stage: int) -> None:
+        self.token.cancel_request(stage)
 
     @invariant()
     def one_holder_at_most_and_the_right_one(self) -> None:
         assert len(self.holders) <= 1
         if self.holders:
             assert [self.token.holder] == list(self.holders)
-        elif self.token.holder != NOBODY:
+        elif self.token.holder != NO_STAGE:
             assert self.now >= self.token.expires
 
 
@@ -88,7 +88,7 @@ def test_withdrawn_stage_does_not_block_the_token() -> None:
     assert token.acquire(0, now=0.0)
     assert not token.acquire(1, now=1.0)
     token.release(0)
-    token.withdraw(1)
+    token.cancel_request(1)
     assert token.acquire(0, now=2.0)
 
 

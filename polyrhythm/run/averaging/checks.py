@@ -29,7 +29,7 @@ def check_model(module: nn.Module, optimizer: Optimizer) -> None:
     if not any(id(parameter) in updated for parameter in trainable_parameters(module)):
         raise PolicyError(
             f"an optimizer that updates no parameter of this {type(module).__name__}",
-            expected="the optimizer of the model",
+            expected="the optimizer of the model; a DistributedOptimizer averages by itself",
             fix="create the optimizer from model.parameters() after the model is complete",
         )
 

@@ -48,7 +48,7 @@ class ModelAveraging:
         self.num_steps, self.overlap = 0, overlap
         self._model, self._client = model, client
         self._every, self._takes_requests = setup.steps_between, setup.takes_requests
-        self._outer = None if outer is None else _Outer(outer, model)
+        self._outer = None if outer is None else _OuterOptimizer(outer, model)
         self._request_group()
 
     def step(self) -> None:
@@ -58,7 +58,7 @@ class ModelAveraging:
             published = self._client.publish(self._apply_and_read)
             if not self.overlap:
                 self._wait()
-                self._apply(self._client.pop_result(), unmoved=published)
+                self._apply(self._client.pop_result(), unchanged=published)
         self._request_group()
 
     def refresh(self) -> None:
@@ -86,19 +86,19 @@ class ModelAveraging:
         self._apply(result)
         return self._model.flat().read()
 
-    def _apply(self, result: AverageResult | None, *, unmoved: Tensor | None = None) -> None:
-        """`unmoved`: the published buffer, if the weights have not changed since."""
+    def _apply(self, result: AverageResult | None, *, unchanged: Tensor | None = None) -> None:
+        """`unchanged`: the published buffer, if the weights have not changed since."""
         if result is None:
             return
         if self._outer is not None:
             result = self._outer.step(result)
-        if result.published is unmoved:
+        if result.published is unchanged:
             self._model.flat().write(result.value)
         else:
             self._model.flat().add(result.difference)
 
 
-class _Outer:
+class _OuterOptimizer:
     """The outer optimizer's anchor and velocity, equal on all workers; of the weights only."""
 
     def __init__(self, optimizer: OuterNesterov, model: ReplicaState) -> None:
@@ -164,9 +164,9 @@ class DecoupledModelAveraging(ModelAveraging):
             order = self._rendezvous.set_once("order", json.dumps(self._forward_hooks.order()))
             self._model.order, self._is_ordered = json.loads(order), True
 
-    def _apply(self, result: AverageResult | None, *, unmoved: Tensor | None = None) -> None:
+    def _apply(self, result: AverageResult | None, *, unchanged: Tensor | None = None) -> None:
         if result is not None:
-            assert result.published is unmoved, "training has waited for the Commit"
+            assert result.published is unchanged, "training has waited for the Commit"
             assert result.streaming_buffer is not None, "the all-gather is running"
             self._forward_hooks.start(result.streaming_buffer)
 
