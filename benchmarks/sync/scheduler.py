@@ -39,7 +39,7 @@ from polyrhythm.run.coordinator.coordinator import Coordinator
 from polyrhythm.run.coordinator.keys import JobKeys
 from polyrhythm.run.coordinator.wire import PROTOCOL, Accepted, FromWorker, Hello, Welcome
 from polyrhythm.sync.decision_log import LOG_NAME, DecisionReader
-from polyrhythm.sync.protocol import Assign, Commit, Done, Event, Ready, Skip
+from polyrhythm.sync.protocol import Abort, Assign, Commit, Done, Event, Ready, Skip
 from polyrhythm.sync.setup import Setup
 from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Seconds, Worker
@@ -223,7 +223,9 @@ class CoordinatorLoad:
         self._clocks = dict.fromkeys(self._workers, 0)
         self._encode = msgspec.msgpack.Encoder().encode
         has_own = num_connections == len(self._workers)
-        kinds = Accepted | Welcome | Skip | (_Assign | _Commit if has_own else Assign | Commit)
+        kinds = (
+            Accepted | Welcome | Skip | Abort | (_Assign | _Commit if has_own else Assign | Commit)
+        )
         self._decode = msgspec.msgpack.Decoder(kinds).decode
         self._period: Seconds = 0.0  # of a worker; 0: the next cycle starts at once
         self._in_step: set[Worker] = set()  # workers that still cycle in step
@@ -310,6 +312,8 @@ class CoordinatorLoad:
         if isinstance(message, Skip):
             self._end_cycle(message.worker, now)
             return
+        if isinstance(message, Abort):  # of a group that this process answered late
+            return  # Assign or Skip follows
         workers, times = self._workers_of[name], self.times
         if isinstance(message, Assign | Commit):
             workers = tuple(worker for worker in message.members if self._names[worker] == name)

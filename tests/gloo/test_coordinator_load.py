@@ -1,10 +1,15 @@
 """The load on a coordinator: the workers' cycles end, and the figures are consistent."""
 
 import io
+import time
 
+import msgspec
 from rich.console import Console
 
-from benchmarks.sync.scheduler import measure
+from benchmarks.sync.scheduler import QUICK, CoordinatorLoad, measure
+from polyrhythm.sync.protocol import Abort
+from polyrhythm.types import Worker
+from tests.gloo.coordinators import KEYS, coordinator_of, setup_of
 
 
 def test_a_quick_measurement_has_all_figures() -> None:
@@ -14,6 +19,18 @@ def test_a_quick_measurement_has_all_figures() -> None:
     assert figures.per_s == figures.per_s_by_connections[128] > figures.half_per_s > 0
     assert 0 < figures.p50_ms < figures.p99_ms
     assert min(figures.assign_p99_ms, figures.commit_p99_ms) > 0
-    assert figures.num_answers > 100
+    assert figures.num_answers >= figures.half_per_s * QUICK.timed / 2
     assert figures.num_replayed > 2 * 128
     assert f"{figures.p99_ms:.2f} ms" in shown.getvalue()
+
+
+def test_abort_of_a_late_group_ends_no_cycle() -> None:
+    setup = setup_of(pipelines=2)
+    abort = Abort(gid=1, members=(Worker(0, 0), Worker(0, 1)), reason="late")
+    with coordinator_of(setup) as coordinator:
+        load = CoordinatorLoad(coordinator.address, KEYS, setup, num_connections=2)
+        load.join(30)
+        message = load._decode(msgspec.msgpack.encode(abort))
+        load._answer(b"0000", message, time.monotonic())
+        load.close()
+    assert load.num_cycles == 0
