@@ -219,7 +219,7 @@ def test_peer_death_during_save_does_not_hang_the_other_stage(
     def work(ctx: DistContext) -> None:
         part = sequential_stage(ctx.rank, ctx.world_size)
         with ctx.process_group(STAGE_TIMEOUT), record_warnings():
-            it = Checkpointer(folder, timeout=1.0)
+            it = Checkpointer(folder, timeout=STAGE_TIMEOUT)
             write = save.write_stage
 
             def die_in_write(*args: Any) -> Any:
@@ -228,6 +228,7 @@ def test_peer_death_during_save_does_not_hang_the_other_stage(
                         time.sleep(0.01)
                     os._exit(0)
                 (tmp_path / "in-the-save").touch()
+                it._store.timeout = 1.0
                 return write(*args)
 
             save.write_stage = die_in_write

@@ -151,8 +151,8 @@ def test_close_waits_for_workers_to_leave() -> None:
     coordinator = coordinator_of(setup).start()
     fake_worker = FakeWorker(coordinator.address, setup, Worker(0, 0)).join()
     leaves = threading.Timer(0.5, fake_worker.client.close)
-    leaves.start()
     start = time.monotonic()
+    leaves.start()
     coordinator.close(timeout=TIMEOUT)
     assert 0.4 < time.monotonic() - start < TIMEOUT
     leaves.join()

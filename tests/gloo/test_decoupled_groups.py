@@ -389,7 +389,7 @@ def test_mixed_decoupled_settings_are_refused(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> str:
         model = Point()
         with pytest.raises((UserError, PeerError)) as caught:
-            GroupSync(model, sgd(model), "age", decoupled=ctx.rank == 1, timeout=2.0)
+            GroupSync(model, sgd(model), "age", decoupled=ctx.rank == 1, timeout=TIMEOUT)
         return str(caught.value)
 
     assert "decoupled=True" in run_replicas(2, work, tmp_path)[1]

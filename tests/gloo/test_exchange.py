@@ -239,13 +239,12 @@ def test_late_peer_sees_that_the_other_timed_out(tmp_path: Path) -> None:
 
     def work(ctx: DistContext) -> tuple[str, bool]:
         connections, other = connections_of(ctx), peer(1 - ctx.rank)
-        start = time.monotonic()
+        timed_out, start = tmp_path / "timed-out", time.monotonic()
+        if ctx.rank == 1:
+            wait_until(timed_out.exists, "the first peer times out")
         with pytest.raises(PeerError) as caught:
-            if ctx.rank == 0:
-                connections.connect([other], "1", timeout=0.1)
-            else:
-                time.sleep(0.5)
-                connections.connect([other], "1", timeout=60.0)
+            connections.connect([other], "1", timeout=60.0 if ctx.rank else 0.1)
+        timed_out.touch()
         return caught.value.cause, time.monotonic() - start < 15.0
 
     found = run_stages(2, work, tmp_path)

@@ -67,7 +67,7 @@ def test_policy_mismatch_names_both_policies(tmp_path: Path) -> None:
         model = Point()
         policy = "age" if ctx.rank == 1 else "adaptive"
         with pytest.raises((UserError, PeerError)) as caught:
-            GroupSync(model, torch.optim.SGD(model.parameters()), policy, timeout=3.0)
+            GroupSync(model, torch.optim.SGD(model.parameters()), policy, timeout=TIMEOUT)
         return str(caught.value)
 
     host, refused = run_replicas(2, work, tmp_path)
@@ -83,7 +83,7 @@ def test_shape_mismatch_names_both_shapes(policy: str, size: int, tmp_path: Path
     def work(ctx: DistContext) -> str:
         model = nn.Linear(3, size if ctx.rank == 1 else 2)
         with pytest.raises((UserError, PeerError)) as caught:
-            GroupSync(model, torch.optim.SGD(model.parameters()), policy, timeout=2.0)
+            GroupSync(model, torch.optim.SGD(model.parameters()), policy, timeout=TIMEOUT)
         return str(caught.value)
 
     _, refused = run_replicas(2, work, tmp_path)

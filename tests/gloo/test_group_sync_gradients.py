@@ -1,13 +1,14 @@
 """Averages of gradients equal those of one process with the whole batch, however it is split."""
 
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.run.averaging import gradient_averaging
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext
 from tests.gloo.pipelines import random_batch, run_single_process, stack_of
@@ -55,12 +56,13 @@ def test_all_reduce_equals_single_process_training(tmp_path: Path) -> None:
 
 
 def test_balanced_shares_follow_speed_and_give_full_batch_gradient(tmp_path: Path) -> None:
-    """One worker is six times slower; each sample is a micro-batch."""
+    """One worker is six times slower, by its clock; each sample is a micro-batch."""
 
     def work(ctx: DistContext) -> tuple[torch.Tensor, list[list[int]]]:
         model = stack_of(2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        shares = []
+        shares, now = [], 0.0
+        gradient_averaging.time = SimpleNamespace(perf_counter=lambda: now)
         with GroupSync(model, optimizer, "balanced", timeout=TIMEOUT) as sync:
             for step in range(STEPS):
                 inputs, target = random_batch(BATCH, 8, seed=step)
@@ -68,7 +70,7 @@ def test_balanced_shares_follow_speed_and_give_full_batch_gradient(tmp_path: Pat
                 shares.append(sync.share(BATCH))
                 for m in shares[-1]:
                     (model(inputs[m]) - target[m]).square().mean().backward()
-                    time.sleep(0.12 if ctx.rank == 0 else 0.02)
+                    now += 0.12 if ctx.rank == 0 else 0.02
                 optimizer.step()
                 sync.step()
         return weights(model), [list(share) for share in shares]

@@ -48,7 +48,7 @@ def test_dtype_mismatch_names_both_dtypes(half_at: int, tmp_path: Path) -> None:
     def work(ctx: DistContext) -> str:
         model = Point().to(torch.bfloat16 if ctx.rank == half_at else torch.float32)
         with pytest.raises((UserError, PeerError)) as caught:
-            GroupSync(model, torch.optim.SGD(model.parameters()), "age", timeout=2.0)
+            GroupSync(model, torch.optim.SGD(model.parameters()), "age", timeout=TIMEOUT)
         return str(caught.value)
 
     _, refused = run_replicas(2, work, tmp_path)

@@ -213,7 +213,7 @@ def test_refusing_stage_is_reported_without_hang(tmp_path: Path, name: str) -> N
     start = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         run_stages(3, work, tmp_path)
-    assert time.monotonic() - start < TIMEOUT / 2
+    assert time.monotonic() - start < TIMEOUT, "a stage has waited for its timeout"
     assert rank in (None, caught.value.rank)
     reason = caught.value.reason.replace("\n", " ")
     position = 0

@@ -131,7 +131,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("factory", "ending"), [("build", "json"), ("listed", "toml")])
 def test_profile_of_a_model_is_written_and_loads(folder: Path, factory: str, ending: str) -> None:
     out = f"p.{ending}"
-    done = run_forked("profile", f"toy:{factory}", "-o", out, "--repeat", "2", cwd=folder)
+    done = run_forked("profile", f"toy:{factory}", "-o", out, "--repeat", "5", cwd=folder)
     assert done.returncode == 0, done.stderr
     profile = ModelProfile.load(folder / out)
     assert profile.name == f"toy:{factory}"

@@ -79,7 +79,7 @@ def assert_every_sample_once_per_epoch(used: list[int]) -> None:
 
 def test_fast_workers_get_more_samples_and_each_is_used_once(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[list[int], SamplerState, torch.Tensor]:
-        trainer = SampleTrainer(ctx, log=tmp_path)
+        trainer = SampleTrainer(ctx, log=tmp_path, options={"window": 0.0})  # nobody waits
         with trainer.sync as sync:
             trainer.train()
             sampler_state = sync.sampler_state()
@@ -189,7 +189,7 @@ class Served(NamedTuple):
 @pytest.fixture
 def served() -> Iterator[Served]:
     setup = setup_of(policy="age", pipelines=2, sampler_state=SamplerState(limit=8))
-    with coordinator_of(setup) as coordinator:
+    with coordinator_of(setup, heartbeat_timeout=60.0) as coordinator:
         proxy = Proxy(coordinator.address)
         clients = [
             CoordinatorClient(

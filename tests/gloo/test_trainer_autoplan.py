@@ -181,11 +181,11 @@ def test_error_on_leader_is_raised_on_all_ranks(tmp_path: Path) -> None:
 
 def test_run_on_leader_may_take_longer_than_timeout(tmp_path: Path) -> None:
     def decide() -> str:
-        time.sleep(3)
+        time.sleep(5)
         return "late"
 
     def work(_: DistContext | None) -> str:
-        processes = joined_processes(timeout=1.0)
+        processes = joined_processes(timeout=3.0)
         result = run_on_leader(processes, "the plan", decide)
         wait_for_all(processes.ctx)
         return result

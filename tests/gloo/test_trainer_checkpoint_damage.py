@@ -274,7 +274,7 @@ def test_fit_does_not_wait_for_a_slow_disk(
 
     def last(end: StepEnd) -> None:
         if end.step == NUM_STEPS - 1:  # the first checkpoint is still being written
-            assert started.is_set()
+            assert started.wait(20)
             written.extend(list_steps(tmp_path / "run" / "checkpoints"))
             released.set()
 

@@ -9,6 +9,7 @@ import pytest
 
 from polyrhythm.run.comm.launch import DistContext
 from tests.gloo.trainer_jobs import BATCH, NUM_SAMPLES, plan_of, run_job, samples, trainer
+from tests.gloo.transport_peers import wait_until
 from tests.grids import long_except
 
 NUM_STEPS = 2 * NUM_SAMPLES // BATCH  # not quite two epochs
@@ -38,7 +39,9 @@ def train(
     def work(ctx: DistContext | None) -> Any:
         assert ctx is not None
         is_slow = ctx.rank // shape[0] == 1
-        # Fast ones take time, too: otherwise the first to start might use almost all samples.
+        # Without these two, the first to start might use almost all samples.
+        (folder / f"started{ctx.rank}").touch()
+        wait_until(lambda: len([*folder.glob("started*")]) == plan.num_workers, "all start")
         data = RecordingDataset(0.02 if is_slow else 0.005)
         with trainer(plan, sync=sync, dataset=data, lr_scheduler_fn=None, **more) as made:
             fitted = made.fit(steps=NUM_STEPS)

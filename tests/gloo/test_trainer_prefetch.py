@@ -60,7 +60,11 @@ class WaitForPrefetch(nn.Module):
 
 
 def trainer(
-    shape: tuple[int, int], data: CountingDataset, tanh: Callable[[], nn.Module], **more: Any
+    shape: tuple[int, int],
+    data: CountingDataset,
+    tanh: Callable[[], nn.Module],
+    timeout: float = 30.0,
+    **more: Any,
 ) -> Trainer:
     return Trainer(
         lambda: nn.Sequential(
@@ -73,7 +77,7 @@ def trainer(
         batch_size=BATCH,
         microbatch_size=4,
         shuffle=False,
-        timeout=30.0,
+        timeout=timeout,
         **more,
     )
 
@@ -108,10 +112,10 @@ def test_dispatched_samples_are_prefetched(tmp_path: Path) -> None:
             made.fit(steps=STEPS)
         return data.threads
 
-    for threads in run_job(4, work, tmp_path):
-        later = threads[BATCH // 2 :]
-        # The coordinator's answer may arrive too late to prefetch, also on the last stage.
-        assert later.count("prefetch") >= len(later) / 2
+    found = [threads[BATCH // 2 :] for threads in run_job(4, work, tmp_path)]
+    assert {*found[0], *found[2]} == {"prefetch"}
+    # On a last stage the answer of the coordinator may arrive too late to prefetch.
+    assert "prefetch" in found[1] + found[3]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -127,7 +131,7 @@ def test_failing_sample_stops_the_job_at_its_step(
         def record_step(end: StepEnd) -> None:
             (tmp_path / f"made{ctx.rank}").write_text(str(end.step))
 
-        made = trainer(shape, data, nn.Tanh, sync=sync, callbacks=[record_step])
+        made = trainer(shape, data, nn.Tanh, 90.0, sync=sync, callbacks=[record_step])
         made.fit(steps=STEPS)
 
     message = f"sample {failing}, at position {failing}: OSError: torn"
@@ -135,6 +139,6 @@ def test_failing_sample_stops_the_job_at_its_step(
         LocalJob(work, shape[0] * shape[1], output_folder=tmp_path) as job,
         pytest.raises(WorkerError, match=message),
     ):
-        job.wait(25)  # below the timeout of the other processes
+        job.wait(80)  # below the timeout of the other processes
     if shape[0] == 2:
         assert (tmp_path / f"made{rank}").read_text() == "2"
