@@ -279,6 +279,20 @@ def test_unanswered_messages_are_kept_for_resend() -> None:
     assert pending.unanswered() == []
 
 
+def test_done_of_an_open_group_is_kept_when_the_next_step_is_ready() -> None:
+    """A passive worker is assigned to a group before it has finished its step."""
+    pending = PendingMessages(ME, 4)
+    pending.on_receive(assign(1), 0.0)
+    ready, done = Ready(ME, 5, 1), Done(ME, 1, True, 1)
+    pending.on_send(done, 1.0)
+    pending.on_send(ready, 2.0)
+    assert pending.unanswered() == [ready, done]
+    pending.on_receive(Abort(1, (ME, OTHER), "why"), 3.0)
+    assert pending.unanswered() == [ready]
+    pending.on_send(done, 4.0)  # it was queued when the group was aborted
+    assert pending.unanswered() == [ready]
+
+
 def test_commit_that_ends_no_step_does_not_answer_ready() -> None:
     pending = PendingMessages(ME, 4)
     pending.on_receive(assign(1), 0.0)

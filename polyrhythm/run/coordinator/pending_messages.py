@@ -29,9 +29,9 @@ class PendingMessages:
     def on_send(self, message: FromWorker, now: Seconds) -> None:
         """Record a message that the worker sends for the first time."""
         if isinstance(message, Ready | AverageAll):
-            self.clock, self._ready, self._done = message.clock, message, None
+            self.clock, self._ready = message.clock, message  # a group may still be open
             self.waiting_since = now
-        elif isinstance(message, Done):
+        elif isinstance(message, Done) and message.gid > self._ended:
             self._done = message
             self.waiting_since = now
         elif isinstance(message, Request):
