@@ -193,10 +193,10 @@ def test_broken_connections_lose_no_step(policy: str, tmp_path: Path) -> None:
                 proxy.disconnect_all()
                 num_back = number * len(fake_workers)
                 eventually(lambda n=num_back: coordinator.counters["reconnected"] >= n)
-            is_over.set()
+                assert coordinator.counters["reconnected"] == num_back
 
         errors: list[BaseException] = []
-        thread = threading.Thread(target=_run_collecting_errors, args=(disconnect, errors))
+        thread = threading.Thread(target=_run_collecting_errors, args=(disconnect, errors, is_over))
         thread.start()
         try:
             train_all(fake_workers, num_steps)
@@ -215,11 +215,15 @@ def test_broken_connections_lose_no_step(policy: str, tmp_path: Path) -> None:
     assert len({(e.worker, e.clock) for e in events if isinstance(e, Ready)}) == 6 * num_steps
 
 
-def _run_collecting_errors(work: Callable[[], None], errors: list[BaseException]) -> None:
+def _run_collecting_errors(
+    work: Callable[[], None], errors: list[BaseException], is_over: threading.Event
+) -> None:
     try:
         work()
     except BaseException as error:
         errors.append(error)
+    finally:
+        is_over.set()
 
 
 def test_lost_commands_are_resent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,10 @@ def test_abort_of_a_late_group_ends_no_cycle() -> None:
     abort = Abort(gid=1, members=(Worker(0, 0), Worker(0, 1)), reason="late")
     with coordinator_of(setup) as coordinator:
         load = CoordinatorLoad(coordinator.address, KEYS, setup, num_connections=2)
-        load.join(30)
-        message = load._decode(msgspec.msgpack.encode(abort))
-        load._answer(b"0000", message, time.monotonic())
-        load.close()
+        try:
+            load.join(30)
+            message = load._decode(msgspec.msgpack.encode(abort))
+            load._answer(b"0000", message, time.monotonic())
+        finally:
+            load.close()
     assert load.num_cycles == 0

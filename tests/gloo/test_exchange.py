@@ -239,9 +239,10 @@ def test_late_peer_sees_that_the_other_timed_out(tmp_path: Path) -> None:
 
     def work(ctx: DistContext) -> tuple[str, bool]:
         connections, other = connections_of(ctx), peer(1 - ctx.rank)
-        timed_out, start = tmp_path / "timed-out", time.monotonic()
+        timed_out = tmp_path / "timed-out"
         if ctx.rank == 1:
             wait_until(timed_out.exists, "the first peer times out")
+        start = time.monotonic()
         with pytest.raises(PeerError) as caught:
             connections.connect([other], "1", timeout=60.0 if ctx.rank else 0.1)
         timed_out.touch()

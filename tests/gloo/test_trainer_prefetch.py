@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 
 from polyrhythm.errors import WorkerError
 from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.trainer import step_loop
 from polyrhythm.run.trainer.step_loop import StepEnd
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.trainer_jobs import BATCH, NUM_SAMPLES, plan_of, run_job, samples
@@ -106,16 +107,25 @@ def test_next_batch_is_prefetched_during_compute(
 
 
 def test_dispatched_samples_are_prefetched(tmp_path: Path) -> None:
-    def work(ctx: DistContext | None) -> list[str]:
-        data = CountingDataset()
+    def work(ctx: DistContext | None) -> tuple[list[str], int]:
+        data, decode, announced = CountingDataset(), step_loop.decode_slice, set[tuple[int, int]]()
+
+        def record(*arguments: Any) -> Any:
+            batch_slice, following = decode(*arguments)
+            announced.update(following)
+            return batch_slice, following
+
+        step_loop.decode_slice = record
         with trainer((2, 2), data, nn.Tanh, sync="adaptive") as made:
             made.fit(steps=STEPS)
-        return data.threads
+        return data.threads, sum(end - start for start, end in announced)
 
-    found = [threads[BATCH // 2 :] for threads in run_job(4, work, tmp_path)]
-    assert {*found[0], *found[2]} == {"prefetch"}
-    # On a last stage the answer of the coordinator may arrive too late to prefetch.
-    assert "prefetch" in found[1] + found[3]
+    found = run_job(4, work, tmp_path)
+    for threads, _ in found[::2]:
+        assert set(threads[BATCH // 2 :]) <= {"prefetch"}
+    for threads, num_announced in found[1::2]:  # what the first stage has announced in time
+        assert threads.count("prefetch") == num_announced
+    assert sum(threads.count("prefetch") for threads, _ in found[1::2]) > 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
