@@ -22,12 +22,7 @@ def print_table(
     numbers: bool = False,
 ) -> None:
     """Print a table; with `numbers`, all columns after the first are right-aligned."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for place, name in enumerate(header):
         table.add_column(Text(name), justify="right" if numbers and place else "left")
     for row in rows:

@@ -115,10 +115,7 @@ class Demo:
         from polyrhythm.observe.progress import RunProgress
 
         return RunProgress(
-            run,
-            num_steps=job.settings.steps,
-            num_pipelines=job.settings.pipelines,
-            console=console,
+            run, num_steps=job.settings.steps, num_pipelines=job.settings.pipelines, console=console
         )
 
     def _finish(self, run: Path, console: "Console") -> None:

@@ -25,12 +25,7 @@ def load_cluster(source: str) -> "Cluster":
 
 
 def load_model(
-    source: str,
-    cluster: "Cluster",
-    *,
-    flops: float | None,
-    dtype: str | None,
-    sizes: Sequence[int],
+    source: str, cluster: "Cluster", *, flops: float | None, dtype: str | None, sizes: Sequence[int]
 ) -> "ModelProfile":
     """Load a model; raise DescriptionError, which points out a cluster in its place.
 

@@ -99,9 +99,7 @@ class Profile:
 
         if not 1 <= self.repeat <= 1000:
             raise DescriptionError(
-                f"--repeat {self.repeat}",
-                expected="1 to 1000",
-                fix=f"omit --repeat for {_REPEAT}",
+                f"--repeat {self.repeat}", expected="1 to 1000", fix=f"omit --repeat for {_REPEAT}"
             )
         if ":" not in self.model and (self.repeat != _REPEAT or self.device != "auto"):
             option = f"--repeat {self.repeat}" if self.repeat != _REPEAT else "--device"

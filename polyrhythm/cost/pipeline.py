@@ -199,11 +199,7 @@ def _execute(
 
 
 def _run(
-    actions: Sequence[Action],
-    forward: _Work,
-    backward: _Work,
-    starts: list[Seconds],
-    now: Seconds,
+    actions: Sequence[Action], forward: _Work, backward: _Work, starts: list[Seconds], now: Seconds
 ) -> Iterator[None]:
     """Run one stage, appending to `starts`; yield when it has to wait. The hot path."""
     forward_takes, activations, sent_down, busy_down, latency_down = forward

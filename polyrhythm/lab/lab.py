@@ -251,9 +251,7 @@ def _channels(cluster: Cluster) -> list[list[Channel]]:
 
 
 def _on_host(
-    host: namespace.Host,
-    function: Callable[..., object],
-    args: tuple[object, ...],
+    host: namespace.Host, function: Callable[..., object], args: tuple[object, ...]
 ) -> None:
     namespace.enter(host.namespace)
     os.environ["GLOO_SOCKET_IFNAME"] = namespace.DEVICE

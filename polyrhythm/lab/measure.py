@@ -12,13 +12,7 @@ from polyrhythm.describe.cluster import Cluster, Link
 from polyrhythm.describe.pairs import round_robin_pairs
 from polyrhythm.lab.commands import SwitchTiming
 from polyrhythm.lab.lab import SWITCH_LIMIT, Lab
-from polyrhythm.lab.meter import (
-    NUM_ECHOES,
-    MeasureWindow,
-    Meter,
-    Pair,
-    described_round_trip,
-)
+from polyrhythm.lab.meter import NUM_ECHOES, MeasureWindow, Meter, Pair, described_round_trip
 from polyrhythm.lab.timing import TimedRounds, rounds_on_time
 from polyrhythm.types import BytesPerSecond, Seconds
 

@@ -89,8 +89,7 @@ def _print_matrix(
 
 def _show_model(model: ModelProfile, console: Console) -> None:
     print_line(
-        console,
-        f"{model.name}: {len(model.layers)} layers, micro-batch of {model.microbatch_size}",
+        console, f"{model.name}: {len(model.layers)} layers, micro-batch of {model.microbatch_size}"
     )
     _show_origin(model, console)
     if model.flops is not None:

@@ -62,9 +62,7 @@ def initial_layouts(
     for kept in _kept(problem, num_stages * num_pipelines, spread):
         idle = np.setdiff1d(np.arange(problem.num_devices), kept)
         near = PairTimes(
-            sync=spread[np.ix_(kept, kept)],
-            hop=spread[np.ix_(kept, kept)],
-            num_stages=num_stages,
+            sync=spread[np.ix_(kept, kept)], hop=spread[np.ix_(kept, kept)], num_stages=num_stages
         )
         made = [kept[layout] for layout in construct_layouts(near)]
         yield from ((layout, idle) for layout in made)

@@ -32,11 +32,7 @@ CommandHandler = Callable[[Worker, Assign | Commit | Abort | Skip | CopyFrom], N
 
 class SimulatedCoordinator:
     def __init__(
-        self,
-        setup: Setup,
-        clock: Clock,
-        on_command: CommandHandler,
-        log: DecisionLog | None = None,
+        self, setup: Setup, clock: Clock, on_command: CommandHandler, log: DecisionLog | None = None
     ) -> None:
         self.scheduler = setup.scheduler()
         self._clock, self._on_command, self._log = clock, on_command, log

@@ -77,9 +77,7 @@ def _run_jobs(jobs: "SimpleQueue[_Job | None]") -> None:
 
 
 def _end(
-    jobs: "SimpleQueue[_Job | None]",
-    thread: threading.Thread,
-    groups: Sequence[dist.ProcessGroup],
+    jobs: "SimpleQueue[_Job | None]", thread: threading.Thread, groups: Sequence[dist.ProcessGroup]
 ) -> None:
     jobs.put(None)
     thread.join(_CLOSE_TIMEOUT)  # other workers may still need messages in flight

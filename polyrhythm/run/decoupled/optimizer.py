@@ -42,12 +42,7 @@ from polyrhythm.run.decoupled.checks import (
     parameters_of,
     parse_bucket_bytes,
 )
-from polyrhythm.run.decoupled.communicator import (
-    Communicator,
-    GatherFuture,
-    Mode,
-    replica_ranks,
-)
+from polyrhythm.run.decoupled.communicator import Communicator, GatherFuture, Mode, replica_ranks
 from polyrhythm.run.decoupled.gradient_sync import GradientSync
 from polyrhythm.run.decoupled.hooks import ForwardOrder, gradient_hooks, state_hooks
 from polyrhythm.run.decoupled.in_flight_gradient import has_gradient

@@ -31,10 +31,7 @@ def load_text(settings: DemoConfig) -> ByteText:
     """Load the text; called before workers are forked, so that they share its memory."""
     text = standard_library() if settings.text is None else read_text(settings.text)
     return ByteText.of(
-        text,
-        context=settings.context,
-        microbatch_size=settings.microbatch_size,
-        seed=settings.seed,
+        text, context=settings.context, microbatch_size=settings.microbatch_size, seed=settings.seed
     )
 
 
@@ -97,9 +94,7 @@ def _build_pipeline(
         num_microbatches=settings.microbatches,
         schedule=settings.schedule,
         group=dist.new_group(
-            ranks,
-            timeout=timedelta(seconds=settings.timeout),
-            use_local_synchronization=True,
+            ranks, timeout=timedelta(seconds=settings.timeout), use_local_synchronization=True
         ),
         timeout=settings.timeout,
         log=log,

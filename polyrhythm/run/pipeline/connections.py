@@ -87,11 +87,7 @@ class Connections:
 
         def route(group: dist.ProcessGroup, other: int, device: torch.device) -> Route:
             return Route(
-                group=group,
-                rank=other,
-                peer=self.name(other),
-                device=device,
-                timeout=timeout,
+                group=group, rank=other, peer=self.name(other), device=device, timeout=timeout
             )
 
         def inbox(group: dist.ProcessGroup, other: int, *, announced: bool) -> Inbox:

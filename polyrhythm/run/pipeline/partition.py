@@ -68,9 +68,7 @@ def as_partition(module: nn.Module | ModelPartition, stage: int, num_stages: int
         return module
     if not isinstance(module, nn.Module):
         raise ScheduleError(
-            f"a {type(module).__name__} as a stage",
-            expected="an nn.Module",
-            fix="wrap it in one",
+            f"a {type(module).__name__} as a stage", expected="an nn.Module", fix="wrap it in one"
         )
     return ModelPartition(module=module, wiring=linear_wiring(stage, num_stages))
 

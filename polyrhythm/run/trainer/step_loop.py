@@ -226,9 +226,7 @@ def _own_share(
         losses = []
         try:
             pipeline.eval(
-                target=target if pipeline.is_last else None,
-                losses=losses,
-                return_outputs=False,
+                target=target if pipeline.is_last else None, losses=losses, return_outputs=False
             )
         except EndOfDataError:
             return totals
