@@ -25,7 +25,7 @@ from benchmarks.decoupled.worker import work
 from benchmarks.harness.network import WIRE_OVERHEAD, set_links, uniform_cluster
 from benchmarks.harness.pool import WorkerPool
 from benchmarks.harness.report import median_of, ratio_over_rounds, select
-from benchmarks.harness.timing import StolenTime
+from benchmarks.harness.timing import MAX_STOLEN, StolenTime
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.lab.commands import SwitchReport
 from polyrhythm.lab.lab import Lab
@@ -49,7 +49,6 @@ _NUM_STEPS = 2  # of a side in a round; the second counts
 _TWO_ROUNDS = (NO_SYNC, FSDP2)  # kinds with one side, far from where a hundredth matters
 _MAX_REPEATS, _MAX_REPEATS_OF_SIDE = 6, 2  # in a setting
 _SMALL: Bytes = 65_536
-_MAX_STOLEN = 0.04  # of all cores' time: beyond it, a step that sleeps takes visibly longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ class DecoupledRow:
     @property
     def doubt(self) -> str | None:
         """Why this row cannot be trusted; None if it can."""
-        if self.stolen > _MAX_STOLEN:
+        if self.stolen > MAX_STOLEN:
             return f"the host took {self.stolen:.0%} of the cores' time"
         return self.trouble
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -28,6 +29,7 @@ from benchmarks.harness.report import (
     ratio_over_rounds,
     select,
 )
+from benchmarks.harness.timing import undisturbed
 from benchmarks.sync import settings
 from benchmarks.sync.settings import (
     ALL_REDUCE,
@@ -45,6 +47,7 @@ from polyrhythm.tables import print_line
 from polyrhythm.types import Seconds
 
 _HEAD_START: Seconds = 0.05  # from sending the start time until that time
+_MAX_TRIES = 3  # of a run that the host disturbs
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ def run(*, quick: bool, console: Console) -> Result:
         for setting in suite.settings:
             if setting.name == settings.HOMOGENEOUS.name and not quick:
                 setting = _calibrated(lanes, setting, console)
-            measured = _measure(lanes, setting)
+            measured = _measure(lanes, setting, max_tries=1 if quick else _MAX_TRIES)
             rows += measured
             _print_sides(console, setting, measured)
             for trouble in filter(None, (lane.trouble() for lane in lanes)):
@@ -196,7 +199,7 @@ def run_together(
     return answers
 
 
-def _measure(lanes: Sequence[SyncPool], setting: SyncSetting) -> list[SyncRow]:
+def _measure(lanes: Sequence[SyncPool], setting: SyncSetting, *, max_tries: int) -> list[SyncRow]:
     """Run all sides alternately, as many at the same time as the setting allows."""
     num_rounds = max(side.num_rounds for side in setting.sides)
     runs = [
@@ -208,7 +211,8 @@ def _measure(lanes: Sequence[SyncPool], setting: SyncSetting) -> list[SyncRow]:
     rows = []
     for first in range(0, len(runs), setting.num_lanes):
         jobs = runs[first : first + setting.num_lanes]
-        answers = run_together(lanes, [(setting.seeded(number), side) for number, side in jobs])
+        seeded = [(setting.seeded(number), side) for number, side in jobs]
+        answers = undisturbed(partial(run_together, lanes, seeded), max_tries=max_tries)
         for (number, side), of_side in zip(jobs, answers, strict=True):
             rows.append(row(setting, number, side, of_side))
     return rows

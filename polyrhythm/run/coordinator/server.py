@@ -223,10 +223,11 @@ class CoordinatorServer:
         """Send a command once to each connection of the workers it concerns."""
         data = self._encode(command)
         workers = (command.worker,) if isinstance(command, _TO_ONE) else command.members
+        is_repeated = not isinstance(command, _RETRIED_BY_WORKER)
         routing_ids: dict[bytes, None] = {}
         for worker in workers:
             session = self.sessions.by_worker[worker]
-            if not isinstance(command, _RETRIED_BY_WORKER):
+            if is_repeated:
                 session.recent.append(data)
             routing_ids[session.routing_id] = None
         for routing_id in routing_ids:
