@@ -2,9 +2,9 @@
 
 Four stages on four hosts of the lab, real gloo processes, emulated compute. Sides take turns, a
 step each; ratios are taken between the steps of one round. A step during which the machine's host
-gave cores to others is repeated. `auto` starts at 1F1B, knows nothing of
-the network, and has a few steps to adapt before rounds count. The ideal is the simulated length of
-the best schedule on the described network.
+gave cores to others is repeated. `auto` starts at 1F1B, knows nothing of the network, and has a few
+steps to adapt before rounds count. The ideal is the simulated length of the best schedule on the
+described network.
 """
 
 from collections.abc import Sequence

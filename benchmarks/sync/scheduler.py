@@ -1,7 +1,8 @@
 """The load that one coordinator sustains, over loopback, from workers that only send messages.
 
 Throughput: cycles of workers per second (Ready, Assign, Done, Commit), where each worker starts its
-next cycle at once; the median of half-second windows. Answer times: how long workers wait, at half
+next cycle at once; the median of half-second windows, without those that the machine's host
+disturbed. Answer times: how long workers wait, at half
 that load, for messages that should not make them wait. The answer time is
 - of a Commit: from when the last member of the group has sent Done until each member receives it;
 - of an Assign: from when it was due until each member receives it. It is due when a window closes
