@@ -120,7 +120,7 @@ FULL_SETTING = PipelineSetting(
     forward=0.080,
     follow_forward=0.030,
     follow_steps=20,
-    loop_rounds=12,
+    loop_rounds=36,
     max_tries=4,
 )
 QUICK_SETTING = PipelineSetting(

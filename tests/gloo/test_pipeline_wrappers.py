@@ -250,11 +250,14 @@ def test_unsupported_wrappers_are_refused_with_reason(tmp_path: Path) -> None:
                     Pipeline(shared, **{**options, **changed})
                 assert caught.match("fix: name the schedule, such as schedule='1f1b'")
         # Sharded after the pipeline is created: only the first step can detect it.
-        late = Pipeline(module := stack_of(1), **options)
-        fully_shard(module, mesh=share)
+        # A pipeline of one stage has nothing to choose, and refuses it all the same.
+        one_stage = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         inputs, target = BATCHES[0]
-        with pytest.raises(ScheduleError, match=r"schedule='auto' with a module of stage ."):
-            step(late, inputs, target)
+        for of_pipeline in (group, one_stage):
+            late = Pipeline(module := stack_of(1), **{**options, "group": of_pipeline})
+            fully_shard(module, mesh=share)
+            with pytest.raises(ScheduleError, match=r"schedule='auto' with a module of stage ."):
+                step(late, inputs, target)
         return []
 
     in_mesh(tmp_path, work)

@@ -8,7 +8,7 @@ tuner comes to the same decision, which takes effect with the next step.
 import math
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
@@ -99,7 +99,9 @@ class ScheduleAutotuner:
     _next: int = field(default=_TRIAL_STEPS, init=False)  # steps until the next decision
     _start: Seconds = field(default_factory=time.perf_counter, init=False)
     _deciding: Seconds = field(default=0.0, init=False)
-    _samples: dict[MicrobatchKind, "_Samples"] = field(default_factory=dict, init=False)
+    _samples: defaultdict[MicrobatchKind, "_Samples"] = field(
+        default_factory=lambda: defaultdict(_Samples), init=False
+    )
 
     def after_step(
         self,
@@ -110,6 +112,8 @@ class ScheduleAutotuner:
         activation_bytes: dict[MicrobatchKind, Bytes],
     ) -> None:
         """Record a step and, every few steps, decide: `candidate` runs next."""
+        if self.connections is None and self.microbatch_sizes is None and self.limits.limit is None:
+            return  # one stage, one size and no memory limit: nothing to choose
         self._num_steps += 1
         # The first step with a new size allocates, compiles and tunes kernels: it is not typical.
         if not (self._is_trial and self._num_steps == 1):
@@ -192,7 +196,7 @@ class ScheduleAutotuner:
         transfers: Sequence[tuple[str, Transfer]],
     ) -> None:
         for op, kind, seconds in durations:
-            self._samples.setdefault(kind, _Samples()).durations[op].append(seconds)
+            self._samples[kind].durations[op].append(seconds)
         if self.connections is None:
             return
         stage = self.connections.stage

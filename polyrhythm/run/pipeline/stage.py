@@ -74,8 +74,12 @@ class StageCompute:
         finish: Callable[[Any], Any] = lambda returned: returned,
     ) -> Any:
         """Run the module and apply `finish` (on the last stage: the loss) to its outputs."""
-        with self._timed(Op.F, kind), self._measure_activations(kind):
-            return finish(self.call(*inputs, **kwargs))
+        start = self._start_timing()
+        is_measured = kind in self.activation_bytes or not torch.is_grad_enabled()
+        with nullcontext() if is_measured else self._measure_activations(kind):
+            outputs = finish(self.call(*inputs, **kwargs))
+        self._end_timing(Op.F, kind, start)
+        return outputs
 
     def save_for_backward(
         self, microbatch: int, inputs: Sequence[Any], outputs: tuple[Tensor, ...]
@@ -107,16 +111,17 @@ class StageCompute:
     ) -> list[Tensor]:
         """Compute the gradients of the inputs from the gradients of the outputs."""
         saved = self._saved.pop(microbatch)
-        with self._timed(Op.B, kind):
-            pairs = [
-                (edge, g)
-                for edge, g in zip(saved.outputs, gradients, strict=True)
-                if edge is not None and (g is not None or self.is_last)
-            ]
-            if pairs:  # otherwise this and all earlier stages are frozen
-                with self._outside_autocast():
-                    outputs: list[Any] = [edge for edge, _ in pairs]
-                    torch.autograd.backward(outputs, [g for _, g in pairs])
+        start = self._start_timing()
+        pairs = [
+            (edge, g)
+            for edge, g in zip(saved.outputs, gradients, strict=True)
+            if edge is not None and (g is not None or self.is_last)
+        ]
+        if pairs:  # otherwise this and all earlier stages are frozen
+            with self._outside_autocast():
+                outputs: list[Any] = [edge for edge, _ in pairs]
+                torch.autograd.backward(outputs, [g for _, g in pairs])
+        self._end_timing(Op.B, kind, start)
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in saved.inputs]
 
     def release(self) -> None:
@@ -142,30 +147,29 @@ class StageCompute:
             return torch.autocast(self.device.type, enabled=False)
         return nullcontext()
 
-    @contextmanager
-    def _timed(self, op: Op, kind: int) -> Iterator[None]:
+    # Two calls: a context manager would cost more than the timing itself.
+    def _start_timing(self) -> torch.cuda.Event | Seconds:
         if self.device.type == "cuda" and not self.is_synchronized:
-            stream = torch.cuda.current_stream(self.device)
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            start.record(stream)
-            yield
-            end.record(stream)
-            self._timings.append((op, kind, (start, end)))
+            return self._recorded_event()
+        return time.perf_counter()
+
+    def _end_timing(self, op: Op, kind: int, start: torch.cuda.Event | Seconds) -> None:
+        if not isinstance(start, float):
+            self._timings.append((op, kind, (start, self._recorded_event())))
             return
-        start_time = time.perf_counter()
-        yield
         if self.device.type == "cuda":  # time the end of the kernels, not their launch
             torch.cuda.current_stream(self.device).synchronize()
         if self.compute is not None:
-            self.compute.slow_down(op, time.perf_counter() - start_time)
-        self._timings.append((op, kind, time.perf_counter() - start_time))
+            self.compute.slow_down(op, time.perf_counter() - start)
+        self._timings.append((op, kind, time.perf_counter() - start))
+
+    def _recorded_event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     @contextmanager
     def _measure_activations(self, kind: int) -> Iterator[None]:
-        if kind in self.activation_bytes or not torch.is_grad_enabled():
-            yield
-            return
         nbytes_by_tensor: dict[tuple[int, int], Bytes] = {}
         parameters = self._parameter_storages()
 
