@@ -105,6 +105,8 @@ def run(*, quick: bool, console: Console) -> Result:
     # Here, since it imports the coordinator, which only this part needs in this process.
     from benchmarks.sync.scheduler import measure
 
+    # First, in a small process, just after the user has found the machine idle.
+    scheduler = measure(quick=quick, console=console)
     suite = settings.quick_suite() if quick else settings.FULL_SUITE
     print_line(
         console,
@@ -123,7 +125,6 @@ def run(*, quick: bool, console: Console) -> Result:
             _print_sides(console, setting, measured)
             for trouble in filter(None, (lane.trouble() for lane in lanes)):
                 print_line(console, f"not to be trusted: {trouble}")
-    scheduler = measure(quick=quick, console=console)
     ratios = {
         **ratios_of(rows),
         "scheduler_per_s": scheduler.per_s,

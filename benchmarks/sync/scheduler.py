@@ -2,8 +2,8 @@
 
 Throughput: cycles of workers per second (Ready, Assign, Done, Commit), where each worker starts its
 next cycle at once; the median of half-second windows, without those that the machine's host
-disturbed. Answer times: how long workers wait, at half
-that load, for messages that should not make them wait. The answer time is
+disturbed. Answer times: how long workers wait, at half that load, for messages that should not make
+them wait. The answer time is
 - of a Commit: from when the last member of the group has sent Done until each member receives it;
 - of an Assign: from when it was due until each member receives it. It is due when a window closes
   or, if no timer had to pass, when the message was sent that made the group possible. A replay of
