@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from polyrhythm.run.averaging.parameter_server import ParameterServer
 from polyrhythm.run.comm.launch import DistContext
 from tests.gloo.replicas import TIMEOUT, Point, run_replicas, run_with_failures, train
 
+EXPIRED = 0.0004  # less than torch's unit of a millisecond
 LONG_TIMEOUT = 300.0  # no test may reach it
 SHORT_TIMEOUT = 40.0  # a failing test would wait for LONG_TIMEOUT instead
 
@@ -180,6 +182,24 @@ def test_missing_parameter_server_is_named(tmp_path: Path) -> None:
 
     for message in run_replicas(3, work, tmp_path)[:2]:
         assert "lost s0p2 (the parameter server) during starting" in message
+
+
+def test_timeout_does_not_bound_connecting_to_store(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[str, str]:
+        model, store, found = Point(), dist.distributed_c10d._get_default_store(), []
+        if ctx.rank == 1:
+            return "", ""
+        for job_timeout, timeout in ((TIMEOUT, EXPIRED), (EXPIRED, TIMEOUT)):
+            store.set_timeout(timedelta(seconds=job_timeout))
+            with pytest.raises(PeerError) as caught:
+                GroupSync(model, sgd(model), "ssp", timeout=timeout)
+            store.set_timeout(timedelta(seconds=TIMEOUT))
+            found.append(str(caught.value))
+        return found[0], found[1]
+
+    missing_server, no_store = run_replicas(2, work, tmp_path)[0]
+    assert "lost s0p1 (the parameter server) during starting" in missing_server
+    assert "lost the process of rank 0 during reaching the job's store" in no_store
 
 
 def test_inconsistent_arguments_are_refused(tmp_path: Path) -> None:

@@ -84,14 +84,17 @@ class Rendezvous:
                 fix="start with torchrun, and call torch.distributed.init_process_group first",
             )
         self.setup, self.timeout = setup, timeout
-        job_store = _get_default_store().clone()  # type: ignore[attr-defined]
-        self.store = PrefixStore(f"polyrhythm/sync/{name}", job_store)
-        self.store.set_timeout(timedelta(seconds=timeout))
-        self.me = Peer(worker, self.store.add(f"num_incarnations/{worker}", 1))
-        self.store.set(f"incarnation/{worker}", str(self.me.incarnation))
-        if self.me.incarnation == 1:
-            self.store.add("here", 1)
-        self.connections = PeerConnections(self.store, self.me)
+        with peer_errors(RANK_0, "reaching the job's store"):
+            job_store = _get_default_store().clone()  # type: ignore[attr-defined]
+            self.store = PrefixStore(f"polyrhythm/sync/{name}", job_store)
+            self.me = Peer(worker, self.store.add(f"num_incarnations/{worker}", 1))
+            self.connections = PeerConnections(self.store, self.me)
+            for store in (self.store, self.connections.store):
+                # Only now: before, it would bound connecting to the store, which may be busy.
+                store.set_timeout(timedelta(seconds=timeout))
+            self.store.set(f"incarnation/{worker}", str(self.me.incarnation))
+            if self.me.incarnation == 1:
+                self.store.add("here", 1)
 
     def wait_for_all(self) -> None:
         """Wait until all workers, and under ssp the parameter servers, are present."""
