@@ -29,6 +29,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 # SIGINT would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# For every connection to a c10d store, torch looks up the peer's name; a lost answer costs 5 s, and
+# a second one a warning in the worker's output. Ask again after 1 s, and more often.
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:5"
+
 # Orphans of a killed process become children of this one, so that the fixture below sees them.
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
