@@ -1,9 +1,9 @@
 """The load that one coordinator sustains, over loopback, from workers that only send messages.
 
 Throughput: cycles of workers per second (Ready, Assign, Done, Commit), where each worker starts its
-next cycle at once; the median of half-second windows, without those that the machine's host
-disturbed. Answer times: how long workers wait, at half that load, for messages that should not make
-them wait. The answer time is
+next cycle at once; the median of half-second windows. Answer times: how long workers wait, at half
+that load, for messages that should not make them wait. A window that the machine's host disturbed
+is repeated. The answer time is
 - of a Commit: from when the last member of the group has sent Done until each member receives it;
 - of an Assign: from when it was due until each member receives it. It is due when a window closes
   or, if no timer had to pass, when the message was sent that made the group possible. A replay of
@@ -22,12 +22,12 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
@@ -78,7 +78,7 @@ class SchedulerSetting:
     fewer_connections: tuple[int, ...]
     window: Seconds  # of which the median is taken
     num_windows: int
-    timed: Seconds
+    num_timed_windows: int  # in which answers are timed
     max_tries: int  # of a window that the host disturbs
 
     @property
@@ -92,7 +92,7 @@ FULL = SchedulerSetting(
     fewer_connections=(125, 8),
     window=0.5,
     num_windows=7,
-    timed=4.0,
+    num_timed_windows=8,
     max_tries=4,
 )
 QUICK = replace(
@@ -101,9 +101,15 @@ QUICK = replace(
     fewer_connections=(8,),
     window=0.1,
     num_windows=3,
-    timed=0.5,
+    num_timed_windows=5,
     max_tries=1,
 )
+
+
+class Window(NamedTuple):
+    start: Seconds
+    end: Seconds
+    per_s: float  # cycles of workers
 
 
 @dataclass(slots=True)
@@ -127,8 +133,9 @@ def measure(*, quick: bool, console: Console) -> SchedulerFigures:
             per_s[num_workers], cpu = _saturate(load, setting, process)
             load.set_rate(per_s[num_workers] / 2)
             load.run(2 * setting.window)  # until workers are out of step
-            half, times = undisturbed(partial(_timed, load, setting), max_tries=setting.max_tries)
-        assigns, commits, num_replayed = _answer_times(log, times)
+            load.times = MessageTimes()
+            timed = [_run_window(load, setting) for _ in range(setting.num_timed_windows)]
+        assigns, commits, num_replayed = _answer_times(log, load.times, timed)
         for number in setting.fewer_connections:
             log = Path(folder) / f"{number} {LOG_NAME}"
             with _loaded_coordinator(setting.setup, log, number) as (load, process):
@@ -137,7 +144,7 @@ def measure(*, quick: bool, console: Console) -> SchedulerFigures:
         num_workers=num_workers,
         per_s=per_s[num_workers],
         cpu_us=1e6 * cpu,
-        half_per_s=half,
+        half_per_s=statistics.fmean(window.per_s for window in timed),
         p50_ms=1e3 * statistics.median(assigns + commits),
         p99_ms=1e3 * _p99(assigns + commits),
         assign_p99_ms=1e3 * _p99(assigns),
@@ -156,21 +163,14 @@ def _saturate(
     """Return the cycles per second, and the coordinator's processor time per cycle."""
     load.start()
     load.run(setting.window)
-    cycles, cpu = load.num_cycles, _processor_time(process)
-    window = partial(undisturbed, partial(load.run, setting.window), max_tries=setting.max_tries)
-    windows = [window() for _ in range(setting.num_windows)]
-    cpu = _processor_time(process) - cpu
+    cycles, cpu = load.num_cycles, sum(process.cpu_times()[:2])  # user and system
+    windows = [_run_window(load, setting).per_s for _ in range(setting.num_windows)]
+    cpu = sum(process.cpu_times()[:2]) - cpu
     return statistics.median(windows), cpu / max(load.num_cycles - cycles, 1)
 
 
-def _timed(load: "CoordinatorLoad", setting: SchedulerSetting) -> tuple[float, MessageTimes]:
-    times = load.times = MessageTimes()
-    return load.run(setting.timed), times
-
-
-def _processor_time(process: psutil.Process) -> Seconds:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+def _run_window(load: "CoordinatorLoad", setting: SchedulerSetting) -> Window:
+    return undisturbed(partial(load.run, setting.window), max_tries=setting.max_tries)
 
 
 @contextmanager
@@ -295,8 +295,8 @@ class CoordinatorLoad:
         self._period = len(self._workers) / per_s
         self._in_step = set(self._workers)
 
-    def run(self, seconds: Seconds) -> float:
-        """Run for `seconds` and until a cycle has ended; return the cycles per second."""
+    def run(self, seconds: Seconds) -> Window:
+        """Run for `seconds` and until a cycle has ended."""
         start, before = time.monotonic(), self.num_cycles
         now = start
         while now < start + (seconds if self.num_cycles > before else max(seconds, _STANDSTILL)):
@@ -306,7 +306,7 @@ class CoordinatorLoad:
             for name, message in self._messages(max(min(until, start + seconds) - now, 0.001)):
                 self._answer(name, message, time.monotonic())
             now = time.monotonic()
-        return (self.num_cycles - before) / (now - start)
+        return Window(start, now, (self.num_cycles - before) / (now - start))
 
     def close(self) -> None:
         self._socket.close()
@@ -365,8 +365,13 @@ class CoordinatorLoad:
         self._send_frame(self._encode(message), 0)
 
 
-def _answer_times(log: Path, times: MessageTimes) -> tuple[list[Seconds], list[Seconds], int]:
-    """Replay the log; return each member's wait for Assign and for Commit, and the decisions."""
+def _answer_times(
+    log: Path, times: MessageTimes, windows: Sequence[Window]
+) -> tuple[list[Seconds], list[Seconds], int]:
+    """Replay the log; return the waits for Assign and for Commit, and the number of decisions.
+
+    A wait counts if its answer was due in one of the windows, whenever it came.
+    """
     reader = DecisionReader(log)
     scheduler = reader.setup.scheduler()
     assigns: list[Seconds] = []
@@ -379,22 +384,17 @@ def _answer_times(log: Path, times: MessageTimes) -> tuple[list[Seconds], list[S
         for command in decision.commands:
             if isinstance(command, Assign):
                 due = timer if timer <= event.now else _sent(event, times)
-                assigns += _waits(due, times.assigned, command)
+                waits, received = assigns, times.assigned
             elif isinstance(command, Commit):
                 sent = [times.done.get((worker, command.gid)) for worker in command.members]
-                last = None if None in sent else max(at for at in sent if at is not None)
-                commits += _waits(last, times.committed, command)
+                due = None if None in sent else max(at for at in sent if at is not None)
+                waits, received = commits, times.committed
+            else:
+                continue
+            if due is not None and any(start <= due < end for start, end, _ in windows):
+                answered = [received.get((worker, command.gid)) for worker in command.members]
+                waits += [at - due for at in answered if at is not None]
     return assigns, commits, num_replayed
-
-
-def _waits(
-    due: Seconds | None, received: Mapping[tuple[Worker, int], Seconds], command: Assign | Commit
-) -> list[Seconds]:
-    """Return the recorded waits of the group's members."""
-    if due is None:
-        return []
-    at = [received.get((worker, command.gid)) for worker in command.members]
-    return [moment - due for moment in at if moment is not None]
 
 
 def _sent(event: Event, times: MessageTimes) -> Seconds | None:
