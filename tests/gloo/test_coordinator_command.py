@@ -109,7 +109,8 @@ def test_sigterm_ends_command_cleanly(tmp_path: Path) -> None:
     ) as running:
         running.read_until("Ctrl-C")
         assert running.signal_and_wait(signal.SIGTERM) == 143
-        assert running.lines[-1] == "in all: nothing happened"
+        summary = running.lines[-1]  # it reports when its machine stalls it
+        assert re.fullmatch(r"in all: (nothing happened|\d+ stalls? of this process)", summary)
         assert not any("new keys" in line for line in running.lines)
         assert not (tmp_path / "job.keys").exists()
 
