@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError
-from polyrhythm.run.coordinator.dealer_socket import ConnectionEvent, DealerSocket
 from polyrhythm.run.coordinator.keys import JobKeys
 from polyrhythm.run.coordinator.pending_messages import PendingMessages
 from polyrhythm.run.coordinator.sample_requests import SampleFuture, SampleRequests
+from polyrhythm.run.coordinator.sockets import ConnectionEvent, DealerSocket
 from polyrhythm.run.coordinator.wire import (
     FATAL,
     HEARTBEATS_PER_TIMEOUT,

@@ -1,6 +1,6 @@
 """The coordinator: the scheduler as a network service for workers.
 
-One thread receives messages (`router_socket.py`), passes them to the scheduler
+One thread receives messages (`sockets.py`), passes them to the scheduler
 (`sync/scheduler.py`), and sends its commands (`server.py`). Invalid input changes nothing. A defect
 of ours ends the service, with a message to all workers, so that none of them waits for it.
 
@@ -18,9 +18,9 @@ from typing import Self
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.run.coordinator.keys import JobKeys
-from polyrhythm.run.coordinator.router_socket import RouterSocket
 from polyrhythm.run.coordinator.server import LONGEST_POLL, CoordinatorServer
 from polyrhythm.run.coordinator.sessions import SessionTable
+from polyrhythm.run.coordinator.sockets import RouterSocket
 from polyrhythm.run.coordinator.wire import HEARTBEATS_PER_TIMEOUT
 from polyrhythm.sync.decision_log import DecisionLog
 from polyrhythm.sync.scheduler import Scheduler

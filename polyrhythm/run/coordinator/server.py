@@ -14,8 +14,8 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from polyrhythm.run.coordinator.router_socket import RouterSocket
 from polyrhythm.run.coordinator.sessions import Connection, Session, SessionTable, protocol_mismatch
+from polyrhythm.run.coordinator.sockets import RouterSocket
 from polyrhythm.run.coordinator.wire import (
     FATAL,
     HEARTBEATS_PER_TIMEOUT,
