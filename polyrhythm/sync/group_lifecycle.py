@@ -15,8 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from polyrhythm.sync.average_all import AverageAllPolicy
-from polyrhythm.sync.group_queue import GroupQueue
-from polyrhythm.sync.group_waits import GroupWait, GroupWaits
+from polyrhythm.sync.group_queue import GroupQueue, GroupWait, GroupWaits
 from polyrhythm.sync.members import GroupRound, MemberState, MemberStatus, StagePolicy
 from polyrhythm.sync.membership import LateJoins, Membership
 from polyrhythm.sync.policy import Policy
