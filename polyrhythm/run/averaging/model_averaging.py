@@ -20,11 +20,11 @@ from polyrhythm.errors import PeerError
 from polyrhythm.run.averaging.averager import AverageResult
 from polyrhythm.run.averaging.buffers import ReplicaState
 from polyrhythm.run.averaging.exchange import all_reduce_mean
-from polyrhythm.run.averaging.forward_hooks import ForwardWaitHooks
 from polyrhythm.run.averaging.group_client import GroupClient
 from polyrhythm.run.averaging.parameter_server import ParameterServerClient
 from polyrhythm.run.averaging.peer_connections import Peer
 from polyrhythm.run.averaging.rendezvous import Rendezvous
+from polyrhythm.run.averaging.streaming import ForwardWaitHooks
 from polyrhythm.sync.policies.local import OuterNesterov, pseudo_gradient
 from polyrhythm.sync.policies.static import NodeLayout
 from polyrhythm.sync.setup import Setup

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.run.comm.forward_hooks import ForwardOrder, gradient_hooks, state_hooks
 from polyrhythm.run.comm.reduce_scatter import HALF_PRECISION
 from polyrhythm.run.decoupled.autotune import BucketAutotuner
 from polyrhythm.run.decoupled.buckets import Bucket, ParameterOrder, assign_buckets
@@ -44,7 +45,6 @@ from polyrhythm.run.decoupled.checks import (
 )
 from polyrhythm.run.decoupled.communicator import Communicator, GatherFuture, Mode, replica_ranks
 from polyrhythm.run.decoupled.gradient_sync import GradientSync
-from polyrhythm.run.decoupled.hooks import ForwardOrder, gradient_hooks, state_hooks
 from polyrhythm.run.decoupled.in_flight_gradient import has_gradient
 from polyrhythm.run.decoupled.state_dict import (
     State,
@@ -138,7 +138,9 @@ class DistributedOptimizer(Optimizer):
         self._modes = self._communicator.modes(mode)
         self._is_auto = bucket_bytes == "auto" and stage is None
         self._rebuild_buckets(BucketCandidate(size, self._modes[0]), initial_state)
-        self._forward = ForwardOrder(module, indices, self._gradient_sync.wait_for_parameters)
+        self._forward = ForwardOrder(
+            module, self._parameters, self._gradient_sync.wait_for_parameters
+        )
         self._is_updating = False
         self._hooks = [
             *gradient_hooks(

@@ -1,23 +1,19 @@
 """Write an average into the model while it arrives: each module waits for its tensors in forward.
 
-A hook runs before the forward of every module with weights or running statistics of its own, in
-training and evaluation, also when activations are recomputed: it waits for the averaged tensors and
-writes them. Everything else that reads or writes the model waits for the whole average: state_dict,
-load_state_dict, the optimizer's step, a forward in evaluation.
-
-Weights that are used without calling their module (such as those of `out_proj` in
-nn.MultiheadAttention) have no hook. `start` waits for all tensors that no hook has seen yet.
+Everything else that reads or writes the model waits for the whole average: state_dict,
+load_state_dict, the optimizer's step, a forward in evaluation. `start` waits for all tensors that
+no hook has seen yet.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from polyrhythm.run.averaging.buffers import ReplicaState
 from polyrhythm.run.averaging.split_all_reduce import StreamingBuffer
+from polyrhythm.run.comm.forward_hooks import ForwardOrder, state_hooks
 from polyrhythm.types import Seconds
 
 
@@ -29,18 +25,18 @@ class ForwardWaitHooks:
 
     def __init__(self, model: ReplicaState, *, timeout: Seconds) -> None:
         self._model, self._timeout = model, timeout
-        self._seen: dict[int, None] = {}  # an ordered set
         self._streaming_buffer: StreamingBuffer | None = None
         self._missing: dict[int, tuple[Tensor, Tensor, int]] = {}  # tensor, mean, end in buffer
-        self._handles: list[RemovableHandle] = []
-        numbers = {id(tensor): number for number, tensor in enumerate(model.averaged_tensors())}
-        for module in model.module.modules():
-            tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            own = [numbers[id(tensor)] for tensor in tensors if id(tensor) in numbers]
-            if own:
-                hook = torch._dynamo.disable(self._before_forward(own))
-                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
-        self._hook_reads()
+        self._forwards = ForwardOrder(model.module, model.averaged_tensors(), self._copy_received)
+        self._seen, optimizer = self._forwards.order, model.optimizer
+
+        def finish(*_: Any) -> None:
+            self.finish()
+
+        self._handles = state_hooks(model.module, before=finish)
+        self._handles.append(optimizer.register_step_pre_hook(finish))
+        self._handles.append(optimizer.register_state_dict_pre_hook(finish))
+        self._handles.append(optimizer.register_load_state_dict_pre_hook(finish))
 
     def order(self) -> list[int]:
         """Return tensor numbers in forward order, preceded by those that no hook has seen."""
@@ -60,15 +56,17 @@ class ForwardWaitHooks:
 
     def finish(self, timeout: Seconds | None = None) -> None:
         """Wait for the whole average and write it."""
-        if self._missing:
-            self._copy_received(list(self._missing), timeout)
+        self._copy_received(list(self._missing), timeout)
 
     def remove(self) -> None:
+        self._forwards.remove()
         for handle in self._handles:
             handle.remove()
 
     @torch.no_grad()
     def _copy_received(self, numbers: Iterable[int], timeout: Seconds | None = None) -> None:
+        if not self._missing:
+            return
         streaming_buffer = self._streaming_buffer
         for number in numbers:
             if number in self._missing:
@@ -79,27 +77,3 @@ class ForwardWaitHooks:
                 del self._missing[number]
         if not self._missing:
             self._streaming_buffer = None
-
-    # Closures, not bound methods: a deep copy of the model shares them.
-
-    def _before_forward(self, own: list[int]) -> Callable[[nn.Module, Any], None]:
-        root = self._model.module
-
-        def before_forward(module: nn.Module, args: Any) -> None:
-            self._seen.update(dict.fromkeys(own))
-            if self._missing:  # in evaluation, the forward may take another path
-                self._copy_received(own if root.training else list(self._missing))
-
-        return before_forward
-
-    def _hook_reads(self) -> None:
-        def finish(*_: Any) -> None:
-            self.finish()
-
-        for module in self._model.module.modules():
-            self._handles.append(module.register_state_dict_pre_hook(finish))
-            self._handles.append(module.register_load_state_dict_pre_hook(finish))
-        optimizer = self._model.optimizer
-        self._handles.append(optimizer.register_step_pre_hook(finish))
-        self._handles.append(optimizer.register_state_dict_pre_hook(finish))
-        self._handles.append(optimizer.register_load_state_dict_pre_hook(finish))

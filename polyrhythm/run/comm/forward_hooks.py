@@ -1,6 +1,6 @@
-"""Hooks of a DistributedOptimizer on forwards, gradients and the state of its model."""
+"""Hooks on the forwards, gradients and state of a model whose tensors arrive while it trains."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,26 +9,29 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ForwardOrder:
-    """Calls `before` with the indices of a module's own parameters; records their first use.
+    """Calls `before` with the indices of a module's own tensors; records their first use.
 
-    A pre-hook runs before every forward of every module that has parameters, also when activations
-    are recomputed. A parameter that is used without a call of its module (a weight that another
-    module reads) has no such hook: `step` waits for it. In evaluation a forward may use other
-    modules, so its first hook waits for all parameters.
+    A pre-hook runs before every forward of every module that has parameters or buffers of
+    `tensors`, also when activations are recomputed. A tensor that is used without a call of its
+    module (such as the weights of `out_proj` in nn.MultiheadAttention) has no such hook: its owner
+    waits for it elsewhere. In evaluation a forward may use other modules, so its first hook waits
+    for all tensors.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        indices: Mapping[nn.Parameter, int],
+        tensors: Sequence[Tensor],
         before: Callable[[Iterable[int]], None],
     ) -> None:
         self.order: dict[int, None] = {}  # an ordered set
-        self._before, self._all, self._model = before, list(indices.values()), model
+        self._before, self._all, self._model = before, range(len(tensors)), model
+        indices = {tensor: index for index, tensor in enumerate(tensors)}
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
-            if any(p in indices for p in module.parameters()):
-                own = [indices[p] for p in module.parameters(recurse=False) if p in indices]
+            if any(t in indices for t in (*module.parameters(), *module.buffers())):
+                held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+                own = [indices[tensor] for tensor in held if tensor in indices]
                 hook = _without_dynamo(self._hook(own))
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
@@ -36,6 +39,7 @@ class ForwardOrder:
         for handle in self._handles:
             handle.remove()
 
+    # A closure, not a bound method: a deep copy of the model shares it.
     def _hook(self, own: list[int]) -> Callable[[nn.Module, Any], None]:
         def before_forward(module: nn.Module, args: Any) -> None:
             self.order.update(dict.fromkeys(own))
@@ -58,7 +62,7 @@ def gradient_hooks(
 
 
 def state_hooks(
-    model: nn.Module, *, before: Callable[[], None], after_load: Callable[[], None]
+    model: nn.Module, *, before: Callable[[], None], after_load: Callable[[], None] = lambda: None
 ) -> list[RemovableHandle]:
     """Call `before` each save or load of any module's state, `after_load` after the model's."""
 
