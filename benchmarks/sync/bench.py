@@ -105,7 +105,7 @@ def run(*, quick: bool, console: Console) -> Result:
     # Here, since it imports the coordinator, which only this part needs in this process.
     from benchmarks.sync.scheduler import measure
 
-    # First, in a small process, just after the user has found the machine idle.
+    # First, before the lanes fork their workers: it needs both cores for itself.
     scheduler = measure(quick=quick, console=console)
     suite = settings.quick_suite() if quick else settings.FULL_SUITE
     print_line(
