@@ -1,6 +1,5 @@
 """plan="auto": when processes probe, what the plan cache does, and what profiling preserves."""
 
-import ctypes
 import logging
 import os
 import random
@@ -17,15 +16,14 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import IterableDataset
 
 from polyrhythm.describe.cluster import Cluster, Device
-from polyrhythm.errors import DescriptionError, PeerError, PlanError, UserError
+from polyrhythm.errors import PlanError
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.probe.probe import ProbeOptions
-from polyrhythm.run.trainer import autoplan, leader
+from polyrhythm.run.trainer import autoplan
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.layer_profile import layer_blocks, profile_layers, profile_sizes
-from polyrhythm.run.trainer.leader import run_on_leader
-from polyrhythm.run.trainer.rank_assignment import DEVICE, JobProcesses, assign_ranks
+from polyrhythm.run.trainer.rank_assignment import DEVICE, assign_ranks
 from polyrhythm.run.trainer.run_dir import PLAN, PlanKey, load_cached_plan
 from polyrhythm.run.trainer.split_spec import SplitSpec
 from polyrhythm.run.trainer.trainer import Trainer
@@ -51,14 +49,6 @@ def wait_for_all(ctx: DistContext) -> None:
     while ctx.rank == 0 and num_here < ctx.world_size and time.monotonic() < deadline:
         time.sleep(0.01)
         num_here = ctx.store.add("here", 0)
-
-
-def joined_processes(*, timeout: float = 20.0) -> JobProcesses:
-    """Connect with a long timeout; `timeout` applies afterwards."""
-    processes = JobProcesses(20.0)
-    processes.hosts()
-    processes.timeout = timeout
-    return processes
 
 
 def config(**more: Any) -> TrainerConfig:
@@ -164,68 +154,6 @@ def test_invalid_microbatch_size_is_rejected_before_probing(tmp_path: Path) -> N
 
     expected = "batch_size=24 with microbatch_size=5 and plan='auto'"
     assert run_job(2, work, tmp_path) == [expected] * 2
-
-
-def test_error_on_leader_is_raised_on_all_ranks(tmp_path: Path) -> None:
-    def raise_error() -> str:
-        raise DescriptionError("no such layer", expected="a layer", fix="add it")
-
-    def work(_: DistContext | None) -> tuple[str, str, str]:
-        with pytest.raises(UserError) as raised:
-            run_on_leader(joined_processes(), "the plan", raise_error)
-        return type(raised.value).__name__, raised.value.wrong, raised.value.fix
-
-    expected = ("DescriptionError", "no such layer", "add it")
-    assert run_job(3, work, tmp_path) == [expected] * 3
-
-
-def test_run_on_leader_may_take_longer_than_timeout(tmp_path: Path) -> None:
-    def decide() -> str:
-        time.sleep(5)
-        return "late"
-
-    def work(_: DistContext | None) -> str:
-        processes = joined_processes(timeout=3.0)
-        result = run_on_leader(processes, "the plan", decide)
-        wait_for_all(processes.ctx)
-        return result
-
-    assert run_job(2, work, tmp_path) == ["late"] * 2
-
-
-def test_run_on_leader_gives_up_after_max_timeouts(tmp_path: Path) -> None:
-    def decide() -> str:
-        time.sleep(5)
-        return "too late"
-
-    def work(ctx: DistContext | None) -> str:
-        assert ctx is not None
-        leader._MAX_TIMEOUTS = 2
-        processes = joined_processes(timeout=0.5)
-        if ctx.rank == 0:
-            return run_on_leader(processes, "the plan", decide)
-        with pytest.raises(PeerError) as lost:
-            run_on_leader(processes, "the plan", decide)
-        return lost.value.cause
-
-    assert run_job(2, work, tmp_path) == ["too late", "no heartbeat"]
-
-
-def test_leader_without_heartbeats_is_lost(tmp_path: Path) -> None:
-    def block_all_threads() -> str:
-        ctypes.PyDLL(None).sleep(4)  # with the GIL held
-        return "too late"
-
-    def work(ctx: DistContext | None) -> str:
-        assert ctx is not None
-        processes = joined_processes(timeout=1.0)
-        if ctx.rank == 0:
-            return run_on_leader(processes, "the plan", block_all_threads)
-        with pytest.raises(PeerError) as lost:
-            run_on_leader(processes, "the plan", block_all_threads)
-        return lost.value.cause
-
-    assert run_job(2, work, tmp_path) == ["too late", "no heartbeat"]
 
 
 class _Noisy(nn.Module):

@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
@@ -35,7 +34,6 @@ from polyrhythm.run.trainer.layer_profile import (
     profile_layers,
     profile_sizes,
 )
-from polyrhythm.run.trainer.leader import run_on_leader
 from polyrhythm.run.trainer.rank_assignment import JobProcesses
 from polyrhythm.run.trainer.run_dir import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan
 from polyrhythm.schedule.plan_schedules import PlannedSchedules
@@ -72,21 +70,23 @@ class AutoPlanner:
         if self.config.split.num_layers(self.model) == 1:
             return None
         is_one_machine = len({host.machine for host in processes.hosts()}) == 1
-        if is_one_machine and run_on_leader(processes, "if replicas fit", self._replicas_fit):
+        store, members = processes.job_store(), processes.members
+        if is_one_machine and store.run_on_leader("if replicas fit", self._replicas_fit, members):
             return None
-        encoded = run_on_leader(processes, "the cached plan", self._cached_plan)
+        plan = store.run_on_leader(
+            "the cached plan", self._cached_plan, members, as_type=Plan | None
+        )
         start, origin = time.monotonic(), "used again"
-        if not encoded:
+        if plan is None:
             with preserve_rng_state(self._device):
                 cluster = self._probe_cluster()
 
-            def make() -> str:
+            def make() -> Plan:
                 assert cluster is not None, "rank 0 has the probe's result"
-                return msgspec.json.encode(self._search_plan(cluster)).decode()
+                return self._search_plan(cluster)
 
-            encoded = run_on_leader(processes, "the plan", make)
+            plan = store.run_on_leader("the plan", make, members, as_type=Plan)
             origin = f"measured in {time.monotonic() - start:.1f} s"
-        plan = msgspec.json.decode(encoded, type=Plan)
         if processes.ctx.rank == 0:
             _logger.info("plan %s: %s", origin, _summary(plan))
         return plan
@@ -131,8 +131,8 @@ class AutoPlanner:
                 fix=f"use batch_size={max(size, batch // size * size)}, or omit microbatch_size",
             )
 
-    def _replicas_fit(self) -> str:
-        """Return "yes" if the whole model and its optimizer state fit in this process, else ""."""
+    def _replicas_fit(self) -> bool:
+        """Whether the whole model and its optimizer state fit in this process."""
         device = self._device
         if device.type == "cuda":
             capacity = torch.cuda.get_device_properties(device).total_memory
@@ -140,13 +140,13 @@ class AutoPlanner:
             capacity = usable_memory() // self.processes.num_processes
         weights = sum(parameter.nbytes for parameter in self.model.parameters())
         limit = min(capacity, self._memory_limit or capacity)
-        return "yes" if _COPIES_PER_WEIGHT * weights <= limit else ""
+        return _COPIES_PER_WEIGHT * weights <= limit
 
-    def _cached_plan(self) -> str:
-        """Return the plan cached for the same job as JSON; "" if there is none."""
+    def _cached_plan(self) -> Plan | None:
+        """Return the plan cached for the same job; None if there is none."""
         self._check_microbatches()
         if self.run is None:
-            return ""
+            return None
         key = PlanKey(
             devices=tuple(distinct_names(self.processes.device_names())),
             model=self._model_name,
@@ -154,8 +154,7 @@ class AutoPlanner:
             microbatch_size=self.config.microbatch_size,
             sync=self._sync,
         )
-        plan = load_cached_plan(self.run, key)
-        return "" if plan is None else msgspec.json.encode(plan).decode()
+        return load_cached_plan(self.run, key)
 
     def _probe_cluster(self) -> Cluster | None:
         """Measure devices and links; returns the cluster on rank 0, None elsewhere."""

@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 from polyrhythm.events import EventLog
 from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.plan_file import plan_table
-from polyrhythm.run.checkpoint.checkpointer import SAVE_TIMEOUT, Checkpointer
+from polyrhythm.run.checkpoint.checkpointer import Checkpointer
 from polyrhythm.run.checkpoint.folder import CHECKPOINTS, list_steps
 from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest
 from polyrhythm.run.checkpoint.restore import restore
+from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.pipeline.partition import ModelPartition
-from polyrhythm.run.trainer.store import LEADER, broadcast_object, receive_object
+from polyrhythm.run.trainer.rank_assignment import LEADER
 from polyrhythm.run.trainer.sync_strategy import NoSync
 from polyrhythm.types import Worker
 
@@ -30,8 +31,8 @@ class TrainerCheckpointer:
     worker: Worker
     run_info: dict[str, Any]  # plan and model configuration, stored in each checkpoint
     checkpoints: Checkpointer | None  # on the first pipeline
-    num_replicas: int  # processes of other pipelines
-    name: str  # of the Trainer, in the job's store
+    store: JobStore
+    restorers: Members  # the leader, and the processes of the other pipelines
     _num_restores: int = field(default=0, init=False)
 
     @classmethod
@@ -42,7 +43,7 @@ class TrainerCheckpointer:
         worker: Worker,
         group: dist.ProcessGroup | None,
         plan: Plan,
-        name: str,
+        store: JobStore,
         *,
         keep: int,
         log: EventLog | None,
@@ -52,8 +53,9 @@ class TrainerCheckpointer:
             checkpoints = Checkpointer(
                 run / CHECKPOINTS, group=group, tied=part.tied, keep=keep, log=log
             )
-        num_replicas = plan.num_workers - plan.num_stages
-        return cls(part, worker, {"plan": plan_table(plan)}, checkpoints, num_replicas, name)
+        others = range(plan.num_stages, plan.num_workers)
+        restorers = Members((plan.rank(LEADER), *others))
+        return cls(part, worker, {"plan": plan_table(plan)}, checkpoints, store, restorers)
 
     def save(
         self, step: int, strategy: NoSync, extra: Mapping[str, Any], *, blocking: bool = False
@@ -100,27 +102,19 @@ class TrainerCheckpointer:
     def _find_checkpoint(self, path: Path | None) -> Path | None:
         """The first pipeline finds and verifies the checkpoint; the others receive its path."""
         self._num_restores += 1
-        name = f"{self.name}/restored {self._num_restores}"
-        if self.checkpoints is None:
-            found: Path | None = receive_object(
-                name, "receiving the checkpoint to restore", timeout=SAVE_TIMEOUT
-            )
-            return found
-        try:
-            found = (
-                _latest_or_raise(self.checkpoints)
-                if path is None
-                else self.checkpoints.verify_files(path)
-            )
-        except CheckpointError as error:
-            self._broadcast_found(name, error)
-            raise
-        self._broadcast_found(name, found)
-        return found
+        name = f"the checkpoint of restore {self._num_restores}"
 
-    def _broadcast_found(self, name: str, value: Path | CheckpointError | None) -> None:
-        if self.worker == LEADER:
-            broadcast_object(name, value, num_receivers=self.num_replicas)
+        def find() -> str | None:
+            assert self.checkpoints is not None, "this is the first pipeline"
+            if path is None:
+                found = _latest_or_raise(self.checkpoints)
+            else:
+                found = self.checkpoints.verify_files(path)
+            return None if found is None else str(found)
+
+        is_other_stage = self.checkpoints is not None and self.worker != LEADER
+        found = find() if is_other_stage else self.store.run_on_leader(name, find, self.restorers)
+        return None if found is None else Path(found)
 
 
 def _latest_or_raise(checkpoints: Checkpointer) -> Path | None:

@@ -100,11 +100,10 @@ class TrainerConfig:
                 fix="omit overlap, or use sync='adaptive'",
             )
 
-    def text(self, num_samples: int | None) -> str:
-        """List the arguments that must be equal in all processes, as readable text."""
+    def must_match(self, num_samples: int | None) -> dict[str, Any]:
+        """Return the arguments that must be equal in all processes."""
         values = {name: getattr(self, name) for name in _MUST_MATCH}
-        values |= {"sync_options": dict(self.sync_options), "samples": num_samples}
-        return ", ".join(f"{name}={value}" for name, value in values.items())
+        return values | {"sync_options": dict(self.sync_options), "samples": num_samples}
 
     def precision(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the autocast context for forward and backward."""

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from polyrhythm.errors import LaunchError
 from polyrhythm.events import EventLog
 from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest
+from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.reader import DatasetState
 from polyrhythm.run.pipeline.pipeline import Pipeline
@@ -19,8 +20,8 @@ from polyrhythm.run.trainer.batch_shares import GlobalBatch
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.preemption import PreemptionHandler
+from polyrhythm.run.trainer.rank_assignment import LEADER
 from polyrhythm.run.trainer.step_loop import WeightedLoss
-from polyrhythm.run.trainer.store import LEADER
 from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.types import Worker
 
@@ -31,6 +32,8 @@ class FitContext:
 
     config: TrainerConfig
     worker: Worker
+    store: JobStore
+    members: Members
     global_batch: GlobalBatch
     shares: tuple[int, ...]  # micro-batches of each pipeline in a step, in lockstep
     pipeline: Pipeline

@@ -7,6 +7,7 @@ left, and the next phase starts from there. A preemption notice also ends the ph
 """
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,9 +18,9 @@ from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import new_gloo_group
 from polyrhythm.run.data.prefetch import Prefetcher
 from polyrhythm.run.trainer.fit_context import FitContext, TrainProgress
+from polyrhythm.run.trainer.rank_assignment import LEADER
 from polyrhythm.run.trainer.sampler import BatchSampler, make_sampler
 from polyrhythm.run.trainer.step_loop import StepEnd, StepLoop
-from polyrhythm.run.trainer.store import LEADER, SyncDecision, SyncDecisions
 from polyrhythm.run.trainer.sync_strategy import (
     LOCKSTEP,
     DecoupledStrategy,
@@ -30,6 +31,15 @@ from polyrhythm.run.trainer.sync_tuner import StepTimeExchange
 from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.replay import DECOUPLED, GROUPS, JobShape, StepTiming
 from polyrhythm.types import Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncDecision:
+    """The leader's decision at the end of a window or of a phase: how the fit continues."""
+
+    sync_mode: str | None  # of the next phase; None: the fit is over
+    sampler_state: SamplerState  # which samples are left
+    is_preempted: bool = False  # the fit ends early, after a preemption notice
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +59,7 @@ class FitLoop:
     ) -> None:
         """`num_steps` counts from the start of training; `name` is unique to this fit."""
         self._context, self._progress, self._num_steps = context, progress, num_steps
-        self._decisions = SyncDecisions(name, context.worker, context.config.timeout)
+        self._name, self._num_decisions = name, 0
         self._prefetcher = Prefetcher(context.samples.load)
         self._exchange: StepTimeExchange | None = None
         if context.config.sync == AUTO and context.num_pipelines > 1:
@@ -105,16 +115,27 @@ class FitLoop:
             self.step_ends += loop.run(window)
             if loop.is_over:
                 phase.strategy.average_all()
-                return self._decisions.next(
-                    lambda: self._final_decision(phase.sampler.sampler_state())
-                )
+                return self._decide(lambda: self._final_decision(phase.sampler.sampler_state()))
             assert exchange is not None, "without windows, run() ends the phase"
             if self._context.pipeline.is_first:
                 exchange.publish()
-            decision = self._decisions.next(lambda: self._after_window(phase))
+            decision = self._decide(lambda: self._after_window(phase))
             if decision.sync_mode != phase.sync_mode:
                 phase.strategy.average_all()
                 return decision
+
+    def _decide(self, decide: Callable[[], SyncDecision]) -> SyncDecision:
+        """Call `decide` on the leader and return its decision on every worker."""
+        self._num_decisions += 1
+        store, members = self._context.store, self._context.members
+        name, last_but_one = (
+            f"sync decision {number} of {self._name}"
+            for number in (self._num_decisions, self._num_decisions - 2)
+        )
+        decision: SyncDecision = store.run_on_leader(name, decide, members, as_type=SyncDecision)
+        if self._context.worker == LEADER:  # all have read the last but one, or would not be here
+            store.delete(last_but_one, members)
+        return decision
 
     def _after_window(self, phase: _Phase) -> SyncDecision:
         assert self._exchange is not None, "only sync='auto' trains in windows"
@@ -131,7 +152,7 @@ class FitLoop:
         self._next_sync_mode, self._has_ended_samples = None, False
         self.step_ends += phase.loop.run()
         phase.strategy.average_all()
-        return self._decisions.next(lambda: self._after_groups(phase))
+        return self._decide(lambda: self._after_groups(phase))
 
     def _after_groups(self, phase: _Phase) -> SyncDecision:
         sampler_state = replace(phase.sampler.sampler_state(), limit=None)

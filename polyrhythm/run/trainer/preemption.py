@@ -17,11 +17,10 @@ import threading
 import weakref
 from typing import Any
 
-from torch.distributed.distributed_c10d import Store
-
 from polyrhythm.errors import PeerError
 from polyrhythm.processes import TERMINATED
-from polyrhythm.run.trainer.store import LEADER, prefix_store
+from polyrhythm.run.comm.store import StoreBackend, job_store_backend
+from polyrhythm.run.trainer.rank_assignment import LEADER
 from polyrhythm.types import Seconds, Worker
 
 _POLL_INTERVAL: Seconds = 0.5  # for a notice to another process
@@ -56,7 +55,7 @@ class PreemptionHandler:
             threading.Thread(target=work, name="preemption", daemon=True, args=args)
             for work, args in (
                 (self._watch_signal, ()),
-                (self._watch_store, (prefix_store(name, timeout),)),
+                (self._watch_store, (job_store_backend(name, timeout),)),
             )
         ]
         for thread in self._threads:
@@ -99,7 +98,7 @@ class PreemptionHandler:
             if self._catcher.wait(_POLL_INTERVAL) and not self.is_stop_requested:
                 self._request_stop(f"{self._worker} on {socket.gethostname()} received SIGTERM")
 
-    def _watch_store(self, store: Store) -> None:
+    def _watch_store(self, store: StoreBackend) -> None:
         has_published = False
         try:
             while not self._closing.is_set():
@@ -112,7 +111,7 @@ class PreemptionHandler:
         except RuntimeError:  # the store is lost, and training fails by itself
             pass
 
-    def _poll_store(self, store: Store) -> None:
+    def _poll_store(self, store: StoreBackend) -> None:
         """On first stages: read the notice and agree on the last step."""
         if not self.is_stop_requested and store.check([_REQUESTED]):
             self._request_stop(store.get(_REQUESTED).decode())
@@ -125,7 +124,7 @@ class PreemptionHandler:
         self._exit_timer.daemon = True
         self._exit_timer.start()
 
-    def _agree_on_stop_step(self, store: Store) -> None:
+    def _agree_on_stop_step(self, store: StoreBackend) -> None:
         with self._changed:  # not while waiting for the store: training needs the lock
             is_new, self._has_reported = not self._has_reported, True
             num_started = self._num_started

@@ -9,7 +9,7 @@ plan: pipeline by pipeline, stages in order.
 import os
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,14 +17,16 @@ from datetime import timedelta
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.store import PROCESS_NAME, JobStore, Members, job_store_backend
 from polyrhythm.run.probe.probe import distinct_names
 from polyrhythm.types import Seconds, Worker
 
+LEADER = Worker(0, 0)
 DEVICE = "POLYRHYTHM_DEVICE"  # names the device of a process; the lab sets it
 _SINGLE_PROCESS = DistContext(rank=0, world_size=1, local_rank=0)
 
@@ -76,18 +78,27 @@ class JobProcesses:
         if self._ctx.world_size == 1:
             self._hosts = [own]
             return self._hosts
-        self._ctx = ctx = self._ctx.with_store(self.timeout)
-        assert ctx.store is not None, "with_store sets it"
-        key = "polyrhythm/host of {}".format
-        ctx.store.set(key(ctx.rank), msgspec.json.encode(own).decode())
-        for rank in range(ctx.world_size):
-            with peer_errors(f"the process of rank {rank}", "receiving its host"):
-                encoded = ctx.store.get(key(rank))
-            self._hosts.append(msgspec.json.decode(encoded, type=HostInfo))
+        self._ctx = self._ctx.with_store(self.timeout)
+        self._hosts = self._job_store().all_gather_object(
+            "hosts", own, self.members, as_type=HostInfo
+        )
         return self._hosts
 
     def device_names(self) -> list[str]:
         return [host.device for host in self.hosts()]
+
+    @property
+    def members(self) -> Members:
+        return Members(tuple(range(self._ctx.world_size)))
+
+    def job_store(self) -> JobStore:
+        """Return the store of the processes; errors name their devices."""
+        return self._job_store(self.device_names().__getitem__)
+
+    def _job_store(self, name_of: Callable[[int], str] = PROCESS_NAME) -> JobStore:
+        assert self._ctx.store is not None, "hosts() connects to the store"
+        backend = PrefixStore("polyrhythm/processes", self._ctx.store)
+        return JobStore(backend, self._ctx.rank, timeout=self.timeout, name_of=name_of)
 
 
 def assign_ranks(plan: Plan, names: Sequence[str]) -> list[int]:
@@ -127,6 +138,19 @@ class JobMembership:
     plan: Plan
     worker: Worker
     _stack: ExitStack
+
+    @property
+    def members(self) -> Members:
+        return Members(tuple(range(self.plan.num_workers)))
+
+    def job_store(self, name: str, timeout: Seconds) -> JobStore:
+        """Connect to the job's store under a name, for one thread; errors name workers."""
+        return JobStore(
+            job_store_backend(name, timeout),
+            self.plan.rank(self.worker),
+            timeout=timeout,
+            name_of=lambda rank: str(self.plan.worker(rank)),
+        )
 
     def pipeline_group(self, timeout: Seconds) -> dist.ProcessGroup | None:
         """Make the group of this pipeline's stages, in order; None in a job of one process."""

@@ -10,39 +10,36 @@ from itertools import count
 from pathlib import Path
 from typing import IO
 
-import torch.distributed as dist
-
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.write import write_cluster, write_model
 from polyrhythm.errors import LaunchError, UserError
 from polyrhythm.events import WORKERS
 from polyrhythm.plan.plan import Plan
-from polyrhythm.run.trainer.store import LEADER, broadcast_object, receive_object
+from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.sync.decision_log import decision_log_paths
-from polyrhythm.types import Worker
 
 CLUSTER, PROFILE, PLAN = "cluster.toml", "profile.json", "plan.json"
-_LOCK, _NAME = "lock", "run folder"
+_LOCK = "lock"
 _logger = logging.getLogger(__name__)
 
 
-def lock_run_dir(run: Path, worker: Worker, name: str) -> IO[str] | None:
-    """Lock the folder on rank 0 until the returned file is closed; the others wait for it.
+def lock_run_dir(run: Path, store: JobStore, members: Members) -> IO[str] | None:
+    """Lock the folder on the leader until the returned file is closed; the others wait for it.
 
-    `name` is the Trainer's name in the job's store. Raises LaunchError in all workers if another
-    job holds the lock, or if the folder cannot be written.
+    Raises LaunchError in all workers if another job holds the lock, or if the folder cannot be
+    written.
     """
-    if worker != LEADER:
-        receive_object(f"{name}/{_NAME}", "locking the run folder")
-        return None
-    lock, problem = _lock(run)
-    error = None if lock is not None else _lock_error(run, problem)
-    num_receivers = dist.get_world_size() - 1 if dist.is_initialized() else 0
-    broadcast_object(f"{name}/{_NAME}", error, num_receivers=num_receivers)
-    if error is not None:
-        raise error
-    return lock
+    locks = []
+
+    def lock() -> None:
+        locked, problem = _lock(run)
+        if locked is None:
+            raise _lock_error(run, problem)
+        locks.append(locked)
+
+    store.run_on_leader("the lock of the run folder", lock, members)
+    return locks[0] if locks else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ import msgspec
 
 from polyrhythm.events import EventLog
 from polyrhythm.run.comm.peer_errors import peer_errors
-from polyrhythm.run.trainer.store import LEADER, prefix_store
+from polyrhythm.run.comm.store import job_store_backend
+from polyrhythm.run.trainer.rank_assignment import LEADER
 from polyrhythm.sync.autoswitch import AutoSwitch, SwitchDecision
 from polyrhythm.sync.replay import JobShape, StepTiming
 from polyrhythm.types import Seconds, Worker
@@ -29,7 +30,7 @@ class StepTimeExchange:
     ) -> None:
         auto = AutoSwitch(shape)
         self._auto, self.num_steps = auto if worker == LEADER else None, auto.num_steps
-        self._store, self._worker, self._log = prefix_store(name, timeout), worker, log
+        self._store, self._worker, self._log = job_store_backend(name, timeout), worker, log
         self._num_pipelines, self._phase, self._num_published = shape.num_pipelines, -1, 0
         self._num_read = [0] * self._num_pipelines  # publications, by pipeline
         self._unpublished: list[StepTiming] = []

@@ -39,11 +39,10 @@ from polyrhythm.run.trainer.fit_context import FitContext, TrainProgress
 from polyrhythm.run.trainer.fit_loop import FitLoop
 from polyrhythm.run.trainer.plan_choice import choose_global_batch, choose_plan, choose_shares
 from polyrhythm.run.trainer.preemption import PreemptionHandler
-from polyrhythm.run.trainer.rank_assignment import JobProcesses, join_job
+from polyrhythm.run.trainer.rank_assignment import LEADER, JobProcesses, join_job
 from polyrhythm.run.trainer.run_dir import lock_run_dir
 from polyrhythm.run.trainer.split_spec import SplitSpec, build_model
 from polyrhythm.run.trainer.step_loop import StepEnd, WeightedLoss, evaluate
-from polyrhythm.run.trainer.store import LEADER, check_consistent
 from polyrhythm.run.trainer.sync_strategy import NoSync
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Bytes, Seconds, Worker
@@ -162,10 +161,11 @@ class Trainer:
         config.split.check(whole, self.plan.layers_per_stage)
         self._membership = join_job(self.plan, processes)
         worker, device = self.worker, self._membership.device(config.device)
-        settings = config.text(None if order is None else order.num_samples)
-        check_consistent(f"{self._name}/settings", worker, settings, timeout=timeout)
+        store, members = self._membership.job_store(self._name, timeout), self._membership.members
+        settings = config.must_match(None if order is None else order.num_samples)
+        store.check_consistent("settings", settings, members)
         group = self._membership.pipeline_group(timeout)
-        self._lock = None if run is None else lock_run_dir(Path(run), worker, self._name)
+        self._lock = None if run is None else lock_run_dir(Path(run), store, members)
         self._log = None if run is None else EventLog(worker_log(Path(run), worker), worker)
         part = config.split.extract_stage(whole, worker.stage, self.plan.layers_per_stage)
         part.module.to(device)
@@ -192,7 +192,7 @@ class Trainer:
         self._checkpointer: TrainerCheckpointer | None = None
         if run is not None:
             self._checkpointer = TrainerCheckpointer.of(
-                Path(run), part, worker, group, self.plan, self._name, keep=keep, log=self._log
+                Path(run), part, worker, group, self.plan, store, keep=keep, log=self._log
             )
             self._checkpointer.run_info |= hugging_face_configs(whole)
         name, num_pipelines = f"{self._name}/preemption", self.plan.num_pipelines
@@ -202,6 +202,8 @@ class Trainer:
         self._context = FitContext(
             config=config,
             worker=worker,
+            store=store,
+            members=members,
             global_batch=self._global_batch,
             shares=self._shares,
             pipeline=self.pipeline,

@@ -1,0 +1,285 @@
+"""JobStore: the one way in which the processes of a job agree on small values.
+
+Every call names its members, in one epoch of the job: a process that has left is not waited for,
+and one that joins later starts in a later epoch. The caller gives each agreement a name that it
+uses once per epoch. All waits are bounded, and an error of one member reaches the others.
+
+Values are encoded with msgspec and never unpickled: plain data as it is (tuples stay tuples), and
+records as the type that the caller names.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol, Self
+
+import msgspec
+import torch.distributed as dist
+from msgspec.msgpack import Ext
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from polyrhythm.errors import LaunchError, PeerError, UserError
+from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.types import Seconds
+
+_logger = logging.getLogger(__name__)
+
+PROCESS_NAME = "the process of rank {}".format  # names a rank in errors
+MAX_TIMEOUTS = 30  # for a function on the leader: then its heartbeats stop, as it may wait for ever
+WARN_AFTER: Seconds = 10.0  # a waiting process warns; the next time after ten times as long
+_POLL: Seconds = 0.002  # initially; doubled up to _LONGEST_POLL
+_LONGEST_POLL: Seconds = 0.05
+_HEARTBEATS_PER_TIMEOUT = 10
+_JOIN_TIMEOUT: Seconds = 2.0  # for the heartbeat thread, which a dead store may block
+_TUPLE = 1  # msgpack's extension code
+
+
+class StoreBackend(Protocol):
+    """What a JobStore needs of a key-value store; c10d's Store has it."""
+
+    def set(self, key: str, value: bytes, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def delete_key(self, key: str, /) -> bool: ...
+    def clone(self) -> Self: ...
+
+
+class Members(NamedTuple):
+    """The processes of an agreement, in order, in one epoch of the job; the first is the leader."""
+
+    ranks: tuple[int, ...]
+    epoch: int = 0
+
+    @property
+    def leader(self) -> int:
+        return self.ranks[0]
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """What a member publishes: an encoded value, or the texts of the UserError class `error`."""
+
+    value: bytes = b""
+    error: str = ""
+    wrong: str = ""
+    expected: str = ""
+    fix: str = ""
+
+
+class JobStore:
+    """One process's side of the agreements; for one thread."""
+
+    def __init__(
+        self,
+        backend: StoreBackend,
+        rank: int,
+        *,
+        timeout: Seconds,
+        name_of: Callable[[int], str] = PROCESS_NAME,
+    ) -> None:
+        """`timeout` bounds every wait; `name_of` names a rank in errors."""
+        self.rank, self.timeout, self.name_of = rank, timeout, name_of
+        self._backend = backend
+
+    def broadcast_object(
+        self, name: str, value: Any, members: Members, *, as_type: Any = None
+    ) -> Any:
+        """Return the leader's `value` on every member."""
+        if self.rank == members.leader:
+            self._publish(name, _Answer(encode(value, as_type, name)), members)
+            return value
+        return self._receive(name, members.leader, members, as_type)
+
+    def all_gather_object(
+        self, name: str, value: Any, members: Members, *, as_type: Any = None
+    ) -> list[Any]:
+        """Return the values of all members, in their order."""
+        self._publish(name, _Answer(encode(value, as_type, name)), members)
+        return [self._receive(name, rank, members, as_type) for rank in members.ranks]
+
+    def barrier(self, name: str, members: Members) -> None:
+        """Wait until every member has called it."""
+        self.all_gather_object(name, None, members)
+
+    def check_consistent(self, name: str, settings: Mapping[str, Any], members: Members) -> None:
+        """Reject settings that differ from the leader's; raises LaunchError."""
+        own = {key: str(value) for key, value in settings.items()}
+        leaders = self.broadcast_object(name, own, members)
+        for key in own | leaders:
+            here, there = (texts.get(key, "nothing") for texts in (own, leaders))
+            if here != there:
+                raise LaunchError(
+                    f"{self.name_of(self.rank)} has {key}={here}, and "
+                    f"{self.name_of(members.leader)} has {key}={there}",
+                    expected="the same in every process of the job",
+                    fix="use the same arguments, dataset and seed everywhere",
+                )
+
+    def run_on_leader(
+        self, name: str, function: Callable[[], Any], members: Members, *, as_type: Any = None
+    ) -> Any:
+        """Call `function` on the leader and return its result on every member.
+
+        It may take minutes: the leader sends heartbeats meanwhile, for up to `MAX_TIMEOUTS`
+        timeouts. Raises the UserError of `function` on all members, and PeerError if the leader
+        sends no heartbeat for a timeout.
+        """
+        if self.rank != members.leader:
+            return self._receive(name, members.leader, members, as_type)
+        try:
+            with self._heartbeats(self._key(name, self.rank, members)):
+                value = function()
+            self._publish(name, _Answer(encode(value, as_type, name)), members)
+        except Exception as error:
+            self.fail(name, error, members)
+            raise
+        return value
+
+    def fail(self, name: str, error: Exception, members: Members) -> None:
+        """Raise an error on the members that wait for this process's value.
+
+        Returns when all have read it, or after 10 s: this process may serve the store, and exit.
+        """
+        if isinstance(error, UserError):
+            texts = type(error).__name__, error.wrong, error.expected, error.fix
+        else:
+            me, wrong = self.name_of(self.rank), f"{name}: {type(error).__name__}: {error}"
+            texts = LaunchError.__name__, wrong, f"a result from {me}", f"see the output of {me}"
+        self._publish(name, _Answer(b"", *texts), members)
+        acks, deadline = f"{self._key(name, self.rank, members)}/acks", time.monotonic() + 10
+        while time.monotonic() < deadline and self._backend.add(acks, 0) < len(members.ranks) - 1:
+            time.sleep(_LONGEST_POLL)
+
+    def delete(self, name: str, members: Members) -> None:
+        """Delete this process's value under a name; all members have read it."""
+        self._backend.delete_key(self._key(name, self.rank, members))
+
+    def _key(self, name: str, rank: int, members: Members) -> str:
+        return f"{members.epoch}/{name}/{rank}"
+
+    def _publish(self, name: str, answer: _Answer, members: Members) -> None:
+        with peer_errors("the process that serves the job's store", f"publishing {name}"):
+            self._backend.set(self._key(name, self.rank, members), msgspec.msgpack.encode(answer))
+
+    def _receive(self, name: str, rank: int, members: Members, as_type: Any) -> Any:
+        """Return a member's value; raises its error, or PeerError if it sends nothing."""
+        key, peer, action = (
+            self._key(name, rank, members),
+            self.name_of(rank),
+            f"agreeing on {name}",
+        )
+        with peer_errors(peer, action):
+            self._wait_for(key, peer, action)
+            answer = msgspec.msgpack.decode(self._backend.get(key), type=_Answer)
+            if answer.error:
+                self._backend.add(f"{key}/acks", 1)
+        if answer.error:
+            kinds = {kind.__name__: kind for kind in _subclasses(UserError)}
+            kind = kinds.get(answer.error, LaunchError)
+            raise kind(answer.wrong, expected=answer.expected, fix=answer.fix)
+        return decode(answer.value, as_type)
+
+    def _wait_for(self, key: str, peer: str, action: str) -> None:
+        """Wait for a key until a timeout after its owner's last heartbeat."""
+        start, pause, warn_after, num_heartbeats = time.monotonic(), _POLL, WARN_AFTER, 0
+        deadline = start + self.timeout
+        while not self._backend.check([key]):
+            now = time.monotonic()
+            if now > deadline - self.timeout / 2:  # few members send heartbeats
+                received = self._backend.add(f"{key}/heartbeats", 0)
+                if received > num_heartbeats:
+                    num_heartbeats, deadline = received, now + self.timeout
+            if now > deadline:
+                cause = "no heartbeat" if num_heartbeats else "no answer"
+                raise PeerError(peer, action=action, waited=now - start, cause=cause)
+            if now - start > warn_after:
+                me, waited = self.name_of(self.rank), now - start
+                _logger.warning("%s has waited %.0f s for %s: %s", me, waited, peer, action)
+                warn_after *= 10
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL)
+
+    @contextmanager
+    def _heartbeats(self, key: str) -> Iterator[None]:
+        """Send heartbeats from a thread while this one computes."""
+        is_done = threading.Event()
+
+        def send_heartbeats() -> None:
+            store: StoreBackend | None = None
+            for _ in range(MAX_TIMEOUTS * _HEARTBEATS_PER_TIMEOUT):
+                if is_done.wait(self.timeout / _HEARTBEATS_PER_TIMEOUT):
+                    return
+                try:
+                    # Two threads must not share a connection. Most functions end before the first.
+                    store = store or self._backend.clone()
+                    store.add(f"{key}/heartbeats", 1)
+                except RuntimeError as error:
+                    _logger.warning("%s cannot send heartbeats: %s", self.name_of(self.rank), error)
+                    return
+
+        thread = threading.Thread(target=send_heartbeats, name="heartbeats", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_done.set()
+            thread.join(_JOIN_TIMEOUT)
+
+
+def job_store_backend(prefix: str, timeout: Seconds) -> StoreBackend:
+    """Connect to the store of the job under a prefix; without a job, make one for this process.
+
+    Each thread needs a connection of its own.
+    """
+    if not dist.is_initialized():
+        return dist.HashStore()  # type: ignore[attr-defined]  # not in torch's stubs
+    with peer_errors("the process that serves the job's store", "connecting to it"):
+        store = _get_default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
+    store.set_timeout(timedelta(seconds=timeout))
+    return PrefixStore(prefix, store)
+
+
+def encode(value: Any, as_type: Any, name: str) -> bytes:
+    """Encode plain data, or a record if `as_type` names it; raises LaunchError."""
+    try:
+        return msgspec.msgpack.encode(_tag_tuples(value) if as_type is None else value)
+    except (TypeError, OverflowError, RecursionError) as error:
+        raise LaunchError(
+            f"{name}: a value that cannot be sent: {error}",
+            expected="None, numbers, text, bytes, and lists, tuples and dicts of them",
+            fix="convert it, for example with str() or .item()",
+        ) from None
+
+
+def decode(data: bytes, as_type: Any) -> Any:
+    if as_type is None:
+        return msgspec.msgpack.decode(data, ext_hook=_untag)
+    return msgspec.msgpack.decode(data, type=as_type)
+
+
+def _tag_tuples(value: Any) -> Any:
+    """Mark tuples, which msgpack would turn into lists."""
+    if type(value) is tuple:
+        return Ext(_TUPLE, msgspec.msgpack.encode([_tag_tuples(item) for item in value]))
+    if isinstance(value, list):
+        return [_tag_tuples(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _tag_tuples(item) for key, item in value.items()}
+    if value is not None and type(value) not in (bool, int, float, str, bytes):
+        raise TypeError(f"a {type(value).__name__}")  # it would come back as something else
+    return value
+
+
+def _untag(code: int, data: memoryview) -> Any:
+    if code != _TUPLE:
+        raise ValueError(f"extension {code}")
+    return tuple(msgspec.msgpack.decode(data, ext_hook=_untag))
+
+
+def _subclasses(base: type[UserError]) -> Iterator[type[UserError]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _subclasses(kind)

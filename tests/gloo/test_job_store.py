@@ -1,0 +1,233 @@
+"""JobStore: values, errors and timeouts of the members of an agreement."""
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyrhythm.errors import DescriptionError, LaunchError, PeerError, UserError
+from polyrhythm.run.comm import store as store_module
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.comm.store import JobStore, Members, decode, encode, job_store_backend
+from tests.gloo.replicas import run_replicas, run_with_failures
+
+TIMEOUT = 30.0
+SHORT_TIMEOUT = 1.0
+
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary()
+scalars |= st.floats(allow_nan=False)
+plain_values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(
+            st.integers().filter(lambda i: abs(i) < 2**62) | st.text(), inner, max_size=3
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    number: int
+    names: tuple[str, ...] = ()
+
+
+def run_members(
+    num: int, work: Callable[[JobStore, Members], Any], timeout: float = TIMEOUT
+) -> list[Any]:
+    """Run `work` for each member in a thread of its own, over one store; exceptions are results."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=TIMEOUT))
+    members = Members(tuple(range(10, 10 + num)), epoch=3)
+
+    def run(rank: int) -> Any:
+        try:
+            return work(JobStore(server.clone(), rank, timeout=timeout), members)
+        except (UserError, PeerError) as error:
+            return error
+
+    with ThreadPoolExecutor(num) as pool:
+        return list(pool.map(run, members.ranks))
+
+
+@given(plain_values)
+def test_plain_values_survive_with_their_types(value: Any) -> None:
+    assert repr(decode(encode(value, None, "a value"), None)) == repr(value)
+
+
+@pytest.mark.parametrize("value", [{1, 2}, Record(1), Path("x"), 2**70, [object()], (1, {"a": 1j})])
+def test_value_that_would_change_is_refused(value: Any) -> None:
+    with pytest.raises(LaunchError, match="settings: a value that cannot be sent"):
+        encode(value, None, "settings")
+
+
+def test_values_reach_all_members_in_order() -> None:
+    def work(store: JobStore, members: Members) -> Any:
+        rank = store.rank
+        return (
+            store.broadcast_object("a", (rank, [rank]), members),
+            store.broadcast_object("b", Record(rank, ("x",)), members, as_type=Record),
+            store.all_gather_object("c", (rank,), members),
+            store.run_on_leader("d", lambda: {rank: "led"}, members),
+        )
+
+    expected = ((10, [10]), Record(10, ("x",)), [(10,), (11,), (12,)], {10: "led"})
+    assert run_members(3, work) == [expected] * 3
+
+
+def test_epochs_do_not_share_values() -> None:
+    def work(store: JobStore, members: Members) -> Any:
+        later = Members(tuple(reversed(members.ranks)), epoch=members.epoch + 1)
+        return [store.broadcast_object("plan", store.rank, who) for who in (members, later)]
+
+    assert run_members(2, work) == [[10, 11]] * 2
+
+
+def test_barrier_waits_for_last_member() -> None:
+    has_arrived = threading.Event()
+
+    def work(store: JobStore, members: Members) -> bool:
+        if store.rank == 12:
+            time.sleep(0.3)
+            has_arrived.set()
+        store.barrier("start", members)
+        return has_arrived.is_set()
+
+    assert run_members(3, work) == [True] * 3
+
+
+def test_different_settings_are_named() -> None:
+    def work(store: JobStore, members: Members) -> None:
+        seed = 2 if store.rank == 11 else 1
+        store.check_consistent("settings", {"lr": 0.1, "seed": seed}, members)
+
+    first, second, third = run_members(3, work)
+    assert first is None
+    assert third is None
+    assert isinstance(second, LaunchError)
+    assert second.wrong == (
+        "the process of rank 11 has seed=2, and the process of rank 10 has seed=1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "wrong"),
+    [
+        (DescriptionError("no layer", expected="one", fix="add it"), DescriptionError, "no layer"),
+        (OSError("disk full"), LaunchError, "the plan: OSError: disk full"),
+    ],
+)
+def test_error_on_leader_is_raised_on_all_members(
+    error: Exception, kind: type[UserError], wrong: str
+) -> None:
+    def work(store: JobStore, members: Members) -> Any:
+        def fail() -> None:
+            raise error
+
+        try:
+            return store.run_on_leader("the plan", fail, members)
+        except OSError as raised:
+            return raised
+
+    first, *others = run_members(3, work)
+    assert first is error
+    assert [(type(other), other.wrong) for other in others] == [(kind, wrong)] * 2
+
+
+def test_member_that_fails_ends_the_wait_of_others() -> None:
+    def work(store: JobStore, members: Members) -> Any:
+        if store.rank == 11:
+            error = LaunchError("no GPU", expected="one", fix="use device='cpu'")
+            store.fail("shapes", error, members)
+            raise error
+        return store.all_gather_object("shapes", 1, members)
+
+    found = run_members(3, work)
+    assert [type(error) for error in found] == [LaunchError] * 3
+    assert {error.wrong for error in found} == {"no GPU"}
+
+
+def test_missing_member_is_named_after_timeout() -> None:
+    def work(store: JobStore, members: Members) -> Any:
+        return None if store.rank == 11 else store.all_gather_object("shapes", 1, members)
+
+    first, _, third = run_members(3, work, SHORT_TIMEOUT)
+    for error in (first, third):
+        assert isinstance(error, PeerError)
+        assert (error.peer, error.cause) == ("the process of rank 11", "no answer")
+        assert error.action == "agreeing on shapes"
+        assert error.waited >= SHORT_TIMEOUT
+
+
+def test_function_on_leader_may_take_longer_than_timeout() -> None:
+    def work(store: JobStore, members: Members) -> Any:
+        def decide() -> str:
+            time.sleep(3 * SHORT_TIMEOUT)
+            return "late"
+
+        return store.run_on_leader("the plan", decide, members)
+
+    assert run_members(2, work, SHORT_TIMEOUT) == ["late"] * 2
+
+
+def test_function_on_leader_is_given_up_after_max_timeouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_module, "MAX_TIMEOUTS", 2)
+
+    def work(store: JobStore, members: Members) -> Any:
+        def decide() -> str:
+            time.sleep(6 * SHORT_TIMEOUT)
+            return "too late"
+
+        return store.run_on_leader("the plan", decide, members)
+
+    first, second = run_members(2, work, SHORT_TIMEOUT)
+    assert first == "too late"
+    assert isinstance(second, PeerError)
+    assert second.cause == "no heartbeat"
+
+
+def test_leader_that_holds_the_gil_is_lost(tmp_path: Path) -> None:
+    def block_all_threads() -> str:
+        time.sleep(1)  # with heartbeats
+        ctypes.PyDLL(None).sleep(5)  # with the GIL held
+        return "too late"
+
+    def work(ctx: DistContext) -> str:
+        backend = job_store_backend("test", timeout=TIMEOUT)
+        store = JobStore(backend, ctx.rank, timeout=SHORT_TIMEOUT)
+        try:
+            return store.run_on_leader("the plan", block_all_threads, Members((1, 0)))
+        except PeerError as error:
+            return error.cause
+
+    assert run_replicas(2, work, tmp_path) == ["no heartbeat", "too late"]
+
+
+def test_leader_that_dies_while_it_decides_is_named(tmp_path: Path) -> None:
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def work(ctx: DistContext) -> tuple[str, str]:
+        store = JobStore(job_store_backend("test", timeout=TIMEOUT), ctx.rank, timeout=2.0)
+        with pytest.raises(PeerError) as lost:
+            store.run_on_leader("the plan", die, Members((2, 0, 1)))
+        return lost.value.peer, lost.value.cause
+
+    found = run_with_failures(3, work, tmp_path, lost={2})
+    assert found == dict.fromkeys((0, 1), ("the process of rank 2", "no answer"))
