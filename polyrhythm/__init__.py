@@ -21,15 +21,22 @@ if TYPE_CHECKING:
     from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
     from polyrhythm.run.make_plan import make_plan
     from polyrhythm.run.pipeline.pipeline import Pipeline
-    from polyrhythm.run.trainer.trainer import Trainer
+    from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig, SyncConfig
+    from polyrhythm.run.trainer.fit_loop import StepInfo
+    from polyrhythm.run.trainer.layer_split import LayerSplit
+    from polyrhythm.run.trainer.trainer import FitResult, Trainer
     from polyrhythm.simulate.predict import predict
 
 __all__ = [
+    "CheckpointConfig",
     "Cluster",
+    "DataConfig",
     "Device",
     "DistributedOptimizer",
     "EmulatedCompute",
+    "FitResult",
     "GroupSync",
+    "LayerSplit",
     "ModelProfile",
     "Op",
     "ParameterServer",
@@ -38,6 +45,8 @@ __all__ = [
     "Plan",
     "Scenario",
     "ScheduleSpec",
+    "StepInfo",
+    "SyncConfig",
     "Trainer",
     "UserError",
     "Worker",
@@ -48,10 +57,16 @@ __all__ = [
 
 
 _LAZY = {  # names that need torch, SciPy or Numba: imported at first use
+    "CheckpointConfig": "polyrhythm.run.trainer.config",
+    "DataConfig": "polyrhythm.run.trainer.config",
     "DistributedOptimizer": "polyrhythm.run.decoupled.optimizer",
+    "FitResult": "polyrhythm.run.trainer.trainer",
     "GroupSync": "polyrhythm.run.averaging.group_sync",
+    "LayerSplit": "polyrhythm.run.trainer.layer_split",
     "ParameterServer": "polyrhythm.run.averaging.parameter_server",
     "Pipeline": "polyrhythm.run.pipeline.pipeline",
+    "StepInfo": "polyrhythm.run.trainer.fit_loop",
+    "SyncConfig": "polyrhythm.run.trainer.config",
     "Trainer": "polyrhythm.run.trainer.trainer",
     "make_plan": "polyrhythm.run.make_plan",
     "predict": "polyrhythm.simulate.predict",

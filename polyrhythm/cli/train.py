@@ -134,7 +134,7 @@ class TrainCommand:
             raise LaunchError(
                 f"{self.script} has ended without training",
                 expected="a script that makes a polyrhythm.Trainer and calls its fit",
-                fix="call trainer.fit(steps=...); or start it with python, if it does not train",
+                fix="call trainer.fit(max_steps=...); or start it with python if it does not train",
             )
 
     def _program(self) -> list[str]:

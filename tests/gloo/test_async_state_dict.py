@@ -17,6 +17,7 @@ from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.process_groups import abort
 from polyrhythm.run.decoupled import optimizer as decoupled
 from polyrhythm.run.decoupled.communicator import GatherFuture
+from polyrhythm.run.trainer.config import CheckpointConfig
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.decoupled import stack, train_steps, wrap_optimizer
 from tests.gloo.pipelines import run_stages
@@ -117,20 +118,19 @@ def test_training_continues_during_async_checkpoint(tmp_path: Path) -> None:
                 batch_size=24,
                 microbatch_size=2,
                 sync="decoupled",
-                run=tmp_path / "run",
-                checkpoint_every=saved,
-                keep=9,
+                run_dir=tmp_path / "run",
+                checkpoint=CheckpointConfig(every=saved, keep_last=9),
                 timeout=20.0,
                 **more,
             )
 
         with trainer(callbacks=[release_gather]) as first:
             delay_gather(may_gather)
-            losses = list(first.fit(steps=num_steps).losses)
+            losses = list(first.fit(max_steps=num_steps).losses)
         path = tmp_path / "run" / "checkpoints" / f"step-{saved:08}"
         with trainer() as second:
             second.restore(path)
-            again = list(second.fit(steps=num_steps).losses)
+            again = list(second.fit(max_steps=num_steps).losses)
         return losses[saved:], again
 
     for losses, again in run_job(2, work, tmp_path / "job"):

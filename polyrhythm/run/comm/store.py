@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import msgspec
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from polyrhythm.types import Seconds
 _logger = logging.getLogger(__name__)
 
 PROCESS_NAME = "the process of rank {}".format  # names a rank in errors
+_STORE = "the process that serves the job's store"
 MAX_TIMEOUTS = 30  # for a function on the leader: then its heartbeats stop, as it may wait for ever
 WARN_AFTER: Seconds = 10.0  # a waiting process warns; the next time after ten times as long
 _POLL: Seconds = 0.002  # initially; doubled up to _LONGEST_POLL
@@ -44,6 +45,7 @@ class StoreBackend(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
     def add(self, key: str, amount: int, /) -> int: ...
+    def compare_set(self, key: str, expected: str, desired: bytes, /) -> bytes: ...
     def delete_key(self, key: str, /) -> bool: ...
     def clone(self) -> Self: ...
 
@@ -79,30 +81,49 @@ class JobStore:
         *,
         timeout: Seconds,
         name_of: Callable[[int], str] = PROCESS_NAME,
+        check: Callable[[], None] | None = None,
     ) -> None:
-        """`timeout` bounds every wait; `name_of` names a rank in errors."""
+        """`timeout` bounds every wait; `name_of` names a rank in errors.
+
+        `check` is called repeatedly during a wait, and may raise an error to end it.
+        """
         self.rank, self.timeout, self.name_of = rank, timeout, name_of
-        self._backend = backend
+        self._backend, self._check = backend, check
 
     def broadcast_object(
         self, name: str, value: Any, members: Members, *, as_type: Any = None
     ) -> Any:
         """Return the leader's `value` on every member."""
         if self.rank == members.leader:
-            self._publish(name, _Answer(encode(value, as_type, name)), members)
+            self.publish(name, value, members, as_type=as_type)
             return value
-        return self._receive(name, members.leader, members, as_type)
+        return self.receive(name, members.leader, members, as_type=as_type)
 
     def all_gather_object(
         self, name: str, value: Any, members: Members, *, as_type: Any = None
     ) -> list[Any]:
         """Return the values of all members, in their order."""
-        self._publish(name, _Answer(encode(value, as_type, name)), members)
-        return [self._receive(name, rank, members, as_type) for rank in members.ranks]
+        self.publish(name, value, members, as_type=as_type)
+        return [
+            value if rank == self.rank else self.receive(name, rank, members, as_type=as_type)
+            for rank in members.ranks
+        ]
 
     def barrier(self, name: str, members: Members) -> None:
         """Wait until every member has called it."""
         self.all_gather_object(name, None, members)
+
+    def set_once(self, name: str, value: Any, members: Members) -> Any:
+        """Return the value of the first member that calls this; wait for no other member."""
+        with peer_errors(_STORE, f"setting {name}"):
+            data = encode(value, None, name)
+            return decode(self._backend.compare_set(f"{members.epoch}/{name}", "", data), None)
+
+    def peek(self, name: str, members: Members) -> Any:
+        """Return the value of `set_once`, or None if no member has called that yet."""
+        key = f"{members.epoch}/{name}"
+        with peer_errors(_STORE, f"reading {name}"):
+            return decode(self._backend.get(key), None) if self._backend.check([key]) else None
 
     def check_consistent(self, name: str, settings: Mapping[str, Any], members: Members) -> None:
         """Reject settings that differ from the leader's; raises LaunchError."""
@@ -128,44 +149,27 @@ class JobStore:
         sends no heartbeat for a timeout.
         """
         if self.rank != members.leader:
-            return self._receive(name, members.leader, members, as_type)
+            return self.receive(name, members.leader, members, as_type=as_type)
         try:
             with self._heartbeats(self._key(name, self.rank, members)):
                 value = function()
-            self._publish(name, _Answer(encode(value, as_type, name)), members)
         except Exception as error:
             self.fail(name, error, members)
             raise
+        self.publish(name, value, members, as_type=as_type)
         return value
 
-    def fail(self, name: str, error: Exception, members: Members) -> None:
-        """Raise an error on the members that wait for this process's value.
+    def publish(self, name: str, value: Any, members: Members, *, as_type: Any = None) -> None:
+        """Publish this process's value; its error reaches the members that wait for the value."""
+        try:
+            answer = _Answer(encode(value, as_type, name))
+        except LaunchError as error:
+            self.fail(name, error, members)
+            raise
+        self._set(name, answer, members)
 
-        Returns when all have read it, or after 10 s: this process may serve the store, and exit.
-        """
-        if isinstance(error, UserError):
-            texts = type(error).__name__, error.wrong, error.expected, error.fix
-        else:
-            me, wrong = self.name_of(self.rank), f"{name}: {type(error).__name__}: {error}"
-            texts = LaunchError.__name__, wrong, f"a result from {me}", f"see the output of {me}"
-        self._publish(name, _Answer(b"", *texts), members)
-        acks, deadline = f"{self._key(name, self.rank, members)}/acks", time.monotonic() + 10
-        while time.monotonic() < deadline and self._backend.add(acks, 0) < len(members.ranks) - 1:
-            time.sleep(_LONGEST_POLL)
-
-    def delete(self, name: str, members: Members) -> None:
-        """Delete this process's value under a name; all members have read it."""
-        self._backend.delete_key(self._key(name, self.rank, members))
-
-    def _key(self, name: str, rank: int, members: Members) -> str:
-        return f"{members.epoch}/{name}/{rank}"
-
-    def _publish(self, name: str, answer: _Answer, members: Members) -> None:
-        with peer_errors("the process that serves the job's store", f"publishing {name}"):
-            self._backend.set(self._key(name, self.rank, members), msgspec.msgpack.encode(answer))
-
-    def _receive(self, name: str, rank: int, members: Members, as_type: Any) -> Any:
-        """Return a member's value; raises its error, or PeerError if it sends nothing."""
+    def receive(self, name: str, rank: int, members: Members, *, as_type: Any = None) -> Any:
+        """Wait for a member's value; raises its error, or PeerError if it publishes nothing."""
         key, peer, action = (
             self._key(name, rank, members),
             self.name_of(rank),
@@ -182,11 +186,43 @@ class JobStore:
             raise kind(answer.wrong, expected=answer.expected, fix=answer.fix)
         return decode(answer.value, as_type)
 
+    def is_published(self, name: str, rank: int, members: Members) -> bool:
+        """Whether `receive` would return at once."""
+        return self._backend.check([self._key(name, rank, members)])
+
+    def fail(self, name: str, error: Exception, members: Members) -> None:
+        """Raise an error on the members that wait for this process's value.
+
+        Returns when all have read it, or after 10 s: this process may serve the store, and exit.
+        """
+        if isinstance(error, UserError):
+            texts = type(error).__name__, error.wrong, error.expected, error.fix
+        else:
+            me, wrong = self.name_of(self.rank), f"{name}: {type(error).__name__}: {error}"
+            texts = LaunchError.__name__, wrong, f"a result from {me}", f"see the output of {me}"
+        self._set(name, _Answer(b"", *texts), members)
+        acks, deadline = f"{self._key(name, self.rank, members)}/acks", time.monotonic() + 10
+        while time.monotonic() < deadline and self._backend.add(acks, 0) < len(members.ranks) - 1:
+            time.sleep(_LONGEST_POLL)
+
+    def delete(self, name: str, members: Members, *, rank: int | None = None) -> None:
+        """Delete a value that nobody will read again, by default this process's."""
+        self._backend.delete_key(self._key(name, self.rank if rank is None else rank, members))
+
+    def _key(self, name: str, rank: int | str, members: Members) -> str:
+        return f"{members.epoch}/{name}/{rank}"
+
+    def _set(self, name: str, answer: _Answer, members: Members) -> None:
+        with peer_errors(_STORE, f"publishing {name}"):
+            self._backend.set(self._key(name, self.rank, members), msgspec.msgpack.encode(answer))
+
     def _wait_for(self, key: str, peer: str, action: str) -> None:
         """Wait for a key until a timeout after its owner's last heartbeat."""
         start, pause, warn_after, num_heartbeats = time.monotonic(), _POLL, WARN_AFTER, 0
         deadline = start + self.timeout
         while not self._backend.check([key]):
+            if self._check is not None:
+                self._check()
             now = time.monotonic()
             if now > deadline - self.timeout / 2:  # few members send heartbeats
                 received = self._backend.add(f"{key}/heartbeats", 0)
@@ -235,11 +271,16 @@ def job_store_backend(prefix: str, timeout: Seconds) -> StoreBackend:
     Each thread needs a connection of its own.
     """
     if not dist.is_initialized():
-        return dist.HashStore()  # type: ignore[attr-defined]  # not in torch's stubs
-    with peer_errors("the process that serves the job's store", "connecting to it"):
+        return prefixed(prefix, dist.HashStore())  # type: ignore[attr-defined]  # no stub
+    with peer_errors(_STORE, "connecting to it"):
         store = _get_default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
     store.set_timeout(timedelta(seconds=timeout))
-    return PrefixStore(prefix, store)
+    return prefixed(prefix, store)
+
+
+def prefixed(prefix: str, store: Any) -> StoreBackend:
+    """Return the part of a store whose keys start with `prefix`."""
+    return cast(StoreBackend, PrefixStore(prefix, store))  # torch's stubs are incomplete
 
 
 def encode(value: Any, as_type: Any, name: str) -> bytes:

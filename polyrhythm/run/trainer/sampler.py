@@ -1,21 +1,88 @@
 """Batch samplers: which samples a pipeline computes in its next step.
 
-In lockstep each pipeline knows its share of a step. Otherwise a pipeline acquires samples when it
-has finished its last ones, so that fast pipelines get more; each sample is used once.
+A step is one global batch: consecutive positions, divided into micro-batches. In lockstep each
+pipeline gets consecutive whole micro-batches, in the order of pipeline numbers, so that the batch
+does not depend on the number of pipelines. Otherwise a pipeline acquires samples when it has
+finished its last ones, so that fast pipelines get more; each sample is used once.
 
 Only the first stage of a pipeline calls the sampler; later stages read the batch header.
 """
 
+import struct
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
+from polyrhythm.errors import PlanError
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.data.prefetch import PredictedRanges, resolved_ranges
-from polyrhythm.run.trainer.batch_shares import GlobalBatch, RemainingSamples, microbatch_ranges
 from polyrhythm.run.trainer.sync_strategy import LOCKSTEP
-from polyrhythm.sync.dispatch import Ranges, SamplerState
+from polyrhythm.sync.dispatch import Range, Ranges, SamplerState
 from polyrhythm.sync.replay import DECOUPLED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatch:
+    """The global batch of each step, divided into micro-batches."""
+
+    size: int  # samples
+    microbatch_size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 1 <= self.microbatch_size <= self.size:
+            raise PlanError(
+                f"a batch of {self.size} samples in micro-batches of {self.microbatch_size}",
+                expected="at least one sample, and micro-batches no larger than the batch",
+                fix="use a larger batch_size, or a smaller microbatch_size",
+            )
+
+    @property
+    def num_microbatches(self) -> int:
+        return -(-self.size // self.microbatch_size)
+
+    def equal_shares(self, num_pipelines: int) -> tuple[int, ...]:
+        """Divide the micro-batches evenly among pipelines, larger shares first."""
+        each, rest = divmod(self.num_microbatches, num_pipelines)
+        if each < 1:
+            raise PlanError(
+                f"{self.num_microbatches} micro-batches for {num_pipelines} pipelines",
+                expected="at least one for each pipeline",
+                fix="use a larger batch_size, a smaller microbatch_size, or fewer pipelines",
+            )
+        return tuple(each + (pipeline < rest) for pipeline in range(num_pipelines))
+
+    def range_of(self, step: int, microbatches: range) -> Range:
+        """Return the positions of consecutive micro-batches of a step."""
+        offset = step * self.size
+        start = offset + min(microbatches.start * self.microbatch_size, self.size)
+        return start, offset + min(microbatches.stop * self.microbatch_size, self.size)
+
+
+def microbatch_ranges(shares: Sequence[int]) -> list[range]:
+    """Return the micro-batches of each pipeline, given the number of each."""
+    return [range(*bounds) for bounds in pairwise(accumulate(shares, initial=0))]
+
+
+class RemainingSamples:
+    """The positions not used yet, renumbered consecutively from the number of used ones."""
+
+    def __init__(self, sampler_state: SamplerState) -> None:
+        self._first = sampler_state.num_used
+        self._returned = sorted((*sampler_state.pool, *sampler_state.outstanding))
+        self._next = sampler_state.next
+
+    def ranges(self, start: int, end: int) -> tuple[Range, ...]:
+        """Return the positions numbered `start` to `end`: returned ones first, then new ones."""
+        found, offset = list[Range](), self._first
+        for low, high in (*self._returned, (self._next, self._next + end)):
+            next_offset = offset + high - low
+            first, last = max(start, offset), min(end, next_offset)
+            if first < last:
+                found.append((low + first - offset, low + last - offset))
+            offset = next_offset
+        return tuple(found)
 
 
 class BatchSlice(NamedTuple):
@@ -191,3 +258,17 @@ def make_sampler(
         return BalancedShareSampler(steps, sync)
     averages_gradients = sync_mode in (DECOUPLED, "all_reduce")
     return FixedShareSampler(steps, shares, pipeline, averages_gradients=averages_gradients)
+
+
+def encode_slice(batch_slice: BatchSlice, next_ranges: Ranges) -> tuple[int, ...]:
+    """Encode a slice, and the next ranges if known, as integers for the batch header."""
+    (weight,) = struct.unpack("<q", struct.pack("<d", batch_slice.weight))
+    bounds = (bound for pair in (*batch_slice.ranges, *next_ranges) for bound in pair)
+    return (batch_slice.step, weight, len(batch_slice.ranges), *bounds)
+
+
+def decode_slice(metadata: tuple[int, ...]) -> tuple[BatchSlice, Ranges]:
+    step, packed_weight, num_ranges, *bounds = metadata
+    (weight,) = struct.unpack("<d", struct.pack("<q", packed_weight))
+    ranges = tuple(zip(bounds[::2], bounds[1::2], strict=True))
+    return BatchSlice(step, ranges[:num_ranges], weight), ranges[num_ranges:]
