@@ -38,7 +38,7 @@ class PreemptionHandler:
         *,
         grace_period: Seconds,
     ) -> None:
-        """`store`: of this object alone, whose threads use it; `first_stages`: by pipeline."""
+        """`store`: of this object alone, a thread of which uses it; `first_stages`: by pipeline."""
         self._store, self._members, self._first_stages = store, members, first_stages
         self._grace_period = grace_period
         self._changed = threading.Condition()
