@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from polyrhythm.cost.sync import Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.measure import device_of
 from polyrhythm.describe.model import ModelProfile
@@ -37,7 +38,7 @@ from polyrhythm.run.trainer.layer_profile import (
 from polyrhythm.run.trainer.rank_assignment import JobProcesses
 from polyrhythm.run.trainer.run_dir import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan
 from polyrhythm.schedule.plan_schedules import PlannedSchedules
-from polyrhythm.sync.replay import DECOUPLED
+from polyrhythm.sync.modes import AUTO_MODES, SyncMode
 from polyrhythm.types import Bytes, Seconds
 
 _logger = logging.getLogger(__name__)
@@ -110,9 +111,11 @@ class AutoPlanner:
     @property
     def _sync(self) -> str:
         """The planner's name of the sync mode."""
-        if self.config.sync in (AUTO, DECOUPLED):
-            return DECOUPLED
-        return "all_reduce" if self.config.sync in ("all_reduce", "balanced") else "groups"
+        sync = self.config.sync
+        mode = SyncMode.named(AUTO_MODES[0] if sync == AUTO else sync)
+        if mode.decoupled:
+            return Sync.DECOUPLED.value
+        return (Sync.ALL_REDUCE if mode.exact else Sync.GROUPS).value
 
     @property
     def _model_name(self) -> str:

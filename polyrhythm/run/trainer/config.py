@@ -16,9 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from polyrhythm.errors import LaunchError
 from polyrhythm.plan.plan import AUTO, Plan
 from polyrhythm.run.trainer.split_spec import SplitSpec
-from polyrhythm.run.trainer.sync_strategy import LOCKSTEP
-from polyrhythm.sync.registry import POLICIES
-from polyrhythm.sync.replay import DECOUPLED
+from polyrhythm.sync.modes import SYNC_MODES
 from polyrhythm.types import Bytes, Seconds
 
 _MUST_MATCH = (
@@ -82,18 +80,19 @@ class TrainerConfig:
                 expected="torch.bfloat16, or None to turn it off",
                 fix="use bfloat16: float16 needs loss scaling, which stages do not agree on",
             )
-        if self.sync_options and self.sync in (AUTO, DECOUPLED):
+        known = (AUTO, *(mode.name for mode in SYNC_MODES.values() if not mode.has_server))
+        if self.sync not in known:
+            near = get_close_matches(self.sync, known, n=1)
+            fix = f"did you mean {near[0]!r}?" if near else "use auto"
+            raise LaunchError(f"sync={self.sync!r}", expected=f"one of {', '.join(known)}", fix=fix)
+        mode = SYNC_MODES.get(self.sync)  # None for auto
+        if self.sync_options and (mode is None or mode.policy is None):
             raise LaunchError(
                 f"sync_options={dict(self.sync_options)} with sync={self.sync!r}",
                 expected="sync_options with a policy",
                 fix="omit sync_options, or name the policy: sync='adaptive'",
             )
-        known = (AUTO, DECOUPLED, *sorted(set(POLICIES) - {"ssp"}))
-        if self.sync not in known:
-            near = get_close_matches(self.sync, known, n=1)
-            fix = f"did you mean {near[0]!r}?" if near else "use auto"
-            raise LaunchError(f"sync={self.sync!r}", expected=f"one of {', '.join(known)}", fix=fix)
-        if self.overlap and self.sync in (AUTO, *LOCKSTEP):
+        if self.overlap and (mode is None or not mode.can_overlap):
             raise LaunchError(
                 f"overlap=True with sync={self.sync!r}",
                 expected="a policy that averages models, such as adaptive; auto overlaps by itself",

@@ -22,14 +22,14 @@ from polyrhythm.run.trainer.rank_assignment import LEADER
 from polyrhythm.run.trainer.sampler import BatchSampler, make_sampler
 from polyrhythm.run.trainer.step_loop import StepEnd, StepLoop
 from polyrhythm.run.trainer.sync_strategy import (
-    LOCKSTEP,
     DecoupledStrategy,
     NoSync,
     make_sync_strategy,
 )
 from polyrhythm.run.trainer.sync_tuner import StepTimeExchange
 from polyrhythm.sync.dispatch import SamplerState
-from polyrhythm.sync.replay import DECOUPLED, GROUPS, JobShape, StepTiming
+from polyrhythm.sync.modes import AUTO_MODES, SyncMode
+from polyrhythm.sync.replay import JobShape, StepTiming
 from polyrhythm.types import Worker
 
 
@@ -76,7 +76,7 @@ class FitLoop:
 
     def run(self) -> None:
         sync = self._context.config.sync
-        sync_mode: str | None = DECOUPLED if sync == AUTO else sync
+        sync_mode: str | None = AUTO_MODES[0] if sync == AUTO else sync
         try:
             while sync_mode is not None:
                 sync_mode = self._train(sync_mode)
@@ -103,7 +103,7 @@ class FitLoop:
         except BaseException:
             strategy.abort()
             raise
-        if sync_mode in GROUPS and decision.sync_mode is not None:
+        if not phase.in_lockstep and decision.sync_mode is not None:
             _broadcast_optimizer_state(progress.optimizer, self._context)
         return decision.sync_mode
 
@@ -183,7 +183,7 @@ class FitLoop:
             strategy.sync if context.pipeline.is_first else None,
         )
         lr_scheduler = self._progress.make_lr_scheduler(context, strategy.optimizer)
-        in_lockstep = sync_mode in LOCKSTEP or strategy.sync is None
+        in_lockstep = SyncMode.named(sync_mode).lockstep or strategy.sync is None
 
         def may_start_step() -> bool:
             return not in_lockstep or context.preemption.may_start_step(self._progress.step)
@@ -239,7 +239,9 @@ class FitLoop:
             self._progress.optimizer,
             config.clip_grad_norm,
             sync_mode=sync_mode,
-            overlap=sync_mode in GROUPS if config.sync == AUTO else config.overlap,
+            overlap=SyncMode.named(sync_mode).can_overlap
+            if config.sync == AUTO
+            else config.overlap,
             options=config.sync_options,
             worker=context.worker,
             num_pipelines=context.num_pipelines,

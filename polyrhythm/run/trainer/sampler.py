@@ -13,9 +13,8 @@ from typing import NamedTuple, Protocol
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.data.prefetch import PredictedRanges, resolved_ranges
 from polyrhythm.run.trainer.batch_shares import GlobalBatch, RemainingSamples, microbatch_ranges
-from polyrhythm.run.trainer.sync_strategy import LOCKSTEP
 from polyrhythm.sync.dispatch import Ranges, SamplerState
-from polyrhythm.sync.replay import DECOUPLED
+from polyrhythm.sync.modes import SyncMode
 
 
 class BatchSlice(NamedTuple):
@@ -182,12 +181,13 @@ def make_sampler(
     sync: GroupSync | None,
 ) -> BatchSampler:
     """Make the sampler of a sync mode; `sync` is the GroupSync of a first stage, else None."""
-    if sync is not None and sync_mode not in LOCKSTEP:
+    mode = SyncMode.named(sync_mode)
+    if sync is not None and not mode.lockstep:
         return DispatchedSampler(
             global_batch, sync, shares[pipeline] * global_batch.microbatch_size
         )
     steps = StepCursor(global_batch, sampler_state, end)
-    if sync is not None and sync_mode == "balanced":
+    if sync is not None and mode.balances_microbatches:
         return BalancedShareSampler(steps, sync)
-    averages_gradients = sync_mode in (DECOUPLED, "all_reduce")
+    averages_gradients = mode.averages == "gradients"
     return FixedShareSampler(steps, shares, pipeline, averages_gradients=averages_gradients)
