@@ -93,7 +93,7 @@ def _release(training: "SyncTraining | None") -> None:
 def _serve_parameters(order: SyncOrder, worker: PoolWorker) -> None:
     """Start before the workers look for their server; serve until the last has left."""
     server = None
-    if order.side.policy == "ssp":
+    if order.side.mode is not None and order.side.mode.has_server:
         server = ParameterServer(
             num_pipelines=order.setting.num_pipelines,
             num_stages=order.setting.num_stages,
@@ -183,7 +183,7 @@ class _Plain(SyncTraining):
     def _steps(self) -> Iterator[bool]:
         setting, weight = self.setting, self.model.weight
         numbers: Iterable[int] = count()
-        if self.side.policy == "static":
+        if self.side.mode is not None and not self.side.mode.has_coordinator:
             # The static schedule does not tell a worker that its partner has left: all workers run
             # the same number of steps, as many as fit into the time if averages took none.
             numbers, self.compute.end = range(math.ceil(setting.length / setting.step)), math.inf
@@ -260,7 +260,8 @@ def _prepared(order: SyncOrder, pool_worker: PoolWorker, group: dist.ProcessGrou
     )
     model = _Stage(setting, side, compute, seed=1000 * setting.scenario.seed + rank)
     is_staged = setting.num_stages > 1
-    kind = _Staged if is_staged else _Balanced if side.policy == "balanced" else _Plain
+    is_balanced = side.mode is not None and side.mode.balances_microbatches
+    kind = _Staged if is_staged else _Balanced if is_balanced else _Plain
     training: SyncTraining = kind(
         setting=setting,
         side=side,

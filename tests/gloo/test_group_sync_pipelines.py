@@ -10,7 +10,7 @@ from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.averaging.parameter_server import ParameterServer
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.sync import registry
+from polyrhythm.sync import modes
 from tests.gloo.pipelines import STAGE_TIMEOUT, random_batch, run_stages, stack_of, step
 from tests.gloo.replicas import TIMEOUT, Point, run_replicas, target_of
 
@@ -38,7 +38,7 @@ def test_pipedream_stages_average_independently(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Stages that wait for each other's groups must end that wait before their pipeline times out.
-    monkeypatch.setattr(registry, "MAX_GROUP_WAIT", STAGE_TIMEOUT / 10)
+    monkeypatch.setattr(modes, "MAX_GROUP_WAIT", STAGE_TIMEOUT / 10)
 
     def work(ctx: DistContext) -> tuple[str, int, torch.Tensor]:
         options = {"schedule": "1f1b", "flush": False, "num_microbatches": 1}

@@ -40,9 +40,9 @@ def check_worker(setup: Setup, worker: Worker) -> None:
         return  # Rendezvous refuses that
     num_workers, world = len(setup.workers), dist.get_world_size()
     plan = f"{setup.num_stages} x {setup.num_pipelines}" if setup.num_stages > 1 else num_workers
-    if setup.policy == "ssp" and world <= num_workers:
+    if setup.mode.has_server and world <= num_workers:
         raise PolicyError(
-            f"ssp with {plan} workers in a job of {world} processes",
+            f"{setup.policy} with {plan} workers in a job of {world} processes",
             expected="one more process, on the last rank, which is the parameter server",
             fix=f"start {num_workers + 1} processes; on rank {num_workers} call "
             f"ParameterServer(num_pipelines={setup.num_pipelines}).serve() instead of training",
@@ -73,21 +73,15 @@ def check_options(
     check_overlap(setup, overlap, decoupled)
     if decoupled:
         _check_decoupled(setup)
-    if outer is not None and setup.policy != "local":
+    if outer is not None and not setup.mode.has_outer_optimizer:
         raise PolicyError(
             f"an outer optimizer under {setup.policy}",
             expected="the policy local",
             fix="omit outer, or use policy='local'",
         )
-    if setup.policy == "balanced" and setup.steps_between > 1:
+    if coordinator is not None and not setup.mode.has_coordinator:
         raise PolicyError(
-            f"every={setup.steps_between} under balanced",
-            expected="every=1: the gradients of each step are averaged",
-            fix="use a larger batch of more micro-batches instead",
-        )
-    if coordinator is not None and setup.policy == "static":
-        raise PolicyError(
-            f"coordinator={coordinator!r} under static",
+            f"coordinator={coordinator!r} under {setup.policy}",
             expected="no coordinator: a fixed rule forms the groups",
             fix="omit coordinator, or use a policy with a scheduler, such as adaptive",
         )
@@ -109,16 +103,16 @@ def check_flush(model: object, decoupled: bool) -> None:
 
 
 def _check_decoupled(setup: Setup) -> None:
-    if setup.averages_gradients:
+    if setup.mode.averages == "gradients":
         raise PolicyError(
             f"decoupled=True under {setup.policy}",
             expected=f"a policy that averages models; {setup.policy} averages gradients",
             fix="use polyrhythm.DistributedOptimizer, which decouples the gradients' all-reduce",
         )
-    if setup.why_not_decoupled is not None:
+    if not setup.mode.can_decouple:
         raise PolicyError(
             f"decoupled=True under {setup.policy}",
-            expected=f"a policy whose averages can be split; {setup.why_not_decoupled}",
+            expected=f"a policy whose averages can be split; {setup.mode.why_not_decoupled}",
             fix="use age or adaptive, or decoupled=False",
         )
 
@@ -130,7 +124,7 @@ def check_overlap(setup: Setup, overlap: bool, decoupled: bool) -> None:
             expected="one of them: with overlap no worker waits for an average or a part of it",
             fix="use decoupled=True for exact copies, or overlap=True to hide slow groups",
         )
-    if overlap and not setup.can_overlap:
+    if overlap and not setup.mode.can_overlap:
         raise PolicyError(
             f"overlap under {setup.policy}",
             expected="a policy that averages models in groups of the scheduler",

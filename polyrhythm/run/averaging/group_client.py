@@ -68,7 +68,7 @@ class GroupClient:
             self._averager = Averager(
                 rendezvous.connections,
                 self._send,
-                answers_while_computing=rendezvous.setup.policy == "pairwise",
+                answers_while_computing=rendezvous.setup.mode.answers_while_computing,
                 decoupled=decoupled,
                 log=log,
             )

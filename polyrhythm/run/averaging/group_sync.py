@@ -48,6 +48,7 @@ from polyrhythm.run.averaging.rendezvous import Rendezvous, check_timeout, next_
 from polyrhythm.run.coordinator.sample_requests import SampleFuture
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.dispatch import Ranges, SamplerState
+from polyrhythm.sync.modes import SYNC_MODES
 from polyrhythm.sync.policies.local import OuterNesterov
 from polyrhythm.sync.setup import Setup
 from polyrhythm.sync.timeouts import Limits
@@ -139,7 +140,7 @@ class GroupSync:
         self._client: GroupClient | None = None
         try:
             self._wait_for_equal_replicas()
-            if setup.policy == "static":
+            if not setup.mode.has_coordinator:
                 self._strategy: _Strategy = StaticAveraging(
                     self._model, self._rendezvous, node=node or socket.gethostname()
                 )
@@ -330,7 +331,8 @@ def _make_setup(
         worker = Worker(model.stage, pipeline)
     num_stages = num_stages or 1
     if num_pipelines is None:  # the parameter server is not a replica
-        num_training = world - (policy_args["policy"] == "ssp")
+        mode = SYNC_MODES.get(policy_args["policy"])  # Setup refuses unknown names
+        num_training = world - (mode is not None and mode.has_server)
         num_pipelines = max(num_training // num_stages, 1)
     setup = Setup(num_stages=num_stages, num_pipelines=num_pipelines, **policy_args)
     return setup, worker or Worker(0, rank)
@@ -344,20 +346,20 @@ def _make_strategy(
     outer: OuterNesterov | None,
     pipeline: Pipeline | None,
 ) -> GradientAveraging | ModelAveraging | ServerAveraging:
-    setup = rendezvous.setup
-    if setup.policy == "ssp":
+    setup, mode = rendezvous.setup, rendezvous.setup.mode
+    if mode.has_server:
         return ServerAveraging(model, client, rendezvous)
-    if setup.policy == "balanced":
+    if mode.balances_microbatches:
         later_stage = None if pipeline is None or pipeline.is_first else pipeline
         return BalancedGradientAveraging(model, client, setup.num_pipelines, later_stage)
-    if setup.averages_gradients:
+    if mode.averages == "gradients":
         return GradientAveraging(model, client)
     if model.decoupled:
         return DecoupledModelAveraging(model, client, rendezvous)
-    if setup.policy == "local" and outer is None:
+    if mode.has_outer_optimizer and outer is None:
         outer = OuterNesterov()
     return ModelAveraging(model, client, setup, overlap=overlap, outer=outer)
 
 
 def _averages_models_at_each_step(setup: Setup) -> bool:
-    return setup.steps_between == 1 and setup.policy not in ("all_reduce", "balanced", "ssp")
+    return setup.steps_between == 1 and setup.mode.averages == "model"

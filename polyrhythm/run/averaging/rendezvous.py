@@ -37,7 +37,7 @@ from polyrhythm.types import Seconds, Worker
 
 # Rendezvous are numbered in the order of creation, which is the same in all processes. A parameter
 # server takes part only in those of ssp.
-_numbers: dict[str, Iterator[int]] = {"workers": count(), "ssp": count()}
+_numbers: dict[str, Iterator[int]] = {"workers": count(), "servers": count()}
 _STARTUP_FACTOR = 1.1  # times the timeout: by then every waiting worker has timed out
 _POLL: Seconds = 0.002  # initially; doubled up to _LONGEST_POLL
 _LONGEST_POLL: Seconds = 0.05
@@ -53,7 +53,7 @@ _logger = logging.getLogger(__name__)
 
 def next_name(setup: Setup) -> str:
     """Return the default name of the next rendezvous, equal in all processes."""
-    kind = "ssp" if setup.policy == "ssp" else "workers"
+    kind = "servers" if setup.mode.has_server else "workers"
     return f"{kind}{next(_numbers[kind])}"
 
 
@@ -99,7 +99,7 @@ class Rendezvous:
     def wait_for_all(self) -> None:
         """Wait until all workers, and under ssp the parameter servers, are present."""
         expected = {worker: str(worker) for worker in self.setup.workers}
-        if self.setup.policy == "ssp":
+        if self.setup.mode.has_server:
             servers = [
                 server_worker(stage, self.setup.num_pipelines)
                 for stage in range(self.setup.num_stages)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from polyrhythm.cost.sync import Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.measure import device_of
 from polyrhythm.describe.model import ModelProfile
@@ -40,7 +41,6 @@ from polyrhythm.run.trainer.rank_assignment import JobProcesses
 from polyrhythm.run.trainer.run_dir import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan
 from polyrhythm.run.trainer.sampler import GlobalBatch
 from polyrhythm.schedule.plan_schedules import PlannedSchedules
-from polyrhythm.sync.replay import DECOUPLED
 from polyrhythm.types import Bytes, Seconds
 
 _logger = logging.getLogger(__name__)
@@ -180,9 +180,10 @@ class AutoPlanner:
     @property
     def _sync(self) -> str:
         """The planner's name of the sync mode."""
-        if self.config.sync.mode in (AUTO, DECOUPLED):
-            return DECOUPLED
-        return "all_reduce" if self.config.sync.mode in ("all_reduce", "balanced") else "groups"
+        mode = self.config.sync.first_mode
+        if mode.decoupled:
+            return Sync.DECOUPLED.value
+        return (Sync.ALL_REDUCE if mode.exact else Sync.GROUPS).value
 
     @property
     def _model_name(self) -> str:

@@ -16,9 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from polyrhythm.errors import LaunchError
 from polyrhythm.plan.plan import AUTO, Plan
 from polyrhythm.run.trainer.layer_split import LayerSplit
-from polyrhythm.run.trainer.sync_strategy import LOCKSTEP
-from polyrhythm.sync.registry import POLICIES
-from polyrhythm.sync.replay import DECOUPLED
+from polyrhythm.sync.modes import AUTO_MODES, SYNC_MODES, SyncMode
 from polyrhythm.types import Bytes, Seconds
 
 
@@ -67,23 +65,28 @@ class SyncConfig:
     options: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        known = (AUTO, DECOUPLED, *sorted(set(POLICIES) - {"ssp"}))
+        known = (AUTO, *(mode.name for mode in SYNC_MODES.values() if not mode.has_server))
         if self.mode not in known:
             near = get_close_matches(str(self.mode), known, n=1)
             fix = f"did you mean {near[0]!r}?" if near else "use auto"
             raise LaunchError(f"sync={self.mode!r}", expected=f"one of {', '.join(known)}", fix=fix)
-        if self.options and self.mode in (AUTO, DECOUPLED):
+        if self.options and (self.mode == AUTO or self.first_mode.policy is None):
             raise LaunchError(
                 f"options={dict(self.options)} with sync={self.mode!r}",
                 expected="options with a policy",
                 fix="omit them, or name the policy: SyncConfig('adaptive', options=...)",
             )
-        if self.overlap and self.mode in (AUTO, *LOCKSTEP):
+        if self.overlap and (self.mode == AUTO or not self.first_mode.can_overlap):
             raise LaunchError(
                 f"overlap=True with sync={self.mode!r}",
                 expected="a policy that averages models, such as adaptive; auto overlaps by itself",
                 fix="omit overlap, or use SyncConfig('adaptive', overlap=True)",
             )
+
+    @property
+    def first_mode(self) -> SyncMode:
+        """The mode in which training starts; under auto it may change."""
+        return SyncMode.named(AUTO_MODES[0] if self.mode == AUTO else self.mode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

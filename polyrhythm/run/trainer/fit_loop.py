@@ -41,15 +41,11 @@ from polyrhythm.run.trainer.sampler import (
     encode_slice,
     make_sampler,
 )
-from polyrhythm.run.trainer.sync_strategy import (
-    LOCKSTEP,
-    DecoupledStrategy,
-    NoSync,
-    make_sync_strategy,
-)
+from polyrhythm.run.trainer.sync_strategy import DecoupledStrategy, NoSync, make_sync_strategy
 from polyrhythm.run.trainer.sync_tuner import StepTimeExchange
 from polyrhythm.sync.dispatch import SamplerState
-from polyrhythm.sync.replay import DECOUPLED, GROUPS, JobShape, StepTiming
+from polyrhythm.sync.modes import SyncMode
+from polyrhythm.sync.replay import JobShape, StepTiming
 from polyrhythm.types import Seconds, Worker
 
 _MIN_COMPUTE: Seconds = 1e-6  # clock differences may yield 0 or less
@@ -157,11 +153,10 @@ class FitLoop:
         self.is_stopped = False  # by a preemption notice
 
     def run(self) -> None:
-        sync = self.context.config.sync.mode
-        sync_mode: str | None = DECOUPLED if sync == AUTO else sync
+        name: str | None = self.context.config.sync.first_mode.name
         try:
-            while sync_mode is not None:
-                sync_mode = self._train(sync_mode)
+            while name is not None:
+                name = self._train(SyncMode.named(name))
         finally:
             self.prefetcher.close()
 
@@ -169,13 +164,13 @@ class FitLoop:
     def end_of_samples(self) -> int:
         return self.num_steps * self.context.global_batch.size
 
-    def _train(self, sync_mode: str) -> str | None:
+    def _train(self, mode: SyncMode) -> str | None:
         """Train one phase and return the sync mode of the next; None ends the fit."""
         if self.exchange is not None:
-            self.exchange.begin(sync_mode, self.progress.step)
-        strategy = self._make_strategy(sync_mode)
+            self.exchange.begin(mode.name, self.progress.step)
+        strategy = self._make_strategy(mode)
         try:
-            phase = Phase(self, sync_mode, strategy)
+            phase = Phase(self, mode, strategy)
             decision = self._in_lockstep(phase) if phase.in_lockstep else self._in_groups(phase)
             progress = self.progress
             progress.sampler_state = decision.sampler_state
@@ -189,7 +184,7 @@ class FitLoop:
         except BaseException:
             strategy.abort()
             raise
-        if sync_mode in GROUPS and decision.sync_mode is not None:
+        if not phase.in_lockstep and decision.sync_mode is not None:
             _broadcast_optimizer_state(progress.optimizer, self.context)
         return decision.sync_mode
 
@@ -205,7 +200,7 @@ class FitLoop:
             if self.context.pipeline.is_first:
                 self.exchange.publish()
             decision = self._decide(lambda: self._after_window(phase))
-            if decision.sync_mode != phase.sync_mode:
+            if decision.sync_mode != phase.mode.name:
                 phase.strategy.average_all()
                 return decision
 
@@ -234,7 +229,7 @@ class FitLoop:
         decision = self.exchange.after_window(self.progress.step)
         is_over = sampler_state.num_used >= self.end_of_samples
         return SyncDecision(
-            sync_mode=phase.sync_mode if is_over else decision.sync_mode,
+            sync_mode=phase.mode.name if is_over else decision.sync_mode,
             sampler_state=sampler_state,
         )
 
@@ -251,14 +246,14 @@ class FitLoop:
             is_preempted=self.context.preemption.is_stop_requested,
         )
 
-    def _make_strategy(self, sync_mode: str) -> NoSync:
+    def _make_strategy(self, mode: SyncMode) -> NoSync:
         context, config = self.context, self.context.config
         return make_sync_strategy(
             context.pipeline,
             self.progress.optimizer,
             config.clip_grad_norm,
-            sync_mode=sync_mode,
-            overlap=sync_mode in GROUPS if config.sync.mode == AUTO else config.sync.overlap,
+            mode=mode,
+            overlap=mode.can_overlap if config.sync.mode == AUTO else config.sync.overlap,
             options=config.sync.options,
             worker=context.worker,
             num_pipelines=context.num_pipelines,
@@ -285,12 +280,12 @@ class FitLoop:
 class Phase:
     """The steps of one worker in one sync mode."""
 
-    def __init__(self, fit: FitLoop, sync_mode: str, strategy: NoSync) -> None:
+    def __init__(self, fit: FitLoop, mode: SyncMode, strategy: NoSync) -> None:
         context, progress = fit.context, fit.progress
         self._fit, self._context, self._progress = fit, context, progress
-        self.sync_mode, self.strategy = sync_mode, strategy
+        self.mode, self.strategy = mode, strategy
         self.sampler = make_sampler(
-            sync_mode,
+            mode,
             context.global_batch,
             context.shares,
             context.worker.pipeline,
@@ -299,7 +294,7 @@ class Phase:
             strategy.sync if context.pipeline.is_first else None,
         )
         self._lr_scheduler = progress.make_lr_scheduler(context.config, strategy.optimizer)
-        self.in_lockstep = sync_mode in LOCKSTEP or strategy.sync is None
+        self.in_lockstep = mode.lockstep or strategy.sync is None
         self.is_over = False
         self.next_sync_mode: str | None = None  # in groups, on rank 0: the mode to switch to
         self._has_ended_samples = False  # in groups, on rank 0

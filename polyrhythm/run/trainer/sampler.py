@@ -18,9 +18,8 @@ from typing import NamedTuple, Protocol
 from polyrhythm.errors import PlanError
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.data.prefetch import PredictedRanges, resolved_ranges
-from polyrhythm.run.trainer.sync_strategy import LOCKSTEP
 from polyrhythm.sync.dispatch import Range, Ranges, SamplerState
-from polyrhythm.sync.replay import DECOUPLED
+from polyrhythm.sync.modes import SyncMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +239,7 @@ class DispatchedSampler:
 
 
 def make_sampler(
-    sync_mode: str,
+    mode: SyncMode,
     global_batch: GlobalBatch,
     shares: Sequence[int],
     pipeline: int,
@@ -249,14 +248,14 @@ def make_sampler(
     sync: GroupSync | None,
 ) -> BatchSampler:
     """Make the sampler of a sync mode; `sync` is the GroupSync of a first stage, else None."""
-    if sync is not None and sync_mode not in LOCKSTEP:
+    if sync is not None and not mode.lockstep:
         return DispatchedSampler(
             global_batch, sync, shares[pipeline] * global_batch.microbatch_size
         )
     steps = StepCursor(global_batch, sampler_state, end)
-    if sync is not None and sync_mode == "balanced":
+    if sync is not None and mode.balances_microbatches:
         return BalancedShareSampler(steps, sync)
-    averages_gradients = sync_mode in (DECOUPLED, "all_reduce")
+    averages_gradients = mode.averages == "gradients"
     return FixedShareSampler(steps, shares, pipeline, averages_gradients=averages_gradients)
 
 

@@ -15,11 +15,8 @@ from polyrhythm.run.decoupled.communicator import GatherFuture
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.dispatch import SamplerState
-from polyrhythm.sync.replay import DECOUPLED
+from polyrhythm.sync.modes import SyncMode
 from polyrhythm.types import Seconds, Worker
-
-# Sync modes in which all pipelines run the same number of steps.
-LOCKSTEP = frozenset({"all_reduce", "balanced", "static", DECOUPLED})
 
 
 class NoSync:
@@ -163,7 +160,7 @@ def make_sync_strategy(
     optimizer: Optimizer,
     clip: float | None,
     *,
-    sync_mode: str,
+    mode: SyncMode,
     overlap: bool,
     options: Mapping[str, object],
     worker: Worker,
@@ -175,21 +172,21 @@ def make_sync_strategy(
     """Make the strategy of a sync mode: `decoupled`, or a policy."""
     if num_pipelines == 1:
         return NoSync(pipeline, optimizer, clip)
-    if sync_mode == DECOUPLED:
+    if mode.decoupled:
         return DecoupledStrategy(
             pipeline, optimizer, clip, num_pipelines=num_pipelines, timeout=timeout
         )
     sync = GroupSync(
         pipeline,
         optimizer,
-        sync_mode,
+        mode.name,
         overlap=overlap,
         options=options,
         worker=worker,
         num_pipelines=num_pipelines,
         seed=seed,
         timeout=timeout,
-        sampler_state=None if sync_mode in LOCKSTEP else sampler_state,
+        sampler_state=None if mode.lockstep else sampler_state,
     )
-    num_averaged = num_pipelines if sync_mode in ("all_reduce", "balanced") else 1
+    num_averaged = num_pipelines if mode.exact else 1
     return GroupSyncStrategy(pipeline, optimizer, clip, sync, num_averaged=num_averaged)
