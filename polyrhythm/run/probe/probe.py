@@ -21,9 +21,8 @@ from polyrhythm.describe.pairs import disjoint_rounds, round_robin_pairs
 from polyrhythm.describe.sample import Sample
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.machine import usable_memory
-from polyrhythm.run.probe.channel import PeerChannel
 from polyrhythm.run.probe.effort import ProbeEffort
-from polyrhythm.run.probe.link import as_source, as_target
+from polyrhythm.run.probe.link import PeerChannel, as_source, as_target
 from polyrhythm.types import Bytes, Seconds
 
 _JOIN_TIMEOUT: Seconds = 30.0
