@@ -10,8 +10,8 @@ import torch
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.pipeline import clocks
 from polyrhythm.run.pipeline.clocks import ClockOffset, measure_offsets
-from polyrhythm.run.pipeline.connections import Connections
 from polyrhythm.run.pipeline.partition import linear_wiring
+from polyrhythm.run.pipeline.transport import Connections
 
 NUM_STAGES = 4
 ROUNDS = 5

@@ -16,9 +16,8 @@ from polyrhythm.errors import PeerError
 from polyrhythm.processes import PEER_LOST, wait_for_all
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.pipeline import autotune
-from polyrhythm.run.pipeline.message import MessageLayout
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.run.pipeline.transport import Inbox, Outbox
+from polyrhythm.run.pipeline.transport import Inbox, MessageLayout, Outbox
 from polyrhythm.types import Action, Op
 from tests.gloo.transport_peers import receive_and_check, route, send, signal_peer, wait_for_peer
 from tests.grids import long_except

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from polyrhythm.errors import ScheduleError, WorkerError
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.pipeline.connections import Connections
-from polyrhythm.run.pipeline.microbatches import kind_of
+from polyrhythm.run.pipeline.batch import kind_of
 from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.run.pipeline.transport import Connections
 from tests.gloo.pipelines import (
     assert_close,
     random_batch,

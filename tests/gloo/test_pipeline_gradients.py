@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.pipeline.microbatches import sizes_by_number
+from polyrhythm.run.pipeline.batch import sizes_by_number
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from tests.gloo.pipelines import (
     assert_close,

@@ -21,9 +21,9 @@ from polyrhythm.cost.pipeline import LinkTimes, MessageTiming, PipelineTimes, bu
 from polyrhythm.events import EventLog
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import all_gather
+from polyrhythm.run.pipeline.batch import BatchHeader, MicrobatchKind
 from polyrhythm.run.pipeline.clocks import ClockOffset, clock_offsets, measure_offsets
-from polyrhythm.run.pipeline.connections import BatchHeader, Connections
-from polyrhythm.run.pipeline.transport import MicrobatchKind, Transfer
+from polyrhythm.run.pipeline.transport import Connections, Transfer
 from polyrhythm.schedule.candidates import ScheduleCandidate
 from polyrhythm.schedule.tuner import ScheduleTuner
 from polyrhythm.types import Bytes, Op, Seconds

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import receive, send
-from polyrhythm.run.pipeline.connections import Connections
+from polyrhythm.run.pipeline.transport import Connections
 from polyrhythm.types import Seconds
 
 _NUM_PINGS = 3

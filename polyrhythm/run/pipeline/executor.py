@@ -2,23 +2,22 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from polyrhythm.errors import ScheduleError
 from polyrhythm.events import EventLog
-from polyrhythm.run.pipeline.batch import Batch
-from polyrhythm.run.pipeline.connections import BatchHeader, Connections
-from polyrhythm.run.pipeline.message import MessageLayout
-from polyrhythm.run.pipeline.microbatches import tensors_of
+from polyrhythm.run.pipeline.batch import Batch, BatchHeader, MicrobatchKind
 from polyrhythm.run.pipeline.partition import Wiring
 from polyrhythm.run.pipeline.stage import MAX_TIMINGS, StageCompute
-from polyrhythm.run.pipeline.transport import Inbox, MicrobatchKind, Transfer
+from polyrhythm.run.pipeline.transport import Connections, Inbox, MessageLayout, Transfer
 from polyrhythm.types import Action, Op, Seconds
 
 
@@ -88,7 +87,7 @@ class Executor:
             )
         else:
             returned = self.stage.forward(kind, inputs, keywords)
-            outputs = tensors_of(returned, stage=self.stage.stage)
+            outputs = _tensors_of(returned, stage=self.stage.stage)
             self._send_outputs(action, kind, outputs, training=batch.header.training)
         if batch.header.training:
             self.stage.save_for_backward(m, inputs, outputs)
@@ -214,3 +213,32 @@ class Executor:
         device = self.stage.device
         to_gpu = device.type == "cuda"  # a non-blocking copy to the host could be read too early
         return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=to_gpu), arguments)
+
+
+def _tensors_of(returned: object, *, stage: int) -> tuple[Tensor, ...]:
+    """Return the outputs of a stage as a tuple of tensors; refuse other objects."""
+    outputs = returned if isinstance(returned, tuple | list) else (returned,)
+    if outputs and all(isinstance(x, Tensor) and _is_plain(x) for x in outputs):
+        return tuple(outputs)
+    if isinstance(returned, Mapping):
+        shown = f"{type(returned).__name__} with {', '.join(map(str, returned))}"
+    elif isinstance(returned, tuple | list):
+        shown = f"{type(returned).__name__} of {', '.join(map(_shown, returned)) or 'nothing'}"
+    else:
+        shown = _shown(returned)
+    raise ScheduleError(
+        f"stage {stage} returned a {shown}",
+        expected="a tensor, or a tuple of tensors, to send to the next stage; each dense and local",
+        fix="return only tensors from the stage's module, and keep the rest in the module; "
+        "for a DTensor return x.to_local() or x.full_tensor(), for a sparse tensor x.to_dense()",
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not isinstance(tensor, DTensor)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Tensor) and value.layout != torch.strided:
+        return f"{value.layout} tensor"
+    return type(value).__name__

@@ -9,8 +9,7 @@ from torch import nn
 
 from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.run.pipeline.autotune import ScheduleAutotuner
-from polyrhythm.run.pipeline.batch import Batch
-from polyrhythm.run.pipeline.connections import BatchHeader
+from polyrhythm.run.pipeline.batch import Batch, BatchHeader
 from polyrhythm.run.pipeline.executor import Executor
 from polyrhythm.run.pipeline.gradients import TiedGradients
 from polyrhythm.run.pipeline.wrappers import ShardedModules, check_module

@@ -11,8 +11,8 @@ from torch.nn.parameter import Parameter
 
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import all_reduce, receive, send
-from polyrhythm.run.pipeline.connections import Connections
 from polyrhythm.run.pipeline.partition import TiedParameter
+from polyrhythm.run.pipeline.transport import Connections
 from polyrhythm.run.pipeline.wrappers import local
 
 _TAG = 2**22 + 2  # differs from the tags of batch headers and clocks

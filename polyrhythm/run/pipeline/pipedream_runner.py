@@ -21,8 +21,7 @@ from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
 
 from polyrhythm.errors import ScheduleError
-from polyrhythm.run.pipeline.batch import Batch
-from polyrhythm.run.pipeline.connections import BatchHeader
+from polyrhythm.run.pipeline.batch import Batch, BatchHeader
 from polyrhythm.run.pipeline.executor import Executor
 from polyrhythm.run.pipeline.partition import TiedParameter
 from polyrhythm.types import Action, Op

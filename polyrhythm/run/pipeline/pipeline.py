@@ -19,13 +19,18 @@ from polyrhythm.errors import ScheduleError
 from polyrhythm.events import EventLog, worker_log
 from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.run.pipeline.autotune import ScheduleAutotuner, StageLimits
-from polyrhythm.run.pipeline.batch import Batch, BatchSplitter, StepInputs
+from polyrhythm.run.pipeline.batch import (
+    END_OF_DATA,
+    Batch,
+    BatchHeader,
+    BatchSplitter,
+    StepInputs,
+    join_outputs,
+)
 from polyrhythm.run.pipeline.clocks import clock_offsets, measure_offsets
-from polyrhythm.run.pipeline.connections import END_OF_DATA, BatchHeader, Connections, stage_ranks
 from polyrhythm.run.pipeline.executor import Executor
 from polyrhythm.run.pipeline.flush_runner import FlushRunner
 from polyrhythm.run.pipeline.gradients import TiedGradients, clip_grad_norm, norm_over_stages
-from polyrhythm.run.pipeline.microbatches import join_outputs
 from polyrhythm.run.pipeline.options import PipelineOptions
 from polyrhythm.run.pipeline.partition import (
     ModelPartition,
@@ -35,6 +40,7 @@ from polyrhythm.run.pipeline.partition import (
 )
 from polyrhythm.run.pipeline.pipedream_runner import PipeDreamRunner, check_untied
 from polyrhythm.run.pipeline.stage import StageCompute, module_device
+from polyrhythm.run.pipeline.transport import Connections, stage_ranks
 from polyrhythm.run.pipeline.wrappers import check_module
 from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
