@@ -18,8 +18,8 @@ from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.errors import WorkerError
 from polyrhythm.events import EventLog, read_run, worker_log
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.pipeline.executor import MAX_TIMINGS
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.run.pipeline.stage import MAX_TIMINGS
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Worker
 from tests.gloo.pipelines import (

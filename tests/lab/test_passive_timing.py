@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from polyrhythm.lab.lab import Lab
 from polyrhythm.run.pipeline import autotune
-from polyrhythm.run.pipeline.clocks import measure_offsets
+from polyrhythm.run.pipeline.autotune import measure_offsets
 from polyrhythm.run.pipeline.executor import Executor
 from polyrhythm.run.pipeline.partition import linear_wiring
 from polyrhythm.run.pipeline.pipeline import Pipeline

@@ -3,6 +3,10 @@
 Every few steps the stages all-gather their measurements: the times of forwards and backwards, and
 how long received messages occupied each link. All stages then have the same numbers, and each one's
 tuner comes to the same decision, which takes effect with the next step.
+
+Clock offset and latency between neighbouring stages are measured by a few pings. As in NTP, the
+quickest of several round trips is the least disturbed, and its middle is taken as the time at which
+the other clock was read. Clocks drift, so the measurement is repeated.
 """
 
 import math
@@ -14,15 +18,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from polyrhythm.cost.memory import MemoryBudget, StageMemory
 from polyrhythm.cost.pipeline import LinkTimes, MessageTiming, PipelineTimes, busy_times
 from polyrhythm.events import EventLog
 from polyrhythm.run.comm.peer_errors import peer_errors
-from polyrhythm.run.comm.process_groups import all_gather
+from polyrhythm.run.comm.process_groups import all_gather, receive, send
 from polyrhythm.run.pipeline.batch import BatchHeader, MicrobatchKind
-from polyrhythm.run.pipeline.clocks import ClockOffset, clock_offsets, measure_offsets
 from polyrhythm.run.pipeline.transport import Connections, Transfer
 from polyrhythm.schedule.candidates import ScheduleCandidate
 from polyrhythm.schedule.tuner import ScheduleTuner
@@ -34,6 +37,8 @@ _TRIAL_STEPS = 2  # steps with a new micro-batch size
 _RECEIVE_WINDOW = 8  # messages received and not used yet, of both directions
 _NO_LIMIT = 2**53  # more than any memory, and exact as a float
 _STEADY_SHARE = 0.02  # of a forward and a backward: transfers that vary less count as constant
+_NUM_PINGS = 3
+_PING_TAG = 2**21  # above the tags of batch headers
 _MAX_STEPS = 1000  # between decisions, however long a decision takes
 
 
@@ -56,6 +61,13 @@ class StageReport(NamedTuple):
 
 
 _NUM_TIME_FIELDS = StageReport._fields.index("weights")
+
+
+class ClockOffset(NamedTuple):
+    """The clock offset and latency between a stage and the next one."""
+
+    latency: Seconds  # half the quickest round trip
+    offset: Seconds  # the next stage's clock minus this one's
 
 
 @dataclass(slots=True, kw_only=True)
@@ -286,7 +298,7 @@ def _busy(
 
 
 def _read(
-    gathered: Sequence[torch.Tensor],
+    gathered: Sequence[Tensor],
 ) -> tuple[list[StageReport], list[list[Seconds]], list[list[Seconds]]]:
     reports, activations, gradients = [], [], []
     for payload in gathered:
@@ -353,3 +365,63 @@ def _scaled(stages: Sequence[StageMemory], factor: float) -> list[StageMemory]:
         )
         for stage in stages
     ]
+
+
+def measure_offsets(connections: Connections) -> tuple[ClockOffset | None, ClockOffset | None]:
+    """Measure the previous and the next stage; all stages call this together, between steps.
+
+    Links that start at an even stage come first, all at once; then the others.
+    """
+    before: ClockOffset | None = None
+    after: ClockOffset | None = None
+    for parity in (0, 1):
+        if connections.stage % 2 == parity and connections.stage < connections.num_stages - 1:
+            after = _ping(connections, connections.stage + 1)
+        elif connections.stage % 2 != parity and connections.stage > 0:
+            before = _pong(connections, connections.stage - 1)
+    return before, after
+
+
+def clock_offsets(
+    connections: Connections, before: ClockOffset | None, after: ClockOffset | None
+) -> dict[str, Seconds]:
+    """Return by name how far the clocks of the neighbours are ahead of this stage's."""
+    offsets = {}
+    if before is not None:
+        offsets[connections.name(connections.stage - 1)] = -before.offset
+    if after is not None:
+        offsets[connections.name(connections.stage + 1)] = after.offset
+    return offsets
+
+
+def _ping(connections: Connections, other: int) -> ClockOffset:
+    trips = []
+    for _ in range(_NUM_PINGS):
+        start = time.perf_counter()
+        _send_times(connections, other, torch.zeros(2, dtype=torch.float64))
+        remote_time = _receive_times(connections, other)[0].item()
+        end = time.perf_counter()
+        trips.append(ClockOffset((end - start) / 2, remote_time - (start + end) / 2))
+    quickest = min(trips)
+    _send_times(connections, other, torch.tensor(quickest, dtype=torch.float64))
+    return quickest
+
+
+def _pong(connections: Connections, other: int) -> ClockOffset:
+    for _ in range(_NUM_PINGS):
+        _receive_times(connections, other)
+        now = [time.perf_counter(), 0.0]
+        _send_times(connections, other, torch.tensor(now, dtype=torch.float64))
+    return ClockOffset(*_receive_times(connections, other).tolist())
+
+
+def _send_times(connections: Connections, other: int, message: Tensor) -> None:
+    with peer_errors(connections.name(other), "comparing clocks"):
+        send(connections.control, message, other, tag=_PING_TAG)
+
+
+def _receive_times(connections: Connections, other: int) -> Tensor:
+    message = torch.zeros(2, dtype=torch.float64)
+    with peer_errors(connections.name(other), "comparing clocks"):
+        receive(connections.control, message, other, tag=_PING_TAG)
+    return message

@@ -5,6 +5,7 @@ block and receives are posted ahead, so a stage waits only if the input of its n
 arrived. Micro-batches run in the same order under every schedule: gradients are bit-identical.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,11 +15,19 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from polyrhythm.errors import ScheduleError
 from polyrhythm.events import EventLog, worker_log
+from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.process_groups import all_reduce
 from polyrhythm.run.emulated_compute import EmulatedCompute
-from polyrhythm.run.pipeline.autotune import ScheduleAutotuner, StageLimits
+from polyrhythm.run.pipeline.autotune import (
+    ScheduleAutotuner,
+    StageLimits,
+    clock_offsets,
+    measure_offsets,
+)
 from polyrhythm.run.pipeline.batch import (
     END_OF_DATA,
     Batch,
@@ -27,21 +36,23 @@ from polyrhythm.run.pipeline.batch import (
     StepInputs,
     join_outputs,
 )
-from polyrhythm.run.pipeline.clocks import clock_offsets, measure_offsets
-from polyrhythm.run.pipeline.executor import Executor
-from polyrhythm.run.pipeline.flush_runner import FlushRunner
-from polyrhythm.run.pipeline.gradients import TiedGradients, clip_grad_norm, norm_over_stages
+from polyrhythm.run.pipeline.executor import Executor, StageCompute
 from polyrhythm.run.pipeline.options import PipelineOptions
 from polyrhythm.run.pipeline.partition import (
     ModelPartition,
     as_partition,
+    check_module,
+    module_device,
     split_layers,
     split_sequential,
 )
-from polyrhythm.run.pipeline.pipedream_runner import PipeDreamRunner, check_untied
-from polyrhythm.run.pipeline.stage import StageCompute, module_device
+from polyrhythm.run.pipeline.runners import (
+    FlushRunner,
+    PipeDreamRunner,
+    TiedGradients,
+    check_untied,
+)
 from polyrhythm.run.pipeline.transport import Connections, stage_ranks
-from polyrhythm.run.pipeline.wrappers import check_module
 from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
@@ -420,19 +431,34 @@ class Pipeline:
                 expected="gradients of the same mini-batch on all stages",
                 fix="clip per stage with torch.nn.utils.clip_grad_norm_, or use flush=True",
             )
-        return clip_grad_norm(
-            self.module.parameters(),
-            max_norm,
-            norm_type=norm_type,
-            not_counted=self.tied_not_owned,
-            control=None if self._connections is None else self._connections.control,
-        )
+        with_gradient = [p for p in self.module.parameters() if p.grad is not None]
+        not_counted = self.tied_not_owned
+        norms = [_norm(p.grad, norm_type) for p in with_gradient if p not in not_counted]
+        # In double precision: the sum of squares of a whole model may overflow float32.
+        total = torch.tensor(0.0, dtype=torch.float64)
+        if norms:
+            stacked = torch.stack(norms)
+            total = stacked.max() if norm_type == math.inf else (stacked**norm_type).sum()
+        norm = self._reduce_norm(total, norm_type)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
+        for parameter in with_gradient:
+            assert parameter.grad is not None, "selected because it has one"
+            parameter.grad.mul_(scale)
+        return norm.float()
 
     def norm_over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
         """Combine this stage's norm with those of all other stages, which call this, too."""
-        control = None if self._connections is None else self._connections.control
-        total = norm.double() if norm_type == float("inf") else norm.double() ** norm_type
-        return norm_over_stages(total, norm_type, control)
+        total = norm.double() if norm_type == math.inf else norm.double() ** norm_type
+        return self._reduce_norm(total, norm_type)
+
+    def _reduce_norm(self, total: Tensor, norm_type: float) -> Tensor:
+        """Combine each stage's sum of powers, or its largest number, into the norm of all."""
+        is_largest = norm_type == math.inf
+        if self._connections is not None:
+            operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
+            with peer_errors("another stage", "reducing the norm of the gradients"):
+                all_reduce(self._connections.control, total, operation)
+        return total if is_largest else total ** (1.0 / norm_type)
 
     def close(self) -> None:
         """Close the connections and free batches in flight; without a flush, `drain` first."""
@@ -511,3 +537,10 @@ class Pipeline:
             losses.clear()
             losses.extend(batch.losses)
         return join_outputs(batch.outputs)
+
+
+def _norm(gradient: Tensor | None, norm_type: float) -> Tensor:
+    """Return the norm of a gradient; of a sharded one, the norm of the whole."""
+    assert gradient is not None, "selected because it has one"
+    norm = torch.linalg.vector_norm(gradient, norm_type)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().cpu()
