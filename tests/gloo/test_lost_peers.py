@@ -171,7 +171,7 @@ def train(
         pipeline = Pipeline(
             nn.Sequential(nn.Linear(8, 8), Trap(ending)),
             loss_fn=functional.mse_loss,
-            num_microbatches=6 if flush else 1,
+            n_microbatches=6 if flush else 1,
             schedule=schedule,
             flush=flush,
             tune_every=2,
@@ -249,7 +249,7 @@ def test_stage_exit_between_steps_raises_peer_error(
         batch = torch.ones(2, 8)
         with ctx.process_group(30):
             pipeline = Pipeline(
-                nn.Linear(8, 8), loss_fn=functional.mse_loss, num_microbatches=2, timeout=FOREVER
+                nn.Linear(8, 8), loss_fn=functional.mse_loss, n_microbatches=2, timeout=FOREVER
             )
             arguments = [batch] if pipeline.is_first else []
             pipeline.step(*arguments, target=batch)

@@ -200,7 +200,7 @@ def in_stages(case: Case, stage: int | None) -> dict[str, Any]:
     with Pipeline(
         module,
         loss_fn=case.loss_fn,
-        num_microbatches=case.num_microbatches,
+        n_microbatches=case.num_microbatches,
         scale_grads=case.scale_grads,
         schedule="1f1b",
         timeout=20,
@@ -285,7 +285,7 @@ def with_dropout(stage: int, schedule: str, *, recompute: bool) -> dict[str, Ten
     with Pipeline(
         Recomputed(module) if recompute else module,
         loss_fn=mse_loss,
-        num_microbatches=4,
+        n_microbatches=4,
         schedule=schedule,
         timeout=20,
     ) as pipeline:
@@ -341,7 +341,7 @@ def test_inputs_may_require_grad(tmp_path: Path) -> None:
         with Pipeline(
             model.stages[ctx.rank],
             loss_fn=mse_loss,
-            num_microbatches=4,
+            n_microbatches=4,
             schedule="1f1b",
             timeout=20,
         ) as pipeline:

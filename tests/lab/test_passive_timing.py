@@ -122,7 +122,7 @@ def train(stage: int, *, schedule: str, compute: float, window: int, shifted: bo
     with Pipeline(
         SleepModule(compute),
         loss_fn=functional.mse_loss,
-        num_microbatches=NUM_MICROBATCHES,
+        n_microbatches=NUM_MICROBATCHES,
         schedule=schedule,
         window=window,
         timeout=30,

@@ -211,7 +211,7 @@ def sizes_by_number(batch_size: int, num_microbatches: int) -> list[int]:
         raise ScheduleError(
             f"a batch of {batch_size} for {num_microbatches} micro-batches",
             expected=f"{num_microbatches} samples or more",
-            fix=f"use larger batches, or num_microbatches of at most {max(1, batch_size)}",
+            fix=f"use larger batches, or n_microbatches of at most {max(1, batch_size)}",
         )
     each, rest = divmod(batch_size, num_microbatches)
     return [each + (m < rest) for m in range(num_microbatches)]

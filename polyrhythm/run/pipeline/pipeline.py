@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from polyrhythm.errors import ScheduleError
 from polyrhythm.events import EventLog, worker_log
+from polyrhythm.renamed import renamed_arguments
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import all_reduce
 from polyrhythm.run.emulated_compute import EmulatedCompute
@@ -40,6 +41,7 @@ from polyrhythm.run.pipeline.executor import Executor, StageCompute
 from polyrhythm.run.pipeline.options import PipelineOptions
 from polyrhythm.run.pipeline.partition import (
     ModelPartition,
+    Wiring,
     as_partition,
     check_module,
     module_device,
@@ -58,24 +60,26 @@ from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
 
 DEFAULT_TIMEOUT: Seconds = 120.0
+_RENAMED = renamed_arguments(num_microbatches="n_microbatches=", group="process_group=")
 
 
 class Pipeline:
-    """One stage of a pipeline; the processes of `group`, in their order, are its stages."""
+    """One stage of a pipeline; the processes of `process_group`, in order, are the stages."""
 
+    @_RENAMED
     def __init__(
         self,
         module: nn.Module | ModelPartition,
         *,
         loss_fn: Callable[..., Tensor] | None,
-        num_microbatches: int | None = None,
+        n_microbatches: int | None = None,
         microbatch_sizes: Sequence[int] | None = None,
         schedule: str | ScheduleSpec | Schedule = "auto",
         memory_limit: str | Bytes | None = None,
         optimizer_floats: float = 2.0,
         tune_every: int = 5,
         flush: bool = True,
-        group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         scale_grads: bool = True,
         window: int | None = None,
         timeout: Seconds = DEFAULT_TIMEOUT,
@@ -86,7 +90,7 @@ class Pipeline:
     ) -> None:
         """`loss_fn(output, target)` returns the mean loss of a micro-batch, on the last stage.
 
-        A batch is split into `num_microbatches` or, with schedule="auto", into micro-batches of the
+        A batch is split into `n_microbatches` or, with schedule="auto", into micro-batches of the
         best of `microbatch_sizes`. Auto starts with 1f1b; every `tune_every` steps it selects the
         schedule with the shortest step, predicted from the measured times, within the
         `memory_limit` of this stage ("20GiB"), where the optimizer has `optimizer_floats` floats
@@ -103,7 +107,7 @@ class Pipeline:
         folder of a run in which to write one.
         """
         options = PipelineOptions(
-            num_microbatches=num_microbatches,
+            n_microbatches=n_microbatches,
             microbatch_sizes=microbatch_sizes,
             schedule=schedule,
             flush=flush,
@@ -112,8 +116,9 @@ class Pipeline:
             window=window,
             timeout=timeout,
             memory_limit=memory_limit,
+            optimizer_floats=optimizer_floats,
         )
-        ranks, self.stage = stage_ranks(group)
+        ranks, self.stage = stage_ranks(process_group)
         self.num_stages = len(ranks)
         partition = as_partition(module, self.stage, self.num_stages)
         self.module = partition.module
@@ -121,46 +126,32 @@ class Pipeline:
         check_module(self.module, stage=self.stage, is_tuned=options.is_tuned, flush=flush)
         if not flush:
             check_untied(partition.tied)
-            limits = options.pipedream_limits(self.num_stages)
+            options.pipedream_limits(self.num_stages)  # raises before any communication
         self._splitter = BatchSplitter(
-            num_microbatches=num_microbatches,
+            num_microbatches=n_microbatches,
             microbatch_size=microbatch_sizes[0] if microbatch_sizes else None,
             sizes_to_try=options.sizes_to_try,
             scale_grads=scale_grads,
             device=self.device,
         )
-        self._loss_fn = loss_fn
-        self._is_closed = False
-        self.num_steps = 0
+        self._loss_fn, self._is_closed, self.num_steps = loss_fn, False, 0
         self._last_header: BatchHeader | None = None  # of the latest batch
-        self._connections: Connections | None = None
-        if self.num_stages > 1:
-            self._connections = Connections(
-                ranks,
-                self.stage,
-                partition.wiring,
-                device=self.device,
-                pipeline=pipeline,
-                timeout=timeout,
-                window=window,
-            )
-            self._connections.check_consistent(options.text)
+        self._connections = self._connect(ranks, partition.wiring, options, pipeline)
         self._log = log if isinstance(log, EventLog) else None
         self._own_log: EventLog | None = None
         if isinstance(log, str | Path):
             worker = Worker(self.stage, pipeline)
             self._log = self._own_log = EventLog(worker_log(Path(log), worker), worker)
-        self._compute = StageCompute(
-            call=self.module,
-            stage=self.stage,
-            is_last=self.is_last,
-            device=self.device,
-            loss_fn=loss_fn if self.is_last else None,
-            compute=compute,
-            is_synchronized=self._log is not None or compute is not None,
-        )
         self._executor = Executor(
-            stage=self._compute,
+            stage=StageCompute(
+                call=self.module,
+                stage=self.stage,
+                is_last=self.is_last,
+                device=self.device,
+                loss_fn=loss_fn if self.is_last else None,
+                compute=compute,
+                is_synchronized=self._log is not None or compute is not None,
+            ),
             wiring=partition.wiring,
             connections=self._connections,
             log=self._log,
@@ -172,21 +163,40 @@ class Pipeline:
         self._tied: TiedGradients | None = None
         if partition.tied and self._connections is not None:
             self._tied = TiedGradients(self.module, partition.tied, self._connections)
-        if not flush:
-            self._runner: FlushRunner | PipeDreamRunner = PipeDreamRunner(
-                module=self.module, executor=self._executor, limits=limits
-            )
-            return
+        self._runner = self._make_runner(options)
+
+    def _connect(
+        self, ranks: Sequence[int], wiring: Wiring, options: PipelineOptions, pipeline: int
+    ) -> Connections | None:
+        """Connect all stages, which must have the same options; None for a single stage."""
+        if self.num_stages == 1:
+            return None
+        connections = Connections(
+            ranks,
+            self.stage,
+            wiring,
+            device=self.device,
+            pipeline=pipeline,
+            timeout=options.timeout,
+            window=options.window,
+        )
+        connections.check_consistent(options.text)
+        return connections
+
+    def _make_runner(self, options: PipelineOptions) -> FlushRunner | PipeDreamRunner:
+        if not options.flush:
+            limits = options.pipedream_limits(self.num_stages)
+            return PipeDreamRunner(module=self.module, executor=self._executor, limits=limits)
         autotuner: ScheduleAutotuner | None = None
         if options.is_tuned:
             autotuner = ScheduleAutotuner(
                 microbatch_sizes=options.sizes_to_try or None,
-                every=tune_every,
-                limits=StageLimits.of(self.module, options.limit_bytes, optimizer_floats),
+                every=options.tune_every,
+                limits=StageLimits.of(self.module, options.limit_bytes, options.optimizer_floats),
                 connections=self._connections,
                 log=self._log,
             )
-        self._runner = FlushRunner(
+        return FlushRunner(
             module=self.module,
             executor=self._executor,
             num_stages=self.num_stages,
@@ -196,17 +206,18 @@ class Pipeline:
         )
 
     @classmethod
+    @_RENAMED
     def from_sequential(
         cls,
         model: nn.Sequential,
         *,
-        group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         layers_per_stage: Sequence[int] | None = None,
         skips: Mapping[int | str, Any] | None = None,
         **options: Any,
     ) -> Self:
         """Run this process's layers of `model`; `skips={5: 1}`: layer 5 also takes 1's output."""
-        ranks, stage = stage_ranks(group)
+        ranks, stage = stage_ranks(process_group)
         partition = split_sequential(
             model,
             stage=stage,
@@ -214,9 +225,10 @@ class Pipeline:
             layers_per_stage=layers_per_stage,
             skips=skips,
         )
-        return cls(partition, group=group, **options)
+        return cls(partition, process_group=process_group, **options)
 
     @classmethod
+    @_RENAMED
     def from_layers(
         cls,
         model: nn.Module,
@@ -225,7 +237,7 @@ class Pipeline:
         prologue: Sequence[str] = (),
         every: Sequence[str] = (),
         epilogue: Sequence[str] = (),
-        group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         layers_per_stage: Sequence[int] | None = None,
         **options: Any,
     ) -> Self:
@@ -233,7 +245,7 @@ class Pipeline:
 
         `prologue` modules run on the first stage, `epilogue` on the last, `every` on all.
         """
-        ranks, stage = stage_ranks(group)
+        ranks, stage = stage_ranks(process_group)
         partition = split_layers(
             model,
             stage=stage,
@@ -244,7 +256,7 @@ class Pipeline:
             epilogue=epilogue,
             layers_per_stage=layers_per_stage,
         )
-        return cls(partition, group=group, **options)
+        return cls(partition, process_group=process_group, **options)
 
     @classmethod
     def from_torch_stage(cls, stage: Any, **options: Any) -> Self:
@@ -257,7 +269,7 @@ class Pipeline:
                 expected="one stage per process, in the order of the process group",
                 fix="create one PipelineStage per process, with its group rank as stage_index",
             )
-        return cls(stage.submod, group=stage.group, device=stage.device, **options)
+        return cls(stage.submod, process_group=stage.group, device=stage.device, **options)
 
     @property
     def is_first(self) -> bool:
@@ -314,12 +326,12 @@ class Pipeline:
     @property
     def peak_in_flight(self) -> int:
         """The largest number of micro-batches with activations in memory during the last step."""
-        return self._compute.peak_in_flight
+        return self._executor.stage.peak_in_flight
 
     @property
     def activation_bytes(self) -> Mapping[int, Bytes]:
         """The activation memory of a micro-batch between forward and backward, by kind."""
-        return self._compute.activation_bytes
+        return self._executor.stage.activation_bytes
 
     @property
     def has_gradients(self) -> bool:
