@@ -191,6 +191,19 @@ def test_schedule_change_between_steps_is_bit_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
+def test_clock_offsets_for_the_log_are_known_in_every_step(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[list[str]]:
+        neighbours = []
+        with pipeline_of(stack_of(2)[ctx.rank], schedule="auto", log=tmp_path / "run") as pipeline:
+            for batch in BATCHES[:3]:
+                step(pipeline, *batch)
+                neighbours.append(list(pipeline._executor.clock_offsets))
+        return neighbours
+
+    assert run_stages(2, work, tmp_path) == [[["s1p0"]] * 3, [["s0p0"]] * 3]
+
+
+@pytest.mark.timeout(60)
 def test_microbatch_sizes_give_the_same_training(tmp_path: Path) -> None:
     """The tuner tries each size, then continues with the best, whichever that is."""
 

@@ -2,7 +2,7 @@
 
 With a flush every step runs the whole schedule and computes all gradients of its batch. FSDP2
 reduces them in the last backward of a step; until then they accumulate locally, as in torch's own
-pipelines. Gradients of parameters that several stages hold are summed after it.
+pipelines. At its end the gradients of parameters that several stages hold are summed.
 
 Without a flush, step i of a stage runs the forward of mini-batch i and, once its limit of
 mini-batches is in flight, the backward of the oldest; the caller then updates the weights. A
@@ -180,7 +180,8 @@ class FlushRunner:
         self.autotuner.after_step(
             batch.step, batch.header, stage.durations(), transfers, stage.activation_bytes
         )
-        self.executor.clock_offsets = self.autotuner.clock_offsets
+        if self.autotuner.clock_offsets:
+            self.executor.clock_offsets = self.autotuner.clock_offsets
         if self.autotuner.candidate is not None:
             self.spec = self.autotuner.candidate.spec
 

@@ -578,9 +578,17 @@ class Connections:
         return msgspec.msgpack.decode(unpad_bytes(payload), type=BatchHeader)
 
     def _send_header(self, header: BatchHeader) -> None:
-        if self._header_outbox is not None:
-            payload = pad_bytes(msgspec.msgpack.encode(header), _HEADER_BYTES)
-            self._header_outbox.send(_HEADER_ACTION, _HEADER_KIND, [payload], _HEADER_LAYOUT)
+        if self._header_outbox is None:
+            return
+        payload = msgspec.msgpack.encode(header)
+        if len(payload) > _HEADER_BYTES - 4:
+            raise ScheduleError(
+                f"a header with {len(header.metadata)} numbers of metadata: {len(payload)} bytes",
+                expected=f"at most {_HEADER_BYTES - 4} bytes",
+                fix="pass less metadata to step() or eval()",
+            )
+        message = pad_bytes(payload, _HEADER_BYTES)
+        self._header_outbox.send(_HEADER_ACTION, _HEADER_KIND, [message], _HEADER_LAYOUT)
 
     def drain(self) -> None:
         """Wait until all messages have been sent."""
