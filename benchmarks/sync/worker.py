@@ -275,10 +275,10 @@ def _prepared(order: SyncOrder, pool_worker: PoolWorker, group: dist.ProcessGrou
         trained = training.pipeline = Pipeline(
             model,
             loss_fn=functional.mse_loss,
-            num_microbatches=side.num_microbatches,
+            n_microbatches=side.num_microbatches,
             schedule=side.schedule,
             flush=side.flush,
-            group=group,
+            process_group=group,
             timeout=TIMEOUT,
             pipeline=worker.pipeline,
         )

@@ -71,9 +71,9 @@ def one_step(
         pipeline = Pipeline(
             build_layers(SHAPE, plan.layers(worker.stage), seed=SEED).to(device),
             loss_fn=next_byte_loss,
-            num_microbatches=num_microbatches,
+            n_microbatches=num_microbatches,
             schedule=schedule,
-            group=dist.new_group(ranks, use_local_synchronization=True),
+            process_group=dist.new_group(ranks, use_local_synchronization=True),
             timeout=30,
             log=log,
         )

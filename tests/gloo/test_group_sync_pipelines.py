@@ -26,7 +26,7 @@ def pipeline_of(ctx: DistContext, **options: object) -> Pipeline:
     return Pipeline.from_sequential(
         stack_of(STAGES, seed=3 + ctx.rank // STAGES),
         loss_fn=loss,
-        group=groups[ctx.rank // STAGES],
+        process_group=groups[ctx.rank // STAGES],
         pipeline=ctx.rank // STAGES,
         timeout=STAGE_TIMEOUT,
         **options,
@@ -41,7 +41,7 @@ def test_pipedream_stages_average_independently(
     monkeypatch.setattr(modes, "MAX_GROUP_WAIT", STAGE_TIMEOUT / 10)
 
     def work(ctx: DistContext) -> tuple[str, int, torch.Tensor]:
-        options = {"schedule": "1f1b", "flush": False, "num_microbatches": 1}
+        options = {"schedule": "1f1b", "flush": False, "n_microbatches": 1}
         with pipeline_of(ctx, **options) as pipeline:
             optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.05)
             with GroupSync(pipeline, optimizer, policy, timeout=TIMEOUT) as sync:
@@ -82,9 +82,9 @@ def test_pipelines_with_parameter_server_match_hetpipe(tmp_path: Path) -> None:
         pipeline = Pipeline.from_sequential(
             stack_of(STAGES, seed=3),
             loss_fn=loss,
-            num_microbatches=2,
+            n_microbatches=2,
             schedule="1f1b",
-            group=groups[number],
+            process_group=groups[number],
             pipeline=number,
             timeout=STAGE_TIMEOUT,
         )

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.averaging.rendezvous import Rendezvous
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.comm.process_groups import fingerprint
 from polyrhythm.run.decoupled.communicator import Communicator
-from polyrhythm.run.fingerprint import fingerprint
 from tests.gloo.decoupled import adam, stack, wrap_optimizer
 from tests.gloo.pipelines import run_stages
 from tests.gloo.replicas import TIMEOUT

@@ -26,11 +26,11 @@ from polyrhythm.errors import LaunchError, PeerError, PolicyError, UserError
 from polyrhythm.run.averaging.buffers import FlatBuffer
 from polyrhythm.run.averaging.peer_connections import Peer, PeerConnections
 from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.process_groups import fingerprint
 from polyrhythm.run.coordinator.coordinator import Coordinator
 from polyrhythm.run.coordinator.keys import JobKeys
 from polyrhythm.run.coordinator.sessions import shape_mismatch
 from polyrhythm.run.coordinator.wire import TensorShapes
-from polyrhythm.run.fingerprint import fingerprint
 from polyrhythm.sync.roster import format_items
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker

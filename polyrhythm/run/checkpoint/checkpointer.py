@@ -45,8 +45,8 @@ from polyrhythm.run.checkpoint.manifest import (
 from polyrhythm.run.checkpoint.restore import damage_error, load
 from polyrhythm.run.checkpoint.save import SaveContext, StageSnapshot, save_with_all_stages
 from polyrhythm.run.checkpoint.state import Nested, StageModel, Staging, optimizer_state
-from polyrhythm.run.pipeline.connections import stage_ranks
 from polyrhythm.run.pipeline.partition import TiedParameter
+from polyrhythm.run.pipeline.transport import stage_ranks
 from polyrhythm.types import Seconds
 
 SAVE_TIMEOUT: Seconds = 600.0

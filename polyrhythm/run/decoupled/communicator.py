@@ -16,9 +16,8 @@ from polyrhythm.run.comm.comm_thread import CommThread
 from polyrhythm.run.comm.nccl_collectives import NcclCollectives
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.pinned_staging import PinnedCollectives
-from polyrhythm.run.comm.process_groups import all_gather_object, new_gloo_group
+from polyrhythm.run.comm.process_groups import all_gather_object, fingerprint, new_gloo_group
 from polyrhythm.run.comm.reduce_scatter import Collectives, GlooCollectives, HierarchicalCollectives
-from polyrhythm.run.fingerprint import fingerprint
 from polyrhythm.sync.fusion.tuner import BucketMode
 from polyrhythm.types import Seconds
 

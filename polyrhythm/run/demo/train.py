@@ -91,9 +91,9 @@ def _build_pipeline(
     return Pipeline(
         layers.to(device),
         loss_fn=next_byte_loss,
-        num_microbatches=settings.microbatches,
+        n_microbatches=settings.microbatches,
         schedule=settings.schedule,
-        group=dist.new_group(
+        process_group=dist.new_group(
             ranks, timeout=timedelta(seconds=settings.timeout), use_local_synchronization=True
         ),
         timeout=settings.timeout,

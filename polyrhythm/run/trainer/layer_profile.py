@@ -19,7 +19,7 @@ from polyrhythm.describe.model import Layer
 from polyrhythm.errors import PlanError
 from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.reader import make_order
-from polyrhythm.run.profile.layers import measure_layers
+from polyrhythm.run.profile.profile import measure_layers
 from polyrhythm.run.profile.profiled_model import ProfiledModel
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.evaluate import as_arguments

@@ -171,7 +171,7 @@ class Trainer:
             microbatch_sizes=[self._global_batch.microbatch_size],
             schedule=config.schedule,
             memory_limit=memory_limit,
-            group=group,
+            process_group=group,
             timeout=timeout,
             device=device,
             log=self._log,
