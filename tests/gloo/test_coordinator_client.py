@@ -68,7 +68,7 @@ def test_no_server_at_address_raises_peer_error() -> None:
 def test_join_respects_timeout() -> None:
     with coordinator_of(SETUP) as coordinator:
         client, failures = client_of(coordinator.address)
-        eventually(lambda: "other workers" in client.missing()[1])
+        eventually(lambda: client._coordinator)
         with pytest.raises(PeerError, match=r"during joining .* other workers"):
             client.join(0.3)
         assert not failures  # join() may be called again
@@ -89,7 +89,7 @@ def test_wrong_key_is_reported_at_once() -> None:
             client.join(10)
         client.close()
         client, _ = client_of(coordinator.address, other)  # with another server key as well
-        eventually(lambda: "keys" in client.missing()[1])
+        eventually(lambda: "keys" in client._problem)
         with pytest.raises(PeerError, match="keys"):
             client.join(0.5)
         client.close()

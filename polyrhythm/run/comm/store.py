@@ -28,6 +28,7 @@ from polyrhythm.types import Seconds
 _logger = logging.getLogger(__name__)
 
 PROCESS_NAME = "the process of rank {}".format  # names a rank in errors
+_STORE = "the process that serves the job's store"
 MAX_TIMEOUTS = 30  # for a function on the leader: then its heartbeats stop, as it may wait for ever
 WARN_AFTER: Seconds = 10.0  # a waiting process warns; the next time after ten times as long
 _POLL: Seconds = 0.002  # initially; doubled up to _LONGEST_POLL
@@ -44,6 +45,7 @@ class StoreBackend(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
     def add(self, key: str, amount: int, /) -> int: ...
+    def compare_set(self, key: str, expected: str, desired: bytes, /) -> bytes: ...
     def delete_key(self, key: str, /) -> bool: ...
     def clone(self) -> Self: ...
 
@@ -79,10 +81,14 @@ class JobStore:
         *,
         timeout: Seconds,
         name_of: Callable[[int], str] = PROCESS_NAME,
+        check: Callable[[], None] | None = None,
     ) -> None:
-        """`timeout` bounds every wait; `name_of` names a rank in errors."""
+        """`timeout` bounds every wait; `name_of` names a rank in errors.
+
+        `check` is called repeatedly during a wait, and may raise an error to end it.
+        """
         self.rank, self.timeout, self.name_of = rank, timeout, name_of
-        self._backend = backend
+        self._backend, self._check = backend, check
 
     def broadcast_object(
         self, name: str, value: Any, members: Members, *, as_type: Any = None
@@ -98,11 +104,26 @@ class JobStore:
     ) -> list[Any]:
         """Return the values of all members, in their order."""
         self._publish(name, _Answer(encode(value, as_type, name)), members)
-        return [self._receive(name, rank, members, as_type) for rank in members.ranks]
+        return [
+            value if rank == self.rank else self._receive(name, rank, members, as_type)
+            for rank in members.ranks
+        ]
 
     def barrier(self, name: str, members: Members) -> None:
         """Wait until every member has called it."""
         self.all_gather_object(name, None, members)
+
+    def set_once(self, name: str, value: Any, members: Members) -> Any:
+        """Return the value of the first member that calls this; wait for no other member."""
+        with peer_errors(_STORE, f"setting {name}"):
+            data = encode(value, None, name)
+            return decode(self._backend.compare_set(f"{members.epoch}/{name}", "", data), None)
+
+    def peek(self, name: str, members: Members) -> Any:
+        """Return the value of `set_once`, or None if no member has called that yet."""
+        key = f"{members.epoch}/{name}"
+        with peer_errors(_STORE, f"reading {name}"):
+            return decode(self._backend.get(key), None) if self._backend.check([key]) else None
 
     def check_consistent(self, name: str, settings: Mapping[str, Any], members: Members) -> None:
         """Reject settings that differ from the leader's; raises LaunchError."""
@@ -161,7 +182,7 @@ class JobStore:
         return f"{members.epoch}/{name}/{rank}"
 
     def _publish(self, name: str, answer: _Answer, members: Members) -> None:
-        with peer_errors("the process that serves the job's store", f"publishing {name}"):
+        with peer_errors(_STORE, f"publishing {name}"):
             self._backend.set(self._key(name, self.rank, members), msgspec.msgpack.encode(answer))
 
     def _receive(self, name: str, rank: int, members: Members, as_type: Any) -> Any:
@@ -187,6 +208,8 @@ class JobStore:
         start, pause, warn_after, num_heartbeats = time.monotonic(), _POLL, WARN_AFTER, 0
         deadline = start + self.timeout
         while not self._backend.check([key]):
+            if self._check is not None:
+                self._check()
             now = time.monotonic()
             if now > deadline - self.timeout / 2:  # few members send heartbeats
                 received = self._backend.add(f"{key}/heartbeats", 0)
@@ -236,7 +259,7 @@ def job_store_backend(prefix: str, timeout: Seconds) -> StoreBackend:
     """
     if not dist.is_initialized():
         return dist.HashStore()  # type: ignore[attr-defined]  # not in torch's stubs
-    with peer_errors("the process that serves the job's store", "connecting to it"):
+    with peer_errors(_STORE, "connecting to it"):
         store = _get_default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
     store.set_timeout(timedelta(seconds=timeout))
     return PrefixStore(prefix, store)

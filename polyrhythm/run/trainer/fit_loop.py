@@ -246,6 +246,7 @@ class FitLoop:
             seed=config.seed,
             timeout=config.timeout,
             sampler_state=replace(self._progress.sampler_state, limit=self._end_of_samples),
+            name=f"{self._name}/{self._num_decisions}",  # each phase ends with a decision
         )
 
     def _save_last(self, strategy: NoSync) -> None:
