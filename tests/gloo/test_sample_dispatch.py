@@ -193,7 +193,12 @@ def served() -> Iterator[Served]:
         proxy = Proxy(coordinator.address)
         clients = [
             CoordinatorClient(
-                address, KEYS, hello_of(setup, worker), on_command=print, on_failure=print, **more
+                address,
+                KEYS.client_keys,
+                hello_of(setup, worker),
+                on_command=print,
+                on_failure=print,
+                **more,
             )
             for worker, address, more in (
                 (ME, proxy.address, {"heartbeat_timeout": 3.0}),

@@ -5,6 +5,7 @@ number. The process that hosts the coordinator leaves last, after waiting for th
 """
 
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from polyrhythm.run.averaging.averager import Averager, AverageResult
 from polyrhythm.run.averaging.rendezvous import Rendezvous
 from polyrhythm.run.comm.store import WARN_AFTER
 from polyrhythm.run.coordinator.client import CoordinatorClient
-from polyrhythm.run.coordinator.keys import JobKeys
+from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, JobKeys
 from polyrhythm.run.coordinator.sample_requests import SampleFuture
 from polyrhythm.run.coordinator.wire import PROTOCOL, FromWorker, Hello, TensorShapes
 from polyrhythm.sync.decision_log import decision_log_path
@@ -59,9 +60,10 @@ class GroupClient:
         with ExitStack() as undo:  # a thread left running would send heartbeats of a dead worker
             self._coordinator = None
             if coordinator:
-                address, job_keys = coordinator, JobKeys.load(Path(keys or "job.keys"))
+                path = Path(keys or os.environ.get(KEYS_VARIABLE, "job.keys"))
+                address, client_keys = coordinator, JobKeys.load(path).client_keys
             else:
-                self._coordinator, address, job_keys = rendezvous.start_coordinator(
+                self._coordinator, address, client_keys = rendezvous.start_coordinator(
                     _decision_log_path(log)
                 )
             if self._coordinator is not None:
@@ -76,7 +78,7 @@ class GroupClient:
             undo.callback(self._averager.close)
             self._client = CoordinatorClient(
                 address,
-                job_keys,
+                client_keys,
                 hello,
                 on_command=self._averager.on_command,
                 on_failure=self._averager.fail,

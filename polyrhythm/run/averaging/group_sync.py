@@ -135,19 +135,18 @@ class GroupSync:
             log = model.log or log
         if isinstance(log, str | Path):
             log = self._own_log = EventLog(worker_log(Path(log), worker), worker)
+        node = node or socket.gethostname()
         self._last_step_at = time.perf_counter()
         self._client: GroupClient | None = None
         try:
-            self._wait_for_equal_replicas()
+            self._wait_for_equal_replicas(node)
             if setup.policy == "static":
-                self._strategy: _Strategy = StaticAveraging(
-                    self._model, self._rendezvous, node=node or socket.gethostname()
-                )
+                self._strategy: _Strategy = StaticAveraging(self._model, self._rendezvous)
             else:
                 self._client = GroupClient(
                     self._rendezvous,
                     self._model.shape(),
-                    node=node or socket.gethostname(),
+                    node=node,
                     coordinator=coordinator,
                     keys=keys,
                     log=log,
@@ -165,10 +164,10 @@ class GroupSync:
         # A thread that waits in gloo when the interpreter exits would abort the process.
         self._finalizer = weakref.finalize(self, self._strategy.close, graceful=False)
 
-    def _wait_for_equal_replicas(self) -> None:
+    def _wait_for_equal_replicas(self, node: str) -> None:
         rendezvous, optimizer = self._rendezvous, self._model.optimizer
         rendezvous.check_settings()
-        rendezvous.wait_for_all()
+        rendezvous.wait_for_all(node)
         rendezvous.check_same_shapes(self._model.shape())
         rendezvous.broadcast_initial_state(self._model.all_tensors())
         setup = rendezvous.setup

@@ -180,10 +180,11 @@ class StaticAveraging:
     weights are those before the average or after it.
     """
 
-    def __init__(self, model: ReplicaState, rendezvous: Rendezvous, *, node: str) -> None:
+    def __init__(self, model: ReplicaState, rendezvous: Rendezvous) -> None:
         self.num_steps, self._every = 0, rendezvous.setup.steps_between
         self._model, self._rendezvous = model, rendezvous
-        self._layout = NodeLayout.of(rendezvous.gather_nodes(node))
+        nodes, stage = rendezvous.nodes, rendezvous.me.worker.stage
+        self._layout = NodeLayout.of({w: at for w, at in nodes.items() if w.stage == stage})
 
     def step(self) -> None:
         self.num_steps += 1

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -22,10 +23,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from polyrhythm.errors import LaunchError, PeerError, PolicyError, UserError
 from polyrhythm.run.averaging.buffers import FlatBuffer
 from polyrhythm.run.averaging.peer_connections import Peer, PeerConnections
+from polyrhythm.run.comm.launch import worker_keys
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
 from polyrhythm.run.coordinator.coordinator import Coordinator
-from polyrhythm.run.coordinator.keys import JobKeys
+from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, ClientKeys, ServerKeys
 from polyrhythm.run.coordinator.sessions import shape_mismatch
 from polyrhythm.run.coordinator.wire import TensorShapes
 from polyrhythm.run.fingerprint import fingerprint
@@ -86,7 +88,9 @@ class Rendezvous:
             name_of=names.__getitem__,
             check=self.raise_failure,
         )
-        self.me = self.peer(worker)
+        self.me, self._keys = self.peer(worker), worker_keys()
+        self.nodes: dict[Worker, str] = {}  # of all workers, once they are present
+        self._public_keys: list[str] = []
         self.connections = self.connections_of(self.me)
         token = secrets.token_hex(8)
         if self.store.set_once(f"the process of {worker}", token, self._all) != token:
@@ -107,9 +111,19 @@ class Rendezvous:
         stage, size = self.me.worker.stage, self.setup.num_pipelines
         return Members(tuple(range(stage * size, (stage + 1) * size)), _EPOCH)
 
-    def wait_for_all(self) -> None:
-        """Wait until all workers, and under ssp the parameter server, are present."""
-        self.store.barrier("the workers", self._all)
+    def wait_for_all(self, node: str = "") -> None:
+        """Wait until all workers, and under ssp the parameter server, are present.
+
+        They exchange the names of their machines and their public keys.
+        """
+        own = node, self._keys.client.public
+        found = self.store.all_gather_object("the workers", own, self._all)[
+            : len(self.workers.ranks)
+        ]
+        self.nodes = {w: at for w, (at, _) in zip(self.setup.workers, found, strict=True)}
+        self._public_keys = [public for _, public in found]
+        for public, number in zip(self._public_keys, self.workers.ranks, strict=True):
+            self._keys.check(public, self.store.name_of(number))
 
     def check_settings(self) -> None:
         """Refuse other settings than the first worker's."""
@@ -136,11 +150,6 @@ class Rendezvous:
             worker, why = failure
             waited, cause = time.monotonic() - self._start, f"it could not start: {why}"
             raise PeerError(worker, action="starting", waited=waited, cause=cause)
-
-    def gather_nodes(self, node: str) -> dict[Worker, str]:
-        """Gather the machine names of all workers of this stage."""
-        nodes = self.store.all_gather_object("the machines", node, self.stage)
-        return {self.setup.workers[n]: at for n, at in zip(self.stage.ranks, nodes, strict=True)}
 
     def check_same_shapes(self, shape: TensorShapes) -> None:
         """Refuse tensors other than the first pipeline's, before any are sent."""
@@ -182,26 +191,31 @@ class Rendezvous:
                 self.connections.send(peer, flat.view(torch.uint8), tag=0).wait(timeout)
         return flat
 
-    def start_coordinator(self, log: Path | None) -> tuple[Coordinator | None, str, JobKeys]:
-        """Start the coordinator in the first worker; return it there, its address and its keys."""
+    def start_coordinator(self, log: Path | None) -> tuple[Coordinator | None, str, ClientKeys]:
+        """Start the coordinator in the first worker; return it there, its address and the keys.
+
+        It accepts the workers' public keys, which all have published.
+        """
         started: list[Coordinator] = []
 
         def start() -> tuple[str, str]:
-            keys = JobKeys.new()
+            if self._keys.trusted is None:
+                _warn_unprotected()
             coordinator = Coordinator.of(
                 self.setup,
                 bind=f"tcp://{_own_address()}:0",
-                keys=keys,
+                keys=ServerKeys(self._keys.server, frozenset(self._public_keys)),
                 log=log,
                 startup_timeout=_STARTUP_FACTOR * self.timeout,
                 log_info=_logger.info,
                 log_warning=_logger.warning,
             )
             started.append(coordinator.start())
-            return coordinator.address, keys.text
+            return coordinator.address, self._keys.server.public
 
-        address, keys = self.store.run_on_leader("the coordinator", start, self.workers)
-        return next(iter(started), None), address, JobKeys.parse(keys)
+        address, server = self.store.run_on_leader("the coordinator", start, self.workers)
+        self._keys.check(server, self.store.name_of(self.workers.leader))
+        return next(iter(started), None), address, ClientKeys(self._keys.client, server)
 
     def peer(self, worker: Worker) -> Peer:
         """Return a worker in its incarnation: it has one, since the start."""
@@ -218,6 +232,16 @@ class Rendezvous:
             self.raise_failure()
             raise
         return peer
+
+
+@cache
+def _warn_unprotected() -> None:
+    """Warn once: a job may start several coordinators."""
+    _logger.warning(
+        "control messages are not protected from whoever reaches the store of the job; "
+        "`polyrhythm keys FILE` and %s=FILE in all processes protect them",
+        KEYS_VARIABLE,
+    )
 
 
 def _own_address() -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError
-from polyrhythm.run.coordinator.keys import JobKeys
+from polyrhythm.run.coordinator.keys import ClientKeys
 from polyrhythm.run.coordinator.pending_messages import PendingMessages
 from polyrhythm.run.coordinator.sample_requests import SampleFuture, SampleRequests
 from polyrhythm.run.coordinator.sockets import ConnectionEvent, DealerSocket
@@ -66,7 +66,7 @@ class CoordinatorClient:
     def __init__(
         self,
         address: str,
-        keys: JobKeys,
+        keys: ClientKeys,
         hello: Hello,
         *,
         on_command: Callable[[ToWorker], None],
