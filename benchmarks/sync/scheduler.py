@@ -204,7 +204,7 @@ def _serve(setup: Setup, keys: JobKeys, log: Path, write: int) -> None:
     gc.freeze()  # objects of the parent are not this process's to collect
     until = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: until.set())
-    coordinator = Coordinator.of(setup, bind="tcp://127.0.0.1:0", keys=keys, log=log)
+    coordinator = Coordinator.of(setup, bind="tcp://127.0.0.1:0", keys=keys.server_keys, log=log)
     with os.fdopen(write, "w") as pipe:
         pipe.write(coordinator.address + "\n")
     coordinator.serve(until)

@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from polyrhythm import __version__
-from polyrhythm.cli.coordinator import CoordinatorCommand
+from polyrhythm.cli.coordinator import CoordinatorCommand, KeysCommand
 from polyrhythm.cli.demo import Demo
 from polyrhythm.cli.export import ExportCommand
 from polyrhythm.cli.inspect import Doctor, Show
@@ -41,6 +41,7 @@ Command = (
     | Annotated[ReplayCommand, tyro.conf.subcommand("replay")]
     | Annotated[ExportCommand, tyro.conf.subcommand("export")]
     | Annotated[CoordinatorCommand, tyro.conf.subcommand("coordinator")]
+    | Annotated[KeysCommand, tyro.conf.subcommand("keys")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[ReproduceCommand, tyro.conf.subcommand("reproduce")]
 )

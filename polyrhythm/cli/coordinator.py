@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import tyro
+
 from polyrhythm.cli.signals import exit_on_sigterm
 from polyrhythm.errors import PolicyError
 
@@ -18,6 +20,25 @@ if TYPE_CHECKING:
     from polyrhythm.sync.scheduler import Scheduler
     from polyrhythm.sync.setup import Setup
     from polyrhythm.types import Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysCommand:
+    """Write the keys of a job to a new file that only its owner can read.
+
+    Under torchrun: copy the file to each machine, as a secret, and set POLYRHYTHM_KEYS to its path.
+    """
+
+    path: tyro.conf.Positional[Path] = Path("job.keys")
+    """The file to write."""
+
+    def run(self, console: "Console") -> int:
+        from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, JobKeys
+
+        JobKeys.new().save(self.path)
+        line = f"new keys in {self.path}: copy it to each machine, as a secret; with torchrun, set"
+        _print(console, f"{line} {KEYS_VARIABLE}={self.path}")
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +91,7 @@ class CoordinatorCommand:
         coordinator = Coordinator.of(
             setup,
             bind=self.bind,
-            keys=keys,
+            keys=keys.server_keys,
             log=log,
             heartbeat_timeout=self.heartbeat_timeout,
             startup_timeout=self.startup_timeout,

@@ -29,7 +29,7 @@ def setup_of(policy: str = "all_reduce", stages: int = 1, pipelines: int = 2, **
 
 
 def coordinator_of(setup: Setup, log: Path | None = None, **more) -> Coordinator:
-    return Coordinator.of(setup, bind="tcp://127.0.0.1:0", keys=KEYS, log=log, **more)
+    return Coordinator.of(setup, bind="tcp://127.0.0.1:0", keys=KEYS.server_keys, log=log, **more)
 
 
 def hello_of(setup: Setup, worker: Worker, incarnation: int = 1, **more) -> Hello:
@@ -71,7 +71,7 @@ class FakeWorker:
         self._steps: queue.SimpleQueue[ToWorker | Exception] = queue.SimpleQueue()
         self.client = CoordinatorClient(
             address,
-            KEYS,
+            KEYS.client_keys,
             hello_of(setup, worker, incarnation, **hello),
             on_command=self._on_command,
             on_failure=self._on_failure,

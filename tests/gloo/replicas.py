@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from polyrhythm.processes import Child, end_all
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext, _run
+from polyrhythm.run.coordinator.keys import WorkerKeys
 from tests.gloo.pipelines import run_stages
 
 TIMEOUT = 30.0
@@ -71,9 +72,13 @@ def run_with_failures(
 
     workers = []
     with socket.create_server(("127.0.0.1", 0), backlog=num) as listen_socket:
-        for rank in range(num):
+        for rank, keys in enumerate(WorkerKeys.for_job(num)):
             ctx = DistContext(
-                rank=rank, world_size=num, local_rank=rank, listen_socket=listen_socket
+                rank=rank,
+                world_size=num,
+                local_rank=rank,
+                listen_socket=listen_socket,
+                keys=keys,
             )
             output = folder / f"rank{rank}.log"
             workers.append(Child(partial(_run, work_in_group, ctx), output=output))

@@ -204,12 +204,12 @@ def test_foreground_serve_stops_on_event() -> None:
 )
 def test_unbindable_address_is_refused(bind: str, problem: str) -> None:
     with pytest.raises(LaunchError, match=problem):
-        Coordinator.of(setup_of(), bind=bind, keys=KEYS)
+        Coordinator.of(setup_of(), bind=bind, keys=KEYS.server_keys)
 
 
 def test_a_port_in_use_is_refused() -> None:
     with coordinator_of(setup_of()) as coordinator, pytest.raises(LaunchError, match="in use"):
-        Coordinator.of(setup_of(), bind=coordinator.address, keys=KEYS)
+        Coordinator.of(setup_of(), bind=coordinator.address, keys=KEYS.server_keys)
 
 
 def test_invalid_timeouts_are_refused(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_invalid_timeouts_are_refused(tmp_path: Path) -> None:
         Coordinator(
             setup.scheduler(),
             bind="tcp://127.0.0.1:0",
-            keys=KEYS,
+            keys=KEYS.server_keys,
             policy=setup.text,
             num_stages=2,
             num_pipelines=1,
@@ -233,7 +233,7 @@ def test_invalid_timeouts_are_refused(tmp_path: Path) -> None:
         Coordinator(
             setup.scheduler(),
             bind="tcp://127.0.0.1:0",
-            keys=KEYS,
+            keys=KEYS.server_keys,
             policy=setup.text,
             num_stages=1,
             num_pipelines=2,

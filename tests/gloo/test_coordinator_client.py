@@ -13,7 +13,7 @@ import pytest
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError
 from polyrhythm.run.coordinator.client import CoordinatorClient
-from polyrhythm.run.coordinator.keys import JobKeys
+from polyrhythm.run.coordinator.keys import ClientKeys, JobKeys
 from polyrhythm.run.coordinator.pending_messages import PendingMessages
 from polyrhythm.run.coordinator.wire import ToWorker
 from polyrhythm.sync.protocol import (
@@ -42,7 +42,9 @@ ME, OTHER = Worker(0, 0), Worker(0, 1)
 SETUP = setup_of(pipelines=2)
 
 
-def client_of(address: str, keys: JobKeys = KEYS, **more) -> tuple[CoordinatorClient, list]:
+def client_of(
+    address: str, keys: ClientKeys = KEYS.client_keys, **more
+) -> tuple[CoordinatorClient, list]:
     failures: list[Exception] = []
     client = CoordinatorClient(
         address,
@@ -68,7 +70,7 @@ def test_no_server_at_address_raises_peer_error() -> None:
 def test_join_respects_timeout() -> None:
     with coordinator_of(SETUP) as coordinator:
         client, failures = client_of(coordinator.address)
-        eventually(lambda: "other workers" in client.missing()[1])
+        eventually(lambda: client._coordinator)
         with pytest.raises(PeerError, match=r"during joining .* other workers"):
             client.join(0.3)
         assert not failures  # join() may be called again
@@ -76,20 +78,15 @@ def test_join_respects_timeout() -> None:
 
 
 def test_wrong_key_is_reported_at_once() -> None:
-    other = JobKeys.new()
-    keys = JobKeys(
-        server_public=KEYS.server_public,
-        server_secret=KEYS.server_secret,
-        client_public=other.client_public,
-        client_secret=other.client_secret,
-    )
+    other = JobKeys.new().client_keys
+    keys = ClientKeys(other.pair, KEYS.server_public)
     with coordinator_of(SETUP) as coordinator:
         client, _ = client_of(coordinator.address, keys)
         with pytest.raises(LaunchError, match="the key of s0p0"):
             client.join(10)
         client.close()
         client, _ = client_of(coordinator.address, other)  # with another server key as well
-        eventually(lambda: "keys" in client.missing()[1])
+        eventually(lambda: "keys" in client._problem)
         with pytest.raises(PeerError, match="keys"):
             client.join(0.5)
         client.close()
@@ -112,7 +109,9 @@ def test_invalid_address_is_refused(address: str) -> None:
 def test_invalid_hello_is_refused_by_client(change: dict, problem: str) -> None:
     hello = hello_of(SETUP, ME, **change)
     with pytest.raises(LaunchError, match=f"s0p0.*{problem}"):
-        CoordinatorClient("tcp://127.0.0.1:9", KEYS, hello, on_command=print, on_failure=print)
+        CoordinatorClient(
+            "tcp://127.0.0.1:9", KEYS.client_keys, hello, on_command=print, on_failure=print
+        )
     with pytest.raises(LaunchError, match="heartbeat_timeout=0"):
         client_of("tcp://127.0.0.1:9", heartbeat_timeout=0)
 
@@ -140,7 +139,11 @@ def test_close_is_idempotent_and_thread_safe() -> None:
     setup = setup_of(pipelines=1)
     with coordinator_of(setup) as coordinator:
         client = CoordinatorClient(
-            coordinator.address, KEYS, hello_of(setup, ME), on_command=close, on_failure=print
+            coordinator.address,
+            KEYS.client_keys,
+            hello_of(setup, ME),
+            on_command=close,
+            on_failure=print,
         )
         client.join(10)
         client.send(Ready(ME, 1, 1))
@@ -160,7 +163,7 @@ def test_error_in_on_command_is_reported_as_failure() -> None:
     with coordinator_of(setup) as coordinator:
         client = CoordinatorClient(
             coordinator.address,
-            KEYS,
+            KEYS.client_keys,
             hello_of(setup, ME),
             on_command=lambda command: 1 / 0,
             on_failure=failures.append,
@@ -199,7 +202,7 @@ def test_restarted_coordinator_is_detected() -> None:
     sessions = first._server.sessions
     sessions.end_session(sessions.by_worker[ME], "")  # so that it closes without a Refuse
     first.close()
-    second = type(first).of(setup, bind=address, keys=KEYS).start()
+    second = type(first).of(setup, bind=address, keys=KEYS.server_keys).start()
     try:
         with pytest.raises(PeerError, match="restarted"):
             fake_worker.step()

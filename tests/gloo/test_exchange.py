@@ -29,7 +29,7 @@ def peer(rank: int) -> Peer:
 
 
 def connections_of(ctx: DistContext) -> PeerConnections:
-    return PeerConnections(_get_default_store(), peer(ctx.rank))
+    return PeerConnections(_get_default_store().clone(), peer(ctx.rank))
 
 
 def exchange_mean(
@@ -249,4 +249,4 @@ def test_late_peer_sees_that_the_other_timed_out(tmp_path: Path) -> None:
         return caught.value.cause, time.monotonic() - start < 15.0
 
     found = run_stages(2, work, tmp_path)
-    assert found == [("it did not connect", True), ("it has aborted the group", True)]
+    assert found == [("no answer", True), ("it has aborted the group", True)]

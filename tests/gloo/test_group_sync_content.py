@@ -208,7 +208,7 @@ def test_single_worker_trains_with_every_policy(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[torch.Tensor]:
         found = []
         for policy in policies:
-            with train(ctx, 5, policy) as sync:
+            with train(ctx, 5, policy, name=policy) as sync:
                 sync.average_all()
                 found.append(sync._model.module.weight.detach().clone())
         return found

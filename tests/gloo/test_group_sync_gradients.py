@@ -119,7 +119,7 @@ def test_share_is_required_by_balanced_only(tmp_path: Path) -> None:
             with pytest.raises(PolicyError) as caught:
                 sync.share(4)
             reasons.append(caught.value.wrong)
-        with GroupSync(model, optimizer, "balanced", timeout=TIMEOUT):
+        with GroupSync(model, optimizer, "balanced", timeout=TIMEOUT, name="second"):
             model(torch.ones(2)).sum().backward()
             with pytest.raises(PolicyError) as caught:
                 optimizer.step()

@@ -103,12 +103,13 @@ def test_no_threads_remain_after_failed_start(tmp_path: Path) -> None:
 def test_second_parameter_server_continues_after_first(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> float:
         model = Point(size=1)
-        for _ in range(2):
+        for name in ("first", "second"):
+            options = {"num_pipelines": 2, "timeout": TIMEOUT, "name": name}
             if ctx.rank == 2:
-                ParameterServer(num_pipelines=2, timeout=TIMEOUT).serve()
+                ParameterServer(**options).serve()
                 continue
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            with GroupSync(model, optimizer, "ssp", num_pipelines=2, timeout=TIMEOUT) as sync:
+            with GroupSync(model, optimizer, "ssp", **options) as sync:
                 model.weight.grad = torch.tensor([-1.0 - 2 * ctx.rank])
                 optimizer.step()
                 sync.average_all()

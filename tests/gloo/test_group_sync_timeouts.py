@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.events import read_run
-from polyrhythm.run.averaging import group_client, group_sync, rendezvous
+from polyrhythm.run.averaging import group_client, group_sync
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.averaging.parameter_server import ParameterServer
+from polyrhythm.run.comm import store
 from polyrhythm.run.comm.launch import DistContext
 from tests.gloo.replicas import TIMEOUT, Point, run_replicas, run_with_failures, train
 
@@ -61,7 +62,7 @@ def test_start_failure_is_reported_to_all_at_once(policy: str, tmp_path: Path) -
 def test_missing_worker_is_named_in_warning_and_error(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[str, list[str]]:
         captured, model = CapturedWarnings(), Point()
-        rendezvous.WARN_AFTER = 1.0
+        store.WARN_AFTER = 1.0
         dist.barrier()  # then only the third is missing
         if ctx.rank == 2:
             return "", []
@@ -70,10 +71,9 @@ def test_missing_worker_is_named_in_warning_and_error(tmp_path: Path) -> None:
         return str(caught.value), captured.lines
 
     for message, warnings in run_replicas(3, work, tmp_path)[:2]:
-        assert re.search(r"lost s0p2 during starting after \d", message)
-        assert "no GroupSync" in message
+        assert re.search(r"lost s0p2 during agreeing on the workers after \d.*no answer", message)
         assert len(warnings) == 1
-        assert "for s0p2; timeout is 3 s" in warnings[0]
+        assert "for s0p2: agreeing on the workers" in warnings[0]
 
 
 def test_worker_missing_from_average_all_is_named(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_killed_rank_0_is_reported_soon(tmp_path: Path) -> None:
 
     found = run_with_failures(3, work, tmp_path, lost={0})
     for message in found.values():
-        assert "(in the process of rank 0)" in message
+        assert "(in s0p0)" in message
         assert "its connection has closed" in message, "without waiting for the heartbeat timeout"
 
 
@@ -181,25 +181,25 @@ def test_missing_parameter_server_is_named(tmp_path: Path) -> None:
         return str(caught.value)
 
     for message in run_replicas(3, work, tmp_path)[:2]:
-        assert "lost s0p2 (the parameter server) during starting" in message
+        assert "lost s0p2 (the parameter server) during agreeing on the workers" in message
 
 
 def test_timeout_does_not_bound_connecting_to_store(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[str, str]:
-        model, store, found = Point(), dist.distributed_c10d._get_default_store(), []
+        model, job_store, found = Point(), dist.distributed_c10d._get_default_store(), []
         if ctx.rank == 1:
             return "", ""
         for job_timeout, timeout in ((TIMEOUT, EXPIRED), (EXPIRED, TIMEOUT)):
-            store.set_timeout(timedelta(seconds=job_timeout))
+            job_store.set_timeout(timedelta(seconds=job_timeout))
             with pytest.raises(PeerError) as caught:
-                GroupSync(model, sgd(model), "ssp", timeout=timeout)
-            store.set_timeout(timedelta(seconds=TIMEOUT))
+                GroupSync(model, sgd(model), "ssp", timeout=timeout, name=f"{timeout}")
+            job_store.set_timeout(timedelta(seconds=TIMEOUT))
             found.append(str(caught.value))
         return found[0], found[1]
 
     missing_server, no_store = run_replicas(2, work, tmp_path)[0]
-    assert "lost s0p1 (the parameter server) during starting" in missing_server
-    assert "lost the process of rank 0 during reaching the job's store" in no_store
+    assert "lost s0p1 (the parameter server) during agreeing on the workers" in missing_server
+    assert "lost the process that serves the job's store during connecting" in no_store
 
 
 def test_inconsistent_arguments_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -126,10 +125,10 @@ def test_interrupted_start_leaves_no_process(
 ) -> None:
     real, started = LocalJob._start, []
 
-    def interrupted(job: LocalJob, rank: int, listen_socket: socket.socket) -> None:
+    def interrupted(job: LocalJob, rank: int, *args: object) -> None:
         if rank == 2:
             raise KeyboardInterrupt
-        real(job, rank, listen_socket)
+        real(job, rank, *args)
         started.append(rank)
 
     monkeypatch.setattr(LocalJob, "_start", interrupted)

@@ -161,7 +161,7 @@ def test_resume_from_saved_sampler_state(tmp_path: Path) -> None:
             saved = [sync.sampler_state()]
             sync.average_all()
             dist.broadcast_object_list(saved)
-        second = SampleTrainer(ctx, sampler_state=saved[0])
+        second = SampleTrainer(ctx, sampler_state=saved[0], name="second")
         with second.sync as sync:
             second.train()
             sync.average_all()
@@ -193,7 +193,12 @@ def served() -> Iterator[Served]:
         proxy = Proxy(coordinator.address)
         clients = [
             CoordinatorClient(
-                address, KEYS, hello_of(setup, worker), on_command=print, on_failure=print, **more
+                address,
+                KEYS.client_keys,
+                hello_of(setup, worker),
+                on_command=print,
+                on_failure=print,
+                **more,
             )
             for worker, address, more in (
                 (ME, proxy.address, {"heartbeat_timeout": 3.0}),
@@ -302,7 +307,7 @@ def test_invalid_sample_requests_are_refused(tmp_path: Path) -> None:
                 trainer.sync.acquire(number, count, until)
             messages.append(str(refused.value))
         trainer.sync.close()
-        for sync in (trainer.sync, SampleTrainer(ctx, sampler_state=None).sync):
+        for sync in (trainer.sync, SampleTrainer(ctx, sampler_state=None, name="second").sync):
             with pytest.raises(PolicyError) as refused:
                 sync.acquire(0, 4)
             messages.append(str(refused.value))

@@ -5,6 +5,7 @@ number. The process that hosts the coordinator leaves last, after waiting for th
 """
 
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,9 +18,10 @@ from torch import Tensor
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.events import WORKERS, EventLog
 from polyrhythm.run.averaging.averager import Averager, AverageResult
-from polyrhythm.run.averaging.rendezvous import RANK_0, WARN_AFTER, Rendezvous
+from polyrhythm.run.averaging.rendezvous import Rendezvous
+from polyrhythm.run.comm.store import WARN_AFTER
 from polyrhythm.run.coordinator.client import CoordinatorClient
-from polyrhythm.run.coordinator.keys import JobKeys
+from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, JobKeys
 from polyrhythm.run.coordinator.sample_requests import SampleFuture
 from polyrhythm.run.coordinator.wire import PROTOCOL, FromWorker, Hello, TensorShapes
 from polyrhythm.sync.decision_log import decision_log_path
@@ -56,15 +58,16 @@ class GroupClient:
         worker, incarnation = self.me = rendezvous.me
         hello = Hello(PROTOCOL, worker, node, 0, incarnation, rendezvous.setup.text, shape)
         with ExitStack() as undo:  # a thread left running would send heartbeats of a dead worker
-            self._coordinator = (
-                None if coordinator else rendezvous.start_coordinator(_decision_log_path(log))
-            )
+            self._coordinator = None
+            if coordinator:
+                path = Path(keys or os.environ.get(KEYS_VARIABLE, "job.keys"))
+                address, client_keys = coordinator, JobKeys.load(path).client_keys
+            else:
+                self._coordinator, address, client_keys = rendezvous.start_coordinator(
+                    _decision_log_path(log)
+                )
             if self._coordinator is not None:
                 undo.callback(self._coordinator.close, 0.0)
-            if not coordinator:
-                address, job_keys = rendezvous.coordinator_endpoint()
-            else:
-                address, job_keys = coordinator, JobKeys.load(Path(keys or "job.keys"))
             self._averager = Averager(
                 rendezvous.connections,
                 self._send,
@@ -75,15 +78,14 @@ class GroupClient:
             undo.callback(self._averager.close)
             self._client = CoordinatorClient(
                 address,
-                job_keys,
+                client_keys,
                 hello,
                 on_command=self._averager.on_command,
                 on_failure=self._averager.fail,
-                served_by="" if coordinator else RANK_0,
+                served_by="" if coordinator else str(rendezvous.setup.workers[0]),
             )
             undo.callback(self._client.close, leave=False)
-            client = self._client
-            rendezvous.wait_until(lambda: client.has_joined, client.missing, "joining")
+            self._client.join(rendezvous.timeout, check=rendezvous.raise_failure)
             undo.pop_all()
 
     def request(self) -> None:

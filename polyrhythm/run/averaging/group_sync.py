@@ -44,7 +44,7 @@ from polyrhythm.run.averaging.model_averaging import (
     StaticAveraging,
 )
 from polyrhythm.run.averaging.reduced_variance import ReducedVarianceAdamW
-from polyrhythm.run.averaging.rendezvous import Rendezvous, check_timeout, next_name
+from polyrhythm.run.averaging.rendezvous import Rendezvous, check_timeout
 from polyrhythm.run.coordinator.sample_requests import SampleFuture
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.dispatch import Ranges, SamplerState
@@ -84,7 +84,7 @@ class GroupSync:
         seed: int = 0,
         timeout: Seconds = 600.0,
         log: EventLog | Path | str | None = None,
-        name: str | None = None,
+        name: str = "sync",
     ) -> None:
         """`policy` and its `options` are those of `polyrhythm.sync`; `every`: steps per average.
 
@@ -101,8 +101,8 @@ class GroupSync:
         other workers. `log`: an event log, or a run folder to create one in; the log of a Pipeline
         takes precedence.
 
-        All workers start with the parameters and buffers of the first pipeline. For several
-        GroupSyncs in a process, create them in the same order in all, or give each a unique `name`.
+        All workers start with the parameters and buffers of the first pipeline. `name`: a different
+        one for each GroupSync of a job, the same in all its processes.
         """
         check_timeout(timeout)
         module = model.module if isinstance(model, Pipeline) else model
@@ -130,25 +130,24 @@ class GroupSync:
         check_flush(model, decoupled)
         self._model = ReplicaState(module, optimizer, state, decoupled)
         check_worker(setup, worker)
-        self._rendezvous = Rendezvous(setup, worker, timeout=timeout, name=name or next_name(setup))
+        self._rendezvous = Rendezvous(setup, worker, timeout=timeout, name=name)
         self._own_log: EventLog | None = None
         if isinstance(model, Pipeline):
             log = model.log or log
         if isinstance(log, str | Path):
             log = self._own_log = EventLog(worker_log(Path(log), worker), worker)
+        node = node or socket.gethostname()
         self._last_step_at = time.perf_counter()
         self._client: GroupClient | None = None
         try:
-            self._wait_for_equal_replicas()
+            self._wait_for_equal_replicas(node)
             if not setup.mode.has_coordinator:
-                self._strategy: _Strategy = StaticAveraging(
-                    self._model, self._rendezvous, node=node or socket.gethostname()
-                )
+                self._strategy: _Strategy = StaticAveraging(self._model, self._rendezvous)
             else:
                 self._client = GroupClient(
                     self._rendezvous,
                     self._model.shape(),
-                    node=node or socket.gethostname(),
+                    node=node,
                     coordinator=coordinator,
                     keys=keys,
                     log=log,
@@ -166,9 +165,10 @@ class GroupSync:
         # A thread that waits in gloo when the interpreter exits would abort the process.
         self._finalizer = weakref.finalize(self, self._strategy.close, graceful=False)
 
-    def _wait_for_equal_replicas(self) -> None:
+    def _wait_for_equal_replicas(self, node: str) -> None:
         rendezvous, optimizer = self._rendezvous, self._model.optimizer
-        rendezvous.wait_for_all()
+        rendezvous.check_settings()
+        rendezvous.wait_for_all(node)
         rendezvous.check_same_shapes(self._model.shape())
         rendezvous.broadcast_initial_state(self._model.all_tensors())
         setup = rendezvous.setup

@@ -10,7 +10,6 @@ those of the averaged model.
 """
 
 import contextlib
-import json
 from collections.abc import Callable
 
 import torch
@@ -22,7 +21,6 @@ from polyrhythm.run.averaging.buffers import ReplicaState
 from polyrhythm.run.averaging.exchange import all_reduce_mean
 from polyrhythm.run.averaging.group_client import GroupClient
 from polyrhythm.run.averaging.parameter_server import ParameterServerClient
-from polyrhythm.run.averaging.peer_connections import Peer
 from polyrhythm.run.averaging.rendezvous import Rendezvous
 from polyrhythm.run.averaging.streaming import ForwardWaitHooks
 from polyrhythm.sync.policies.local import OuterNesterov, pseudo_gradient
@@ -161,8 +159,12 @@ class DecoupledModelAveraging(ModelAveraging):
 
     def _agree_on_order(self) -> None:
         if not self._is_ordered:
-            order = self._rendezvous.set_once("order", json.dumps(self._forward_hooks.order()))
-            self._model.order, self._is_ordered = json.loads(order), True
+            name, members = (
+                f"the order of stage {self._client.me.worker.stage}",
+                self._rendezvous.stage,
+            )
+            order = self._rendezvous.store.set_once(name, self._forward_hooks.order(), members)
+            self._model.order, self._is_ordered = order, True
 
     def _apply(self, result: AverageResult | None, *, unchanged: Tensor | None = None) -> None:
         if result is not None:
@@ -178,11 +180,11 @@ class StaticAveraging:
     weights are those before the average or after it.
     """
 
-    def __init__(self, model: ReplicaState, rendezvous: Rendezvous, *, node: str) -> None:
+    def __init__(self, model: ReplicaState, rendezvous: Rendezvous) -> None:
         self.num_steps, self._every = 0, rendezvous.setup.steps_between
         self._model, self._rendezvous = model, rendezvous
-        self._layout = NodeLayout.of(rendezvous.gather_nodes(node))
-        self._peers: dict[Worker, Peer] = {}  # cached: under static no worker restarts
+        nodes, stage = rendezvous.nodes, rendezvous.me.worker.stage
+        self._layout = NodeLayout.of({w: at for w, at in nodes.items() if w.stage == stage})
 
     def step(self) -> None:
         self.num_steps += 1
@@ -202,7 +204,7 @@ class StaticAveraging:
         if len(workers) == 1:
             return
         connections, timeout = self._rendezvous.connections, self._rendezvous.timeout
-        members = [self._peer(worker) for worker in workers]
+        members = [self._rendezvous.peer(worker) for worker in workers]
         others = [peer for peer in members if peer != connections.me]
         weights, flat = [1 / len(members)] * len(members), self._model.flat()
         try:
@@ -223,11 +225,6 @@ class StaticAveraging:
             raise PeerError(
                 error.peer, action=error.action, waited=error.waited, cause=cause
             ) from None
-
-    def _peer(self, worker: Worker) -> Peer:
-        if worker not in self._peers:
-            self._peers[worker] = self._rendezvous.peer(worker)
-        return self._peers[worker]
 
 
 class ServerAveraging:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.run.averaging.peer_connections import Peer, PeerConnections
-from polyrhythm.run.averaging.rendezvous import Rendezvous, next_name, server_worker
+from polyrhythm.run.averaging.rendezvous import Rendezvous, server_worker
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
@@ -43,7 +43,7 @@ class ParameterServerClient:
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._timeout = timedelta(seconds=rendezvous.timeout)
-        self._connections = PeerConnections(rendezvous.store, rendezvous.me)
+        self._connections = rendezvous.connections_of(rendezvous.me)
         self._server = rendezvous.peer(
             server_worker(rendezvous.me.worker.stage, rendezvous.setup.num_pipelines)
         )
@@ -124,25 +124,22 @@ class ParameterServer:
         num_pipelines: int,
         num_stages: int = 1,
         timeout: Seconds = 600.0,
-        name: str | None = None,
+        name: str = "sync",
     ) -> None:
-        """Take the arguments of the workers' GroupSync; several need the same order or a `name`."""
+        """Take the arguments of the workers' GroupSync, with the same `name`."""
         self._setup = Setup(policy="ssp", num_stages=num_stages, num_pipelines=num_pipelines)
         _check_rank(len(self._setup.workers))
-        self._timeout, name = timeout, name or next_name(self._setup)
-        self._stage_rendezvous = [
-            Rendezvous(self._setup, server_worker(stage, num_pipelines), timeout=timeout, name=name)
-            for stage in range(num_stages)
-        ]
+        self._timeout, server = timeout, server_worker(0, num_pipelines)
+        self._rendezvous = Rendezvous(self._setup, server, timeout=timeout, name=name)
         self._weights = [_StageWeights(num_pipelines) for _ in range(num_stages)]
         self.lost: list[str] = []  # the errors of workers that did not leave
 
     def serve(self) -> None:
         """Serve until all workers have left; raises PeerError if not all workers join."""
         try:
-            self._stage_rendezvous[0].wait_for_all()
+            self._rendezvous.wait_for_all()
         except BaseException as error:
-            self._stage_rendezvous[0].report_failure(error)
+            self._rendezvous.report_failure(error)
             raise
         threads = [
             threading.Thread(target=self._serve, args=(Worker(stage, pipeline),), daemon=True)
@@ -155,10 +152,10 @@ class ParameterServer:
             thread.join()
 
     def _serve(self, worker: Worker) -> None:
-        rendezvous = self._stage_rendezvous[worker.stage]
-        connections = PeerConnections(rendezvous.store, rendezvous.me)
+        rendezvous, num_pipelines = self._rendezvous, self._setup.num_pipelines
+        me = rendezvous.peer(server_worker(worker.stage, num_pipelines))
+        connections, peer = rendezvous.connections_of(me), rendezvous.peer(worker)
         try:
-            peer = rendezvous.peer(worker)
             connections.connect([peer], "server", timeout=self._timeout)
             while self._answer(connections, peer):
                 pass

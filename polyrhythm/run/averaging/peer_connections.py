@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import abort
+from polyrhythm.run.comm.store import JobStore, Members, StoreBackend
 from polyrhythm.types import Bytes, Seconds, Worker
 
-_POLL: Seconds = 0.002  # initially; doubled up to _LONGEST_POLL
-_LONGEST_POLL: Seconds = 0.05
 _HANDSHAKE_TIMEOUT: Seconds = 20.0  # of two peers that are both present
-_CONNECT_DECISION = "decision"  # the store key of the common decision: "on" or "off"
+_PAIR = Members((0, 1))  # of a connection
 
 
 class Peer(NamedTuple):
@@ -67,9 +66,8 @@ class PeerConnections:
     """The connections of one worker; used by one thread, but any thread may call `abort`."""
 
     def __init__(self, store: Store, me: Peer) -> None:
-        self.me = me
-        # A clone: a wait for a key blocks all users of the same store connection.
-        self.store = store.clone()  # type: ignore[attr-defined]
+        """`store`: a connection for this object alone; a wait for a key blocks all its users."""
+        self.store, self.me = store, me
         self._by_peer: dict[Peer, _PeerConnection] = {}
 
     def connect(
@@ -194,18 +192,26 @@ class PeerConnections:
 
         Gloo would wait for a peer that has stopped or died, and that wait cannot be aborted.
         """
-        store.set(f"here{rank}", "")
-        start, pause = time.monotonic(), _POLL
-        while not store.check([f"here{1 - rank}"]):
-            if should_stop() or time.monotonic() >= deadline:
-                cause = "the group was aborted" if should_stop() else "it did not connect"
-                if store.compare_set(_CONNECT_DECISION, "", "off") == b"off":
-                    raise self._lost_error(other, start, cause)
-                return  # the peer has just arrived, and waits for us
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_POLL)
-        if store.compare_set(_CONNECT_DECISION, "", "on") != b"on":
-            raise self._lost_error(other, start, "it has aborted the group")
+        names, start = sorted([self.me, other]), time.monotonic()
+
+        def check() -> None:
+            if should_stop():
+                raise self._lost_error(other, start, "the group was aborted")
+
+        pair = JobStore(
+            cast("StoreBackend", store),
+            rank,
+            timeout=deadline - start,
+            name_of=lambda index: str(names[index].worker),
+            check=check,
+        )
+        error: PeerError | None = None
+        try:
+            pair.barrier("connecting", _PAIR)
+        except PeerError as lost:
+            error = lost
+        if not pair.set_once("whether both connect", error is None, _PAIR):
+            raise error or self._lost_error(other, start, "it has aborted the group")
 
     def _lost_error(self, other: Peer, start: Seconds, cause: str) -> PeerError:
         waited = time.monotonic() - start

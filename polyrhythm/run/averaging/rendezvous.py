@@ -1,60 +1,45 @@
-"""Rendezvous of the workers of a job: incarnations, initial state, and the coordinator's address.
+"""Rendezvous of the workers of a job, before they average: who is there, and one initial state.
 
-The workers exchange their first values over the store of torch.distributed: the address and the
-keys of the coordinator, every worker's incarnation, and the first error. By default the coordinator
-is a thread of the process of rank 0; its keys go through the store, which everyone who can reach
-the job can read, as with torch.distributed itself. A separate coordinator (`polyrhythm
-coordinator`) has its keys in a file.
+The workers agree over the job's store (`comm/store.py`) on their settings, machines and tensors, on
+the address of the coordinator, and on the first error. Tensors go over connections between pairs.
 """
 
 import contextlib
 import logging
+import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from itertools import count
+from functools import cache
 from pathlib import Path
+from typing import cast
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError, UserError
 from polyrhythm.run.averaging.buffers import FlatBuffer
 from polyrhythm.run.averaging.peer_connections import Peer, PeerConnections
+from polyrhythm.run.comm.launch import worker_keys
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import fingerprint
+from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
 from polyrhythm.run.coordinator.coordinator import Coordinator
-from polyrhythm.run.coordinator.keys import JobKeys
+from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, ClientKeys, ServerKeys
 from polyrhythm.run.coordinator.sessions import shape_mismatch
 from polyrhythm.run.coordinator.wire import TensorShapes
-from polyrhythm.sync.roster import format_items
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
-# Rendezvous are numbered in the order of creation, which is the same in all processes. A parameter
-# server takes part only in those of ssp.
-_numbers: dict[str, Iterator[int]] = {"workers": count(), "servers": count()}
+_FAILURE = "the first error"
+_EPOCH = 0  # all workers are present from the start
 _STARTUP_FACTOR = 1.1  # times the timeout: by then every waiting worker has timed out
-_POLL: Seconds = 0.002  # initially; doubled up to _LONGEST_POLL
-_LONGEST_POLL: Seconds = 0.05
-WARN_AFTER: Seconds = 10.0  # log a warning after waiting this long
-RANK_0 = "the process of rank 0"
-_NOT_JOINED = "it has not joined yet"
-_FAILED = "failed"  # the store key of the first error
-
 _ANY_PORT = 9
 
 _logger = logging.getLogger(__name__)
-
-
-def next_name(setup: Setup) -> str:
-    """Return the default name of the next rendezvous, equal in all processes."""
-    kind = "servers" if setup.mode.has_server else "workers"
-    return f"{kind}{next(_numbers[kind])}"
 
 
 def server_worker(stage: int, num_pipelines: int) -> Worker:
@@ -72,10 +57,14 @@ def check_timeout(timeout: Seconds) -> None:
 
 
 class Rendezvous:
-    """One worker's side of a rendezvous, with a name that is unique in the job."""
+    """One worker's side of a rendezvous.
+
+    Members of the store's agreements are numbered by stage and pipeline; under ssp the parameter
+    server is the last one.
+    """
 
     def __init__(self, setup: Setup, worker: Worker, *, timeout: Seconds, name: str) -> None:
-        """`timeout` bounds every wait for other workers."""
+        """`timeout` bounds every wait for other workers; `name` is unique in the job."""
         check_timeout(timeout)
         if not dist.is_initialized():
             raise LaunchError(
@@ -83,85 +72,92 @@ class Rendezvous:
                 expected="an initialised torch.distributed",
                 fix="start with torchrun, and call torch.distributed.init_process_group first",
             )
-        self.setup, self.timeout = setup, timeout
-        with peer_errors(RANK_0, "reaching the job's store"):
-            job_store = _get_default_store().clone()  # type: ignore[attr-defined]
-            self.store = PrefixStore(f"polyrhythm/sync/{name}", job_store)
-            self.me = Peer(worker, self.store.add(f"num_incarnations/{worker}", 1))
-            self.connections = PeerConnections(self.store, self.me)
-            for store in (self.store, self.connections.store):
-                # Only now: before, it would bound connecting to the store, which may be busy.
-                store.set_timeout(timedelta(seconds=timeout))
-            self.store.set(f"incarnation/{worker}", str(self.me.incarnation))
-            if self.me.incarnation == 1:
-                self.store.add("here", 1)
+        self.setup, self.timeout, self._start = setup, timeout, time.monotonic()
+        names = [str(w) for w in setup.workers]
+        self.workers = Members(tuple(range(len(names))), _EPOCH)
+        if setup.mode.has_server:
+            names.append(f"{server_worker(0, setup.num_pipelines)} (the parameter server)")
+        self._all = Members(tuple(range(len(names))), _EPOCH)
+        is_server = worker not in setup.workers
+        number = len(names) - 1 if is_server else setup.workers.index(worker)
+        self._prefix = f"polyrhythm/sync/{name}"
+        self.store = JobStore(
+            job_store_backend(self._prefix, timeout),
+            number,
+            timeout=timeout,
+            name_of=names.__getitem__,
+            check=self.raise_failure,
+        )
+        self.me, self._keys = self.peer(worker), worker_keys()
+        self.nodes: dict[Worker, str] = {}  # of all workers, once they are present
+        self._public_keys: list[str] = []
+        self.connections = self.connections_of(self.me)
+        token = secrets.token_hex(8)
+        if self.store.set_once(f"the process of {worker}", token, self._all) != token:
+            raise LaunchError(
+                f"another GroupSync with the name {name!r} for {worker}",
+                expected="a name for each GroupSync of a job, the same in all its processes",
+                fix='pass a new one: GroupSync(..., name="second")',
+            )
 
-    def wait_for_all(self) -> None:
-        """Wait until all workers, and under ssp the parameter servers, are present."""
-        expected = {worker: str(worker) for worker in self.setup.workers}
-        if self.setup.mode.has_server:
-            servers = [
-                server_worker(stage, self.setup.num_pipelines)
-                for stage in range(self.setup.num_stages)
-            ]
-            expected |= {server: f"{server} (the parameter server)" for server in servers}
+    def connections_of(self, me: Peer) -> PeerConnections:
+        """Return new connections, for one thread."""
+        # A store of torch.distributed, which is initialised: gloo needs it as well.
+        return PeerConnections(cast("Store", job_store_backend(self._prefix, self.timeout)), me)
 
-        def all_present() -> bool:
-            return self.store.add("here", 0) >= len(expected)
+    @property
+    def stage(self) -> Members:
+        """The workers of this worker's stage."""
+        stage, size = self.me.worker.stage, self.setup.num_pipelines
+        return Members(tuple(range(stage * size, (stage + 1) * size)), _EPOCH)
 
-        def missing() -> tuple[str, str]:
-            is_present = {w: self.store.check([f"incarnation/{w}"]) for w in expected}
-            names = [name for worker, name in expected.items() if not is_present[worker]]
-            return format_items(names), "it has created no GroupSync; has its process exited?"
+    def wait_for_all(self, node: str = "") -> None:
+        """Wait until all workers, and under ssp the parameter server, are present.
 
-        self.wait_until(all_present, missing, "starting")
-
-    def wait_until(
-        self, condition: Callable[[], bool], missing: Callable[[], tuple[str, str]], action: str
-    ) -> None:
-        """Wait until `condition` holds; raises PeerError if a worker has failed.
-
-        After `timeout`, raises PeerError with the name and cause that `missing` returns.
+        They exchange the names of their machines and their public keys.
         """
-        start, pause, warn_after = time.monotonic(), _POLL, WARN_AFTER
-        with peer_errors(RANK_0, action):
-            while not condition():
-                waited = time.monotonic() - start
-                self._raise_failure(action, waited)
-                if waited >= self.timeout:
-                    peer, cause = missing()
-                    raise PeerError(peer, action=action, waited=waited, cause=cause)
-                if waited >= warn_after:
-                    _logger.warning(
-                        "%s has waited %.0f s for %s; timeout is %g s",
-                        *(self.me.worker, waited, missing()[0], self.timeout),
-                    )
-                    warn_after *= 10
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_POLL)
+        own = node, self._keys.client.public
+        found = self.store.all_gather_object("the workers", own, self._all)[
+            : len(self.workers.ranks)
+        ]
+        self.nodes = {w: at for w, (at, _) in zip(self.setup.workers, found, strict=True)}
+        self._public_keys = [public for _, public in found]
+        for public, number in zip(self._public_keys, self.workers.ranks, strict=True):
+            self._keys.check(public, self.store.name_of(number))
+
+    def check_settings(self) -> None:
+        """Refuse other settings than the first worker's."""
+        shape = f"{self.setup.num_stages} x {self.setup.num_pipelines}"
+        settings = {"policy": self.setup.text, "stages x pipelines": shape}
+        self.store.check_consistent("the settings", settings, self.workers)
 
     def report_failure(self, error: BaseException) -> str:
-        """Store `error` so that waiting workers stop; return the first error of the job."""
-        first = f"{self.me.worker}: {error.wrong if isinstance(error, UserError) else error}"
-        with contextlib.suppress(RuntimeError):  # the store is gone: no worker waits on it
-            first = self.store.compare_set(_FAILED, "", first).decode()
+        """End the waits of the other workers; return the first error of the job."""
+        why = error.wrong if isinstance(error, UserError) else str(error)
+        worker = str(self.me.worker)
+        with contextlib.suppress(PeerError):  # the store is gone: no worker waits on it
+            worker, why = self.store.set_once(_FAILURE, (worker, why), self._all)
         self.connections.abort_all()
-        return first
+        return f"{worker}: {why}"
 
-    def gather_nodes(self, node: str) -> dict[Worker, str]:
-        """Gather the machine names of all workers of this stage."""
-        return self._gather_values("node", node)
+    def has_failed(self) -> bool:
+        return self.store.peek(_FAILURE, self._all) is not None
+
+    def raise_failure(self) -> None:
+        """Raise the first error of another worker, if there is one."""
+        failure = self.store.peek(_FAILURE, self._all)
+        if failure is not None:
+            worker, why = failure
+            waited, cause = time.monotonic() - self._start, f"it could not start: {why}"
+            raise PeerError(worker, action="starting", waited=waited, cause=cause)
 
     def check_same_shapes(self, shape: TensorShapes) -> None:
         """Refuse tensors other than the first pipeline's, before any are sent."""
-        first = Worker(self.me.worker.stage, 0)
-        if self.me.worker == first:
-            self.store.set(f"shape/{first.stage}", msgspec.json.encode(shape).decode())
-            return
-        expected = msgspec.json.decode(
-            self._wait_for_value(f"shape/{first.stage}", first), type=TensorShapes
+        expected = self.store.broadcast_object(
+            "the tensors", shape, self.stage, as_type=TensorShapes
         )
         if shape != expected:
+            first = Worker(self.me.worker.stage, 0)
             raise PolicyError(
                 shape_mismatch(self.me.worker, shape, first, expected),
                 expected="replicas of one model, with the same parameters to train",
@@ -172,8 +168,8 @@ class Rendezvous:
         """Copy the state of the stage's first worker to all; only buffers that differ are sent."""
         if self.setup.num_pipelines == 1:
             return
-        own = " ".join(fingerprint([buffer.read()]) for buffer in buffers)
-        by_worker = [value.split() for value in self._gather_values("fingerprint", own).values()]
+        own = [fingerprint([buffer.read()]) for buffer in buffers]
+        by_worker = self.store.all_gather_object("the initial state", own, self.stage)
         for buffer, fingerprints in zip(buffers, zip(*by_worker, strict=True), strict=True):
             if len(set(fingerprints)) > 1:
                 buffer.write(self._broadcast(buffer.read()))
@@ -195,82 +191,57 @@ class Rendezvous:
                 self.connections.send(peer, flat.view(torch.uint8), tag=0).wait(timeout)
         return flat
 
-    def start_coordinator(self, log: Path | None) -> Coordinator | None:
-        """Start the coordinator if this is rank 0, and store its address and keys."""
-        if dist.get_rank() != 0:
-            return None
-        keys = JobKeys.new()
-        bind = f"tcp://{_own_address()}:0"
-        coordinator = Coordinator.of(
-            self.setup,
-            bind=bind,
-            keys=keys,
-            log=log,
-            startup_timeout=_STARTUP_FACTOR * self.timeout,
-            log_info=_logger.info,
-            log_warning=_logger.warning,
-        ).start()
-        self.store.set("keys", keys.text)
-        self.store.set("address", coordinator.address)
-        return coordinator
+    def start_coordinator(self, log: Path | None) -> tuple[Coordinator | None, str, ClientKeys]:
+        """Start the coordinator in the first worker; return it there, its address and the keys.
 
-    def coordinator_endpoint(self) -> tuple[str, JobKeys]:
-        """Return address and keys of the coordinator that rank 0 hosts."""
-        address = self._wait_for_value("address", RANK_0).decode()
-        return address, JobKeys.parse(self._wait_for_value("keys", RANK_0).decode())
+        It accepts the workers' public keys, which all have published.
+        """
+        started: list[Coordinator] = []
 
-    def set_once(self, key: str, value: str) -> str:
-        """Store `value` unless a worker of this stage has; return the stored value."""
-        with peer_errors(RANK_0, f"agreeing on the {key}"):
-            stored = self.store.compare_set(f"{key}/{self.me.worker.stage}", "", value)
-        return stored.decode()
+        def start() -> tuple[str, str]:
+            if self._keys.trusted is None:
+                _warn_unprotected()
+            coordinator = Coordinator.of(
+                self.setup,
+                bind=f"tcp://{_own_address()}:0",
+                keys=ServerKeys(self._keys.server, frozenset(self._public_keys)),
+                log=log,
+                startup_timeout=_STARTUP_FACTOR * self.timeout,
+                log_info=_logger.info,
+                log_warning=_logger.warning,
+            )
+            started.append(coordinator.start())
+            return coordinator.address, self._keys.server.public
+
+        address, server = self.store.run_on_leader("the coordinator", start, self.workers)
+        self._keys.check(server, self.store.name_of(self.workers.leader))
+        return next(iter(started), None), address, ClientKeys(self._keys.client, server)
 
     def peer(self, worker: Worker) -> Peer:
-        """Return a worker's current incarnation; wait until it has one."""
-        return Peer(worker, int(self._wait_for_value(f"incarnation/{worker}", worker)))
+        """Return a worker in its incarnation: it has one, since the start."""
+        return Peer(worker, _EPOCH)
 
     def _connect(self, worker: Worker) -> Peer:
         """Connect to a worker outside any group; that worker calls this, too."""
-        peer, start = self.peer(worker), time.monotonic()
+        peer = self.peer(worker)
         try:
             self.connections.connect(
                 [peer], "start", timeout=self.timeout, should_stop=self.has_failed
             )
         except PeerError:
-            self._raise_failure("connecting", time.monotonic() - start)
+            self.raise_failure()
             raise
         return peer
 
-    def _gather_values(self, name: str, value: str) -> dict[Worker, str]:
-        """Gather one value from each worker of this stage."""
-        self.store.set(f"{name}/{self.me.worker}", value)
-        workers = [w for w in self.setup.workers if w.stage == self.me.worker.stage]
-        keys = {worker: f"{name}/{worker}" for worker in workers}
 
-        def missing() -> tuple[str, str]:
-            names = [str(worker) for worker, key in keys.items() if not self.store.check([key])]
-            return format_items(names), _NOT_JOINED
-
-        # One call for all keys: each call to the store takes a round trip.
-        self.wait_until(lambda: self.store.check(list(keys.values())), missing, "starting")
-        values = self.store.multi_get(list(keys.values()))
-        return {worker: value.decode() for worker, value in zip(keys, values, strict=True)}
-
-    def _wait_for_value(self, key: str, owner: Worker | str) -> bytes:
-        """Wait until `owner` has stored a value, and return it."""
-        missing = str(owner), _NOT_JOINED
-        self.wait_until(lambda: self.store.check([key]), lambda: missing, "starting")
-        return self.store.get(key)
-
-    def has_failed(self) -> bool:
-        return self.store.check([_FAILED])
-
-    def _raise_failure(self, action: str, waited: Seconds) -> None:
-        if self.has_failed():
-            worker, _, why = self.store.get(_FAILED).decode().partition(": ")
-            raise PeerError(
-                worker, action=action, waited=waited, cause=f"it could not start: {why}"
-            )
+@cache
+def _warn_unprotected() -> None:
+    """Warn once: a job may start several coordinators."""
+    _logger.warning(
+        "control messages are not protected from whoever reaches the store of the job; "
+        "`polyrhythm keys FILE` and %s=FILE in all processes protect them",
+        KEYS_VARIABLE,
+    )
 
 
 def _own_address() -> str:

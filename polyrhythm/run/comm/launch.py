@@ -28,6 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from polyrhythm.errors import LaunchError, PeerError, WorkerError
 from polyrhythm.processes import PEER_LOST, TERMINATED, Child, end_all, freeze_heap, wait_for_any
 from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, WorkerKeys
 from polyrhythm.types import Seconds
 
 
@@ -39,6 +40,7 @@ class DistContext:
     world_size: int
     local_rank: int
     listen_socket: socket.socket | None = None  # local jobs: rank 0 serves the rendezvous on it
+    keys: WorkerKeys | None = None  # local jobs: for the coordinator's connections
     store: Store | None = None  # the store of the job, after a rendezvous
 
     @classmethod
@@ -149,6 +151,14 @@ _rendezvous_counter = count()  # equal in all processes of a job
 _contexts: list[DistContext] = []  # the context that this process's LocalJob gave it
 
 
+def worker_keys() -> WorkerKeys:
+    """Return the keys from this process's launcher, else from its key file, else new ones."""
+    if _contexts and (keys := _contexts[-1].keys) is not None:
+        return keys
+    path = os.environ.get(KEYS_VARIABLE)
+    return WorkerKeys.load(Path(path)) if path else WorkerKeys.new()
+
+
 class LocalJob:
     """Runs `work(ctx)` in `num_workers` processes of this machine during a `with` block."""
 
@@ -175,8 +185,8 @@ class LocalJob:
         unfreeze = freeze_heap()
         try:
             with socket.create_server(("127.0.0.1", 0), backlog=self._num_workers) as listen_socket:
-                for rank in range(self._num_workers):
-                    self._start(rank, listen_socket)
+                for rank, keys in enumerate(WorkerKeys.for_job(self._num_workers)):
+                    self._start(rank, listen_socket, keys)
         except BaseException:  # Ctrl-C, or the limit of processes is reached
             end_all(self._workers)
             raise
@@ -184,9 +194,13 @@ class LocalJob:
             unfreeze()
         return self
 
-    def _start(self, rank: int, listen_socket: socket.socket) -> None:
+    def _start(self, rank: int, listen_socket: socket.socket, keys: WorkerKeys) -> None:
         ctx = DistContext(
-            rank=rank, world_size=self._num_workers, local_rank=rank, listen_socket=listen_socket
+            rank=rank,
+            world_size=self._num_workers,
+            local_rank=rank,
+            listen_socket=listen_socket,
+            keys=keys,
         )
         output = None if rank in self._shown_ranks else self._folder / f"rank{rank}.log"
         self._workers.append(Child(partial(_run, self._work, ctx), output=output))

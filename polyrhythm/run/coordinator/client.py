@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError
-from polyrhythm.run.coordinator.keys import JobKeys
+from polyrhythm.run.coordinator.keys import ClientKeys
 from polyrhythm.run.coordinator.pending_messages import PendingMessages
 from polyrhythm.run.coordinator.sample_requests import SampleFuture, SampleRequests
 from polyrhythm.run.coordinator.sockets import ConnectionEvent, DealerSocket
@@ -51,6 +51,7 @@ from polyrhythm.types import Seconds
 # For a closed connection that is refused since: the coordinator's process has exited.
 RECONNECT_TIMEOUT: Seconds = 2.0
 CLOSE_TIMEOUT: Seconds = 1.0  # for the last messages, and again for the thread to end
+_CHECK_INTERVAL: Seconds = 0.1  # of `join`
 _PROBLEMS = {
     ConnectionEvent.CONNECTED: "it sends nothing",
     ConnectionEvent.HANDSHAKE_CLOSED: "it closes connections at once: are the keys of its job?",
@@ -65,7 +66,7 @@ class CoordinatorClient:
     def __init__(
         self,
         address: str,
-        keys: JobKeys,
+        keys: ClientKeys,
         hello: Hello,
         *,
         on_command: Callable[[ToWorker], None],
@@ -126,30 +127,28 @@ class CoordinatorClient:
         self._sample_requests.acknowledge(ack)
         self.send(ack)
 
-    @property
-    def has_joined(self) -> bool:
-        """Whether all workers have joined; raises the error if this worker was refused."""
-        if self._error is not None:
-            raise self._error
-        return self._welcome is not None
+    def join(self, timeout: Seconds, check: Callable[[], None] | None = None) -> Welcome:
+        """Wait until all workers have joined; raises the error if this worker was refused.
 
-    def missing(self) -> tuple[str, str]:
-        """Return the coordinator's name and why this worker has not joined yet."""
-        is_accepted = self._coordinator is not None
-        return self._name, "other workers have not joined" if is_accepted else self._problem
-
-    def join(self, timeout: Seconds) -> Welcome:
-        """Wait until all workers have joined; raises the error if this worker was refused."""
+        `check` is called repeatedly during the wait, and may raise an error to end it.
+        """
         start = time.monotonic()
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._welcome or self._error or self._is_closing, timeout
-            )
-            if self.has_joined:
-                assert self._welcome is not None, "it has joined"
+        while (remaining := start + timeout - time.monotonic()) > 0:
+            with self._changed:
+                is_over = self._changed.wait_for(
+                    lambda: self._welcome or self._error or self._is_closing,
+                    min(remaining, _CHECK_INTERVAL),
+                )
+            if self._error is not None:
+                raise self._error
+            if self._welcome is not None:
                 return self._welcome
-        peer, cause = self.missing()
-        raise PeerError(peer, action="joining", waited=time.monotonic() - start, cause=cause)
+            if is_over:
+                break
+            if check is not None:
+                check()
+        cause = "other workers have not joined" if self._coordinator else self._problem
+        raise PeerError(self._name, action="joining", waited=time.monotonic() - start, cause=cause)
 
     def close(self, leave: bool = True) -> None:
         """Close; with `leave` the worker has finished, without it the worker counts as lost."""

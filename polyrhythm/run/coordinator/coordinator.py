@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.run.coordinator.keys import JobKeys
+from polyrhythm.run.coordinator.keys import ServerKeys
 from polyrhythm.run.coordinator.server import LONGEST_POLL, CoordinatorServer
 from polyrhythm.run.coordinator.sessions import SessionTable
 from polyrhythm.run.coordinator.sockets import RouterSocket
@@ -42,7 +42,7 @@ class Coordinator:
         scheduler: Scheduler,
         *,
         bind: str,
-        keys: JobKeys,
+        keys: ServerKeys,
         policy: str,
         num_stages: int,
         num_pipelines: int,
@@ -97,7 +97,7 @@ class Coordinator:
         setup: Setup,
         *,
         bind: str,
-        keys: JobKeys,
+        keys: ServerKeys,
         log: Path | None = None,
         heartbeat_timeout: Seconds = 15.0,
         startup_timeout: Seconds = 60.0,

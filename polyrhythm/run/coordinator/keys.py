@@ -1,25 +1,98 @@
 """The keys of a job: only a client that has them can use its coordinator.
 
 CURVE (libzmq) encrypts every message and authenticates both sides: workers know the server by its
-public key, and the server knows a worker by the client key that all workers of a job share. The
-keys are passed in a file that only its owner may read, or through the job's store.
+public key, and the server knows the public keys of the workers. Secret keys never leave a process,
+except in a file that only its owner may read (`JobKeys`): the job's store has public keys only.
 """
 
 import os
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 import zmq
 
 from polyrhythm.errors import LaunchError
 
+KEYS_VARIABLE = "POLYRHYTHM_KEYS"  # the environment variable with the path of a key file
+
+
+class KeyPair(NamedTuple):
+    """A pair of CURVE keys, as Z85 text."""
+
+    public: str
+    secret: str
+
+    @classmethod
+    def new(cls) -> Self:
+        return cls(*(key.decode() for key in zmq.curve_keypair()))
+
+    def __repr__(self) -> str:
+        return f"KeyPair({self.public!r})"
+
+
+class ServerKeys(NamedTuple):
+    """The keys of a coordinator, and the public keys of the clients that it accepts."""
+
+    pair: KeyPair
+    clients: frozenset[str]
+
+
+class ClientKeys(NamedTuple):
+    """The keys of a worker, and the public key of its coordinator."""
+
+    pair: KeyPair
+    server: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerKeys:
+    """The keys of a worker in a job whose first worker hosts the coordinator.
+
+    Workers publish their public keys in the job's store. `trusted` are those that the launcher or a
+    key file has given; without them a worker accepts whatever key the store has.
+    """
+
+    client: KeyPair
+    server: KeyPair  # for the worker that hosts the coordinator
+    trusted: frozenset[str] | None
+
+    @classmethod
+    def new(cls) -> Self:
+        """Make the keys of a worker that nobody has given any."""
+        pair = KeyPair.new()
+        return cls(client=pair, server=pair, trusted=None)
+
+    @classmethod
+    def for_job(cls, num_workers: int) -> list[Self]:
+        """Make the keys that a launcher hands to its workers."""
+        pairs = [KeyPair.new() for _ in range(num_workers)]
+        trusted = frozenset(pair.public for pair in pairs)
+        return [cls(client=pair, server=pair, trusted=trusted) for pair in pairs]
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read the key file of a job."""
+        keys = JobKeys.load(path)
+        trusted = frozenset([keys.client_public, keys.server_public])
+        return cls(client=keys.client_keys.pair, server=keys.server_keys.pair, trusted=trusted)
+
+    def check(self, public: str, owner: str) -> None:
+        """Refuse a public key from the store that is not trusted."""
+        if self.trusted is not None and public not in self.trusted:
+            raise LaunchError(
+                f"the key of {owner} in the job's store is not a key of this job",
+                expected=f"keys of one launcher, or {KEYS_VARIABLE} with one file in all processes",
+                fix="give all processes the same file; if they have it, somebody else writes to "
+                "the store of the job",
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobKeys:
-    """Two pairs of CURVE keys, as Z85 text."""
+    """The key file of a job: a pair for its coordinator, and one that all its workers share."""
 
     server_public: str
     server_secret: str = field(repr=False)
@@ -33,18 +106,27 @@ class JobKeys:
                 raise LaunchError(
                     f"the {side}'s keys of a job",
                     expected="a public key of 40 characters (Z85), and its secret key",
-                    fix="delete the file: `polyrhythm coordinator` then writes new keys",
+                    fix="write a new file: polyrhythm keys FILE",
                 )
 
     @classmethod
     def new(cls) -> Self:
-        server, client = zmq.curve_keypair(), zmq.curve_keypair()
+        server, client = KeyPair.new(), KeyPair.new()
         return cls(
-            server_public=server[0].decode(),
-            server_secret=server[1].decode(),
-            client_public=client[0].decode(),
-            client_secret=client[1].decode(),
+            server_public=server.public,
+            server_secret=server.secret,
+            client_public=client.public,
+            client_secret=client.secret,
         )
+
+    @property
+    def server_keys(self) -> ServerKeys:
+        pair = KeyPair(self.server_public, self.server_secret)
+        return ServerKeys(pair, frozenset([self.client_public]))
+
+    @property
+    def client_keys(self) -> ClientKeys:
+        return ClientKeys(KeyPair(self.client_public, self.client_secret), self.server_public)
 
     @property
     def text(self) -> str:
@@ -60,7 +142,7 @@ class JobKeys:
                 raise error.__cause__ from None
             raise LaunchError(
                 f"the keys of a job: {error}",
-                expected="four keys as JSON, as `polyrhythm coordinator` writes them",
+                expected="four keys as JSON, as `polyrhythm keys` writes them",
                 fix="copy the file again, or delete it to get new keys",
             ) from None
 
@@ -100,7 +182,7 @@ class JobKeys:
             raise LaunchError(
                 f"{path}: {error.strerror}",
                 expected="the key file of the job",
-                fix="copy it from the machine of `polyrhythm coordinator`",
+                fix="write one with `polyrhythm keys`, or copy it from the machine that has it",
             ) from None
         try:
             return cls.parse(text)

@@ -20,7 +20,7 @@ import zmq
 from zmq.utils import z85
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.run.coordinator.keys import JobKeys
+from polyrhythm.run.coordinator.keys import ClientKeys, ServerKeys
 from polyrhythm.run.coordinator.wire import MAX_HELLO_BYTES
 from polyrhythm.types import Seconds
 
@@ -41,19 +41,19 @@ Received = tuple[bytes, zmq.Frame]  # routing id, message
 class RouterSocket:
     """A ROUTER socket for one thread at a time. `counters`: refused messages and peers by kind."""
 
-    def __init__(self, bind: str, keys: JobKeys, *, num_peers: int) -> None:
+    def __init__(self, bind: str, keys: ServerKeys, *, num_peers: int) -> None:
         check_address(bind, label="bind")
         _raise_file_limit(num_peers)
         self.counters: Counter[str] = Counter()
         self.closed_fds: list[int] = []  # of closed connections; the server clears it
-        self._client_key = z85.decode(keys.client_public)
+        self._client_keys = {z85.decode(key) for key in keys.clients}
         self._context = zmq.Context()
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind("inproc://zeromq.zap.01")  # libzmq's address for authentication
         self._router = self._context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.CURVE_SERVER, 1),
-            (zmq.CURVE_SECRETKEY, keys.server_secret.encode()),
+            (zmq.CURVE_SECRETKEY, keys.pair.secret.encode()),
             (zmq.ZAP_DOMAIN, _DOMAIN),
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.ROUTER_HANDOVER, 1),  # a reconnect replaces the old connection of its routing id
@@ -133,7 +133,7 @@ class RouterSocket:
         """Reply to libzmq (ZAP, RFC 27) whether a client's key is accepted."""
         version, request, domain, *_, mechanism, key = [*self._zap.recv_multipart(), b""][:7]
         is_valid = version == b"1.0" and domain == _DOMAIN and mechanism == b"CURVE"
-        is_valid = is_valid and key == self._client_key
+        is_valid = is_valid and key in self._client_keys
         if not is_valid:
             self.counters["unauthenticated"] += 1
         status, text = (b"200", b"OK") if is_valid else (b"400", b"not a key of this job")
@@ -189,15 +189,15 @@ def check_address(address: str, *, label: str) -> None:
 class DealerSocket:
     """A DEALER socket for one thread at a time; any thread may call `wake`."""
 
-    def __init__(self, address: str, keys: JobKeys) -> None:
+    def __init__(self, address: str, keys: ClientKeys) -> None:
         check_address(address, label="coordinator")
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.ROUTING_ID, b"polyrhythm" + secrets.token_bytes(16)),  # kept over reconnects
-            (zmq.CURVE_SERVERKEY, keys.server_public.encode()),
-            (zmq.CURVE_PUBLICKEY, keys.client_public.encode()),
-            (zmq.CURVE_SECRETKEY, keys.client_secret.encode()),
+            (zmq.CURVE_SERVERKEY, keys.server.encode()),
+            (zmq.CURVE_PUBLICKEY, keys.pair.public.encode()),
+            (zmq.CURVE_SECRETKEY, keys.pair.secret.encode()),
             (zmq.RECONNECT_IVL_MAX, 1000),
             (zmq.IPV6, int("[" in address)),
             (zmq.SNDHWM, 0),  # a send never blocks; a worker waits for answers, so few are queued

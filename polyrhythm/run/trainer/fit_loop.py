@@ -260,6 +260,7 @@ class FitLoop:
             seed=config.data.seed,
             timeout=config.timeout,
             sampler_state=replace(self.progress.sampler_state, limit=self.end_of_samples),
+            name=f"{self._name}/{self._num_decisions}",  # each phase ends with a decision
         )
 
     def _save_last(self, strategy: NoSync) -> None:

@@ -168,8 +168,9 @@ def make_sync_strategy(
     seed: int,
     timeout: Seconds,
     sampler_state: SamplerState,
+    name: str,
 ) -> NoSync:
-    """Make the strategy of a sync mode: `decoupled`, or a policy."""
+    """Make the strategy of a sync mode: `decoupled`, or a policy; `name` is unique in the job."""
     if num_pipelines == 1:
         return NoSync(pipeline, optimizer, clip)
     if mode.decoupled:
@@ -187,6 +188,7 @@ def make_sync_strategy(
         seed=seed,
         timeout=timeout,
         sampler_state=None if mode.lockstep else sampler_state,
+        name=name,
     )
     num_averaged = num_pipelines if mode.exact else 1
     return GroupSyncStrategy(pipeline, optimizer, clip, sync, num_averaged=num_averaged)
