@@ -13,10 +13,11 @@ from torch.nn.functional import mse_loss
 
 from polyrhythm.errors import WorkerError
 from polyrhythm.run.comm.launch import DistContext, LocalJob
-from polyrhythm.run.trainer import fit_loop
+from polyrhythm.run.data.prefetch import PredictedRanges, Prefetcher, resolved_ranges
 from polyrhythm.run.trainer.config import DataConfig
 from polyrhythm.run.trainer.fit_loop import StepInfo
 from polyrhythm.run.trainer.trainer import Trainer
+from polyrhythm.sync.dispatch import Ranges
 from tests.gloo.trainer_jobs import BATCH, NUM_SAMPLES, plan_of, run_job, samples
 
 STEPS = 6
@@ -109,14 +110,13 @@ def test_next_batch_is_prefetched_during_compute(
 
 def test_dispatched_samples_are_prefetched(tmp_path: Path) -> None:
     def work(ctx: DistContext | None) -> tuple[list[str], int]:
-        data, decode, announced = CountingDataset(), fit_loop.decode_slice, set[tuple[int, int]]()
+        data, load, announced = CountingDataset(), Prefetcher.load, set[tuple[int, int]]()
 
-        def record(*arguments: Any) -> Any:
-            batch_slice, following = decode(*arguments)
-            announced.update(following)
-            return batch_slice, following
+        def record(self: Prefetcher, ranges: Ranges, next_ranges: PredictedRanges = ()) -> Any:
+            announced.update(resolved_ranges(next_ranges))
+            return load(self, ranges, next_ranges)
 
-        fit_loop.decode_slice = record
+        Prefetcher.load = record  # type: ignore[method-assign]
         with trainer((2, 2), data, nn.Tanh, sync="adaptive") as made:
             made.fit(max_steps=STEPS)
         return data.threads, sum(end - start for start, end in announced)

@@ -19,9 +19,26 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polyrhythm.errors import ScheduleError
+from polyrhythm.sync.dispatch import Ranges
 
 # A hash of the first stage's inputs: messages of one kind have equal layouts on every stage.
 MicrobatchKind = int
+
+
+class BatchSlice(msgspec.Struct, frozen=True):
+    """The samples of one pipeline in one of its steps."""
+
+    step: int  # the global step
+    ranges: Ranges  # of positions
+    weight: float = 1.0  # of the samples' mean loss in the gradient
+    next_ranges: Ranges = ()  # of its next step, if known already, for prefetching
+
+    @property
+    def num_samples(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
+
+Metadata = BatchSlice | tuple[int, ...]  # from the caller of the first stage to the other stages
 
 
 class BatchHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -29,7 +46,7 @@ class BatchHeader(msgspec.Struct, frozen=True, array_like=True):
 
     training: bool
     runs: tuple[tuple[MicrobatchKind, int, int], ...]
-    metadata: tuple[int, ...] = ()  # a few numbers from the caller of the first stage
+    metadata: Metadata = ()
 
     @classmethod
     def of(
@@ -38,7 +55,7 @@ class BatchHeader(msgspec.Struct, frozen=True, array_like=True):
         sizes: Sequence[int],
         *,
         training: bool,
-        metadata: tuple[int, ...],
+        metadata: Metadata,
     ) -> "BatchHeader":
         grouped = groupby(zip(kinds, sizes, strict=True))
         runs = tuple((kind, size, len(list(run))) for (kind, size), run in grouped)
@@ -70,7 +87,7 @@ class StepInputs:
     loss_kwargs: dict[str, Any]
     keeps_outputs: bool
     training: bool
-    metadata: tuple[int, ...] = ()
+    metadata: Metadata = ()
 
     def check(self, loss_fn: Callable[..., Tensor] | None, *, is_last: bool) -> None:
         """Refuse to train without a loss, gradients or a target."""

@@ -34,6 +34,7 @@ from polyrhythm.run.pipeline.batch import (
     Batch,
     BatchHeader,
     BatchSplitter,
+    Metadata,
     StepInputs,
     join_outputs,
 )
@@ -299,7 +300,7 @@ class Pipeline:
         return self._flush_runner.last_spec
 
     @property
-    def metadata(self) -> tuple[int, ...]:
+    def metadata(self) -> Metadata:
         """The first stage's metadata of the latest batch."""
         return () if self._last_header is None else self._last_header.metadata
 
@@ -350,7 +351,7 @@ class Pipeline:
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
-        metadata: tuple[int, ...] = (),
+        metadata: Metadata = (),
         **kwargs: Any,
     ) -> Any:
         """Run forward and backward of one batch; gradients accumulate in the parameters.
@@ -385,7 +386,7 @@ class Pipeline:
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
-        metadata: tuple[int, ...] = (),
+        metadata: Metadata = (),
         **kwargs: Any,
     ) -> Any:
         """Run forward only, without gradients; otherwise like `step`."""

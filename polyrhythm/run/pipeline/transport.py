@@ -583,7 +583,7 @@ class Connections:
         payload = msgspec.msgpack.encode(header)
         if len(payload) > _HEADER_BYTES - 4:
             raise ScheduleError(
-                f"a header with {len(header.metadata)} numbers of metadata: {len(payload)} bytes",
+                f"a batch header of {len(payload)} bytes",
                 expected=f"at most {_HEADER_BYTES - 4} bytes",
                 fix="pass less metadata to step() or eval()",
             )

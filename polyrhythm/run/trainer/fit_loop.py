@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -26,7 +27,7 @@ from polyrhythm.run.comm.process_groups import new_gloo_group
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.prefetch import Prefetcher, resolved_ranges
-from polyrhythm.run.pipeline.batch import EndOfDataError
+from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import TrainerConfig
@@ -34,13 +35,7 @@ from polyrhythm.run.trainer.evaluate import as_arguments
 from polyrhythm.run.trainer.preemption import PreemptionHandler
 from polyrhythm.run.trainer.progress import TrainProgress
 from polyrhythm.run.trainer.rank_assignment import LEADER
-from polyrhythm.run.trainer.sampler import (
-    BatchSlice,
-    GlobalBatch,
-    decode_slice,
-    encode_slice,
-    make_sampler,
-)
+from polyrhythm.run.trainer.sampler import GlobalBatch, make_sampler
 from polyrhythm.run.trainer.sync_strategy import DecoupledStrategy, NoSync, make_sync_strategy
 from polyrhythm.run.trainer.sync_tuner import StepTimeExchange
 from polyrhythm.sync.dispatch import SamplerState
@@ -363,7 +358,7 @@ class Phase:
             target=batch.target,
             losses=losses,
             return_outputs=False,
-            metadata=encode_slice(batch_slice, resolved_ranges(next_ranges)),
+            metadata=structs.replace(batch_slice, next_ranges=resolved_ranges(next_ranges)),
             **keywords,
         )
         return batch_slice
@@ -372,10 +367,9 @@ class Phase:
         """Run a batch on a later stage, which receives its slice in the batch header."""
         pipeline = self._context.pipeline
 
-        def target(metadata: tuple[int, ...]) -> Any:
-            batch_slice, next_ranges = decode_slice(metadata)
+        def target(batch_slice: BatchSlice) -> Any:
             self._context.loss.weight = batch_slice.weight
-            return self._fit.prefetcher.load(batch_slice.ranges, next_ranges).target
+            return self._fit.prefetcher.load(batch_slice.ranges, batch_slice.next_ranges).target
 
         try:
             pipeline.step(
@@ -383,7 +377,8 @@ class Phase:
             )
         except EndOfDataError:
             return None
-        return decode_slice(pipeline.metadata)[0]
+        assert isinstance(pipeline.metadata, BatchSlice), "the first stage passes it"
+        return pipeline.metadata
 
     def _time_step(self, seconds: Seconds) -> None:
         """On the first stage, after a step: time it, and end the phase if rank 0 decides so."""

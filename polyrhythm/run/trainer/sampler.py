@@ -8,16 +8,18 @@ finished its last ones, so that fast pipelines get more; each sample is used onc
 Only the first stage of a pipeline calls the sampler; later stages read the batch header.
 """
 
-import struct
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+from msgspec import structs
 
 from polyrhythm.errors import PlanError
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.data.prefetch import PredictedRanges, resolved_ranges
+from polyrhythm.run.pipeline.batch import BatchSlice
 from polyrhythm.sync.dispatch import Range, Ranges, SamplerState
 from polyrhythm.sync.modes import SyncMode
 
@@ -84,18 +86,6 @@ class RemainingSamples:
         return tuple(found)
 
 
-class BatchSlice(NamedTuple):
-    """The samples of one pipeline in one of its steps."""
-
-    step: int  # the global step
-    ranges: Ranges  # of positions
-    weight: float  # of the samples' mean loss in the gradient
-
-    @property
-    def num_samples(self) -> int:
-        return sum(end - start for start, end in self.ranges)
-
-
 class StepCursor:
     """Counts global steps over the samples that are not used yet."""
 
@@ -115,7 +105,7 @@ class StepCursor:
             return None
         ranges = self.peek(microbatches)
         self._num_made += 1
-        return BatchSlice(self._first + self._num_made - 1, ranges, 1.0)
+        return BatchSlice(self._first + self._num_made - 1, ranges)
 
     def peek(self, microbatches: range) -> Ranges:
         """Return the ranges that `next` would return."""
@@ -181,7 +171,7 @@ class FixedShareSampler(_LockstepSampler):
         if found is None or not self._averages_gradients:
             return found
         weight = found.num_samples * self._num_pipelines / self._steps.global_batch.size
-        return found._replace(weight=weight)
+        return structs.replace(found, weight=weight)
 
 
 class BalancedShareSampler(_LockstepSampler):
@@ -199,7 +189,7 @@ class BalancedShareSampler(_LockstepSampler):
         if found is None:
             return None
         weight = found.num_samples * global_batch.num_microbatches / global_batch.size
-        return found._replace(weight=weight)  # the last micro-batch may be smaller
+        return structs.replace(found, weight=weight)  # the last micro-batch may be smaller
 
 
 class DispatchedSampler:
@@ -219,7 +209,7 @@ class DispatchedSampler:
         self._requests.popleft()
         self._number += 1
         step = max(end - 1 for _, end in ranges) // self._global_batch.size
-        return BatchSlice(step, ranges, 1.0)
+        return BatchSlice(step, ranges)
 
     def peek(self) -> PredictedRanges:
         return self._requests[0]
@@ -257,17 +247,3 @@ def make_sampler(
         return BalancedShareSampler(steps, sync)
     averages_gradients = mode.averages == "gradients"
     return FixedShareSampler(steps, shares, pipeline, averages_gradients=averages_gradients)
-
-
-def encode_slice(batch_slice: BatchSlice, next_ranges: Ranges) -> tuple[int, ...]:
-    """Encode a slice, and the next ranges if known, as integers for the batch header."""
-    (weight,) = struct.unpack("<q", struct.pack("<d", batch_slice.weight))
-    bounds = (bound for pair in (*batch_slice.ranges, *next_ranges) for bound in pair)
-    return (batch_slice.step, weight, len(batch_slice.ranges), *bounds)
-
-
-def decode_slice(metadata: tuple[int, ...]) -> tuple[BatchSlice, Ranges]:
-    step, packed_weight, num_ranges, *bounds = metadata
-    (weight,) = struct.unpack("<d", struct.pack("<q", packed_weight))
-    ranges = tuple(zip(bounds[::2], bounds[1::2], strict=True))
-    return BatchSlice(step, ranges[:num_ranges], weight), ranges[num_ranges:]
