@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.run.comm.comm_thread import CommThread
-from polyrhythm.run.comm.nccl_collectives import NcclCollectives
 from polyrhythm.run.comm.reduce_scatter import (
     CollectivePhase,
     Collectives,
     GlooCollectives,
+    NcclCollectives,
     Pending,
 )
 from polyrhythm.run.decoupled.buckets import Bucket, BucketSpec, ParameterShard
