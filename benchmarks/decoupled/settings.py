@@ -6,7 +6,7 @@ DeAR for all gradients at once and a given latency.
 
 from dataclasses import dataclass, replace
 
-from polyrhythm.run.decoupled.communicator import Mode
+from polyrhythm.run.decoupled.checks import Mode
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 from reproduction.dear.ring import Ring, StepTimes
 
