@@ -137,9 +137,7 @@ class _Scale:
         of its gradients over it: its all-gather takes two thirds of a ring's.
         """
         flat = [DecoupledSide(OURS, bucket) for bucket in buckets]
-        nodes = [
-            DecoupledSide(HIERARCHICAL, bucket, "hierarchical decoupled") for bucket in buckets
-        ]
+        nodes = [DecoupledSide(HIERARCHICAL, bucket, "hierarchical") for bucket in buckets]
         near = self._near("nested", (DecoupledSide(NO_SYNC), *flat, *nodes), all_gather=3.0)
         return replace(near, num_workers=4, uplink=True, node_size=2, budget=25.0)
 

@@ -19,9 +19,11 @@ from polyrhythm.run.comm.process_groups import ReplicaGroup
 from polyrhythm.sync.fusion.tuner import FIRST, BucketMode
 from polyrhythm.types import Bytes
 
-Mode = Literal[
-    "auto", "decoupled", "all_reduce", "hierarchical decoupled", "hierarchical all_reduce"
-]
+Mode = Literal["auto", "decoupled", "all_reduce", "hierarchical", "hierarchical_all_reduce"]
+_OLD_MODES = {
+    "hierarchical decoupled": BucketMode.HIERARCHICAL,
+    "hierarchical all_reduce": BucketMode.HIERARCHICAL_ALL_REDUCE,
+}
 
 # These update each number by itself: a shard is updated exactly as in the whole parameter.
 ELEMENTWISE = (
@@ -126,10 +128,11 @@ def parse_bucket_bytes(bucket_bytes: Bytes | str) -> Bytes:
 
 def check_mode(mode: object) -> None:
     if mode not in ("auto", *BucketMode):
+        new_name = _OLD_MODES.get(str(mode))
         raise PolicyError(
-            f"mode={mode!r}",
+            f"mode={mode!r}" + (f" is now mode={new_name.value!r}" if new_name else ""),
             expected=f"auto, {', '.join(BucketMode)}",
-            fix="omit it: auto selects the fastest mode",
+            fix="rename it" if new_name else "omit it: auto selects the fastest mode",
         )
 
 

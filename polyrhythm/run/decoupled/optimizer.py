@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.renamed import RenamedAttribute
 from polyrhythm.run.comm.forward_hooks import ForwardOrder, gradient_hooks, state_hooks
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, ReplicaGroup, replica_ranks
 from polyrhythm.run.comm.reduce_scatter import HALF_PRECISION
@@ -288,6 +289,8 @@ class DistributedOptimizer(Optimizer):
         return self._background.start(
             lambda: {"state": full_state(*arguments), "param_groups": groups}
         )
+
+    state_later = RenamedAttribute("async_state_dict()")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this or of a plain optimizer; all workers load the same one."""
