@@ -1,4 +1,4 @@
-"""Replicas agree without unpickling, under names that the store counts."""
+"""Replicas agree without unpickling, under names that the store counts; the mesh of a job."""
 
 import os
 import pickle
@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -15,6 +16,7 @@ from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.process_groups import (
     ReplicaGroup,
     count_rounds,
+    job_mesh,
     new_gloo_group,
 )
 from tests.gloo.decoupled import error_of, stack, train_steps, wrap_optimizer
@@ -130,3 +132,50 @@ def test_nothing_is_unpickled_while_training(tmp_path: Path) -> None:
         return len(unpickled)
 
     assert run_stages(2, work, tmp_path) == [0, 0]
+
+
+def test_mesh_has_pipelines_and_stages(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[Any, ...]:
+        mesh = job_mesh(2, 2)
+        permuted = job_mesh(2, 2, ranks=[3, 1, 0, 2])
+        errors = [error_of(lambda: job_mesh(3, 2), kind=LaunchError)]
+        return (
+            mesh.mesh_dim_names,
+            mesh.mesh.tolist(),
+            mesh.get_coordinate(),
+            mesh["dp"].mesh.tolist(),
+            (mesh.get_local_rank("dp"), mesh.get_local_rank("pp")),
+            permuted.get_coordinate(),
+            permuted["pp"].mesh.tolist(),
+            errors,
+        )
+
+    found = run_stages(4, work, tmp_path)
+    for names, layout, *_, errors in found:
+        assert names == ("dp", "pp")
+        assert layout == [[0, 1], [2, 3]]
+        assert "for a mesh of 3 pipelines x 2 stages" in errors[0]
+    assert [each[2] for each in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [each[3] for each in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [each[4] for each in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [each[5] for each in found] == [(1, 0), (0, 1), (1, 1), (0, 0)]
+    assert [each[6] for each in found] == [[0, 2], [3, 1], [0, 2], [3, 1]]
+
+
+def test_mesh_returns_given_groups(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[int, int, float]:
+        columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        pipeline, stage = divmod(ctx.rank, 2)
+        mesh = job_mesh(2, 2, groups=(columns[stage], rows[pipeline]))
+        total = torch.tensor([float(ctx.rank)])
+        dist.all_reduce(total, group=mesh.get_group("dp"))
+        return mesh.get_local_rank("dp"), mesh.get_local_rank("pp"), total.item()
+
+    expected = [(0, 0, 2.0), (0, 1, 4.0), (1, 0, 2.0), (1, 1, 4.0)]
+    assert run_stages(4, work, tmp_path) == expected
+
+
+def test_mesh_needs_a_process_group() -> None:
+    with pytest.raises(LaunchError, match="without a process group"):
+        job_mesh(1, 1)

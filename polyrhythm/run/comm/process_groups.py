@@ -1,4 +1,4 @@
-"""Gloo process groups that only their members create, and agreements among them.
+"""Gloo process groups that only their members create, agreements among them, and the job's mesh.
 
 torch.distributed.new_group needs every process of the job or, with local synchronisation, the same
 number of groups made before on all members: a stage with one more (as for tensor parallelism)
@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from polyrhythm.errors import PolicyError
+from polyrhythm.errors import LaunchError, PolicyError
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
 from polyrhythm.types import Seconds
@@ -142,12 +143,57 @@ def _connect(ranks: Sequence[int], purpose: str, name: str, timeout: Seconds) ->
         )
 
 
+def job_mesh(
+    num_pipelines: int,
+    num_stages: int,
+    *,
+    ranks: Sequence[int] | None = None,
+    device_type: str = "cpu",
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+    timeout: Seconds = DEFAULT_TIMEOUT,
+) -> DeviceMesh:
+    """Return the job's mesh: pipelines along "dp", the stages of each along "pp".
+
+    `ranks` are those of the workers, pipeline by pipeline, by default in order, as plans number
+    them. With `groups`, this process's along "dp" and "pp", nothing is sent; otherwise all workers
+    call this together, and torch connects each row and each column. Raises LaunchError unless every
+    pipeline has every stage: otherwise there is no rectangular mesh.
+    """
+    if not dist.is_initialized():
+        raise LaunchError(
+            "a mesh without a process group",
+            expected="an initialised torch.distributed",
+            fix="start several processes, with torchrun or polyrhythm train",
+        )
+    ranks = range(dist.get_world_size()) if ranks is None else ranks
+    if len(ranks) != num_pipelines * num_stages or dist.get_rank() not in ranks:
+        raise LaunchError(
+            f"ranks {list(ranks)} for a mesh of {num_pipelines} pipelines x {num_stages} stages",
+            expected=f"{num_pipelines * num_stages} ranks, also rank {dist.get_rank()}",
+            fix="use the numbers of the job's plan: all its pipelines have all stages",
+        )
+    layout = torch.tensor(ranks).view(num_pipelines, num_stages)
+    if groups is None:
+        pipeline, stage = divmod(list(ranks).index(dist.get_rank()), num_stages)
+        with peer_errors("another process", "making the groups of the job's mesh"):
+            column, row = (
+                dist.new_group(
+                    members.tolist(),
+                    timeout=timedelta(seconds=timeout),
+                    use_local_synchronization=True,
+                )
+                for members in (layout[:, stage], layout[pipeline])
+            )
+        groups = column, row
+    return DeviceMesh.from_group(list(groups), device_type, layout, mesh_dim_names=("dp", "pp"))
+
+
 def replica_ranks(
     group: dist.ProcessGroup | None, num_stages: int
 ) -> tuple[list[int], dist.ProcessGroup | None]:
     """Return the ranks of the replicas of this stage, and torch's group of them, if there is one.
 
-    By default every `num_stages` consecutive ranks make one pipeline.
+    By default every `num_stages` consecutive ranks make one pipeline, as in `job_mesh`.
     """
     if group is None and num_stages == 1:
         group = dist.group.WORLD
