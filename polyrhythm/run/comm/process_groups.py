@@ -30,7 +30,7 @@ _UNUSED_TAG = 2**30
 _CALL = struct.Struct("32sd")  # the name of a call, padded with zeros, and a number
 
 
-class ReplicaGroup:
+class Replicas:
     """A gloo group of the workers that hold one model, and what they agree on; for one thread.
 
     All workers make it together, and then the same calls in the same order: each agreement names

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from polyrhythm.run.comm.process_groups import ReplicaGroup
+from polyrhythm.run.comm.process_groups import Replicas
 from polyrhythm.sync.fusion.tuner import (
     BayesianSearch,
     BucketCandidate,
@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 class BucketAutotuner:
     """Every worker has one and calls it at the same steps."""
 
-    def __init__(self, space: Space, replicas: ReplicaGroup) -> None:
+    def __init__(self, space: Space, replicas: Replicas) -> None:
         self._trials = BucketTuner(BayesianSearch(space=space))
         self._replicas = replicas
         self.current, self.is_over = self._trials.current, False

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from polyrhythm.describe.units import parse
 from polyrhythm.errors import LaunchError, PolicyError
-from polyrhythm.run.comm.process_groups import ReplicaGroup
+from polyrhythm.run.comm.process_groups import Replicas
 from polyrhythm.sync.fusion.tuner import FIRST, BucketMode
 from polyrhythm.types import Bytes
 
@@ -150,7 +150,7 @@ def allowed_modes(mode: Mode, *, has_hierarchy: bool) -> list[BucketMode]:
 
 
 def check_consistent(
-    replicas: ReplicaGroup,
+    replicas: Replicas,
     optimizer: Optimizer,
     names: Sequence[str],
     settings: Mapping[str, object],

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.run.comm.comm_thread import CommThread
-from polyrhythm.run.comm.process_groups import ReplicaGroup, new_gloo_group
+from polyrhythm.run.comm.process_groups import Replicas, new_gloo_group
 from polyrhythm.run.comm.reduce_scatter import (
     CollectivePhase,
     Collectives,
@@ -43,7 +43,7 @@ class ReplicaCollectives:
 
     def __init__(
         self,
-        replicas: ReplicaGroup,
+        replicas: Replicas,
         process_group: dist.ProcessGroup | None,
         device: torch.device,
         *,

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from polyrhythm.errors import PolicyError
 from polyrhythm.renamed import RenamedAttribute
 from polyrhythm.run.comm.forward_hooks import ForwardOrder, gradient_hooks, state_hooks
-from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, ReplicaGroup, replica_ranks
+from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, Replicas, replica_ranks
 from polyrhythm.run.comm.reduce_scatter import HALF_PRECISION
 from polyrhythm.run.decoupled.autotune import BucketAutotuner
 from polyrhythm.run.decoupled.buckets import Bucket, ParameterOrder, assign_buckets, has_gradient
@@ -107,7 +107,7 @@ class DistributedOptimizer(Optimizer):
         self._inner, self._stage, self._timeout = optimizer, stage, timeout
         self._names, self._parameters = parameters_of(optimizer, module)
         ranks, group = replica_ranks(process_group, 1 if stage is None else stage.num_stages)
-        self._replicas = ReplicaGroup(ranks, "averaging gradients", timeout=timeout)
+        self._replicas = Replicas(ranks, "averaging gradients", timeout=timeout)
         self._collectives = ReplicaCollectives(
             self._replicas,
             group,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.run.comm.comm_thread import CommThread
-from polyrhythm.run.comm.process_groups import ReplicaGroup
+from polyrhythm.run.comm.process_groups import Replicas
 from polyrhythm.run.comm.reduce_scatter import Collectives, GlooCollectives
 from polyrhythm.run.decoupled.buckets import Bucket, ParameterShard
 from polyrhythm.types import Seconds
@@ -29,7 +29,7 @@ def full_state(
     buckets: Sequence[Bucket],
     state: Mapping[Tensor, Mapping[str, Any]],
     collectives: Collectives,
-    replicas: ReplicaGroup,
+    replicas: Replicas,
     call: str,
     device: torch.device | None = None,
 ) -> State:
@@ -84,7 +84,7 @@ class BackgroundGather:
     """
 
     def __init__(self, ranks: Sequence[int], *, timeout: Seconds) -> None:
-        self.replicas = ReplicaGroup(ranks, "gathering state", timeout=timeout)
+        self.replicas = Replicas(ranks, "gathering state", timeout=timeout)
         self.collectives = GlooCollectives(self.replicas.group, timeout=timeout)
         self._thread = CommThread([self.replicas.group], timeout=timeout)
 

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from polyrhythm.errors import LaunchError, PeerError, PolicyError
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.process_groups import (
-    ReplicaGroup,
+    Replicas,
     count_rounds,
     job_mesh,
     new_gloo_group,
@@ -54,7 +54,7 @@ def test_groups_with_equal_members_are_separate(tmp_path: Path) -> None:
 
 def test_agreements_leave_nothing_in_the_store(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[Any, ...]:
-        replicas = ReplicaGroup([0, 1, 2], "a test", timeout=TIMEOUT)
+        replicas = Replicas([0, 1, 2], "a test", timeout=TIMEOUT)
         found = replicas.all_gather_object({1: (ctx.rank,)}, "a()")
         numbers = replicas.all_gather_number(ctx.rank / 3, "b()")
         first = replicas.broadcast_object(ctx.rank, "c()")
@@ -94,7 +94,7 @@ def test_values_that_cannot_be_sent_are_named(tmp_path: Path) -> None:
 
 def test_lost_worker_is_noticed_at_once(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> str:
-        replicas = ReplicaGroup([0, 1], "a test", timeout=1000.0)
+        replicas = Replicas([0, 1], "a test", timeout=1000.0)
         replicas.all_gather_object(ctx.rank, "a()")
         if ctx.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -105,7 +105,7 @@ def test_lost_worker_is_noticed_at_once(tmp_path: Path) -> None:
 
 def test_workers_in_different_calls_are_named(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> str:
-        replicas = ReplicaGroup([0, 1], "a test", timeout=TIMEOUT)
+        replicas = Replicas([0, 1], "a test", timeout=TIMEOUT)
         call = ("first()", "second()")[ctx.rank]
         return error_of(lambda: replicas.broadcast_object(1, call), kind=PolicyError)
 
