@@ -194,5 +194,5 @@ def join_job(plan: Plan, processes: JobProcesses) -> JobMembership:
         return JobMembership(processes.ctx, plan, plan.worker(dist.get_rank()), stack)
     rank = assign_ranks(plan, processes.device_names())[processes.ctx.rank]
     if processes.num_processes > 1:
-        stack.enter_context(processes.ctx.process_group(processes.timeout, lambda _: rank))
+        stack.enter_context(processes.ctx.process_group(processes.timeout, rank=rank))
     return JobMembership(processes.ctx, plan, plan.worker(rank), stack)

@@ -5,13 +5,14 @@ weights, `close` at the end.
 """
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from typing import Any
 
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PeerError
 from polyrhythm.run.averaging.group_client import AverageTimings
 from polyrhythm.run.averaging.group_sync import GroupSync
-from polyrhythm.run.decoupled.communicator import GatherFuture
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.dispatch import SamplerState
@@ -49,7 +50,7 @@ class NoSync:
     def synchronize(self) -> None:
         """Complete the weights of this worker, so that they can be read."""
 
-    def async_state_dict(self) -> GatherFuture | None:
+    def async_state_dict(self) -> Future[dict[str, Any]] | None:
         """Gather the current optimizer state if it is sharded over replicas; all call it."""
         return None
 
@@ -126,7 +127,7 @@ class DecoupledStrategy(NoSync):
         self._num_pipelines = num_pipelines
         self._distributed = DistributedOptimizer(optimizer, pipeline, timeout=timeout)
         self.optimizer = self._distributed
-        self._state_future: GatherFuture | None = None
+        self._state_future: Future[dict[str, Any]] | None = None
 
     def clip(self) -> None:
         if self._clip is not None:
@@ -138,7 +139,7 @@ class DecoupledStrategy(NoSync):
     def synchronize(self) -> None:
         self._distributed.synchronize()
 
-    def async_state_dict(self) -> GatherFuture:
+    def async_state_dict(self) -> Future[dict[str, Any]]:
         self._wait_for_state()  # one at a time, to bound memory
         self._state_future = self._distributed.async_state_dict()
         return self._state_future
@@ -152,7 +153,7 @@ class DecoupledStrategy(NoSync):
 
     def _wait_for_state(self) -> None:
         if self._state_future is not None:
-            self._state_future.wait()
+            wait([self._state_future])
 
 
 def make_sync_strategy(
