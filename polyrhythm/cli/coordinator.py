@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyrhythm.cli.signals import exit_on_sigterm
 from polyrhythm.errors import PolicyError
+from polyrhythm.processes import exit_on_sigterm
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -164,7 +164,7 @@ class PlanCommand:
         )
 
     def _planned(self, problem: "Problem", console: "Console") -> "PlanResult":
-        from polyrhythm.observe.plan_progress import PlanProgress
+        from polyrhythm.observe.plan_table import PlanProgress
         from polyrhythm.plan.job import Objective
         from polyrhythm.plan.search import make_plan, pareto_front
 
@@ -194,8 +194,7 @@ class PlanCommand:
         return front[taken]
 
     def _replanned(self, running: "Plan", problem: "Problem", console: "Console") -> "PlanResult":
-        from polyrhythm.observe.plan_progress import PlanProgress
-        from polyrhythm.observe.plan_table import show_change
+        from polyrhythm.observe.plan_table import PlanProgress, show_change
         from polyrhythm.plan.predict import predict
         from polyrhythm.plan.replan import replan, reset_schedules
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from polyrhythm.cli.signals import exit_on_sigterm
 from polyrhythm.errors import LaunchError
+from polyrhythm.processes import exit_on_sigterm
 
 if TYPE_CHECKING:
     from rich.console import Console

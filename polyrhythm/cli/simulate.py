@@ -117,10 +117,10 @@ class SimulateCommand:
             )
 
     def _show_curves(self, variants: "list[Variant]", console: "Console") -> None:
-        from polyrhythm.cli.simulation_progress import SimulationProgress
         from polyrhythm.simulate.compare import show_curves
         from polyrhythm.simulate.convergence import converge
         from polyrhythm.simulate.problems import perceptron, quadratic
+        from polyrhythm.sinks.progress import SimulationProgress
 
         make = quadratic if self.converge == "quadratic" else perceptron
         curves = []
@@ -149,15 +149,15 @@ class SimulateCommand:
             )
 
     def _variants(self, console: "Console") -> "Iterator[Variant]":
-        from polyrhythm.cli.simulation_progress import SimulationProgress
         from polyrhythm.simulate.compare import Variant
         from polyrhythm.simulate.simulator import simulate
+        from polyrhythm.sinks.progress import SimulationProgress
 
         jobs = list(self._jobs(console))  # check all jobs before simulating the first
         with SimulationProgress() as progress:
             for name, job in jobs:
                 run = None if self.out is None else self.out / _file_name(name)
-                observers = progress.observers_for(name, job, self.steps)
+                observers = progress.observers_for(name, self.steps * len(job.sync.workers))
                 result = simulate(job, num_steps=self.steps, observers=observers, run=run)
                 yield Variant(name=name, job=job, result=result)
 

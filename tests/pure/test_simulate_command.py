@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from polyrhythm import cli
-from polyrhythm.cli.simulation_progress import SimulationProgress
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.model import Layer, ModelProfile
 from polyrhythm.describe.write import write_cluster, write_model
@@ -20,6 +19,7 @@ from polyrhythm.plan.problem import Problem
 from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from polyrhythm.simulate.from_plan import planned_job
 from polyrhythm.simulate.simulator import simulate
+from polyrhythm.sinks.progress import SimulationProgress
 
 CLUSTER = Cluster(
     name="four",
@@ -191,7 +191,7 @@ def test_progress_is_shown_only_on_a_terminal() -> None:
     for is_terminal in (True, False):
         console = Console(file=StringIO(), force_terminal=is_terminal, width=100)
         with SimulationProgress(console) as progress:
-            observers = progress.observers_for("mode [1]", job, num_steps=5)
+            observers = progress.observers_for("mode [1]", 5 * len(job.sync.workers))
             found = simulate(job, num_steps=5, observers=observers)
         shown = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("mode [1]" in shown and "100%" in shown) is is_terminal

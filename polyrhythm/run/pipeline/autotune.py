@@ -18,7 +18,6 @@ from torch import nn
 
 from polyrhythm.cost.memory import MemoryBudget, StageMemory
 from polyrhythm.cost.pipeline import LinkTimes, MessageTiming, PipelineTimes, busy_times
-from polyrhythm.events import EventLog
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import all_gather
 from polyrhythm.run.pipeline.clocks import ClockOffset, clock_offsets, measure_offsets
@@ -26,6 +25,7 @@ from polyrhythm.run.pipeline.connections import BatchHeader, Connections
 from polyrhythm.run.pipeline.transport import MicrobatchKind, Transfer
 from polyrhythm.schedule.candidates import ScheduleCandidate
 from polyrhythm.schedule.tuner import ScheduleTuner
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Bytes, Op, Seconds
 
 _MAX_SAMPLES = 64  # messages per direction that a decision uses

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polyrhythm.errors import ScheduleError
-from polyrhythm.events import EventLog
 from polyrhythm.run.pipeline.batch import Batch
 from polyrhythm.run.pipeline.connections import BatchHeader, Connections
 from polyrhythm.run.pipeline.message import MessageLayout
@@ -19,6 +18,7 @@ from polyrhythm.run.pipeline.microbatches import tensors_of
 from polyrhythm.run.pipeline.partition import Wiring
 from polyrhythm.run.pipeline.stage import MAX_TIMINGS, StageCompute
 from polyrhythm.run.pipeline.transport import Inbox, MicrobatchKind, Transfer
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Action, Op, Seconds
 
 

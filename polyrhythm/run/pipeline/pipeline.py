@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from polyrhythm.errors import ScheduleError
-from polyrhythm.events import EventLog, worker_log
+from polyrhythm.events import worker_log
 from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.run.pipeline.autotune import ScheduleAutotuner, StageLimits
 from polyrhythm.run.pipeline.batch import Batch, BatchSplitter, StepInputs
@@ -38,6 +38,7 @@ from polyrhythm.run.pipeline.stage import StageCompute, module_device
 from polyrhythm.run.pipeline.wrappers import check_module
 from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
 
 DEFAULT_TIMEOUT: Seconds = 120.0

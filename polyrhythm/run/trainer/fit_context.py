@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.events import EventLog
 from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import SampleLoader
@@ -22,6 +21,7 @@ from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.preemption import PreemptionHandler
 from polyrhythm.run.trainer.rank_assignment import LEADER
 from polyrhythm.run.trainer.step_loop import WeightedLoss
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.types import Worker
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from polyrhythm.events import EventLog
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.data.loader import LoadedBatch
 from polyrhythm.run.data.prefetch import PredictedRanges, resolved_ranges
@@ -23,6 +22,7 @@ from polyrhythm.run.pipeline.batch import EndOfDataError
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.sampler import BatchSampler, BatchSlice
 from polyrhythm.run.trainer.sync_strategy import NoSync
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.dispatch import Ranges
 from polyrhythm.sync.replay import StepTiming
 from polyrhythm.types import Seconds

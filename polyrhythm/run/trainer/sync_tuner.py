@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from polyrhythm.events import EventLog
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.store import job_store_backend
 from polyrhythm.run.trainer.rank_assignment import LEADER
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.autoswitch import AutoSwitch, SwitchDecision
 from polyrhythm.sync.replay import JobShape, StepTiming
 from polyrhythm.types import Seconds, Worker

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.events import EventLog, Value, worker_log
+from polyrhythm.events import Value, worker_log
 from polyrhythm.plan.plan import AUTO, Plan
 from polyrhythm.processes import TERMINATED
 from polyrhythm.run.checkpoint.export import hugging_face_configs
@@ -45,6 +45,7 @@ from polyrhythm.run.trainer.split_spec import SplitSpec, build_model
 from polyrhythm.run.trainer.step_loop import StepEnd, WeightedLoss, evaluate
 from polyrhythm.run.trainer.sync_strategy import NoSync
 from polyrhythm.schedule.spec import ScheduleSpec
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Bytes, Seconds, Worker
 
 _logger = logging.getLogger(__name__)
