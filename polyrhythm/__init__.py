@@ -10,16 +10,17 @@ from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.errors import PeerError, UserError
 from polyrhythm.events import read_run
+from polyrhythm.plan.options import PlanOptions
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Op, Worker
 
 if TYPE_CHECKING:
+    from polyrhythm.plan.make_plan import make_plan
     from polyrhythm.run.averaging.group_sync import GroupSync
     from polyrhythm.run.averaging.parameter_server import ParameterServer
     from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
-    from polyrhythm.run.make_plan import make_plan
     from polyrhythm.run.pipeline.pipeline import Pipeline
     from polyrhythm.run.trainer.trainer import Trainer
     from polyrhythm.simulate.predict import predict
@@ -36,6 +37,7 @@ __all__ = [
     "PeerError",
     "Pipeline",
     "Plan",
+    "PlanOptions",
     "Scenario",
     "ScheduleSpec",
     "Trainer",
@@ -53,7 +55,7 @@ _LAZY = {  # names that need torch, SciPy or Numba: imported at first use
     "ParameterServer": "polyrhythm.run.averaging.parameter_server",
     "Pipeline": "polyrhythm.run.pipeline.pipeline",
     "Trainer": "polyrhythm.run.trainer.trainer",
-    "make_plan": "polyrhythm.run.make_plan",
+    "make_plan": "polyrhythm.plan.make_plan",
     "predict": "polyrhythm.simulate.predict",
 }
 

@@ -4,7 +4,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -176,7 +176,9 @@ class SimulateCommand:
             self._check_converges(changed_scenario)
         yield from self._named(plan, problem, scenario, "")
         for sentence, (cluster, changed_scenario) in zip(self.what_if, changes, strict=True):
-            yield from self._named(plan, _with(problem, cluster), changed_scenario, sentence)
+            yield from self._named(
+                plan, replace(problem, cluster=cluster), changed_scenario, sentence
+            )
 
     def _named(
         self, plan: "Plan", problem: "Problem", scenario: "Scenario", sentence: str
@@ -246,8 +248,6 @@ class SimulateCommand:
         return path
 
     def _scenario(self, cluster: "Cluster") -> "Scenario":
-        from dataclasses import replace
-
         from polyrhythm.describe.scenario import Scenario
 
         scenario = Scenario(name="calm") if self.scenario is None else Scenario.load(self.scenario)
@@ -273,14 +273,6 @@ class SimulateCommand:
         from polyrhythm.describe.spot import spot_scenario
 
         return spot_scenario(spot, cluster, duration=self._scaled_length)
-
-
-def _with(problem: "Problem", cluster: "Cluster") -> "Problem":
-    from polyrhythm.plan.problem import Problem
-
-    return Problem(
-        cluster=cluster, profile=problem.profile, job=problem.job, schedules=problem.schedules
-    )
 
 
 def _warn(message: str) -> None:

@@ -49,6 +49,8 @@ class PlanProgress:
 
     def update(self, progress: SearchProgress) -> None:
         line = f"planning {progress.done}/{progress.total}: {progress.doing}"
+        if progress.done == 0:  # of the next search
+            self._next_line = 0.0
         if progress.best:
             line += f"; best so far {progress.best}"
         if self._status:

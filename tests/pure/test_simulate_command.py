@@ -12,11 +12,10 @@ from polyrhythm import cli
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.model import Layer, ModelProfile
 from polyrhythm.describe.write import write_cluster, write_model
-from polyrhythm.plan.job import TrainingJob
+from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.plan import PipelinePlan, Plan, Sources
 from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from polyrhythm.simulate.from_plan import planned_job
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.sinks.progress import SimulationProgress
@@ -58,9 +57,7 @@ PLAN = Plan(
 
 
 def problem() -> Problem:
-    return Problem(
-        cluster=CLUSTER, profile=PROFILE, job=TrainingJob(batch=16), schedules=PlannedSchedules()
-    )
+    return Problem(cluster=CLUSTER, profile=PROFILE, job=TrainingJob(batch_size=16))
 
 
 @pytest.fixture

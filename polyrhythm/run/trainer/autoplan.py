@@ -21,7 +21,7 @@ from polyrhythm.describe.pairs import disjoint_rounds, round_robin_pairs
 from polyrhythm.describe.units import parse
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.all_devices import plan_all_devices
-from polyrhythm.plan.job import TrainingJob
+from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.plan import AUTO, Plan, Sources
 from polyrhythm.plan.problem import Problem
 from polyrhythm.run.machine import usable_memory
@@ -36,7 +36,6 @@ from polyrhythm.run.trainer.layer_profile import (
 )
 from polyrhythm.run.trainer.rank_assignment import JobProcesses
 from polyrhythm.run.trainer.run_dir import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan
-from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from polyrhythm.sync.replay import DECOUPLED
 from polyrhythm.types import Bytes, Seconds
 
@@ -190,7 +189,7 @@ class AutoPlanner:
             layers=profile_layers(config, model, self.dataset, sizes=sizes, device=self._device),
         )
         job = TrainingJob(
-            batch=self._batch_size,
+            batch_size=self._batch_size,
             sync=self._sync,
             microbatch_size=config.microbatch_size,
             schedule=config.schedule,
@@ -199,7 +198,6 @@ class AutoPlanner:
             cluster=_limited(cluster, self._memory_limit, job),
             profile=profile,
             job=job,
-            schedules=PlannedSchedules(),
         )
         plan = plan_all_devices(problem, layer_blocks=layer_blocks(config.split, model))
         plan = replace(plan, sources=Sources(cluster=CLUSTER, profile=PROFILE))

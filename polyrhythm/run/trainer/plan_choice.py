@@ -58,7 +58,7 @@ def choose_global_batch(config: TrainerConfig, plan: Plan) -> GlobalBatch:
         raise PlanError(
             f"batch_size={size} with a plan for batches of {plan.batch}",
             expected="the plan's batch size",
-            fix=f"omit batch_size, or plan again: polyrhythm plan --batch {size}",
+            fix=f"omit batch_size, or plan again: polyrhythm plan --batch-size {size}",
         )
     each = config.microbatch_size or plan.microbatch_size
     if each is None:
