@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from polyrhythm.plan.problem import Problem
     from polyrhythm.plan.search import PlanResult
 
-_LARGEST = 64  # samples in a micro-batch of a built-in model
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCommand:
@@ -105,13 +103,13 @@ class PlanCommand:
         return Plan.load(path)
 
     def _problem(self, running: "Plan | None") -> "Problem":
-        from polyrhythm.cli.inputs import load_cluster, load_model
+        from polyrhythm.plan.inputs import builtin_sizes, load_cluster, load_model
         from polyrhythm.plan.problem import Problem
 
         job = self._job(running)
         cluster = load_cluster(self.cluster)
         profile = load_model(
-            self.profile, cluster, flops=self.flops, dtype=self.dtype, sizes=_sizes(job)
+            self.profile, cluster, flops=self.flops, dtype=self.dtype, sizes=builtin_sizes(job)
         )
         return Problem(cluster=cluster, profile=profile, job=job)
 
@@ -184,17 +182,10 @@ class PlanCommand:
             print_line(console, f"drawn in {self.svg}")
 
     def _sources(self, out: Path) -> "Sources":
-        from polyrhythm.cli.inputs import relative_to
-        from polyrhythm.plan.plan import Sources
+        from polyrhythm.plan.inputs import sources_of
 
-        return Sources(
-            cluster=relative_to(self.cluster, out),
-            profile=relative_to(self.profile, out),
-            flops=self.flops,
-            dtype=self.dtype,
-            gradient_bytes=self.planner.gradient_bytes,
-            optimizer_bytes=self.planner.optimizer_bytes,
-            memory_reserve=self.planner.memory_reserve,
+        return sources_of(
+            self.cluster, self.profile, self.planner, file=out, flops=self.flops, dtype=self.dtype
         )
 
     def _no_such_plan(self, expected: str) -> PlanError:
@@ -206,11 +197,3 @@ def _check_target(path: Path | None, ending: str, flag: str) -> None:
 
     if path is not None:
         check_target(path, (ending,), flag=flag)
-
-
-def _sizes(job: TrainingJob) -> list[int]:
-    """Return a built-in model's micro-batch sizes: the job's, or powers of 2 dividing its batch."""
-    if job.microbatch_size is not None:
-        return [job.microbatch_size]
-    powers = (2**power for power in range(_LARGEST.bit_length()))
-    return [size for size in powers if job.batch_size % size == 0]

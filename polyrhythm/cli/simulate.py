@@ -211,41 +211,13 @@ class SimulateCommand:
             )
 
     def _problem(self, plan: "Plan") -> "tuple[Problem, Scenario]":
-        from polyrhythm.cli.inputs import load_cluster, load_model
-        from polyrhythm.plan.plan import Sources
+        from polyrhythm.plan.inputs import planned_inputs
         from polyrhythm.simulate.from_plan import problem_of
 
-        sources = plan.sources or Sources(cluster="", profile="")
-        cluster = load_cluster(self.cluster or self._source("cluster", sources.cluster))
-        as_planned = self.profile is None
-        profile = load_model(
-            self.profile or self._source("profile", sources.profile),
-            cluster,
-            flops=self.flops or (sources.flops if as_planned else None),
-            dtype=sources.dtype if as_planned else None,
-            sizes=[plan.microbatch_size or 1],
+        cluster, profile = planned_inputs(
+            plan, self.plan, cluster=self.cluster, profile=self.profile, flops=self.flops
         )
-        problem = problem_of(plan, cluster, profile)
-        return problem, self._scenario(cluster)
-
-    def _source(self, kind: str, source: str) -> str:
-        from polyrhythm.cli.inputs import resolve_relative
-        from polyrhythm.describe.bundled_files import is_name
-
-        if not source:
-            raise PlanError(
-                f"{self.plan} does not name the {kind} that it was made for",
-                expected=f"--{kind}, or a plan that `polyrhythm plan -o` wrote",
-                fix=f"add --{kind} FILE",
-            )
-        path = resolve_relative(source, self.plan)
-        if not is_name(source) and not Path(path).exists():
-            raise PlanError(
-                f"{self.plan} was made from {source}, which is not there",
-                expected=f"the {kind} that it was made for, relative to the plan's folder",
-                fix=f"add --{kind} FILE, or put it back",
-            )
-        return path
+        return problem_of(plan, cluster, profile), self._scenario(cluster)
 
     def _scenario(self, cluster: "Cluster") -> "Scenario":
         from polyrhythm.describe.scenario import Scenario

@@ -148,12 +148,12 @@ class SimulationProgress:
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
-    def observers_for(self, name: str, num_steps: int) -> "list[StepCounter]":
+    def observers_for(self, name: str, num_steps: int) -> "list[StepBar]":
         """Return an observer that counts the steps of all workers; none without a terminal."""
         if self._bars.disable:
             return []
         self._finish()
-        return [StepCounter(self._bars, name, num_steps)]
+        return [StepBar(self._bars, name, num_steps)]
 
     def show_busy(self, name: str) -> None:
         """Show a bar for work without a known length."""
@@ -166,8 +166,8 @@ class SimulationProgress:
             self._bars.update(bar.id, total=bar.total or 1, completed=bar.total or 1)
 
 
-class StepCounter:
-    """An observer of a simulation that only counts steps."""
+class StepBar:
+    """A bar of one simulation, as an observer that only counts steps."""
 
     def __init__(self, bars: Progress, name: str, total: int) -> None:
         self._bars, self._every, self._count = bars, max(1, total // _MAX_UPDATES), 0
