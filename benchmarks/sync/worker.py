@@ -24,10 +24,11 @@ from benchmarks.harness.compute import EmulatedCompute, EmulatedLayer
 from benchmarks.harness.pool import TIMEOUT, PoolWorker
 from benchmarks.sync.settings import MICROBATCHES_PER_WORKER, SyncSetting, SyncSide, device_name
 from polyrhythm.describe.slowness import Slowness, load_traces
-from polyrhythm.events import EventLog, LogReader, worker_log
+from polyrhythm.events import LogReader, worker_log
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.averaging.parameter_server import ParameterServer
 from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Seconds, Worker
 
 _WORKERS_PER_NODE = 4  # as on Prague's cluster; the network is the same everywhere

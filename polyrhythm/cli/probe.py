@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from polyrhythm.cli.signals import exit_on_sigterm
 from polyrhythm.errors import LaunchError, PeerError, WorkerError
-from polyrhythm.processes import BAD_INPUT, PEER_LOST, Child
+from polyrhythm.processes import BAD_INPUT, PEER_LOST, Child, exit_on_sigterm
 from polyrhythm.types import Seconds
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from polyrhythm.cli.signals import exit_on_sigterm
 from polyrhythm.errors import LaunchError, WorkerError
-from polyrhythm.processes import BAD_INPUT, FAILED, PEER_LOST, TERMINATED
+from polyrhythm.processes import BAD_INPUT, FAILED, PEER_LOST, TERMINATED, exit_on_sigterm
 
 if TYPE_CHECKING:
     from collections.abc import Callable

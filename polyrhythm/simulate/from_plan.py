@@ -9,11 +9,10 @@ from polyrhythm.cost.sync import BUCKET, Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.scenario import Scenario
-from polyrhythm.plan.job import TrainingJob
+from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.plan import AUTO, Plan, Sources
 from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from polyrhythm.simulate.job import EMPTY_SCENARIO, SimulatedJob
 from polyrhythm.sync.modes import SyncMode
 from polyrhythm.sync.setup import Setup
@@ -32,13 +31,13 @@ def problem_of(
     """The problem that the plan solves, with the plan's settings of gradients and memory."""
     sources = plan.sources or Sources(cluster="", profile="")
     job = TrainingJob(
-        batch=plan.batch or 1,  # `predict` refuses a plan without a batch
+        batch_size=plan.batch or 1,  # `predict` refuses a plan without a batch
         sync=plan.sync,
         gradient_bytes=sources.gradient_bytes if gradient_bytes is None else gradient_bytes,
         optimizer_bytes=sources.optimizer_bytes,
         memory_reserve=sources.memory_reserve,
     )
-    return Problem(cluster=cluster, profile=profile, job=job, schedules=PlannedSchedules())
+    return Problem(cluster=cluster, profile=profile, job=job)
 
 
 def planned_job(

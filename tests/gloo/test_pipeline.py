@@ -16,11 +16,12 @@ from torch.nn.functional import mse_loss
 
 from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.errors import WorkerError
-from polyrhythm.events import EventLog, read_run, worker_log
+from polyrhythm.events import read_run, worker_log
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.executor import MAX_TIMINGS
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.schedule.spec import ScheduleSpec
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Worker
 from tests.gloo.pipelines import (
     assert_close,

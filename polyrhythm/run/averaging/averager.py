@@ -24,11 +24,11 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from polyrhythm.errors import PeerError, PolicyError
-from polyrhythm.events import EventLog
 from polyrhythm.run.averaging.exchange import all_reduce_mean
 from polyrhythm.run.averaging.peer_connections import Peer, PeerConnections
 from polyrhythm.run.averaging.split_all_reduce import SplitAllReduce, StreamingBuffer
 from polyrhythm.run.coordinator.wire import FromWorker, ToWorker
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.protocol import Abort, Assign, AverageAll, Commit, CopyFrom, Done, Ready, Skip
 from polyrhythm.types import Seconds
 

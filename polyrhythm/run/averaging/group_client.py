@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from polyrhythm.errors import PeerError, PolicyError
-from polyrhythm.events import WORKERS, EventLog
+from polyrhythm.events import WORKERS
 from polyrhythm.run.averaging.averager import Averager, AverageResult
 from polyrhythm.run.averaging.rendezvous import Rendezvous
 from polyrhythm.run.comm.store import WARN_AFTER
@@ -24,6 +24,7 @@ from polyrhythm.run.coordinator.client import CoordinatorClient
 from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, JobKeys
 from polyrhythm.run.coordinator.sample_requests import SampleFuture
 from polyrhythm.run.coordinator.wire import PROTOCOL, FromWorker, Hello, TensorShapes
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.decision_log import decision_log_path
 from polyrhythm.sync.dispatch import Ranges, SamplerState
 from polyrhythm.sync.protocol import MAX_CHUNK_SIZE, MAX_POSITION, Request

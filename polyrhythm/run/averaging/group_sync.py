@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.events import EventLog, worker_log
+from polyrhythm.events import worker_log
 from polyrhythm.run.averaging.buffers import OptimizerStateMode, ReplicaState
 from polyrhythm.run.averaging.checks import (
     check_flush,
@@ -47,6 +47,7 @@ from polyrhythm.run.averaging.reduced_variance import ReducedVarianceAdamW
 from polyrhythm.run.averaging.rendezvous import Rendezvous, check_timeout
 from polyrhythm.run.coordinator.sample_requests import SampleFuture
 from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.dispatch import Ranges, SamplerState
 from polyrhythm.sync.modes import SYNC_MODES
 from polyrhythm.sync.policies.local import OuterNesterov

@@ -29,7 +29,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from polyrhythm.errors import LaunchError, PeerError
-from polyrhythm.events import EventLog
 from polyrhythm.run.checkpoint import folder as folders
 from polyrhythm.run.checkpoint.files import MODEL, OPTIMIZER
 from polyrhythm.run.checkpoint.job_store import JobStore
@@ -47,6 +46,7 @@ from polyrhythm.run.checkpoint.save import SaveContext, StageSnapshot, save_with
 from polyrhythm.run.checkpoint.state import Nested, StageModel, Staging, optimizer_state
 from polyrhythm.run.pipeline.partition import TiedParameter
 from polyrhythm.run.pipeline.transport import stage_ranks
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Seconds
 
 SAVE_TIMEOUT: Seconds = 600.0

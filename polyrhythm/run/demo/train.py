@@ -15,7 +15,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.events import EventLog, worker_log
+from polyrhythm.events import worker_log
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.peer_errors import peer_errors
@@ -24,6 +24,7 @@ from polyrhythm.run.demo.job import DemoConfig, DemoJob
 from polyrhythm.run.demo.text import ByteText, read_text, standard_library
 from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Worker
 
 

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from polyrhythm.cost.memory import MemoryBudget, StageMemory
 from polyrhythm.cost.pipeline import LinkTimes, MessageTiming, PipelineTimes, busy_times
-from polyrhythm.events import EventLog
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import all_gather, receive, send
 from polyrhythm.run.pipeline.batch import BatchHeader, MicrobatchKind
 from polyrhythm.run.pipeline.transport import Connections, Transfer, pad_bytes, unpad_bytes
 from polyrhythm.schedule.candidates import ScheduleCandidate
 from polyrhythm.schedule.tuner import ScheduleTuner
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Bytes, Op, Seconds
 
 _MAX_SAMPLES = 64  # messages per direction that a decision uses

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from polyrhythm.errors import ScheduleError
-from polyrhythm.events import EventLog
 from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.run.pipeline.batch import Batch, BatchHeader, MicrobatchKind
 from polyrhythm.run.pipeline.partition import Wiring
 from polyrhythm.run.pipeline.transport import Connections, Inbox, MessageLayout, Transfer
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Action, Bytes, Op, Seconds
 
 MAX_TIMINGS = 4096  # kept until they are read: far more than a step has

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from polyrhythm.errors import ScheduleError
-from polyrhythm.events import EventLog, worker_log
+from polyrhythm.events import worker_log
 from polyrhythm.renamed import renamed_arguments
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import all_reduce
@@ -58,6 +58,7 @@ from polyrhythm.run.pipeline.runners import (
 from polyrhythm.run.pipeline.transport import Connections, stage_ranks
 from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
 
 DEFAULT_TIMEOUT: Seconds = 120.0

@@ -24,7 +24,7 @@ from polyrhythm.describe.pairs import disjoint_rounds, round_robin_pairs
 from polyrhythm.describe.units import parse
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.all_devices import plan_all_devices
-from polyrhythm.plan.job import TrainingJob
+from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.plan import AUTO, PLAN_VARIABLE, Plan, Sources, even_plan
 from polyrhythm.plan.problem import Problem
 from polyrhythm.run.machine import usable_memory
@@ -40,7 +40,6 @@ from polyrhythm.run.trainer.layer_profile import (
 from polyrhythm.run.trainer.rank_assignment import JobProcesses
 from polyrhythm.run.trainer.run_dir import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan
 from polyrhythm.run.trainer.sampler import GlobalBatch
-from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from polyrhythm.types import Bytes, Seconds
 
 _logger = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ def choose_global_batch(config: TrainerConfig, plan: Plan) -> GlobalBatch:
         raise PlanError(
             f"batch_size={size} with a plan for batches of {plan.batch}",
             expected="the plan's batch size",
-            fix=f"omit batch_size, or plan again: polyrhythm plan --batch {size}",
+            fix=f"omit batch_size, or plan again: polyrhythm plan --batch-size {size}",
         )
     each = config.microbatch_size or plan.microbatch_size
     if each is None:
@@ -261,7 +260,7 @@ class AutoPlanner:
             layers=profile_layers(config, model, self.dataset, sizes=sizes, device=self._device),
         )
         job = TrainingJob(
-            batch=self._batch_size,
+            batch_size=self._batch_size,
             sync=self._sync,
             microbatch_size=config.microbatch_size,
             schedule=config.schedule,
@@ -270,7 +269,6 @@ class AutoPlanner:
             cluster=_limited(cluster, self._memory_limit, job),
             profile=profile,
             job=job,
-            schedules=PlannedSchedules(),
         )
         plan = plan_all_devices(problem, layer_blocks=layer_blocks(config.split, model))
         plan = replace(plan, sources=Sources(cluster=CLUSTER, profile=PROFILE))

@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from polyrhythm.events import EventLog
 from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.plan_file import plan_table
 from polyrhythm.run.checkpoint.checkpointer import Checkpointer
@@ -21,6 +20,7 @@ from polyrhythm.run.pipeline.partition import ModelPartition
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.rank_assignment import LEADER
 from polyrhythm.run.trainer.sync_strategy import NoSync
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Worker
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.events import EventLog
 from polyrhythm.plan.plan import AUTO
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import new_gloo_group
@@ -38,6 +37,7 @@ from polyrhythm.run.trainer.rank_assignment import LEADER
 from polyrhythm.run.trainer.sampler import GlobalBatch, make_sampler
 from polyrhythm.run.trainer.sync_strategy import DecoupledStrategy, NoSync, make_sync_strategy
 from polyrhythm.run.trainer.sync_tuner import StepTimeExchange
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.modes import SyncMode
 from polyrhythm.sync.replay import JobShape, StepTiming

@@ -8,8 +8,8 @@ reads the timings published so far while training continues.
 import logging
 from collections.abc import Mapping, Sequence
 
-from polyrhythm.events import EventLog
 from polyrhythm.run.comm.store import JobStore, Members
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.autoswitch import AutoSwitch, SwitchDecision
 from polyrhythm.sync.replay import JobShape, StepTiming
 from polyrhythm.types import Seconds

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.events import EventLog, Value, worker_log
+from polyrhythm.events import Value, worker_log
 from polyrhythm.plan.plan import AUTO, Plan
 from polyrhythm.processes import TERMINATED
 from polyrhythm.renamed import RenamedAttribute, renamed_arguments
@@ -52,6 +52,7 @@ from polyrhythm.run.trainer.rank_assignment import LEADER, JobProcesses, join_jo
 from polyrhythm.run.trainer.run_dir import lock_run_dir
 from polyrhythm.run.trainer.sync_strategy import NoSync
 from polyrhythm.schedule.spec import ScheduleSpec
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Bytes, Seconds, Worker
 
 _logger = logging.getLogger(__name__)
