@@ -121,7 +121,8 @@ def make_replica(
     torch.manual_seed(3)
     model = kind()
     updates = optimizer(model)
-    options = {"options": FULL_GROUP[policy], "timeout": TIMEOUT, **more}
+    name = f"decoupled={more.get('decoupled')}"  # one job makes two
+    options = {"options": FULL_GROUP[policy], "timeout": TIMEOUT, "name": name, **more}
     return model, updates, GroupSync(model, updates, policy, **options)
 
 
@@ -332,8 +333,9 @@ def test_pipeline_stages_all_gather_during_forward(tmp_path: Path) -> None:
             ) as pipeline:
                 optimizer = sgd(pipeline.module)
                 options = {"window": float("inf"), "group_size": 2}
+                name = f"decoupled={decoupled}"
                 with GroupSync(
-                    pipeline, optimizer, "age", options=options, decoupled=decoupled
+                    pipeline, optimizer, "age", options=options, decoupled=decoupled, name=name
                 ) as sync:
                     for batch in range(4):
                         step(pipeline, *random_batch(8, 8, seed=10 * number + batch))
