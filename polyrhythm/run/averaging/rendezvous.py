@@ -31,7 +31,7 @@ from polyrhythm.run.coordinator.keys import JobKeys
 from polyrhythm.run.coordinator.sessions import shape_mismatch
 from polyrhythm.run.coordinator.wire import TensorShapes
 from polyrhythm.run.fingerprint import fingerprint
-from polyrhythm.sync.roster import format_items
+from polyrhythm.sync.policy import format_items
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
