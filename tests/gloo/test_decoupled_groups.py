@@ -1,6 +1,7 @@
 """Averages that are all-gathered during the next forward equal those of a worker that waits."""
 
 import copy
+import itertools
 import threading
 import time
 import warnings
@@ -24,6 +25,7 @@ from tests.gloo.replicas import TIMEOUT, Point, run_replicas
 from tests.grids import long_except
 
 WIDTH = 8
+NAMES = map(str, itertools.count())  # of the GroupSyncs of a job
 FULL_GROUP = {  # options with which three workers form one group
     "age": {"window": float("inf"), "group_size": 3},
     "adaptive": {"window": float("inf"), "group_size": 3},
@@ -121,7 +123,7 @@ def make_replica(
     torch.manual_seed(3)
     model = kind()
     updates = optimizer(model)
-    options = {"options": FULL_GROUP[policy], "timeout": TIMEOUT, **more}
+    options = {"options": FULL_GROUP[policy], "timeout": TIMEOUT, "name": next(NAMES), **more}
     return model, updates, GroupSync(model, updates, policy, **options)
 
 
@@ -333,7 +335,12 @@ def test_pipeline_stages_all_gather_during_forward(tmp_path: Path) -> None:
                 optimizer = sgd(pipeline.module)
                 options = {"window": float("inf"), "group_size": 2}
                 with GroupSync(
-                    pipeline, optimizer, "age", options=options, decoupled=decoupled
+                    pipeline,
+                    optimizer,
+                    "age",
+                    options=options,
+                    decoupled=decoupled,
+                    name=next(NAMES),
                 ) as sync:
                     for batch in range(4):
                         step(pipeline, *random_batch(8, 8, seed=10 * number + batch))

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PeerError
-from polyrhythm.run.averaging.group_client import AverageTimings
 from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.averaging.rounds import AverageTimings
 from polyrhythm.run.decoupled.communicator import GatherFuture
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.pipeline.pipeline import Pipeline
