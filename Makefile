@@ -51,15 +51,15 @@ test: $(STAMP) ## run the tests that CI runs (ARGS="-k events")
 test-all: $(STAMP) ## run every test this machine can run, with random and more examples
 	export HYPOTHESIS_PROFILE=thorough; $(call RUN_TESTS)
 
-check: $(STAMP) ## format, lint, types, the import law and the structure
+check: $(STAMP) ## format, lint, types, the import law and the size of the tree
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(PYTEST) -q tests/pure/test_import_law.py
-	$(MAKE) --no-print-directory structure
-
-structure: $(STAMP) ## print size, vocabulary and duplicate names of the tree; fail where a bar is missed
 	$(BIN)/python tools/structure.py
+
+structure: $(STAMP) ## print size and vocabulary of the tree, and the files a step passes; fail where a bar is missed
+	$(BIN)/python tools/structure.py; static=$$?; $(BIN)/python tools/files_passed.py && exit $$static
 
 format: $(STAMP) ## format the code and fix what the linter can
 	$(BIN)/ruff format .

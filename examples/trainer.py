@@ -30,6 +30,6 @@ torch.manual_seed(0)
 trainer = pr.Trainer(
     build, functional.cross_entropy, lambda p: torch.optim.AdamW(p, lr=2e-3), data, batch_size=256
 )
-trainer.fit(steps=len(data) // 256)  # one epoch
+trainer.fit(max_steps=len(data) // 256)  # one epoch
 loss = trainer.evaluate(held_out)
 print(f"held-out loss {loss:.3f}")

@@ -10,55 +10,104 @@ from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.errors import PeerError, UserError
 from polyrhythm.events import read_run
+from polyrhythm.plan.options import PlanOptions
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Op, Worker
 
 if TYPE_CHECKING:
+    from polyrhythm.describe.profiles import builtin_profile
+    from polyrhythm.describe.scale import fewer_devices, scaled_cluster, scaled_scenario
+    from polyrhythm.describe.slowness import Slowness, load_traces
+    from polyrhythm.describe.speed import fit_speeds
+    from polyrhythm.describe.spot import spot_scenario
+    from polyrhythm.lab.lab import Lab
+    from polyrhythm.plan.make_plan import make_plan
     from polyrhythm.run.averaging.group_sync import GroupSync
     from polyrhythm.run.averaging.parameter_server import ParameterServer
+    from polyrhythm.run.averaging.reduced_variance import ReducedVarianceAdamW
+    from polyrhythm.run.checkpoint.checkpointer import Checkpointer
     from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
-    from polyrhythm.run.make_plan import make_plan
     from polyrhythm.run.pipeline.pipeline import Pipeline
-    from polyrhythm.run.trainer.trainer import Trainer
-    from polyrhythm.simulate.predict import predict
+    from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig, SyncConfig
+    from polyrhythm.run.trainer.fit_loop import StepInfo
+    from polyrhythm.run.trainer.layer_split import LayerSplit
+    from polyrhythm.run.trainer.trainer import FitResult, Trainer
+    from polyrhythm.simulate.simulate_plan import simulate_plan as simulate
+    from polyrhythm.sync.policies.local import OuterNesterov
 
 __all__ = [
+    "CheckpointConfig",
+    "Checkpointer",
     "Cluster",
+    "DataConfig",
     "Device",
     "DistributedOptimizer",
     "EmulatedCompute",
+    "FitResult",
     "GroupSync",
+    "Lab",
+    "LayerSplit",
     "ModelProfile",
     "Op",
+    "OuterNesterov",
     "ParameterServer",
     "PeerError",
     "Pipeline",
     "Plan",
+    "PlanOptions",
+    "ReducedVarianceAdamW",
     "Scenario",
     "ScheduleSpec",
+    "Slowness",
+    "StepInfo",
+    "SyncConfig",
     "Trainer",
     "UserError",
     "Worker",
+    "builtin_profile",
+    "fewer_devices",
+    "fit_speeds",
+    "load_traces",
     "make_plan",
-    "predict",
     "read_run",
+    "scaled_cluster",
+    "scaled_scenario",
+    "simulate",
+    "spot_scenario",
 ]
 
 
-_LAZY = {  # names that need torch, SciPy or Numba: imported at first use
-    "DistributedOptimizer": "polyrhythm.run.decoupled.optimizer",
-    "GroupSync": "polyrhythm.run.averaging.group_sync",
-    "ParameterServer": "polyrhythm.run.averaging.parameter_server",
-    "Pipeline": "polyrhythm.run.pipeline.pipeline",
-    "Trainer": "polyrhythm.run.trainer.trainer",
-    "make_plan": "polyrhythm.run.make_plan",
-    "predict": "polyrhythm.simulate.predict",
+_LAZY = {  # modules that need torch, SciPy or Numba, or are rarely needed: imported at first use
+    "describe.profiles": ("builtin_profile",),
+    "describe.scale": ("fewer_devices", "scaled_cluster", "scaled_scenario"),
+    "describe.slowness": ("Slowness", "load_traces"),
+    "describe.speed": ("fit_speeds",),
+    "describe.spot": ("spot_scenario",),
+    "lab.lab": ("Lab",),
+    "plan.make_plan": ("make_plan",),
+    "run.averaging.group_sync": ("GroupSync",),
+    "run.averaging.parameter_server": ("ParameterServer",),
+    "run.averaging.reduced_variance": ("ReducedVarianceAdamW",),
+    "run.checkpoint.checkpointer": ("Checkpointer",),
+    "run.decoupled.optimizer": ("DistributedOptimizer",),
+    "run.pipeline.pipeline": ("Pipeline",),
+    "run.trainer.config": ("CheckpointConfig", "DataConfig", "SyncConfig"),
+    "run.trainer.fit_loop": ("StepInfo",),
+    "run.trainer.layer_split": ("LayerSplit",),
+    "run.trainer.trainer": ("FitResult", "Trainer"),
+    "sync.policies.local": ("OuterNesterov",),
 }
+_MODULES = {name: f"polyrhythm.{module}" for module, names in _LAZY.items() for name in names}
+_RENAMED = {"predict": "simulate(plan, scenario, cluster=..., profile=...)"}
 
 
 def __getattr__(name: str) -> object:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "simulate":  # a package that can be called
+        return importlib.import_module("polyrhythm.simulate")
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    if name in _RENAMED:
+        raise AttributeError(f"polyrhythm.{name} is now polyrhythm.{_RENAMED[name]}")
     raise AttributeError(f"module 'polyrhythm' has no attribute {name!r}")

@@ -122,6 +122,14 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def exit_on_sigterm() -> None:
+    """From now on, exit with status 143 on SIGTERM, so that `with` and `finally` blocks run.
+
+    Not for torchrun's processes: no Python handler runs while gloo waits, and they must end.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+
+
 def freeze_heap() -> Callable[[], None]:
     """Freeze all objects before forks: a collection in a child would touch, and so copy, them.
 

@@ -419,7 +419,7 @@ def _train_stage(
         with Pipeline(
             module,
             loss_fn=next_byte_loss,
-            num_microbatches=1,
+            n_microbatches=1,
             schedule=schedule,
             flush=False,
             timeout=TIMEOUT,

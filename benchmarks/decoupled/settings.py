@@ -6,7 +6,7 @@ DeAR for all gradients at once and a given latency.
 
 from dataclasses import dataclass, replace
 
-from polyrhythm.run.decoupled.communicator import Mode
+from polyrhythm.run.decoupled.checks import Mode
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 from reproduction.dear.ring import Ring, StepTimes
 
@@ -137,9 +137,7 @@ class _Scale:
         of its gradients over it: its all-gather takes two thirds of a ring's.
         """
         flat = [DecoupledSide(OURS, bucket) for bucket in buckets]
-        nodes = [
-            DecoupledSide(HIERARCHICAL, bucket, "hierarchical decoupled") for bucket in buckets
-        ]
+        nodes = [DecoupledSide(HIERARCHICAL, bucket, "hierarchical") for bucket in buckets]
         near = self._near("nested", (DecoupledSide(NO_SYNC), *flat, *nodes), all_gather=3.0)
         return replace(near, num_workers=4, uplink=True, node_size=2, budget=25.0)
 

@@ -30,7 +30,7 @@ from polyrhythm.describe.scenario import LinkChange, Scenario
 from polyrhythm.lab.lab import Lab
 from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.problem import Problem
-from polyrhythm.plan.search import make_plan
+from polyrhythm.plan.search import search_plan
 from polyrhythm.types import Bytes, Seconds
 
 _BUCKET: Bytes = 25 * 2**20  # of DDP, by default
@@ -137,7 +137,7 @@ def heterogeneous(*, quick: bool, show: Callable[[str], None]) -> Measured:
     links = bursts(cluster, dwell=dwell, until=_LONGEST, seed=0)
     runs = _Runs(setting, cluster, links, problem.profile.layers[0].forward, show)
     show("heterogeneous: planning")
-    plan = make_plan(problem).best.plan
+    plan = search_plan(problem).best.plan
     layouts = random_layouts(problem, setting)
     job = runs.job(plan, setting.num_steps)
     with WorkerPool(LocalHosts(), workers.single_process, job, timeout=_SINGLE_TIMEOUT) as single:

@@ -29,6 +29,7 @@ from benchmarks.harness.network import uniform_cluster
 from benchmarks.harness.pool import PORT, LocalHosts, PoolWorker
 from benchmarks.plan.cases import equal_pipelines
 from polyrhythm.lab.lab import Lab
+from polyrhythm.run.trainer.config import CheckpointConfig
 from polyrhythm.run.trainer.trainer import Trainer
 from polyrhythm.types import BytesPerSecond, Seconds
 
@@ -102,7 +103,7 @@ def _fit_squares(
         functional.mse_loss,
         lambda parameters: AdamW(parameters, lr=1e-3, fused=True),
         TensorDataset(inputs, inputs.square()),
-        run=pool_worker.folder / "run",
-        checkpoint_every=every,
+        run_dir=pool_worker.folder / "run",
+        checkpoint=CheckpointConfig(every=every),
     )
     fit(pool_worker, setting, make)

@@ -35,8 +35,9 @@ from polyrhythm.run.data.reader import make_order
 from polyrhythm.run.demo.gpt import Embedding, Head, next_byte_loss
 from polyrhythm.run.demo.shape import GPTShape
 from polyrhythm.run.demo.text import standard_library
-from polyrhythm.run.trainer.batch_shares import GlobalBatch, microbatch_ranges
-from polyrhythm.run.trainer.step_loop import StepEnd
+from polyrhythm.run.trainer.config import DataConfig
+from polyrhythm.run.trainer.fit_loop import StepInfo
+from polyrhythm.run.trainer.sampler import GlobalBatch, microbatch_ranges
 from polyrhythm.run.trainer.trainer import Trainer
 from polyrhythm.types import Bytes, Worker
 
@@ -152,7 +153,7 @@ def trainer_worker(pool_worker: PoolWorker, setting: JobSetting) -> None:
         optimizer,
         text,
         lr_scheduler_fn=rates(setting.num_steps),
-        seed=SEED,
+        data=DataConfig(seed=SEED),
     )
     fit(pool_worker, setting, make, held_out if setting.num_held_out else None)
 
@@ -168,14 +169,14 @@ def fit(
     pool_worker.set_environment()
     reporter = JobReporter(pool_worker, setting)
 
-    def on_step(end: StepEnd) -> None:
+    def on_step(end: StepInfo) -> None:
         reporter.step_ended(trainer.worker, end.step, end.num_samples, end.loss)
 
     with make(plan=setting.plan, callbacks=[on_step], timeout=setting.timeout) as trainer:
         speed = setting.speed(trainer.worker, pool_worker.host)
         speed.attach(trainer.model)
         speed.start = reporter.wait_for_start()
-        trainer.fit(steps=setting.num_steps)
+        trainer.fit(max_steps=setting.num_steps)
         end = time.monotonic()
         speed.start = None
         loss = None if held_out is None else trainer.evaluate(held_out)

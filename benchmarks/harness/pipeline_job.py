@@ -155,9 +155,9 @@ def _work(pool_worker: PoolWorker, workers: Sequence[EmulatedWorker], record: St
         pipeline = Pipeline(
             layer,
             loss_fn=functional.mse_loss,
-            num_microbatches=spec.num_microbatches,
+            n_microbatches=spec.num_microbatches,
             schedule=spec.schedule,
-            group=_own_pipeline(spec),
+            process_group=_own_pipeline(spec),
             timeout=TIMEOUT,
             pipeline=spec.worker.pipeline,
         )

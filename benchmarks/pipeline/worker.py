@@ -137,7 +137,7 @@ class _Sides:
             return Pipeline(
                 stage,
                 loss_fn=functional.mse_loss,
-                num_microbatches=number,
+                n_microbatches=number,
                 schedule=name,
                 timeout=TIMEOUT,
             )
@@ -162,7 +162,7 @@ def _compare_with_plain_loop(worker: PoolWorker, num_rounds: int) -> None:
     for _ in range(6):
         layers += [nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH)]
     model = nn.Sequential(*layers)
-    pipeline = Pipeline(model, loss_fn=functional.mse_loss, num_microbatches=_NUM_MICROBATCHES)
+    pipeline = Pipeline(model, loss_fn=functional.mse_loss, n_microbatches=_NUM_MICROBATCHES)
     inputs = torch.randn(_NUM_MICROBATCHES * _MICROBATCH_SIZE, _WIDTH)
     target = torch.randn_like(inputs)
 

@@ -12,7 +12,7 @@ from benchmarks.harness.report import (
 )
 from benchmarks.plan.lab import lab_ratios, lab_rows
 from benchmarks.plan.placements import DtfmRows, dtfm_rows, step_ratios, step_rows
-from polyrhythm.plan.search import make_plan
+from polyrhythm.plan.search import search_plan
 
 BARS = (
     Bar("optima", ">=", 15, "best known layouts found, of 15 searches"),
@@ -55,7 +55,7 @@ def run(*, quick: bool, console: Console) -> Result:
         title="a step, simulated: our placement, DT-FM's, the mean of five random ones",
     )
     in_lab = lab_rows(
-        quick=quick, make_plan=lambda problem: make_plan(problem).best.plan, on_progress=show
+        quick=quick, make_plan=lambda problem: search_plan(problem).best.plan, on_progress=show
     )
     print_rows(
         console,

@@ -21,11 +21,10 @@ from benchmarks.plan import cases
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scale import fewer_devices, scaled_cluster
 from polyrhythm.lab.lab import Lab
-from polyrhythm.plan.job import TrainingJob
+from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.predict import Prediction, predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 PLANNED, EQUAL = "planner", "equally"
@@ -123,12 +122,11 @@ def world(setting: LabSetting) -> Problem:
             round(cases.XL_ACTIVATIONS * setting.byte_scale),
         ),
         job=TrainingJob(
-            batch=setting.num_microbatches * setting.num_pipelines,
+            batch_size=setting.num_microbatches * setting.num_pipelines,
             num_stages=setting.num_stages,
             num_pipelines=setting.num_pipelines,
             microbatch_size=1,
         ),
-        schedules=PlannedSchedules(),
     )
 
 
@@ -147,12 +145,11 @@ def uneven(setting: LabSetting) -> Problem:
         ),
         profile=cases.equal_layers("equal layers", _UNEVEN_LAYERS, setting.uneven_forward, 4, 4096),
         job=TrainingJob(
-            batch=setting.uneven_microbatches,
+            batch_size=setting.uneven_microbatches,
             num_stages=len(_UNEVEN_SPEEDS),
             num_pipelines=1,
             microbatch_size=1,
         ),
-        schedules=PlannedSchedules(),
     )
 
 
@@ -173,7 +170,7 @@ def placed(problem: Problem, devices: Sequence[str]) -> Prediction:
     job = problem.job
     assert job.num_stages, "both settings fix it"
     assert job.num_pipelines, "both settings fix it"
-    num_microbatches = job.batch // job.num_pipelines
+    num_microbatches = job.batch_size // job.num_pipelines
     plan = cases.equal_pipelines(devices, problem.num_layers, job.num_stages, num_microbatches)
     return predict(plan, problem)
 

@@ -26,11 +26,10 @@ from polyrhythm.cost.sync import Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.plan.dtfm.exact import search_exactly
 from polyrhythm.plan.dtfm.placement import SearchEffort, place
-from polyrhythm.plan.job import TrainingJob
+from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.plan.search import make_plan
-from polyrhythm.schedule.plan_schedules import PlannedSchedules
+from polyrhythm.plan.search import search_plan
 from polyrhythm.types import Seconds
 from reproduction.dtfm.genetic import GeneticSettings, search
 
@@ -203,14 +202,13 @@ class Gpt3Workload:
                 stored_bytes=cases.XL_ACTIVATIONS,
             ),
             job=TrainingJob(
-                batch=self.batch,
+                batch_size=self.batch,
                 sync=sync,
                 gradient_bytes=self.gradient_bytes / 2,
                 num_stages=DEGREE,
                 num_pipelines=DEGREE,
                 unequal=False,
             ),
-            schedules=PlannedSchedules(),
         )
 
 
@@ -284,7 +282,7 @@ def _step_row(
         case=case,
         workload=workload,
         sync=sync,
-        ours=make_plan(problem).best.time.total,
+        ours=search_plan(problem).best.time.total,
         dtfm=_step(layout, problem),
         random=statistics.fmean(_step(each, problem) for each in random) if is_world else None,
     )
@@ -294,7 +292,7 @@ def _step(layout: list[list[int]], problem: Problem) -> Seconds:
     """Simulate a step of a layout[stage][pipeline]."""
     names = list(problem.index)
     devices = [names[device] for column in zip(*layout, strict=True) for device in column]
-    num_layers, num_microbatches = problem.num_layers, problem.job.batch // DEGREE
+    num_layers, num_microbatches = problem.num_layers, problem.job.batch_size // DEGREE
     plan = cases.equal_pipelines(
         devices, num_layers, DEGREE, num_microbatches, sync=problem.job.sync
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from polyrhythm.describe.scenario import EVERY_DEVICE, Scenario, Slow
+from polyrhythm.sync.modes import SyncMode
 from polyrhythm.types import BytesPerSecond, Seconds
 
 MICROBATCHES_PER_WORKER = 16  # of one sample each, in a step
@@ -30,6 +31,10 @@ class SyncSide:
     flush: bool = False
     num_microbatches: int = 1  # of a step, with a flush
     num_rounds: int = 1
+
+    @property
+    def mode(self) -> SyncMode | None:
+        return None if self.policy is None else SyncMode.named(self.policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

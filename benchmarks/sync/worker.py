@@ -24,10 +24,11 @@ from benchmarks.harness.compute import EmulatedCompute, EmulatedLayer
 from benchmarks.harness.pool import TIMEOUT, PoolWorker
 from benchmarks.sync.settings import MICROBATCHES_PER_WORKER, SyncSetting, SyncSide, device_name
 from polyrhythm.describe.slowness import Slowness, load_traces
-from polyrhythm.events import EventLog, LogReader, worker_log
+from polyrhythm.events import LogReader, worker_log
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.averaging.parameter_server import ParameterServer
 from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Seconds, Worker
 
 _WORKERS_PER_NODE = 4  # as on Prague's cluster; the network is the same everywhere
@@ -93,7 +94,7 @@ def _release(training: "SyncTraining | None") -> None:
 def _serve_parameters(order: SyncOrder, worker: PoolWorker) -> None:
     """Start before the workers look for their server; serve until the last has left."""
     server = None
-    if order.side.policy == "ssp":
+    if order.side.mode is not None and order.side.mode.has_server:
         server = ParameterServer(
             num_pipelines=order.setting.num_pipelines,
             num_stages=order.setting.num_stages,
@@ -183,7 +184,7 @@ class _Plain(SyncTraining):
     def _steps(self) -> Iterator[bool]:
         setting, weight = self.setting, self.model.weight
         numbers: Iterable[int] = count()
-        if self.side.policy == "static":
+        if self.side.mode is not None and not self.side.mode.has_coordinator:
             # The static schedule does not tell a worker that its partner has left: all workers run
             # the same number of steps, as many as fit into the time if averages took none.
             numbers, self.compute.end = range(math.ceil(setting.length / setting.step)), math.inf
@@ -260,7 +261,8 @@ def _prepared(order: SyncOrder, pool_worker: PoolWorker, group: dist.ProcessGrou
     )
     model = _Stage(setting, side, compute, seed=1000 * setting.scenario.seed + rank)
     is_staged = setting.num_stages > 1
-    kind = _Staged if is_staged else _Balanced if side.policy == "balanced" else _Plain
+    is_balanced = side.mode is not None and side.mode.balances_microbatches
+    kind = _Staged if is_staged else _Balanced if is_balanced else _Plain
     training: SyncTraining = kind(
         setting=setting,
         side=side,
@@ -274,10 +276,10 @@ def _prepared(order: SyncOrder, pool_worker: PoolWorker, group: dist.ProcessGrou
         trained = training.pipeline = Pipeline(
             model,
             loss_fn=functional.mse_loss,
-            num_microbatches=side.num_microbatches,
+            n_microbatches=side.num_microbatches,
             schedule=side.schedule,
             flush=side.flush,
-            group=group,
+            process_group=group,
             timeout=TIMEOUT,
             pipeline=worker.pipeline,
         )

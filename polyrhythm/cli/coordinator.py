@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from polyrhythm.cli.signals import exit_on_sigterm
 from polyrhythm.errors import PolicyError
+from polyrhythm.processes import exit_on_sigterm
 
 if TYPE_CHECKING:
     from rich.console import Console

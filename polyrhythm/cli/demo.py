@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from polyrhythm.cli.signals import exit_on_sigterm
 from polyrhythm.errors import LaunchError
+from polyrhythm.processes import exit_on_sigterm
 from polyrhythm.run.demo.job import DemoConfig, DemoJob, new_run_folder
 from polyrhythm.run.emulated_compute import EmulatedCompute
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyrhythm.observe.progress import RunProgress
     from polyrhythm.run.comm.launch import DistContext
+    from polyrhythm.sinks.progress import RunProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +43,9 @@ class Demo:
         return 0
 
     def _run_here(self, job: DemoJob, console: "Console") -> Path:
-        from polyrhythm.events import merge
         from polyrhythm.run.comm.launch import LocalJob
         from polyrhythm.run.demo.train import load_text, train
+        from polyrhythm.sinks.jsonl import merge
 
         _check_num_workers(job.plan.num_workers)
         text = load_text(job.settings)
@@ -70,8 +70,8 @@ class Demo:
 
     def _run_at(self, ctx: "DistContext", job: DemoJob, console: "Console") -> Path | None:
         """Train as one of torchrun's processes; rank 0 shows progress and returns the folder."""
-        from polyrhythm.events import merge
         from polyrhythm.run.demo.train import load_text, train
+        from polyrhythm.sinks.jsonl import merge
 
         job.check_processes(ctx.world_size)
         text = load_text(job.settings)
@@ -112,7 +112,7 @@ class Demo:
         return run
 
     def _progress(self, run: Path, job: DemoJob, console: "Console") -> "RunProgress":
-        from polyrhythm.observe.progress import RunProgress
+        from polyrhythm.sinks.progress import RunProgress
 
         return RunProgress(
             run, num_steps=job.settings.steps, num_pipelines=job.settings.pipelines, console=console
@@ -120,12 +120,12 @@ class Demo:
 
     def _finish(self, run: Path, console: "Console") -> None:
         from polyrhythm.events import read_run
-        from polyrhythm.observe.summary import Summary
+        from polyrhythm.observe.report import RunReport
         from polyrhythm.tables import print_line
 
-        summary = Summary.of(read_run(run))
-        summary.show(console)
-        if len(summary.losses) < self.settings.steps:
+        report = RunReport.of(read_run(run))
+        report.show(console)
+        if len(report.losses) < self.settings.steps:
             print_line(console, "warning: the event log is incomplete; is the disk full?")
         print_line(console, f"run folder: {run}")
 

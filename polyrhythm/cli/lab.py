@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from polyrhythm.cli.signals import exit_on_sigterm
 from polyrhythm.errors import LabError
+from polyrhythm.processes import exit_on_sigterm
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,60 +1,39 @@
 """`polyrhythm plan`: place a model on a cluster; predict the step time and bound it from below."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from polyrhythm.errors import PlanError
+from polyrhythm.plan.options import PlanOptions, TrainingJob
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyrhythm.plan.job import TrainingJob
     from polyrhythm.plan.plan import Plan, Sources
     from polyrhythm.plan.predict import Prediction
     from polyrhythm.plan.problem import Problem
     from polyrhythm.plan.search import PlanResult
-
-_LARGEST = 64  # samples in a micro-batch of a built-in model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCommand:
     """Place a model on a cluster: stages, layers, averaging groups, micro-batches, schedule.
 
-    polyrhythm plan cluster.toml profile.json --batch 512 -o plan.json
+    polyrhythm plan cluster.toml profile.json --batch-size 512 -o plan.json
     """
 
     cluster: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CLUSTER")]
     """A TOML or JSON file, or the name of a bundled network."""
     profile: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROFILE")]
     """A TOML or JSON file, or a built-in model such as gpt-24x2048x2048."""
-    batch: int | None = None
+    batch_size: int | None = None
     """Samples per step, over all pipelines; by default those of --running."""
-    objective: Literal["time", "cost", "both"] = "time"
-    """The fastest step, the cheapest step, or the Pareto front of both."""
+    planner: tyro.conf.OmitArgPrefixes[PlanOptions] = field(default_factory=PlanOptions)
     pick: str = "fastest"
     """With --objective both, the plan to choose: fastest, cheapest, or its number in the table."""
-    sync: Literal["all_reduce", "decoupled", "groups"] | None = None
-    """Sync mode of the replicas; by default that of --running, or all_reduce."""
-    stages: int | None = None
-    """Number of stages, instead of the best one."""
-    pipelines: int | None = None
-    """Number of pipelines, instead of the best one."""
-    microbatch_size: int | None = None
-    """Samples per micro-batch, instead of the best profiled size."""
-    schedule: str = "auto"
-    """Schedule of all pipelines, such as 1f1b, instead of the best for each."""
-    unequal: bool = True
-    """Pipelines may differ in their numbers of micro-batches and of devices."""
-    gradient_bytes: float = 1.0
-    """Gradient bytes per byte of parameters: 2 for float32 gradients of float16 weights."""
-    optimizer_bytes: float = 2.0
-    """Optimizer bytes per byte of parameters: 2 for Adam, 6 for float32 Adam on float16 weights."""
-    memory_reserve: float = 0.1
-    """Fraction of each device's memory that stays free."""
     flops: float | None = None
     """For a built-in model: operations per second of a device of speed 1, such as 6e13."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -88,8 +67,8 @@ class PlanCommand:
 
         _check_target(self.out, ".json", "-o")
         _check_target(self.svg, ".svg", "--svg")
-        if self.schedule != "auto":
-            ScheduleSpec.parse(self.schedule)
+        if self.planner.schedule != "auto":
+            ScheduleSpec.parse(self.planner.schedule)
         if (self.running is None) != (self.steps is None):
             raise PlanError(
                 "--steps without --running"
@@ -103,15 +82,15 @@ class PlanCommand:
                 raise PlanError(
                     f"{flag} {number}", expected=f"{minimum} or more", fix=f"correct {flag}"
                 )
-        if self.running is not None and self.objective == "both":
+        if self.running is not None and self.planner.objective == "both":
             raise PlanError(
                 "--objective both with --running",
                 expected="an objective with one best plan",
                 fix="use --objective time or --objective cost",
             )
-        if self.pick != "fastest" and self.objective != "both":
+        if self.pick != "fastest" and self.planner.objective != "both":
             raise PlanError(
-                f"--pick {self.pick} with --objective {self.objective}",
+                f"--pick {self.pick} with --objective {self.planner.objective}",
                 expected="--pick only with --objective both, which finds several plans",
                 fix="add --objective both, or omit --pick",
             )
@@ -124,65 +103,42 @@ class PlanCommand:
         return Plan.load(path)
 
     def _problem(self, running: "Plan | None") -> "Problem":
-        from polyrhythm.cli.inputs import load_cluster, load_model
+        from polyrhythm.plan.inputs import builtin_sizes, load_cluster, load_model
         from polyrhythm.plan.problem import Problem
-        from polyrhythm.schedule.plan_schedules import PlannedSchedules
 
         job = self._job(running)
         cluster = load_cluster(self.cluster)
         profile = load_model(
-            self.profile, cluster, flops=self.flops, dtype=self.dtype, sizes=_sizes(job)
+            self.profile, cluster, flops=self.flops, dtype=self.dtype, sizes=builtin_sizes(job)
         )
-        return Problem(cluster=cluster, profile=profile, job=job, schedules=PlannedSchedules())
+        return Problem(cluster=cluster, profile=profile, job=job)
 
-    def _job(self, running: "Plan | None") -> "TrainingJob":
-        from polyrhythm.plan.job import Objective, TrainingJob
-
-        batch: int | None = self.batch
-        sync: str | None = self.sync
-        if running is not None:
-            batch = running.batch if batch is None else batch
-            sync = sync or running.sync
-        if batch is None:
+    def _job(self, running: "Plan | None") -> TrainingJob:
+        batch_size = self.batch_size
+        if batch_size is None and running is not None:
+            batch_size = running.batch
+        if batch_size is None:
             raise PlanError(
-                "no --batch",
+                "no --batch-size",
                 expected="the number of samples per step, over all pipelines",
-                fix="add --batch, such as --batch 512",
+                fix="add --batch-size, such as --batch-size 512",
             )
-        return TrainingJob(
-            batch=batch,
-            sync=sync or "all_reduce",
-            objective=Objective.COST if self.objective == "cost" else Objective.TIME,
-            gradient_bytes=self.gradient_bytes,
-            optimizer_bytes=self.optimizer_bytes,
-            memory_reserve=self.memory_reserve,
-            num_stages=self.stages,
-            num_pipelines=self.pipelines,
-            microbatch_size=self.microbatch_size,
-            schedule=self.schedule,
-            unequal=self.unequal,
-        )
+        job = self.planner.job(batch_size)
+        if running is not None and self.planner.sync is None:
+            return replace(job, sync=running.sync)
+        return job
 
     def _planned(self, problem: "Problem", console: "Console") -> "PlanResult":
-        from polyrhythm.observe.plan_progress import PlanProgress
-        from polyrhythm.plan.job import Objective
-        from polyrhythm.plan.search import make_plan, pareto_front
+        from polyrhythm.observe.plan_table import PlanProgress
+        from polyrhythm.plan.search import search_plan
 
-        def search(problem: "Problem") -> "PlanResult":
-            with PlanProgress(console) as progress:
-                return make_plan(problem, seed=self.seed, on_progress=progress.update)
-
-        if self.objective != "both":
-            return search(problem)
-        # The cheapest first: this search refuses devices without a price.
-        cheap = search(replace(problem, job=replace(problem.job, objective=Objective.COST)))
-        fast = search(problem)
-        return replace(fast, front=tuple(pareto_front([*fast.front, *cheap.front])))
+        with PlanProgress(console) as progress:
+            return search_plan(problem, seed=self.seed, on_progress=progress.update)
 
     def _chosen(self, planned: "PlanResult", console: "Console") -> "Prediction":
         from polyrhythm.observe.plan_table import show_front
 
-        if self.objective != "both":
+        if self.planner.objective != "both":
             return planned.best
         front = planned.front
         numbers = {"fastest": 1, "cheapest": len(front)}
@@ -194,8 +150,7 @@ class PlanCommand:
         return front[taken]
 
     def _replanned(self, running: "Plan", problem: "Problem", console: "Console") -> "PlanResult":
-        from polyrhythm.observe.plan_progress import PlanProgress
-        from polyrhythm.observe.plan_table import show_change
+        from polyrhythm.observe.plan_table import PlanProgress, show_change
         from polyrhythm.plan.predict import predict
         from polyrhythm.plan.replan import replan, reset_schedules
 
@@ -227,17 +182,10 @@ class PlanCommand:
             print_line(console, f"drawn in {self.svg}")
 
     def _sources(self, out: Path) -> "Sources":
-        from polyrhythm.cli.inputs import relative_to
-        from polyrhythm.plan.plan import Sources
+        from polyrhythm.plan.inputs import sources_of
 
-        return Sources(
-            cluster=relative_to(self.cluster, out),
-            profile=relative_to(self.profile, out),
-            flops=self.flops,
-            dtype=self.dtype,
-            gradient_bytes=self.gradient_bytes,
-            optimizer_bytes=self.optimizer_bytes,
-            memory_reserve=self.memory_reserve,
+        return sources_of(
+            self.cluster, self.profile, self.planner, file=out, flops=self.flops, dtype=self.dtype
         )
 
     def _no_such_plan(self, expected: str) -> PlanError:
@@ -249,11 +197,3 @@ def _check_target(path: Path | None, ending: str, flag: str) -> None:
 
     if path is not None:
         check_target(path, (ending,), flag=flag)
-
-
-def _sizes(job: "TrainingJob") -> list[int]:
-    """Return a built-in model's micro-batch sizes: the job's, or powers of 2 dividing its batch."""
-    if job.microbatch_size is not None:
-        return [job.microbatch_size]
-    powers = (2**power for power in range(_LARGEST.bit_length()))
-    return [size for size in powers if job.batch % size == 0]

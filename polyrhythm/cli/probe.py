@@ -3,6 +3,7 @@
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,17 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from polyrhythm.cli.signals import exit_on_sigterm
-from polyrhythm.errors import LaunchError
+from polyrhythm.errors import LaunchError, PeerError, WorkerError
+from polyrhythm.processes import BAD_INPUT, PEER_LOST, Child, exit_on_sigterm
+from polyrhythm.types import Seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyrhythm.run.comm.launch import DistContext
+    from polyrhythm.run.comm.launch import DistContext, LocalJob
     from polyrhythm.run.probe.effort import ProbeEffort
     from polyrhythm.run.probe.probe import ProbeOptions
 
 MAX_LOCAL = 64
+_GPU_CHECK_TIMEOUT: Seconds = 120.0  # the first use of a GPU driver may be slow
+_NUM_TAIL_LINES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +102,6 @@ class Probe:
 
     def _run_here(self, options: "ProbeOptions", console: "Console") -> None:
         from polyrhythm.run.comm.launch import LocalJob
-        from polyrhythm.run.probe.local import check_device, watch
 
         if self.local is None or not 1 <= self.local <= MAX_LOCAL:
             raise LaunchError(
@@ -111,7 +114,7 @@ class Probe:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             progress = folder / "progress"
-            check_device(self.device, folder)
+            _check_device(self.device, folder)
 
             def work(ctx: "DistContext") -> None:
                 self._measure(ctx, options, progress.write_text)
@@ -120,7 +123,7 @@ class Probe:
                 LocalJob(work, self.local, output_folder=folder) as job,
                 console.status(f"measuring with {self.local} processes") as status,
             ):
-                watch(
+                _watch(
                     job,
                     progress,
                     on_progress=lambda text: status.update(f"measuring {text}"),
@@ -155,3 +158,57 @@ class Probe:
 
         description.show("cluster", str(self.out), console)
         print_line(console, f"written to {self.out}")
+
+
+def _check_device(name: str, folder: Path) -> None:
+    """Raise DescriptionError if unusable; a fork checks: CUDA must not be initialised here."""
+    if name != "cuda":
+        return
+    from polyrhythm.describe.measure import device_of
+
+    child = Child(lambda: device_of(name), output=folder / "device.log")
+    try:
+        is_usable = child.wait(_GPU_CHECK_TIMEOUT) == 0
+    finally:
+        child.end()
+    if not is_usable:
+        device_of(name)
+
+
+def _watch(
+    job: "LocalJob", progress: Path, on_progress: Callable[[str], object], *, stall_timeout: Seconds
+) -> None:
+    """Wait for the end of a job; pass the progress that its rank 0 writes on to `on_progress`.
+
+    Raises WorkerError with the end of the worker's output, whose file may be temporary. Raises
+    PeerError if there is no progress for `stall_timeout`.
+    """
+    shown, deadline = "", time.monotonic() + stall_timeout
+    try:
+        while not job.wait(0.2):
+            text = progress.read_text() if progress.exists() else ""
+            if text != shown:
+                shown, deadline = text, time.monotonic() + stall_timeout
+                on_progress(text)
+            elif time.monotonic() > deadline:
+                raise PeerError(
+                    "all processes",
+                    action=f"measuring {shown}",
+                    waited=stall_timeout,
+                    cause="no progress, and no error",
+                )
+    except WorkerError as error:
+        raise _with_output_tail(error) from None
+
+
+def _with_output_tail(error: WorkerError) -> WorkerError:
+    reason = error.reason
+    # The reason of a UserError or of a lost peer is complete.
+    if error.output is not None and error.status not in (BAD_INPUT, PEER_LOST):
+        lines = Path(error.output).read_text(errors="replace").rstrip().splitlines()
+        reason += "\n  end of its output:" + "".join(
+            f"\n    {line}" for line in lines[-_NUM_TAIL_LINES:]
+        )
+    return WorkerError(
+        error.rank, f"worker of rank {error.rank}", reason, status=error.status, output=None
+    )

@@ -4,7 +4,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -117,10 +117,10 @@ class SimulateCommand:
             )
 
     def _show_curves(self, variants: "list[Variant]", console: "Console") -> None:
-        from polyrhythm.cli.simulation_progress import SimulationProgress
         from polyrhythm.simulate.compare import show_curves
         from polyrhythm.simulate.convergence import converge
         from polyrhythm.simulate.problems import perceptron, quadratic
+        from polyrhythm.sinks.progress import SimulationProgress
 
         make = quadratic if self.converge == "quadratic" else perceptron
         curves = []
@@ -149,15 +149,15 @@ class SimulateCommand:
             )
 
     def _variants(self, console: "Console") -> "Iterator[Variant]":
-        from polyrhythm.cli.simulation_progress import SimulationProgress
         from polyrhythm.simulate.compare import Variant
         from polyrhythm.simulate.simulator import simulate
+        from polyrhythm.sinks.progress import SimulationProgress
 
         jobs = list(self._jobs(console))  # check all jobs before simulating the first
         with SimulationProgress() as progress:
             for name, job in jobs:
                 run = None if self.out is None else self.out / _file_name(name)
-                observers = progress.observers_for(name, job, self.steps)
+                observers = progress.observers_for(name, self.steps * len(job.sync.workers))
                 result = simulate(job, num_steps=self.steps, observers=observers, run=run)
                 yield Variant(name=name, job=job, result=result)
 
@@ -176,7 +176,9 @@ class SimulateCommand:
             self._check_converges(changed_scenario)
         yield from self._named(plan, problem, scenario, "")
         for sentence, (cluster, changed_scenario) in zip(self.what_if, changes, strict=True):
-            yield from self._named(plan, _with(problem, cluster), changed_scenario, sentence)
+            yield from self._named(
+                plan, replace(problem, cluster=cluster), changed_scenario, sentence
+            )
 
     def _named(
         self, plan: "Plan", problem: "Problem", scenario: "Scenario", sentence: str
@@ -209,45 +211,15 @@ class SimulateCommand:
             )
 
     def _problem(self, plan: "Plan") -> "tuple[Problem, Scenario]":
-        from polyrhythm.cli.inputs import load_cluster, load_model
-        from polyrhythm.plan.plan import Sources
+        from polyrhythm.plan.inputs import planned_inputs
         from polyrhythm.simulate.from_plan import problem_of
 
-        sources = plan.sources or Sources(cluster="", profile="")
-        cluster = load_cluster(self.cluster or self._source("cluster", sources.cluster))
-        as_planned = self.profile is None
-        profile = load_model(
-            self.profile or self._source("profile", sources.profile),
-            cluster,
-            flops=self.flops or (sources.flops if as_planned else None),
-            dtype=sources.dtype if as_planned else None,
-            sizes=[plan.microbatch_size or 1],
+        cluster, profile = planned_inputs(
+            plan, self.plan, cluster=self.cluster, profile=self.profile, flops=self.flops
         )
-        problem = problem_of(plan, cluster, profile)
-        return problem, self._scenario(cluster)
-
-    def _source(self, kind: str, source: str) -> str:
-        from polyrhythm.cli.inputs import resolve_relative
-        from polyrhythm.describe.bundled_files import is_name
-
-        if not source:
-            raise PlanError(
-                f"{self.plan} does not name the {kind} that it was made for",
-                expected=f"--{kind}, or a plan that `polyrhythm plan -o` wrote",
-                fix=f"add --{kind} FILE",
-            )
-        path = resolve_relative(source, self.plan)
-        if not is_name(source) and not Path(path).exists():
-            raise PlanError(
-                f"{self.plan} was made from {source}, which is not there",
-                expected=f"the {kind} that it was made for, relative to the plan's folder",
-                fix=f"add --{kind} FILE, or put it back",
-            )
-        return path
+        return problem_of(plan, cluster, profile), self._scenario(cluster)
 
     def _scenario(self, cluster: "Cluster") -> "Scenario":
-        from dataclasses import replace
-
         from polyrhythm.describe.scenario import Scenario
 
         scenario = Scenario(name="calm") if self.scenario is None else Scenario.load(self.scenario)
@@ -273,14 +245,6 @@ class SimulateCommand:
         from polyrhythm.describe.spot import spot_scenario
 
         return spot_scenario(spot, cluster, duration=self._scaled_length)
-
-
-def _with(problem: "Problem", cluster: "Cluster") -> "Problem":
-    from polyrhythm.plan.problem import Problem
-
-    return Problem(
-        cluster=cluster, profile=problem.profile, job=problem.job, schedules=problem.schedules
-    )
 
 
 def _warn(message: str) -> None:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from polyrhythm.cli.signals import exit_on_sigterm
 from polyrhythm.errors import LaunchError, WorkerError
-from polyrhythm.processes import BAD_INPUT, FAILED, PEER_LOST, TERMINATED
+from polyrhythm.processes import BAD_INPUT, FAILED, PEER_LOST, TERMINATED, exit_on_sigterm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,7 +133,7 @@ class TrainCommand:
             raise LaunchError(
                 f"{self.script} has ended without training",
                 expected="a script that makes a polyrhythm.Trainer and calls its fit",
-                fix="call trainer.fit(steps=...); or start it with python, if it does not train",
+                fix="call trainer.fit(max_steps=...); or start it with python if it does not train",
             )
 
     def _program(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Print a plan: the devices of each stage, a step's time and its parts, and the lower bound.
+"""Print the search for a plan, then the plan: devices of each stage, a step's time, the bound.
 
 Up to `MAX_ROWS` devices get a row each. Otherwise devices of one region share a row if they are
 replicas of one stage, or neighbours in one pipeline, whichever gives fewer rows: 64 devices mostly
@@ -7,21 +7,57 @@ fit on a screen. Such a row shows the largest figures of its devices.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Self
 
 from rich.console import Console
+from rich.markup import escape
 
 from polyrhythm.describe.units import show as text
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.predict import DeviceUse, Prediction
 from polyrhythm.plan.replan import ReplanResult
-from polyrhythm.plan.search import PlanResult
+from polyrhythm.plan.search import PlanResult, SearchProgress
 from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Bytes, Seconds
 
 MAX_ROWS = 24  # devices that get a row each
 MAX_NAMES = 12  # devices named in a line
+MAX_LINES = 5  # of a search without a terminal
 _NUM_PARTS = 3  # parts of a step's time that are shown
 _MILLION = 1_000_000
+
+
+class PlanProgress:
+    """The progress of a search: a status line on a terminal, otherwise a few lines.
+
+    Pass `update` to the search as its callback.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status = console.status("planning") if console.is_terminal else None
+        self._next_line = 0.0  # as a fraction of the search
+
+    def __enter__(self) -> Self:
+        if self._status:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status:
+            self._status.stop()
+
+    def update(self, progress: SearchProgress) -> None:
+        line = f"planning {progress.done}/{progress.total}: {progress.doing}"
+        if progress.done == 0:  # of the next search
+            self._next_line = 0.0
+        if progress.best:
+            line += f"; best so far {progress.best}"
+        if self._status:
+            self._status.update(escape(line))
+        elif progress.done >= self._next_line * progress.total:
+            print_line(self._console, line)
+            self._next_line = progress.done / max(1, progress.total) + 1 / MAX_LINES
 
 
 def show_plan(prediction: Prediction, planned: PlanResult, console: Console) -> None:

@@ -1,11 +1,11 @@
-"""The report of a run: steps, step times, loss, each worker's time by activity, plan switches.
+"""The report of a run: steps, loss, samples per second, workers' time by activity, plan switches.
 
 Percentages refer to the time of finished steps. A worker that ends within a step has logged actions
 of that step but not its duration, so such actions do not count.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -13,11 +13,23 @@ from statistics import median
 from rich.console import Console
 
 from polyrhythm.events import Event, Value
-from polyrhythm.observe.summary import WorkerTime
 from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Seconds, Worker
 
 _Decision = tuple[int | None, str | None, str | None]  # step, name, why
+
+
+@dataclass(slots=True)
+class WorkerTime:
+    steps: int = 0
+    total: Seconds = 0.0  # of all its steps
+    compute: Seconds = 0.0
+    wait: Seconds = 0.0  # for activations and gradients of its neighbours
+    sync: Seconds = 0.0  # with the replicas of its stage
+
+    @property
+    def other(self) -> Seconds:
+        return max(0.0, self.total - self.compute - self.wait - self.sync)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +39,9 @@ class RunReport:
     workers: dict[Worker, WorkerTime] = field(default_factory=lambda: defaultdict(WorkerTime))
     step_times: dict[Worker, list[Seconds]] = field(default_factory=lambda: defaultdict(list))
     losses: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    amounts: Counter[str] = field(default_factory=Counter)  # trained on: samples, or tokens
+    start: Seconds = math.inf  # of the first step
+    end: Seconds = -math.inf  # of the last
     switches: dict[_Decision, None] = field(default_factory=dict)  # a set in order
     stays: set[_Decision] = field(default_factory=set)
     sync_modes: list[_Decision] = field(default_factory=list)
@@ -66,10 +81,14 @@ class RunReport:
             spent.steps += 1
             spent.total += duration
             self.step_times[worker].append(duration)
+            self.start = min(self.start, event.time)
+            self.end = max(self.end, event.time + duration)
             if event.step is not None:
                 self.steps.add(event.step)
-                if "loss" in event.values:
+                if "loss" in event.values:  # on last stages
                     self.losses[event.step].append(_number(event.values["loss"]))
+                    unit = "tokens" if "tokens" in event.values else "samples"
+                    self.amounts[unit] += int(event.values.get(unit, 0))
 
     def show(self, console: Console) -> None:
         print_line(console, f"steps      {self._steps_text}")
@@ -77,10 +96,11 @@ class RunReport:
         if times:
             print_line(console, f"step time  {_milliseconds(times)} (median)")
         if self.losses:
-            first, last = (
-                _mean(self.losses[step]) for step in (min(self.losses), max(self.losses))
-            )
-            print_line(console, f"loss       {first:.3f} first, {last:.3f} last")
+            print_line(console, f"loss       {self._loss_text}")
+        for unit, amount in self.amounts.items():
+            seconds = self.end - self.start
+            rate = f"{amount / seconds:,.0f} {unit}/s"
+            print_line(console, f"rate       {amount:,} {unit} in {seconds:.1f} s: {rate}")
         if self.workers:
             print_line(console, "")
             header = ["worker", "steps", "step time", "compute", "wait", "sync", "other"]
@@ -105,6 +125,14 @@ class RunReport:
             return f"{min(counts)} to {max(counts)} a worker, {self.num_planned} planned on average"
         planned = "" if self.num_planned is None else f" of {self.num_planned}"
         return f"{len(self.steps)}{planned}"
+
+    @property
+    def _loss_text(self) -> str:
+        steps = sorted(self.losses)
+        last_steps = steps[-max(1, len(steps) // 20) :]  # a mean: one step's loss is noisy
+        last = _mean([loss for step in last_steps for loss in self.losses[step]])
+        over = f" over the last {len(last_steps)} steps" if len(last_steps) > 1 else " last"
+        return f"{_mean(self.losses[steps[0]]):.3f} first, {last:.3f}{over}"
 
     def _row(self, worker: Worker) -> list[str]:
         spent = self.workers[worker]

@@ -14,7 +14,7 @@ from polyrhythm.describe.model import AtSize, Layer, ModelProfile
 from polyrhythm.errors import UserError
 from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.problem import Problem
-from polyrhythm.plan.search import SearchProgress, make_plan
+from polyrhythm.plan.search import SearchProgress, search_plan
 from polyrhythm.plan.shapes import sizes_for
 from polyrhythm.plan.step_bound import least_step
 from polyrhythm.types import Seconds
@@ -42,7 +42,7 @@ def plan_all_devices(
             break
         job = replace(grouped.job, num_stages=num_stages, num_pipelines=number // num_stages)
         try:
-            found = make_plan(replace(grouped, job=job), seed=seed, on_progress=on_progress)
+            found = search_plan(replace(grouped, job=job), seed=seed, on_progress=on_progress)
         except UserError as error:
             refusals[num_stages] = error
             continue

@@ -123,7 +123,7 @@ def draft_to_plan(draft: PlanDraft, problem: Problem) -> Plan:
     """Return the plan with micro-batches assigned and schedules left open."""
     names = [device.name for device in problem.cluster.devices]
     numbers = assign_microbatches(
-        problem.job.batch // draft.shape.microbatch_size,
+        problem.job.batch_size // draft.shape.microbatch_size,
         draft.layout.first,
         draft.layout.period,
         even=not problem.job.unequal,
@@ -220,7 +220,7 @@ def layers_for(
     the micro-batches of a step.
     """
     layers = problem.layers(shape.microbatch_size)
-    count = problem.job.batch / shape.microbatch_size / shape.num_pipelines
+    count = problem.job.batch_size / shape.microbatch_size / shape.num_pipelines
     per_byte = _sync_per_byte(problem, devices) / count if with_gradients else 0.0
     slowness = (1 / np.array(problem.speeds))[devices].max(axis=1)
     return partition_layers(

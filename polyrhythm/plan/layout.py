@@ -17,7 +17,6 @@ from polyrhythm.cost.memory import needed
 from polyrhythm.cost.step import StageWork
 from polyrhythm.cost.sync import GROUP_SIZE, Sync
 from polyrhythm.plan.construction import construct_layouts, nearest
-from polyrhythm.plan.job import Objective
 from polyrhythm.plan.problem import Problem
 
 if TYPE_CHECKING:  # compiled: imported when needed
@@ -146,7 +145,7 @@ def prices_of(
     latency = np.where(apart, links.latency, 0.0)
     group = min(num_pipelines, GROUP_SIZE) if sync is Sync.GROUPS else num_pipelines
     work = np.array([stage.forward + stage.backward for stage in stages])
-    num_microbatches = problem.job.batch / microbatch_size
+    num_microbatches = problem.job.batch_size / microbatch_size
     egress = _egress(problem)
     return LayoutPrices(
         np.array(
@@ -174,7 +173,7 @@ def prices_of(
         _over(problem, layers_per_stage, microbatch_size, work.sum() * num_microbatches),
         float(num_microbatches),
         float(group - 1),
-        problem.job.objective is Objective.COST,
+        problem.job.objective == "cost",
         even,
         sync not in _SEQUENTIAL,
     )
@@ -218,6 +217,6 @@ def _kept(problem: Problem, count: int, distance: Floats) -> list[Ints]:
     orders = [np.argsort(middle / speeds, kind="stable"), np.lexsort((middle, -speeds))]
     if problem.memory_limits.max() > problem.memory_limits.min():
         orders.append(np.lexsort((middle, -problem.memory_limits)))
-    if problem.job.objective is Objective.COST:
+    if problem.job.objective == "cost":
         orders.append(np.lexsort((middle, rent / speeds)))
     return [np.sort(order[:count]) for order in orders]

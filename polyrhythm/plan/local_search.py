@@ -24,7 +24,7 @@ def refine_plan(
 ) -> Prediction:
     """Return the same plan or a better one by `value`."""
     best = _first_pipeline(prediction, problem)
-    batch = problem.job.batch // (best.plan.microbatch_size or 1)
+    batch = problem.job.batch_size // (best.plan.microbatch_size or 1)
     left = min(_MAX_CHANGES, _MAX_ACTIONS // (2 * batch * best.plan.num_stages))
     better = True
     while better:

@@ -56,7 +56,7 @@ def _check_schema(table: dict[str, object]) -> None:
     raise PlanError(
         "no schema: this is not a plan" if schema is None else f"a plan of schema {schema!r}",
         expected=f'"schema": {SCHEMA}, the only one that is known here',
-        fix="make a new plan: polyrhythm plan CLUSTER PROFILE --batch N -o plan.json",
+        fix="make a new plan: polyrhythm plan CLUSTER PROFILE --batch-size N -o plan.json",
     )
 
 

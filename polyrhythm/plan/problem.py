@@ -1,14 +1,9 @@
-"""The planning problem in numbers: devices, links, layers, the job, and a source of schedules.
-
-Schedules are passed in (`schedule/plan_schedules.py`), so that planning and scheduling do not
-import each other.
-"""
+"""The planning problem in numbers: devices, links, layers and the job."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,27 +11,17 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
 from polyrhythm.cost.memory import StageMemory, needed
-from polyrhythm.cost.pipeline import PipelineTimes
-from polyrhythm.cost.step import Schedule, StageWork
+from polyrhythm.cost.step import StageWork
 from polyrhythm.cost.sync import Links, Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import Layer, ModelProfile
 from polyrhythm.describe.speed import fit_speeds
 from polyrhythm.errors import PlanError
-from polyrhythm.plan.job import TrainingJob
+from polyrhythm.plan.options import TrainingJob
+from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from polyrhythm.types import Bytes
 
 _MAX_LEVELS = 64  # bandwidths considered for islands
-
-
-class Schedules(Protocol):
-    def build(self, spec: str, *, num_stages: int, num_microbatches: int) -> Schedule:
-        """Return the actions of every stage for a spec."""
-
-    def choose(
-        self, times: PipelineTimes, *, num_microbatches: int, max_in_flight: Sequence[int]
-    ) -> str:
-        """Return the best spec with at most `max_in_flight` micro-batches on each stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +29,9 @@ class Problem:
     cluster: Cluster
     profile: ModelProfile
     job: TrainingJob
-    schedules: Schedules
+    schedules: PlannedSchedules = field(
+        default_factory=PlannedSchedules, repr=False, compare=False
+    )  # a cache, also for problems that `replace` makes of this one
     _stages: dict[tuple[tuple[int, ...], int], tuple[StageWork, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

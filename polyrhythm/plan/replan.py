@@ -5,8 +5,8 @@ them. Options are the running plan, if all its devices exist; the repaired plan,
 devices are replaced or their pipelines dropped; annealing from the running plan; and new plans.
 Equal devices keep their layers as far as possible.
 
-Like `make_plan`, the result depends only on the arguments: all nodes with the same measurements and
-the running plan reach the same result.
+Like `search_plan`, the result depends only on the arguments: all nodes with the same measurements
+and the running plan reach the same result.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ from polyrhythm.plan.draft import (
     draft_with_devices,
     improve_draft,
 )
-from polyrhythm.plan.job import Objective
 from polyrhythm.plan.migration import Migration, migration, minimize_moves
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.predict import Prediction, predict
@@ -62,7 +61,7 @@ class _Option:
     def value(self, problem: Problem, steps: int) -> float:
         """Return the time or price of the remaining steps with this option."""
         time = self.prediction.time.total
-        if problem.job.objective is not Objective.COST:
+        if problem.job.objective != "cost":
             return self.pause + steps * time
         assert self.prediction.price is not None, "prices are checked first"
         return self.prediction.price * (steps + self.pause / time)
@@ -105,7 +104,7 @@ def _options(
     running: Plan, problem: Problem, seed: int, on_progress: Callable[[SearchProgress], None]
 ) -> Iterator[_Option]:
     near = [
-        ("unchanged", [running] if running.batch == problem.job.batch else []),
+        ("unchanged", [running] if running.batch == problem.job.batch_size else []),
         ("repaired", _repaired(running, problem)),
         ("improved", _annealed(running, problem, seed)),
     ]
@@ -167,7 +166,7 @@ def _repaired(running: Plan, problem: Problem) -> Iterator[Plan]:
     """
     used = {device for pipeline in running.pipelines for device in pipeline.devices}
     lost = sorted(used - set(problem.index))
-    if not lost and running.batch == problem.job.batch:
+    if not lost and running.batch == problem.job.batch_size:
         return
     idle = [device.name for device in problem.cluster.devices if device.name not in used]
     for spares in (idle, []) if lost and idle else ([],):
@@ -184,7 +183,7 @@ def _repaired(running: Plan, problem: Problem) -> Iterator[Plan]:
 def _with_batch(running: Plan, kept: list[PipelinePlan], problem: Problem) -> Iterator[Plan]:
     """Yield a plan with the batch split over these pipelines in their old proportion."""
     size = running.microbatch_size or sizes_for(problem)[0]
-    count, rest = divmod(problem.job.batch, size)
+    count, rest = divmod(problem.job.batch_size, size)
     if rest:
         return
     kept = kept[:count]  # each needs at least one micro-batch
@@ -204,7 +203,7 @@ def _with_batch(running: Plan, kept: list[PipelinePlan], problem: Problem) -> It
 
 def _annealed(running: Plan, problem: Problem, seed: int) -> Iterator[Plan]:
     """Yield plans annealed from the running one, if all its devices exist and run one stage."""
-    if running.microbatch_size is None or problem.job.batch % running.microbatch_size:
+    if running.microbatch_size is None or problem.job.batch_size % running.microbatch_size:
         return
     columns = [[problem.index.get(d, -1) for d in p.devices] for p in running.pipelines]
     flat = [device for column in columns for device in column]

@@ -24,7 +24,6 @@ from polyrhythm.plan.draft import (
     improve_draft,
     make_draft,
 )
-from polyrhythm.plan.job import Objective
 from polyrhythm.plan.local_search import refine_plan
 from polyrhythm.plan.plan import PredictedStep
 from polyrhythm.plan.predict import Prediction, predict
@@ -58,13 +57,23 @@ class PlanResult:
     price_bound: float | None = None  # no plan's step costs less; None without prices
 
 
-def make_plan(
+def search_plan(
     problem: Problem,
     *,
     seed: int = 0,
     on_progress: Callable[[SearchProgress], None] = lambda _: None,
 ) -> PlanResult:
-    """Search for the best plan; raise PlanError if none is feasible."""
+    """Search for the best plan; raise PlanError if none is feasible.
+
+    For time and cost both, `best` is the fastest plan, and `front` has those of two searches.
+    """
+    if problem.job.objective == "both":
+        by_cost = replace(problem, job=replace(problem.job, objective="cost"))
+        by_time = replace(problem, job=replace(problem.job, objective="time"))
+        # The cheapest first: this search refuses devices without a price.
+        cheap = search_plan(by_cost, seed=seed, on_progress=on_progress)
+        fast = search_plan(by_time, seed=seed, on_progress=on_progress)
+        return replace(fast, front=tuple(pareto_front([*fast.front, *cheap.front])))
     found = predictions(problem, seed=seed, on_progress=on_progress)
     bound = step_bound(problem, sizes=sizes_for(problem))
     best = min(found, key=lambda each: _value(each, problem))
@@ -119,7 +128,7 @@ def pareto_front(predictions: list[Prediction]) -> list[Prediction]:
 
 
 def _value(prediction: Prediction, problem: Problem) -> float:
-    if problem.job.objective is Objective.COST:
+    if problem.job.objective == "cost":
         assert prediction.price is not None, "prices are checked first"
         return prediction.price
     return prediction.time.total
@@ -141,7 +150,7 @@ class _ProgressReporter:
 
     def __init__(self, on_progress: Callable[[SearchProgress], None], problem: Problem) -> None:
         self._on_progress, self._unit = on_progress, "s"
-        if problem.job.objective is Objective.COST:
+        if problem.job.objective == "cost":
             self._unit = "per step"
         self.done, self.total, self._best, self._value = 0, 0, "", float("inf")
 
@@ -190,7 +199,7 @@ class _DraftSearch:
             (least_step(problem, each.microbatch_size, each.num_pipelines, each.num_places), each)
             for each in plan_shapes
         ]
-        by_time = problem.job.objective is Objective.TIME
+        by_time = problem.job.objective != "cost"
         for bound, shape in sorted(bounds):
             self._reporter.report(str(shape))
             if by_time and bound >= self._best:
@@ -239,7 +248,7 @@ def dtfm_start(problem: Problem, draft: PlanDraft, seed: int) -> PlanDraft:
     traffic = Traffic(
         gradient_bytes=max(stage.gradient_bytes for stage in stages),
         activation_bytes=max(stage.activation_bytes for stage in stages)
-        * problem.job.batch
+        * problem.job.batch_size
         / shape.microbatch_size
         / shape.num_pipelines,
     )
@@ -251,7 +260,7 @@ def dtfm_start(problem: Problem, draft: PlanDraft, seed: int) -> PlanDraft:
 
 
 def _check_prices(problem: Problem) -> None:
-    if problem.job.objective is not Objective.COST:
+    if problem.job.objective != "cost":
         return
     for device in problem.cluster.devices:
         if device.price_per_hour is None:

@@ -23,18 +23,19 @@ def sizes_for(problem: Problem) -> tuple[int, ...]:
     the batch.
     """
     job, known = problem.job, problem.profile.microbatch_sizes
+    batch = job.batch_size
     if job.microbatch_size is not None:
         problem.profile.at(job.microbatch_size)  # refuses a size outside the profile
         sizes = {job.microbatch_size}
     else:
         powers = {2**n for n in range(known[-1].bit_length()) if known[0] <= 2**n <= known[-1]}
         sizes = powers | set(known)
-    good = tuple(sorted(size for size in sizes if job.batch % size == 0))
+    good = tuple(sorted(size for size in sizes if batch % size == 0))
     if not good:
         raise PlanError(
-            f"a batch of {job.batch} for micro-batches of {', '.join(map(str, sorted(sizes)))}",
+            f"a batch of {batch} for micro-batches of {', '.join(map(str, sorted(sizes)))}",
             expected="a batch that one of these sizes divides",
-            fix=f"use a batch of {_rounded(job.batch, min(sizes))}, or profile other sizes",
+            fix=f"use a batch of {_rounded(batch, min(sizes))}, or profile other sizes",
         )
     return good
 
@@ -43,7 +44,7 @@ def shapes(problem: Problem) -> Iterator[PlanShape]:
     """Yield the shapes with enough devices; some leave devices out."""
     job = problem.job
     for size in sizes_for(problem):
-        most = job.batch // size  # pipelines: each has a micro-batch at least
+        most = job.batch_size // size  # pipelines: each has a micro-batch at least
         for stages in _numbers_of_stages(problem):
             there_are = min(problem.num_devices // stages, most)
             wanted = {max(1, int(there_are * share)) for share in _USED} if there_are else set()
@@ -66,11 +67,11 @@ def infeasible_error(problem: Problem) -> PlanError:
             fix="ask for fewer, or leave the numbers open",
         )
     size = sizes_for(problem)[0]
-    if pipelines > job.batch // size:
+    if pipelines > job.batch_size // size:
         return PlanError(
-            f"{pipelines} pipelines for {job.batch // size} micro-batches of {size}",
+            f"{pipelines} pipelines for {job.batch_size // size} micro-batches of {size}",
             expected="a micro-batch or more for each pipeline",
-            fix=f"use at most {job.batch // size} pipelines, or a batch of {pipelines * size}",
+            fix=f"use at most {job.batch_size // size} pipelines, or a batch of {pipelines * size}",
         )
     return out_of_memory_error(problem, size)
 

@@ -36,7 +36,7 @@ def step_bound(problem: Problem, *, sizes: tuple[int, ...]) -> Seconds:
     job = problem.job
     bounds = []
     for size in sizes:
-        most = min(problem.num_devices, job.batch // size)
+        most = min(problem.num_devices, job.batch_size // size)
         numbers = range(1, most + 1) if job.num_pipelines is None else [job.num_pipelines]
         bounds += [least_step(problem, size, number) for number in numbers]
     return min(bounds)
@@ -47,7 +47,7 @@ def least_step(
 ) -> Seconds:
     """Return the bound for `num_pipelines` pipelines on at most `num_devices` devices."""
     layers = problem.layers(microbatch_size)
-    count = problem.job.batch / microbatch_size
+    count = problem.job.batch_size / microbatch_size
     works = [layer.forward + layer.backward for layer in layers]
     work = sum(works)
     speeds = np.sort(np.array(problem.speeds))[::-1]
@@ -79,7 +79,7 @@ def least_price(problem: Problem, sizes: tuple[int, ...]) -> float | None:
         return None
     cheapest = min((price or 0.0) / v for price, v in zip(prices, problem.speeds, strict=True))
     work = min(
-        problem.job.batch
+        problem.job.batch_size
         / size
         * sum(layer.forward + layer.backward for layer in problem.layers(size))
         for size in sizes

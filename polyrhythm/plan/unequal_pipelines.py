@@ -19,7 +19,6 @@ from polyrhythm.cost.sync import ReplicaGroup, Sync, reduce_scatter_times
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.construction import construct_layouts
 from polyrhythm.plan.draft import assign_microbatches
-from polyrhythm.plan.job import Objective
 from polyrhythm.plan.layout import distances
 from polyrhythm.plan.partition import partition_layers
 from polyrhythm.plan.plan import PipelinePlan, Plan
@@ -51,7 +50,7 @@ def unequal_plans(problem: Problem, sizes: Sequence[int], *, below: Seconds) -> 
 
     None either if their estimates are far above `below`, that of the best other plan.
     """
-    if problem.job.num_stages is not None or problem.job.objective is Objective.COST:
+    if problem.job.num_stages is not None or problem.job.objective == "cost":
         return []
     found = []
     for size in sizes:
@@ -102,7 +101,7 @@ class _Outliner:
 
     def __init__(self, problem: Problem, size: int) -> None:
         self.problem, self._size = problem, size
-        self.count = problem.job.batch // size
+        self.count = problem.job.batch_size // size
         self._partitioned: dict[tuple[int, ...], tuple[StageRun, ...] | None] = {}
 
     def outline(self, teams: Teams) -> _Outline | None:

@@ -97,7 +97,7 @@ class SimulatedAveraging:
         every: int,
         overlap: bool,
         answers_while_computing: bool,
-        takes_requests: bool,
+        asks_ahead: bool,
         decoupled: Callable[[Sequence[SimulatedWorker]], BucketArrivals] | None = None,
         server: ModelServer | None = None,
         observers: Sequence[Observer] = (),
@@ -118,9 +118,9 @@ class SimulatedAveraging:
             on_step_done,
         )
         self._every, self._overlap, self._decoupled = every, overlap, decoupled
-        self._answers_while_computing, self._takes_requests = (
+        self._answers_while_computing, self._asks_ahead = (
             answers_while_computing,
-            takes_requests,
+            asks_ahead,
         )
         self._server, self.observers, self._finished = server, observers, finished
         self._exchanges: dict[int, _Exchange] = {}
@@ -129,7 +129,7 @@ class SimulatedAveraging:
     def step_began(self, member: SimulatedWorker) -> None:
         for observer in self.observers:
             observer.on_step_start(member.worker, self._clock.now)
-        if self._takes_requests and not (member.steps + 1) % self._every:
+        if self._asks_ahead and not (member.steps + 1) % self._every:
             self.coordinator.send(member.worker, Request, member.clock + 1, member.incarnation)
 
     def step_ended(self, member: SimulatedWorker) -> None:

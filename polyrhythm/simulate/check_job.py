@@ -109,27 +109,26 @@ def _check_in_flight(in_flight: tuple[int, ...], num_runs: int) -> None:
 
 def _check_sync_mode(job: SimulatedJob) -> None:
     """Check as the runtime does; decoupled all_reduce is its DistributedOptimizer."""
-    setup, policy = job.sync, job.sync.policy
-    if job.overlap and (job.decoupled or not setup.can_overlap):
+    mode, policy = job.sync.mode, job.sync.policy
+    if job.overlap and (job.decoupled or not mode.can_overlap):
         raise PolicyError(
             "overlap with " + ("decoupled" if job.decoupled else policy),
             expected="a policy that averages models in groups of the scheduler",
             fix="use age or adaptive, or omit overlap",
         )
-    if job.decoupled and (policy == "balanced" or setup.why_not_decoupled is not None):
-        why = setup.why_not_decoupled or "shares differ from step to step"
+    if job.decoupled and not mode.can_decouple:
         raise PolicyError(
             f"decoupled with {policy}",
-            expected=f"a policy whose averages can be decoupled; {why}",
+            expected=f"a policy whose averages can be decoupled; {mode.why_not_decoupled}",
             fix="use all_reduce, age or adaptive, or omit decoupled",
         )
-    if job.in_flight is not None and (policy == "balanced" or job.decoupled):
+    if job.in_flight is not None and (mode.balances_microbatches or job.decoupled):
         raise PolicyError(
-            f"{'decoupled' if job.decoupled else 'balanced'} in a pipeline that is never flushed",
+            f"{'decoupled' if job.decoupled else policy} in a pipeline that is never flushed",
             expected="steps of several micro-batches, and one version of the weights",
             fix="omit in_flight",
         )
-    ends_on_loss = policy == "static" or (job.decoupled and policy == "all_reduce")
+    ends_on_loss = not mode.has_coordinator or (job.decoupled and mode.exact)
     if ends_on_loss and (job.scenario.kill or job.scenario.join):
         raise PolicyError(
             f"{'decoupled' if job.decoupled else policy} with devices that are lost or join",

@@ -201,7 +201,7 @@ def _connected(job: SimulatedJob) -> set[tuple[int, int]]:
     server = job.pipelines[0].runs[0].device if job.coordinator is None else job.coordinator
     for stage in range(len(job.stages)):
         holders = {r.device for p in job.pipelines for r in p.runs if r.first <= stage < r.end}
-        if job.sync.policy == "ssp":
+        if job.sync.mode.has_server:
             holders.discard(server)
             pairs |= {(server, d) for d in holders} | {(d, server) for d in holders}
         else:

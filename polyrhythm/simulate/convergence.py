@@ -127,7 +127,7 @@ class _Models:
         self._parts = [slice(*bounds[stage : stage + 2]) for stage in range(num_stages)]
         self._weights = np.tile(problem.start(), (num_pipelines, 1))  # [pipeline, parameter]
         self._velocity = np.zeros_like(self._weights)
-        self._outer = outer if job.sync.policy == "local" else None
+        self._outer = outer if job.sync.mode.has_outer_optimizer else None
         self._anchor, self._outer_velocity = self._weights.copy(), np.zeros_like(self._weights)
         self._server, self._pulled = problem.start(), self._weights.copy()
         self._averages: dict[int, _Average] = {}  # by group

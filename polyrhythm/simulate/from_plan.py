@@ -3,30 +3,25 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 
 from polyrhythm.cost.step import Replica, StageRun, StageWork
-from polyrhythm.cost.sync import BUCKET
+from polyrhythm.cost.sync import BUCKET, Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.scenario import Scenario
-from polyrhythm.errors import PolicyError
-from polyrhythm.plan.job import TrainingJob
+from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.plan import AUTO, Plan, Sources
 from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from polyrhythm.simulate.job import EMPTY_SCENARIO, SimulatedJob
-from polyrhythm.sync.registry import POLICIES
+from polyrhythm.sync.modes import SyncMode
 from polyrhythm.sync.setup import Setup
 
-# The policy of each sync mode of a plan.
-_POLICIES = {
-    "all_reduce": "all_reduce",
-    "decoupled": "all_reduce",
-    "groups": "adaptive",
-    "ring": "all_reduce",
-    "sequential": "all_reduce",
+# The sync modes of plans whose averages have another name in the cost model.
+_SIMULATED_AS: dict[str, str] = {
+    Sync.GROUPS: "adaptive",
+    Sync.RING: "all_reduce",
+    Sync.SEQUENTIAL: "all_reduce",
 }
 
 
@@ -36,13 +31,13 @@ def problem_of(
     """The problem that the plan solves, with the plan's settings of gradients and memory."""
     sources = plan.sources or Sources(cluster="", profile="")
     job = TrainingJob(
-        batch=plan.batch or 1,  # `predict` refuses a plan without a batch
+        batch_size=plan.batch or 1,  # `predict` refuses a plan without a batch
         sync=plan.sync,
         gradient_bytes=sources.gradient_bytes if gradient_bytes is None else gradient_bytes,
         optimizer_bytes=sources.optimizer_bytes,
         memory_reserve=sources.memory_reserve,
     )
-    return Problem(cluster=cluster, profile=profile, job=job, schedules=PlannedSchedules())
+    return Problem(cluster=cluster, profile=profile, job=job)
 
 
 def planned_job(
@@ -66,9 +61,8 @@ def planned_job(
         plan = replace(plan, pipelines=pipelines)
     plan = predict(plan, problem).plan  # chooses open settings, and refuses invalid ones
     assert plan.microbatch_size is not None, "predict refuses a plan without micro-batch size"
-    mode = plan.sync if sync is None else sync
-    if mode not in POLICIES and mode not in _POLICIES:
-        raise _unknown(mode)
+    name = plan.sync if sync is None else sync
+    mode = SyncMode.named(_SIMULATED_AS.get(name, name))
     replicas = []
     for pipeline in plan.pipelines:
         assert pipeline.num_microbatches is not None, "predict sets the number of micro-batches"
@@ -84,7 +78,7 @@ def planned_job(
         replicas.append(Replica(runs=runs, schedule=built))
     stages = problem.stages(plan.layers_per_stage, plan.microbatch_size)
     setup = Setup(
-        policy=_POLICIES.get(mode, mode),
+        policy="all_reduce" if mode.decoupled else mode.name,
         num_stages=plan.num_stages,
         num_pipelines=plan.num_pipelines,
         options=options or {},
@@ -95,23 +89,13 @@ def planned_job(
         stages=stages,
         pipelines=tuple(replicas),
         sync=setup,
-        decoupled=mode == "decoupled",
+        decoupled=mode.decoupled,
         num_buckets=_num_buckets(plan, stages),
-        overlap=overlap and setup.can_overlap and mode != "decoupled",
+        overlap=overlap and setup.mode.can_overlap,
         scenario=scenario,
         samples=tuple(
             plan.microbatch_size * (pipeline.num_microbatches or 0) for pipeline in plan.pipelines
         ),
-    )
-
-
-def _unknown(mode: str) -> PolicyError:
-    known = [*POLICIES, "decoupled"]
-    near = get_close_matches(mode, known, n=1)
-    return PolicyError(
-        f"unknown policy: {mode!r}",
-        expected=f"one of {', '.join(known)}",
-        fix=f"did you mean {near[0]!r}?" if near else "use one of these, or omit it",
     )
 
 

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from polyrhythm.cost.step import StageRun
 from polyrhythm.errors import EventError
-from polyrhythm.events import Event, Value, merged_log, write_events
+from polyrhythm.events import Event, Value, merged_log
 from polyrhythm.simulate.engine.engine import ActionRecord
 from polyrhythm.simulate.job import SimulatedJob
+from polyrhythm.sinks.jsonl import write_events
 from polyrhythm.sync.decision_log import LOG_NAME, DecisionLog
 from polyrhythm.sync.protocol import Assign
 from polyrhythm.types import Seconds, Worker

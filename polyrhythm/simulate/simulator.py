@@ -86,15 +86,15 @@ class _Simulation:
         self._steps = StepCounter(self._engine.first_run)
         self._goal = num_steps * len(job.pipelines)
         self._traffic_factor = traffic_factor(members)
-        is_optimizer = job.decoupled and job.sync.policy == "all_reduce"
-        self._balancer = SimulatedBalancer(job) if job.sync.policy == "balanced" else None
+        mode = job.sync.mode
+        is_optimizer = job.decoupled and mode.exact
+        self._balancer = SimulatedBalancer(job) if mode.balances_microbatches else None
         self._coordinator_device = members[0].device if job.coordinator is None else job.coordinator
-        takes_requests = job.sync.takes_requests
-        self._reports_step_begin = takes_requests or bool(observers)
+        self._reports_step_begin = mode.asks_ahead or bool(observers)
         parts = self._clock, self._engine, self._network
         decisions = None if self._log is None else self._log.decisions
         self._server = None
-        if job.sync.policy == "ssp":
+        if mode.has_server:
             self._server = SimulatedParameterServer(self._coordinator_device, *parts, observers)
         self._averaging = SimulatedAveraging(
             members,
@@ -103,8 +103,8 @@ class _Simulation:
             self._on_step_done,
             every=job.sync.steps_between,
             overlap=job.overlap,
-            answers_while_computing=job.sync.policy == "pairwise",
-            takes_requests=takes_requests,
+            answers_while_computing=mode.answers_while_computing,
+            asks_ahead=mode.asks_ahead,
             decoupled=self._all_gather_arrivals if job.decoupled and not is_optimizer else None,
             server=self._server,
             observers=observers,
@@ -292,11 +292,11 @@ class _Simulation:
         return all_gather_arrivals(self._clock.now, busy, latency, self._job.num_buckets)
 
     def _set_latency(self) -> None:
-        """Set the latencies to the coordinator and back; 0 under `static`, which has none."""
+        """Set the latencies to the coordinator and back; 0 if training has none."""
         members = self._averaging.members.values()
         host, latency = self._coordinator_device, self._network.latency
         latencies = {m.worker: (latency(m.device, host), latency(host, m.device)) for m in members}
-        if self._job.sync.policy == "static":
+        if not self._job.sync.mode.has_coordinator:
             latencies = dict.fromkeys(latencies, (0.0, 0.0))
         self._averaging.coordinator.set_latency(latencies)
 
@@ -327,7 +327,7 @@ def _member(worker: Worker, device: int, run: int, job: SimulatedJob) -> Simulat
     work = job.stages[worker.stage]
     gradients, parameters = work.gradient_bytes, work.parameter_bytes
     parameters = gradients if parameters is None else parameters
-    size = gradients if job.sync.averages_gradients else parameters
+    size = gradients if job.sync.mode.averages == "gradients" else parameters
     return SimulatedWorker(worker, device, run, size, parameters)
 
 

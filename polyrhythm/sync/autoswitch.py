@@ -20,11 +20,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.sync.modes import AUTO_MODES, SYNC_MODES, SyncMode
 from polyrhythm.sync.replay import (
-    BALANCED,
-    DECOUPLED,
-    GROUPS,
-    SYNC_MODES,
     Estimate,
     JobShape,
     LinkCost,
@@ -77,15 +74,20 @@ class AutoSwitch:
                 fix="use 20 and 2, the defaults",
             )
         self.shape, self.num_steps = shape, num_steps
-        self.sync_mode = DECOUPLED
+        self.sync_mode = AUTO_MODES[0]
         self._num_discarded, self._is_new = num_discarded, True
         self._windows: deque[Mapping[str, Estimate]] = deque(maxlen=NUM_WINDOWS)  # since a switch
         self._newest: list[list[StepTiming]] = []
         self._link_cost, self._hidden = LinkCost(), 0.0
         self._num_windows = 0
-        self._before, self._switched_at = DECOUPLED, -math.inf
-        self._num_failures = dict.fromkeys(SYNC_MODES, 0)
-        self._banned_until = dict.fromkeys(SYNC_MODES, 0)
+        self._before, self._switched_at = self.sync_mode, -math.inf
+        self._num_failures = dict.fromkeys(AUTO_MODES, 0)
+        self._banned_until = dict.fromkeys(AUTO_MODES, 0)
+
+    @property
+    def _mode(self) -> SyncMode:
+        """The mode in use."""
+        return SYNC_MODES[self.sync_mode]
 
     def after_window(self, times: StepTimings) -> SwitchDecision:
         """Decide from the step timings of all pipelines since the last call."""
@@ -102,7 +104,7 @@ class AutoSwitch:
         estimates = self._estimates(newest)
         self._windows.append(estimates)
         sync_mode = self._best(estimates)
-        if SYNC_MODES.index(sync_mode) > SYNC_MODES.index(self.sync_mode):
+        if AUTO_MODES.index(sync_mode) > AUTO_MODES.index(self.sync_mode):
             sync_mode = self._significant_best()
         seconds = {name: estimate.seconds for name, estimate in estimates.items()}
         if sync_mode == self.sync_mode:
@@ -131,7 +133,7 @@ class AutoSwitch:
             windows.append(window)
             combined = {name: combine([w[name] for w in windows]) for name in window}
             sync_mode = self._best(combined, num_standard_errors=NUM_STANDARD_ERRORS)
-            if SYNC_MODES.index(sync_mode) > SYNC_MODES.index(self.sync_mode):
+            if AUTO_MODES.index(sync_mode) > AUTO_MODES.index(self.sync_mode):
                 return sync_mode
         return self.sync_mode
 
@@ -146,7 +148,8 @@ class AutoSwitch:
             )
             needed = 0.0
             if sync_mode != self.sync_mode:
-                min_gain = MIN_GAIN_OVER_BALANCED if best == BALANCED else MIN_GAIN
+                is_balanced = SYNC_MODES[best].balances_microbatches
+                min_gain = MIN_GAIN_OVER_BALANCED if is_balanced else MIN_GAIN
                 needed = min_gain * before.seconds
                 if num_standard_errors:
                     needed += num_standard_errors * standard_error(before, after)
@@ -157,31 +160,29 @@ class AutoSwitch:
     def _estimates(self, times: StepTimings) -> dict[str, Estimate]:
         """Estimates of all modes that may pay now, the simplest first."""
         shape, units = self.shape, self.shape.units(times)
-        sync_modes = [
-            sync_mode
-            for sync_mode in SYNC_MODES
+        modes = [
+            SYNC_MODES[sync_mode]
+            for sync_mode in AUTO_MODES
             if sync_mode == self.sync_mode or self._is_allowed(sync_mode)
         ]
         lockstep = dict[str, Estimate]()
-        if DECOUPLED in sync_modes:
-            average = self._link_cost.global_cost(shape.num_pipelines)
-            lockstep[DECOUPLED] = decoupled(shape, units, max(0.0, average - self._hidden))
-        if BALANCED in sync_modes:
-            estimate = balanced(shape, units, self._link_cost)
-            if self.sync_mode == BALANCED or estimate.seconds < math.inf:
-                lockstep[BALANCED] = estimate
+        for mode in modes:
+            if mode.decoupled:
+                average = self._link_cost.global_cost(shape.num_pipelines)
+                lockstep[mode.name] = decoupled(shape, units, max(0.0, average - self._hidden))
+            elif mode.balances_microbatches:
+                estimate = balanced(shape, units, self._link_cost)
+                if mode is self._mode or estimate.seconds < math.inf:
+                    lockstep[mode.name] = estimate
         if self.sync_mode in lockstep:
             lockstep[self.sync_mode] = self._measured_in_lockstep(times, lockstep[self.sync_mode])
         if lockstep and all(e.waiting < MIN_GAIN * e.seconds for e in lockstep.values()):
-            # Groups have little to gain.
-            sync_modes = [sync_mode for sync_mode in sync_modes if sync_mode == self.sync_mode]
-        slowed = with_slow_links(
-            shape, times, self._link_cost, lockstep=self.sync_mode not in GROUPS
-        )
+            modes = [mode for mode in modes if mode is self._mode]  # groups have little to gain
+        slowed = with_slow_links(shape, times, self._link_cost, lockstep=self._mode.lockstep)
         groups = {
-            sync_mode: in_groups(shape, sync_mode, slowed, self._link_cost)
-            for sync_mode in GROUPS
-            if sync_mode in sync_modes
+            mode.name: in_groups(shape, mode.name, slowed, self._link_cost)
+            for mode in modes
+            if not mode.lockstep
         }
         if self.sync_mode in groups:
             rates = (_microbatches(steps) / _total_time(steps) for steps in times)
@@ -201,14 +202,14 @@ class AutoSwitch:
         steps = list(zip(*times, strict=True))
         durations = [fmean(timing.compute + timing.waited for timing in step) for step in steps]
         waiting = replayed.waiting
-        if self.sync_mode == DECOUPLED:
+        if self._mode.decoupled:
             exposed = [min(timing.waited for timing in step) for step in steps]
             waiting += fmean(exposed) - lower_quartile(exposed)  # for links that are slow at times
         return Estimate.from_durations(durations, waiting)
 
     def _learn_links(self, times: StepTimings) -> None:
         num_pipelines = self.shape.num_pipelines
-        if self.sync_mode in GROUPS:
+        if not self._mode.lockstep:
             averages = [timing for steps in times for timing in steps if timing.num_members > 1]
             if averages:
                 usual = LinkCost(
@@ -221,7 +222,7 @@ class AutoSwitch:
             return
         steps = list(zip(*times, strict=True))
         seconds = [average_time(step) for step in steps]
-        if self.sync_mode == DECOUPLED:
+        if self._mode.decoupled:
             self._hidden = fmean(seconds) - fmean(min(t.waited for t in step) for step in steps)
         usually = lower_quartile(seconds)
         base = usually / LinkCost(1.0).cost(num_pipelines)
@@ -241,7 +242,8 @@ class AutoSwitch:
         """Switch; return whether that undoes a switch which did not pay, and ban its mode."""
         now = self._num_windows
         is_undone = sync_mode == self._before and now - self._switched_at <= UNDO_WINDOWS
-        for mode in GROUPS if self.sync_mode in GROUPS else (self.sync_mode,):
+        in_groups = [name for name in AUTO_MODES if not SYNC_MODES[name].lockstep]
+        for mode in (self.sync_mode,) if self._mode.lockstep else in_groups:
             self._num_failures[mode] = self._num_failures[mode] + 1 if is_undone else 0
             if is_undone:
                 ban = min(2 ** self._num_failures[mode], MAX_BAN_WINDOWS)
@@ -253,7 +255,7 @@ class AutoSwitch:
 
     def _check(self, times: StepTimings) -> None:
         counts = [len(steps) for steps in times]
-        is_uneven = self.sync_mode not in GROUPS and len(set(counts)) > 1
+        is_uneven = self._mode.lockstep and len(set(counts)) > 1
         if len(counts) != self.shape.num_pipelines or is_uneven:
             raise PolicyError(
                 f"timings of {counts} steps in mode {self.sync_mode}",
@@ -273,7 +275,7 @@ class AutoSwitch:
 
 def _effective_seconds(sync_mode: str, estimate: Estimate) -> Seconds:
     """Step time, scaled to equal progress: a step in groups reduces the loss less."""
-    return estimate.seconds / (EFFICIENCY if sync_mode in GROUPS else 1.0)
+    return estimate.seconds / (1.0 if SYNC_MODES[sync_mode].lockstep else EFFICIENCY)
 
 
 def _describe_slowness(shape: JobShape, times: StepTimings) -> str:

@@ -71,11 +71,11 @@ class Membership:
 class LateJoins:
     """Workers that join late, copy a model, and take part once their source has ended a step.
 
-    In lockstep with gradient averaging a late worker needs the others' weights, at each stage of
+    If each average is one of all workers, a late worker needs the others' weights, at each stage of
     its pipeline after the same step: one that no worker has ended when it joins. So the scheduler
     names a step of the source pipeline, and each stage copies and joins when its source has ended
-    it; if one stage joined a step later, all workers would wait twice in every further step. With
-    model averaging, no group waits for a late worker before its first step.
+    it; if one stage joined a step later, all workers would wait twice in every further step.
+    Otherwise no group waits for a late worker before its first step.
     """
 
     def __init__(self) -> None:

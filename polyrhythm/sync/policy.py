@@ -21,15 +21,12 @@ A policy can rely on this:
 """
 
 import math
-from typing import ClassVar
 
 from polyrhythm.types import Group, Seconds, Worker
 
 
 class Policy:
     """Base class; every method does nothing unless a policy overrides it."""
-
-    lockstep: ClassVar[bool] = False  # all workers end each step together
 
     def on_join(self, worker: Worker, node: str, now: Seconds) -> list[Group]:
         """A worker joins; `node` is the machine it runs on."""

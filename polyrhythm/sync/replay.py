@@ -18,13 +18,10 @@ from statistics import fmean, quantiles, stdev
 from typing import NamedTuple, Self
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.sync.modes import AUTO_MODES, make_policies
 from polyrhythm.sync.policies.balanced import MicrobatchBalancer
-from polyrhythm.sync.registry import make_policies
 from polyrhythm.types import Group, Seconds, Worker
 
-DECOUPLED, BALANCED, ADAPTIVE, AGE = "decoupled", "balanced", "adaptive", "age"
-SYNC_MODES = (DECOUPLED, BALANCED, ADAPTIVE, AGE)  # simplest first: a later one must pay
-GROUPS = (ADAPTIVE, AGE)
 NUM_PARTS = 6  # of a window: each at least as long as a burst, and enough to see the variance
 
 
@@ -48,16 +45,17 @@ class JobShape:
 
     shares: tuple[int, ...]  # micro-batches of each pipeline in a step, unless balanced
     num_stages: int = 1
-    sync_modes: tuple[str, ...] = SYNC_MODES  # that the job can use
+    sync_modes: tuple[str, ...] = AUTO_MODES  # that the job can use
     max_microbatches: tuple[int, ...] | None = None  # by pipeline, limited by memory
     overlap: bool = False  # in groups: continue at once, and apply averages a step later
     coordinator_round_trip: Seconds = 0.0  # two round trips, of an average in a group
 
     def __post_init__(self) -> None:
-        if not set(SYNC_MODES) >= set(self.sync_modes) >= {DECOUPLED}:
+        first = AUTO_MODES[0]
+        if not set(AUTO_MODES) >= set(self.sync_modes) >= {first}:
             raise PolicyError(
                 f"sync_modes={', '.join(self.sync_modes)}",
-                expected=f"some of {', '.join(SYNC_MODES)}, including {DECOUPLED}",
+                expected=f"some of {', '.join(AUTO_MODES)}, including {first}",
                 fix="omit it for all of them",
             )
         if not self.shares or min(self.shares) < 1:

@@ -61,6 +61,7 @@ class Scheduler:
         policies: Sequence[Policy],  # one per stage
         num_pipelines: int,
         *,
+        waits_for_all: bool = False,  # each average is one of all workers: see SyncMode
         limits: Limits | None = None,
         pipelines_die_whole: bool = True,
         first_gid: int = 1,  # above all group ids of an earlier scheduler of the job
@@ -72,7 +73,7 @@ class Scheduler:
                 expected="one policy per stage, and at least one pipeline",
                 fix="create the policies with make_policies",
             )
-        self.policies = tuple(policies)
+        self.policies, self._waits_for_all = tuple(policies), waits_for_all
         self.membership = Membership(
             len(policies), num_pipelines, pipelines_die_whole=pipelines_die_whole
         )
@@ -308,7 +309,7 @@ class Scheduler:
         pairs = self.membership.sources(behind)
         for member, source in pairs:
             clock = -1
-            if self.policies[member.worker.stage].lockstep:
+            if self._waits_for_all:
                 clock = max(other.reported_clock for other in self.membership.pipeline(source))
                 self._lifecycle.join_policy_after(member, source, clock)
             copy_from = CopyFrom(member.worker, source.worker, why, clock)

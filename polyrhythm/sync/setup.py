@@ -12,19 +12,11 @@ import msgspec
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.dispatch import SampleDispatcher, SamplerState
-from polyrhythm.sync.policy import Policy
-from polyrhythm.sync.registry import default_every, limits_for, make_policies
+from polyrhythm.sync.modes import SyncMode, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.sync.token import LEASE
 from polyrhythm.types import Seconds, Worker
-
-_NOT_DECOUPLED = {
-    "static": "without a scheduler no average is committed",
-    "ssp": "a parameter server holds the weights",
-    "pairwise": "a passive worker is averaged while it computes",
-    "local": "the outer optimizer needs the whole mean at once",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +49,20 @@ class Setup:
                 "before that worker's group can time out",
                 fix="lower the ceiling, or make the lease longer",
             )
-        if self.sampler_state is not None and self.policy == "static":
+        self.scheduler()  # raises for unknown names now, not when workers wait
+        if self.sampler_state is not None and not self.mode.has_coordinator:
             raise PolicyError(
-                "a sampler_state under static",
-                expected="another policy: static has no scheduler that could dispatch samples",
+                f"a sampler_state under {self.policy}",
+                expected=f"another policy: {self.policy} has no scheduler that could dispatch "
+                "samples",
                 fix="let each worker compute its share from its rank and its step",
             )
-        self.scheduler()  # raises for unknown names now, not when workers wait
+        if self.mode.balances_microbatches and self.steps_between > 1:
+            raise PolicyError(
+                f"every={self.steps_between} under {self.policy}",
+                expected="every=1: the gradients of each step are averaged",
+                fix="use a larger batch of more micro-batches instead",
+            )
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -74,28 +73,13 @@ class Setup:
     @property
     def steps_between(self) -> int:
         """Steps from one average to the next."""
-        return default_every(self.policy) if self.every is None else self.every
+        return SyncMode.named(self.policy).every if self.every is None else self.every
 
     @property
-    def averages_gradients(self) -> bool:
-        """Whether gradients are averaged; after local steps only models can be."""
-        is_plain = self.policy == "all_reduce" and self.steps_between == 1
-        return is_plain or self.policy == "balanced"
-
-    @property
-    def why_not_decoupled(self) -> str | None:
-        """Why model averages cannot be decoupled under this policy; None if they can."""
-        return _NOT_DECOUPLED.get(self.policy)
-
-    @property
-    def can_overlap(self) -> bool:
-        """Whether a worker may continue and apply an average one step later."""
-        return not (self.averages_gradients or self.policy in ("static", "ssp"))
-
-    @property
-    def takes_requests(self) -> bool:
-        """Whether the policy takes requests at the start of a step."""
-        return type(self.scheduler().policies[0]).on_request is not Policy.on_request
+    def mode(self) -> SyncMode:
+        """The sync mode, with models averaged if there are several steps between two averages."""
+        mode = SyncMode.named(self.policy)
+        return mode if self.steps_between == 1 else mode.after_local_steps()
 
     @property
     def text(self) -> str:
@@ -118,7 +102,8 @@ class Setup:
         return Scheduler(
             policies,
             self.num_pipelines,
-            limits=limits_for(self.policy, self.num_stages, self.limits),
+            waits_for_all=self.mode.waits_for_all,
+            limits=self.mode.limits(self.num_stages, self.limits),
             pipelines_die_whole=self.pipelines_die_whole,
             first_gid=self.first_gid,
             dispatcher=None if self.sampler_state is None else SampleDispatcher(self.sampler_state),

@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from polyrhythm.events import EventLog
 from polyrhythm.plan.plan import Plan, even_plan
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.demo.gpt import GPTShape, build_layers, next_byte_loss
 from polyrhythm.run.demo.text import ByteText
 from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Worker
 
 SHAPE = GPTShape(num_blocks=2, width=16, context=12)
@@ -71,9 +71,9 @@ def one_step(
         pipeline = Pipeline(
             build_layers(SHAPE, plan.layers(worker.stage), seed=SEED).to(device),
             loss_fn=next_byte_loss,
-            num_microbatches=num_microbatches,
+            n_microbatches=num_microbatches,
             schedule=schedule,
-            group=dist.new_group(ranks, use_local_synchronization=True),
+            process_group=dist.new_group(ranks, use_local_synchronization=True),
             timeout=30,
             log=log,
         )

@@ -16,7 +16,7 @@ from polyrhythm.run.comm.comm_thread import CommThread
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.process_groups import abort
 from polyrhythm.run.decoupled import optimizer as decoupled
-from polyrhythm.run.decoupled.communicator import GatherFuture
+from polyrhythm.run.trainer.config import CheckpointConfig
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.decoupled import stack, train_steps, wrap_optimizer
 from tests.gloo.pipelines import run_stages
@@ -69,22 +69,21 @@ def test_async_state_dict_raises_on_lost_worker(tmp_path: Path) -> None:
         delay_gather(may_gather)
         future = optimizer.async_state_dict()
         if ctx.rank == 1:
-            abort(optimizer._communicator.background()._group)
+            abort(optimizer._background.replicas.group)
         may_gather.set()
         with pytest.raises(PeerError) as lost:
             future.result()
         optimizer.close()
         return lost.value.action
 
-    assert run_stages(2, work, tmp_path) == ["async_state_dict()"] * 2
+    assert run_stages(2, work, tmp_path) == ["async_state_dict(), which all workers call"] * 2
 
 
 def test_gather_started_after_close_raises() -> None:
     thread = CommThread([], timeout=5.0)
     thread.close()
-    future = GatherFuture(lambda: thread.is_alive)
-    thread.start(lambda: future.run(dict))
-    with pytest.raises(PeerError, match="closed meanwhile"):
+    future = thread.start(dict).future
+    with pytest.raises(PeerError, match="closed on this worker"):
         future.result()
 
 
@@ -117,20 +116,19 @@ def test_training_continues_during_async_checkpoint(tmp_path: Path) -> None:
                 batch_size=24,
                 microbatch_size=2,
                 sync="decoupled",
-                run=tmp_path / "run",
-                checkpoint_every=saved,
-                keep=9,
+                run_dir=tmp_path / "run",
+                checkpoint=CheckpointConfig(every=saved, keep_last=9),
                 timeout=20.0,
                 **more,
             )
 
         with trainer(callbacks=[release_gather]) as first:
             delay_gather(may_gather)
-            losses = list(first.fit(steps=num_steps).losses)
+            losses = list(first.fit(max_steps=num_steps).losses)
         path = tmp_path / "run" / "checkpoints" / f"step-{saved:08}"
         with trainer() as second:
             second.restore(path)
-            again = list(second.fit(steps=num_steps).losses)
+            again = list(second.fit(max_steps=num_steps).losses)
         return losses[saved:], again
 
     for losses, again in run_job(2, work, tmp_path / "job"):

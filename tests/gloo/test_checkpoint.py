@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from polyrhythm.errors import LaunchError, UserError
-from polyrhythm.events import EventLog, LogReader
+from polyrhythm.events import LogReader
 from polyrhythm.run.checkpoint.checkpointer import Checkpointer
 from polyrhythm.run.checkpoint.files import read_index
 from polyrhythm.run.checkpoint.folder import latest
 from polyrhythm.run.checkpoint.manifest import CheckpointError, read_manifest
 from polyrhythm.run.checkpoint.restore import restore
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.sinks.jsonl import EventLog
 from tests.gloo.checkpoint_models import (
     OPTIMIZERS,
     TiedLanguageModel,

@@ -15,11 +15,12 @@ from torch import nn
 from torch.optim import SGD
 
 from polyrhythm.errors import WorkerError
-from polyrhythm.events import EventLog, LogReader
+from polyrhythm.events import LogReader
 from polyrhythm.run.checkpoint import save
 from polyrhythm.run.checkpoint.checkpointer import Checkpointer, SaveOutcome
 from polyrhythm.run.checkpoint.folder import latest, list_steps
 from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.sinks.jsonl import EventLog
 from tests.gloo.checkpoint_faults import mount_small_disk, record_warnings
 from tests.gloo.checkpoint_models import sequential_stage, train
 from tests.gloo.pipelines import STAGE_TIMEOUT, run_single_process, run_stages

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from polyrhythm.run.comm.launch import DistContext, LocalJob
-from polyrhythm.run.pipeline import clocks
-from polyrhythm.run.pipeline.clocks import ClockOffset, measure_offsets
-from polyrhythm.run.pipeline.connections import Connections
+from polyrhythm.run.pipeline import autotune
+from polyrhythm.run.pipeline.autotune import ClockOffset, measure_offsets
 from polyrhythm.run.pipeline.partition import linear_wiring
+from polyrhythm.run.pipeline.transport import Connections
 
 NUM_STAGES = 4
 ROUNDS = 5
@@ -33,7 +33,7 @@ def measured(folder: Path, shifts: list[float]) -> list[list[tuple[ClockOffset |
 
     def work(ctx: DistContext) -> None:
         shift = shifts[ctx.rank]
-        clocks.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + shift)
+        autotune.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + shift)
         with ctx.process_group(30):
             connections = connected(ctx)
             rounds = [measure_offsets(connections) for _ in range(ROUNDS)]
@@ -82,13 +82,13 @@ def test_fastest_round_trip_is_used(tmp_path: Path) -> None:
         with ctx.process_group(30):
             connections = connected(ctx)
             if ctx.rank == 1:
-                real, delays = clocks._send, iter([delay, 0.0, delay])
+                real, delays = autotune._send_times, iter([delay, 0.0, delay])
 
                 def slow_send(*args: object) -> None:
                     time.sleep(next(delays))
                     real(*args)
 
-                clocks._send = slow_send
+                autotune._send_times = slow_send
             _, after = measure_offsets(connections)
             assert after is None or after.latency < delay / 2
             connections.close()

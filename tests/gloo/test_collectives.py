@@ -8,10 +8,13 @@ import torch.distributed as dist
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.comm.nccl_collectives import NcclCollectives
 from polyrhythm.run.comm.process_groups import new_gloo_group
-from polyrhythm.run.comm.reduce_scatter import GlooCollectives
-from polyrhythm.run.decoupled.communicator import select_backend, uses_nccl
+from polyrhythm.run.comm.reduce_scatter import (
+    GlooCollectives,
+    NcclCollectives,
+    select_backend,
+    uses_nccl,
+)
 from tests.gloo.pipelines import run_stages
 
 TIMEOUT = 20.0

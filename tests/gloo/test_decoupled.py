@@ -163,7 +163,7 @@ def test_ten_steps_give_the_weights_of_ddp(
                 assert (weights[key] - value).abs().max() <= 1e-6, key
 
 
-@pytest.mark.parametrize("mode", ["hierarchical decoupled", "hierarchical all_reduce"])
+@pytest.mark.parametrize("mode", ["hierarchical", "hierarchical_all_reduce"])
 def test_hierarchical_averages_give_the_weights_of_ddp(mode: str, tmp_path: Path) -> None:
     """Workers 0 and 2 are on one node, 1 and 3 on the other."""
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,6 +46,9 @@ def test_misuse_errors_name_the_fix(tmp_path: Path) -> None:
         errors["groups"] = error_of(lambda: optimizer.load_state_dict(saved))
         optimizer.close()
         other = stack()
+        with pytest.raises(AttributeError) as renamed:
+            optimizer.state_later()
+        errors["renamed"] = str(renamed.value)
         errors["foreign"] = error_of(lambda: wrap_optimizer(model, adam(other)))
         errors["swapped"] = error_of(lambda: DistributedOptimizer(model, adam(model)))
         muon = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
@@ -65,6 +69,7 @@ def test_misuse_errors_name_the_fix(tmp_path: Path) -> None:
         assert "call optimizer.zero_grad()" in errors["forgotten"]
         assert "exp_avg of 0.bias has shape (3, 3) in the checkpoint" in errors["shape"]
         assert "groups of [2]" in errors["groups"]
+        assert "is now async_state_dict()" in errors["renamed"]
         assert "not the model's" in errors["foreign"]
         assert "an optimizer of torch.optim, then the model" in errors["swapped"]
         assert "the optimizer Muon" in errors["muon"]
@@ -88,13 +93,16 @@ def test_moved_or_replaced_parameters_are_refused(tmp_path: Path) -> None:
         train_steps(ctx, model, optimizer, range(1))
         model[0].weight.data = model[0].weight.data.clone()
         errors["moved"] = error_of(lambda: train_steps(ctx, model, optimizer, range(1, 2)))
-        errors["mode"] = error_of(lambda: wrap_optimizer(stack(), mode="hierarchical decoupled"))
+        errors["mode"] = error_of(lambda: wrap_optimizer(stack(), mode="hierarchical"))
         errors["group"] = error_of(lambda: optimizer.add_param_group({"params": []}))
         sparse = nn.Sequential(nn.Embedding(4, WIDTH, sparse=True))
         lookup = wrap_optimizer(sparse, torch.optim.SGD(sparse.parameters()))
         errors["sparse"] = error_of(lambda: sparse(torch.tensor([1])).sum().backward())
         lookup.close()
         errors["no mode"] = error_of(lambda: wrap_optimizer(stack(), mode="best"))
+        errors["old mode"] = error_of(
+            lambda: wrap_optimizer(stack(), mode="hierarchical decoupled")
+        )
         errors["size"] = error_of(lambda: wrap_optimizer(stack(), bucket_bytes=0))
         return errors
 
@@ -106,6 +114,7 @@ def test_moved_or_replaced_parameters_are_refused(tmp_path: Path) -> None:
         assert "a parameter group added" in errors["group"]
         assert "sparse=False" in errors["sparse"]
         assert "mode='best'" in errors["no mode"]
+        assert "is now mode='hierarchical'" in errors["old mode"]
         assert "bucket_bytes=0" in errors["size"]
 
 

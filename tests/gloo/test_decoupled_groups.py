@@ -327,9 +327,9 @@ def test_pipeline_stages_all_gather_during_forward(tmp_path: Path) -> None:
             with Pipeline.from_sequential(
                 stack_of(num_stages),
                 loss_fn=lambda output, target: (output - target).square().mean(),
-                group=groups[number],
+                process_group=groups[number],
                 pipeline=number,
-                num_microbatches=4,
+                n_microbatches=4,
                 timeout=TIMEOUT,
             ) as pipeline:
                 optimizer = sgd(pipeline.module)
@@ -379,7 +379,7 @@ def test_policies_that_cannot_decouple_are_refused(tmp_path: Path) -> None:
             assert not sync.overlap
         with (
             Pipeline(
-                Point(), loss_fn=lambda y, _: y, flush=False, num_microbatches=1, schedule="1f1b"
+                Point(), loss_fn=lambda y, _: y, flush=False, n_microbatches=1, schedule="1f1b"
             ) as pipeline,
             pytest.raises(PolicyError, match="flush=False"),
         ):

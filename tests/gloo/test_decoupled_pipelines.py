@@ -37,7 +37,7 @@ def pipeline_of(ctx: DistContext, *, tied: bool, **options: object) -> Pipeline:
     return Pipeline.from_sequential(
         model_of(tied=tied),
         loss_fn=loss_of,
-        group=groups[ctx.rank // STAGES],
+        process_group=groups[ctx.rank // STAGES],
         pipeline=ctx.rank // STAGES,
         timeout=STAGE_TIMEOUT,
         **options,
@@ -72,7 +72,7 @@ def test_replicated_stages_match_single_process(
     schedule: str, tied: bool, clip: bool, mode: str, tmp_path: Path
 ) -> None:
     def work(ctx: DistContext) -> dict[str, Tensor]:
-        with pipeline_of(ctx, tied=tied, schedule=schedule, num_microbatches=3) as pipeline:
+        with pipeline_of(ctx, tied=tied, schedule=schedule, n_microbatches=3) as pipeline:
             optimizer = DistributedOptimizer(
                 torch.optim.AdamW(pipeline.module.parameters(), lr=0.01),
                 pipeline,
@@ -100,7 +100,7 @@ def test_replicated_stages_match_single_process(
 
 def test_pipeline_without_flush_is_refused(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> str:
-        options = {"schedule": "1f1b", "flush": False, "num_microbatches": 1}
+        options = {"schedule": "1f1b", "flush": False, "n_microbatches": 1}
         with pipeline_of(ctx, tied=False, **options) as pipeline:
             optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.05)
             with pytest.raises(ScheduleError) as caught:

@@ -10,13 +10,14 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from polyrhythm.errors import LaunchError, WorkerError
-from polyrhythm.events import merge, read_run
+from polyrhythm.events import read_run
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.demo import train as training
 from polyrhythm.run.demo.gpt import build_layers, next_byte_loss
 from polyrhythm.run.demo.job import DemoConfig, DemoJob
 from polyrhythm.run.demo.text import ByteText
+from polyrhythm.sinks.jsonl import merge
 from tests.grids import long_except
 
 

@@ -10,7 +10,7 @@ from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.averaging.parameter_server import ParameterServer
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.sync import registry
+from polyrhythm.sync import modes
 from tests.gloo.pipelines import STAGE_TIMEOUT, random_batch, run_stages, stack_of, step
 from tests.gloo.replicas import TIMEOUT, Point, run_replicas, target_of
 
@@ -26,7 +26,7 @@ def pipeline_of(ctx: DistContext, **options: object) -> Pipeline:
     return Pipeline.from_sequential(
         stack_of(STAGES, seed=3 + ctx.rank // STAGES),
         loss_fn=loss,
-        group=groups[ctx.rank // STAGES],
+        process_group=groups[ctx.rank // STAGES],
         pipeline=ctx.rank // STAGES,
         timeout=STAGE_TIMEOUT,
         **options,
@@ -38,10 +38,10 @@ def test_pipedream_stages_average_independently(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Stages that wait for each other's groups must end that wait before their pipeline times out.
-    monkeypatch.setattr(registry, "MAX_GROUP_WAIT", STAGE_TIMEOUT / 10)
+    monkeypatch.setattr(modes, "MAX_GROUP_WAIT", STAGE_TIMEOUT / 10)
 
     def work(ctx: DistContext) -> tuple[str, int, torch.Tensor]:
-        options = {"schedule": "1f1b", "flush": False, "num_microbatches": 1}
+        options = {"schedule": "1f1b", "flush": False, "n_microbatches": 1}
         with pipeline_of(ctx, **options) as pipeline:
             optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.05)
             with GroupSync(pipeline, optimizer, policy, timeout=TIMEOUT) as sync:
@@ -82,9 +82,9 @@ def test_pipelines_with_parameter_server_match_hetpipe(tmp_path: Path) -> None:
         pipeline = Pipeline.from_sequential(
             stack_of(STAGES, seed=3),
             loss_fn=loss,
-            num_microbatches=2,
+            n_microbatches=2,
             schedule="1f1b",
-            group=groups[number],
+            process_group=groups[number],
             pipeline=number,
             timeout=STAGE_TIMEOUT,
         )

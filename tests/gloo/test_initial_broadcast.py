@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.averaging.rendezvous import Rendezvous
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.decoupled.communicator import Communicator
-from polyrhythm.run.fingerprint import fingerprint
+from polyrhythm.run.comm.process_groups import Replicas, fingerprint
 from tests.gloo.decoupled import adam, stack, wrap_optimizer
 from tests.gloo.pipelines import run_stages
 from tests.gloo.replicas import TIMEOUT
@@ -30,7 +29,7 @@ NUM = {"groups": 4, "decoupled": 3}  # of four workers, the second sends on to t
 def test_models_are_broadcast_if_any_differs(mode: str, other: int | None, tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[bool, dict[str, Tensor]]:
         sent = list[int]()
-        for kind in (Rendezvous, Communicator):  # only in this process, which exits
+        for kind in (Rendezvous, Replicas):  # only in this process, which exits
             record_broadcasts(kind, sent)
         model = stack(seed=7 if ctx.rank == other else 0)
         if mode == "groups":
@@ -50,7 +49,7 @@ def test_only_differing_buffers_are_broadcast(mode: str, tmp_path: Path) -> None
     def work(ctx: DistContext) -> tuple[int, int]:
         sent = list[int]()
         record_broadcasts(Rendezvous, sent)
-        record_broadcasts(Communicator, sent)
+        record_broadcasts(Replicas, sent)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
         model(torch.full((2, 6), float(ctx.rank)))

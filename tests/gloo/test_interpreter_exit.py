@@ -31,7 +31,7 @@ def train():
     pipeline = Pipeline(
         nn.Sequential(nn.Linear(8, 8), Trap()),
         loss_fn=nn.functional.mse_loss,
-        num_microbatches=6,
+        n_microbatches=6,
         timeout=3,
     )
     batch = torch.ones(6, 8)

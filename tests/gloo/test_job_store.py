@@ -1,6 +1,7 @@
 """JobStore: values, errors and timeouts of the members of an agreement."""
 
 import ctypes
+import gc
 import os
 import signal
 import threading
@@ -50,6 +51,12 @@ class Record:
 def run_members(
     num: int, work: Callable[[JobStore, Members], Any], timeout: float = TIMEOUT
 ) -> list[Any]:
+    results = _results(num, work, timeout)
+    gc.collect()  # a process that a later test forks would abort if it collected a store's thread
+    return results
+
+
+def _results(num: int, work: Callable[[JobStore, Members], Any], timeout: float) -> list[Any]:
     """Run `work` for each member in a thread of its own, over one store; exceptions are results."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=TIMEOUT))
     members = Members(tuple(range(10, 10 + num)), epoch=3)
@@ -58,7 +65,7 @@ def run_members(
         try:
             return work(JobStore(server.clone(), rank, timeout=timeout), members)
         except (UserError, PeerError) as error:
-            return error
+            return error.with_traceback(None)
 
     with ThreadPoolExecutor(num) as pool:
         return list(pool.map(run, members.ranks))
@@ -159,6 +166,61 @@ def test_member_that_fails_ends_the_wait_of_others() -> None:
     found = run_members(3, work)
     assert [type(error) for error in found] == [LaunchError] * 3
     assert {error.wrong for error in found} == {"no GPU"}
+
+
+def test_value_that_cannot_be_encoded_fails_all_members_at_once() -> None:
+    def work(store: JobStore, members: Members) -> None:
+        store.broadcast_object("settings", {1, 2}, members)
+
+    start = time.monotonic()
+    errors = run_members(3, work)
+    assert time.monotonic() - start < TIMEOUT / 2, "nobody waits for the timeout"
+    assert all(isinstance(error, LaunchError) for error in errors)
+    assert all("settings: a value that cannot be sent: a set" in error.wrong for error in errors)
+
+
+def test_published_value_is_received_by_whom_it_concerns() -> None:
+    def work(store: JobStore, members: Members) -> Any:
+        if store.rank != members.leader:
+            store.publish("times", [0.5, store.rank], members)
+            store.barrier("published", members)
+            return None
+        store.barrier("published", members)
+        last = members.ranks[-1]
+        assert store.is_published("times", last, members)
+        assert not store.is_published("other times", last, members)
+        received = store.receive("times", last, members)
+        store.delete("times", members, rank=last)
+        assert not store.is_published("times", last, members)
+        return received
+
+    assert run_members(3, work) == [[0.5, 12], None, None]
+
+
+def test_first_value_counts_and_nobody_waits() -> None:
+    def work(store: JobStore, members: Members) -> Any:
+        before = store.peek("notice", members) if store.rank == members.leader else None
+        store.barrier("start", members)
+        agreed = store.set_once("notice", f"of {store.rank}", members)
+        return before, agreed, store.peek("notice", members)
+
+    found = run_members(3, work)
+    (_, agreed, _) = found[0]
+    assert agreed in {"of 10", "of 11", "of 12"}
+    assert found == [(None, agreed, agreed)] * 3
+
+
+def test_check_ends_a_wait() -> None:
+    def work(store: JobStore, members: Members) -> None:
+        def check() -> None:
+            raise PeerError("the coordinator", action="starting", waited=0.0, cause="it has died")
+
+        JobStore(store._backend, store.rank, timeout=TIMEOUT, check=check).barrier(
+            "start", Members((*members.ranks, 99), members.epoch)
+        )
+
+    (error,) = run_members(1, work)
+    assert "lost the coordinator" in str(error)
 
 
 def test_missing_member_is_named_after_timeout() -> None:

@@ -16,9 +16,8 @@ from polyrhythm.errors import PeerError
 from polyrhythm.processes import PEER_LOST, wait_for_all
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.pipeline import autotune
-from polyrhythm.run.pipeline.message import MessageLayout
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.run.pipeline.transport import Inbox, Outbox
+from polyrhythm.run.pipeline.transport import Inbox, MessageLayout, Outbox
 from polyrhythm.types import Action, Op
 from tests.gloo.transport_peers import receive_and_check, route, send, signal_peer, wait_for_peer
 from tests.grids import long_except
@@ -172,7 +171,7 @@ def train(
         pipeline = Pipeline(
             nn.Sequential(nn.Linear(8, 8), Trap(ending)),
             loss_fn=functional.mse_loss,
-            num_microbatches=6 if flush else 1,
+            n_microbatches=6 if flush else 1,
             schedule=schedule,
             flush=flush,
             tune_every=2,
@@ -250,7 +249,7 @@ def test_stage_exit_between_steps_raises_peer_error(
         batch = torch.ones(2, 8)
         with ctx.process_group(30):
             pipeline = Pipeline(
-                nn.Linear(8, 8), loss_fn=functional.mse_loss, num_microbatches=2, timeout=FOREVER
+                nn.Linear(8, 8), loss_fn=functional.mse_loss, n_microbatches=2, timeout=FOREVER
             )
             arguments = [batch] if pipeline.is_first else []
             pipeline.step(*arguments, target=batch)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polyrhythm.errors import PlanError
-from polyrhythm.run.pipeline.message import (
+from polyrhythm.run.pipeline.transport import (
     ANNOUNCEMENT_BYTES,
-    HEADER_BYTES,
+    TIMESTAMP_BYTES,
     MessageLayout,
     pad_bytes,
     read_timestamp,
@@ -94,7 +94,7 @@ def test_tensors_in_buffer_are_aligned_and_disjoint(
 ) -> None:
     layout = MessageLayout.of([tensor(*item) for item in drawn])
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
-    stop = HEADER_BYTES
+    stop = TIMESTAMP_BYTES
     for view in layout.views(buffer):
         start = view.storage_offset() * view.element_size()
         assert start % 64 == 0 or not view.numel()

@@ -39,7 +39,7 @@ def run_stage(ctx: DistContext, schedule: str, folder: Path, *, averages: bool =
         pipeline = Pipeline(
             module,
             loss_fn=functional.mse_loss,
-            num_microbatches=1,
+            n_microbatches=1,
             schedule=schedule,
             flush=False,
             timeout=20,
@@ -131,8 +131,8 @@ def test_pipedream_updates_equal_single_process_emulation(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "gpipe", "num_microbatches": 1}, "gpipe without a flush"),
-        ({"schedule": "1f1b", "num_microbatches": 4}, "num_microbatches=1"),
+        ({"schedule": "gpipe", "n_microbatches": 1}, "gpipe without a flush"),
+        ({"schedule": "1f1b", "n_microbatches": 4}, "n_microbatches=1"),
     ],
 )
 def test_schedules_without_pipedream_form_are_refused(

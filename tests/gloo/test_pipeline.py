@@ -16,11 +16,12 @@ from torch.nn.functional import mse_loss
 
 from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.errors import WorkerError
-from polyrhythm.events import EventLog, read_run, worker_log
+from polyrhythm.events import read_run, worker_log
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.pipeline.executor import MAX_TIMINGS
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.run.pipeline.stage import MAX_TIMINGS
 from polyrhythm.schedule.spec import ScheduleSpec
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Worker
 from tests.gloo.pipelines import (
     assert_close,
@@ -37,7 +38,7 @@ BATCHES = [random_batch(8, 8, seed=seed) for seed in range(6)]
 
 
 def pipeline_of(module: nn.Module, **options: Any) -> Pipeline:
-    microbatches = {} if "microbatch_sizes" in options else {"num_microbatches": 4}
+    microbatches = {} if "microbatch_sizes" in options else {"n_microbatches": 4}
     return Pipeline(module, **{"loss_fn": mse_loss, "timeout": 20, **microbatches, **options})
 
 
@@ -79,7 +80,7 @@ def test_training_loop_for_torch_schedules_runs_unchanged(tmp_path: Path) -> Non
                 schedule = pipeline_of(module, schedule="1f1b")
             else:
                 schedule = Pipeline.from_torch_stage(
-                    stage, loss_fn=mse_loss, num_microbatches=4, schedule="kfkb:2"
+                    stage, loss_fn=mse_loss, n_microbatches=4, schedule="kfkb:2"
                 )
             results.append(train(schedule, module, **roles))
         return results
@@ -153,10 +154,10 @@ def test_unread_timings_are_bounded(tmp_path: Path) -> None:
 
     def single_process() -> int:
         inputs, _ = random_batch(500, 8)
-        pipeline = pipeline_of(stack_of(1), num_microbatches=500)
+        pipeline = pipeline_of(stack_of(1), n_microbatches=500)
         for _ in range(10):
             pipeline.eval(inputs)
-        return len(pipeline._compute.durations())
+        return len(pipeline._executor.stage.durations())
 
     assert run_single_process(single_process, tmp_path) == MAX_TIMINGS < 5000
 
@@ -188,6 +189,19 @@ def test_schedule_change_between_steps_is_bit_exact(tmp_path: Path) -> None:
 
     for same, changed in run_stages(3, work, tmp_path):
         assert_equal(changed, same)
+
+
+@pytest.mark.timeout(60)
+def test_clock_offsets_for_the_log_are_known_in_every_step(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[list[str]]:
+        neighbours = []
+        with pipeline_of(stack_of(2)[ctx.rank], schedule="auto", log=tmp_path / "run") as pipeline:
+            for batch in BATCHES[:3]:
+                step(pipeline, *batch)
+                neighbours.append(list(pipeline._executor.clock_offsets))
+        return neighbours
+
+    assert run_stages(2, work, tmp_path) == [[["s1p0"]] * 3, [["s0p0"]] * 3]
 
 
 @pytest.mark.timeout(60)
@@ -305,7 +319,7 @@ def test_pipeline_works_after_unequal_new_group_calls(tmp_path: Path) -> None:
             dist.new_group([0, 1], use_local_synchronization=True)
         num_steps = []
         for _ in range(2):
-            with pipeline_of(stack_of(3)[ctx.rank], num_microbatches=4) as pipeline:
+            with pipeline_of(stack_of(3)[ctx.rank], n_microbatches=4) as pipeline:
                 step(pipeline, *BATCHES[0])
                 num_steps.append(pipeline.num_steps)
         return num_steps
@@ -321,7 +335,7 @@ def test_metadata_of_first_stage_reaches_all_stages(tmp_path: Path, flush: bool)
         pipeline = Pipeline(
             nn.Linear(8, 8),
             loss_fn=mse_loss,
-            num_microbatches=num_microbatches,
+            n_microbatches=num_microbatches,
             schedule=schedule,
             flush=flush,
             timeout=20,

@@ -58,7 +58,7 @@ def pipeline_of(module: nn.Module, *, flush: bool, window: int | None = None) ->
     return Pipeline(
         module,
         loss_fn=mse_loss,
-        num_microbatches=4 if flush else 1,
+        n_microbatches=4 if flush else 1,
         schedule="gpipe" if flush else "bounded:6,3",
         flush=flush,
         window=window,
@@ -201,7 +201,7 @@ def test_close_of_single_stage_pipeline(tmp_path: Path) -> None:
         pipeline = Pipeline(
             RecordingModule(recorded),
             loss_fn=mse_loss,
-            num_microbatches=1,
+            n_microbatches=1,
             schedule="bounded:3",
             flush=False,
         )

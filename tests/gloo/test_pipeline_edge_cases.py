@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from polyrhythm.errors import ScheduleError, WorkerError
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.pipeline.connections import Connections
-from polyrhythm.run.pipeline.microbatches import kind_of
+from polyrhythm.run.pipeline.batch import kind_of
 from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.run.pipeline.transport import Connections
 from tests.gloo.pipelines import (
     assert_close,
     random_batch,
@@ -30,7 +30,7 @@ INPUTS, TARGET = random_batch(8, 8)
 
 
 def pipeline_of(module: nn.Module, **options: Any) -> Pipeline:
-    usual = {"loss_fn": mse_loss, "timeout": 10, "num_microbatches": 4, "schedule": "1f1b"}
+    usual = {"loss_fn": mse_loss, "timeout": 10, "n_microbatches": 4, "schedule": "1f1b"}
     return Pipeline(module, **{**usual, **options})
 
 
@@ -53,7 +53,7 @@ def test_activation_checkpointing_uses_stashed_weights(
 ) -> None:
     def train(module: nn.Module) -> list[Tensor]:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-        with pipeline_of(module, flush=False, num_microbatches=1) as pipeline:
+        with pipeline_of(module, flush=False, n_microbatches=1) as pipeline:
             for _ in range(6):
                 step(pipeline)
                 if pipeline.has_gradients:
@@ -76,7 +76,7 @@ def test_activation_checkpointing_uses_stashed_weights(
 def test_frozen_weights_are_not_stashed(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> int:
         module = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
-        pipeline = pipeline_of(module, flush=False, num_microbatches=1)
+        pipeline = pipeline_of(module, flush=False, n_microbatches=1)
         with pipeline:
             step(pipeline)
             (stashed,) = pipeline._runner._stashed_weights.values() if ctx.rank == 0 else [{}]
@@ -177,13 +177,13 @@ def test_memory_limit_of_one_stage_is_enforced(tmp_path: Path) -> None:
 def test_close_twice_or_undrained_does_not_block(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> int:
         module = stack_of(3)[ctx.rank]
-        full = pipeline_of(module, flush=False, num_microbatches=1)
+        full = pipeline_of(module, flush=False, n_microbatches=1)
         for _ in range(4):
             step(full)
         dist.barrier()  # the first stage to close would end the steps of the others
         full.close()  # not drained
         full.close()
-        empty = pipeline_of(module, flush=False, num_microbatches=1)
+        empty = pipeline_of(module, flush=False, n_microbatches=1)
         step(empty)
         for _ in empty.drain():
             pass
@@ -213,7 +213,7 @@ def test_wrong_options_are_refused_before_threads_start(tmp_path: Path) -> None:
             other_stage = PipelineStage(stack_of(2)[0], 1, 2, torch.device("cpu"))
             with pytest.raises(ScheduleError, match="a torch stage 1 of 2 on process 0 of 2"):
                 Pipeline.from_torch_stage(
-                    other_stage, loss_fn=mse_loss, num_microbatches=4, timeout=5
+                    other_stage, loss_fn=mse_loss, n_microbatches=4, timeout=5
                 )
         return threading.active_count()
 
@@ -248,7 +248,7 @@ def test_local_error_is_not_reported_as_peer_error(
 
     def work(ctx: DistContext) -> None:
         module = stack_of(2)[ctx.rank]
-        pipeline = pipeline_of(module, flush=flush, num_microbatches=4 if flush else 1)
+        pipeline = pipeline_of(module, flush=flush, n_microbatches=4 if flush else 1)
         if ctx.rank == 1:
             broken(pipeline._connections)
         dist.barrier()  # the first message comes afterwards
@@ -281,7 +281,7 @@ def test_explicit_window_is_used_with_and_without_flush(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[tuple[int, ...]]:
         windows = []
         for flush in (True, False):
-            options = {"flush": flush, "num_microbatches": 4 if flush else 1, "window": 5}
+            options = {"flush": flush, "n_microbatches": 4 if flush else 1, "window": 5}
             with pipeline_of(stack_of(3)[ctx.rank], **options) as pipeline:
                 step(pipeline)
                 for _ in pipeline.drain():

@@ -27,7 +27,7 @@ TIMEOUT = 40  # far more than any of these may take
 
 
 def options(**changed: Any) -> dict[str, Any]:
-    usual = {"loss_fn": mse_loss, "num_microbatches": 4, "schedule": "1f1b", "timeout": TIMEOUT}
+    usual = {"loss_fn": mse_loss, "n_microbatches": 4, "schedule": "1f1b", "timeout": TIMEOUT}
     return {**usual, **changed}
 
 
@@ -80,6 +80,10 @@ def unknown_layers(ctx: DistContext) -> None:
 
 def small_batch(ctx: DistContext) -> None:
     step(pipeline_of(ctx), INPUTS[:3], TARGET[:3])
+
+
+def much_metadata(ctx: DistContext) -> None:
+    step(pipeline_of(ctx), INPUTS, TARGET, metadata=tuple(range(10_000, 10_400)))
 
 
 def other_target(ctx: DistContext) -> None:
@@ -137,7 +141,7 @@ def two_limits(ctx: DistContext) -> None:
 
 
 def odd_size(ctx: DistContext) -> None:
-    microbatches = {"num_microbatches": None, "microbatch_sizes": [2, 3], "schedule": "auto"}
+    microbatches = {"n_microbatches": None, "microbatch_sizes": [2, 3], "schedule": "auto"}
     step(pipeline_of(ctx, **microbatches), INPUTS, TARGET)
 
 
@@ -163,7 +167,12 @@ def all_frozen(ctx: DistContext) -> None:
 CASES: dict[str, tuple[Callable[[DistContext], None], int | None, str]] = {
     "more stages than layers": (too_many_stages, None, "3 stages for 2 layers"),
     "unknown list of layers": (unknown_layers, None, "'model.block' does not exist.*blocks (4)"),
-    "small batch": (small_batch, 0, "a batch of 3 for 4 micro-batches.*num_microbatches.*3"),
+    "small batch": (small_batch, 0, "a batch of 3 for 4 micro-batches.*n_microbatches.*3"),
+    "much metadata": (
+        much_metadata,
+        0,
+        "a header with 400 numbers.*at most 1020 bytes",
+    ),
     "other target": (other_target, 2, "targets have 6 samples.*8"),
     "other keyword": (other_keyword, 1, "keyword arguments have 7 samples.*8"),
     "ragged inputs": (ragged_inputs, 0, "inputs have shapes (8, 8) and (5, 8)"),
@@ -227,12 +236,12 @@ def test_refusing_stage_is_reported_without_hang(tmp_path: Path, name: str) -> N
 
 
 WRONG_OPTIONS = [
-    ({"num_microbatches": None}, "num_microbatches=None, microbatch_sizes=None", "one of the two"),
-    ({"microbatch_sizes": [2]}, r"num_microbatches=4, microbatch_sizes=\[2\]", "one of the two"),
-    ({"num_microbatches": 0}, "0 samples or micro-batches", "1 or more"),
-    ({"num_microbatches": None, "microbatch_sizes": [2, 0]}, "0 samples or", "1 or more"),
+    ({"n_microbatches": None}, "n_microbatches=None, microbatch_sizes=None", "one of the two"),
+    ({"microbatch_sizes": [2]}, r"n_microbatches=4, microbatch_sizes=\[2\]", "one of the two"),
+    ({"n_microbatches": 0}, "0 samples or micro-batches", "1 or more"),
+    ({"n_microbatches": None, "microbatch_sizes": [2, 0]}, "0 samples or", "1 or more"),
     (
-        {"num_microbatches": None, "microbatch_sizes": [2, 4]},
+        {"n_microbatches": None, "microbatch_sizes": [2, 4]},
         "2 micro-batch sizes for the schedule 1f1b",
         "schedule='auto'",
     ),
@@ -247,3 +256,14 @@ def test_invalid_options_are_refused(changed: dict[str, Any], wrong: str, expect
     with pytest.raises(ScheduleError, match=wrong) as caught:
         Pipeline(stack_of(1), **options(**changed))
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [Pipeline, Pipeline.from_sequential])
+@pytest.mark.parametrize(
+    ("old", "new"), [("num_microbatches", "n_microbatches"), ("group", "process_group")]
+)
+def test_old_names_of_arguments_give_the_new_names(
+    make: Callable[..., Pipeline], old: str, new: str
+) -> None:
+    with pytest.raises(TypeError, match=f"{old}= is now {new}="):
+        make(stack_of(1), **options(**{old: None}))

@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.pipeline.microbatches import sizes_by_number
+from polyrhythm.run.pipeline.batch import sizes_by_number
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from tests.gloo.pipelines import (
     assert_close,
@@ -200,7 +200,7 @@ def in_stages(case: Case, stage: int | None) -> dict[str, Any]:
     with Pipeline(
         module,
         loss_fn=case.loss_fn,
-        num_microbatches=case.num_microbatches,
+        n_microbatches=case.num_microbatches,
         scale_grads=case.scale_grads,
         schedule="1f1b",
         timeout=20,
@@ -285,7 +285,7 @@ def with_dropout(stage: int, schedule: str, *, recompute: bool) -> dict[str, Ten
     with Pipeline(
         Recomputed(module) if recompute else module,
         loss_fn=mse_loss,
-        num_microbatches=4,
+        n_microbatches=4,
         schedule=schedule,
         timeout=20,
     ) as pipeline:
@@ -341,7 +341,7 @@ def test_inputs_may_require_grad(tmp_path: Path) -> None:
         with Pipeline(
             model.stages[ctx.rank],
             loss_fn=mse_loss,
-            num_microbatches=4,
+            n_microbatches=4,
             schedule="1f1b",
             timeout=20,
         ) as pipeline:

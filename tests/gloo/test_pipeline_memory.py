@@ -54,7 +54,7 @@ def measure(ctx: DistContext, schedule: str, folder: Path) -> None:
         with Pipeline(
             module,
             loss_fn=functional.mse_loss,
-            num_microbatches=NUM_MICROBATCHES,
+            n_microbatches=NUM_MICROBATCHES,
             schedule=spec,
             timeout=20,
         ) as pipeline:

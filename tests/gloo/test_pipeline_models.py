@@ -84,9 +84,9 @@ def staged(language: Language, group: Any) -> dict[str, Any]:
     with Pipeline.from_layers(
         language.build(),
         **language.names,
-        group=group,
+        process_group=group,
         loss_fn=next_token_loss,
-        num_microbatches=4,
+        n_microbatches=4,
         schedule="kfkb:2",
         timeout=20,
     ) as pipeline:
@@ -229,7 +229,7 @@ def sequential_staged(name: str, schedule: str) -> dict[str, dict[str, Tensor]]:
         skips=skips,
         layers_per_stage=LAYERS_PER_STAGE,
         loss_fn=mse_loss,
-        num_microbatches=4,
+        n_microbatches=4,
         schedule=schedule,
         timeout=20,
     ) as pipeline:

@@ -81,7 +81,7 @@ def train(
     module: nn.Module, group: dist.ProcessGroup, share: Callable[[Tensor], Tensor], **options: Any
 ) -> dict[str, Any]:
     pipeline = Pipeline(
-        module, loss_fn=mse_loss, num_microbatches=4, group=group, timeout=20, **options
+        module, loss_fn=mse_loss, n_microbatches=4, process_group=group, timeout=20, **options
     )
     with pipeline:
         for inputs, target in BATCHES:
@@ -195,7 +195,8 @@ def test_split_layers_may_be_sharded_with_fsdp2(tmp_path: Path) -> None:
 
     def work(mesh: DeviceMesh, stage: int) -> list[dict[str, Any]]:
         share_index, share = mesh.get_local_rank("share"), mesh["share"]
-        options = {"group": mesh.get_group("stage"), "loss_fn": mse_loss, "num_microbatches": 4}
+        stages = mesh.get_group("stage")
+        options = {"process_group": stages, "loss_fn": mse_loss, "n_microbatches": 4}
         pipeline = Pipeline.from_layers(Named(), **NAMED, **options, schedule="1f1b", timeout=20)
         for name in ("embed", "layers.0", "layers.1", "layers.2", "layers.3", "head"):
             inner = pipeline.module.get_submodule(name)
@@ -228,7 +229,7 @@ def test_split_layers_may_be_sharded_with_fsdp2(tmp_path: Path) -> None:
 def test_unsupported_wrappers_are_refused_with_reason(tmp_path: Path) -> None:
     def work(mesh: DeviceMesh, stage: int) -> list[dict[str, Any]]:
         group, share = mesh.get_group("stage"), mesh["share"]
-        options = {"group": group, "loss_fn": mse_loss, "timeout": 20, "num_microbatches": 4}
+        options = {"process_group": group, "loss_fn": mse_loss, "timeout": 20, "n_microbatches": 4}
         ddp = DistributedDataParallel(stack_of(1), process_group=mesh.get_group("share"))
         for module in (ddp, nn.Sequential(stack_of(1), ddp)):
             with pytest.raises(ScheduleError) as caught:
@@ -242,7 +243,7 @@ def test_unsupported_wrappers_are_refused_with_reason(tmp_path: Path) -> None:
             for changed, reason in (
                 ({}, "each would choose its own"),
                 (
-                    {"schedule": "1f1b", "flush": False, "num_microbatches": 1},
+                    {"schedule": "1f1b", "flush": False, "n_microbatches": 1},
                     "cannot be stashed",
                 ),
             ):
@@ -254,10 +255,11 @@ def test_unsupported_wrappers_are_refused_with_reason(tmp_path: Path) -> None:
         one_stage = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         inputs, target = BATCHES[0]
         for of_pipeline in (group, one_stage):
-            late = Pipeline(module := stack_of(1), **{**options, "group": of_pipeline})
+            late = Pipeline(module := stack_of(1), **{**options, "process_group": of_pipeline})
             fully_shard(module, mesh=share)
             with pytest.raises(ScheduleError, match=r"schedule='auto' with a module of stage ."):
                 step(late, inputs, target)
+            dist.barrier()  # until then the other stage may wait for this pipeline's header
         return []
 
     in_mesh(tmp_path, work)
@@ -289,7 +291,7 @@ def test_compiled_modules_match_eager(tmp_path: Path) -> None:
                 module.compile(backend=backend)
             before = num_compiled
             with Pipeline(
-                called, loss_fn=mse_loss, num_microbatches=4, schedule="kfkb:2", timeout=60
+                called, loss_fn=mse_loss, n_microbatches=4, schedule="kfkb:2", timeout=60
             ) as pipeline:
                 for seed in range(2):
                     step(pipeline, *random_batch(10, 8, seed=seed))

@@ -7,8 +7,8 @@ import pytest
 from torch import Tensor
 
 from polyrhythm.run.probe import link
-from polyrhythm.run.probe.channel import PONG, SIZE
 from polyrhythm.run.probe.effort import ProbeEffort
+from polyrhythm.run.probe.link import PONG, SIZE
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 
@@ -66,13 +66,11 @@ class FakeChannel:
             times.append(self.clock.now)
         return times
 
-    def send(self, tensor: Tensor, to: int, *, tag: int, action: str, timeout: Seconds) -> None:
+    def send(self, tensor: Tensor, to: int, *, tag: int, action: str) -> None:
         assert tag == SIZE
         self.sizes.append(int(tensor))
 
-    def receive(
-        self, tensor: Tensor, sender: int, *, tag: int, action: str, timeout: float
-    ) -> None:
+    def receive(self, tensor: Tensor, sender: int, *, tag: int, action: str) -> None:
         tensor.zero_()  # the target requests no streams
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from polyrhythm.describe.model import Layer, ModelProfile
-from polyrhythm.run.profile.layers import measure_layers
+from polyrhythm.run.profile.profile import measure_layers
 from polyrhythm.run.profile.profiled_model import ProfiledModel
 from tests.gloo.commands import run_forked
 

@@ -23,13 +23,13 @@ def model():
 
 trainer = pr.Trainer(
     model, torch.nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1),
-    TensorDataset(inputs, inputs[:, :4]), batch_size=16, run=sys.argv[1], checkpoint_every=4,
-    timeout=30,
+    TensorDataset(inputs, inputs[:, :4]), batch_size=16, run_dir=sys.argv[1],
+    checkpoint=pr.CheckpointConfig(every=4), timeout=30,
 )
 start = trainer.restore()
-trainer.fit(steps=int(sys.argv[2]))
+trainer.fit(max_steps=int(sys.argv[2]))
 loss = trainer.evaluate(TensorDataset(inputs, inputs[:, :4]))
-print(f"{trainer.worker} from {start} to {trainer.step}: {loss:.6f}")
+print(f"{trainer.worker} from {start} to {trainer.global_step}: {loss:.6f}")
 """
 PLAN = '{"schema": 2, "layers_per_stage": [1, 2], "pipelines": [{"schedule": "1f1b"}]}'
 

@@ -1,6 +1,9 @@
 """The Trainer: the same training in one process and in many, in every synchronous mode."""
 
+import inspect
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch.nn.functional import mse_loss
 from polyrhythm.errors import LaunchError, PlanError, WorkerError
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig, SyncConfig
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.trainer_jobs import BATCH, LAYERS, fit, model, plan_of, run_job, samples, trainer
 from tests.grids import long_except
@@ -62,9 +66,9 @@ def test_all_schedules_give_the_same_losses(tmp_path: Path, schedule: str) -> No
 def test_second_fit_continues_the_first(tmp_path: Path) -> None:
     whole, weights = fit(tmp_path, 1, 1)
     with trainer(plan_of(1, 1)) as made:
-        first = made.fit(steps=4).losses
-        second = made.fit(steps=len(whole)).losses
-        assert made.fit(steps=len(whole)).losses == ()
+        first = made.fit(max_steps=4).losses
+        second = made.fit(max_steps=len(whole)).losses
+        assert made.fit(max_steps=len(whole)).losses == ()
         assert (*first, *second) == pytest.approx(whole, abs=1e-6)
         for name, value in made.model.state_dict().items():
             torch.testing.assert_close(value, weights[name])
@@ -86,6 +90,40 @@ def test_autocast_trains_in_lower_precision(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("record", "arguments", "wrong", "fix"),
+    [
+        (CheckpointConfig, {"every": 0}, "every=0", "every"),
+        (CheckpointConfig, {"keep_last": 0}, "keep_last=0", "keep_last"),
+        (CheckpointConfig, {"grace_period": 0}, "grace_period=0", "grace_period"),
+        (DataConfig, {"seed": 1.5}, "seed=1.5", "seed"),
+        (DataConfig, {"collate_fn": 3}, "collate_fn=3", "collate_fn"),
+        (SyncConfig, {"mode": "adaptve"}, "sync='adaptve'", "adaptive"),
+        (SyncConfig, {"overlap": True}, "overlap=True with sync='auto'", "adaptive"),
+        (SyncConfig, {"options": {"max_age": 3}}, "options={'max_age': 3}", "adaptive"),
+    ],
+)
+def test_invalid_records_are_rejected(
+    record: type, arguments: dict[str, Any], wrong: str, fix: str
+) -> None:
+    with pytest.raises(LaunchError) as caught:
+        record(**arguments)
+    assert wrong in caught.value.wrong
+    assert fix in caught.value.fix
+
+
+def test_trainer_has_few_arguments_and_old_ones_name_the_new() -> None:
+    assert len(inspect.signature(Trainer).parameters) <= 20
+    for old, new in {"run": "run_dir=", "checkpoint_every": "CheckpointConfig(every=...)"}.items():
+        with pytest.raises(TypeError, match=re.escape(new)):
+            trainer(plan_of(1, 1), **{old: 1})
+    with trainer(plan_of(1, 1)) as made:
+        with pytest.raises(TypeError, match="max_steps="):
+            made.fit(steps=1)
+        with pytest.raises(AttributeError, match="global_step"):
+            _ = made.step
+
+
+@pytest.mark.parametrize(
     ("options", "wrong", "fix"),
     [
         ({"plan": plan_of(2, 2)}, "1 processes for 2 stages x 2 pipelines", "start 4 processes"),
@@ -97,16 +135,13 @@ def test_autocast_trains_in_lower_precision(tmp_path: Path) -> None:
         ({"clip_grad_norm": 0.0}, "clip_grad_norm=0.0", "clip_grad_norm"),
         ({"timeout": -1.0}, "timeout=-1.0", "timeout"),
         ({"timeout": "60"}, "timeout='60'", "timeout"),
-        ({"grace_period": 0}, "grace_period=0", "grace_period"),
         ({"device": "nonsense"}, "device='nonsense'", "device"),
-        ({"checkpoint_every": 2}, "checkpoint_every=2 without a run folder", "run="),
+        ({"checkpoint": CheckpointConfig(every=2)}, "every=2) without a run folder", "run_dir="),
+        ({"checkpoint": {"every": 2}}, "checkpoint={'every': 2}", "checkpoint"),
         ({"batch_size": "24"}, "batch_size='24'", "batch_size"),
         ({"microbatch_size": 2.5}, "microbatch_size=2.5", "microbatch_size"),
-        ({"seed": 1.5}, "seed=1.5", "seed"),
         ({"callbacks": print}, "callbacks=", "callbacks"),
         ({"lr_scheduler_fn": 3}, "lr_scheduler_fn=3", "lr_scheduler_fn"),
-        ({"overlap": True}, "overlap=True with sync='auto'", "adaptive"),
-        ({"sync_options": {"max_age": 3}}, "sync_options=", "sync='adaptive'"),
     ],
 )
 def test_invalid_trainer_arguments_are_rejected(
@@ -136,11 +171,11 @@ def test_stage_without_parameters_is_rejected() -> None:
 
 def test_run_folder_in_use_is_rejected(tmp_path: Path) -> None:
     with (
-        trainer(plan_of(1, 1), run=tmp_path / "run"),
+        trainer(plan_of(1, 1), run_dir=tmp_path / "run"),
         pytest.raises(LaunchError, match="another job is using it"),
     ):
-        trainer(plan_of(1, 1), run=tmp_path / "run")
-    with trainer(plan_of(1, 1), run=tmp_path / "run"):
+        trainer(plan_of(1, 1), run_dir=tmp_path / "run")
+    with trainer(plan_of(1, 1), run_dir=tmp_path / "run"):
         assert (tmp_path / "run" / "workers.1").is_dir()  # the logs of the first job
 
 
@@ -149,27 +184,30 @@ def test_unwritable_run_folder_is_rejected_by_all_processes(tmp_path: Path) -> N
 
     def work(ctx: DistContext | None) -> str:
         with pytest.raises(LaunchError) as error:
-            trainer(plan_of(1, 2), run=tmp_path / "file" / "run")
+            trainer(plan_of(1, 2), run_dir=tmp_path / "file" / "run")
         return error.value.wrong
 
     found = run_job(2, work, tmp_path / "job")
     assert all("Not a directory" in wrong for wrong in found)
 
 
-@pytest.mark.parametrize("options", [{"seed": 1}, {"batch_size": 12}])
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"data": DataConfig(seed=1)}, "seed=1"), ({"batch_size": 12}, "batch_size=12")],
+)
 def test_inconsistent_arguments_between_processes_are_rejected(
-    tmp_path: Path, options: dict[str, int]
+    tmp_path: Path, options: dict[str, Any], named: str
 ) -> None:
     def work(ctx: DistContext) -> None:
-        trainer(plan_of(1, 2), **(options if ctx.rank else {})).fit(steps=1)
+        trainer(plan_of(1, 2), **(options if ctx.rank else {})).fit(max_steps=1)
 
     with (
         LocalJob(work, 2, output_folder=tmp_path) as job,
         pytest.raises(WorkerError) as raised,
     ):
         job.wait(60)
-    [(name, value)] = options.items()
-    assert f"s0p1 has {name}={value}, and s0p0 has {name}=" in str(raised.value)
+    name, _ = named.split("=")
+    assert f"s0p1 has {named}, and s0p0 has {name}=" in str(raised.value)
 
 
 def test_optimizer_of_other_parameters_is_rejected() -> None:

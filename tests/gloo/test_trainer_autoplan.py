@@ -1,9 +1,11 @@
 """plan="auto": when processes probe, what the plan cache does, and what profiling preserves."""
 
+import inspect
 import logging
 import os
 import random
 import time
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.optim import SGD
 from torch.utils.data import IterableDataset
 
 from polyrhythm.describe.cluster import Cluster, Device
@@ -21,11 +24,11 @@ from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.probe.probe import ProbeOptions
 from polyrhythm.run.trainer import autoplan
-from polyrhythm.run.trainer.config import TrainerConfig
+from polyrhythm.run.trainer.config import SyncConfig, TrainerConfig
 from polyrhythm.run.trainer.layer_profile import layer_blocks, profile_layers, profile_sizes
+from polyrhythm.run.trainer.layer_split import LayerSplit
 from polyrhythm.run.trainer.rank_assignment import DEVICE, assign_ranks
 from polyrhythm.run.trainer.run_dir import PLAN, PlanKey, load_cached_plan
-from polyrhythm.run.trainer.split_spec import SplitSpec
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.trainer_jobs import model, run_job, samples
 
@@ -52,14 +55,18 @@ def wait_for_all(ctx: DistContext) -> None:
 
 
 def config(**more: Any) -> TrainerConfig:
-    return TrainerConfig(loss_fn=mse_loss, optimizer_fn=torch.optim.SGD, **more)
+    """Return the arguments of a Trainer with its defaults."""
+    names = {field.name for field in fields(TrainerConfig)}
+    signature = inspect.signature(Trainer).parameters
+    options = {name: signature[name].default for name in names} | {"sync": SyncConfig()}
+    return TrainerConfig(**options | {"loss_fn": mse_loss, "optimizer_fn": SGD} | more)
 
 
 def test_one_machine_uses_replicas_without_probing(tmp_path: Path) -> None:
     def work(_: DistContext | None) -> tuple[int, int]:
         autoplan.probe = fail_if_probed  # type: ignore[attr-defined]
         with auto_trainer() as trainer:
-            trainer.fit(steps=1)
+            trainer.fit(max_steps=1)
             return trainer.plan.num_stages, trainer.plan.num_pipelines
 
     assert run_job(3, work, tmp_path) == [(1, 3)] * 3
@@ -86,17 +93,17 @@ def test_ranks_follow_plan_devices_and_cached_plan_is_reused(tmp_path: Path) -> 
         os.environ[DEVICE] = f"host{ctx.rank}"
         autoplan.probe = probe  # type: ignore[attr-defined]
         logging.basicConfig(level=logging.INFO, force=True)  # replaces pytest's handlers
-        with auto_trainer(model=wide, run=tmp_path / "run") as trainer:
+        with auto_trainer(model=wide, run_dir=tmp_path / "run") as trainer:
             stage = trainer.worker.stage
             assert trainer.plan.pipelines[0].devices[stage] == f"host{ctx.rank}"
-            return str(trainer.plan), stage, list(trainer.fit(steps=2).losses)
+            return str(trainer.plan), stage, list(trainer.fit(max_steps=2).losses)
 
     first = run_job(2, partial(work, probe=slow_network_probe), tmp_path / "first")
     again = run_job(2, partial(work, probe=fail_if_probed), tmp_path / "again")
     assert [plan for plan, _, _ in first] == [first[0][0]] * 2
     assert {stage for _, stage, _ in first} == {0, 1}
     with auto_trainer(model=wide) as single:
-        expected = list(single.fit(steps=2).losses)
+        expected = list(single.fit(max_steps=2).losses)
     for found in (first, again):
         (losses,) = [losses for _, stage, losses in found if stage == 1]
         assert losses == pytest.approx(expected, abs=1e-5)
@@ -233,7 +240,7 @@ def test_layer_list_is_profiled_with_prologue_and_epilogue() -> None:
     stream = _Counting()
     layers = profile_layers(
         config(
-            batch_size=4, split=SplitSpec(layers="blocks", prologue=("first",), epilogue=("last",))
+            batch_size=4, split=LayerSplit(layers="blocks", prologue=("first",), epilogue=("last",))
         ),
         _Blocks(),
         stream,
@@ -248,8 +255,8 @@ def test_layer_list_is_profiled_with_prologue_and_epilogue() -> None:
 
 def test_layers_without_parameters_stay_with_a_neighbour_layer() -> None:
     kinds = [nn.Flatten(), nn.Linear(8, 8), nn.Tanh(), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8)]
-    assert layer_blocks(SplitSpec(), nn.Sequential(*kinds)) == (4, 1, 1)
-    assert layer_blocks(SplitSpec(layers="blocks"), _Blocks()) == (1, 1, 1)
+    assert layer_blocks(LayerSplit(), nn.Sequential(*kinds)) == (4, 1, 1)
+    assert layer_blocks(LayerSplit(layers="blocks"), _Blocks()) == (1, 1, 1)
 
 
 @pytest.mark.parametrize(

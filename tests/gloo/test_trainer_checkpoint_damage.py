@@ -20,7 +20,8 @@ from polyrhythm.run.checkpoint import save
 from polyrhythm.run.checkpoint.folder import list_steps
 from polyrhythm.run.checkpoint.manifest import MANIFEST, CheckpointError
 from polyrhythm.run.comm.launch import DistContext, LocalJob
-from polyrhythm.run.trainer.step_loop import StepEnd
+from polyrhythm.run.trainer.config import CheckpointConfig
+from polyrhythm.run.trainer.fit_loop import StepInfo
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.checkpoint_faults import mount_small_disk, record_warnings
 from tests.gloo.pipelines import run_single_process
@@ -33,10 +34,12 @@ CHECKPOINT_EVERY, STOP_STEP = 3, 6  # checkpoints of steps 3 and 6
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """Return the folder of a stopped run, and the losses of an uninterrupted one."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
-    with trainer(plan_of(1, 1), run=folder, checkpoint_every=CHECKPOINT_EVERY) as made:
-        made.fit(steps=STOP_STEP)
+    with trainer(
+        plan_of(1, 1), run_dir=folder, checkpoint=CheckpointConfig(every=CHECKPOINT_EVERY)
+    ) as made:
+        made.fit(max_steps=STOP_STEP)
     with trainer(plan_of(1, 1)) as whole:
-        return folder, list(whole.fit(steps=NUM_STEPS).losses)
+        return folder, list(whole.fit(max_steps=NUM_STEPS).losses)
 
 
 @pytest.fixture
@@ -83,10 +86,10 @@ def test_restore_falls_back_to_previous_checkpoint_with_a_warning(
     stopped: tuple[Path, list[float]], run: Path, damage: Callable[[Path], None]
 ) -> None:
     damage(checkpoint(run, STOP_STEP))
-    with trainer(plan_of(1, 1), run=run) as made:
+    with trainer(plan_of(1, 1), run_dir=run) as made:
         with pytest.warns(UserWarning, match=rf"step-{STOP_STEP:08}"):
             assert made.restore() == CHECKPOINT_EVERY
-        assert made.fit(steps=NUM_STEPS).losses == pytest.approx(
+        assert made.fit(max_steps=NUM_STEPS).losses == pytest.approx(
             stopped[1][CHECKPOINT_EVERY:], abs=1e-6
         )
 
@@ -96,7 +99,7 @@ def test_partial_checkpoint_of_a_killed_job_is_ignored(run: Path) -> None:
         whole = checkpoint(run, step)
         without_manifest(whole)
         whole.rename(whole.with_name(f".{whole.name}.partial"))
-    with trainer(plan_of(1, 1), run=run) as made:
+    with trainer(plan_of(1, 1), run_dir=run) as made:
         assert made.restore() == 0  # without a warning: nothing was ever saved
         assert list((run / "checkpoints").iterdir()) == []
 
@@ -116,9 +119,11 @@ def test_job_killed_during_save_resumes_from_previous_checkpoint(
             return written
 
         save.write_stage = write_and_die
-        with trainer(plan_of(1, 1), run=run, checkpoint_every=CHECKPOINT_EVERY) as made:
-            made.fit(steps=CHECKPOINT_EVERY)
-            made.fit(steps=STOP_STEP)
+        with trainer(
+            plan_of(1, 1), run_dir=run, checkpoint=CheckpointConfig(every=CHECKPOINT_EVERY)
+        ) as made:
+            made.fit(max_steps=CHECKPOINT_EVERY)
+            made.fit(max_steps=STOP_STEP)
 
     with (
         LocalJob(train_until_killed, 1, output_folder=tmp_path) as job,
@@ -127,10 +132,10 @@ def test_job_killed_during_save_resumes_from_previous_checkpoint(
         job.wait(60)
     half = run / "checkpoints" / f".step-{STOP_STEP:08}.partial"
     assert list(half.glob("*.distcp"))
-    with trainer(plan_of(1, 1), run=run) as made:
+    with trainer(plan_of(1, 1), run_dir=run) as made:
         assert made.restore() == CHECKPOINT_EVERY
         assert not half.exists()
-        assert made.fit(steps=NUM_STEPS).losses == pytest.approx(
+        assert made.fit(max_steps=NUM_STEPS).losses == pytest.approx(
             stopped[1][CHECKPOINT_EVERY:], abs=1e-6
         )
 
@@ -140,7 +145,7 @@ def restore_error(made: Trainer, path: Path | None = None) -> str:
     before = {name: value.clone() for name, value in made.model.state_dict().items()}
     with pytest.raises(CheckpointError) as error:
         made.restore(path)
-    assert made.step == 0
+    assert made.global_step == 0
     assert all(torch.equal(value, before[name]) for name, value in made.model.state_dict().items())
     return error.value.wrong
 
@@ -150,7 +155,7 @@ def test_restore_error_is_the_same_on_all_workers(run: Path, tmp_path: Path) -> 
 
     def work(ctx: DistContext | None) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        with trainer(plan_of(2, 2), run=run) as made, record_warnings() as texts:
+        with trainer(plan_of(2, 2), run_dir=run) as made, record_warnings() as texts:
             found["named"] = restore_error(made, checkpoint(run, STOP_STEP))
             found["nowhere"] = restore_error(made, run / "nowhere")
             dist.barrier()
@@ -179,7 +184,7 @@ def test_only_first_worker_warns_of_skipped_checkpoint(run: Path, tmp_path: Path
     flipped(checkpoint(run, STOP_STEP))
 
     def work(ctx: DistContext | None) -> tuple[int, list[str]]:
-        with trainer(plan_of(1, 2), run=run) as made, record_warnings() as texts:
+        with trainer(plan_of(1, 2), run_dir=run) as made, record_warnings() as texts:
             step = made.restore()
         return step, texts
 
@@ -207,7 +212,7 @@ def test_full_disk_does_not_stop_training(
         if (problem := mount_small_disk(disk, "512k")) is not None:
             return {"problem": problem}
 
-        def fill(end: StepEnd) -> None:
+        def fill(end: StepInfo) -> None:
             wait_for_save(made)
             if end.step == CHECKPOINT_EVERY:
                 with (disk / "other").open("wb", buffering=0) as other:
@@ -219,10 +224,13 @@ def test_full_disk_does_not_stop_training(
         with (
             record_warnings() as texts,
             trainer(
-                plan_of(1, 1), run=run, checkpoint_every=CHECKPOINT_EVERY, callbacks=[fill]
+                plan_of(1, 1),
+                run_dir=run,
+                checkpoint=CheckpointConfig(every=CHECKPOINT_EVERY),
+                callbacks=[fill],
             ) as made,
         ):
-            losses = made.fit(steps=NUM_STEPS).losses
+            losses = made.fit(max_steps=NUM_STEPS).losses
         events = [event for event in read_run(run) if event.kind == "checkpoint"]
         return {
             "warned": texts,
@@ -248,7 +256,7 @@ def test_full_disk_does_not_stop_training(
 
 
 def test_failed_last_checkpoint_is_warned_of(run: Path) -> None:
-    with record_warnings() as texts, trainer(plan_of(1, 1), run=run) as made:
+    with record_warnings() as texts, trainer(plan_of(1, 1), run_dir=run) as made:
         made.restore()
         write, save.write_stage = save.write_stage, lambda *_: 1 / 0
         try:
@@ -272,7 +280,7 @@ def test_fit_does_not_wait_for_a_slow_disk(
     monkeypatch.setattr(save, "write_stage", slow)
     written = []
 
-    def last(end: StepEnd) -> None:
+    def last(end: StepInfo) -> None:
         if end.step == NUM_STEPS - 1:  # the first checkpoint is still being written
             assert started.wait(20)
             written.extend(list_steps(tmp_path / "run" / "checkpoints"))
@@ -281,10 +289,13 @@ def test_fit_does_not_wait_for_a_slow_disk(
     with (
         record_warnings() as texts,
         trainer(
-            plan_of(1, 1), run=tmp_path / "run", checkpoint_every=CHECKPOINT_EVERY, callbacks=[last]
+            plan_of(1, 1),
+            run_dir=tmp_path / "run",
+            checkpoint=CheckpointConfig(every=CHECKPOINT_EVERY),
+            callbacks=[last],
         ) as made,
     ):
-        losses = made.fit(steps=NUM_STEPS).losses
+        losses = made.fit(max_steps=NUM_STEPS).losses
     assert losses == pytest.approx(stopped[1], abs=1e-6)
     assert written == []
     assert list(list_steps(tmp_path / "run" / "checkpoints")) == [CHECKPOINT_EVERY, NUM_STEPS]
@@ -305,9 +316,13 @@ def test_sharded_replicas_continue_while_a_save_is_skipped(tmp_path: Path) -> No
 
         save.write_stage = slow
         warnings.simplefilter("ignore", UserWarning)
-        options = {"run": tmp_path / "run", "checkpoint_every": 1, "sync": "decoupled"}
+        options = {
+            "run_dir": tmp_path / "run",
+            "checkpoint": CheckpointConfig(every=1),
+            "sync": "decoupled",
+        }
         with trainer(plan_of(1, 2), timeout=10.0, **options) as made:
-            return len(made.fit(steps=NUM_STEPS).steps)
+            return len(made.fit(max_steps=NUM_STEPS).steps)
 
     assert run_job(2, work, tmp_path) == [NUM_STEPS] * 2
     assert 0 < len(list(list_steps(tmp_path / "run" / "checkpoints"))) < NUM_STEPS

@@ -9,6 +9,7 @@ from torch.utils.data import TensorDataset
 
 from polyrhythm.errors import LaunchError
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.trainer.config import CheckpointConfig
 from tests.gloo.trainer_jobs import NUM_STEPS, fit, plan_of, run_job, samples, trainer
 from tests.grids import long_except
 
@@ -20,9 +21,11 @@ def resume(folder: Path, shape: tuple[int, int], steps: int, **more: Any) -> lis
     plan = plan_of(*shape)
 
     def work(ctx: DistContext | None) -> Any:
-        with trainer(plan, run=folder / "run", checkpoint_every=3, **more) as made:
+        with trainer(
+            plan, run_dir=folder / "run", checkpoint=CheckpointConfig(every=3), **more
+        ) as made:
             first_step = made.restore()
-            ends = made.fit(steps=steps).steps
+            ends = made.fit(max_steps=steps).steps
             found = [(end.step, end.loss, end.num_samples) for end in ends]
             return first_step, found, made.model.state_dict()
 
@@ -56,11 +59,11 @@ def test_resume_with_another_plan_continues_the_losses(
 
 
 def test_save_writes_a_checkpoint_to_restore(tmp_path: Path) -> None:
-    with trainer(plan_of(1, 1), run=tmp_path / "run") as made:
-        made.fit(steps=2)
+    with trainer(plan_of(1, 1), run_dir=tmp_path / "run") as made:
+        made.fit(max_steps=2)
         made.save()
         expected = {name: value.clone() for name, value in made.model.state_dict().items()}
-        made.fit(steps=3)
+        made.fit(max_steps=3)
         assert made.restore() == 2
         for name, value in made.model.state_dict().items():
             assert torch.equal(value, expected[name])
@@ -75,7 +78,7 @@ def test_restore_skips_a_damaged_checkpoint(tmp_path: Path) -> None:
     file = max(newest.iterdir(), key=lambda path: path.stat().st_size)
     file.write_bytes(file.read_bytes()[:-10])
     with (
-        trainer(plan_of(1, 1), run=tmp_path / "run") as made,
+        trainer(plan_of(1, 1), run_dir=tmp_path / "run") as made,
         pytest.warns(UserWarning, match=newest.name),
     ):
         assert made.restore() == 3
@@ -92,12 +95,12 @@ def test_evaluate_is_the_mean_over_all_samples(tmp_path: Path, shape: tuple[int,
 
     def work(ctx: DistContext | None) -> tuple[float, bool]:
         with trainer(plan_of(*shape)) as made:
-            made.fit(steps=2)
+            made.fit(max_steps=2)
             return made.evaluate(data), made.model.training
 
     found = run_job(shape[0] * shape[1], work, tmp_path)
     with trainer(plan_of(1, 1)) as single:
-        single.fit(steps=2)
+        single.fit(max_steps=2)
         inputs, targets = data.tensors
         with torch.no_grad():
             expected = torch.nn.functional.mse_loss(single.model(inputs), targets).item()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.trainer.config import SyncConfig
 from tests.gloo.trainer_jobs import BATCH, NUM_SAMPLES, plan_of, run_job, samples, trainer
 from tests.gloo.transport_peers import wait_until
 from tests.grids import long_except
@@ -44,7 +45,7 @@ def train(
         wait_until(lambda: len([*folder.glob("started*")]) == plan.num_workers, "all start")
         data = RecordingDataset(0.02 if is_slow else 0.005)
         with trainer(plan, sync=sync, dataset=data, lr_scheduler_fn=None, **more) as made:
-            fitted = made.fit(steps=NUM_STEPS)
+            fitted = made.fit(max_steps=NUM_STEPS)
             ids = list(data.ids)
             weights = [value.sum().item() for value in made.model.parameters()]
             loss = made.evaluate(samples())
@@ -61,7 +62,7 @@ def test_each_sample_is_used_once_per_epoch_and_fast_pipelines_use_more(
     tmp_path: Path, sync: str
 ) -> None:
     options = {"group_size": 2} if sync == "partial_reduce" else {}
-    found = train(tmp_path, (1, 3), sync, sync_options=options)
+    found = train(tmp_path, (1, 3), SyncConfig(sync, options=options))
     used = Counter(i for ids, _, _, _ in found for i in ids)
     assert sum(used.values()) == NUM_STEPS * BATCH
     num_epochs, rest = divmod(NUM_STEPS * BATCH, NUM_SAMPLES)

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.trainer.layer_split import LayerSplit
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.checkpoint_models import TiedLanguageModel
 from tests.gloo.commands import run_export, run_without_polyrhythm
@@ -61,15 +62,15 @@ def train(
             next_token_loss,
             partial(torch.optim.SGD, lr=0.5, momentum=0.9),
             text(),
-            **names,
+            split=LayerSplit(**names),
             plan=plan,
             batch_size=8,
             microbatch_size=2,
             clip_grad_norm=1.0,
             timeout=30.0,
-            run=folder / "run",
+            run_dir=folder / "run",
         ) as made:
-            ends = made.fit(steps=STEPS).steps
+            ends = made.fit(max_steps=STEPS).steps
             made.save()
             return [(end.loss, end.num_samples) for end in ends], made.model.state_dict()
 

@@ -51,9 +51,9 @@ def train(
             seen.append((end.step, end.num_samples, weight))
 
         with trainer(plan, sync="auto", callbacks=[callback]) as made:
-            made.fit(steps=NUM_STEPS // 2)
-            assert made.step == NUM_STEPS // 2
-            made.fit(steps=NUM_STEPS)
+            made.fit(max_steps=NUM_STEPS // 2)
+            assert made.global_step == NUM_STEPS // 2
+            made.fit(max_steps=NUM_STEPS)
             state = made._progress.optimizer.state_dict()
             return seen, state
 
@@ -79,7 +79,7 @@ def test_replicas_are_equal_after_every_sync_mode_switch(
 
 
 def one_process_trainer(folder: Path, schedule: Callable[[Any], LRScheduler], **more: Any) -> Any:
-    return trainer(plan_of(1, 1), lr_scheduler_fn=schedule, run=folder, **more)
+    return trainer(plan_of(1, 1), lr_scheduler_fn=schedule, run_dir=folder, **more)
 
 
 @pytest.mark.parametrize(
@@ -93,23 +93,23 @@ def test_lr_scheduler_continues_across_checkpoint_and_fits(
     tmp_path: Path, schedule: Callable[[Any], LRScheduler]
 ) -> None:
     with one_process_trainer(tmp_path / "whole", schedule) as made:
-        whole = made.fit(steps=12).losses
+        whole = made.fit(max_steps=12).losses
     with one_process_trainer(tmp_path / "parts", schedule) as made:
-        parts = [*made.fit(steps=3).losses, *made.fit(steps=6).losses]
+        parts = [*made.fit(max_steps=3).losses, *made.fit(max_steps=6).losses]
         made.save()
     with one_process_trainer(tmp_path / "parts", schedule) as made:
         assert made.restore() == 6
-        parts += made.fit(steps=12).losses
+        parts += made.fit(max_steps=12).losses
     assert parts == pytest.approx(whole, rel=1e-5)
 
 
 def test_save_during_fit_is_rejected(tmp_path: Path) -> None:
-    with trainer(plan_of(1, 1), run=tmp_path, callbacks=[lambda end: made.save()]) as made:
+    with trainer(plan_of(1, 1), run_dir=tmp_path, callbacks=[lambda end: made.save()]) as made:
         with pytest.raises(LaunchError, match=r"save\(\) during fit\(\)"):
-            made.fit(steps=3)
+            made.fit(max_steps=3)
         with pytest.raises(LaunchError, match=r"evaluate\(\) during fit\(\)"):
             made.evaluate([])
-    with trainer(plan_of(1, 1), run=tmp_path) as again:  # the folder is free
+    with trainer(plan_of(1, 1), run_dir=tmp_path) as again:  # the folder is free
         assert again.restore() == 0
 
 
@@ -117,11 +117,11 @@ def test_several_trainers_in_one_job(tmp_path: Path) -> None:
     def work(ctx: DistContext | None) -> Any:
         found = []
         for name, steps in (("a", 2), ("b", 4), ("a", 2)):
-            with trainer(plan_of(1, 2), run=tmp_path / name) as made:
+            with trainer(plan_of(1, 2), run_dir=tmp_path / name) as made:
                 before = made.restore()
-                made.fit(steps=steps)
+                made.fit(max_steps=steps)
                 made.save()
-                found.append((before, made.step))
+                found.append((before, made.global_step))
         return found
 
     assert run_job(2, work, tmp_path) == [[(0, 2), (0, 4), (2, 2)]] * 2
@@ -138,7 +138,7 @@ def test_dead_pipeline_stops_training_in_gradient_modes(tmp_path: Path, sync: st
 
         made = trainer(plan_of(1, 2), sync=sync, callbacks=[callback])
         try:
-            made.fit(steps=10_000)
+            made.fit(max_steps=10_000)
         except PeerError as error:
             (tmp_path / f"error{ctx.rank}").write_text(str(error))
             made.__exit__(PeerError, error, None)

@@ -13,6 +13,7 @@ from polyrhythm.cli import main
 from polyrhythm.errors import WorkerError
 from polyrhythm.processes import TERMINATED, Child
 from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.trainer.config import CheckpointConfig
 from tests.gloo.trainer_jobs import NUM_STEPS, fit, plan_of, run_job, trainer
 from tests.grids import long_except
 
@@ -37,10 +38,10 @@ def run_until_preempted(
                 os.kill(os.getpid(), signal.SIGTERM)
                 is_sent = True
 
-        options = {"run": folder / "run", "callbacks": (callback,), "sync": sync, **more}
+        options = {"run_dir": folder / "run", "callbacks": (callback,), "sync": sync, **more}
         with trainer(plan, **options) as made:
             made.restore()
-            made.fit(steps=10_000)
+            made.fit(max_steps=10_000)
 
     with LocalJob(work, plan.num_workers, output_folder=folder / "logs") as job:
         with pytest.raises(WorkerError) as raised:
@@ -89,9 +90,9 @@ def test_preempted_job_resumes_with_the_same_losses(tmp_path: Path) -> None:
     plan = plan_of(1, 3)
 
     def work(ctx: DistContext | None) -> Any:
-        with trainer(plan, run=tmp_path / "run", sync="all_reduce") as made:
+        with trainer(plan, run_dir=tmp_path / "run", sync="all_reduce") as made:
             first = made.restore()
-            ends = made.fit(steps=60).steps
+            ends = made.fit(max_steps=60).steps
             return first, [(end.step, end.loss, end.num_samples) for end in ends]
 
     found = run_job(3, work, tmp_path / "again")
@@ -111,8 +112,10 @@ def test_process_exits_after_grace_period(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(60)
 
-        with trainer(plan_of(1, 1), callbacks=(callback,), grace_period=0.5) as made:
-            made.fit(steps=NUM_STEPS)
+        with trainer(
+            plan_of(1, 1), callbacks=(callback,), checkpoint=CheckpointConfig(grace_period=0.5)
+        ) as made:
+            made.fit(max_steps=NUM_STEPS)
 
     with LocalJob(work, 1, output_folder=tmp_path) as job:
         with pytest.raises(WorkerError) as raised:
@@ -128,8 +131,10 @@ def test_grace_period_holds_when_store_does_not_answer(tmp_path: Path) -> None:
             (tmp_path / f"pid{ctx.rank}").write_text(str(os.getpid()))
             time.sleep(STEP_SLEEP)
 
-        with trainer(plan_of(1, 2), callbacks=(callback,), grace_period=1.0) as made:
-            made.fit(steps=10_000)
+        with trainer(
+            plan_of(1, 2), callbacks=(callback,), checkpoint=CheckpointConfig(grace_period=1.0)
+        ) as made:
+            made.fit(max_steps=10_000)
 
     with LocalJob(work, 2, output_folder=tmp_path / "logs") as job:
         deadline = time.monotonic() + 30
@@ -154,8 +159,10 @@ def test_forked_child_of_the_script_can_be_terminated(tmp_path: Path) -> None:
                 assert os.WTERMSIG(status) == signal.SIGTERM
             time.sleep(STEP_SLEEP)
 
-        with trainer(plan_of(1, 1), callbacks=(callback,), grace_period=5) as made:
-            assert len(made.fit(steps=30).steps) == 30
+        with trainer(
+            plan_of(1, 1), callbacks=(callback,), checkpoint=CheckpointConfig(grace_period=5)
+        ) as made:
+            assert len(made.fit(max_steps=30).steps) == 30
 
     with LocalJob(work, 1, output_folder=tmp_path) as job:
         assert job.wait(30)
@@ -169,10 +176,10 @@ inputs = torch.randn(64, 8)
 trainer = pr.Trainer(
     lambda: torch.nn.Sequential(torch.nn.Linear(8, 4)),
     torch.nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1),
-    TensorDataset(inputs, inputs[:, :4]), batch_size=16, run="run", timeout=30,
+    TensorDataset(inputs, inputs[:, :4]), batch_size=16, run_dir="run", timeout=30,
     callbacks=[lambda end: (print("trains", flush=True), time.sleep(0.02))],
 )
-trainer.fit(steps=10**6)
+trainer.fit(max_steps=10**6)
 print("fit has returned")
 """
 

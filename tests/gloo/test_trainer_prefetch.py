@@ -13,9 +13,11 @@ from torch.nn.functional import mse_loss
 
 from polyrhythm.errors import WorkerError
 from polyrhythm.run.comm.launch import DistContext, LocalJob
-from polyrhythm.run.trainer import step_loop
-from polyrhythm.run.trainer.step_loop import StepEnd
+from polyrhythm.run.data.prefetch import PredictedRanges, Prefetcher, resolved_ranges
+from polyrhythm.run.trainer.config import DataConfig
+from polyrhythm.run.trainer.fit_loop import StepInfo
 from polyrhythm.run.trainer.trainer import Trainer
+from polyrhythm.sync.dispatch import Ranges
 from tests.gloo.trainer_jobs import BATCH, NUM_SAMPLES, plan_of, run_job, samples
 
 STEPS = 6
@@ -77,7 +79,7 @@ def trainer(
         plan=plan_of(*shape),
         batch_size=BATCH,
         microbatch_size=4,
-        shuffle=False,
+        data=DataConfig(shuffle=False),
         timeout=timeout,
         **more,
     )
@@ -97,7 +99,7 @@ def test_next_batch_is_prefetched_during_compute(
         with trainer(
             shape, data, lambda: WaitForPrefetch(data, share, num_certain), sync=sync
         ) as made:
-            made.fit(steps=STEPS)
+            made.fit(max_steps=STEPS)
         return data.threads
 
     for threads in run_job(shape[0] * shape[1], work, tmp_path):
@@ -108,16 +110,15 @@ def test_next_batch_is_prefetched_during_compute(
 
 def test_dispatched_samples_are_prefetched(tmp_path: Path) -> None:
     def work(ctx: DistContext | None) -> tuple[list[str], int]:
-        data, decode, announced = CountingDataset(), step_loop.decode_slice, set[tuple[int, int]]()
+        data, load, announced = CountingDataset(), Prefetcher.load, set[tuple[int, int]]()
 
-        def record(*arguments: Any) -> Any:
-            batch_slice, following = decode(*arguments)
-            announced.update(following)
-            return batch_slice, following
+        def record(self: Prefetcher, ranges: Ranges, next_ranges: PredictedRanges = ()) -> Any:
+            announced.update(resolved_ranges(next_ranges))
+            return load(self, ranges, next_ranges)
 
-        step_loop.decode_slice = record
+        Prefetcher.load = record  # type: ignore[method-assign]
         with trainer((2, 2), data, nn.Tanh, sync="adaptive") as made:
-            made.fit(steps=STEPS)
+            made.fit(max_steps=STEPS)
         return data.threads, sum(end - start for start, end in announced)
 
     found = run_job(4, work, tmp_path)
@@ -138,11 +139,11 @@ def test_failing_sample_stops_the_job_at_its_step(
     def work(ctx: DistContext) -> None:
         data = CountingDataset(failing if shape[0] == 1 or ctx.rank == rank else None)
 
-        def record_step(end: StepEnd) -> None:
+        def record_step(end: StepInfo) -> None:
             (tmp_path / f"made{ctx.rank}").write_text(str(end.step))
 
         made = trainer(shape, data, nn.Tanh, 90.0, sync=sync, callbacks=[record_step])
-        made.fit(steps=STEPS)
+        made.fit(max_steps=STEPS)
 
     message = f"sample {failing}, at position {failing}: OSError: torn"
     with (

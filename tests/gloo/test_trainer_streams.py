@@ -14,7 +14,8 @@ from torch.utils.data import IterableDataset
 from polyrhythm.run.checkpoint.manifest import read_manifest
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.data.order import DataError
-from polyrhythm.run.trainer.step_loop import StepEnd
+from polyrhythm.run.trainer.config import CheckpointConfig
+from polyrhythm.run.trainer.fit_loop import StepInfo
 from polyrhythm.sync.dispatch import SamplerState
 from tests.gloo.trainer_jobs import BATCH, NUM_STEPS, fit, plan_of, run_job, trainer
 
@@ -50,7 +51,7 @@ class SleepCallback:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    def __call__(self, end: StepEnd) -> None:
+    def __call__(self, end: StepInfo) -> None:
         time.sleep(self._seconds)
 
 
@@ -62,9 +63,9 @@ def resume(
 
     def work(ctx: DistContext | None) -> Any:
         stream = Stream()
-        with trainer(plan, dataset=stream, run=folder / "run", **more) as made:
+        with trainer(plan, dataset=stream, run_dir=folder / "run", **more) as made:
             first_step = made.restore(saved)
-            ends = made.fit(steps=steps).steps
+            ends = made.fit(max_steps=steps).steps
             made.save()
             found = [(end.step, end.loss, end.num_samples) for end in ends]
             return first_step, found, stream.read
@@ -110,11 +111,11 @@ def test_outstanding_samples_are_read_again_after_restore(tmp_path: Path) -> Non
     def train_with_checkpoints(ctx: DistContext | None) -> None:
         assert ctx is not None
         sleep_callback = SleepCallback(0.03 if ctx.rank == 1 else 0.0)
-        options = {"checkpoint_every": STOP_STEP, "callbacks": [sleep_callback]}
+        options = {"checkpoint": CheckpointConfig(every=STOP_STEP), "callbacks": [sleep_callback]}
         with trainer(
-            plan_of(1, 2), dataset=Stream(), run=tmp_path / "run", sync="adaptive", **options
+            plan_of(1, 2), dataset=Stream(), run_dir=tmp_path / "run", sync="adaptive", **options
         ) as made:
-            made.fit(steps=NUM_STEPS)
+            made.fit(max_steps=NUM_STEPS)
 
     run_job(2, train_with_checkpoints, tmp_path)
     saved, _ = sorted((tmp_path / "run" / "checkpoints").iterdir())  # of step 6 or later, and 10
@@ -136,5 +137,5 @@ def test_stream_with_unpicklable_state_is_rejected_at_start(tmp_path: Path) -> N
             return {**super().state_dict(), "lines": (line for line in "text")}
 
     with pytest.raises(DataError, match="the state of a Holding"):
-        trainer(plan_of(1, 1), dataset=Holding(), run=tmp_path / "run")
+        trainer(plan_of(1, 1), dataset=Holding(), run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -55,13 +55,13 @@ def train(folder: Path, slowness: Callable[[int], Callable[[], float]]) -> tuple
             plan=plan_of(1, 3),
             batch_size=BATCH,
             microbatch_size=2,
-            run=folder / "run",
+            run_dir=folder / "run",
             timeout=30.0,
         )
         with made:
-            fitted = made.fit(steps=NUM_STEPS)
+            fitted = made.fit(max_steps=NUM_STEPS)
             weights = [value.sum().item() for value in made.model.parameters()]
-            return loss.ids, weights, fitted.losses[-1], made.step
+            return loss.ids, weights, fitted.losses[-1], made.global_step
 
     found = run_job(3, work, folder)
     return found, [event for event in read_run(folder / "run") if event.kind == "sync_mode"]

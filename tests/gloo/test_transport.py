@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.pipeline.message import MessageLayout
-from polyrhythm.run.pipeline.transport import Inbox, Outbox
+from polyrhythm.run.pipeline.transport import Inbox, MessageLayout, Outbox
 from polyrhythm.types import Action, Op
 from tests.gloo.transport_peers import (
     content,

@@ -11,8 +11,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.pipeline import transport
-from polyrhythm.run.pipeline.message import ANNOUNCEMENT_BYTES, MessageLayout
-from polyrhythm.run.pipeline.transport import Inbox, MicrobatchKind, Outbox, Route
+from polyrhythm.run.pipeline.batch import MicrobatchKind
+from polyrhythm.run.pipeline.transport import (
+    ANNOUNCEMENT_BYTES,
+    Inbox,
+    MessageLayout,
+    Outbox,
+    Route,
+)
 from polyrhythm.types import Action, Op
 
 SHAPES = {10: (3, 4), 11: (5,), 12: (2, 0)}  # by kind

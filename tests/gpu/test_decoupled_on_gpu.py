@@ -16,11 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from polyrhythm.run.comm.comm_thread import CommThread
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.comm.nccl_collectives import NcclCollectives
-from polyrhythm.run.comm.pinned_staging import PinnedCollectives
 from polyrhythm.run.comm.process_groups import new_gloo_group
-from polyrhythm.run.comm.reduce_scatter import Collectives, GlooCollectives
-from polyrhythm.run.decoupled.communicator import select_backend
+from polyrhythm.run.comm.reduce_scatter import (
+    Collectives,
+    GlooCollectives,
+    NcclCollectives,
+    PinnedCollectives,
+    select_backend,
+)
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from tests.gloo.pipelines import run_stages
 

@@ -29,7 +29,7 @@ def measure(ctx: DistContext, schedule: str, folder: Path) -> None:
         with Pipeline(
             module,
             loss_fn=functional.mse_loss,
-            num_microbatches=NUM_MICROBATCHES,
+            n_microbatches=NUM_MICROBATCHES,
             schedule=schedule,
             timeout=60,
         ) as pipeline:

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.trainer.config import CheckpointConfig
 from polyrhythm.run.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(
@@ -44,10 +45,10 @@ def losses(folder: Path, num_stages: int, num_pipelines: int, sync: str) -> list
             batch_size=32,
             microbatch_size=4,
             device="cuda",
-            run=folder / "run",
-            checkpoint_every=3,
+            run_dir=folder / "run",
+            checkpoint=CheckpointConfig(every=3),
         ) as trainer:
-            steps = trainer.fit(steps=NUM_STEPS).steps
+            steps = trainer.fit(max_steps=NUM_STEPS).steps
             assert next(trainer.model.parameters()).is_cuda
         found = [(end.loss, end.num_samples) for end in steps if end.loss is not None]
         (folder / f"{ctx.rank}.pkl").write_bytes(pickle.dumps(found))

@@ -14,12 +14,11 @@ from torch.nn import functional
 
 from polyrhythm.lab.lab import Lab
 from polyrhythm.run.pipeline import autotune
-from polyrhythm.run.pipeline.clocks import measure_offsets
-from polyrhythm.run.pipeline.connections import Connections
+from polyrhythm.run.pipeline.autotune import measure_offsets
 from polyrhythm.run.pipeline.executor import Executor
 from polyrhythm.run.pipeline.partition import linear_wiring
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.run.pipeline.transport import Transfer
+from polyrhythm.run.pipeline.transport import Connections, Transfer
 from polyrhythm.types import Op
 from tests.lab.hosts import cluster
 from tests.lab.stages import lines, start
@@ -123,7 +122,7 @@ def train(stage: int, *, schedule: str, compute: float, window: int, shifted: bo
     with Pipeline(
         SleepModule(compute),
         loss_fn=functional.mse_loss,
-        num_microbatches=NUM_MICROBATCHES,
+        n_microbatches=NUM_MICROBATCHES,
         schedule=schedule,
         window=window,
         timeout=30,

@@ -50,7 +50,7 @@ def train(stage: int, *, timeout: float, num_steps: int) -> None:
     with Pipeline.from_sequential(
         whole,
         loss_fn=functional.mse_loss,
-        num_microbatches=NUM_MICROBATCHES,
+        n_microbatches=NUM_MICROBATCHES,
         schedule="1f1b",
         timeout=timeout,
     ) as pipeline:

@@ -55,7 +55,7 @@ def model() -> nn.Sequential:
 def train(**more: Any) -> tuple[Plan, list[tuple[int, float | None, int]]]:
     optimizer = partial(torch.optim.AdamW, lr=1e-2)
     with Trainer(model, mse_loss, optimizer, samples(), batch_size=BATCH, **more) as trainer:
-        ends = trainer.fit(steps=NUM_STEPS).steps
+        ends = trainer.fit(max_steps=NUM_STEPS).steps
         return trainer.plan, [(end.step, end.loss, end.num_samples) for end in ends]
 
 
@@ -96,7 +96,7 @@ def fail_if_probed(*_: object) -> None:
 
 def train_from_cached_plan(run: Path) -> Any:
     autoplan.probe = fail_if_probed  # type: ignore[attr-defined]
-    return train(run=run, timeout=TIMEOUT)
+    return train(run_dir=run, timeout=TIMEOUT)
 
 
 @pytest.mark.long
@@ -105,7 +105,7 @@ def test_autoplan_in_lab_matches_one_process(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with Lab(two_regions()) as lab:
         outputs = start_hosts(
-            lab, tmp_path / "first", 29500, partial(train, run=run, timeout=TIMEOUT)
+            lab, tmp_path / "first", 29500, partial(train, run_dir=run, timeout=TIMEOUT)
         )
         assert lab.wait(lab.children, timeout=100), [c.reason for c in lab.children]
         assert [child.status for child in lab.children] == [0] * 4, [

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from polyrhythm.events import EventLog, worker_log
+from polyrhythm.events import worker_log
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.decision_log import LOG_NAME, DecisionLog
 from polyrhythm.sync.protocol import Dead, Done, Event, Join, Leave, Ready
 from polyrhythm.sync.setup import Setup

@@ -5,11 +5,10 @@ from itertools import islice
 
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.model import Layer, ModelProfile
-from polyrhythm.plan.job import TrainingJob
+from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.plan import PipelinePlan, Plan, PredictedStep
 from polyrhythm.plan.predict import Prediction, predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.schedule.plan_schedules import PlannedSchedules
 
 GIB = 2**30
 
@@ -54,8 +53,7 @@ def problem(
     return Problem(
         cluster=where,
         profile=what or profile(),
-        job=job or TrainingJob(batch=32),
-        schedules=PlannedSchedules(),
+        job=job or TrainingJob(batch_size=32),
     )
 
 
@@ -74,7 +72,7 @@ def predicted(
         pipelines=tuple(
             PipelinePlan(
                 devices=tuple(islice(used[start::step], num_stages)),
-                num_microbatches=max(1, of.job.batch // size // num_pipelines),
+                num_microbatches=max(1, of.job.batch_size // size // num_pipelines),
             )
             for start in first
         ),

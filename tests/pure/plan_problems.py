@@ -3,15 +3,15 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise, permutations
+from typing import Any
 
 from hypothesis import strategies as st
 
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.model import Layer, ModelProfile
-from polyrhythm.plan.job import TrainingJob
+from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.problem import Problem
-from polyrhythm.schedule.plan_schedules import PlannedSchedules
 
 GIGABYTE = 10**9
 
@@ -56,10 +56,12 @@ def cluster(
     )
 
 
-def problem(over: Cluster, works: Sequence[float] = (1.0,) * 8, **of_job: object) -> Problem:
+def problem(
+    over: Cluster, works: Sequence[float] = (1.0,) * 8, *, batch: int = 16, **options: Any
+) -> Problem:
     profile = ModelProfile(name="model", microbatch_size=1, layers=layers(works))
-    job = TrainingJob(**{"batch": 16, **of_job})
-    return Problem(cluster=over, profile=profile, job=job, schedules=PlannedSchedules())
+    job = TrainingJob(batch_size=batch, **options)
+    return Problem(cluster=over, profile=profile, job=job)
 
 
 @st.composite
@@ -93,11 +95,11 @@ def all_plans(over: Problem) -> Iterator[Plan]:
     """Yield all plans: pipelines of some devices, partitions of layers, micro-batches."""
     names = [device.name for device in over.cluster.devices]
     for teams in _teams(names, most=over.num_layers):
-        if len(teams) > over.job.batch:
+        if len(teams) > over.job.batch_size:
             continue
         for cuts in _all_cuts([len(team) for team in teams], over.num_layers):
             ends = sorted({end for cut in cuts for end in cut})
-            for numbers in _compositions(over.job.batch, len(teams)):
+            for numbers in _compositions(over.job.batch_size, len(teams)):
                 for schedule in ("gpipe", "1f1b"):
                     yield Plan(
                         layers_per_stage=tuple(

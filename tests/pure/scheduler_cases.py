@@ -14,7 +14,7 @@ LIMITS = Limits(floor=1.0, ceiling=10.0, max_retries=1)
 def scheduler_of(num_pipelines: int = 2, num_stages: int = 1, **options: object) -> Scheduler:
     """A scheduler of all-reduce whose workers have all joined."""
     policies = [AllReduce(num_pipelines) for _ in range(num_stages)]
-    scheduler = Scheduler(policies, num_pipelines, limits=LIMITS, **options)
+    scheduler = Scheduler(policies, num_pipelines, waits_for_all=True, limits=LIMITS, **options)
     for worker in scheduler.membership.members:
         assert scheduler.step(Join(worker, "node", 0)) == []
     return scheduler

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
+from polyrhythm.sync.modes import SyncMode, make_policies
 from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.protocol import (
     Abort,
@@ -34,7 +35,6 @@ from polyrhythm.sync.protocol import (
     Skip,
     Timer,
 )
-from polyrhythm.sync.registry import limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Action, Op, Seconds, Worker
@@ -340,6 +340,7 @@ def grid_of(name: str, shape: tuple[int, int], seed: int, **more: object) -> Gri
     policies = make_policies(
         name, num_stages=num_stages, num_pipelines=num_pipelines, lease=LEASE, options=options
     )
-    limits = limits_for(name, num_stages, Limits(ceiling=CEILING))  # as in a real job
-    scheduler = Scheduler(policies, num_pipelines, limits=limits)
+    mode = SyncMode.named(name)  # waits as in a real job
+    limits = mode.limits(num_stages, Limits(ceiling=CEILING))
+    scheduler = Scheduler(policies, num_pipelines, waits_for_all=mode.waits_for_all, limits=limits)
     return Grid(scheduler, *shape, 6, random_times(seed), seed, **more)

@@ -10,9 +10,8 @@ from polyrhythm.cost.step import Replica, StageRun, StageWork, StepSpec
 from polyrhythm.cost.sync import Links, Sync
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.model import AtSize, Layer, ModelProfile
-from polyrhythm.plan.job import TrainingJob
+from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.problem import Problem
-from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from polyrhythm.schedule.spec import ScheduleSpec
 
 seeds = st.integers(0, 2**32 - 1)
@@ -174,5 +173,4 @@ def random_problem(
         cluster=random_cluster(rng, num_devices, **options),
         profile=random_model(rng, num_layers),
         job=job,
-        schedules=PlannedSchedules(),
     )

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrhythm.events import Event, EventLog, Value, read_run, worker_log
+from polyrhythm.events import Event, Value, read_run, worker_log
 from polyrhythm.observe.trace import chrome_trace, write_trace
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Worker
 
 Drawn = dict[str, Any]  # an object of traceEvents, as a viewer reads it
@@ -48,7 +49,7 @@ def write_run(run: Path, events: Iterable[Event]) -> Path:
         path = run / "workers" / "nobody.jsonl" if worker is None else worker_log(run, worker)
         with EventLog(path, worker) as log:
             for each in some:
-                log._append(each)
+                log.append(each)
     return run
 
 

@@ -7,15 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import EventError
-from polyrhythm.events import (
-    SCHEMA,
-    EventLog,
-    LogReader,
-    merge,
-    merged_log,
-    read_run,
-    worker_log,
-)
+from polyrhythm.events import SCHEMA, LogReader, merged_log, read_run, worker_log
+from polyrhythm.sinks.jsonl import EventLog, merge
 from polyrhythm.types import Worker
 
 values_s = st.dictionaries(

@@ -20,7 +20,6 @@ from polyrhythm.plan.draft import (
     draft_with_devices,
     make_draft,
 )
-from polyrhythm.plan.job import Objective, TrainingJob
 from polyrhythm.plan.layout import (
     anneal_layout,
     distances,
@@ -36,9 +35,9 @@ from polyrhythm.plan.layout_anneal import (
     order_rows,
 )
 from polyrhythm.plan.layout_kernel import LayoutPrices, LayoutState, make_state, values
+from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from tests.grids import num_examples
 from tests.pure.plan_examples import profile
 from tests.pure.step_cases import random_problem, seeds
@@ -56,9 +55,9 @@ class Case:
         self.shape = SHAPES[self.rng.integers(len(SHAPES))]
         num_places = self.shape[0] * self.shape[1]
         job = TrainingJob(
-            batch=int(self.rng.integers(self.shape[1], 30)),
+            batch_size=int(self.rng.integers(self.shape[1], 30)),
             sync=SYNCS[self.rng.integers(len(SYNCS))],
-            objective=list(Objective)[self.rng.integers(2)],
+            objective=["time", "cost"][self.rng.integers(2)],
             unequal=bool(self.rng.integers(2)),
         )
         num_devices = num_places + int(self.rng.integers(4))
@@ -114,7 +113,7 @@ def plain_value(case: Case) -> float:
             each = size / links.bandwidth[a, b], size / links.bandwidth[b, a]
             busy.append(max(each))
             in_transit += lat(a, b) + sum(each)
-            sent += size * egress(a, b) * job.batch / num_pipelines
+            sent += size * egress(a, b) * job.batch_size / num_pipelines
         first.append(sum(works) + in_transit)
         period.append(max(*works, *busy))
     syncs = []
@@ -134,13 +133,13 @@ def plain_value(case: Case) -> float:
             some = (group - 1) / max(len(others), 1)  # of them, in groups
             sent += some * share * sum(egress(a, b) for b in others)
     if job.unequal:
-        rest = (job.batch - num_pipelines) / sum(1 / each for each in period)
+        rest = (job.batch_size - num_pipelines) / sum(1 / each for each in period)
         takes = max(first) + rest + max(syncs)
     else:
-        each = job.batch / num_pipelines - 1
+        each = job.batch_size / num_pipelines - 1
         columns = [f + each * p for f, p in zip(first, period, strict=True)]
         takes = max(columns) + max(syncs)
-    if job.objective is Objective.TIME:
+    if job.objective != "cost":
         return takes
     used = [problem.cluster.devices[d].price_per_hour or 0.0 for d in case.devices.ravel()]
     return takes * sum(used) / 3600 + sent
@@ -236,8 +235,7 @@ def two_regions(parameter_bytes: int, activation_bytes: int) -> Problem:
             bandwidth=((1e9, 1e7), (1e7, 1e9)),
         ),
         profile=replace(profile(), layers=layers),
-        job=TrainingJob(batch=64),
-        schedules=PlannedSchedules(),
+        job=TrainingJob(batch_size=64),
     )
 
 
@@ -347,7 +345,7 @@ def test_estimates_are_near_the_simulation() -> None:
     shares = []
     for seed in range(150):
         case = Case(seed)
-        job = replace(case.problem.job, sync="all_reduce", objective=Objective.TIME)
+        job = replace(case.problem.job, sync="all_reduce", objective="time")
         case.problem = replace(case.problem, job=job)
         estimate, step = simulated(case)
         shares.append(estimate / step)
@@ -365,7 +363,7 @@ def test_draft_becomes_a_plan_with_all_microbatches_and_devices(seed: int) -> No
     names = [device.name for device in case.problem.cluster.devices]
     used = [device for pipeline in plan.pipelines for device in pipeline.devices]
     assert sorted([*used, *plan.left_out]) == sorted(names)
-    assert plan.batch == case.problem.job.batch
+    assert plan.batch == case.problem.job.batch_size
     numbers = [pipeline.num_microbatches or 0 for pipeline in plan.pipelines]
     assert case.problem.job.unequal or max(numbers) - min(numbers) <= 1
     column = [names[device] for device in draft.layout.devices[:, 0]]
@@ -378,7 +376,7 @@ def test_layers_go_where_memory_allows(seed: int) -> None:
     """All devices but one have memory for half of the layers; that one must not exceed its own."""
     case = Case(seed)
     case.shape, case.devices = (3, 1), np.array([[0], [1], [2]])
-    case.problem = random_problem(case.rng, 3, 7, TrainingJob(batch=8, memory_reserve=0.0))
+    case.problem = random_problem(case.rng, 3, 7, TrainingJob(batch_size=8, memory_reserve=0.0))
     least = case.problem.least_memory(1)
     sizes = (int(least[0, 5]), int(max(least[i, i + 1] for i in range(7))), int(least[2, 7]))
     devices = tuple(

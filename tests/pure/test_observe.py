@@ -1,4 +1,4 @@
-"""Progress and summary show the events of the log, during the run and after it."""
+"""Progress and report show the events of the log, during the run and after it."""
 
 from io import StringIO
 from pathlib import Path
@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from polyrhythm.events import Event, EventLog, worker_log
-from polyrhythm.observe.progress import RunProgress
-from polyrhythm.observe.summary import Summary
+from polyrhythm.events import Event, worker_log
+from polyrhythm.observe.report import RunReport
+from polyrhythm.sinks.jsonl import EventLog
+from polyrhythm.sinks.progress import RunProgress
 from polyrhythm.types import Worker
 
 
@@ -35,7 +36,7 @@ def step_event(pipeline: int, step: int, loss: float = 2.0) -> Event:
 
 def append(logs: list[EventLog], step: int) -> None:
     for pipeline, log in enumerate(logs):
-        log._append(step_event(pipeline, step))
+        log.append(step_event(pipeline, step))
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -63,11 +64,11 @@ def test_progress_line_shows_the_loss_of_its_step(tmp_path: Path) -> None:
     logs = [EventLog(worker_log(tmp_path, Worker(1, p))) for p in range(2)]
     with RunProgress(tmp_path, num_steps=3, num_pipelines=2, console=screen) as progress:
         for step in range(3):  # one pipeline is ahead of the other
-            logs[0]._append(step_event(0, step, loss=10.0 - step))
+            logs[0].append(step_event(0, step, loss=10.0 - step))
         progress.update()
         assert printed(screen) == "", "the other has done nothing yet"
         for step in range(3):
-            logs[1]._append(step_event(1, step, loss=8.0 - step))
+            logs[1].append(step_event(1, step, loss=8.0 - step))
             progress.update()
     for log in logs:
         log.close()
@@ -97,7 +98,7 @@ def test_progress_of_a_run_that_never_starts_prints_nothing(tmp_path: Path) -> N
     assert printed(screen) == ""
 
 
-def test_the_summary_adds_up_to_the_time_of_the_steps() -> None:
+def test_the_report_adds_up_to_the_time_of_the_steps() -> None:
     worker = Worker(0, 0)
     events = [
         Event(kind="action", time=0.0, duration=3.0, worker=worker, step=0, values={"wait": 1.0}),
@@ -105,20 +106,41 @@ def test_the_summary_adds_up_to_the_time_of_the_steps() -> None:
         Event(kind="sync", time=5.0, duration=3.0, worker=worker, step=0),
         Event(kind="step", time=0.0, duration=10.0, worker=worker, step=0),
     ]
-    spent = Summary.of(events).workers[worker]
+    spent = RunReport.of(events).workers[worker]
     assert (spent.compute, spent.wait, spent.sync, spent.other) == (3.5, 1.5, 3.0, 2.0)
     assert spent.compute + spent.wait + spent.sync + spent.other == spent.total
 
 
-def test_summary_shows_first_and_last_loss() -> None:
+def test_report_shows_first_and_last_loss() -> None:
     events = [step_event(p, step, loss=5.0 - step / 10) for step in range(40) for p in range(2)]
     screen = console(terminal=False)
-    Summary.of(events).show(screen)
-    assert "loss 5.000 at the first step, 1.150 over the last 2 of 40 steps" in printed(screen)
+    RunReport.of(events).show(screen)
+    assert "loss       5.000 first, 1.150 over the last 2 steps" in printed(screen)
     assert "8,000 tokens in 40.0 s: 200 tokens/s" in printed(screen)
 
 
-def test_summary_of_an_empty_run_reports_no_step() -> None:
+def test_report_of_an_empty_run_reports_no_step() -> None:
     screen = console(terminal=False)
-    Summary.of([]).show(screen)
-    assert "no step was finished" in printed(screen)
+    RunReport.of([]).show(screen)
+    assert printed(screen) == "steps      0\n"
+
+
+def test_rate_counts_samples_where_there_are_no_tokens() -> None:
+    values = {"loss": 2.0, "samples": 8, "global_step": 5}
+    event = Event(kind="step", time=1.0, duration=2.0, worker=Worker(0, 0), step=0, values=values)
+    screen = console(terminal=False)
+    RunReport.of([event]).show(screen)
+    assert "8 samples in 2.0 s: 4 samples/s" in printed(screen)
+
+
+def test_progress_of_a_trainer_counts_global_steps_and_samples(tmp_path: Path) -> None:
+    screen = console(terminal=False)
+    logs = [EventLog(worker_log(tmp_path, Worker(1, p)), Worker(1, p)) for p in range(2)]
+    with RunProgress(tmp_path, num_steps=4, num_pipelines=2, console=screen):
+        for step in range(4):  # in groups, each pipeline trains on some of the global batches
+            log, start = logs[step % 2], 1000.0 + step
+            values = {"loss": 1.0 + step, "samples": 8, "global_step": step}
+            log.write("step", start=start, end=start + 1, step=step // 2, values=values)
+    for log in logs:
+        log.close()
+    assert printed(screen) == "step    3/4  loss 3.500  samples/s p0 4  p1 4\n"

@@ -10,10 +10,9 @@ from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.model import AtSize, Layer, ModelProfile
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.all_devices import merge_layers, plan_all_devices
-from polyrhythm.plan.job import TrainingJob
+from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.problem import Problem
-from polyrhythm.plan.search import make_plan
-from polyrhythm.schedule.plan_schedules import PlannedSchedules
+from polyrhythm.plan.search import search_plan
 
 
 def cluster(speeds: Sequence[float], *, memory: int | None = None) -> Cluster:
@@ -60,12 +59,11 @@ def profile(num_layers: int, *, parameter_bytes: int = 100_000) -> ModelProfile:
 
 
 def problem(speeds: Sequence[float], num_layers: int = 6, **more: int) -> Problem:
-    job = TrainingJob(batch=8, sync="decoupled")
+    job = TrainingJob(batch_size=8, sync="decoupled")
     return Problem(
         cluster=cluster(speeds, memory=more.get("memory")),
         profile=profile(num_layers, parameter_bytes=more.get("parameter_bytes", 100_000)),
         job=job,
-        schedules=PlannedSchedules(),
     )
 
 
@@ -79,7 +77,7 @@ def test_every_device_runs_one_stage_with_the_best_degrees() -> None:
     assert plan.predicted is not None
     for stages in (1, 2, 4):
         job = replace(asked.job, num_stages=stages, num_pipelines=4 // stages)
-        other = make_plan(replace(asked, job=job)).best.plan.predicted
+        other = search_plan(replace(asked, job=job)).best.plan.predicted
         assert other is not None
         assert plan.predicted.step <= other.step * (1 + 1e-9)
 

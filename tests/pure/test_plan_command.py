@@ -14,11 +14,11 @@ from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.scale import fewer_devices
 from polyrhythm.describe.write import write_cluster, write_model
 from polyrhythm.plan import search
-from polyrhythm.plan.job import Objective, TrainingJob
+from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.problem import Problem
 from polyrhythm.plan.replan import ReplanResult
-from polyrhythm.plan.search import PlanResult, make_plan
+from polyrhythm.plan.search import PlanResult, search_plan
 from tests.grids import long_except
 from tests.pure.plan_examples import cluster, predicted, problem, profile
 
@@ -42,18 +42,18 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
 
     def spied(of: Problem, **options: Any) -> PlanResult:
         problems.append(of)
-        return make_plan(of, **options)
+        return search_plan(of, **options)
 
-    monkeypatch.setattr(search, "make_plan", spied)
+    monkeypatch.setattr(search, "search_plan", spied)
     return problems
 
 
 @pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_plan(*_: object, **__: object) -> PlanResult:
+    def search_plan(*_: object, **__: object) -> PlanResult:
         pytest.fail("invalid input must be refused before the search")
 
-    monkeypatch.setattr(search, "make_plan", make_plan)
+    monkeypatch.setattr(search, "search_plan", search_plan)
 
 
 def plan(*arguments: str) -> int:
@@ -63,7 +63,7 @@ def plan(*arguments: str) -> int:
     return caught.value.code
 
 
-GOOD = ("cluster.toml", "profile.json", "--batch", "32")
+GOOD = ("cluster.toml", "profile.json", "--batch-size", "32")
 
 
 @pytest.mark.usefixtures("asked")
@@ -89,19 +89,21 @@ def test_no_file_is_written_without_out(folder: Path) -> None:
 
 
 def test_options_reach_the_search(asked: list[Problem]) -> None:
-    options = "--objective cost --sync decoupled --stages 2 --pipelines 1 --microbatch-size 2"
+    options = (
+        "--objective cost --sync decoupled --num-stages 2 --num-pipelines 1 --microbatch-size 2"
+    )
     options += " --schedule 1f1b --gradient-bytes 2 --optimizer-bytes 6 --memory-reserve 0.2"
     assert plan(*GOOD, *options.split(), "--no-unequal") == 0
     job = asked[0].job
-    assert (job.batch, job.objective, job.sync) == (32, Objective.COST, "decoupled")
+    assert (job.batch_size, job.objective, job.sync) == (32, "cost", "decoupled")
     assert (job.num_stages, job.num_pipelines, job.microbatch_size) == (2, 1, 2)
     assert (job.schedule, job.unequal) == ("1f1b", False)
     assert (job.gradient_bytes, job.optimizer_bytes, job.memory_reserve) == (2, 6, 0.2)
 
 
 def test_bundled_names_are_accepted(asked: list[Problem]) -> None:
-    arguments = "case5_worldwide bert-base-128 --flops 1e13 --batch 48 --dtype float16"
-    assert plan(*arguments.split(), "--stages", "8", "--pipelines", "2") == 0
+    arguments = "case5_worldwide bert-base-128 --flops 1e13 --batch-size 48 --dtype float16"
+    assert plan(*arguments.split(), "--num-stages", "8", "--num-pipelines", "2") == 0
     assert asked[0].num_devices == 64
     assert asked[0].profile.microbatch_sizes == (1, 2, 4, 8, 16)  # powers of two that divide 48
     small, large = asked[0].profile, asked[0].profile.at(16)
@@ -115,7 +117,7 @@ def test_without_flops_a_builtin_model_uses_those_of_the_cluster(asked: list[Pro
         replace(device, flops=1e13 * (i + 1), memory=None) for i, device in enumerate(where.devices)
     )
     write_cluster(replace(where, devices=devices), Path("probed.toml"))
-    assert plan("probed.toml", "bert-base-128", "--batch", "8", "--microbatch-size", "1") == 0
+    assert plan("probed.toml", "bert-base-128", "--batch-size", "8", "--microbatch-size", "1") == 0
     assert asked[0].profile.flops == 1e13
     assert asked[0].speeds == pytest.approx((1, 2, 3, 4, 5))
 
@@ -136,7 +138,7 @@ def test_picked_plan_of_the_front_is_written(
     assert (found.num_stages, found.num_pipelines) == degrees
     [marked] = [line for line in capsys.readouterr().out.splitlines() if "this one" in line]
     assert marked.startswith(place)
-    assert {each.job.objective for each in asked} == {Objective.TIME, Objective.COST}
+    assert {each.job.objective for each in asked} == {"both", "time", "cost"}
 
 
 def changed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -167,7 +169,7 @@ def test_a_running_plan_is_weighed_against_a_new_one(
     options = "--running old.json --steps 500 -o plan.json"
     assert plan("cluster.toml", "profile.json", *options.split()) == 0
     assert asked["steps"] == 500
-    assert (asked["problem"].job.batch, asked["problem"].job.sync) == (32, "decoupled")
+    assert (asked["problem"].job.batch_size, asked["problem"].job.sync) == (32, "decoupled")
     out = capsys.readouterr().out
     assert "decision   two are faster than one" in out
     assert "1 device: Oregon/2 with new layers; 3 as before" in out
@@ -189,35 +191,41 @@ def test_a_running_plan_whose_device_is_lost_cannot_go_on(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("cluster.toml profile.json", "no --batch"),
-        ("cluster.toml profile.json --batch 0", "batch=0"),
-        ("cluster.toml profile.json --batch 8 --stages 0", "num_stages=0"),
-        ("cluster.toml profile.json --batch 8 --memory-reserve 1.5", "memory_reserve=1.5"),
-        ("cluster.toml profile.json --batch 8 --seed -1", "--seed -1"),
-        ("cluster.toml profile.json --batch 8 --schedule 2f2b", "kfkb:2"),
-        ("cluster.toml profile.json --batch 8 -o plan.txt", "-o plan.json"),
-        ("cluster.toml profile.json --batch 8 -o no/plan.json", "mkdir -p no"),
-        ("cluster.toml profile.json --batch 8 --svg plan.png", "--svg plan.svg"),
-        ("cluster.toml profile.json --batch 8 --pick 2", "--objective both"),
-        ("cluster.toml profile.json --batch 8 --objective both --pick best", "--pick best"),
-        ("cluster.toml profile.json --batch 8 --steps 9", "--steps without --running"),
-        ("cluster.toml profile.json --batch 8 --running p.json", "--running without --steps"),
-        ("cluster.toml profile.json --batch 8 --running p.json --steps 0", "--steps 0"),
-        ("cluster.toml profile.json --batch 8 --running p.json --steps 9", "cannot read it"),
+        ("cluster.toml profile.json", "no --batch-size"),
+        ("cluster.toml profile.json --batch-size 0", "batch_size=0"),
+        ("cluster.toml profile.json --batch-size 8 --num-stages 0", "num_stages=0"),
+        ("cluster.toml profile.json --batch-size 8 --memory-reserve 1.5", "memory_reserve=1.5"),
+        ("cluster.toml profile.json --batch-size 8 --seed -1", "--seed -1"),
+        ("cluster.toml profile.json --batch-size 8 --schedule 2f2b", "kfkb:2"),
+        ("cluster.toml profile.json --batch-size 8 -o plan.txt", "-o plan.json"),
+        ("cluster.toml profile.json --batch-size 8 -o no/plan.json", "mkdir -p no"),
+        ("cluster.toml profile.json --batch-size 8 --svg plan.png", "--svg plan.svg"),
+        ("cluster.toml profile.json --batch-size 8 --pick 2", "--objective both"),
+        ("cluster.toml profile.json --batch-size 8 --objective both --pick best", "--pick best"),
+        ("cluster.toml profile.json --batch-size 8 --steps 9", "--steps without --running"),
+        ("cluster.toml profile.json --batch-size 8 --running p.json", "--running without --steps"),
+        ("cluster.toml profile.json --batch-size 8 --running p.json --steps 0", "--steps 0"),
+        ("cluster.toml profile.json --batch-size 8 --running p.json --steps 9", "cannot read it"),
         ("cluster.toml profile.json --running cluster.toml --steps 9", "no schema"),
-        ("profile.json cluster.toml --batch 8", "profile.json describes a model"),
-        ("cluster.toml cluster.toml --batch 8", "cluster.toml describes a cluster"),
-        ("bert-base cluster.toml --batch 8", "bert-base describes a model"),
-        ("cluster.toml case5_worldwide --batch 8", "case5_worldwide describes a cluster"),
-        ("case5_worldwid profile.json --batch 8", "did you mean 'case5_worldwide'?"),
-        ("cluster.toml bert-bse --batch 8", "did you mean 'bert-base'?"),
-        ("cluster.toml bert-base --batch 8", "bert-base without --flops"),
-        ("cluster.toml profile.json --batch 8 --flops 1e12", "--flops or --dtype for profile.json"),
-        ("cluster.toml bert-base --batch 8 --flops 0", "flops is 0"),
-        ("cluster.toml bert-base --batch 8 --flops nan", "flops is nan"),
-        ("cluster.toml bert-base --batch 8 --flops 1e12 --microbatch-size 0", "microbatch_size=0"),
-        ("nowhere.toml profile.json --batch 8", "cannot read it"),
-        ("cluster.toml nowhere.json --batch 8", "cannot read it"),
+        ("profile.json cluster.toml --batch-size 8", "profile.json describes a model"),
+        ("cluster.toml cluster.toml --batch-size 8", "cluster.toml describes a cluster"),
+        ("bert-base cluster.toml --batch-size 8", "bert-base describes a model"),
+        ("cluster.toml case5_worldwide --batch-size 8", "case5_worldwide describes a cluster"),
+        ("case5_worldwid profile.json --batch-size 8", "did you mean 'case5_worldwide'?"),
+        ("cluster.toml bert-bse --batch-size 8", "did you mean 'bert-base'?"),
+        ("cluster.toml bert-base --batch-size 8", "bert-base without --flops"),
+        (
+            "cluster.toml profile.json --batch-size 8 --flops 1e12",
+            "--flops or --dtype for profile.json",
+        ),
+        ("cluster.toml bert-base --batch-size 8 --flops 0", "flops is 0"),
+        ("cluster.toml bert-base --batch-size 8 --flops nan", "flops is nan"),
+        (
+            "cluster.toml bert-base --batch-size 8 --flops 1e12 --microbatch-size 0",
+            "microbatch_size=0",
+        ),
+        ("nowhere.toml profile.json --batch-size 8", "cannot read it"),
+        ("cluster.toml nowhere.json --batch-size 8", "cannot read it"),
     ],
 )
 def test_invalid_arguments_are_refused_before_the_search(
@@ -233,12 +241,12 @@ def test_invalid_arguments_are_refused_before_the_search(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("free.toml profile.json --batch 8 --objective cost", "'Oregon/0'"),
-        ("free.toml profile.json --batch 8 --objective both", "'Oregon/0'"),
-        ("cluster.toml profile.json --batch 7", "a batch of 7"),
-        ("cluster.toml profile.json --batch 8 --microbatch-size 3", "micro-batches of 3"),
-        ("cluster.toml profile.json --batch 8 --stages 9", "9 stages"),
-        ("cluster.toml profile.json --batch 8 --pipelines 6", "6 pipelines"),
+        ("free.toml profile.json --batch-size 8 --objective cost", "'Oregon/0'"),
+        ("free.toml profile.json --batch-size 8 --objective both", "'Oregon/0'"),
+        ("cluster.toml profile.json --batch-size 7", "a batch of 7"),
+        ("cluster.toml profile.json --batch-size 8 --microbatch-size 3", "micro-batches of 3"),
+        ("cluster.toml profile.json --batch-size 8 --num-stages 9", "9 stages"),
+        ("cluster.toml profile.json --batch-size 8 --num-pipelines 6", "6 pipelines"),
     ],
 )
 def test_infeasible_job_is_refused_by_the_search(
@@ -284,18 +292,18 @@ def test_a_link_that_is_slow_in_one_direction_is_slow_in_that_direction_only() -
 
 def test_one_device_gets_a_plan_by_the_real_search(capsys: pytest.CaptureFixture[str]) -> None:
     write_cluster(cluster({"desktop": 1}), Path("one.toml"))
-    assert plan("one.toml", "profile.json", "--batch", "4", "-o", "plan.json") == 0
+    assert plan("one.toml", "profile.json", "--batch-size", "4", "-o", "plan.json") == 0
     assert "desktop/0" in capsys.readouterr().out
     assert set(Plan.load("plan.json").pipelines[0].devices) == {"desktop/0"}
 
 
 def test_a_lost_device_is_replaced_by_the_real_search(capsys: pytest.CaptureFixture[str]) -> None:
-    predicted(2, 1, problem(cluster({"Oregon": 3}), job=TrainingJob(batch=8))).plan.save(
+    predicted(2, 1, problem(cluster({"Oregon": 3}), job=TrainingJob(batch_size=8))).plan.save(
         Path("old.json")
     )
     where = cluster({"Oregon": 3})
     write_cluster(replace(where, devices=where.devices[1:]), Path("now.toml"))
-    options = "--running old.json --steps 100 --stages 2 --pipelines 1 -o plan.json"
+    options = "--running old.json --steps 100 --num-stages 2 --num-pipelines 1 -o plan.json"
     assert plan("now.toml", "profile.json", *options.split()) == 0
     assert "cannot continue: device 'Oregon/0'" in capsys.readouterr().out
     assert set(Plan.load("plan.json").pipelines[0].devices) == {"Oregon/1", "Oregon/2"}

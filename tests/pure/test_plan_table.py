@@ -6,8 +6,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from polyrhythm.observe.plan_progress import MAX_LINES, PlanProgress
-from polyrhythm.observe.plan_table import MAX_ROWS, show_change, show_front, show_plan
+from polyrhythm.observe.plan_table import (
+    MAX_LINES,
+    MAX_ROWS,
+    PlanProgress,
+    show_change,
+    show_front,
+    show_plan,
+)
 from polyrhythm.plan.plan import PipelinePlan, TimePart
 from polyrhythm.plan.predict import Prediction, predict
 from polyrhythm.plan.replan import ReplanResult

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from polyrhythm.cost.memory import needed, peak_in_flight
 from polyrhythm.describe.cluster import Device
 from polyrhythm.errors import PlanError, ScheduleError
-from polyrhythm.plan.job import TrainingJob
+from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.predict import Prediction, predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from tests.grids import num_examples
 from tests.pure.plan_examples import GIB, cluster, profile
 from tests.pure.plan_examples import problem as example
@@ -48,8 +47,7 @@ def test_no_device_ever_holds_more_than_its_limit(
     of = Problem(
         cluster=random_cluster(rng, 4),
         profile=model,
-        job=TrainingJob(batch=num_microbatches),
-        schedules=PlannedSchedules(),
+        job=TrainingJob(batch_size=num_microbatches),
     )
     one = max(of.least_memory(1)[i, i + 3] for i in range(4))
     of = with_memory(of, int(one * roomy))
@@ -73,7 +71,8 @@ def test_no_device_ever_holds_more_than_its_limit(
 def test_memory_counts_weights_gradients_optimizer_and_activations() -> None:
     """Layers of 1 MB weights, 1 MB stored and 0.1 MB to the next; the first stage receives none."""
     of = example(
-        cluster({"here": 2}), job=TrainingJob(batch=16, gradient_bytes=2.0, optimizer_bytes=3.0)
+        cluster({"here": 2}),
+        job=TrainingJob(batch_size=16, gradient_bytes=2.0, optimizer_bytes=3.0),
     )
     found = predict(plan_for(of, (5, 3)), of)
     first, last = found.uses
@@ -116,7 +115,7 @@ def test_stage_without_stored_activations_holds_all_microbatches() -> None:
     of = replace(
         of,
         cluster=replace(of.cluster, devices=devices),
-        job=TrainingJob(batch=16, memory_reserve=0.0),
+        job=TrainingJob(batch_size=16, memory_reserve=0.0),
     )
     assert of.max_in_flight(0, range(8), 2, 8) == 8
 
@@ -178,7 +177,7 @@ def test_plan_for_another_cluster_or_model_is_refused(
 
 def of_two_pipelines(sync: str = "all_reduce") -> Prediction:
     where = cluster({"here": 2, "there": 2})
-    of = example(where, job=TrainingJob(batch=32, sync=sync))
+    of = example(where, job=TrainingJob(batch_size=32, sync=sync))
     pipelines = tuple(
         PipelinePlan(devices=(f"here/{p}", f"there/{p}"), num_microbatches=8) for p in range(2)
     )
@@ -250,7 +249,7 @@ def test_slowest_link_of_replicas_is_the_slowest_for_their_shards() -> None:
         latency=tuple(tuple(latency for latency, _ in row) for row in links),
         bandwidth=tuple(tuple(bandwidth for _, bandwidth in row) for row in links),
     )
-    of = example(where, job=TrainingJob(batch=48))
+    of = example(where, job=TrainingJob(batch_size=48))
     pipelines = tuple(PipelinePlan(devices=(f"{d}/0",), num_microbatches=8) for d in "abc")
     names = [part.name for part in predict(plan_for(of, (8,), pipelines=pipelines), of).parts]
     assert any(set(name.split()) >= {"gradients,", "a/0", "b/0"} for name in names)

@@ -1,5 +1,6 @@
 """The public surface: the package's names, the command, and refused input."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,41 @@ import pytest
 import polyrhythm
 from polyrhythm import cli
 
+ROOT = Path(polyrhythm.__file__).parents[1]
+TEXTS = {
+    path.name: path.read_text()
+    for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.py"))
+}
 
-def test_the_package_exports_few_names_that_exist() -> None:
-    assert len(polyrhythm.__all__) < 20
+
+def test_exported_names_exist_and_are_documented() -> None:
     assert all(hasattr(polyrhythm, name) for name in polyrhythm.__all__)
+    text = "".join(TEXTS.values())
+    missing = [name for name in polyrhythm.__all__ if not re.search(rf"\b{name}\b", text)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_documentation_imports_only_exported_names(name: str) -> None:
+    assert re.findall(r"^ *(?:from|import) polyrhythm\.\S+", TEXTS[name], re.MULTILINE) == []
+    used = set(re.findall(r"\bpr\.(\w+)", TEXTS[name]))
+    assert used - set(polyrhythm.__all__) == set()
+
+
+def test_simulate_can_be_called_whether_its_modules_are_loaded_or_not() -> None:
+    import polyrhythm.simulate.result
+
+    assert callable(polyrhythm.simulate)
+    assert polyrhythm.simulate.result.SimulationResult
+
+
+def test_old_names_give_an_error_with_the_new_one() -> None:
+    with pytest.raises(AttributeError, match=r"polyrhythm\.predict is now polyrhythm\.simulate"):
+        polyrhythm.predict  # noqa: B018
+    with pytest.raises(TypeError, match="batch= is now batch_size="):
+        polyrhythm.make_plan("cluster.toml", "profile.json", batch=8)
+    with pytest.raises(TypeError, match=r"num_stages= is now options=PlanOptions"):
+        polyrhythm.make_plan("cluster.toml", "profile.json", batch_size=8, num_stages=2)
 
 
 @pytest.mark.parametrize("start", ["import polyrhythm", "import polyrhythm.cli"])

@@ -11,7 +11,7 @@ from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
 from polyrhythm.plan.replan import replan
-from polyrhythm.plan.search import make_plan
+from polyrhythm.plan.search import search_plan
 from tests.pure.plan_problems import cluster, problem
 
 pytestmark = pytest.mark.long
@@ -29,7 +29,7 @@ def with_bandwidth(over: Cluster, a: int, b: int, bandwidth: float) -> Cluster:
 
 
 def running_on(over: Problem) -> Plan:
-    return make_plan(over).best.plan
+    return search_plan(over).best.plan
 
 
 def test_unchanged_cluster_keeps_the_plan() -> None:
@@ -147,9 +147,9 @@ def test_equal_devices_keep_their_layers() -> None:
 def test_changed_batch_is_reassigned() -> None:
     over = problem(cluster([2]), batch=16, num_stages=1, num_pipelines=2)
     running = running_on(over)
-    larger = replace(over, job=replace(over.job, batch=64))
+    larger = replace(over, job=replace(over.job, batch_size=64))
     assert replan(running, larger, steps=10).planned.best.plan.batch == 64
-    odd = replace(over, job=replace(over.job, batch=3, num_pipelines=None))
+    odd = replace(over, job=replace(over.job, batch_size=3, num_pipelines=None))
     assert replan(running, odd, steps=10).planned.best.plan.batch == 3
 
 

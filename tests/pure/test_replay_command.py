@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from polyrhythm import cli
-from polyrhythm.events import merge
+from polyrhythm.sinks.jsonl import merge
 from polyrhythm.sync.decision_log import LOG_NAME
 from tests.pure.decision_cases import EVENTS, decide, write_run
 

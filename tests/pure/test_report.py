@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from polyrhythm import cli
-from polyrhythm.events import Event, EventLog, Value, merge, merged_log, worker_log
+from polyrhythm.events import Event, Value, merged_log, worker_log
+from polyrhythm.sinks.jsonl import EventLog, merge
 from polyrhythm.types import Worker
 
 WORKERS = [Worker(stage, pipeline) for stage in range(2) for pipeline in range(2)]
@@ -20,7 +21,7 @@ def write_step(log: EventLog, step: int, *, finished: bool = True) -> None:
 
     def add(kind: str, at: float, lasts: float, name: str | None = None, **values: Value) -> None:
         time = 1000.0 + 10 * step + at
-        log._append(
+        log.append(
             Event(
                 kind=kind,
                 time=time,

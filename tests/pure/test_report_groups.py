@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from polyrhythm import cli
-from polyrhythm.events import EventLog, merge, worker_log
+from polyrhythm.events import worker_log
 from polyrhythm.observe.decisions import Decisions
+from polyrhythm.sinks.jsonl import EventLog, merge
 from polyrhythm.sync.decision_log import LOG_NAME, DecisionLog
 from polyrhythm.sync.protocol import Commit, Event, Join, Leave, Skip
 from polyrhythm.sync.setup import Setup

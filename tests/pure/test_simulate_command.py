@@ -8,18 +8,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import polyrhythm as pr
 from polyrhythm import cli
-from polyrhythm.cli.simulation_progress import SimulationProgress
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.model import Layer, ModelProfile
 from polyrhythm.describe.write import write_cluster, write_model
-from polyrhythm.plan.job import TrainingJob
+from polyrhythm.errors import PlanError
+from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.plan import PipelinePlan, Plan, Sources
 from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from polyrhythm.simulate.from_plan import planned_job
 from polyrhythm.simulate.simulator import simulate
+from polyrhythm.sinks.progress import SimulationProgress
 
 CLUSTER = Cluster(
     name="four",
@@ -58,9 +59,7 @@ PLAN = Plan(
 
 
 def problem() -> Problem:
-    return Problem(
-        cluster=CLUSTER, profile=PROFILE, job=TrainingJob(batch=16), schedules=PlannedSchedules()
-    )
+    return Problem(cluster=CLUSTER, profile=PROFILE, job=TrainingJob(batch_size=16))
 
 
 @pytest.fixture
@@ -83,13 +82,26 @@ def test_simulated_step_time_matches_the_prediction() -> None:
     assert found.step_time == pytest.approx(predict(PLAN, problem()).time.total, rel=0.02)
 
 
-def test_scripts_predict_with_one_call(plan: Path, tmp_path: Path) -> None:
-    import polyrhythm as pr
-
-    files = plan, tmp_path / "cluster.toml", tmp_path / "profile.json"
-    calm = pr.predict(*files, num_steps=10)
+def test_scripts_simulate_with_one_call(plan: Path, tmp_path: Path) -> None:
+    calm = pr.simulate(plan, num_steps=10)
     assert calm.ends == simulate(planned_job(PLAN, problem()), num_steps=10).ends
-    assert pr.predict(*files, "sdpipe_b", sync="adaptive").step_time > calm.step_time
+    assert pr.simulate(plan, "sdpipe_b", sync="adaptive").step_time > calm.step_time
+    given = pr.simulate(PLAN, cluster=CLUSTER, profile=PROFILE, num_steps=10)
+    assert given.ends == calm.ends
+    with pytest.raises(PlanError, match="does not name the cluster that it was made for") as error:
+        pr.simulate(replace(PLAN, sources=None))
+    assert "cluster=" in error.value.fix
+
+
+def test_plan_of_a_script_remembers_its_files(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = pr.make_plan("cluster.toml", "profile.json", batch_size=16)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    made.save("plan.json")
+    assert pr.simulate("plan.json").ends == pr.simulate(made).ends
 
 
 def test_plan_names_its_cluster_and_profile(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +203,7 @@ def test_progress_is_shown_only_on_a_terminal() -> None:
     for is_terminal in (True, False):
         console = Console(file=StringIO(), force_terminal=is_terminal, width=100)
         with SimulationProgress(console) as progress:
-            observers = progress.observers_for("mode [1]", job, num_steps=5)
+            observers = progress.observers_for("mode [1]", 5 * len(job.sync.workers))
             found = simulate(job, num_steps=5, observers=observers)
         shown = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("mode [1]" in shown and "100%" in shown) is is_terminal

@@ -12,7 +12,7 @@ from polyrhythm.errors import PolicyError, UserError
 from polyrhythm.simulate.job import SimulatedJob, equal_job
 from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
-from polyrhythm.sync.registry import POLICIES
+from polyrhythm.sync.modes import POLICIES
 from polyrhythm.types import Worker
 from tests.grids import num_examples
 from tests.pure.simulate_cases import (

@@ -20,8 +20,8 @@ from polyrhythm.simulate.job import SimulatedJob, equal_job
 from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.sync.decision_log import LOG_NAME, DecisionReader, replay
+from polyrhythm.sync.modes import POLICIES
 from polyrhythm.sync.protocol import Assign, Commit, Ready
-from polyrhythm.sync.registry import POLICIES
 from polyrhythm.types import Worker
 from tests.pure.simulate_cases import (
     back,

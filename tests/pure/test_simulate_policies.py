@@ -13,7 +13,7 @@ from polyrhythm.errors import PolicyError, UserError
 from polyrhythm.simulate.job import SimulatedJob, equal_job
 from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
-from polyrhythm.sync.registry import POLICIES
+from polyrhythm.sync.modes import POLICIES
 from polyrhythm.types import Worker
 from tests.grids import num_examples
 from tests.pure.simulate_cases import (
@@ -129,6 +129,13 @@ def test_every_policy_runs_to_its_end_under_any_slowness(job: SimulatedJob, each
             assert observer.served[worker, True] <= steps
 
 
+def test_decoupled_all_reduce_averages_models_if_there_are_steps_between() -> None:
+    job = equal_job(num_pipelines=3, forward=0.1, backward=0.2, decoupled=True)
+    assert not simulate(job, num_steps=8).group_sizes  # gradients, by the optimizer
+    every_two = replace(job, sync=replace(job.sync, every=2))
+    assert simulate(every_two, num_steps=8).group_sizes == {3: 4}
+
+
 @settings(max_examples=num_examples(40))
 @given(st.data(), st.sampled_from(OVERLAPS), st.booleans())
 def test_policies_run_with_overlap_or_decoupled(
@@ -137,7 +144,7 @@ def test_policies_run_with_overlap_or_decoupled(
     job = data.draw(jobs(policy))
     if overlap:
         job = replace(job, overlap=True)
-    elif job.sync.why_not_decoupled is None:
+    elif job.sync.mode.can_decouple:
         job = replace(job, decoupled=True)
     check(simulate(job, num_steps=6), job, 6)
     each = simulate(job, num_steps=6, each=True)

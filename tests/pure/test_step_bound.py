@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.plan.search import make_plan
+from polyrhythm.plan.search import search_plan
 from polyrhythm.plan.step_bound import least_price, least_step, step_bound
 from tests.pure.plan_problems import all_plans, cluster, problem, small_problems
 
@@ -20,19 +20,19 @@ def test_no_plan_is_faster_than_the_bound_and_the_search_finds_a_good_one(over: 
     bound = step_bound(over, sizes=(1,))
     best = min(predict(plan, over).time.total for plan in all_plans(over))
     assert bound <= best * (1 + 1e-9)
-    found = make_plan(over).best.time.total
+    found = search_plan(over).best.time.total
     assert bound <= found * (1 + 1e-9)
     assert found <= best * 1.15
 
 
 def test_equal_devices_side_by_side_come_near_the_bound() -> None:
-    planned = make_plan(problem(cluster([4]), (1.0,) * 8, batch=64))
+    planned = search_plan(problem(cluster([4]), (1.0,) * 8, batch=64))
     assert planned.best.plan.predicted is not None
     assert planned.best.plan.predicted.gap < 0.05
 
 
 def test_one_device_reaches_the_bound() -> None:
-    planned = make_plan(problem(cluster([1]), (0.5, 1.0), batch=3))
+    planned = search_plan(problem(cluster([1]), (0.5, 1.0), batch=3))
     assert planned.best.time.total == pytest.approx(4.5)
     assert planned.bound == pytest.approx(4.5)
 
@@ -60,11 +60,11 @@ def test_the_least_price_is_that_of_the_compute_alone() -> None:
 @pytest.mark.parametrize("sync", ["ring", "sequential"])
 def test_slow_uplink_raises_only_the_bound_of_all_reduce(sync: str) -> None:
     over = problem(cluster([2], inner=(1e-4, 1e9), uplink=1e6), (0.1,), batch=2, sync=sync)
-    assert make_plan(over).bound <= make_plan(over).best.time.total
+    assert search_plan(over).bound <= search_plan(over).best.time.total
 
 
 def test_layers_that_send_nothing_have_a_bound() -> None:
     over = problem(cluster([2, 2]), (0.0, 0.0, 0.1))
     table = tuple(replace(layer, activation_bytes=0) for layer in over.profile.layers)
     over = replace(over, profile=replace(over.profile, layers=table))
-    assert 0 <= make_plan(over).bound <= make_plan(over).best.time.total
+    assert 0 <= search_plan(over).bound <= search_plan(over).best.time.total

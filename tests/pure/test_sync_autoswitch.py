@@ -16,22 +16,13 @@ from polyrhythm.errors import PolicyError
 from polyrhythm.simulate.job import EMPTY_SCENARIO, SimulatedJob, equal_job
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.sync.autoswitch import AutoSwitch, SwitchDecision
+from polyrhythm.sync.modes import AUTO_MODES, make_policies
 from polyrhythm.sync.policies.balanced import MicrobatchBalancer
-from polyrhythm.sync.registry import make_policies
-from polyrhythm.sync.replay import (
-    ADAPTIVE,
-    BALANCED,
-    DECOUPLED,
-    GROUPS,
-    SYNC_MODES,
-    JobShape,
-    LinkCost,
-    StepTiming,
-    StepTimings,
-)
+from polyrhythm.sync.replay import JobShape, LinkCost, StepTiming, StepTimings
 from polyrhythm.types import Seconds, Worker
 from tests.pure.policy_driver import train, workers
 
+DECOUPLED, BALANCED, *GROUPS = AUTO_MODES
 MicrobatchTime = Callable[[random.Random, int, int], Seconds]  # of a micro-batch: pipeline, window
 
 
@@ -301,7 +292,7 @@ def test_no_switch_with_one_pipeline_or_without_steps() -> None:
     alone = AutoSwitch(JobShape(shares=(1,))).after_window([step])
     assert (alone.switches, alone.why) == (False, "a single pipeline waits for no other")
     auto = AutoSwitch(JobShape(shares=(1, 1, 1)))
-    auto.sync_mode = ADAPTIVE
+    auto.sync_mode = GROUPS[0]
     assert "pipeline 2 has not ended a step" in auto.after_window([step, step, []]).why
 
 
@@ -366,7 +357,7 @@ class Case(NamedTuple):
     @property
     def shape(self) -> JobShape:
         # The simulator cannot balance pipelines of several stages.
-        sync_modes = SYNC_MODES if self.num_stages == 1 else (DECOUPLED, *GROUPS)
+        sync_modes = AUTO_MODES if self.num_stages == 1 else (DECOUPLED, *GROUPS)
         return JobShape(
             shares=(self.share,) * self.num_pipelines,
             num_stages=self.num_stages,

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyrhythm.sync.modes import POLICIES
 from polyrhythm.sync.policies.age import Age
 from polyrhythm.sync.policies.all_reduce import AllReduce
 from polyrhythm.sync.policies.pairwise import Pairwise
@@ -27,7 +28,6 @@ from polyrhythm.sync.protocol import (
     Skip,
     Timer,
 )
-from polyrhythm.sync.registry import POLICIES
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Group, Worker

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyrhythm.sync.registry import limits_for, make_policies
+from polyrhythm.sync.modes import SyncMode, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
@@ -22,11 +22,12 @@ def run_with_crashes(policy: str, seed: int, *, averages_all: bool) -> Grid:
     workers = [Worker(s, p) for s in range(num_stages) for p in range(num_pipelines)]
     durations = {worker: rng.choice([0.05, 0.1, 0.3]) for worker in workers}
     policies = make_policies(policy, num_stages=num_stages, num_pipelines=num_pipelines)
-    limits = limits_for(
-        policy, num_stages, Limits(ceiling=5.0, ready_timeout=40.0, average_all_timeout=60.0)
+    mode = SyncMode.named(policy)
+    limits = mode.limits(
+        num_stages, Limits(ceiling=5.0, ready_timeout=40.0, average_all_timeout=60.0)
     )
     grid = Grid(
-        Scheduler(policies, num_pipelines, limits=limits),
+        Scheduler(policies, num_pipelines, waits_for_all=mode.waits_for_all, limits=limits),
         *shape,
         num_steps=rng.choice([10, 25]),
         compute=lambda worker, _: durations[worker] * rng.uniform(0.5, 1.5),

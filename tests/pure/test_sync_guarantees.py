@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyrhythm.sync.modes import make_policies
 from polyrhythm.sync.policies.random_groups import RandomGroups
 from polyrhythm.sync.protocol import Abort, Assign, Commit, Leave, Ready, Skip
-from polyrhythm.sync.registry import make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker

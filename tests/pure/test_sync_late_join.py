@@ -21,12 +21,6 @@ from polyrhythm.types import Group, Seconds, Worker
 NEW = 2  # the pipeline that joins late
 
 
-class ModelAllReduce(AllReduce):
-    """An all-reduce of models, which is not in lockstep."""
-
-    lockstep = False
-
-
 class AverageWithAllPresent(Policy):
     """A ready worker averages with all present workers, ready or not."""
 
@@ -42,10 +36,14 @@ class AverageWithAllPresent(Policy):
 
 
 def running_scheduler(
-    num_stages: int, policy: Callable[[], Policy] = lambda: AllReduce(2)
+    num_stages: int,
+    policy: Callable[[], Policy] = lambda: AllReduce(2),
+    *,
+    waits_for_all: bool = True,
 ) -> Scheduler:
     """A scheduler with two pipelines that have finished a step; a third one may join."""
-    scheduler = Scheduler([policy() for _ in range(num_stages)], 3)
+    policies = [policy() for _ in range(num_stages)]
+    scheduler = Scheduler(policies, 3, waits_for_all=waits_for_all)
     for stage in range(num_stages):
         for pipeline in (0, 1):
             scheduler.step(Join(Worker(stage, pipeline), "node", 1, 0, now=0.0))
@@ -94,7 +92,7 @@ def check_waits_for_new(scheduler: Scheduler, stage: int, clock: int) -> None:
 
 
 def test_model_averaging_does_not_wait_for_a_copying_worker() -> None:
-    scheduler = running_scheduler(2, lambda: ModelAllReduce(2))
+    scheduler = running_scheduler(2, waits_for_all=False)
     assert {copy_from.clock for copy_from in join_new_pipeline(scheduler)} == {-1}
     for clock in (2, 3):
         step(scheduler, 0, clock)
@@ -109,7 +107,7 @@ def test_model_averaging_does_not_wait_for_a_copying_worker() -> None:
 
 
 def test_copying_worker_is_in_no_group() -> None:
-    scheduler = running_scheduler(1, AverageWithAllPresent)
+    scheduler = running_scheduler(1, AverageWithAllPresent, waits_for_all=False)
     join_new_pipeline(scheduler)
     assert report_ready(scheduler, 0, 0, 2) == [[0, 1]]
     done(scheduler, 0, [0, 1])
@@ -190,7 +188,7 @@ def test_late_joiner_without_a_source_starts_at_once() -> None:
 
 
 def test_average_all_does_not_wait_for_a_copying_worker() -> None:
-    scheduler = running_scheduler(1, lambda: ModelAllReduce(2))
+    scheduler = running_scheduler(1, waits_for_all=False)
     join_new_pipeline(scheduler)
     assert scheduler.step(AverageAll(Worker(0, 0), 1, 0, now=4.0)) == []
     assert averaged(scheduler.step(AverageAll(Worker(0, 1), 1, 0, now=4.0))) == [[0, 1]]

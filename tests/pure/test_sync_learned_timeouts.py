@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
+from polyrhythm.sync.modes import MAX_GROUP_WAIT, SyncMode, make_policies
 from polyrhythm.sync.protocol import Assign, Skip
-from polyrhythm.sync.registry import MAX_GROUP_WAIT, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import LearnedTimeout, Limits
 from polyrhythm.types import Action, Seconds, Worker
@@ -27,8 +27,14 @@ def grid_of(
     policies = make_policies(
         name, num_stages=num_stages, num_pipelines=num_pipelines, options=options
     )
-    scheduler = Scheduler(policies, num_pipelines, limits=limits_for(name, num_stages))
-    takes_requests = name in ("random", "smart")
+    mode = SyncMode.named(name)
+    scheduler = Scheduler(
+        policies,
+        num_pipelines,
+        waits_for_all=mode.waits_for_all,
+        limits=mode.limits(num_stages),
+    )
+    takes_requests = mode.asks_ahead
     grid = Grid(
         scheduler, *shape, num_steps, compute, takes_requests=takes_requests, averaging=averaging
     )

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyrhythm.sync.modes import MAX_GROUP_WAIT, POLICIES, SyncMode, make_policies
 from polyrhythm.sync.policies.adaptive import Adaptive
 from polyrhythm.sync.policies.age import Age
 from polyrhythm.sync.protocol import Assign, Ready
-from polyrhythm.sync.registry import MAX_GROUP_WAIT, POLICIES, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.sync.token import EnforcementToken
@@ -92,7 +92,7 @@ def grid_with_limits(name: str, group_size: int, seed: int, limits: Limits, **mo
 def test_unbounded_policies_finish_with_a_group_timeout(
     name: str, group_size: int, seed: int, takes_requests: bool, failure_probability: float
 ) -> None:
-    limits = limits_for(name, 4, Limits(ceiling=CEILING))
+    limits = SyncMode.named(name).limits(4, Limits(ceiling=CEILING))
     more = {"takes_requests": takes_requests, "failure_probability": failure_probability}
     grid = grid_with_limits(name, group_size, seed, limits, **more).run()
     assert grid.unfinished() == []

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from polyrhythm.sync.modes import SyncMode, make_policies
 from polyrhythm.sync.policies.ssp import BoundedStaleness
-from polyrhythm.sync.registry import limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Group, Worker
@@ -45,7 +45,9 @@ def test_ssp_pipelines_never_deadlock_after_average_all(
     policies = make_policies(
         "ssp", num_stages=num_stages, num_pipelines=num_pipelines, options=options
     )
-    scheduler = Scheduler(policies, num_pipelines, limits=limits_for("ssp", num_stages, Limits()))
+    scheduler = Scheduler(
+        policies, num_pipelines, limits=SyncMode.named("ssp").limits(num_stages, Limits())
+    )
     averages_all = frozenset(average_all_at)
     grid = Grid(scheduler, *shape, 20, random_times(seed), seed, average_all_at=averages_all).run()
     assert grid.unfinished() == []

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from polyrhythm.sync.dispatch import SamplerState
+from polyrhythm.sync.modes import POLICIES, SyncMode, make_policies
 from polyrhythm.sync.protocol import (
     Abort,
     Acknowledge,
@@ -33,7 +34,6 @@ from polyrhythm.sync.protocol import (
     Skip,
     Timer,
 )
-from polyrhythm.sync.registry import POLICIES, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
@@ -47,8 +47,9 @@ def scheduler_of(name: str) -> Scheduler:
     policies = make_policies(
         name, num_stages=SHAPE[0], num_pipelines=SHAPE[1], lease=20.0, seed=7, options=options
     )
-    limits = limits_for(name, SHAPE[0], Limits(ceiling=10.0))
-    return Scheduler(policies, SHAPE[1], limits=limits)
+    mode = SyncMode.named(name)
+    limits = mode.limits(SHAPE[0], Limits(ceiling=10.0))
+    return Scheduler(policies, SHAPE[1], waits_for_all=mode.waits_for_all, limits=limits)
 
 
 def run_of(name: str) -> Grid:

@@ -2,10 +2,10 @@
 
 import pytest
 
+from polyrhythm.sync.modes import POLICIES, SYNC_MODES, SyncMode, make_policies
 from polyrhythm.sync.policies.adaptive import Adaptive
 from polyrhythm.sync.policies.smart import SmartGroups
 from polyrhythm.sync.protocol import Abort, Assign, Command, Done, Join, Ready, Request, Skip
-from polyrhythm.sync.registry import EXACT, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.sync.windowed_groups import WindowRule
@@ -90,11 +90,12 @@ def test_step_after_an_abandoned_one_is_an_arrival() -> None:
     assert policy.window.open(2) == pytest.approx(5.0, rel=0.5)  # gaps of 1 s and 9 s
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [n for n in POLICIES if SYNC_MODES[n].waits_for_all])
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_exact_policy_never_skips_after_failures(name: str, num_stages: int) -> None:
     policies = make_policies(name, num_stages=num_stages, num_pipelines=2)
-    scheduler = Scheduler(policies, 2, limits=limits_for(name, num_stages))
+    limits = SyncMode.named(name).limits(num_stages)
+    scheduler = Scheduler(policies, 2, waits_for_all=True, limits=limits)
     for worker in scheduler.membership.members:
         scheduler.step(Join(worker, "node", 0))
     scheduler.step(Ready(W[0], 1, now=1.0))

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from polyrhythm.sync.modes import POLICIES, SyncMode, make_policies
 from polyrhythm.sync.protocol import (
     Abort,
     Assign,
@@ -30,7 +31,6 @@ from polyrhythm.sync.protocol import (
     Skip,
     Timer,
 )
-from polyrhythm.sync.registry import POLICIES, limits_for, make_policies
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
@@ -58,8 +58,11 @@ class RandomMessages(RuleBasedStateMachine):
             lease=LEASE,
             options=OPTIONS.get(name),
         )
-        limits = limits_for(name, NUM_STAGES, LIMITS)
-        self.scheduler = Scheduler(policies, NUM_PIPELINES, limits=limits)
+        mode = SyncMode.named(name)
+        limits = mode.limits(NUM_STAGES, LIMITS)
+        self.scheduler = Scheduler(
+            policies, NUM_PIPELINES, waits_for_all=mode.waits_for_all, limits=limits
+        )
         self.tries_without_end = limits.max_retries == math.inf
         # Waits grow with steps, up to `ready_timeout`.
         self.longest_wait = max(limits.group_timeout, limits.ready_timeout)

@@ -48,12 +48,12 @@ from polyrhythm.cost.sync import SMALL
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import abort
+from polyrhythm.run.comm.reduce_scatter import HALF_PRECISION, DirectExchange
 from polyrhythm.run.comm.store import JobStore, Members, StoreBackend
 from polyrhythm.types import Bytes, Seconds, Worker
 
 ShardSlices = list[list[slice]]  # per bucket, the shard of each member
 
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 _MIN_TIMEOUT: Seconds = 0.001  # for gloo, 0 means no limit
 _NUM_GROUPS, _NUM_BUCKETS = 2**12, 2**16  # that a tag can distinguish; a tag is below 2**30
 _HANDSHAKE_TIMEOUT: Seconds = 20.0  # of two peers that are both present
@@ -314,20 +314,16 @@ def reduce_scatter(
 ) -> Tensor:
     """Return a buffer with the mean in this member's shards, uninitialised elsewhere."""
     index = members.index(connections.me)
-    others = [(i, peer) for i, peer in enumerate(members) if i != index]
+    exchange, others = DirectExchange(members, index), [*members[:index], *members[index + 1 :]]
     size_tag = tag(MessageKind.SIZE, number)
-    connections.check_sizes(
-        [peer for _, peer in others], flat.nbytes, tag=size_tag, timeout=timeout
-    )
+    connections.check_sizes(others, flat.nbytes, tag=size_tag, timeout=timeout)
     in_flight: deque[tuple[slice, list[Tensor], PostedMessages]] = deque()
     for bucket, owned in enumerate(shards):
         own, messages = flat[owned[index]], PostedMessages(connections)
         rows = [own if peer == connections.me else torch.empty_like(own) for peer in members]
         bucket_tag = tag(MessageKind.REDUCE_SCATTER, number, bucket)
-        for i, peer in others:
-            messages.receive(peer, rows[i], tag=bucket_tag)
-        for i, peer in others:
-            messages.send(peer, flat[owned[i]], tag=bucket_tag)
+        exchange.receive(messages, [rows[i] for i in exchange.others], tag=bucket_tag)
+        exchange.send(messages, [flat[owned[i]] for i in exchange.others], tag=bucket_tag)
         in_flight.append((owned[index], rows, messages))
     result, deadline = torch.empty_like(flat), time.monotonic() + timeout
     while in_flight:
@@ -346,16 +342,13 @@ def post_all_gather(
     number: int,
 ) -> None:
     """Post all messages of the all-gather, bucket by bucket; each shard has its own number."""
-    me, size = messages.me, len(members)
+    index, size = members.index(messages.me), len(members)
+    exchange = DirectExchange(members, index)
     for bucket, owned in enumerate(shards):
         bucket_tag = tag(MessageKind.ALL_GATHER, number, bucket)
-        for i, peer in enumerate(members):
-            if peer != me:
-                into = result[owned[i]]
-                messages.receive(peer, into, tag=bucket_tag, shard=bucket * size + i)
-        for peer in members:
-            if peer != me:
-                messages.send(peer, result[owned[members.index(me)]], tag=bucket_tag)
+        into = [result[owned[i]] for i in exchange.others]
+        exchange.receive(messages, into, tag=bucket_tag, first_shard=bucket * size)
+        exchange.send(messages, [result[owned[index]]] * (size - 1), tag=bucket_tag)
 
 
 class PostedMessages:
@@ -414,7 +407,7 @@ def _shard_bucket(start: int, stop: int, size: int, element_bytes: Bytes) -> lis
 def _weighted_sum(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Sum in the order of members, so that the result does not depend on the owner."""
     dtype = rows[0].dtype
-    sum_dtype = torch.float32 if dtype in _HALF_DTYPES else dtype
+    sum_dtype = torch.float32 if dtype in HALF_PRECISION else dtype
     total = rows[0].to(sum_dtype) * weights[0]
     for row, weight in zip(rows[1:], weights[1:], strict=True):
         total += row.to(sum_dtype) * weight

@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.events import EventLog, worker_log
+from polyrhythm.events import worker_log
 from polyrhythm.run.averaging.buffers import (
     OptimizerStateMode,
     ReplicaState,
@@ -45,7 +45,9 @@ from polyrhythm.run.averaging.strategies import (
 )
 from polyrhythm.run.coordinator.client import SampleFuture
 from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.dispatch import Ranges, SamplerState
+from polyrhythm.sync.modes import SYNC_MODES
 from polyrhythm.sync.policies.local import OuterNesterov
 from polyrhythm.sync.setup import Setup
 from polyrhythm.sync.timeouts import Limits
@@ -138,7 +140,7 @@ class GroupSync:
         self._client: GroupClient | None = None
         try:
             self._wait_for_equal_replicas(node)
-            if setup.policy == "static":
+            if not setup.mode.has_coordinator:
                 self._strategy: _Strategy = StaticAveraging(self._model, self._rendezvous)
             else:
                 self._client = GroupClient(
@@ -328,7 +330,8 @@ def _make_setup(
         worker = Worker(model.stage, pipeline)
     num_stages = num_stages or 1
     if num_pipelines is None:  # the parameter server is not a replica
-        num_training = world - (policy_args["policy"] == "ssp")
+        mode = SYNC_MODES.get(policy_args["policy"])  # Setup refuses unknown names
+        num_training = world - (mode is not None and mode.has_server)
         num_pipelines = max(num_training // num_stages, 1)
     setup = Setup(num_stages=num_stages, num_pipelines=num_pipelines, **policy_args)
     return setup, worker or Worker(0, rank)
@@ -342,23 +345,23 @@ def _make_strategy(
     outer: OuterNesterov | None,
     pipeline: Pipeline | None,
 ) -> GradientAveraging | ModelAveraging | ServerAveraging:
-    setup = rendezvous.setup
-    if setup.policy == "ssp":
+    setup, mode = rendezvous.setup, rendezvous.setup.mode
+    if mode.has_server:
         return ServerAveraging(model, client, rendezvous)
-    if setup.policy == "balanced":
+    if mode.balances_microbatches:
         later_stage = None if pipeline is None or pipeline.is_first else pipeline
         return BalancedGradientAveraging(model, client, setup.num_pipelines, later_stage)
-    if setup.averages_gradients:
+    if mode.averages == "gradients":
         return GradientAveraging(model, client)
     if model.decoupled:
         return DecoupledModelAveraging(model, client, rendezvous)
-    if setup.policy == "local" and outer is None:
+    if mode.has_outer_optimizer and outer is None:
         outer = OuterNesterov()
     return ModelAveraging(model, client, setup, overlap=overlap, outer=outer)
 
 
 def _averages_models_at_each_step(setup: Setup) -> bool:
-    return setup.steps_between == 1 and setup.policy not in ("all_reduce", "balanced", "ssp")
+    return setup.steps_between == 1 and setup.mode.averages == "model"
 
 
 def _check_model(module: nn.Module, optimizer: Optimizer) -> None:
@@ -389,9 +392,9 @@ def _check_worker(setup: Setup, worker: Worker) -> None:
         return  # Rendezvous refuses that
     num_workers, world = len(setup.workers), dist.get_world_size()
     plan = f"{setup.num_stages} x {setup.num_pipelines}" if setup.num_stages > 1 else num_workers
-    if setup.policy == "ssp" and world <= num_workers:
+    if setup.mode.has_server and world <= num_workers:
         raise PolicyError(
-            f"ssp with {plan} workers in a job of {world} processes",
+            f"{setup.policy} with {plan} workers in a job of {world} processes",
             expected="one more process, on the last rank, which is the parameter server",
             fix=f"start {num_workers + 1} processes; on rank {num_workers} call "
             f"ParameterServer(num_pipelines={setup.num_pipelines}).serve() instead of training",
@@ -422,21 +425,15 @@ def _check_options(
     _check_overlap(setup, overlap, decoupled)
     if decoupled:
         _check_decoupled(setup)
-    if outer is not None and setup.policy != "local":
+    if outer is not None and not setup.mode.has_outer_optimizer:
         raise PolicyError(
             f"an outer optimizer under {setup.policy}",
             expected="the policy local",
             fix="omit outer, or use policy='local'",
         )
-    if setup.policy == "balanced" and setup.steps_between > 1:
+    if coordinator is not None and not setup.mode.has_coordinator:
         raise PolicyError(
-            f"every={setup.steps_between} under balanced",
-            expected="every=1: the gradients of each step are averaged",
-            fix="use a larger batch of more micro-batches instead",
-        )
-    if coordinator is not None and setup.policy == "static":
-        raise PolicyError(
-            f"coordinator={coordinator!r} under static",
+            f"coordinator={coordinator!r} under {setup.policy}",
             expected="no coordinator: a fixed rule forms the groups",
             fix="omit coordinator, or use a policy with a scheduler, such as adaptive",
         )
@@ -458,16 +455,16 @@ def _check_flush(model: object, decoupled: bool) -> None:
 
 
 def _check_decoupled(setup: Setup) -> None:
-    if setup.averages_gradients:
+    if setup.mode.averages == "gradients":
         raise PolicyError(
             f"decoupled=True under {setup.policy}",
             expected=f"a policy that averages models; {setup.policy} averages gradients",
             fix="use polyrhythm.DistributedOptimizer, which decouples the gradients' all-reduce",
         )
-    if setup.why_not_decoupled is not None:
+    if not setup.mode.can_decouple:
         raise PolicyError(
             f"decoupled=True under {setup.policy}",
-            expected=f"a policy whose averages can be split; {setup.why_not_decoupled}",
+            expected=f"a policy whose averages can be split; {setup.mode.why_not_decoupled}",
             fix="use age or adaptive, or decoupled=False",
         )
 
@@ -479,7 +476,7 @@ def _check_overlap(setup: Setup, overlap: bool, decoupled: bool) -> None:
             expected="one of them: with overlap no worker waits for an average or a part of it",
             fix="use decoupled=True for exact copies, or overlap=True to hide slow groups",
         )
-    if overlap and not setup.can_overlap:
+    if overlap and not setup.mode.can_overlap:
         raise PolicyError(
             f"overlap under {setup.policy}",
             expected="a policy that averages models in groups of the scheduler",

@@ -25,11 +25,11 @@ from polyrhythm.run.averaging.buffers import FlatBuffer
 from polyrhythm.run.averaging.exchange import Peer, PeerConnections
 from polyrhythm.run.comm.launch import worker_keys
 from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.process_groups import fingerprint
 from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
 from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, ClientKeys, ServerKeys
 from polyrhythm.run.coordinator.server import Coordinator
 from polyrhythm.run.coordinator.sessions import TensorShapes, shape_mismatch
-from polyrhythm.run.fingerprint import fingerprint
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
@@ -74,7 +74,7 @@ class Rendezvous:
         self.setup, self.timeout, self._start = setup, timeout, time.monotonic()
         names = [str(w) for w in setup.workers]
         self.workers = Members(tuple(range(len(names))), _EPOCH)
-        if setup.policy == "ssp":
+        if setup.mode.has_server:
             names.append(f"{server_worker(0, setup.num_pipelines)} (the parameter server)")
         self._all = Members(tuple(range(len(names))), _EPOCH)
         is_server = worker not in setup.workers

@@ -33,7 +33,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from polyrhythm.errors import PeerError, PolicyError
-from polyrhythm.events import WORKERS, EventLog
+from polyrhythm.events import WORKERS
 from polyrhythm.run.averaging.exchange import Peer, PeerConnections, all_reduce_mean
 from polyrhythm.run.averaging.rendezvous import Rendezvous
 from polyrhythm.run.averaging.split_all_reduce import SplitAllReduce, StreamingBuffer
@@ -47,6 +47,7 @@ from polyrhythm.run.coordinator.sessions import (
     TensorShapes,
     ToWorker,
 )
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.decision_log import decision_log_path
 from polyrhythm.sync.dispatch import Ranges, SamplerState
 from polyrhythm.sync.protocol import (
@@ -428,7 +429,7 @@ class GroupClient:
             self._averager = Averager(
                 rendezvous.connections,
                 self._send,
-                answers_while_computing=rendezvous.setup.policy == "pairwise",
+                answers_while_computing=rendezvous.setup.mode.answers_while_computing,
                 decoupled=decoupled,
                 log=log,
             )

@@ -164,7 +164,7 @@ class ModelAveraging:
     ) -> None:
         self.num_steps, self.overlap = 0, overlap
         self._model, self._client = model, client
-        self._every, self._takes_requests = setup.steps_between, setup.takes_requests
+        self._every, self._asks_ahead = setup.steps_between, setup.mode.asks_ahead
         self._outer = None if outer is None else _OuterOptimizer(outer, model)
         self._request_group()
 
@@ -196,7 +196,7 @@ class ModelAveraging:
         self._client.wait(self.num_steps - 1)
 
     def _request_group(self) -> None:
-        if self._takes_requests and (self.num_steps + 1) % self._every == 0:
+        if self._asks_ahead and (self.num_steps + 1) % self._every == 0:
             self._client.request()
 
     def _apply_and_read(self, result: AverageResult | None) -> Tensor:

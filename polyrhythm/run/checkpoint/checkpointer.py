@@ -29,7 +29,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from polyrhythm.errors import LaunchError, PeerError
-from polyrhythm.events import EventLog
 from polyrhythm.run.checkpoint import folder as folders
 from polyrhythm.run.checkpoint.files import MODEL, OPTIMIZER
 from polyrhythm.run.checkpoint.job_store import JobStore
@@ -45,8 +44,9 @@ from polyrhythm.run.checkpoint.manifest import (
 from polyrhythm.run.checkpoint.restore import damage_error, load
 from polyrhythm.run.checkpoint.save import SaveContext, StageSnapshot, save_with_all_stages
 from polyrhythm.run.checkpoint.state import Nested, StageModel, Staging, optimizer_state
-from polyrhythm.run.pipeline.connections import stage_ranks
 from polyrhythm.run.pipeline.partition import TiedParameter
+from polyrhythm.run.pipeline.transport import stage_ranks
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Seconds
 
 SAVE_TIMEOUT: Seconds = 600.0

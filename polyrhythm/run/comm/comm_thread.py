@@ -3,7 +3,9 @@
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import Any
 
 import torch.distributed as dist
 
@@ -13,34 +15,27 @@ from polyrhythm.types import Seconds
 
 _CLOSE_TIMEOUT: Seconds = 5.0  # for messages in flight; then once more, for aborted waits
 
-_Job = tuple[Callable[[], None], "Work"]
+_Job = tuple[Callable[[], Any], "Future[Any]"]
 
 
 class Work:
-    """A function that runs in the thread; `wait` raises the error that it raised."""
+    """A function that runs in the thread."""
 
     def __init__(self, timeout: Seconds) -> None:
+        self.future: Future[Any] = Future()
         self._timeout = timeout
-        self._is_done = threading.Event()
-        self._error: Exception | None = None
 
     def wait(self) -> None:
-        if not self._is_done.wait(self._timeout):
+        """Wait for its end; raises the error that it raised, or PeerError after the timeout."""
+        try:
+            self.future.result(self._timeout)
+        except TimeoutError:
             raise PeerError(
                 "another worker",
                 action="averaging gradients",
                 waited=self._timeout,
                 cause="it is alive, but has not computed its gradients",
-            )
-        if self._error is not None:
-            raise self._error
-
-    def run(self, function: Callable[[], None]) -> None:
-        try:
-            function()
-        except Exception as error:  # raised by `wait`
-            self._error = error
-        self._is_done.set()
+            ) from None
 
 
 class CommThread:
@@ -56,15 +51,17 @@ class CommThread:
         # A daemon thread that waits in gloo when the interpreter ends would abort it.
         self._end = weakref.finalize(self, _end, self._jobs, self._thread, groups)
 
-    def start(self, function: Callable[[], None]) -> Work:
+    def start(self, function: Callable[[], Any]) -> Work:
+        """Run `function` after those started before; called by the thread that closes this."""
         work = Work(self._timeout)
-        self._jobs.put((function, work))
+        if self._end.alive:
+            self._jobs.put((function, work.future))
+        else:
+            closed = PeerError(
+                "another worker", action="communicating", waited=0.0, cause="closed on this worker"
+            )
+            work.future.set_exception(closed)
         return work
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread runs; after `close` it ends with its current function."""
-        return self._thread.is_alive()
 
     def close(self) -> None:
         self._end()
@@ -72,8 +69,11 @@ class CommThread:
 
 def _run_jobs(jobs: "SimpleQueue[_Job | None]") -> None:
     while (job := jobs.get()) is not None:
-        function, work = job
-        work.run(function)
+        function, future = job
+        try:
+            future.set_result(function())
+        except Exception as error:  # raised by those who wait
+            future.set_exception(error)
 
 
 def _end(

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Self
 
@@ -28,6 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from polyrhythm.errors import LaunchError, PeerError, WorkerError
 from polyrhythm.processes import PEER_LOST, TERMINATED, Child, end_all, freeze_heap, wait_for_any
 from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.process_groups import count_rounds
 from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, WorkerKeys
 from polyrhythm.types import Seconds
 
@@ -84,16 +84,21 @@ class DistContext:
         return replace(self, store=PrefixStore(name, self.store))
 
     @contextmanager
-    def process_group(
-        self, timeout: Seconds, choose_rank: Callable[[Store], int] | None = None
-    ) -> Iterator[None]:
+    def process_group(self, timeout: Seconds, *, rank: int | None = None) -> Iterator[None]:
         """Initialise torch.distributed for a `with` block, with `timeout` for every wait.
 
-        `choose_rank` replaces the rank of the launcher, consistently over all processes through the
-        store. All processes leave at a barrier: rank 0 serves the store until none needs it.
+        `rank` replaces that of the launcher. All processes leave at a barrier: rank 0 serves the
+        store until none needs it.
         """
         with peer_errors("another process of the job", "joining"):
-            self._init_process_group(timedelta(seconds=timeout), choose_rank)
+            limit = timedelta(seconds=timeout)
+            dist.init_process_group(
+                "gloo",
+                store=self._get_store(limit),
+                rank=self.rank if rank is None else rank,
+                world_size=self.world_size,
+                timeout=limit,
+            )
         yield
         # Not after a failure: a live exception holds the group, and its sockets would stay open.
         try:
@@ -105,15 +110,6 @@ class DistContext:
             if "imed out" in error.cause:
                 raise
         dist.destroy_process_group()
-
-    def _init_process_group(
-        self, timeout: timedelta, choose_rank: Callable[[Store], int] | None
-    ) -> None:
-        store = self._get_store(timeout)
-        rank = self.rank if choose_rank is None else choose_rank(store)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=self.world_size, timeout=timeout
-        )
 
     def _get_store(self, timeout: timedelta) -> Store:
         """Return the store that all processes of the job share."""
@@ -128,7 +124,8 @@ class DistContext:
             store = self._open_store(self.listen_socket, timeout)
             _open_stores.append(store)
         # A store outlives a rendezvous: keys of an earlier one are stale.
-        return PrefixStore(f"polyrhythm/rendezvous {next(_rendezvous_counter)}", store)
+        name = "polyrhythm/rendezvous"
+        return PrefixStore(f"{name} {count_rounds(store, name, self.world_size)}", store)
 
     def _open_store(self, listen_socket: socket.socket, timeout: timedelta) -> Store:
         """Open the store of a local job, which rank 0 serves."""
@@ -147,7 +144,6 @@ class DistContext:
 
 _open_stores: list[Store] = []  # the store of this process's local job, after its rendezvous
 _STOPPED_STATUSES = {TERMINATED, PEER_LOST}  # exit statuses after a request to stop
-_rendezvous_counter = count()  # equal in all processes of a job
 _contexts: list[DistContext] = []  # the context that this process's LocalJob gave it
 
 

@@ -1,28 +1,116 @@
-"""Gloo process groups that only their members create, under names of their own.
+"""Gloo process groups that only their members create, agreements among them, and the job's mesh.
 
 torch.distributed.new_group needs every process of the job or, with local synchronisation, the same
 number of groups made before on all members: a stage with one more (as for tensor parallelism)
-would wait under a name that no other member uses. Here the name depends on the members alone. The
-rendezvous uses the store of the default group.
+would wait under a name that no other member uses. Here the name depends on the members, the purpose
+and a count of their arrivals, which the store of the default group keeps: no process counts by
+itself, so that one that is started later takes part as well as the others.
 """
 
 import contextlib
-import pickle
-from collections import Counter
-from collections.abc import Sequence
+import hashlib
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from polyrhythm.errors import LaunchError, PolicyError
 from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
 from polyrhythm.types import Seconds
 
+DEFAULT_TIMEOUT: Seconds = 600.0  # for every wait for another process, as NCCL's in torch
 _UNUSED_TAG = 2**30
-_num_groups: Counter[tuple[int, ...]] = Counter()  # by members: the same count on all of them
+_CALL = struct.Struct("32sd")  # the name of a call, padded with zeros, and a number
+
+
+class Replicas:
+    """A gloo group of the workers that hold one model, and what they agree on; for one thread.
+
+    All workers make it together, and then the same calls in the same order: each agreement names
+    its call. A worker that is lost, or in another call, is noticed at once: names and numbers go
+    over gloo. Objects follow through the job's store, under the unique name of this group.
+    """
+
+    def __init__(self, ranks: Sequence[int], purpose: str, *, timeout: Seconds) -> None:
+        self.ranks = list(ranks)
+        name = unique_name(ranks, purpose)
+        self.group = _connect(ranks, purpose, name, timeout)
+        self.rank, self.num_workers = self.group.rank(), len(self.ranks)
+        backend = job_store_backend(f"{name}/agreements", timeout)
+        self._store = JobStore(backend, dist.get_rank(), timeout=timeout)
+        self._members, self._last_agreement = Members(tuple(ranks)), ""
+        self._num_agreements = 0  # with the call, the name of an agreement
+
+    def all_gather_number(self, number: float, call: str) -> list[float]:
+        """Return the numbers of all workers by rank; raises PolicyError if one is in another call.
+
+        For one number per step: it needs a single exchange.
+        """
+        own = torch.frombuffer(bytearray(_CALL.pack(call.encode(), number)), dtype=torch.uint8)
+        gathered = [torch.empty_like(own) for _ in self.ranks]
+        with peer_errors("another worker", f"{call}, which all workers call"):
+            all_gather(self.group, gathered, own)
+        numbers = []
+        for rank, message in enumerate(gathered):
+            padded, received = _CALL.unpack(message.numpy().tobytes())
+            other = padded.rstrip(b"\0").decode()
+            if other != call:
+                raise PolicyError(
+                    f"rank {self.rank} is in {call}, and rank {rank} in {other}",
+                    expected="all workers in the same call",
+                    fix="call it on all workers, even if only one needs the result",
+                )
+            numbers.append(received)
+        return numbers
+
+    def all_gather_object(self, value: Any, call: str) -> list[Any]:
+        """Return the values of all workers by rank: plain data, see JobStore."""
+        name = self._begin_agreement(call)
+        return self._store.all_gather_object(name, value, self._members)
+
+    def broadcast_object(self, value: Any, call: str) -> Any:
+        """Return the first worker's value on all workers."""
+        return self._store.broadcast_object(self._begin_agreement(call), value, self._members)
+
+    def run_on_first(self, function: Callable[[], Any], call: str, *, as_type: Any) -> Any:
+        """Call `function` on the first worker, which may take long; return its result on all."""
+        name = self._begin_agreement(call)
+        return self._store.run_on_leader(name, function, self._members, as_type=as_type)
+
+    def _begin_agreement(self, call: str) -> str:
+        """Return the name of the next agreement, when all workers are in it."""
+        self.all_gather_number(0.0, call)
+        if self._last_agreement:  # all workers have read it
+            self._store.delete(self._last_agreement, self._members)
+        self._num_agreements += 1
+        self._last_agreement = f"{call} {self._num_agreements}"
+        return self._last_agreement
+
+    def broadcast_initial_state(self, call: str, *parts: Sequence[Tensor]) -> None:
+        """Broadcast the first worker's tensors; skip each part that is already equal everywhere."""
+        if self.num_workers == 1:
+            return
+        digests = self.all_gather_object([fingerprint(part) for part in parts], call)
+        for part, part_digests in zip(parts, zip(*digests, strict=True), strict=True):
+            if len(set(part_digests)) > 1:
+                self._broadcast(part)
+
+    @torch.no_grad()
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
+        with peer_errors("another worker", "broadcasting the initial weights"):
+            for tensor in tensors:
+                if tensor.numel():
+                    first = tensor.detach().cpu().contiguous()
+                    raw = first.view(-1).view(torch.uint8)  # gloo does not support every dtype
+                    self.group.broadcast(raw, 0).wait()
+                    tensor.copy_(first)
 
 
 def new_gloo_group(ranks: Sequence[int], purpose: str, *, timeout: Seconds) -> dist.ProcessGroup:
@@ -30,16 +118,88 @@ def new_gloo_group(ranks: Sequence[int], purpose: str, *, timeout: Seconds) -> d
 
     The functions of torch.distributed do not know this group: use its methods or those below.
     """
-    members = tuple(ranks)
-    name = f"polyrhythm/{','.join(map(str, members))}/{_num_groups[members]}"
-    _num_groups[members] += 1
+    return _connect(ranks, purpose, unique_name(ranks, purpose), timeout)
+
+
+def unique_name(ranks: Sequence[int], purpose: str) -> str:
+    """Return a new name for something that these ranks make together, for this purpose."""
+    with peer_errors("the process that serves the job's store", f"naming the group for {purpose}"):
+        name = f"polyrhythm/{','.join(map(str, ranks))}/{purpose}"
+        return f"{name}/{count_rounds(_get_default_store(), name, len(ranks))}"
+
+
+def count_rounds(store: Store, name: str, num_processes: int) -> int:
+    """Return how many times all processes have called this under the name, before this time."""
+    return (int(store.add(f"{name}/arrivals", 1)) - 1) // num_processes
+
+
+def _connect(ranks: Sequence[int], purpose: str, name: str, timeout: Seconds) -> dist.ProcessGroup:
     with peer_errors("another process", f"making the group for {purpose}"):
         return dist.ProcessGroupGloo(  # type: ignore[return-value]  # has the same methods
             PrefixStore(name, _get_default_store()),
-            members.index(dist.get_rank()),
-            len(members),
+            list(ranks).index(dist.get_rank()),
+            len(ranks),
             timedelta(seconds=timeout),  # torch's default is half an hour
         )
+
+
+def job_mesh(
+    num_pipelines: int,
+    num_stages: int,
+    *,
+    ranks: Sequence[int] | None = None,
+    device_type: str = "cpu",
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+    timeout: Seconds = DEFAULT_TIMEOUT,
+) -> DeviceMesh:
+    """Return the job's mesh: pipelines along "dp", the stages of each along "pp".
+
+    `ranks` are those of the workers, pipeline by pipeline, by default in order, as plans number
+    them. With `groups`, this process's along "dp" and "pp", nothing is sent; otherwise all workers
+    call this together, and torch connects each row and each column. Raises LaunchError unless every
+    pipeline has every stage: otherwise there is no rectangular mesh.
+    """
+    if not dist.is_initialized():
+        raise LaunchError(
+            "a mesh without a process group",
+            expected="an initialised torch.distributed",
+            fix="start several processes, with torchrun or polyrhythm train",
+        )
+    ranks = range(dist.get_world_size()) if ranks is None else ranks
+    if len(ranks) != num_pipelines * num_stages or dist.get_rank() not in ranks:
+        raise LaunchError(
+            f"ranks {list(ranks)} for a mesh of {num_pipelines} pipelines x {num_stages} stages",
+            expected=f"{num_pipelines * num_stages} ranks, also rank {dist.get_rank()}",
+            fix="use the numbers of the job's plan: all its pipelines have all stages",
+        )
+    layout = torch.tensor(ranks).view(num_pipelines, num_stages)
+    if groups is None:
+        pipeline, stage = divmod(list(ranks).index(dist.get_rank()), num_stages)
+        with peer_errors("another process", "making the groups of the job's mesh"):
+            column, row = (
+                dist.new_group(
+                    members.tolist(),
+                    timeout=timedelta(seconds=timeout),
+                    use_local_synchronization=True,
+                )
+                for members in (layout[:, stage], layout[pipeline])
+            )
+        groups = column, row
+    return DeviceMesh.from_group(list(groups), device_type, layout, mesh_dim_names=("dp", "pp"))
+
+
+def replica_ranks(
+    group: dist.ProcessGroup | None, num_stages: int
+) -> tuple[list[int], dist.ProcessGroup | None]:
+    """Return the ranks of the replicas of this stage, and torch's group of them, if there is one.
+
+    By default every `num_stages` consecutive ranks make one pipeline, as in `job_mesh`.
+    """
+    if group is None and num_stages == 1:
+        group = dist.group.WORLD
+    if group is not None:
+        return dist.get_process_group_ranks(group), group
+    return list(range(dist.get_rank() % num_stages, dist.get_world_size(), num_stages)), None
 
 
 def send(group: dist.ProcessGroup, tensor: Tensor, to: int, *, tag: int) -> None:
@@ -62,20 +222,18 @@ def all_gather(group: dist.ProcessGroup, outputs: list[Tensor], tensor: Tensor) 
     group.allgather([outputs], [tensor]).wait()
 
 
-def all_gather_object(group: dist.ProcessGroup, obj: Any) -> list[Any]:
-    """Gather an object of every rank, in rank order; for small objects, since it is pickled."""
-    payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    sizes = _all_gather(group, torch.tensor([len(payload)]))
-    padded = torch.zeros(int(max(size.item() for size in sizes)), dtype=torch.uint8)
-    padded[: len(payload)] = payload
-    gathered = zip(_all_gather(group, padded), sizes, strict=True)
-    return [pickle.loads(raw[: size.item()].numpy().tobytes()) for raw, size in gathered]
+@torch.no_grad()
+def fingerprint(tensors: Iterable[Tensor]) -> str:
+    """Hash the bytes and the boundaries of `tensors`; equal exactly for equal contents.
 
-
-def _all_gather(group: dist.ProcessGroup, obj: Tensor) -> list[Tensor]:
-    gathered = [torch.empty_like(obj) for _ in range(group.size())]
-    all_gather(group, gathered, obj)
-    return gathered
+    Most replicas start from the same seed or checkpoint; comparing hashes avoids a broadcast.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        digest.update(raw.numel().to_bytes(8, "big"))
+        digest.update(raw.numpy().data)
+    return digest.hexdigest()
 
 
 def abort(group: dist.ProcessGroup) -> None:

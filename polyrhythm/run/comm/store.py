@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import msgspec
 import torch.distributed as dist
@@ -95,17 +95,17 @@ class JobStore:
     ) -> Any:
         """Return the leader's `value` on every member."""
         if self.rank == members.leader:
-            self._publish(name, _Answer(encode(value, as_type, name)), members)
+            self.publish(name, value, members, as_type=as_type)
             return value
-        return self._receive(name, members.leader, members, as_type)
+        return self.receive(name, members.leader, members, as_type=as_type)
 
     def all_gather_object(
         self, name: str, value: Any, members: Members, *, as_type: Any = None
     ) -> list[Any]:
         """Return the values of all members, in their order."""
-        self._publish(name, _Answer(encode(value, as_type, name)), members)
+        self.publish(name, value, members, as_type=as_type)
         return [
-            value if rank == self.rank else self._receive(name, rank, members, as_type)
+            value if rank == self.rank else self.receive(name, rank, members, as_type=as_type)
             for rank in members.ranks
         ]
 
@@ -149,44 +149,27 @@ class JobStore:
         sends no heartbeat for a timeout.
         """
         if self.rank != members.leader:
-            return self._receive(name, members.leader, members, as_type)
+            return self.receive(name, members.leader, members, as_type=as_type)
         try:
             with self._heartbeats(self._key(name, self.rank, members)):
                 value = function()
-            self._publish(name, _Answer(encode(value, as_type, name)), members)
         except Exception as error:
             self.fail(name, error, members)
             raise
+        self.publish(name, value, members, as_type=as_type)
         return value
 
-    def fail(self, name: str, error: Exception, members: Members) -> None:
-        """Raise an error on the members that wait for this process's value.
+    def publish(self, name: str, value: Any, members: Members, *, as_type: Any = None) -> None:
+        """Publish this process's value; its error reaches the members that wait for the value."""
+        try:
+            answer = _Answer(encode(value, as_type, name))
+        except LaunchError as error:
+            self.fail(name, error, members)
+            raise
+        self._set(name, answer, members)
 
-        Returns when all have read it, or after 10 s: this process may serve the store, and exit.
-        """
-        if isinstance(error, UserError):
-            texts = type(error).__name__, error.wrong, error.expected, error.fix
-        else:
-            me, wrong = self.name_of(self.rank), f"{name}: {type(error).__name__}: {error}"
-            texts = LaunchError.__name__, wrong, f"a result from {me}", f"see the output of {me}"
-        self._publish(name, _Answer(b"", *texts), members)
-        acks, deadline = f"{self._key(name, self.rank, members)}/acks", time.monotonic() + 10
-        while time.monotonic() < deadline and self._backend.add(acks, 0) < len(members.ranks) - 1:
-            time.sleep(_LONGEST_POLL)
-
-    def delete(self, name: str, members: Members) -> None:
-        """Delete this process's value under a name; all members have read it."""
-        self._backend.delete_key(self._key(name, self.rank, members))
-
-    def _key(self, name: str, rank: int, members: Members) -> str:
-        return f"{members.epoch}/{name}/{rank}"
-
-    def _publish(self, name: str, answer: _Answer, members: Members) -> None:
-        with peer_errors(_STORE, f"publishing {name}"):
-            self._backend.set(self._key(name, self.rank, members), msgspec.msgpack.encode(answer))
-
-    def _receive(self, name: str, rank: int, members: Members, as_type: Any) -> Any:
-        """Return a member's value; raises its error, or PeerError if it sends nothing."""
+    def receive(self, name: str, rank: int, members: Members, *, as_type: Any = None) -> Any:
+        """Wait for a member's value; raises its error, or PeerError if it publishes nothing."""
         key, peer, action = (
             self._key(name, rank, members),
             self.name_of(rank),
@@ -202,6 +185,36 @@ class JobStore:
             kind = kinds.get(answer.error, LaunchError)
             raise kind(answer.wrong, expected=answer.expected, fix=answer.fix)
         return decode(answer.value, as_type)
+
+    def is_published(self, name: str, rank: int, members: Members) -> bool:
+        """Whether `receive` would return at once."""
+        return self._backend.check([self._key(name, rank, members)])
+
+    def fail(self, name: str, error: Exception, members: Members) -> None:
+        """Raise an error on the members that wait for this process's value.
+
+        Returns when all have read it, or after 10 s: this process may serve the store, and exit.
+        """
+        if isinstance(error, UserError):
+            texts = type(error).__name__, error.wrong, error.expected, error.fix
+        else:
+            me, wrong = self.name_of(self.rank), f"{name}: {type(error).__name__}: {error}"
+            texts = LaunchError.__name__, wrong, f"a result from {me}", f"see the output of {me}"
+        self._set(name, _Answer(b"", *texts), members)
+        acks, deadline = f"{self._key(name, self.rank, members)}/acks", time.monotonic() + 10
+        while time.monotonic() < deadline and self._backend.add(acks, 0) < len(members.ranks) - 1:
+            time.sleep(_LONGEST_POLL)
+
+    def delete(self, name: str, members: Members, *, rank: int | None = None) -> None:
+        """Delete a value that nobody will read again, by default this process's."""
+        self._backend.delete_key(self._key(name, self.rank if rank is None else rank, members))
+
+    def _key(self, name: str, rank: int | str, members: Members) -> str:
+        return f"{members.epoch}/{name}/{rank}"
+
+    def _set(self, name: str, answer: _Answer, members: Members) -> None:
+        with peer_errors(_STORE, f"publishing {name}"):
+            self._backend.set(self._key(name, self.rank, members), msgspec.msgpack.encode(answer))
 
     def _wait_for(self, key: str, peer: str, action: str) -> None:
         """Wait for a key until a timeout after its owner's last heartbeat."""
@@ -258,11 +271,16 @@ def job_store_backend(prefix: str, timeout: Seconds) -> StoreBackend:
     Each thread needs a connection of its own.
     """
     if not dist.is_initialized():
-        return dist.HashStore()  # type: ignore[attr-defined]  # not in torch's stubs
+        return prefixed(prefix, dist.HashStore())  # type: ignore[attr-defined]  # no stub
     with peer_errors(_STORE, "connecting to it"):
         store = _get_default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
     store.set_timeout(timedelta(seconds=timeout))
-    return PrefixStore(prefix, store)
+    return prefixed(prefix, store)
+
+
+def prefixed(prefix: str, store: Any) -> StoreBackend:
+    """Return the part of a store whose keys start with `prefix`."""
+    return cast(StoreBackend, PrefixStore(prefix, store))  # torch's stubs are incomplete
 
 
 def encode(value: Any, as_type: Any, name: str) -> bytes:

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from polyrhythm.run.decoupled.state_dict import AllGatherObject
+from polyrhythm.run.comm.process_groups import Replicas
 from polyrhythm.sync.fusion.tuner import (
     BayesianSearch,
     BucketCandidate,
@@ -21,9 +21,9 @@ _logger = logging.getLogger(__name__)
 class BucketAutotuner:
     """Every worker has one and calls it at the same steps."""
 
-    def __init__(self, space: Space, all_gather_object: AllGatherObject, rank: int) -> None:
+    def __init__(self, space: Space, replicas: Replicas) -> None:
         self._trials = BucketTuner(BayesianSearch(space=space))
-        self._all_gather_object, self._is_first = all_gather_object, rank == 0
+        self._replicas = replicas
         self.current, self.is_over = self._trials.current, False
         self._seconds: list[Seconds] = []  # step times of the current trial on this worker
         self._last_step_end: Seconds | None = None
@@ -32,8 +32,8 @@ class BucketAutotuner:
         """Restart the clock: the time since the last step belongs to no step."""
         self._last_step_end = time.perf_counter()
 
-    def after_step(self) -> BucketCandidate | None:
-        """Return the candidate to switch to now; None for no change."""
+    def after_step(self, call: str) -> BucketCandidate | None:
+        """Return the candidate to switch to now, None for no change; all workers make the call."""
         now = time.perf_counter()
         if self.is_over:
             return None
@@ -42,11 +42,12 @@ class BucketAutotuner:
         self._last_step_end = now
         if len(self._seconds) < self._trials.num_steps:
             return None
-        gathered = self._all_gather_object(self._seconds, "step()")
+        gathered = self._replicas.all_gather_object(self._seconds, call)
         slowest = [max(times) for times in zip(*gathered, strict=True)]
         self._seconds.clear()
-        local_decision = self._decide(slowest) if self._is_first else None
-        decision: BucketDecision = self._all_gather_object(local_decision, "step()")[0]
+        decision: BucketDecision = self._replicas.run_on_first(
+            lambda: self._decide(slowest), call, as_type=BucketDecision
+        )
         previous, self.current = self.current, decision.candidate
         self.is_over = decision.is_final
         return None if previous == self.current else self.current

@@ -6,16 +6,19 @@ its shard, split at the boundaries of parameters: each piece has its own state, 
 were smaller. So a parameter that no worker has used has no gradient, and the optimizer skips it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.run.decoupled.in_flight_gradient import InFlightGradient
 from polyrhythm.sync.fusion.layers import by_bytes
 from polyrhythm.types import Bytes
+
+_ALLOWED_OPS = (torch.ops.aten.detach.default, torch.ops.aten.zero_.default)  # of zero_grad
+_ADD_OPS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +109,16 @@ class Bucket:
         """Forget all gradients, for the next step."""
         self._filled.clear()
 
-    def find_replaced(self) -> int | None:
-        """Return the index of the first parameter that is no longer a view of the buffer."""
-        replaced = (i for i, p in self.parameters.items() if p.data_ptr() != self._addresses[i])
-        return next(replaced, None)
+    def check_in_place(self, names: Sequence[str]) -> None:
+        """Refuse weights that were moved out of the buffer: they would not be updated."""
+        for index, parameter in self.parameters.items():
+            if parameter.data_ptr() != self._addresses[index]:
+                raise PolicyError(
+                    f"{names[index]} was moved to other memory",
+                    expected="a model that keeps its device and dtype after this optimizer is "
+                    "created",
+                    fix="call to(), half() and similar methods before creating the optimizer",
+                )
 
     def view_of(self, flat: Tensor, index: int) -> Tensor:
         """View a parameter's range of `flat`, with the parameter's strides if it is dense."""
@@ -131,6 +140,59 @@ class Bucket:
                     ParameterShard(index, start - offset, nn.Parameter(weights), gradient)
                 )
         return shards
+
+
+class InFlightGradient(Tensor):
+    """The placeholder in a parameter's `.grad` while its gradient is averaged: a shape, no numbers.
+
+    The gradient cannot be read then: backward left this worker's own gradient, and only a shard of
+    the mean comes back. Code that clips, scales or adds to it gets an error that names the call to
+    use instead; with `None`, clipping would silently do nothing.
+    """
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor) -> Self:
+        placeholder: Self = Tensor._make_wrapper_subclass(
+            cls,
+            parameter.shape,
+            strides=parameter.stride(),
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+        return placeholder
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"InFlightGradient(shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # the stub declares a function
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[Any, Any] | None = None,
+    ) -> Any:
+        if func in _ALLOWED_OPS:
+            return args[0]
+        if func in _ADD_OPS:
+            raise PolicyError(
+                "a backward on top of gradients that are being averaged",
+                expected="step() and zero_grad() before the next backward",
+                fix="call optimizer.zero_grad() after each step; to accumulate, "
+                "with optimizer.no_sync(): loss.backward() for all but the last",
+            )
+        raise PolicyError(
+            f"{func} of a gradient that is being averaged",
+            expected="no access to gradients between backward() and step()",
+            fix="call optimizer.clip_grad_norm_(max_norm) to clip by the norm of the mean; for an "
+            "elementwise operation use the parameters in optimizer.param_groups: their gradients "
+            "are this worker's shard of the mean",
+        )
+
+
+def has_gradient(parameter: Tensor) -> bool:
+    """Whether a parameter has a gradient that is not being averaged yet."""
+    return parameter.grad is not None and not isinstance(parameter.grad, InFlightGradient)
 
 
 @dataclass(frozen=True, slots=True)

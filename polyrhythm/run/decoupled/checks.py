@@ -1,7 +1,9 @@
 """Checks of models and optimizers: refuse those that DistributedOptimizer cannot run."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,11 +15,15 @@ from torch.optim import Optimizer
 
 from polyrhythm.describe.units import parse
 from polyrhythm.errors import LaunchError, PolicyError
-from polyrhythm.run.decoupled.buckets import Bucket
-from polyrhythm.run.decoupled.communicator import CONSTRUCTOR
-from polyrhythm.run.decoupled.state_dict import AllGatherObject
+from polyrhythm.run.comm.process_groups import Replicas
 from polyrhythm.sync.fusion.tuner import FIRST, BucketMode
 from polyrhythm.types import Bytes
+
+Mode = Literal["auto", "decoupled", "all_reduce", "hierarchical", "hierarchical_all_reduce"]
+_OLD_MODES = {
+    "hierarchical decoupled": BucketMode.HIERARCHICAL,
+    "hierarchical all_reduce": BucketMode.HIERARCHICAL_ALL_REDUCE,
+}
 
 # These update each number by itself: a shard is updated exactly as in the whole parameter.
 ELEMENTWISE = (
@@ -43,6 +49,7 @@ def parameters_of(optimizer: Optimizer, model: nn.Module) -> tuple[list[str], li
 
 
 def check(optimizer: Optimizer, model: nn.Module, *, elementwise: bool) -> None:
+    """Refuse an optimizer or model that cannot be wrapped."""
     if not isinstance(optimizer, Optimizer) or not isinstance(model, nn.Module):
         raise PolicyError(
             f"DistributedOptimizer({type(optimizer).__name__}, {type(model).__name__})",
@@ -69,6 +76,10 @@ def check(optimizer: Optimizer, model: nn.Module, *, elementwise: bool) -> None:
             fix="pass elementwise=True if it does; one that needs whole tensors (LAMB, Muon, "
             'Adafactor) runs under GroupSync(model, optimizer, "all_reduce"), or DDP',
         )
+    _check_parameters(optimizer, model)
+
+
+def _check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
             raise PolicyError(
@@ -117,27 +128,33 @@ def parse_bucket_bytes(bucket_bytes: Bytes | str) -> Bytes:
 
 def check_mode(mode: object) -> None:
     if mode not in ("auto", *BucketMode):
+        new_name = _OLD_MODES.get(str(mode))
         raise PolicyError(
-            f"mode={mode!r}",
+            f"mode={mode!r}" + (f" is now mode={new_name.value!r}" if new_name else ""),
             expected=f"auto, {', '.join(BucketMode)}",
-            fix="omit it: auto selects the fastest mode",
+            fix="rename it" if new_name else "omit it: auto selects the fastest mode",
         )
 
 
-def check_initialized() -> None:
-    if not dist.is_initialized():
+def allowed_modes(mode: Mode, *, has_hierarchy: bool) -> list[BucketMode]:
+    """Return the bucket modes that `mode` allows on these nodes."""
+    if mode == "auto":
+        return [each for each in BucketMode if has_hierarchy or not each.is_hierarchical]
+    if BucketMode(mode).is_hierarchical and not has_hierarchy:
         raise PolicyError(
-            "a DistributedOptimizer after destroy_process_group()",
-            expected="the process group that it was created with",
-            fix="destroy the group after the last step and the last state_dict()",
+            f"mode={mode!r} on nodes with unequal numbers of workers, or one worker each",
+            expected="two nodes or more, with two workers or more on each",
+            fix='use mode="auto", or name the machine of each worker with node=...',
         )
+    return [BucketMode(mode)]
 
 
 def check_consistent(
-    all_gather_object: AllGatherObject,
+    replicas: Replicas,
     optimizer: Optimizer,
     names: Sequence[str],
     settings: Mapping[str, object],
+    call: str,
 ) -> None:
     """Raise PolicyError with the first difference between this worker and another one."""
     local = [f"{key}={value}" for key, value in settings.items()]
@@ -154,7 +171,10 @@ def check_consistent(
         if not parameter.requires_grad:
             shown += ", frozen"
         local.append(f"parameter {index} is {shown}")
-    for rank, remote in enumerate(all_gather_object(local, CONSTRUCTOR)):
+    digest = hashlib.blake2b("\n".join(local).encode(), digest_size=16).hexdigest()
+    if len(set(replicas.all_gather_object(digest, call))) == 1:
+        return
+    for rank, remote in enumerate(replicas.all_gather_object(local, call)):
         for here, there in zip_longest(local, remote, fillvalue="no more parameters"):
             if here != there:
                 raise PolicyError(
@@ -162,17 +182,6 @@ def check_consistent(
                     expected="the same model, optimizer and settings on all workers",
                     fix="build them by the same code in every process",
                 )
-
-
-def check_in_place(buckets: Iterable[Bucket], names: Sequence[str]) -> None:
-    """Refuse weights that were moved out of their bucket: they would not be updated."""
-    for bucket in buckets:
-        if (index := bucket.find_replaced()) is not None:
-            raise PolicyError(
-                f"{names[index]} was moved to other memory",
-                expected="a model that keeps its device and dtype after this optimizer is created",
-                fix="call to(), half() and similar methods before creating the optimizer",
-            )
 
 
 def check_same_parameters(
@@ -187,22 +196,3 @@ def check_same_parameters(
                 expected="the parameters that this optimizer was created with",
                 fix="call load_state_dict(...) without assign=True",
             )
-
-
-def check_has_gradients(call: str, has_gradients: bool) -> None:
-    if not has_gradients:
-        raise PolicyError(
-            f"{call} without a backward()",
-            expected="loss.backward() before it, at least once outside no_sync()",
-            fix="call it between backward() and zero_grad(); clip a norm before step()",
-        )
-
-
-def check_updating(is_updating: bool) -> None:
-    """Refuse a step() of the wrapped optimizer that DistributedOptimizer has not called."""
-    if not is_updating:
-        raise PolicyError(
-            "step() of the wrapped optimizer",
-            expected="step() of the DistributedOptimizer around it, which averages first",
-            fix="call step() and zero_grad() of the DistributedOptimizer",
-        )

@@ -7,25 +7,82 @@ gathered in forward order. With all-reduce buckets, the averaged gradients are g
 still during backward: a plain all-reduce.
 """
 
+import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
+from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.run.comm.comm_thread import CommThread
-from polyrhythm.run.comm.nccl_collectives import NcclCollectives
+from polyrhythm.run.comm.process_groups import Replicas, new_gloo_group
 from polyrhythm.run.comm.reduce_scatter import (
     CollectivePhase,
     Collectives,
     GlooCollectives,
+    HierarchicalCollectives,
+    NcclCollectives,
     Pending,
+    select_backend,
+    uses_nccl,
 )
-from polyrhythm.run.decoupled.buckets import Bucket, BucketSpec, ParameterShard
-from polyrhythm.run.decoupled.in_flight_gradient import has_gradient
+from polyrhythm.run.decoupled.buckets import Bucket, BucketSpec, ParameterShard, has_gradient
 from polyrhythm.types import Seconds
+
+
+class ReplicaCollectives:
+    """The collectives between replicas, and the thread that waits for them; made by all together.
+
+    If several nodes have equally many workers, two or more, there are hierarchical ones, too.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        process_group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        node: str | None,
+        call: str,
+        timeout: Seconds,
+    ) -> None:
+        """`process_group` is torch's group of the replicas, if there is one."""
+        self._process_group, self._device = process_group, device
+        self.control = GlooCollectives(replicas.group, timeout=timeout)
+        nodes = ranks_by_node(replicas.all_gather_object(node or _name_of_this_node(), call))
+        has_nccl = process_group is not None and uses_nccl(device, process_group)
+        groups, self._hierarchical = [replicas.group], None
+        if nodes is not None and not has_nccl:  # NCCL builds its own hierarchy
+            own_node = next(members for members in nodes if replicas.rank in members)
+            local_index = own_node.index(replicas.rank)
+            across_nodes = [members[local_index] for members in nodes]
+            for where, members in (("inside", own_node), ("across", across_nodes)):
+                what = f"averaging gradients {where} nodes"
+                ranks = [replicas.ranks[member] for member in members]
+                groups.append(new_gloo_group(ranks, what, timeout=timeout))
+            inside, across = (GlooCollectives(group, timeout=timeout) for group in groups[1:])
+            self._hierarchical = HierarchicalCollectives(inside, across)
+        self.comm_thread = CommThread(groups, timeout=timeout)
+        self._by_hierarchy: dict[bool, Collectives] = {}
+
+    @property
+    def has_hierarchy(self) -> bool:
+        return self._hierarchical is not None
+
+    def get(self, *, hierarchical: bool) -> Collectives:
+        """Return the collectives for the device of the parameters."""
+        if hierarchical not in self._by_hierarchy:
+            host = self._hierarchical if hierarchical else self.control
+            assert host is not None, "hierarchical modes are candidates only with a hierarchy"
+            self._by_hierarchy[hierarchical] = select_backend(
+                self._device, self._process_group, host, start=self.comm_thread.start
+            )
+        return self._by_hierarchy[hierarchical]
 
 
 class GradientPhase(Enum):
@@ -39,8 +96,8 @@ class GradientPhase(Enum):
 class GradientSync:
     """The collectives of one worker; all workers start them in the same order.
 
-    `control` carries flags. `tied` are parameters that several stages hold: their gradients are
-    read after backward, without a call of `add_gradient`.
+    `tied` are parameters that several stages hold: their gradients are read after backward, without
+    a call of `add_gradient`.
     """
 
     def __init__(
@@ -48,12 +105,11 @@ class GradientSync:
         parameters: Sequence[nn.Parameter],
         names: Sequence[str],
         tied: Iterable[int],
-        control: GlooCollectives,
-        comm_thread: CommThread,
+        replicas: ReplicaCollectives,
     ) -> None:
         self._parameters, self._names = parameters, names
         self._tied = [parameters[index] for index in tied]
-        self._control, self._comm_thread = control, comm_thread
+        self._control, self._comm_thread = replicas.control, replicas.comm_thread
         self.buckets: list[Bucket] = []
         # A parameter in the optimizer's groups whose gradient is 0, or nan if any worker has a
         # non-finite gradient: a GradScaler then skips the step on all workers, or on none.
@@ -97,6 +153,14 @@ class GradientSync:
         ]
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.parameters}
         self.empty()
+
+    def check_has_gradients(self, call: str) -> None:
+        if not self.has_gradients:
+            raise PolicyError(
+                f"{call} without a backward()",
+                expected="loss.backward() before it, at least once outside no_sync()",
+                fix="call it between backward() and zero_grad(); clip a norm before step()",
+            )
 
     def check_received(self, index: int) -> None:
         """Refuse the gradient of a parameter whose update had not arrived when it was used."""
@@ -306,3 +370,20 @@ def _sum(flat: Tensor) -> Tensor:
     """Sum in single precision: not finite if any number is not finite."""
     real = torch.view_as_real(flat) if flat.is_complex() else flat
     return real.sum(dtype=torch.float32)
+
+
+def ranks_by_node(nodes: Sequence[str]) -> list[list[int]] | None:
+    """Group ranks by node; `nodes[rank]` names the node. None if a hierarchy gains nothing."""
+    members: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        members.setdefault(node, []).append(rank)
+    sizes = {len(ranks) for ranks in members.values()}
+    if len(members) < 2 or len(sizes) > 1 or sizes == {1}:
+        return None
+    return list(members.values())
+
+
+@cache
+def _name_of_this_node() -> str:
+    """Return torchrun's node rank, or else the host name."""
+    return os.environ.get("GROUP_RANK") or socket.gethostname()

@@ -19,6 +19,7 @@ parameters and modules that are called twice behave as in single-process trainin
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -27,26 +28,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.renamed import RenamedAttribute
 from polyrhythm.run.comm.forward_hooks import ForwardOrder, gradient_hooks, state_hooks
+from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, Replicas, replica_ranks
 from polyrhythm.run.comm.reduce_scatter import HALF_PRECISION
 from polyrhythm.run.decoupled.autotune import BucketAutotuner
-from polyrhythm.run.decoupled.buckets import Bucket, ParameterOrder, assign_buckets
+from polyrhythm.run.decoupled.buckets import Bucket, ParameterOrder, assign_buckets, has_gradient
 from polyrhythm.run.decoupled.checks import (
+    Mode,
+    allowed_modes,
     check,
     check_consistent,
-    check_has_gradients,
-    check_in_place,
-    check_initialized,
     check_mode,
     check_same_parameters,
-    check_updating,
     parameters_of,
     parse_bucket_bytes,
 )
-from polyrhythm.run.decoupled.communicator import Communicator, GatherFuture, Mode, replica_ranks
-from polyrhythm.run.decoupled.gradient_sync import GradientSync
-from polyrhythm.run.decoupled.in_flight_gradient import has_gradient
+from polyrhythm.run.decoupled.gradient_sync import GradientSync, ReplicaCollectives
 from polyrhythm.run.decoupled.state_dict import (
+    BackgroundGather,
     State,
     cast_state,
     check_groups,
@@ -59,6 +59,10 @@ from polyrhythm.run.decoupled.state_dict import (
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.fusion.tuner import BucketCandidate, Space
 from polyrhythm.types import Seconds
+
+_CONSTRUCTOR = "DistributedOptimizer()"  # the calls that all workers make together
+_STEP, _CLIP = "step()", "clip_grad_norm_()"
+_STATE_DICT, _ASYNC_STATE_DICT = "state_dict()", "async_state_dict()"
 
 
 class DistributedOptimizer(Optimizer):
@@ -74,7 +78,7 @@ class DistributedOptimizer(Optimizer):
         mode: Mode = "auto",
         node: str | None = None,
         elementwise: bool = False,
-        timeout: Seconds = 600.0,
+        timeout: Seconds = DEFAULT_TIMEOUT,
     ) -> None:
         """Broadcast the parameters and buffers of rank 0, and take over `optimizer`.
 
@@ -100,62 +104,64 @@ class DistributedOptimizer(Optimizer):
         check(optimizer, module, elementwise=elementwise)
         check_mode(mode)
         size = parse_bucket_bytes(bucket_bytes)
-        self._inner, self._stage = optimizer, stage
+        self._inner, self._stage, self._timeout = optimizer, stage, timeout
         self._names, self._parameters = parameters_of(optimizer, module)
         ranks, group = replica_ranks(process_group, 1 if stage is None else stage.num_stages)
-        device = self._parameters[0].device
-        self._communicator = Communicator(ranks, group, device, node=node, timeout=timeout)
+        self._replicas = Replicas(ranks, "averaging gradients", timeout=timeout)
+        self._collectives = ReplicaCollectives(
+            self._replicas,
+            group,
+            self._parameters[0].device,
+            node=node,
+            call=_CONSTRUCTOR,
+            timeout=timeout,
+        )
+        self._background: BackgroundGather | None = None
         settings = {"bucket_bytes": bucket_bytes, "mode": mode}
-        check_consistent(self._communicator.all_gather_object, optimizer, self._names, settings)
+        check_consistent(self._replicas, optimizer, self._names, settings, _CONSTRUCTOR)
+        self._replicas.broadcast_initial_state(
+            _CONSTRUCTOR, list(module.parameters()), list(module.buffers())
+        )
         self._group_of = {
             id(parameter): number
             for number, param_group in enumerate(optimizer.param_groups)
             for parameter in param_group["params"]
         }
-        self._communicator.broadcast_initial_state(
-            list(module.parameters()), list(module.buffers())
-        )
-        initial_state = {
-            i: dict(optimizer.state[p])
-            for i, p in enumerate(self._parameters)
-            if p in optimizer.state
-        }
-        self._syncing = True
         indices = {parameter: index for index, parameter in enumerate(self._parameters)}
         tied = set() if stage is None else stage.tied
         self._tied = frozenset(indices[p] for p in tied if p in indices)
         self._gradient_sync = GradientSync(
-            self._parameters,
-            self._names,
-            self._tied,
-            self._communicator.control,
-            self._communicator.comm_thread,
+            self._parameters, self._names, self._tied, self._collectives
         )
         self._order = ParameterOrder(tuple(indices.values()), self._tied | self._frozen())
         self._unseen: Sequence[int] = ()  # parameters that no forward hook waits for
-        self._is_ordered = False
+        self._is_ordered, self._is_updating, self._syncing = False, False, True
         self._autotuner: BucketAutotuner | None = None
-        self._modes = self._communicator.modes(mode)
+        self._modes = allowed_modes(mode, has_hierarchy=self._collectives.has_hierarchy)
         self._is_auto = bucket_bytes == "auto" and stage is None
+        initial_state = {
+            index: dict(optimizer.state[p]) for p, index in indices.items() if p in optimizer.state
+        }
         self._rebuild_buckets(BucketCandidate(size, self._modes[0]), initial_state)
+        self._add_hooks(module)
+        self.__setstate__({"defaults": optimizer.defaults})  # creates the step hooks of Optimizer
+
+    def _add_hooks(self, module: nn.Module) -> None:
         self._forward = ForwardOrder(
             module, self._parameters, self._gradient_sync.wait_for_parameters
         )
-        self._is_updating = False
+        indices = [i for i in range(len(self._parameters)) if i not in self._tied]
         self._hooks = [
-            *gradient_hooks(
-                {p: self._hook(index) for p, index in indices.items() if index not in self._tied}
-            ),
+            *gradient_hooks({self._parameters[i]: self._hook(i) for i in indices}),
             *state_hooks(
                 module,
                 before=self.synchronize,
                 after_load=lambda: check_same_parameters(module, self._names, self._parameters),
             ),
-            optimizer.register_step_pre_hook(self._check_updating),
+            self._inner.register_step_pre_hook(self._check_updating),
         ]
-        if stage is not None:
-            stage.set_accumulation_context(self.no_sync)
-        self.__setstate__({"defaults": optimizer.defaults})  # creates the step hooks of Optimizer
+        if self._stage is not None:
+            self._stage.set_accumulation_context(self.no_sync)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -214,9 +220,10 @@ class DistributedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        check_initialized()
-        check_has_gradients("step()", self._gradient_sync.has_gradients)
-        check_in_place(self._gradient_sync.buckets, self._names)
+        _check_initialized()
+        self._gradient_sync.check_has_gradients(_STEP)
+        for bucket in self._gradient_sync.buckets:
+            bucket.check_in_place(self._names)
         self._gradient_sync.post_weight_receives()
         self._gradient_sync.finish()
         first, *others = self._gradient_sync.buckets
@@ -232,14 +239,14 @@ class DistributedOptimizer(Optimizer):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the mean gradients to a norm of at most `max_norm`; return the norm before."""
-        check_has_gradients("clip_grad_norm_()", self._gradient_sync.has_gradients)
+        self._gradient_sync.check_has_gradients(_CLIP)
         self._gradient_sync.finish()
         not_owned = set() if self._stage is None else self._stage.tied_not_owned
         shards = [s for s in self._gradient_sync.shards if s.parameter.grad is not None]
         counted = [s.gradient for s in shards if self._parameters[s.index] not in not_owned]
         total = _norm_of(counted, norm_type, self._parameters[0].device)
         if not self._gradient_sync.is_all_reduce:
-            norms = self._communicator.all_gather_object(total.item(), "clip_grad_norm_()")
+            norms = self._replicas.all_gather_number(total.item(), _CLIP)
             total = _norm_of(list(torch.tensor(norms)), norm_type)
         if self._stage is not None:
             total = self._stage.norm_over_stages(total.cpu(), norm_type).float()
@@ -258,28 +265,32 @@ class DistributedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Gather the whole state, in torch's format; all workers call this together."""
-        check_initialized()
+        _check_initialized()
         return {
-            "state": self._full_state("state_dict()"),
+            "state": self._full_state(_STATE_DICT),
             "param_groups": self._unsharded_param_groups(),
         }
 
-    def async_state_dict(self) -> GatherFuture:
+    def async_state_dict(self) -> Future[dict[str, Any]]:
         """Copy this worker's shard now and gather the rest during training; called by all."""
-        check_initialized()
+        _check_initialized()
         self.synchronize()
         buckets, groups = list(self._gradient_sync.buckets), self._unsharded_param_groups()
-        own_state = copy_state_to_cpu(buckets, self._inner.state)
-        background = self._communicator.background()
+        if self._background is None:
+            self._background = BackgroundGather(self._replicas.ranks, timeout=self._timeout)
         arguments = (
             buckets,
-            own_state,
-            background.collectives,
-            background.all_gather_object,
-            "async_state_dict()",
+            copy_state_to_cpu(buckets, self._inner.state),
+            self._background.collectives,
+            self._background.replicas,
+            _ASYNC_STATE_DICT,
             torch.device("cpu"),
         )
-        return background.start(lambda: {"state": full_state(*arguments), "param_groups": groups})
+        return self._background.start(
+            lambda: {"state": full_state(*arguments), "param_groups": groups}
+        )
+
+    state_later = RenamedAttribute("async_state_dict()")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this or of a plain optimizer; all workers load the same one."""
@@ -308,7 +319,9 @@ class DistributedOptimizer(Optimizer):
                     parameter.grad = None
             if self._stage is not None:
                 self._stage.set_accumulation_context(contextlib.nullcontext)
-            self._communicator.close()
+            if self._background is not None:
+                self._background.close()
+            self._collectives.comm_thread.close()
 
     def __getstate__(self) -> dict[str, Any]:
         raise PolicyError(
@@ -318,7 +331,13 @@ class DistributedOptimizer(Optimizer):
         )
 
     def _check_updating(self, *_: Any) -> None:
-        check_updating(self._is_updating)
+        """Refuse a step() of the wrapped optimizer that this object has not called."""
+        if not self._is_updating:
+            raise PolicyError(
+                "step() of the wrapped optimizer",
+                expected="step() of the DistributedOptimizer around it, which averages first",
+                fix="call step() and zero_grad() of the DistributedOptimizer",
+            )
 
     def _frozen(self) -> frozenset[int]:
         return frozenset(i for i, p in enumerate(self._parameters) if not p.requires_grad)
@@ -348,22 +367,22 @@ class DistributedOptimizer(Optimizer):
     def _reorder_buckets(self) -> None:
         """Rebuild the buckets in forward order; once, after the first step."""
         self._is_ordered = True
-        seen_and_frozen = list(self._forward.order), self._frozen()
-        seen, frozen = self._communicator.all_gather_object(seen_and_frozen, "step()")[0]
-        self._order = ParameterOrder.of(seen, len(self._parameters), self._tied | frozen)
+        seen_and_frozen = list(self._forward.order), sorted(self._frozen())
+        seen, frozen = self._replicas.broadcast_object(seen_and_frozen, _STEP)
+        late = self._tied.union(frozen)
+        self._order = ParameterOrder.of(seen, len(self._parameters), late)
         self._unseen = self._order.indices[len(seen) :]
-        self._rebuild_buckets(self._candidate, self._full_state("step()"))
+        self._rebuild_buckets(self._candidate, self._full_state(_STEP))
         if self._is_auto:
             space = Space(self._assign_buckets, self._modes)
-            self._autotuner = BucketAutotuner(
-                space, self._communicator.all_gather_object, self._communicator.rank
-            )
+            self._autotuner = BucketAutotuner(space, self._replicas)
             self._autotuner.restart()
 
     def _tune(self) -> None:
-        if self._autotuner is not None and (candidate := self._autotuner.after_step()) is not None:
-            self._rebuild_buckets(candidate, self._full_state("step()"))
-            self._autotuner.restart()
+        tuner = self._autotuner
+        if tuner is not None and (candidate := tuner.after_step(_STEP)) is not None:
+            self._rebuild_buckets(candidate, self._full_state(_STEP))
+            tuner.restart()
 
     def _assign_buckets(self, candidate: BucketCandidate) -> Any:
         return assign_buckets(self._parameters, self._order, candidate.bucket_bytes)
@@ -373,7 +392,7 @@ class DistributedOptimizer(Optimizer):
         self._candidate = candidate
         self._gradient_sync.rebuild_buckets(
             self._assign_buckets(candidate),
-            self._communicator.collectives(candidate.mode),
+            self._collectives.get(hierarchical=candidate.mode.is_hierarchical),
             all_reduce=candidate.mode.is_all_reduce,
         )
         for group in self._inner.param_groups:
@@ -388,15 +407,15 @@ class DistributedOptimizer(Optimizer):
         numbers = [self._group_of[id(parameter)] for parameter in self._parameters]
         return unsharded_param_groups(self._inner.param_groups, numbers)
 
-    def _full_state(self, what: str) -> State:
-        """Gather the whole state; `what` names the call, which all workers make."""
+    def _full_state(self, call: str) -> State:
+        """Gather the whole state; all workers make this call."""
         self.synchronize()
         return full_state(
             self._gradient_sync.buckets,
             self._inner.state,
             self._gradient_sync.collectives,
-            self._communicator.all_gather_object,
-            what,
+            self._replicas,
+            call,
         )
 
     def _adopt_state(self, state: State) -> None:
@@ -420,3 +439,12 @@ def _norm_of(
     return torch.linalg.vector_norm(
         torch.stack([torch.zeros((), device=device), *norms]), norm_type
     )
+
+
+def _check_initialized() -> None:
+    if not dist.is_initialized():
+        raise PolicyError(
+            "a DistributedOptimizer after destroy_process_group()",
+            expected="the process group that it was created with",
+            fix="destroy the group after the last step and the last state_dict()",
+        )

@@ -1,35 +1,41 @@
-"""Convert sharded optimizer state to and from the state_dict of a single worker.
+"""Gather sharded optimizer state as the state_dict of a single worker, and shard it again.
 
 The format is torch's own, so that a checkpoint does not depend on the number of workers or the size
 of buckets, and a plain optimizer can load it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.run.comm.reduce_scatter import Collectives
+from polyrhythm.run.comm.comm_thread import CommThread
+from polyrhythm.run.comm.process_groups import Replicas
+from polyrhythm.run.comm.reduce_scatter import Collectives, GlooCollectives
 from polyrhythm.run.decoupled.buckets import Bucket, ParameterShard
+from polyrhythm.types import Seconds
 
 State = dict[int, dict[str, Any]]  # by the index of a parameter
 _STEP_COUNTERS = ("step", "eta", "mu", "mu_product")  # of torch's optimizers
-AllGatherObject = Callable[[Any, str], list[Any]]  # (object, name of the call) -> by rank
+# What other workers must know of a value in the state of a shard: a tensor's dtype, a number with
+# its dtype and bytes, or anything else itself.
+_Summary = tuple[str] | tuple[str, bytes] | tuple[None, Any]
 
 
 def full_state(
     buckets: Sequence[Bucket],
     state: Mapping[Tensor, Mapping[str, Any]],
     collectives: Collectives,
-    all_gather_object: AllGatherObject,
-    what: str,
+    replicas: Replicas,
+    call: str,
     device: torch.device | None = None,
 ) -> State:
     """Gather the state of all parameters, on `device` or else on that of the buckets.
 
-    All workers call this together, with nothing else in flight in `collectives`.
+    All workers make this `call` together, with nothing else in flight in `collectives`.
     """
     shards = (shard for bucket in buckets for shard in bucket.shards)
     summaries = {
@@ -37,13 +43,16 @@ def full_state(
         for s in shards
     }
     all_summaries: State = {}
-    for received in all_gather_object(summaries, what):
+    for received in replicas.all_gather_object(summaries, call):
         for index, summary in received.items():
-            all_summaries.setdefault(index, {}).update(summary)
+            values = {key: _from_summary(each) for key, each in summary.items()}
+            all_summaries.setdefault(index, {}).update(values)
     full: State = {}
     for bucket in buckets:
         entries = {index: all_summaries.get(index, {}) for index in bucket.parameters}
-        keys = dict.fromkeys(k for e in entries.values() for k, v in e.items() if _is_type(v))
+        keys = dict.fromkeys(
+            k for e in entries.values() for k, v in e.items() if isinstance(v, torch.dtype)
+        )
         for key in keys:
             dtype = next(entry[key] for entry in entries.values() if key in entry)
             flat = _gather(bucket, key, state, collectives, dtype=dtype, device=device)
@@ -64,6 +73,27 @@ def copy_state_to_cpu(
         for s in bucket.shards
         if s.parameter in state
     }
+
+
+class BackgroundGather:
+    """Gather optimizer state while training continues, in a separate thread and process group.
+
+    A checkpoint needs the whole state, of which each worker has a shard. Training waits only for
+    the copy of its own shard, not for the gather: over slow links that takes longer than a step.
+    Gathers run one after the other; all workers create this, and start each gather.
+    """
+
+    def __init__(self, ranks: Sequence[int], *, timeout: Seconds) -> None:
+        self.replicas = Replicas(ranks, "gathering state", timeout=timeout)
+        self.collectives = GlooCollectives(self.replicas.group, timeout=timeout)
+        self._thread = CommThread([self.replicas.group], timeout=timeout)
+
+    def start(self, function: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
+        """Every wait of the function has a timeout, so a wait for the future ends, too."""
+        return self._thread.start(function).future
+
+    def close(self) -> None:
+        self._thread.close()
 
 
 def unsharded_param_groups(
@@ -179,15 +209,23 @@ def _cloned(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _summary(value: Any) -> Any:
-    """Return a scalar itself, or the dtype of a tensor: what other workers need to know."""
+def _summary(value: Any) -> _Summary:
+    if not isinstance(value, Tensor):
+        return None, value
+    dtype = str(value.dtype).removeprefix("torch.")
     if not _is_scalar(value):
-        return value.dtype
-    return value.cpu() if isinstance(value, Tensor) else value
+        return (dtype,)
+    return dtype, value.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes()
 
 
-def _is_type(value: Any) -> bool:
-    return isinstance(value, torch.dtype)
+def _from_summary(summary: _Summary) -> Any:
+    """Return a value, or the dtype of a tensor."""
+    if summary[0] is None:
+        return summary[1]
+    dtype = getattr(torch, summary[0])
+    if len(summary) == 1:
+        return dtype
+    return torch.frombuffer(bytearray(summary[1]), dtype=dtype).reshape(())
 
 
 def _flat_in_memory_order(value: Tensor, parameter: nn.Parameter) -> Tensor:

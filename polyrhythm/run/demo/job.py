@@ -16,17 +16,12 @@ from polyrhythm.plan.plan import Plan, even_plan
 from polyrhythm.run.demo.shape import GPTShape
 from polyrhythm.run.pipeline.options import AUTO, parse_schedule
 from polyrhythm.schedule.check import check
+from polyrhythm.sync.modes import SYNC_MODES
 from polyrhythm.sync.setup import Setup, at_flag, parse_options
 from polyrhythm.types import Seconds
 
 MAX_TIMEOUT: Seconds = 86_400.0  # a day; timers overflow at some point beyond
 _SYNC_OPTIONS = "--sync-options"
-_UNSUPPORTED_POLICIES = {  # policies that need more than the demo has
-    "ssp": "it needs another process, a polyrhythm.ParameterServer, "
-    "and the demo starts workers only",
-    "balanced": "it assigns micro-batches by speed, and in the demo each pipeline has a fixed "
-    "number",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +134,17 @@ def _check(settings: DemoConfig) -> None:
 
 
 def _check_sync(settings: DemoConfig) -> None:
-    if settings.sync in _UNSUPPORTED_POLICIES:
+    mode = SYNC_MODES.get(settings.sync)  # None for unknown names, which Setup refuses
+    if mode is not None and (mode.has_server or mode.balances_microbatches):
+        why = (
+            "it needs another process, a polyrhythm.ParameterServer, and the demo starts workers "
+            "only"
+            if mode.has_server
+            else "it assigns micro-batches by speed, and in the demo each pipeline has a fixed "
+            "number"
+        )
         raise LaunchError(
-            f"--sync {settings.sync}: {_UNSUPPORTED_POLICIES[settings.sync]}",
+            f"--sync {settings.sync}: {why}",
             expected="all_reduce, adaptive, age, static, smart, random, pairwise, partial_reduce "
             "or local",
             fix="use polyrhythm.GroupSync in your own script; docs/sync.md shows how",

@@ -15,7 +15,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.events import EventLog, worker_log
+from polyrhythm.events import worker_log
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.peer_errors import peer_errors
@@ -24,6 +24,7 @@ from polyrhythm.run.demo.job import DemoConfig, DemoJob
 from polyrhythm.run.demo.text import ByteText, read_text, standard_library
 from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Worker
 
 
@@ -91,9 +92,9 @@ def _build_pipeline(
     return Pipeline(
         layers.to(device),
         loss_fn=next_byte_loss,
-        num_microbatches=settings.microbatches,
+        n_microbatches=settings.microbatches,
         schedule=settings.schedule,
-        group=dist.new_group(
+        process_group=dist.new_group(
             ranks, timeout=timedelta(seconds=settings.timeout), use_local_synchronization=True
         ),
         timeout=settings.timeout,

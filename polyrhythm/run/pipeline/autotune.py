@@ -3,6 +3,10 @@
 Every few steps the stages all-gather their measurements: the times of forwards and backwards, and
 how long received messages occupied each link. All stages then have the same numbers, and each one's
 tuner comes to the same decision, which takes effect with the next step.
+
+Clock offset and latency between neighbouring stages are measured by a few pings. As in NTP, the
+quickest of several round trips is the least disturbed, and its middle is taken as the time at which
+the other clock was read. Clocks drift, so the measurement is repeated.
 """
 
 import math
@@ -10,52 +14,55 @@ import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
+import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from polyrhythm.cost.memory import MemoryBudget, StageMemory
 from polyrhythm.cost.pipeline import LinkTimes, MessageTiming, PipelineTimes, busy_times
-from polyrhythm.events import EventLog
 from polyrhythm.run.comm.peer_errors import peer_errors
-from polyrhythm.run.comm.process_groups import all_gather
-from polyrhythm.run.pipeline.clocks import ClockOffset, clock_offsets, measure_offsets
-from polyrhythm.run.pipeline.connections import BatchHeader, Connections
-from polyrhythm.run.pipeline.transport import MicrobatchKind, Transfer
+from polyrhythm.run.comm.process_groups import all_gather, receive, send
+from polyrhythm.run.pipeline.batch import BatchHeader, MicrobatchKind
+from polyrhythm.run.pipeline.transport import Connections, Transfer, pad_bytes, unpad_bytes
 from polyrhythm.schedule.candidates import ScheduleCandidate
 from polyrhythm.schedule.tuner import ScheduleTuner
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Bytes, Op, Seconds
 
 _MAX_SAMPLES = 64  # messages per direction that a decision uses
 _MAX_DECIDING_SHARE = 0.01  # of the training time: short steps are tuned less often
 _TRIAL_STEPS = 2  # steps with a new micro-batch size
 _RECEIVE_WINDOW = 8  # messages received and not used yet, of both directions
-_NO_LIMIT = 2**53  # more than any memory, and exact as a float
+_NO_LIMIT = 2**53  # more than any memory
+_REPORT_BYTES: Bytes = 4096  # on the wire: 9 per number
 _STEADY_SHARE = 0.02  # of a forward and a backward: transfers that vary less count as constant
+_NUM_PINGS = 3
+_PING_TAG = 2**21  # above the tags of batch headers
 _MAX_STEPS = 1000  # between decisions, however long a decision takes
 
 
-class StageReport(NamedTuple):
-    """The measurements of one stage; `Bytes` fields are those of StageMemory, and its limit."""
+class StageReport(msgspec.Struct, frozen=True):
+    """The measurements of one stage."""
 
     forward: Seconds
     backward: Seconds
     latency: Seconds  # to the next stage
     step: Seconds  # a whole step, since the last decision
     deciding: Seconds  # duration of that decision
-    weights: Bytes
-    gradients: Bytes
-    optimizer: Bytes
-    activation: Bytes
-    message: Bytes
-    limit: Bytes
-    num_activations: int
-    num_gradients: int
+    memory: StageMemory
+    limit: Bytes | None
+    activations: list[Seconds]  # how long each message from the previous stage occupied the link
+    gradients: list[Seconds]  # the same from the next stage
 
 
-_NUM_TIME_FIELDS = StageReport._fields.index("weights")
+class ClockOffset(NamedTuple):
+    """The clock offset and latency between a stage and the next one."""
+
+    latency: Seconds  # half the quickest round trip
+    offset: Seconds  # the next stage's clock minus this one's
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,11 +132,9 @@ class ScheduleAutotuner:
         kind = max(self._samples, key=lambda kind: len(self._samples[kind].durations[Op.F]))
         sizes = dict(zip(header.kinds, header.sizes, strict=True))
         size = 1 if self.microbatch_sizes is None else sizes.get(kind, max(header.sizes))
-        reports, activations, gradients = self._exchange_reports(
-            self._samples[kind], activation_bytes.get(kind, 0)
-        )
-        self._times[size] = _times(reports, activations, gradients)
-        self._memory[size] = [_memory(report) for report in reports]
+        reports = self._exchange_reports(self._samples[kind], activation_bytes.get(kind, 0))
+        self._times[size] = _times(reports)
+        self._memory[size] = [report.memory for report in reports]
         self._decide(step, size, header, reports)
         self._next = _TRIAL_STEPS if self._is_trial else _num_steps_until_next(self.every, reports)
         self._num_steps = 0
@@ -179,14 +184,14 @@ class ScheduleAutotuner:
     def _budget(
         self, sizes: Sequence[int], size: int, reports: Sequence[StageReport]
     ) -> MemoryBudget | None:
-        if all(report.limit == _NO_LIMIT for report in reports):
+        if all(report.limit is None for report in reports):
             return None
         return MemoryBudget(
             stages={
                 other: self._memory.get(other) or _scaled(self._memory[size], other / size)
                 for other in sizes
             },
-            limits=[report.limit for report in reports],
+            limits=[_NO_LIMIT if report.limit is None else report.limit for report in reports],
             window=_RECEIVE_WINDOW,
         )
 
@@ -211,17 +216,12 @@ class ScheduleAutotuner:
                 is_forward = transfer.action.op is Op.F
                 (samples.activations if is_forward else samples.gradients).append(transfer)
 
-    def _exchange_reports(
-        self, samples: "_Samples", activation: Bytes
-    ) -> tuple[list[StageReport], list[list[Seconds]], list[list[Seconds]]]:
-        """Gather the report of every stage and the link times of its received messages."""
-        before, after = (
-            (None, None) if self.connections is None else measure_offsets(self.connections)
-        )
-        if self.connections is not None:
-            self.clock_offsets = clock_offsets(self.connections, before, after)
-        activations = _busy(samples.activations, before, is_sender_clock=True)
-        gradients = _busy(samples.gradients, after, is_sender_clock=False)
+    def _exchange_reports(self, samples: "_Samples", activation: Bytes) -> list[StageReport]:
+        """Gather the reports of all stages."""
+        connections, before, after = self.connections, None, None
+        if connections is not None:
+            before, after = measure_offsets(connections)
+            self.clock_offsets = clock_offsets(connections, before, after)
         received = (*samples.activations, *samples.gradients)
         message = max((transfer.nbytes for transfer in received), default=0)
         own_report = StageReport(
@@ -230,27 +230,24 @@ class ScheduleAutotuner:
             latency=0.0 if after is None else after.latency,
             step=(time.perf_counter() - self._start) / self._num_steps,
             deciding=self._deciding,
-            weights=self.limits.weights,
-            gradients=self.limits.gradients,
-            optimizer=self.limits.optimizer,
-            activation=activation + message,  # plus the message of a micro-batch while it is sent
-            message=message,
-            limit=_NO_LIMIT if self.limits.limit is None else self.limits.limit,
-            num_activations=len(activations),
-            num_gradients=len(gradients),
+            memory=StageMemory(
+                weights=self.limits.weights,
+                gradients=self.limits.gradients,
+                optimizer=self.limits.optimizer,
+                activation=activation + message,  # a micro-batch's message while it is sent
+                message=message,
+            ),
+            limit=self.limits.limit,
+            activations=_busy(samples.activations, before, is_sender_clock=True),
+            gradients=_busy(samples.gradients, after, is_sender_clock=False),
         )
-        payload = torch.zeros(len(StageReport._fields) + 2 * _MAX_SAMPLES, dtype=torch.float64)
-        offset = len(StageReport._fields)
-        payload[:offset] = torch.tensor(own_report, dtype=torch.float64)
-        payload[offset : offset + len(activations)] = torch.tensor(activations, dtype=payload.dtype)
-        offset += _MAX_SAMPLES
-        payload[offset : offset + len(gradients)] = torch.tensor(gradients, dtype=payload.dtype)
-        gathered = [payload]
-        if self.connections is not None:
-            gathered = [torch.empty_like(payload) for _ in range(self.connections.num_stages)]
-            with peer_errors("another stage", "exchanging measured times"):
-                all_gather(self.connections.control, gathered, payload)
-        return _read(gathered)
+        if connections is None:
+            return [own_report]
+        payload = pad_bytes(msgspec.msgpack.encode(own_report), _REPORT_BYTES)
+        gathered = [torch.empty_like(payload) for _ in range(connections.num_stages)]
+        with peer_errors("another stage", "exchanging measured times"):
+            all_gather(connections.control, gathered, payload)
+        return [msgspec.msgpack.decode(unpad_bytes(p), type=StageReport) for p in gathered]
 
 
 @dataclass(slots=True)
@@ -285,29 +282,8 @@ def _busy(
     return busy_times(timings, latency=clock.latency)
 
 
-def _read(
-    gathered: Sequence[torch.Tensor],
-) -> tuple[list[StageReport], list[list[Seconds]], list[list[Seconds]]]:
-    reports, activations, gradients = [], [], []
-    for payload in gathered:
-        values = payload.tolist()
-        head, rest = values[: len(StageReport._fields)], values[len(StageReport._fields) :]
-        report = StageReport(
-            *head[:_NUM_TIME_FIELDS], *(int(value) for value in head[_NUM_TIME_FIELDS:])
-        )
-        reports.append(report)
-        activations.append(rest[: report.num_activations])
-        gradients.append(rest[_MAX_SAMPLES : _MAX_SAMPLES + report.num_gradients])
-    return reports, activations, gradients
-
-
-def _times(
-    reports: Sequence[StageReport],
-    activations: Sequence[list[Seconds]],
-    gradients: Sequence[list[Seconds]],
-) -> PipelineTimes:
+def _times(reports: Sequence[StageReport]) -> PipelineTimes:
     """Combine reports: link s carries activations to stage s+1 and gradients to stage s."""
-
     period = max(report.forward + report.backward for report in reports)
 
     def links(received: Sequence[list[Seconds]]) -> tuple[LinkTimes, ...]:
@@ -319,8 +295,8 @@ def _times(
     return PipelineTimes(
         forward=tuple(report.forward for report in reports),
         backward=tuple(report.backward for report in reports),
-        activations=links(activations[1:]),
-        gradients=links(gradients[:-1]),
+        activations=links([report.activations for report in reports[1:]]),
+        gradients=links([report.gradients for report in reports[:-1]]),
     )
 
 
@@ -331,25 +307,73 @@ def _recorded_or_mean(busy: list[Seconds], period: Seconds) -> tuple[Seconds, ..
     return (statistics.fmean(busy) if busy else 0.0,)
 
 
-def _memory(report: StageReport) -> StageMemory:
-    return StageMemory(
-        weights=report.weights,
-        gradients=report.gradients,
-        optimizer=report.optimizer,
-        activation=report.activation,
-        message=report.message,
-    )
-
-
 def _scaled(stages: Sequence[StageMemory], factor: float) -> list[StageMemory]:
     """Estimate the memory of a micro-batch size that has not run, in proportion to the size."""
     return [
-        StageMemory(
-            weights=stage.weights,
-            gradients=stage.gradients,
-            optimizer=stage.optimizer,
+        replace(
+            stage,
             activation=round(stage.activation * factor),
             message=round(stage.message * factor),
         )
         for stage in stages
     ]
+
+
+def measure_offsets(connections: Connections) -> tuple[ClockOffset | None, ClockOffset | None]:
+    """Measure the previous and the next stage; all stages call this together, between steps.
+
+    Links that start at an even stage come first, all at once; then the others.
+    """
+    before: ClockOffset | None = None
+    after: ClockOffset | None = None
+    for parity in (0, 1):
+        if connections.stage % 2 == parity and connections.stage < connections.num_stages - 1:
+            after = _ping(connections, connections.stage + 1)
+        elif connections.stage % 2 != parity and connections.stage > 0:
+            before = _pong(connections, connections.stage - 1)
+    return before, after
+
+
+def clock_offsets(
+    connections: Connections, before: ClockOffset | None, after: ClockOffset | None
+) -> dict[str, Seconds]:
+    """Return by name how far the clocks of the neighbours are ahead of this stage's."""
+    offsets = {}
+    if before is not None:
+        offsets[connections.name(connections.stage - 1)] = -before.offset
+    if after is not None:
+        offsets[connections.name(connections.stage + 1)] = after.offset
+    return offsets
+
+
+def _ping(connections: Connections, other: int) -> ClockOffset:
+    trips = []
+    for _ in range(_NUM_PINGS):
+        start = time.perf_counter()
+        _send_times(connections, other, torch.zeros(2, dtype=torch.float64))
+        remote_time = _receive_times(connections, other)[0].item()
+        end = time.perf_counter()
+        trips.append(ClockOffset((end - start) / 2, remote_time - (start + end) / 2))
+    quickest = min(trips)
+    _send_times(connections, other, torch.tensor(quickest, dtype=torch.float64))
+    return quickest
+
+
+def _pong(connections: Connections, other: int) -> ClockOffset:
+    for _ in range(_NUM_PINGS):
+        _receive_times(connections, other)
+        now = [time.perf_counter(), 0.0]
+        _send_times(connections, other, torch.tensor(now, dtype=torch.float64))
+    return ClockOffset(*_receive_times(connections, other).tolist())
+
+
+def _send_times(connections: Connections, other: int, message: Tensor) -> None:
+    with peer_errors(connections.name(other), "comparing clocks"):
+        send(connections.control, message, other, tag=_PING_TAG)
+
+
+def _receive_times(connections: Connections, other: int) -> Tensor:
+    message = torch.zeros(2, dtype=torch.float64)
+    with peer_errors(connections.name(other), "comparing clocks"):
+        receive(connections.control, message, other, tag=_PING_TAG)
+    return message

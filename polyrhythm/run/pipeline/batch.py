@@ -1,27 +1,76 @@
 """One batch on one stage: split into micro-batches in the same way on every stage.
 
 The first stage has the inputs, decides how to split them, and sends a header to the others. Each
-stage splits its own arguments: the last one targets, all of them keyword arguments.
+stage splits its own arguments: the last one targets, all of them keyword arguments. Tensors are
+split along their first dimension, which counts samples; anything else (a flag, a scalar) goes
+unchanged to every micro-batch. With a given number of micro-batches, sizes differ by at most one;
+with a given size, the last micro-batch may be smaller.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from polyrhythm.errors import ScheduleError
-from polyrhythm.run.pipeline.connections import END_OF_DATA, BatchHeader
-from polyrhythm.run.pipeline.microbatches import (
-    all_on,
-    batch_size_of,
-    kind_of,
-    sizes_by_number,
-    sizes_by_size,
-    split_microbatches,
-)
-from polyrhythm.run.pipeline.transport import MicrobatchKind
+from polyrhythm.sync.dispatch import Ranges
+
+# A hash of the first stage's inputs: messages of one kind have equal layouts on every stage.
+MicrobatchKind = int
+
+
+class BatchSlice(msgspec.Struct, frozen=True):
+    """The samples of one pipeline in one of its steps."""
+
+    step: int  # the global step
+    ranges: Ranges  # of positions
+    weight: float = 1.0  # of the samples' mean loss in the gradient
+    next_ranges: Ranges = ()  # of its next step, if known already, for prefetching
+
+    @property
+    def num_samples(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
+
+Metadata = BatchSlice | tuple[int, ...]  # from the caller of the first stage to the other stages
+
+
+class BatchHeader(msgspec.Struct, frozen=True, array_like=True):
+    """How a batch is split: runs of (kind, size, number of consecutive micro-batches)."""
+
+    training: bool
+    runs: tuple[tuple[MicrobatchKind, int, int], ...]
+    metadata: Metadata = ()
+
+    @classmethod
+    def of(
+        cls,
+        kinds: Sequence[MicrobatchKind],
+        sizes: Sequence[int],
+        *,
+        training: bool,
+        metadata: Metadata,
+    ) -> "BatchHeader":
+        grouped = groupby(zip(kinds, sizes, strict=True))
+        runs = tuple((kind, size, len(list(run))) for (kind, size), run in grouped)
+        return cls(training, runs, metadata)
+
+    @property
+    def kinds(self) -> list[MicrobatchKind]:
+        return [kind for kind, _, count in self.runs for _ in range(count)]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [size for _, size, count in self.runs for _ in range(count)]
+
+
+END_OF_DATA = BatchHeader(training=True, runs=())
 
 
 class EndOfDataError(Exception):
@@ -38,7 +87,7 @@ class StepInputs:
     loss_kwargs: dict[str, Any]
     keeps_outputs: bool
     training: bool
-    metadata: tuple[int, ...] = ()
+    metadata: Metadata = ()
 
     def check(self, loss_fn: Callable[..., Tensor] | None, *, is_last: bool) -> None:
         """Refuse to train without a loss, gradients or a target."""
@@ -171,3 +220,98 @@ class BatchSplitter:
                     fix=f"remove {size} from microbatch_sizes, or change the batch",
                 )
         return sizes_by_size(batch_size, self.microbatch_size)
+
+
+def sizes_by_number(batch_size: int, num_microbatches: int) -> list[int]:
+    """Return sizes that are as even as possible, larger ones first."""
+    if batch_size < num_microbatches:
+        raise ScheduleError(
+            f"a batch of {batch_size} for {num_microbatches} micro-batches",
+            expected=f"{num_microbatches} samples or more",
+            fix=f"use larger batches, or n_microbatches of at most {max(1, batch_size)}",
+        )
+    each, rest = divmod(batch_size, num_microbatches)
+    return [each + (m < rest) for m in range(num_microbatches)]
+
+
+def sizes_by_size(batch_size: int, microbatch_size: int) -> list[int]:
+    full, rest = divmod(batch_size, microbatch_size)
+    return [microbatch_size] * full + [rest] * (rest > 0)
+
+
+def batch_size_of(arguments: object, what: str) -> int | None:
+    """Return the common first dimension of all tensors; None if no tensor has a dimension."""
+    shape_by_size: dict[int, tuple[int, ...]] = {}
+    for leaf in pytree.tree_leaves(arguments):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            shape_by_size.setdefault(leaf.shape[0], tuple(leaf.shape))
+    if len(shape_by_size) > 1:
+        shapes = " and ".join(str(shape) for shape in shape_by_size.values())
+        raise ScheduleError(
+            f"{what} have shapes {shapes}",
+            expected="tensors with the samples of one batch along their first dimension",
+            fix="expand a tensor without samples to the batch, or make it a buffer of the module",
+        )
+    return next(iter(shape_by_size), None)
+
+
+def split_microbatches(arguments: Any, sizes: Sequence[int], what: str) -> list[Any]:
+    """Return the arguments of every micro-batch."""
+    batch_size = batch_size_of(arguments, what)
+    if batch_size is None:
+        return [arguments] * len(sizes)
+    if batch_size != sum(sizes):
+        raise ScheduleError(
+            f"{what} have {batch_size} samples, the inputs of the first stage {sum(sizes)}",
+            expected="the same batch on every stage",
+            fix="pass every stage its part of one batch of one data loader",
+        )
+    leaves, structure = pytree.tree_flatten(arguments)
+    slices = [
+        torch.split(leaf, list(sizes)) if isinstance(leaf, Tensor) and leaf.dim() else None
+        for leaf in leaves
+    ]
+    return [
+        pytree.tree_unflatten(
+            [
+                leaf if slice_ is None else slice_[m]
+                for leaf, slice_ in zip(leaves, slices, strict=True)
+            ],
+            structure,
+        )
+        for m in range(len(sizes))
+    ]
+
+
+def all_on(device: torch.device, arguments: Any) -> bool:
+    """Whether every tensor is already on the device."""
+    leaves = pytree.tree_leaves(arguments)
+    return all(leaf.device == device for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def kind_of(arguments: Any, size: int, *, training: bool) -> int:
+    """Hash the kind of a micro-batch: shapes, dtypes, which tensors need gradients.
+
+    `arguments` are those of the batch: its micro-batches differ only in `size`.
+    """
+    leaves, structure = pytree.tree_flatten(arguments)
+    descriptions = [
+        (leaf.dim(), tuple(leaf.shape[1:]), str(leaf.dtype), leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else type(leaf).__name__
+        for leaf in leaves
+    ]
+    autocast = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+    text = repr((training, size, autocast, descriptions, str(structure)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def join_outputs(outputs: Sequence[Any]) -> Any:
+    """Concatenate the outputs of all micro-batches; None if there are none."""
+    if not outputs:
+        return None
+    leaves, structures = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
+    if not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves[0]):
+        return list(outputs)  # other objects cannot be concatenated: the caller gets a list
+    joined = [torch.cat(tensors) for tensors in zip(*leaves, strict=True)]
+    return pytree.tree_unflatten(joined, structures[0])

@@ -15,9 +15,9 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """The options of `Pipeline`; all but `memory_limit` must be equal on all stages."""
+    """The options of `Pipeline`; all but the last two must be equal on all stages."""
 
-    num_microbatches: int | None
+    n_microbatches: int | None
     microbatch_sizes: Sequence[int] | None
     schedule: str | ScheduleSpec | Schedule
     flush: bool
@@ -26,6 +26,7 @@ class PipelineOptions:
     window: int | None
     timeout: Seconds
     memory_limit: str | Bytes | None
+    optimizer_floats: float
 
     def __post_init__(self) -> None:
         self._check_microbatches()
@@ -41,10 +42,10 @@ class PipelineOptions:
                 fix="omit schedule and flush, or omit memory_limit",
             )
         _ = self.spec, self.limit_bytes  # raises if one cannot be parsed
-        if not self.flush and self.num_microbatches != 1:
+        if not self.flush and self.n_microbatches != 1:
             raise ScheduleError(
-                f"flush=False with num_microbatches={self.num_microbatches}",
-                expected="num_microbatches=1: a batch is not split",
+                f"flush=False with n_microbatches={self.n_microbatches}",
+                expected="n_microbatches=1: a batch is not split",
                 fix="pass smaller batches one by one, or use flush=True",
             )
 
@@ -75,7 +76,7 @@ class PipelineOptions:
     @property
     def text(self) -> str:
         """The options that must be equal on all stages, as text for error messages."""
-        microbatches = self.num_microbatches or list(self.microbatch_sizes or ())
+        microbatches = self.n_microbatches or list(self.microbatch_sizes or ())
         schedule = AUTO if self.is_tuned else self.spec
         return (
             f"micro-batches {microbatches}, schedule {schedule}, flush {self.flush}, "
@@ -97,15 +98,14 @@ class PipelineOptions:
         )
 
     def _check_microbatches(self) -> None:
-        if (self.num_microbatches is None) == (self.microbatch_sizes is None):
+        if (self.n_microbatches is None) == (self.microbatch_sizes is None):
             raise ScheduleError(
-                f"num_microbatches={self.num_microbatches}, "
-                f"microbatch_sizes={self.microbatch_sizes}",
+                f"n_microbatches={self.n_microbatches}, microbatch_sizes={self.microbatch_sizes}",
                 expected="one of the two",
-                fix="pass num_microbatches=8 to split every batch into 8, or "
+                fix="pass n_microbatches=8 to split every batch into 8, or "
                 "microbatch_sizes=[1, 2, 4] to let schedule='auto' choose",
             )
-        least = min(self.microbatch_sizes or [self.num_microbatches or 0])
+        least = min(self.microbatch_sizes or [self.n_microbatches or 0])
         if least < 1:
             raise ScheduleError(
                 f"{least} samples or micro-batches", expected="1 or more", fix="pass an integer"

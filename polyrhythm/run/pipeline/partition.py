@@ -12,16 +12,23 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from polyrhythm.errors import PlanError, ScheduleError
 from polyrhythm.plan.plan import PipelinePlan, Plan, even_plan
 from polyrhythm.run.pipeline.stage_modules import (
+    ExitLayer,
     SequentialStage,
     StageSpec,
     extract_stage,
     starts_in_place,
 )
+
+_WHOLE_STEP = "average the gradients after step(), or use fully_shard, which reduces them once"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +78,70 @@ def as_partition(module: nn.Module | ModelPartition, stage: int, num_stages: int
             f"a {type(module).__name__} as a stage", expected="an nn.Module", fix="wrap it in one"
         )
     return ModelPartition(module=module, wiring=linear_wiring(stage, num_stages))
+
+
+def module_device(module: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Return the device on which a stage runs: where its module is, unless given."""
+    if device is not None:
+        return torch.device(device)
+    parameter = next(module.parameters(), None)
+    if parameter is not None and parameter.is_meta:
+        raise ScheduleError(
+            "a module on the meta device, without memory",
+            expected="weights on a device, or device= of where they will be",
+            fix="pass device='cpu' or device='cuda:0', and call module.to_empty(device=...)",
+        )
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+def check_module(module: nn.Module, *, stage: int, is_tuned: bool, flush: bool) -> None:
+    """Refuse modules that a pipeline would run wrongly.
+
+    FSDP2 (`fully_shard`) and tensor parallelism run collectives with the other processes of the
+    stage inside a forward and a backward, so all of them must run the same actions in the same
+    order: they are the same stage of parallel pipelines with one fixed schedule.
+    """
+    for name, inner in module.named_modules():
+        where = f"stage {stage}" + (f": {name}" if name else "")
+        if isinstance(inner, DistributedDataParallel):
+            raise ScheduleError(
+                f"{where} is wrapped in DistributedDataParallel",
+                expected="gradients that are averaged once per step: DDP would all-reduce them "
+                "after every micro-batch, and wait there for the other pipelines",
+                fix=f"pass the module inside it, and {_WHOLE_STEP}",
+            )
+        if isinstance(inner, FullyShardedDataParallel | DataParallel):
+            raise ScheduleError(
+                f"{where} is wrapped in {type(inner).__name__}",
+                expected="a module that can run several forwards before the first backward",
+                fix="shard the module with torch.distributed.fsdp.fully_shard instead",
+            )
+        if _exits_early(inner) and isinstance(inner, FSDPModule):
+            raise ScheduleError(
+                f"{where} is sharded around layers that are partly on the next stages",
+                expected="no fully_shard on a module whose forward ends at the next stage: "
+                "its post-forward hooks would not run",
+                fix="call fully_shard on each layer, embedding and norm, not on their parents",
+            )
+    if (is_tuned or not flush) and _is_shared(module):
+        what = "schedule='auto'" if is_tuned else "flush=False"
+        why = "each would choose its own" if is_tuned else "sharded weights cannot be stashed"
+        raise ScheduleError(
+            f"{what} with a module of stage {stage} that several processes share",
+            expected=f"one schedule for all these processes, and a flush: {why}",
+            fix="name the schedule, such as schedule='1f1b', and leave flush=True",
+        )
+
+
+def _exits_early(module: nn.Module) -> bool:
+    """Whether the forward of a module ends at the first layer of the next stage."""
+    return any(isinstance(m, ExitLayer) for m in module.modules() if m is not module)
+
+
+def _is_shared(module: nn.Module) -> bool:
+    """Whether the forward of a module needs other processes: FSDP2 or tensor parallelism."""
+    tensors = (*module.parameters(), *module.buffers())
+    return any(isinstance(t, DTensor) and t.device_mesh.size() > 1 for t in tensors)
 
 
 def split_sequential(

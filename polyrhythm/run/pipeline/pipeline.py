@@ -5,6 +5,7 @@ block and receives are posted ahead, so a stage waits only if the input of its n
 arrived. Micro-batches run in the same order under every schedule: gradients are bit-identical.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,51 +15,73 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from polyrhythm.errors import ScheduleError
-from polyrhythm.events import EventLog, worker_log
+from polyrhythm.events import worker_log
+from polyrhythm.renamed import renamed_arguments
+from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.process_groups import all_reduce
 from polyrhythm.run.emulated_compute import EmulatedCompute
-from polyrhythm.run.pipeline.autotune import ScheduleAutotuner, StageLimits
-from polyrhythm.run.pipeline.batch import Batch, BatchSplitter, StepInputs
-from polyrhythm.run.pipeline.clocks import clock_offsets, measure_offsets
-from polyrhythm.run.pipeline.connections import END_OF_DATA, BatchHeader, Connections, stage_ranks
-from polyrhythm.run.pipeline.executor import Executor
-from polyrhythm.run.pipeline.flush_runner import FlushRunner
-from polyrhythm.run.pipeline.gradients import TiedGradients, clip_grad_norm, norm_over_stages
-from polyrhythm.run.pipeline.microbatches import join_outputs
+from polyrhythm.run.pipeline.autotune import (
+    ScheduleAutotuner,
+    StageLimits,
+    clock_offsets,
+    measure_offsets,
+)
+from polyrhythm.run.pipeline.batch import (
+    END_OF_DATA,
+    Batch,
+    BatchHeader,
+    BatchSplitter,
+    Metadata,
+    StepInputs,
+    join_outputs,
+)
+from polyrhythm.run.pipeline.executor import Executor, StageCompute
 from polyrhythm.run.pipeline.options import PipelineOptions
 from polyrhythm.run.pipeline.partition import (
     ModelPartition,
+    Wiring,
     as_partition,
+    check_module,
+    module_device,
     split_layers,
     split_sequential,
 )
-from polyrhythm.run.pipeline.pipedream_runner import PipeDreamRunner, check_untied
-from polyrhythm.run.pipeline.stage import StageCompute, module_device
-from polyrhythm.run.pipeline.wrappers import check_module
+from polyrhythm.run.pipeline.runners import (
+    FlushRunner,
+    PipeDreamRunner,
+    TiedGradients,
+    check_untied,
+)
+from polyrhythm.run.pipeline.transport import Connections, stage_ranks
 from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
 
 DEFAULT_TIMEOUT: Seconds = 120.0
+_RENAMED = renamed_arguments(num_microbatches="n_microbatches=", group="process_group=")
 
 
 class Pipeline:
-    """One stage of a pipeline; the processes of `group`, in their order, are its stages."""
+    """One stage of a pipeline; the processes of `process_group`, in order, are the stages."""
 
+    @_RENAMED
     def __init__(
         self,
         module: nn.Module | ModelPartition,
         *,
         loss_fn: Callable[..., Tensor] | None,
-        num_microbatches: int | None = None,
+        n_microbatches: int | None = None,
         microbatch_sizes: Sequence[int] | None = None,
         schedule: str | ScheduleSpec | Schedule = "auto",
         memory_limit: str | Bytes | None = None,
         optimizer_floats: float = 2.0,
         tune_every: int = 5,
         flush: bool = True,
-        group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         scale_grads: bool = True,
         window: int | None = None,
         timeout: Seconds = DEFAULT_TIMEOUT,
@@ -69,7 +92,7 @@ class Pipeline:
     ) -> None:
         """`loss_fn(output, target)` returns the mean loss of a micro-batch, on the last stage.
 
-        A batch is split into `num_microbatches` or, with schedule="auto", into micro-batches of the
+        A batch is split into `n_microbatches` or, with schedule="auto", into micro-batches of the
         best of `microbatch_sizes`. Auto starts with 1f1b; every `tune_every` steps it selects the
         schedule with the shortest step, predicted from the measured times, within the
         `memory_limit` of this stage ("20GiB"), where the optimizer has `optimizer_floats` floats
@@ -86,7 +109,7 @@ class Pipeline:
         folder of a run in which to write one.
         """
         options = PipelineOptions(
-            num_microbatches=num_microbatches,
+            n_microbatches=n_microbatches,
             microbatch_sizes=microbatch_sizes,
             schedule=schedule,
             flush=flush,
@@ -95,8 +118,9 @@ class Pipeline:
             window=window,
             timeout=timeout,
             memory_limit=memory_limit,
+            optimizer_floats=optimizer_floats,
         )
-        ranks, self.stage = stage_ranks(group)
+        ranks, self.stage = stage_ranks(process_group)
         self.num_stages = len(ranks)
         partition = as_partition(module, self.stage, self.num_stages)
         self.module = partition.module
@@ -104,46 +128,32 @@ class Pipeline:
         check_module(self.module, stage=self.stage, is_tuned=options.is_tuned, flush=flush)
         if not flush:
             check_untied(partition.tied)
-            limits = options.pipedream_limits(self.num_stages)
+            options.pipedream_limits(self.num_stages)  # raises before any communication
         self._splitter = BatchSplitter(
-            num_microbatches=num_microbatches,
+            num_microbatches=n_microbatches,
             microbatch_size=microbatch_sizes[0] if microbatch_sizes else None,
             sizes_to_try=options.sizes_to_try,
             scale_grads=scale_grads,
             device=self.device,
         )
-        self._loss_fn = loss_fn
-        self._is_closed = False
-        self.num_steps = 0
+        self._loss_fn, self._is_closed, self.num_steps = loss_fn, False, 0
         self._last_header: BatchHeader | None = None  # of the latest batch
-        self._connections: Connections | None = None
-        if self.num_stages > 1:
-            self._connections = Connections(
-                ranks,
-                self.stage,
-                partition.wiring,
-                device=self.device,
-                pipeline=pipeline,
-                timeout=timeout,
-                window=window,
-            )
-            self._connections.check_consistent(options.text)
+        self._connections = self._connect(ranks, partition.wiring, options, pipeline)
         self._log = log if isinstance(log, EventLog) else None
         self._own_log: EventLog | None = None
         if isinstance(log, str | Path):
             worker = Worker(self.stage, pipeline)
             self._log = self._own_log = EventLog(worker_log(Path(log), worker), worker)
-        self._compute = StageCompute(
-            call=self.module,
-            stage=self.stage,
-            is_last=self.is_last,
-            device=self.device,
-            loss_fn=loss_fn if self.is_last else None,
-            compute=compute,
-            is_synchronized=self._log is not None or compute is not None,
-        )
         self._executor = Executor(
-            stage=self._compute,
+            stage=StageCompute(
+                call=self.module,
+                stage=self.stage,
+                is_last=self.is_last,
+                device=self.device,
+                loss_fn=loss_fn if self.is_last else None,
+                compute=compute,
+                is_synchronized=self._log is not None or compute is not None,
+            ),
             wiring=partition.wiring,
             connections=self._connections,
             log=self._log,
@@ -155,21 +165,40 @@ class Pipeline:
         self._tied: TiedGradients | None = None
         if partition.tied and self._connections is not None:
             self._tied = TiedGradients(self.module, partition.tied, self._connections)
-        if not flush:
-            self._runner: FlushRunner | PipeDreamRunner = PipeDreamRunner(
-                module=self.module, executor=self._executor, limits=limits
-            )
-            return
+        self._runner = self._make_runner(options)
+
+    def _connect(
+        self, ranks: Sequence[int], wiring: Wiring, options: PipelineOptions, pipeline: int
+    ) -> Connections | None:
+        """Connect all stages, which must have the same options; None for a single stage."""
+        if self.num_stages == 1:
+            return None
+        connections = Connections(
+            ranks,
+            self.stage,
+            wiring,
+            device=self.device,
+            pipeline=pipeline,
+            timeout=options.timeout,
+            window=options.window,
+        )
+        connections.check_consistent(options.text)
+        return connections
+
+    def _make_runner(self, options: PipelineOptions) -> FlushRunner | PipeDreamRunner:
+        if not options.flush:
+            limits = options.pipedream_limits(self.num_stages)
+            return PipeDreamRunner(module=self.module, executor=self._executor, limits=limits)
         autotuner: ScheduleAutotuner | None = None
         if options.is_tuned:
             autotuner = ScheduleAutotuner(
                 microbatch_sizes=options.sizes_to_try or None,
-                every=tune_every,
-                limits=StageLimits.of(self.module, options.limit_bytes, optimizer_floats),
+                every=options.tune_every,
+                limits=StageLimits.of(self.module, options.limit_bytes, options.optimizer_floats),
                 connections=self._connections,
                 log=self._log,
             )
-        self._runner = FlushRunner(
+        return FlushRunner(
             module=self.module,
             executor=self._executor,
             num_stages=self.num_stages,
@@ -179,17 +208,18 @@ class Pipeline:
         )
 
     @classmethod
+    @_RENAMED
     def from_sequential(
         cls,
         model: nn.Sequential,
         *,
-        group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         layers_per_stage: Sequence[int] | None = None,
         skips: Mapping[int | str, Any] | None = None,
         **options: Any,
     ) -> Self:
         """Run this process's layers of `model`; `skips={5: 1}`: layer 5 also takes 1's output."""
-        ranks, stage = stage_ranks(group)
+        ranks, stage = stage_ranks(process_group)
         partition = split_sequential(
             model,
             stage=stage,
@@ -197,9 +227,10 @@ class Pipeline:
             layers_per_stage=layers_per_stage,
             skips=skips,
         )
-        return cls(partition, group=group, **options)
+        return cls(partition, process_group=process_group, **options)
 
     @classmethod
+    @_RENAMED
     def from_layers(
         cls,
         model: nn.Module,
@@ -208,7 +239,7 @@ class Pipeline:
         prologue: Sequence[str] = (),
         every: Sequence[str] = (),
         epilogue: Sequence[str] = (),
-        group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         layers_per_stage: Sequence[int] | None = None,
         **options: Any,
     ) -> Self:
@@ -216,7 +247,7 @@ class Pipeline:
 
         `prologue` modules run on the first stage, `epilogue` on the last, `every` on all.
         """
-        ranks, stage = stage_ranks(group)
+        ranks, stage = stage_ranks(process_group)
         partition = split_layers(
             model,
             stage=stage,
@@ -227,7 +258,7 @@ class Pipeline:
             epilogue=epilogue,
             layers_per_stage=layers_per_stage,
         )
-        return cls(partition, group=group, **options)
+        return cls(partition, process_group=process_group, **options)
 
     @classmethod
     def from_torch_stage(cls, stage: Any, **options: Any) -> Self:
@@ -240,7 +271,7 @@ class Pipeline:
                 expected="one stage per process, in the order of the process group",
                 fix="create one PipelineStage per process, with its group rank as stage_index",
             )
-        return cls(stage.submod, group=stage.group, device=stage.device, **options)
+        return cls(stage.submod, process_group=stage.group, device=stage.device, **options)
 
     @property
     def is_first(self) -> bool:
@@ -270,7 +301,7 @@ class Pipeline:
         return self._flush_runner.last_spec
 
     @property
-    def metadata(self) -> tuple[int, ...]:
+    def metadata(self) -> Metadata:
         """The first stage's metadata of the latest batch."""
         return () if self._last_header is None else self._last_header.metadata
 
@@ -297,12 +328,12 @@ class Pipeline:
     @property
     def peak_in_flight(self) -> int:
         """The largest number of micro-batches with activations in memory during the last step."""
-        return self._compute.peak_in_flight
+        return self._executor.stage.peak_in_flight
 
     @property
     def activation_bytes(self) -> Mapping[int, Bytes]:
         """The activation memory of a micro-batch between forward and backward, by kind."""
-        return self._compute.activation_bytes
+        return self._executor.stage.activation_bytes
 
     @property
     def has_gradients(self) -> bool:
@@ -321,7 +352,7 @@ class Pipeline:
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
-        metadata: tuple[int, ...] = (),
+        metadata: Metadata = (),
         **kwargs: Any,
     ) -> Any:
         """Run forward and backward of one batch; gradients accumulate in the parameters.
@@ -356,7 +387,7 @@ class Pipeline:
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
-        metadata: tuple[int, ...] = (),
+        metadata: Metadata = (),
         **kwargs: Any,
     ) -> Any:
         """Run forward only, without gradients; otherwise like `step`."""
@@ -414,19 +445,34 @@ class Pipeline:
                 expected="gradients of the same mini-batch on all stages",
                 fix="clip per stage with torch.nn.utils.clip_grad_norm_, or use flush=True",
             )
-        return clip_grad_norm(
-            self.module.parameters(),
-            max_norm,
-            norm_type=norm_type,
-            not_counted=self.tied_not_owned,
-            control=None if self._connections is None else self._connections.control,
-        )
+        with_gradient = [p for p in self.module.parameters() if p.grad is not None]
+        not_counted = self.tied_not_owned
+        norms = [_norm(p.grad, norm_type) for p in with_gradient if p not in not_counted]
+        # In double precision: the sum of squares of a whole model may overflow float32.
+        total = torch.tensor(0.0, dtype=torch.float64)
+        if norms:
+            stacked = torch.stack(norms)
+            total = stacked.max() if norm_type == math.inf else (stacked**norm_type).sum()
+        norm = self._reduce_norm(total, norm_type)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
+        for parameter in with_gradient:
+            assert parameter.grad is not None, "selected because it has one"
+            parameter.grad.mul_(scale)
+        return norm.float()
 
     def norm_over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
         """Combine this stage's norm with those of all other stages, which call this, too."""
-        control = None if self._connections is None else self._connections.control
-        total = norm.double() if norm_type == float("inf") else norm.double() ** norm_type
-        return norm_over_stages(total, norm_type, control)
+        total = norm.double() if norm_type == math.inf else norm.double() ** norm_type
+        return self._reduce_norm(total, norm_type)
+
+    def _reduce_norm(self, total: Tensor, norm_type: float) -> Tensor:
+        """Combine each stage's sum of powers, or its largest number, into the norm of all."""
+        is_largest = norm_type == math.inf
+        if self._connections is not None:
+            operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
+            with peer_errors("another stage", "reducing the norm of the gradients"):
+                all_reduce(self._connections.control, total, operation)
+        return total if is_largest else total ** (1.0 / norm_type)
 
     def close(self) -> None:
         """Close the connections and free batches in flight; without a flush, `drain` first."""
@@ -505,3 +551,10 @@ class Pipeline:
             losses.clear()
             losses.extend(batch.losses)
         return join_outputs(batch.outputs)
+
+
+def _norm(gradient: Tensor | None, norm_type: float) -> Tensor:
+    """Return the norm of a gradient; of a sharded one, the norm of the whole."""
+    assert gradient is not None, "selected because it has one"
+    norm = torch.linalg.vector_norm(gradient, norm_type)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().cpu()

@@ -1,46 +1,155 @@
-"""Messages between two stages: sent without blocking, received ahead of their use, and timed.
+"""Messages between stages: sent without blocking, received ahead of their use, and timed.
+
+There is one message per micro-batch, peer and direction, whatever number of tensors it carries: the
+network has one transfer, which can be timed. Sender and receiver share a `MessageLayout`; it is
+announced once for every kind of micro-batch, before the first message of that kind. A message
+carries the time of its sending: links are measured on the messages of the training, which never
+stops for a measurement.
 
 Gloo moves data only once the receive is posted, so receives are posted ahead: up to `window`
 messages may be in flight or waiting to be used. Gloo's work objects do not report completion before
 a call of `wait`, so one thread per direction waits. Messages of one direction between two stages
-arrive in the order in which they were sent; each direction has its own process group, so that
-neither delays the other. A message carries the time of its sending: links are measured on the
-messages of the training, which never stops for a measurement.
+arrive in the order in which they were sent. There are three process groups, so that none delays
+another: activations, gradients, and control, which also serves the exchanges between steps. Before
+a step every stage receives the header of the batch from the previous stage.
 
 Gloo aborts on CUDA tensors: these are staged through pinned host memory, on a separate stream.
 """
 
+import os
 import queue
+import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from math import prod
+from typing import Self
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyrhythm.errors import PeerError
-from polyrhythm.run.comm.peer_errors import short_cause
-from polyrhythm.run.pipeline.message import (
-    ANNOUNCEMENT_BYTES,
-    MessageLayout,
-    read_timestamp,
-    write_timestamp,
-)
-from polyrhythm.types import Action, Bytes, Seconds
+from polyrhythm.errors import LaunchError, PeerError, PlanError, ScheduleError
+from polyrhythm.run.comm.peer_errors import peer_errors, short_cause
+from polyrhythm.run.comm.process_groups import abort, all_gather, new_gloo_group
+from polyrhythm.run.pipeline.batch import END_OF_DATA, BatchHeader, MicrobatchKind
+from polyrhythm.run.pipeline.partition import Wiring
+from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
 
-# A hash of the first stage's inputs: messages of one kind have equal layouts on every stage.
-MicrobatchKind = int
+TIMESTAMP_BYTES: Bytes = 64  # the time of sending, padded so that the tensors are aligned
+ANNOUNCEMENT_BYTES: Bytes = 4096  # a layout on the wire: enough for about fifty tensors
+_ALIGNMENT: Bytes = 64
 
 # Threads wait for messages that may be posted long before they are due; `Inbox.get` and
 # `Outbox.drain` have the real timeout. A peer that dies closes its connections, noticed at once.
 _WAIT_TIMEOUT = timedelta(days=1)
-JOIN_TIMEOUT: Seconds = 5.0  # for a thread without work
+_JOIN_TIMEOUT: Seconds = 5.0  # for a thread without work
 _NUM_TAGS = 2**20  # more than are ever in flight at once
+
+
+class _Spec(msgspec.Struct, frozen=True, array_like=True):
+    shape: tuple[int, ...]
+    dtype: str  # as torch names it, without "torch."
+    needs_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MessageLayout:
+    """The tensors of one message: shapes, dtypes, and which of them need a gradient."""
+
+    specs: tuple[_Spec, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Self:
+        return cls(
+            tuple(
+                _Spec(tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad)
+                for t in tensors
+            )
+        )
+
+    @property
+    def gradient(self) -> "MessageLayout":
+        """The layout of the gradients of this message."""
+        needing = (spec for spec in self.specs if spec.needs_grad)
+        return MessageLayout(tuple(_Spec(spec.shape, spec.dtype, False) for spec in needing))
+
+    @property
+    def nbytes(self) -> Bytes:
+        return TIMESTAMP_BYTES + sum(_padded_size(spec) for spec in self.specs)
+
+    @property
+    def description(self) -> str:
+        """The layout as text, for error messages."""
+        return ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in self.specs) or "nothing"
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Return tensors that share the memory of a buffer of `nbytes`, but are no views of it.
+
+        Views share a version counter: autograd would refuse one after a change of another.
+        """
+        tensors, offset = [], TIMESTAMP_BYTES
+        for spec in self.specs:
+            tensor = torch.empty(0, dtype=getattr(torch, spec.dtype), device=buffer.device)
+            start = (buffer.storage_offset() + offset) // tensor.element_size()
+            shape = torch.Size(spec.shape)
+            stride = torch.empty(shape, device="meta").stride()
+            tensors.append(tensor.set_(buffer.untyped_storage(), start, shape, stride))
+            offset += _padded_size(spec)
+        return tensors
+
+    def pack(self, tensors: Sequence[Tensor], buffer: Tensor) -> None:
+        """Copy the tensors into the buffer; from a GPU without waiting for the copies."""
+        for view, tensor in zip(self.views(buffer), tensors, strict=True):
+            view.copy_(tensor, non_blocking=True)
+
+    def announcement(self) -> Tensor:
+        payload = msgspec.msgpack.encode(self.specs)
+        if len(payload) > ANNOUNCEMENT_BYTES - 4:
+            raise PlanError(
+                f"a stage passes {len(self.specs)} tensors to another",
+                expected=f"at most {ANNOUNCEMENT_BYTES} bytes of layout: about fifty tensors",
+                fix="stack or concatenate tensors before the stage returns them",
+            )
+        return pad_bytes(payload, ANNOUNCEMENT_BYTES)
+
+    @classmethod
+    def from_announcement(cls, message: Tensor) -> Self:
+        return cls(msgspec.msgpack.decode(unpad_bytes(message), type=tuple[_Spec, ...]))
+
+
+def pad_bytes(payload: bytes, nbytes: Bytes) -> Tensor:
+    """Pad bytes to a message of fixed size, which a receiver can post without a layout."""
+    assert len(payload) <= nbytes - 4, "the sender checks the size"
+    message = bytearray(nbytes)
+    message[: 4 + len(payload)] = struct.pack("<I", len(payload)) + payload
+    return torch.frombuffer(message, dtype=torch.uint8)
+
+
+def unpad_bytes(message: Tensor) -> bytes:
+    raw = message.numpy().tobytes()
+    (length,) = struct.unpack_from("<I", raw)
+    return raw[4 : 4 + length]
+
+
+def write_timestamp(buffer: Tensor, time: Seconds) -> None:
+    """Write the time of sending into the header, just before the send."""
+    buffer[:8].view(torch.float64).fill_(time)
+
+
+def read_timestamp(buffer: Tensor) -> Seconds:
+    return buffer[:8].view(torch.float64).item()
+
+
+def _padded_size(spec: _Spec) -> Bytes:
+    size = prod(spec.shape) * getattr(torch, spec.dtype).itemsize
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +262,7 @@ class Inbox:
     def close(self) -> None:
         """End the thread and free unused messages; no receive may be pending."""
         self._posted.put(None)
-        self._thread.join(JOIN_TIMEOUT)
+        self._thread.join(_JOIN_TIMEOUT)
         with self._changed:
             self._expected.clear()
             self._arrived.clear()
@@ -313,7 +422,7 @@ class Outbox:
     def close(self) -> None:
         """End the thread and free unsent messages; the outbox must be drained or failed."""
         self._sends.put(None)
-        self._thread.join(JOIN_TIMEOUT)
+        self._thread.join(_JOIN_TIMEOUT)
         self._local_error = None  # its traceback references messages
         if not self._thread.is_alive():
             self._sends = queue.SimpleQueue()
@@ -378,3 +487,222 @@ def _buffer(nbytes: Bytes, device: torch.device) -> Tensor:
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+_HEADER_BYTES: Bytes = 1024
+_HEADER_LAYOUT = MessageLayout.of([torch.empty(_HEADER_BYTES, dtype=torch.uint8)])
+_HEADER_KIND: MicrobatchKind = 0
+_HEADER_ACTION = Action(Op.F, 0)
+_HEADER_THREAD_TIMEOUT: Seconds = 86_400.0  # `_HeaderThread.next` has the pipeline's timeout
+
+
+class Connections:
+    """Inboxes and outboxes by stage; created by all stages of a pipeline together."""
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        stage: int,
+        wiring: Wiring,
+        *,
+        device: torch.device,
+        pipeline: int,
+        timeout: Seconds,
+        window: int | None = None,
+    ) -> None:
+        """Connect `ranks`, the stages' ranks in the job; `window` overrides `set_windows`."""
+        self.stage, self.num_stages = stage, len(ranks)
+        self.pipeline, self.timeout = pipeline, timeout
+        self._window = window
+        self._groups = activations, gradients, self.control = [
+            new_gloo_group(ranks, what, timeout=timeout)
+            for what in ("activations", "gradients", "control")
+        ]
+
+        def route(group: dist.ProcessGroup, other: int, on: torch.device = device) -> Route:
+            return Route(group=group, rank=other, peer=self.name(other), device=on, timeout=timeout)
+
+        sources, targets = wiring.sources, wiring.targets
+        self.activations_in = {s: Inbox(route(activations, s), announced=True) for s in sources}
+        self.gradients_in = {t: Inbox(route(gradients, t), announced=False) for t in targets}
+        self.activations_out = {t: Outbox(route(activations, t), announces=True) for t in targets}
+        self.gradients_out = {s: Outbox(route(gradients, s), announces=False) for s in sources}
+        inboxes = [*self.activations_in.values(), *self.gradients_in.values()]
+        self._outboxes = [*self.activations_out.values(), *self.gradients_out.values()]
+        host = torch.device("cpu")
+        self._header_inbox: Inbox | None = None
+        self._header_outbox: Outbox | None = None
+        if stage > 0:
+            self._header_inbox = Inbox(route(self.control, stage - 1, host), announced=False)
+            self._header_inbox.set_layout(_HEADER_KIND, _HEADER_LAYOUT)
+            inboxes.append(self._header_inbox)
+        if stage < self.num_stages - 1:
+            self._header_outbox = Outbox(route(self.control, stage + 1, host), announces=False)
+            self._outboxes.append(self._header_outbox)
+        self._header_thread: _HeaderThread | None = None
+        self._prefetches_headers = False
+        self._boxes: list[Inbox | Outbox] = [*self._outboxes, *inboxes]
+        # A thread that waits in gloo while the interpreter ends would abort the process, even if
+        # this object was collected before.
+        self._finalizer = weakref.finalize(self, _abort, self._groups, self._boxes)
+
+    def name(self, stage: int) -> str:
+        return str(Worker(stage, self.pipeline))
+
+    def relay_header(self, header: BatchHeader | None) -> BatchHeader:
+        """Send the header to the next stage; all but the first receive it from the previous one.
+
+        It is relayed at once, before any compute, so that all stages post their receives early.
+        """
+        if self._header_thread is not None:
+            return self._header_thread.next()
+        if self._header_inbox is not None:
+            header = self._received(self.timeout)
+        assert header is not None, "the first stage makes the header"
+        self._send_header(header)
+        return header
+
+    def prefetch_headers(self, on_header: Callable[[BatchHeader], None]) -> None:
+        """Receive headers from now on when batches start on the first stage, ahead of their use.
+
+        `on_header` posts receives for a batch; `relay_header` then returns the headers in order.
+        """
+        self._prefetches_headers = True
+        if self._header_inbox is not None:
+            self._header_thread = _HeaderThread(self, on_header)
+
+    def _received(self, timeout: Seconds) -> BatchHeader:
+        assert self._header_inbox is not None, "not the first stage"
+        self._header_inbox.post_receives([(_HEADER_ACTION, _HEADER_KIND)])
+        (payload,), _ = self._header_inbox.get(_HEADER_ACTION, "waiting for the next step", timeout)
+        return msgspec.msgpack.decode(unpad_bytes(payload), type=BatchHeader)
+
+    def _send_header(self, header: BatchHeader) -> None:
+        if self._header_outbox is None:
+            return
+        payload = msgspec.msgpack.encode(header)
+        if len(payload) > _HEADER_BYTES - 4:
+            raise ScheduleError(
+                f"a batch header of {len(payload)} bytes",
+                expected=f"at most {_HEADER_BYTES - 4} bytes",
+                fix="pass less metadata to step() or eval()",
+            )
+        message = pad_bytes(payload, _HEADER_BYTES)
+        self._header_outbox.send(_HEADER_ACTION, _HEADER_KIND, [message], _HEADER_LAYOUT)
+
+    def drain(self) -> None:
+        """Wait until all messages have been sent."""
+        for outbox in self._outboxes:
+            outbox.drain()
+
+    def close(self) -> None:
+        """End the threads; no message may be in flight, except headers."""
+        if not self._finalizer.alive:
+            return
+        if self._prefetches_headers and self._header_inbox is None:
+            self._send_header(END_OF_DATA)
+        if self._header_thread is not None:
+            self._header_thread.join(self.timeout)
+        self.drain()
+        self._finalizer.detach()
+        for box in self._boxes:
+            box.close()
+
+    def abort(self) -> None:
+        """Close all connections without waiting: after a failure, when a peer may be lost."""
+        if self._finalizer.detach() is None:
+            return
+        for group in self._groups:
+            abort(group)
+        if self._header_thread is not None:
+            self._header_thread.join(_JOIN_TIMEOUT)  # it must not post a receive in a closed inbox
+        for box in self._boxes:
+            box.close()
+
+    def check_consistent(self, text: str) -> None:
+        """Raise ScheduleError unless `text` is the same on all stages."""
+        payload = pad_bytes(text.encode()[: _HEADER_BYTES - 4], _HEADER_BYTES)
+        gathered = [torch.empty_like(payload) for _ in range(self.num_stages)]
+        with peer_errors("another stage", "comparing options"):
+            all_gather(self.control, gathered, payload)
+        first, *others = (unpad_bytes(item).decode(errors="replace") for item in gathered)
+        for stage, other in enumerate(others, start=1):
+            if other != first:
+                raise ScheduleError(
+                    f"stage 0 was created with {first}; stage {stage} with {other}",
+                    expected="the same options on every stage",
+                    fix="read them from one config on all stages",
+                )
+
+    def set_windows(self, in_flight: Sequence[int], own: int) -> None:
+        """Post as many receives ahead as the schedule lets other stages send ahead.
+
+        For activations that is what may be in flight on the sender; for gradients, on this stage.
+        """
+        for source, inbox in self.activations_in.items():
+            inbox.window = self._window or in_flight[source]
+        for inbox in self.gradients_in.values():
+            inbox.window = self._window or own
+
+
+def stage_ranks(process_group: dist.ProcessGroup | None) -> tuple[list[int], int]:
+    """Return the ranks of the stages and the stage of this process."""
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise LaunchError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but no process group",
+                expected="an initialised process group before a Pipeline is created",
+                fix='call torch.distributed.init_process_group("gloo") first',
+            )
+        return [0], 0
+    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    return ranks, ranks.index(dist.get_rank())
+
+
+def _abort(groups: Sequence[dist.ProcessGroup], boxes: Sequence[Inbox | Outbox]) -> None:
+    for group in groups:
+        abort(group)
+    for box in boxes:
+        box.close()
+
+
+class _HeaderThread(threading.Thread):
+    """Receives headers ahead of their use, relays them, and posts receives for the batches."""
+
+    def __init__(self, connections: Connections, on_header: Callable[[BatchHeader], None]) -> None:
+        super().__init__(name="receive batch headers", daemon=True)
+        self._connections, self._on_header = connections, on_header
+        self._received: queue.SimpleQueue[BatchHeader | Exception] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            try:
+                header = self._connections._received(_HEADER_THREAD_TIMEOUT)
+                self._connections._send_header(header)
+                if header == END_OF_DATA:
+                    return
+                self._on_header(header)
+            except PeerError as error:
+                self._received.put(error.with_traceback(None))
+                return
+            except Exception as error:  # local: keep its traceback
+                self._received.put(error)
+                return
+            self._received.put(header)
+
+    def next(self) -> BatchHeader:
+        timeout = self._connections.timeout
+        try:
+            received = self._received.get(timeout=timeout)
+        except queue.Empty:
+            previous = self._connections.name(self._connections.stage - 1)
+            raise PeerError(
+                previous,
+                action="waiting for the next step",
+                waited=timeout,
+                cause=f"no message for {timeout:g} s",
+            ) from None
+        if isinstance(received, Exception):
+            raise received
+        return received

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -21,13 +22,13 @@ from polyrhythm.describe.pairs import disjoint_rounds, round_robin_pairs
 from polyrhythm.describe.sample import Sample
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.machine import usable_memory
-from polyrhythm.run.probe.channel import PeerChannel
 from polyrhythm.run.probe.effort import ProbeEffort
-from polyrhythm.run.probe.link import as_source, as_target
+from polyrhythm.run.probe.link import PeerChannel, as_source, as_target
 from polyrhythm.types import Bytes, Seconds
 
 _JOIN_TIMEOUT: Seconds = 30.0
 _Matrix = tuple[tuple[float, ...], ...]
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ def probe(
         for number, pairs in enumerate(rounds, start=1):
             on_progress(f"links: round {number} of {len(rounds)}")
             _measure_round(channel, pairs, found, effort)
-        every = _gather(channel, found, effort)
+        every = _gather(channel, found, "collecting the figures", effort.round_timeout)
     return _cluster(channel.names, members, every, options) if ctx.rank == 0 else None
 
 
@@ -105,18 +106,24 @@ def _all_gather_info(
 ) -> list[_ProcessInfo]:
     """Return the information of all processes by rank, on every process."""
     action, timeout = "exchanging device information", effort.speed_timeout
-    if channel.rank == 0:
-        replies = [
-            channel.receive_bytes(rank, action=action, timeout=timeout) for rank in channel.others
-        ]
-        members = [own, *(msgspec.json.decode(each, type=_ProcessInfo) for each in replies)]
-        for rank in channel.others:
-            channel.send_bytes(msgspec.json.encode(members), rank, action=action, timeout=timeout)
-        return members
-    channel.send_bytes(msgspec.json.encode(own), 0, action=action, timeout=timeout)
-    return msgspec.json.decode(
-        channel.receive_bytes(0, action=action, timeout=timeout), type=list[_ProcessInfo]
-    )
+    members = _gather(channel, own, action, timeout)
+    if channel.rank > 0:
+        received = channel.receive_bytes(0, action=action, timeout=timeout)
+        return msgspec.json.decode(received, type=list[_ProcessInfo])
+    for rank in channel.others:
+        channel.send_bytes(msgspec.json.encode(members), rank, action=action, timeout=timeout)
+    return members
+
+
+def _gather(channel: PeerChannel, own: _R, action: str, timeout: Seconds) -> list[_R]:
+    """Gather the records of all processes by rank on rank 0; [] elsewhere."""
+    if channel.rank > 0:
+        channel.send_bytes(msgspec.json.encode(own), 0, action=action, timeout=timeout)
+        return []
+    replies = [
+        channel.receive_bytes(rank, action=action, timeout=timeout) for rank in channel.others
+    ]
+    return [own, *(msgspec.json.decode(each, type=type(own)) for each in replies)]
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
@@ -145,18 +152,6 @@ def _measure_round(
         elif channel.rank == target:
             found.bandwidth[source] = as_target(channel, source, effort)
     channel.barrier("a round of pairs", timeout=effort.round_timeout)
-
-
-def _gather(channel: PeerChannel, found: _LinkSamples, effort: ProbeEffort) -> list[_LinkSamples]:
-    """Gather the measurements of all processes by rank on rank 0; [] elsewhere."""
-    action, timeout = "collecting the figures", effort.round_timeout
-    if channel.rank > 0:
-        channel.send_bytes(msgspec.json.encode(found), 0, action=action, timeout=timeout)
-        return []
-    replies = [
-        channel.receive_bytes(rank, action=action, timeout=timeout) for rank in channel.others
-    ]
-    return [found, *(msgspec.json.decode(each, type=_LinkSamples) for each in replies)]
 
 
 def _memory_shares(members: Sequence[_ProcessInfo]) -> list[Bytes]:

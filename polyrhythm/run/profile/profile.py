@@ -1,14 +1,28 @@
-"""Profile a user's model, built by a factory, on a device of this machine."""
+"""Profile a model on a device of this machine: time and memory of every layer.
 
-from collections.abc import Callable, Sequence
+Each layer is timed separately, forward and backward, on the previous layer's output; all are in
+training mode. Memory comes first, for all sizes: a size at which a layer fails costs no timing.
+"""
+
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from polyrhythm.describe.factory import call_factory
-from polyrhythm.describe.measure import device_flops, device_of, device_text
-from polyrhythm.describe.model import ModelProfile
-from polyrhythm.run.profile.layers import measure_layers
+from polyrhythm.describe.factory import call_factory, error_summary
+from polyrhythm.describe.measure import device_flops, device_of, device_text, finish
+from polyrhythm.describe.model import AtSize, Layer, ModelProfile
+from polyrhythm.describe.sample import Sample
+from polyrhythm.errors import DescriptionError
 from polyrhythm.run.profile.profiled_model import ProfiledModel
+from polyrhythm.types import Bytes, Seconds
 
 
 def measure_profile(
@@ -66,3 +80,238 @@ def _type_of(model: ProfiledModel) -> torch.dtype:
             if parameter.is_floating_point():
                 count[parameter.dtype] = count.get(parameter.dtype, 0) + parameter.numel()
     return max(count, key=lambda each: count[each], default=torch.float32)
+
+
+def measure_layers(
+    model: ProfiledModel,
+    *,
+    size: int,
+    other_sizes: Sequence[int],
+    repeat: int,
+    device: torch.device,
+    optional: Sequence[int] = (),
+    on_progress: Callable[[str], None] = lambda text: None,
+    warn: Callable[[str], None] = lambda text: None,
+) -> tuple[Layer, ...]:
+    """Measure every layer with micro-batches of `size`, and in its `sizes` with other sizes.
+
+    An `optional` size at which a layer fails is skipped with a warning.
+    """
+    with torch.enable_grad(), _train_mode(model.layers):
+        memory: dict[int, list[tuple[Bytes, Bytes]]] = {}
+        for each in (size, *other_sizes):
+            on_progress(f"micro-batches of {each}: memory")
+            try:
+                memory[each] = _forward_memory(model.layers, model.resized_example(each), each)
+            except DescriptionError as error:
+                if each not in optional:
+                    raise
+                warn(f"skipped micro-batches of {each}: {error.wrong}")
+        found = {
+            each: _at_size(model, each, memory[each], repeat, device, on_progress)
+            for each in memory
+        }
+    others = sorted(found.keys() - {size})
+    return tuple(
+        Layer(
+            name=name,
+            forward=found[size][index].forward.median,
+            backward=found[size][index].backward.median,
+            parameter_bytes=sum(p.nbytes for p in layer.parameters()),
+            activation_bytes=found[size][index].output_bytes,
+            stored_bytes=found[size][index].stored_bytes,
+            forward_spread=found[size][index].forward.spread,
+            backward_spread=found[size][index].backward.spread,
+            sizes=tuple(found[other][index].at(other) for other in others),
+        )
+        for index, (name, layer) in enumerate(model.layers.items())
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerSamples:
+    forward: Sample
+    backward: Sample
+    output_bytes: Bytes
+    stored_bytes: Bytes
+
+    def at(self, size: int) -> AtSize:
+        return AtSize(
+            microbatch_size=size,
+            forward=self.forward.median,
+            backward=self.backward.median,
+            activation_bytes=self.output_bytes,
+            stored_bytes=self.stored_bytes,
+        )
+
+
+@contextmanager
+def _train_mode(layers: dict[str, nn.Module]) -> Iterator[None]:
+    """Set all modules to training mode, as in the planned training, and restore them after."""
+    modules = [module for layer in layers.values() for module in layer.modules()]
+    modes = [module.training for module in modules]
+    for layer in layers.values():
+        layer.train()
+    try:
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+
+
+def _at_size(
+    model: ProfiledModel,
+    size: int,
+    memory: list[tuple[Bytes, Bytes]],
+    repeat: int,
+    device: torch.device,
+    on_progress: Callable[[str], None],
+) -> list[_LayerSamples]:
+    # Sweeps over all layers: a slow moment affects one sample of each layer, not all of one.
+    sweeps: list[list[tuple[Seconds, Seconds]]] = []
+    for number in range(repeat + 1):  # the first one warms up
+        on_progress(f"micro-batches of {size}: run {number} of {repeat}")
+        sweeps.append(list(_sweep(model.layers, model.resized_example(size), size, device)))
+    for layer in model.layers.values():
+        layer.zero_grad()
+    found = []
+    per_layer = zip(*sweeps[1:], strict=True)
+    for (output_bytes, stored_bytes), times in zip(memory, per_layer, strict=True):
+        forwards, backwards = zip(*times, strict=True)
+        found.append(
+            _LayerSamples(Sample.of(forwards), Sample.of(backwards), output_bytes, stored_bytes)
+        )
+    return found
+
+
+def _sweep(
+    layers: dict[str, nn.Module], arguments: tuple[Any, ...], size: int, device: torch.device
+) -> Iterator[tuple[Seconds, Seconds]]:
+    """Yield the forward and backward times of each layer."""
+    for name, layer in layers.items():
+        with _describe_layer_errors(name, "forward", size):
+            finish(device)
+            start = time.perf_counter()
+            value = layer(*arguments)
+            finish(device)
+            forward = time.perf_counter() - start
+        outputs = [tensor for tensor in _tensors_of(value, name) if tensor.requires_grad]
+        with _describe_layer_errors(name, "backward", size):
+            gradients = [torch.ones_like(output) for output in outputs]
+            arguments = (_detached_copy(value),)
+            finish(device)
+            start = time.perf_counter()
+            if outputs:  # otherwise the layer has no gradients
+                torch.autograd.backward(outputs, gradients)
+            finish(device)
+            backward = time.perf_counter() - start
+        yield forward, backward
+
+
+def _forward_memory(
+    layers: dict[str, nn.Module], arguments: tuple[Any, ...], size: int
+) -> list[tuple[Bytes, Bytes]]:
+    """Return the bytes of each layer's output and stored tensors in a forward of the model.
+
+    Stored are the bytes that autograd saves for the backward. Each storage counts once, at the last
+    layer that stores it, so that the bytes of consecutive layers add up. Parameters and buffers do
+    not count, nor tensors freed before the end of the forward.
+    """
+    kept: list[list[weakref.ref[_SavedTensor]]] = []
+    outputs: list[Bytes] = []
+    for name, layer in layers.items():
+        kept.append([])
+        with _describe_layer_errors(name, "forward", size), _record_saved_tensors(kept[-1]):
+            value = layer(*arguments)
+        outputs.append(sum(tensor.nbytes for tensor in _tensors_of(value, name)))
+        arguments = (value,)
+    counted: set[int] = set()
+    stored: list[Bytes] = []
+    for layer, holders in zip(reversed(layers.values()), reversed(kept), strict=True):
+        storages = _live_storages(holders, layer)
+        stored.insert(0, sum(storages[each] for each in storages.keys() - counted))
+        counted |= storages.keys()
+    return list(zip(outputs, stored, strict=True))
+
+
+class _SavedTensor:
+    """Autograd holds this in place of a saved tensor; it is freed with the graph."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # `tensor` would keep its own graph alive for ever
+
+
+def _live_storages(holders: list[weakref.ref[_SavedTensor]], layer: nn.Module) -> dict[int, Bytes]:
+    """Return the bytes of live storages by address, except for the layer's parameters."""
+    held = [holder.tensor.untyped_storage() for each in holders if (holder := each()) is not None]
+    # Collected after the forward: a lazy layer has no parameters before.
+    own = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in itertools.chain(layer.parameters(), layer.buffers())
+    }
+    return {each.data_ptr(): each.nbytes() for each in held if each.data_ptr() not in own}
+
+
+def _record_saved_tensors(
+    kept: list[weakref.ref[_SavedTensor]],
+) -> torch.autograd.graph.saved_tensors_hooks:
+    def pack(tensor: Tensor) -> _SavedTensor:
+        holder = _SavedTensor(tensor)
+        kept.append(weakref.ref(holder))
+        return holder
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor)
+
+
+def _tensors_of(value: Any, name: str) -> list[Tensor]:
+    """Return the tensors in a layer's output; raises DescriptionError if pytree cannot find all.
+
+    The output is a tensor, or tensors in tuples, dicts and other containers of pytree, which
+    also supports named tuples, and registered dataclasses.
+    """
+    leaves = pytree.tree_leaves(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    opaque = next((leaf for leaf in leaves if _hides_tensors(leaf)), None)
+    if tensors and opaque is None:
+        return tensors
+    what = type(value if opaque is None else opaque).__name__
+    raise DescriptionError(
+        f"layer {name!r} returns a {what}, in which no tensor can be found",
+        expected="a tensor, or a tuple, a list, a dict or a named tuple of tensors",
+        fix="return a tuple of its tensors"
+        + (f", or call torch.export.register_dataclass({what})" if opaque is not None else ""),
+    )
+
+
+def _detached_copy(value: Any) -> Any:
+    """Copy a value, detached and requiring gradients; a copy since a layer may write in place."""
+    return pytree.tree_map_only(Tensor, _detached_tensor, value)
+
+
+def _detached_tensor(tensor: Tensor) -> Tensor:
+    detached = tensor.detach()
+    return detached.requires_grad_().clone() if detached.is_floating_point() else detached.clone()
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    if not is_dataclass(leaf) or isinstance(leaf, type):
+        return False
+    inner = [getattr(leaf, field.name, None) for field in fields(leaf)]
+    return any(isinstance(each, Tensor) for each in pytree.tree_leaves(inner))
+
+
+@contextmanager
+def _describe_layer_errors(name: str, action: str, size: int) -> Iterator[None]:
+    """Turn any error of a layer into a DescriptionError; gradients are enabled."""
+    try:
+        with torch.enable_grad():
+            yield
+    except Exception as error:  # a user's layer may raise anything
+        raise DescriptionError(
+            f"layer {name!r} fails in its {action} with micro-batches of {size}: "
+            f"{error_summary(error)}",
+            expected="layers that accept the previous layer's output, with any number of samples",
+            fix="fix the layer, or measure only sizes that it supports: --sizes",
+        ) from None

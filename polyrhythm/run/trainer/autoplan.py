@@ -1,10 +1,12 @@
-"""`plan="auto"`: processes on several machines measure their devices and network, rank 0 plans.
+"""The job's plan: the user's, or made from measurements; then its global batch and shares.
 
-Rank 0 also measures the model, and broadcasts the plan. It saves measurements and plan in the run
+Under `plan="auto"` processes on several machines measure their devices and network. Rank 0 also
+measures the model, makes the plan and broadcasts it. It saves measurements and plan in the run
 folder, for the next start of the same job.
 """
 
 import logging
+import os
 import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from polyrhythm.cost.sync import Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.measure import device_of
 from polyrhythm.describe.model import ModelProfile
@@ -21,8 +24,8 @@ from polyrhythm.describe.pairs import disjoint_rounds, round_robin_pairs
 from polyrhythm.describe.units import parse
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.all_devices import plan_all_devices
-from polyrhythm.plan.job import TrainingJob
-from polyrhythm.plan.plan import AUTO, Plan, Sources
+from polyrhythm.plan.options import TrainingJob
+from polyrhythm.plan.plan import AUTO, PLAN_VARIABLE, Plan, Sources, even_plan
 from polyrhythm.plan.problem import Problem
 from polyrhythm.run.machine import usable_memory
 from polyrhythm.run.probe.effort import ProbeEffort
@@ -36,8 +39,7 @@ from polyrhythm.run.trainer.layer_profile import (
 )
 from polyrhythm.run.trainer.rank_assignment import JobProcesses
 from polyrhythm.run.trainer.run_dir import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan
-from polyrhythm.schedule.plan_schedules import PlannedSchedules
-from polyrhythm.sync.replay import DECOUPLED
+from polyrhythm.run.trainer.sampler import GlobalBatch
 from polyrhythm.types import Bytes, Seconds
 
 _logger = logging.getLogger(__name__)
@@ -48,6 +50,74 @@ _PROBE_BUDGET: Seconds = 6.0
 _MAX_ROUNDS = 60  # of pairs that share no machine; above, pairs on one machine run concurrently
 _MAX_STREAM: Seconds = 0.05
 _MIN_TIMEOUT: Seconds = 2.0  # for one message: a busy machine may need as long
+_MICROBATCHES_PER_STAGE = 4  # by default: the pipeline's bubble is then a fifth
+
+
+def choose_plan(
+    config: TrainerConfig,
+    model: nn.Module,
+    dataset: Any,
+    processes: JobProcesses,
+) -> Plan:
+    """Return the configured plan, or one from measurements, or one stage per replica."""
+    source = os.environ.get(PLAN_VARIABLE, AUTO) if config.plan == AUTO else config.plan
+    num_layers = config.split.num_layers(model)
+    if source != AUTO:
+        return _given_plan(source, num_layers)
+    if config.batch_size is None:
+        raise _missing_batch_size()
+    plan, num_processes = None, processes.num_processes
+    if num_processes > 1 and not processes.are_joined:
+        plan = AutoPlanner(config, model, dataset, processes).plan()
+    return plan or even_plan(num_layers=num_layers, num_stages=1, num_pipelines=num_processes)
+
+
+def _given_plan(source: Plan | Path | str, num_layers: int) -> Plan:
+    plan = source if isinstance(source, Plan) else Plan.load(Path(source))
+    planned = sum(plan.layers_per_stage)
+    if plan.num_stages > 1 and planned != num_layers:
+        raise PlanError(
+            f"a plan for {planned} layers, and a model with {num_layers}",
+            expected="a plan for this model",
+            fix="make one: polyrhythm profile, then polyrhythm plan; or use plan='auto'",
+        )
+    return plan
+
+
+def choose_global_batch(config: TrainerConfig, plan: Plan) -> GlobalBatch:
+    """Return the global batch: sizes from the arguments, then from the plan, then defaults."""
+    size = config.batch_size or plan.batch
+    if size is None:
+        raise _missing_batch_size()
+    if plan.batch is not None and plan.batch != size:
+        raise PlanError(
+            f"batch_size={size} with a plan for batches of {plan.batch}",
+            expected="the plan's batch size",
+            fix=f"omit batch_size, or plan again: polyrhythm plan --batch-size {size}",
+        )
+    each = config.microbatch_size or plan.microbatch_size
+    if each is None:
+        share = max(1, size // plan.num_pipelines)
+        num_microbatches = 1 if plan.num_stages == 1 else _MICROBATCHES_PER_STAGE * plan.num_stages
+        each = max(1, share // num_microbatches)
+    return GlobalBatch(size=size, microbatch_size=each)
+
+
+def choose_shares(plan: Plan, global_batch: GlobalBatch) -> tuple[int, ...]:
+    """Return each pipeline's number of micro-batches per step in the lockstep sync modes."""
+    planned = [pipeline.num_microbatches for pipeline in plan.pipelines]
+    shares = tuple(number for number in planned if number is not None)
+    if len(shares) == plan.num_pipelines and sum(shares) == global_batch.num_microbatches:
+        return shares
+    return global_batch.equal_shares(plan.num_pipelines)
+
+
+def _missing_batch_size() -> PlanError:
+    return PlanError(
+        "no batch_size",
+        expected="the number of samples per step, summed over all pipelines",
+        fix="pass Trainer(..., batch_size=64), or a plan with a batch size",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +128,6 @@ class AutoPlanner:
     model: nn.Module
     dataset: Any
     processes: JobProcesses
-    run: Path | None
 
     def plan(self) -> Plan | None:
         """Return the same plan in all processes; None if each process can be a whole replica.
@@ -110,9 +179,10 @@ class AutoPlanner:
     @property
     def _sync(self) -> str:
         """The planner's name of the sync mode."""
-        if self.config.sync in (AUTO, DECOUPLED):
-            return DECOUPLED
-        return "all_reduce" if self.config.sync in ("all_reduce", "balanced") else "groups"
+        mode = self.config.sync.first_mode
+        if mode.decoupled:
+            return Sync.DECOUPLED.value
+        return (Sync.ALL_REDUCE if mode.exact else Sync.GROUPS).value
 
     @property
     def _model_name(self) -> str:
@@ -145,7 +215,7 @@ class AutoPlanner:
     def _cached_plan(self) -> Plan | None:
         """Return the plan cached for the same job; None if there is none."""
         self._check_microbatches()
-        if self.run is None:
+        if self.config.run_dir is None:
             return None
         key = PlanKey(
             devices=tuple(distinct_names(self.processes.device_names())),
@@ -154,7 +224,7 @@ class AutoPlanner:
             microbatch_size=self.config.microbatch_size,
             sync=self._sync,
         )
-        return load_cached_plan(self.run, key)
+        return load_cached_plan(self.config.run_dir, key)
 
     def _probe_cluster(self) -> Cluster | None:
         """Measure devices and links; returns the cluster on rank 0, None elsewhere."""
@@ -190,7 +260,7 @@ class AutoPlanner:
             layers=profile_layers(config, model, self.dataset, sizes=sizes, device=self._device),
         )
         job = TrainingJob(
-            batch=self._batch_size,
+            batch_size=self._batch_size,
             sync=self._sync,
             microbatch_size=config.microbatch_size,
             schedule=config.schedule,
@@ -199,12 +269,11 @@ class AutoPlanner:
             cluster=_limited(cluster, self._memory_limit, job),
             profile=profile,
             job=job,
-            schedules=PlannedSchedules(),
         )
         plan = plan_all_devices(problem, layer_blocks=layer_blocks(config.split, model))
         plan = replace(plan, sources=Sources(cluster=CLUSTER, profile=PROFILE))
-        if self.run is not None:
-            save_plan(self.run, cluster, profile, plan)
+        if self.config.run_dir is not None:
+            save_plan(self.config.run_dir, cluster, profile, plan)
         return plan
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from polyrhythm.events import EventLog
 from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.plan_file import plan_table
 from polyrhythm.run.checkpoint.checkpointer import Checkpointer
@@ -18,8 +17,10 @@ from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest
 from polyrhythm.run.checkpoint.restore import restore
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.pipeline.partition import ModelPartition
+from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.rank_assignment import LEADER
 from polyrhythm.run.trainer.sync_strategy import NoSync
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Worker
 
 
@@ -38,21 +39,19 @@ class TrainerCheckpointer:
     @classmethod
     def of(
         cls,
-        run: Path,
+        config: TrainerConfig,
         part: ModelPartition,
         worker: Worker,
         group: dist.ProcessGroup | None,
         plan: Plan,
         store: JobStore,
-        *,
-        keep: int,
         log: EventLog | None,
     ) -> "TrainerCheckpointer":
         checkpoints = None
         if worker.pipeline == 0:
-            checkpoints = Checkpointer(
-                run / CHECKPOINTS, group=group, tied=part.tied, keep=keep, log=log
-            )
+            assert config.run_dir is not None, "checkpoints are saved there"
+            folder, keep = config.run_dir / CHECKPOINTS, config.checkpoint.keep_last
+            checkpoints = Checkpointer(folder, group=group, tied=part.tied, keep=keep, log=log)
         others = range(plan.num_stages, plan.num_workers)
         restorers = Members((plan.rank(LEADER), *others))
         return cls(part, worker, {"plan": plan_table(plan)}, checkpoints, store, restorers)

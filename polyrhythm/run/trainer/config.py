@@ -15,61 +15,122 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from polyrhythm.errors import LaunchError
 from polyrhythm.plan.plan import AUTO, Plan
-from polyrhythm.run.trainer.split_spec import SplitSpec
-from polyrhythm.run.trainer.sync_strategy import LOCKSTEP
-from polyrhythm.sync.registry import POLICIES
-from polyrhythm.sync.replay import DECOUPLED
+from polyrhythm.run.trainer.layer_split import LayerSplit
+from polyrhythm.sync.modes import AUTO_MODES, SYNC_MODES, SyncMode
 from polyrhythm.types import Bytes, Seconds
 
-_MUST_MATCH = (
-    *("batch_size", "microbatch_size", "seed", "shuffle", "schedule", "sync", "overlap"),
-    *("clip_grad_norm", "autocast", "checkpoint_every"),
-)  # equal in every process
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """How samples are ordered and collated; a function that builds the model uses the seed too."""
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
-    loss_fn: Callable[..., Tensor]
-    optimizer_fn: Callable[[Iterable[torch.nn.Parameter]], Optimizer]
-    lr_scheduler_fn: Callable[[Optimizer], LRScheduler] | None = None
-    batch_size: int | None = None  # samples per step, summed over all pipelines
-    microbatch_size: int | None = None
-    plan: Plan | Path | str = AUTO
-    schedule: str = AUTO
-    memory_limit: str | Bytes | None = None
-    sync: str = AUTO
-    sync_options: Mapping[str, object] = field(default_factory=dict)
-    overlap: bool = False
-    split: SplitSpec = field(default_factory=SplitSpec)
-    clip_grad_norm: float | None = None
-    autocast: torch.dtype | None = None
-    collate_fn: Callable[[list[Any]], Any] | None = None
     shuffle: bool = True
     seed: int = 0
-    device: torch.device | str | None = None
-    callbacks: Sequence[Callable[[Any], None]] = ()
-    checkpoint_every: int | None = None  # steps
-    timeout: Seconds = 60.0
+    collate_fn: Callable[[list[Any]], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not (_is_integer(self.seed) and 0 <= self.seed < 2**31):
+            raise _invalid("seed", self.seed, "an integer from 0 to 2**31 - 1")
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise _invalid("collate_fn", self.collate_fn, "a function")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """When to save a checkpoint in the run folder, and how many to keep.
+
+    SIGTERM to any process is a preemption notice: all processes save and exit within
+    `grace_period`.
+    """
+
+    every: int | None = None  # steps; None saves after a preemption notice only
+    keep_last: int = 3
     grace_period: Seconds = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "microbatch_size", "checkpoint_every"):
+        if self.every is not None and not (_is_integer(self.every) and self.every >= 1):
+            raise _invalid("every", self.every, "an integer from 1 on, or None")
+        if not (_is_integer(self.keep_last) and self.keep_last >= 1):
+            raise _invalid("keep_last", self.keep_last, "an integer from 1 on")
+        if not _is_above_0(self.grace_period):
+            raise _invalid("grace_period", self.grace_period, "seconds above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class SyncConfig:
+    """A sync mode with options: those of its policy, and whether averaging overlaps with steps."""
+
+    mode: str = AUTO
+    overlap: bool = False
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = (AUTO, *(mode.name for mode in SYNC_MODES.values() if not mode.has_server))
+        if self.mode not in known:
+            near = get_close_matches(str(self.mode), known, n=1)
+            fix = f"did you mean {near[0]!r}?" if near else "use auto"
+            raise LaunchError(f"sync={self.mode!r}", expected=f"one of {', '.join(known)}", fix=fix)
+        if self.options and (self.mode == AUTO or self.first_mode.policy is None):
+            raise LaunchError(
+                f"options={dict(self.options)} with sync={self.mode!r}",
+                expected="options with a policy",
+                fix="omit them, or name the policy: SyncConfig('adaptive', options=...)",
+            )
+        if self.overlap and (self.mode == AUTO or not self.first_mode.can_overlap):
+            raise LaunchError(
+                f"overlap=True with sync={self.mode!r}",
+                expected="a policy that averages models, such as adaptive; auto overlaps by itself",
+                fix="omit overlap, or use SyncConfig('adaptive', overlap=True)",
+            )
+
+    @property
+    def first_mode(self) -> SyncMode:
+        """The mode in which training starts; under auto it may change."""
+        return SyncMode.named(AUTO_MODES[0] if self.mode == AUTO else self.mode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """The arguments of the Trainer, except for the model and the dataset."""
+
+    loss_fn: Callable[..., Tensor]
+    optimizer_fn: Callable[[Iterable[torch.nn.Parameter]], Optimizer]
+    batch_size: int | None  # samples per step, summed over all pipelines
+    microbatch_size: int | None
+    plan: Plan | Path | str
+    schedule: str
+    memory_limit: str | Bytes | None
+    sync: SyncConfig
+    split: LayerSplit
+    lr_scheduler_fn: Callable[[Optimizer], LRScheduler] | None
+    clip_grad_norm: float | None
+    autocast: torch.dtype | None
+    data: DataConfig
+    device: torch.device | str | None
+    run_dir: Path | None
+    checkpoint: CheckpointConfig
+    callbacks: Sequence[Callable[[Any], None]]
+    timeout: Seconds
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "microbatch_size"):
             value = getattr(self, name)
             if value is not None and not (_is_integer(value) and value >= 1):
                 raise _invalid(name, value, "an integer from 1 on, or None")
         if self.clip_grad_norm is not None and not _is_above_0(self.clip_grad_norm):
             raise _invalid("clip_grad_norm", self.clip_grad_norm, "a number above 0, or None")
-        for name in ("timeout", "grace_period"):
-            if not _is_above_0(getattr(self, name)):
-                raise _invalid(name, getattr(self, name), "seconds above 0")
-        if not (_is_integer(self.seed) and 0 <= self.seed < 2**31):
-            raise _invalid("seed", self.seed, "an integer from 0 to 2**31 - 1")
+        if not _is_above_0(self.timeout):
+            raise _invalid("timeout", self.timeout, "seconds above 0")
         if not isinstance(self.callbacks, Sequence) or not all(map(callable, self.callbacks)):
-            raise _invalid("callbacks", self.callbacks, "a list of functions that take a StepEnd")
-        for name in ("loss_fn", "optimizer_fn", "lr_scheduler_fn", "collate_fn"):
+            raise _invalid("callbacks", self.callbacks, "a list of functions that take a StepInfo")
+        for name in ("loss_fn", "optimizer_fn", "lr_scheduler_fn"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise _invalid(name, value, "a function")
+        records = {"split": LayerSplit, "data": DataConfig, "checkpoint": CheckpointConfig}
+        for name, kind in records.items():
+            if not isinstance(getattr(self, name), kind):
+                raise _invalid(name, getattr(self, name), f"a {kind.__name__}")
         if not isinstance(self.plan, Plan | Path | str):
             raise _invalid("plan", self.plan, "a Plan, the path of its file, or 'auto'")
         try:
@@ -82,28 +143,21 @@ class TrainerConfig:
                 expected="torch.bfloat16, or None to turn it off",
                 fix="use bfloat16: float16 needs loss scaling, which stages do not agree on",
             )
-        if self.sync_options and self.sync in (AUTO, DECOUPLED):
-            raise LaunchError(
-                f"sync_options={dict(self.sync_options)} with sync={self.sync!r}",
-                expected="sync_options with a policy",
-                fix="omit sync_options, or name the policy: sync='adaptive'",
-            )
-        known = (AUTO, DECOUPLED, *sorted(set(POLICIES) - {"ssp"}))
-        if self.sync not in known:
-            near = get_close_matches(self.sync, known, n=1)
-            fix = f"did you mean {near[0]!r}?" if near else "use auto"
-            raise LaunchError(f"sync={self.sync!r}", expected=f"one of {', '.join(known)}", fix=fix)
-        if self.overlap and self.sync in (AUTO, *LOCKSTEP):
-            raise LaunchError(
-                f"overlap=True with sync={self.sync!r}",
-                expected="a policy that averages models, such as adaptive; auto overlaps by itself",
-                fix="omit overlap, or use sync='adaptive'",
-            )
+        if self.run_dir is None and self.checkpoint.every is not None:
+            raise no_run_dir(f"CheckpointConfig(every={self.checkpoint.every})")
 
     def must_match(self, num_samples: int | None) -> dict[str, Any]:
         """Return the arguments that must be equal in all processes."""
-        values = {name: getattr(self, name) for name in _MUST_MATCH}
-        return values | {"sync_options": dict(self.sync_options), "samples": num_samples}
+        names = ("batch_size", "microbatch_size", "schedule", "clip_grad_norm", "autocast")
+        return {name: getattr(self, name) for name in names} | {
+            "sync": self.sync.mode,
+            "overlap": self.sync.overlap,
+            "sync options": dict(self.sync.options),
+            "seed": self.data.seed,
+            "shuffle": self.data.shuffle,
+            "checkpoint every": self.checkpoint.every,
+            "samples": num_samples,
+        }
 
     def precision(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the autocast context for forward and backward."""
@@ -122,3 +176,11 @@ def _is_above_0(value: object) -> bool:
 
 def _invalid(name: str, value: object, expected: str) -> LaunchError:
     return LaunchError(f"{name}={value!r}", expected=expected, fix=f"pass another {name}")
+
+
+def no_run_dir(what: str) -> LaunchError:
+    return LaunchError(
+        f"{what} without a run folder",
+        expected="a run folder, where checkpoints are saved",
+        fix='pass one: Trainer(..., run_dir="runs/mine")',
+    )

@@ -1,5 +1,7 @@
 """One call of `fit`: a sequence of phases, each of which trains in one sync mode.
 
+A step of a worker: acquire samples, run the pipeline, update, synchronise, record.
+
 A job with a fixed sync mode has one phase. Under `sync="auto"` a phase ends when another mode is
 predicted to be faster: all replicas average to equal weights, rank 0 broadcasts which samples are
 left, and the next phase starts from there. A preemption notice also ends the phase
@@ -7,30 +9,113 @@ left, and the next phase starts from there. A preemption notice also ends the ph
 """
 
 import io
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from msgspec import structs
+from torch import Tensor
 from torch.optim import Optimizer
 
+from polyrhythm.errors import LaunchError
 from polyrhythm.plan.plan import AUTO
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import new_gloo_group
-from polyrhythm.run.data.prefetch import Prefetcher
-from polyrhythm.run.trainer.fit_context import FitContext, TrainProgress
+from polyrhythm.run.comm.store import JobStore, Members
+from polyrhythm.run.data.loader import SampleLoader
+from polyrhythm.run.data.prefetch import Prefetcher, resolved_ranges
+from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError
+from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
+from polyrhythm.run.trainer.config import TrainerConfig
+from polyrhythm.run.trainer.evaluate import as_arguments
+from polyrhythm.run.trainer.preemption import PreemptionHandler
+from polyrhythm.run.trainer.progress import TrainProgress
 from polyrhythm.run.trainer.rank_assignment import LEADER
-from polyrhythm.run.trainer.sampler import BatchSampler, make_sampler
-from polyrhythm.run.trainer.step_loop import StepEnd, StepLoop
-from polyrhythm.run.trainer.sync_strategy import (
-    LOCKSTEP,
-    DecoupledStrategy,
-    NoSync,
-    make_sync_strategy,
-)
+from polyrhythm.run.trainer.sampler import GlobalBatch, make_sampler
+from polyrhythm.run.trainer.sync_strategy import DecoupledStrategy, NoSync, make_sync_strategy
 from polyrhythm.run.trainer.sync_tuner import StepTimeExchange
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.dispatch import SamplerState
-from polyrhythm.sync.replay import DECOUPLED, GROUPS, JobShape, StepTiming
-from polyrhythm.types import Worker
+from polyrhythm.sync.modes import SyncMode
+from polyrhythm.sync.replay import JobShape, StepTiming
+from polyrhythm.types import Seconds, Worker
+
+_MIN_COMPUTE: Seconds = 1e-6  # clock differences may yield 0 or less
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInfo:
+    """The result of one step of a worker, as passed to callbacks."""
+
+    step: int  # the global step, from 0
+    num_samples: int  # this pipeline's share of the step
+    loss: float | None  # their mean loss; None except on the last stage
+    seconds: Seconds
+
+
+class WeightedLoss:
+    """The user's loss, multiplied by `weight`."""
+
+    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
+        self._loss_fn, self.weight = loss_fn, 1.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = self._loss_fn(*args, **kwargs)
+        return loss if self.weight == 1.0 else loss * self.weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitContext:
+    """The objects and settings that do not change during training."""
+
+    config: TrainerConfig
+    worker: Worker
+    store: JobStore
+    members: Members
+    first_stages: Members  # by pipeline
+    global_batch: GlobalBatch
+    shares: tuple[int, ...]  # micro-batches of each pipeline in a step, in lockstep
+    pipeline: Pipeline
+    samples: SampleLoader
+    loss: WeightedLoss
+    log: EventLog | None
+    checkpointer: TrainerCheckpointer | None  # None without a run folder
+    preemption: PreemptionHandler
+
+    @property
+    def num_pipelines(self) -> int:
+        return len(self.shares)
+
+    @property
+    def is_leader(self) -> bool:
+        return self.worker == LEADER
+
+    def extra(self, progress: TrainProgress, sampler_state: SamplerState) -> dict[str, Any]:
+        """Return what a checkpoint holds besides model and optimizer."""
+        first_unused = sampler_state.first_unused  # the manifest has the leader's `extra`
+        dataset_state = self.samples.state_at(first_unused) if self.is_leader else None
+        return progress.extra(sampler_state, dataset_state)
+
+    def new_optimizer(self) -> Optimizer:
+        """Make the optimizer of this stage's parameters; raises LaunchError."""
+        optimizer = self.config.optimizer_fn(self.pipeline.module.parameters())
+        if not isinstance(optimizer, Optimizer):
+            raise LaunchError(
+                f"optimizer_fn returned a {type(optimizer).__name__}",
+                expected="an optimizer of the parameters that it is called with",
+                fix="return it: lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
+            )
+        own = set(self.pipeline.module.parameters())
+        if any(p not in own for group in optimizer.param_groups for p in group["params"]):
+            raise LaunchError(
+                "optimizer_fn returned an optimizer of other parameters",
+                expected="the parameters of this worker's stage, which it is called with",
+                fix="use its argument: lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
+            )
+        return optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,60 +127,51 @@ class SyncDecision:
     is_preempted: bool = False  # the fit ends early, after a preemption notice
 
 
-@dataclass(frozen=True, slots=True)
-class _Phase:
-    """A phase of training and the objects that run it."""
-
-    sync_mode: str
-    strategy: NoSync
-    sampler: BatchSampler
-    loop: StepLoop
-    in_lockstep: bool
-
-
 class FitLoop:
+    """All phases of one fit on one worker."""
+
     def __init__(
         self, name: str, context: FitContext, progress: TrainProgress, num_steps: int
     ) -> None:
         """`num_steps` counts from the start of training; `name` is unique to this fit."""
-        self._context, self._progress, self._num_steps = context, progress, num_steps
+        self.context, self.progress, self.num_steps = context, progress, num_steps
         self._name, self._num_decisions = name, 0
-        self._prefetcher = Prefetcher(context.samples.load)
-        self._exchange: StepTimeExchange | None = None
-        if context.config.sync == AUTO and context.num_pipelines > 1:
+        self.prefetcher = Prefetcher(context.samples.load)
+        self.exchange: StepTimeExchange | None = None  # under sync="auto"
+        if context.config.sync.mode == AUTO and context.num_pipelines > 1:
             num_stages = context.pipeline.num_stages
             shape = JobShape(shares=context.shares, num_stages=num_stages, overlap=True)
-            timeout = context.config.timeout
-            self._exchange = StepTimeExchange(
-                f"{name}/auto", context.worker, shape, context.log, timeout
+            self.exchange = StepTimeExchange(
+                name, context.store, context.first_stages, shape, context.log
             )
-        self._next_sync_mode: str | None = None  # on rank 0: the mode to switch to
-        self._has_ended_samples = False
-        self.step_ends: list[StepEnd] = []
+        self.steps: list[StepInfo] = []
         self.is_stopped = False  # by a preemption notice
 
     def run(self) -> None:
-        sync = self._context.config.sync
-        sync_mode: str | None = DECOUPLED if sync == AUTO else sync
+        name: str | None = self.context.config.sync.first_mode.name
         try:
-            while sync_mode is not None:
-                sync_mode = self._train(sync_mode)
+            while name is not None:
+                name = self._train(SyncMode.named(name))
         finally:
-            self._prefetcher.close()
+            self.prefetcher.close()
 
-    def _train(self, sync_mode: str) -> str | None:
+    @property
+    def end_of_samples(self) -> int:
+        return self.num_steps * self.context.global_batch.size
+
+    def _train(self, mode: SyncMode) -> str | None:
         """Train one phase and return the sync mode of the next; None ends the fit."""
-        if self._exchange is not None:
-            self._exchange.begin(sync_mode, self._progress.step)
-        strategy = self._make_strategy(sync_mode)
+        if self.exchange is not None:
+            self.exchange.begin(mode.name, self.progress.step)
+        strategy = self._make_strategy(mode)
         try:
-            phase = self._make_phase(sync_mode, strategy)
+            phase = Phase(self, mode, strategy)
             decision = self._in_lockstep(phase) if phase.in_lockstep else self._in_groups(phase)
-            progress = self._progress
+            progress = self.progress
             progress.sampler_state = decision.sampler_state
-            progress.step = decision.sampler_state.num_used // self._context.global_batch.size
-            phase.loop.advance_lr_scheduler(progress.step)  # to the same step on all workers
-            progress.lr_state = phase.loop.lr_state()
+            progress.step = decision.sampler_state.num_used // self.context.global_batch.size
+            phase.advance_lr_scheduler(progress.step)  # to the same step on all workers
+            progress.lr_state = phase.lr_state()
             self.is_stopped = decision.is_preempted
             if decision.sync_mode is None:
                 self._save_last(strategy)
@@ -103,165 +179,251 @@ class FitLoop:
         except BaseException:
             strategy.abort()
             raise
-        if sync_mode in GROUPS and decision.sync_mode is not None:
-            _broadcast_optimizer_state(progress.optimizer, self._context)
+        if not phase.in_lockstep and decision.sync_mode is not None:
+            _broadcast_optimizer_state(progress.optimizer, self.context)
         return decision.sync_mode
 
-    def _in_lockstep(self, phase: _Phase) -> SyncDecision:
+    def _in_lockstep(self, phase: "Phase") -> SyncDecision:
         """Train in fixed windows; after each window rank 0 may switch the sync mode."""
-        exchange, loop = self._exchange, phase.loop
-        window = None if exchange is None else exchange.num_steps
+        window = None if self.exchange is None else self.exchange.num_steps
         while True:
-            self.step_ends += loop.run(window)
-            if loop.is_over:
+            self.steps += phase.run(window)
+            if phase.is_over:
                 phase.strategy.average_all()
                 return self._decide(lambda: self._final_decision(phase.sampler.sampler_state()))
-            assert exchange is not None, "without windows, run() ends the phase"
-            if self._context.pipeline.is_first:
-                exchange.publish()
+            assert self.exchange is not None, "without windows, run() ends the phase"
+            if self.context.pipeline.is_first:
+                self.exchange.publish()
             decision = self._decide(lambda: self._after_window(phase))
-            if decision.sync_mode != phase.sync_mode:
+            if decision.sync_mode != phase.mode.name:
                 phase.strategy.average_all()
                 return decision
+
+    def _in_groups(self, phase: "Phase") -> SyncDecision:
+        """Train until the samples run out; rank 0 may end them early."""
+        self.steps += phase.run()
+        phase.strategy.average_all()
+        return self._decide(lambda: self._after_groups(phase))
 
     def _decide(self, decide: Callable[[], SyncDecision]) -> SyncDecision:
         """Call `decide` on the leader and return its decision on every worker."""
         self._num_decisions += 1
-        store, members = self._context.store, self._context.members
+        store, members = self.context.store, self.context.members
         name, last_but_one = (
             f"sync decision {number} of {self._name}"
             for number in (self._num_decisions, self._num_decisions - 2)
         )
         decision: SyncDecision = store.run_on_leader(name, decide, members, as_type=SyncDecision)
-        if self._context.worker == LEADER:  # all have read the last but one, or would not be here
+        if self.context.is_leader:  # all have read the last but one, or would not be here
             store.delete(last_but_one, members)
         return decision
 
-    def _after_window(self, phase: _Phase) -> SyncDecision:
-        assert self._exchange is not None, "only sync='auto' trains in windows"
+    def _after_window(self, phase: "Phase") -> SyncDecision:
+        assert self.exchange is not None, "only sync='auto' trains in windows"
         sampler_state = phase.sampler.sampler_state()
-        decision = self._exchange.after_window(self._progress.step)
-        is_over = sampler_state.num_used >= self._end_of_samples
+        decision = self.exchange.after_window(self.progress.step)
+        is_over = sampler_state.num_used >= self.end_of_samples
         return SyncDecision(
-            sync_mode=phase.sync_mode if is_over else decision.sync_mode,
+            sync_mode=phase.mode.name if is_over else decision.sync_mode,
             sampler_state=sampler_state,
         )
 
-    def _in_groups(self, phase: _Phase) -> SyncDecision:
-        """Train until the samples run out; rank 0 may end them early."""
-        self._next_sync_mode, self._has_ended_samples = None, False
-        self.step_ends += phase.loop.run()
-        phase.strategy.average_all()
-        return self._decide(lambda: self._after_groups(phase))
-
-    def _after_groups(self, phase: _Phase) -> SyncDecision:
+    def _after_groups(self, phase: "Phase") -> SyncDecision:
         sampler_state = replace(phase.sampler.sampler_state(), limit=None)
-        if self._next_sync_mode is not None and sampler_state.num_used < self._end_of_samples:
-            return SyncDecision(sync_mode=self._next_sync_mode, sampler_state=sampler_state)
+        if phase.next_sync_mode is not None and sampler_state.num_used < self.end_of_samples:
+            return SyncDecision(sync_mode=phase.next_sync_mode, sampler_state=sampler_state)
         return self._final_decision(sampler_state)
 
     def _final_decision(self, sampler_state: SamplerState) -> SyncDecision:
         return SyncDecision(
             sync_mode=None,
             sampler_state=sampler_state,
-            is_preempted=self._context.preemption.is_stop_requested,
+            is_preempted=self.context.preemption.is_stop_requested,
         )
 
-    @property
-    def _end_of_samples(self) -> int:
-        return self._num_steps * self._context.global_batch.size
-
-    def _make_phase(self, sync_mode: str, strategy: NoSync) -> _Phase:
-        context, config = self._context, self._context.config
-        sampler = make_sampler(
-            sync_mode,
-            context.global_batch,
-            context.shares,
-            context.worker.pipeline,
-            self._progress.sampler_state,
-            self._num_steps,
-            strategy.sync if context.pipeline.is_first else None,
-        )
-        lr_scheduler = self._progress.make_lr_scheduler(context, strategy.optimizer)
-        in_lockstep = sync_mode in LOCKSTEP or strategy.sync is None
-
-        def may_start_step() -> bool:
-            return not in_lockstep or context.preemption.may_start_step(self._progress.step)
-
-        def on_step_timing(timing: StepTiming) -> None:
-            if self._exchange is not None:
-                self._exchange.add_timing(timing)
-            if not in_lockstep:
-                self._check_phase_end(strategy)
-
-        def save_if_due(step: int) -> None:
-            progress, every = self._progress, config.checkpoint_every
-            before, progress.step = progress.step, max(progress.step, step)
-            is_due = every and step // every > before // every and step < self._num_steps
-            if context.checkpointer is not None and is_due:
-                progress.lr_state = None if lr_scheduler is None else lr_scheduler.state_dict()
-                context.checkpointer.save(
-                    step, strategy, progress.extra(context, sampler.sampler_state())
-                )
-
-        loop = StepLoop(
-            pipeline=context.pipeline,
-            strategy=strategy,
-            sampler=sampler,
-            load=self._prefetcher.load,
-            loss=context.loss,
-            lr_scheduler=lr_scheduler,
-            precision=config.precision,
-            log=context.log,
-            callbacks=tuple(config.callbacks),
-            save_if_due=save_if_due,
-            may_start_step=may_start_step,
-            on_step_timing=on_step_timing,
-        )
-        return _Phase(sync_mode, strategy, sampler, loop, in_lockstep)
-
-    def _check_phase_end(self, strategy: NoSync) -> None:
-        """In groups, after a step of a first stage: end the phase if rank 0 decides so."""
-        if self._exchange is not None and not self._has_ended_samples:
-            decision = self._exchange.after_step(self._progress.step)
-            if decision is not None and decision.switches:
-                self._next_sync_mode = decision.sync_mode
-        ends_phase = self._next_sync_mode is not None or self._context.preemption.is_stop_requested
-        if self._context.worker == LEADER and ends_phase and not self._has_ended_samples:
-            assert strategy.sync is not None, "called in groups only"
-            strategy.sync.sampler_state(last_batch=self._context.global_batch.size)
-            self._has_ended_samples = True
-
-    def _make_strategy(self, sync_mode: str) -> NoSync:
-        context, config = self._context, self._context.config
+    def _make_strategy(self, mode: SyncMode) -> NoSync:
+        context, config = self.context, self.context.config
         return make_sync_strategy(
             context.pipeline,
-            self._progress.optimizer,
+            self.progress.optimizer,
             config.clip_grad_norm,
-            sync_mode=sync_mode,
-            overlap=sync_mode in GROUPS if config.sync == AUTO else config.overlap,
-            options=config.sync_options,
+            mode=mode,
+            overlap=mode.can_overlap if config.sync.mode == AUTO else config.sync.overlap,
+            options=config.sync.options,
             worker=context.worker,
             num_pipelines=context.num_pipelines,
-            seed=config.seed,
+            seed=config.data.seed,
             timeout=config.timeout,
-            sampler_state=replace(self._progress.sampler_state, limit=self._end_of_samples),
+            sampler_state=replace(self.progress.sampler_state, limit=self.end_of_samples),
             name=f"{self._name}/{self._num_decisions}",  # each phase ends with a decision
         )
 
     def _save_last(self, strategy: NoSync) -> None:
-        context, progress = self._context, self._progress
-        is_due = context.config.checkpoint_every or self.is_stopped
+        context, progress = self.context, self.progress
+        is_due = context.config.checkpoint.every or self.is_stopped
         if context.checkpointer is not None and is_due:
-            extra = progress.extra(context, progress.sampler_state)
+            extra = context.extra(progress, progress.sampler_state)
             context.checkpointer.save(progress.step, strategy, extra, blocking=True)
 
     def _close_strategy(self, strategy: NoSync) -> None:
         state = strategy.optimizer.state_dict() if isinstance(strategy, DecoupledStrategy) else None
         strategy.close()
         if state is not None:  # it was sharded over the replicas
-            self._progress.optimizer = self._context.new_optimizer()
-            self._progress.optimizer.load_state_dict(state)
+            self.progress.optimizer = self.context.new_optimizer()
+            self.progress.optimizer.load_state_dict(state)
+
+
+class Phase:
+    """The steps of one worker in one sync mode."""
+
+    def __init__(self, fit: FitLoop, mode: SyncMode, strategy: NoSync) -> None:
+        context, progress = fit.context, fit.progress
+        self._fit, self._context, self._progress = fit, context, progress
+        self.mode, self.strategy = mode, strategy
+        self.sampler = make_sampler(
+            mode,
+            context.global_batch,
+            context.shares,
+            context.worker.pipeline,
+            progress.sampler_state,
+            fit.num_steps,
+            strategy.sync if context.pipeline.is_first else None,
+        )
+        self._lr_scheduler = progress.make_lr_scheduler(context.config, strategy.optimizer)
+        self.in_lockstep = mode.lockstep or strategy.sync is None
+        self.is_over = False
+        self.next_sync_mode: str | None = None  # in groups, on rank 0: the mode to switch to
+        self._has_ended_samples = False  # in groups, on rank 0
+
+    def run(self, max_steps: int | None = None) -> list[StepInfo]:
+        """Run up to `max_steps` steps; stop early when the samples run out."""
+        steps = list[StepInfo]()
+        while (max_steps is None or len(steps) < max_steps) and (info := self._step()) is not None:
+            steps.append(info)
+        return steps
+
+    def advance_lr_scheduler(self, step: int) -> None:
+        """Advance to the global step; this pipeline may compute only some of the steps."""
+        if self._lr_scheduler is not None:
+            for _ in range(self._lr_scheduler.last_epoch, step):
+                self._lr_scheduler.step()
+
+    def lr_state(self) -> dict[str, Any] | None:
+        """Return the state of the learning rate scheduler."""
+        return None if self._lr_scheduler is None else self._lr_scheduler.state_dict()
+
+    def _step(self) -> StepInfo | None:
+        start, losses, pipeline = time.perf_counter(), list[Tensor](), self._context.pipeline
+        with self._context.config.precision(pipeline.device):
+            run = self._run_first_stage if pipeline.is_first else self._run_later_stage
+            batch_slice = run(losses)
+        if batch_slice is None:
+            self.is_over = True
+            return None
+        self.strategy.update(self.sampler.acknowledge)
+        self.advance_lr_scheduler(batch_slice.step + 1)
+        loss = None
+        if losses:
+            weighted = zip(losses, pipeline.sizes, strict=True)
+            total = sum(each.item() * size for each, size in weighted)
+            loss = total / batch_slice.num_samples / batch_slice.weight
+        info = StepInfo(
+            step=batch_slice.step,
+            num_samples=batch_slice.num_samples,
+            loss=loss,
+            seconds=time.perf_counter() - start,
+        )
+        if pipeline.is_first:
+            self._time_step(info.seconds)
+        self._record(info, start)
+        self._save_if_due(batch_slice.step + 1)
+        for callback in self._context.config.callbacks:
+            callback(info)
+        return info
+
+    def _run_first_stage(self, losses: list[Tensor]) -> BatchSlice | None:
+        """Run a batch on the first stage, which may also be the last."""
+        pipeline, preemption = self._context.pipeline, self._context.preemption
+        may_start = not self.in_lockstep or preemption.may_start_step(self._progress.step)
+        batch_slice = self.sampler.next() if may_start else None
+        if batch_slice is None:
+            pipeline.end_batches()
+            return None
+        next_ranges = self.sampler.peek()
+        self._context.loss.weight = batch_slice.weight
+        batch = self._fit.prefetcher.load(batch_slice.ranges, next_ranges)
+        arguments, keywords = as_arguments(batch.inputs)
+        pipeline.step(
+            *arguments,
+            target=batch.target,
+            losses=losses,
+            return_outputs=False,
+            metadata=structs.replace(batch_slice, next_ranges=resolved_ranges(next_ranges)),
+            **keywords,
+        )
+        return batch_slice
+
+    def _run_later_stage(self, losses: list[Tensor]) -> BatchSlice | None:
+        """Run a batch on a later stage, which receives its slice in the batch header."""
+        pipeline = self._context.pipeline
+
+        def target(batch_slice: BatchSlice) -> Any:
+            self._context.loss.weight = batch_slice.weight
+            return self._fit.prefetcher.load(batch_slice.ranges, batch_slice.next_ranges).target
+
+        try:
+            pipeline.step(
+                target=target if pipeline.is_last else None, losses=losses, return_outputs=False
+            )
+        except EndOfDataError:
+            return None
+        assert isinstance(pipeline.metadata, BatchSlice), "the first stage passes it"
+        return pipeline.metadata
+
+    def _time_step(self, seconds: Seconds) -> None:
+        """On the first stage, after a step: time it, and end the phase if rank 0 decides so."""
+        averaged, exchange = self.strategy.pop_timings(), self._fit.exchange
+        if exchange is not None:
+            exchange.add_timing(
+                StepTiming(
+                    compute=max(seconds - averaged.waited, _MIN_COMPUTE),
+                    waited=averaged.waited,
+                    averaging=averaged.exchange,
+                    num_microbatches=len(self._context.pipeline.sizes),
+                    num_members=averaged.num_members,
+                )
+            )
+        if self.in_lockstep or self._has_ended_samples:
+            return
+        if exchange is not None:
+            decision = exchange.after_step(self._progress.step)
+            if decision is not None and decision.switches:
+                self.next_sync_mode = decision.sync_mode
+        ends = self.next_sync_mode is not None or self._context.preemption.is_stop_requested
+        if self._context.is_leader and ends:
+            assert self.strategy.sync is not None, "in groups"
+            self.strategy.sync.sampler_state(last_batch=self._context.global_batch.size)
+            self._has_ended_samples = True
+
+    def _record(self, info: StepInfo, start: Seconds) -> None:
+        log = self._context.log
+        if log is not None:
+            values: dict[str, float | int] = {"global_step": info.step, "samples": info.num_samples}
+            if info.loss is not None:
+                values["loss"] = info.loss
+            step = self._context.pipeline.num_steps - 1  # the number that action events carry
+            log.write("step", start=log.at(start), step=step, values=values)
+
+    def _save_if_due(self, step: int) -> None:
+        """Save if `checkpoint.every` steps are done; `step` global steps are."""
+        progress, checkpointer = self._progress, self._context.checkpointer
+        every = self._context.config.checkpoint.every
+        before, progress.step = progress.step, max(progress.step, step)
+        is_due = every and step // every > before // every and step < self._fit.num_steps
+        if checkpointer is not None and is_due:
+            progress.lr_state = self.lr_state()
+            extra = self._context.extra(progress, self.sampler.sampler_state())
+            checkpointer.save(step, self.strategy, extra)
 
 
 def _broadcast_optimizer_state(optimizer: Optimizer, context: FitContext) -> None:

@@ -19,11 +19,11 @@ from polyrhythm.describe.model import Layer
 from polyrhythm.errors import PlanError
 from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.reader import make_order
-from polyrhythm.run.profile.layers import measure_layers
+from polyrhythm.run.profile.profile import measure_layers
 from polyrhythm.run.profile.profiled_model import ProfiledModel
 from polyrhythm.run.trainer.config import TrainerConfig
-from polyrhythm.run.trainer.split_spec import SplitSpec
-from polyrhythm.run.trainer.step_loop import as_arguments
+from polyrhythm.run.trainer.evaluate import as_arguments
+from polyrhythm.run.trainer.layer_split import LayerSplit
 
 _MAX_MICROBATCH_SIZE = 64  # samples; larger ones use no device better
 _REPEAT = 3
@@ -77,7 +77,7 @@ def profile_layers(
             )
 
 
-def layer_blocks(split: SplitSpec, model: nn.Module) -> tuple[int, ...]:
+def layer_blocks(split: LayerSplit, model: nn.Module) -> tuple[int, ...]:
     """Return the sizes of blocks of layers that no stage may split: a stage needs parameters."""
     if split.layers is not None or not isinstance(model, nn.Sequential):
         return (1,) * split.num_layers(model)
@@ -119,7 +119,7 @@ class _PositionalInputs(nn.Module):
         return self.module(*values[:num_positional], **named)
 
 
-def _layers(split: SplitSpec, model: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
+def _layers(split: LayerSplit, model: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
     if split.layers is None and isinstance(model, nn.Sequential):
         parts = [layer for layer in model._modules.values() if layer is not None]
         kinds = [type(layer).__name__ for layer in parts]
@@ -145,8 +145,8 @@ def _deepcopy_model(model: nn.Module) -> nn.Module:
 
 
 def _first_inputs(config: TrainerConfig, dataset: Any, num_samples: int) -> Any:
-    order = make_order(dataset, seed=config.seed, shuffle=config.shuffle)
-    samples = SampleLoader(dataset, order, config.collate_fn, needs_target=False)
+    order = make_order(dataset, seed=config.data.seed, shuffle=config.data.shuffle)
+    samples = SampleLoader(dataset, order, config.data.collate_fn, needs_target=False)
     try:
         return samples.load(((0, num_samples),)).inputs
     finally:

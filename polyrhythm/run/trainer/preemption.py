@@ -17,15 +17,14 @@ import threading
 import weakref
 from typing import Any
 
-from polyrhythm.errors import PeerError
+from polyrhythm.errors import PeerError, UserError
 from polyrhythm.processes import TERMINATED
-from polyrhythm.run.comm.store import StoreBackend, job_store_backend
-from polyrhythm.run.trainer.rank_assignment import LEADER
-from polyrhythm.types import Seconds, Worker
+from polyrhythm.run.comm.store import JobStore, Members
+from polyrhythm.types import Seconds
 
 _POLL_INTERVAL: Seconds = 0.5  # for a notice to another process
 _CLOSE_TIMEOUT: Seconds = 5.0
-_REQUESTED, _STOP = "requested", "stop"
+_NOTICE = "a preemption notice"
 
 
 class PreemptionHandler:
@@ -33,30 +32,28 @@ class PreemptionHandler:
 
     def __init__(
         self,
-        name: str,
-        worker: Worker,
-        num_pipelines: int,
+        store: JobStore,
+        members: Members,
+        first_stages: Members,
         *,
         grace_period: Seconds,
-        timeout: Seconds,
     ) -> None:
-        self._worker, self._num_pipelines = worker, num_pipelines
-        self._grace_period, self._timeout = grace_period, timeout
+        """`store`: of this object alone, a thread of which uses it; `first_stages`: by pipeline."""
+        self._store, self._members, self._first_stages = store, members, first_stages
+        self._grace_period = grace_period
         self._changed = threading.Condition()
         self._exit_timer: threading.Timer | None = None  # set by the notice
         self.why = ""
-        self._num_started, self._has_reported, self._stop_step = 0, False, -1
+        self._num_started, self._has_reported = 0, False
+        self._stop_step: int | None = None
         self._closing = threading.Event()
         self._catcher: _SigtermCatcher | None = None
         if threading.current_thread() is threading.main_thread():
             self._catcher = _SigtermCatcher.new()
         # Two threads: one that waits for a store that does not answer would miss the signal.
         self._threads = [
-            threading.Thread(target=work, name="preemption", daemon=True, args=args)
-            for work, args in (
-                (self._watch_signal, ()),
-                (self._watch_store, (job_store_backend(name, timeout),)),
-            )
+            threading.Thread(target=work, name="preemption", daemon=True)
+            for work in (self._watch_signal, self._watch_store)
         ]
         for thread in self._threads:
             thread.start()
@@ -69,15 +66,15 @@ class PreemptionHandler:
         """In lockstep, on the first stage of a pipeline: whether to start `step` (from 0)."""
         with self._changed:
             if self._has_reported and not self._changed.wait_for(
-                lambda: self._stop_step >= 0, self._timeout
+                lambda: self._stop_step is not None, self._store.timeout
             ):
                 raise PeerError(
                     "another pipeline",
                     action="agreeing on the last step",
-                    waited=self._timeout,
+                    waited=self._store.timeout,
                     cause="it has not published how many steps it has started",
                 )
-            if 0 <= self._stop_step <= step:
+            if self._stop_step is not None and self._stop_step <= step:
                 return False
             self._num_started = step + 1
             return True
@@ -96,27 +93,25 @@ class PreemptionHandler:
     def _watch_signal(self) -> None:
         while self._catcher is not None and not self._closing.is_set():
             if self._catcher.wait(_POLL_INTERVAL) and not self.is_stop_requested:
-                self._request_stop(f"{self._worker} on {socket.gethostname()} received SIGTERM")
+                me = self._store.name_of(self._store.rank)
+                self._request_stop(f"{me} on {socket.gethostname()} received SIGTERM")
 
-    def _watch_store(self, store: StoreBackend) -> None:
-        has_published = False
+    def _watch_store(self) -> None:
+        store, has_announced = self._store, False
         try:
             while not self._closing.is_set():
-                if self.is_stop_requested and not has_published:
-                    store.set(_REQUESTED, self.why)
-                    has_published = True
-                if self._worker.stage == 0:
-                    self._poll_store(store)
+                if self.is_stop_requested and not has_announced:
+                    store.set_once(_NOTICE, self.why, self._members)
+                    has_announced = True
+                if store.rank in self._first_stages.ranks:
+                    notice = store.peek(_NOTICE, self._members)
+                    if notice is not None and not self.is_stop_requested:
+                        self._request_stop(notice)
+                    if self.is_stop_requested and self._stop_step is None:
+                        self._agree_on_stop_step()
                 self._closing.wait(_POLL_INTERVAL)
-        except RuntimeError:  # the store is lost, and training fails by itself
+        except (RuntimeError, UserError):  # the store or a peer is lost: training fails by itself
             pass
-
-    def _poll_store(self, store: StoreBackend) -> None:
-        """On first stages: read the notice and agree on the last step."""
-        if not self.is_stop_requested and store.check([_REQUESTED]):
-            self._request_stop(store.get(_REQUESTED).decode())
-        if self.is_stop_requested and self._stop_step < 0:
-            self._agree_on_stop_step(store)
 
     def _request_stop(self, why: str) -> None:
         self.why = why
@@ -124,20 +119,15 @@ class PreemptionHandler:
         self._exit_timer.daemon = True
         self._exit_timer.start()
 
-    def _agree_on_stop_step(self, store: StoreBackend) -> None:
+    def _agree_on_stop_step(self) -> None:
+        """On first stages: stop after the last step that any pipeline has started."""
         with self._changed:  # not while waiting for the store: training needs the lock
-            is_new, self._has_reported = not self._has_reported, True
-            num_started = self._num_started
-        if is_new:
-            store.set(f"started/{self._worker.pipeline}", str(num_started))
-        keys = [f"started/{pipeline}" for pipeline in range(self._num_pipelines)]
-        if self._worker == LEADER and store.check(keys):
-            store.set(_STOP, str(max(int(store.get(key)) for key in keys)))
-        if store.check([_STOP]):
-            stop = int(store.get(_STOP))
-            with self._changed:
-                self._stop_step = stop
-                self._changed.notify_all()
+            self._has_reported, num_started = True, self._num_started
+        name = "the number of started steps"
+        started = self._store.all_gather_object(name, num_started, self._first_stages)
+        with self._changed:
+            self._stop_step = max(started)
+            self._changed.notify_all()
 
     def _exit_now(self) -> None:
         text = f"{self.why}: still running after {self._grace_period:g} s, exits now"

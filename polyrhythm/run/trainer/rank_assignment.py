@@ -17,12 +17,11 @@ from datetime import timedelta
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.comm.store import PROCESS_NAME, JobStore, Members, job_store_backend
+from polyrhythm.run.comm.store import PROCESS_NAME, JobStore, Members, job_store_backend, prefixed
 from polyrhythm.run.probe.probe import distinct_names
 from polyrhythm.types import Seconds, Worker
 
@@ -97,7 +96,7 @@ class JobProcesses:
 
     def _job_store(self, name_of: Callable[[int], str] = PROCESS_NAME) -> JobStore:
         assert self._ctx.store is not None, "hosts() connects to the store"
-        backend = PrefixStore("polyrhythm/processes", self._ctx.store)
+        backend = prefixed("polyrhythm/processes", self._ctx.store)
         return JobStore(backend, self._ctx.rank, timeout=self.timeout, name_of=name_of)
 
 
@@ -142,6 +141,12 @@ class JobMembership:
     @property
     def members(self) -> Members:
         return Members(tuple(range(self.plan.num_workers)))
+
+    @property
+    def first_stages(self) -> Members:
+        """The workers of stage 0, by pipeline."""
+        plan = self.plan
+        return Members(tuple(plan.rank(Worker(0, p)) for p in range(plan.num_pipelines)))
 
     def job_store(self, name: str, timeout: Seconds) -> JobStore:
         """Connect to the job's store under a name, for one thread; errors name workers."""
@@ -189,5 +194,5 @@ def join_job(plan: Plan, processes: JobProcesses) -> JobMembership:
         return JobMembership(processes.ctx, plan, plan.worker(dist.get_rank()), stack)
     rank = assign_ranks(plan, processes.device_names())[processes.ctx.rank]
     if processes.num_processes > 1:
-        stack.enter_context(processes.ctx.process_group(processes.timeout, lambda _: rank))
+        stack.enter_context(processes.ctx.process_group(processes.timeout, rank=rank))
     return JobMembership(processes.ctx, plan, plan.worker(rank), stack)

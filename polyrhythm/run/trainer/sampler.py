@@ -1,33 +1,89 @@
 """Batch samplers: which samples a pipeline computes in its next step.
 
-In lockstep each pipeline knows its share of a step. Otherwise a pipeline acquires samples when it
-has finished its last ones, so that fast pipelines get more; each sample is used once.
+A step is one global batch: consecutive positions, divided into micro-batches. In lockstep each
+pipeline gets consecutive whole micro-batches, in the order of pipeline numbers, so that the batch
+does not depend on the number of pipelines. Otherwise a pipeline acquires samples when it has
+finished its last ones, so that fast pipelines get more; each sample is used once.
 
 Only the first stage of a pipeline calls the sampler; later stages read the batch header.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Protocol
 
+from msgspec import structs
+
+from polyrhythm.errors import PlanError
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.data.prefetch import PredictedRanges, resolved_ranges
-from polyrhythm.run.trainer.batch_shares import GlobalBatch, RemainingSamples, microbatch_ranges
-from polyrhythm.run.trainer.sync_strategy import LOCKSTEP
-from polyrhythm.sync.dispatch import Ranges, SamplerState
-from polyrhythm.sync.replay import DECOUPLED
+from polyrhythm.run.pipeline.batch import BatchSlice
+from polyrhythm.sync.dispatch import Range, Ranges, SamplerState
+from polyrhythm.sync.modes import SyncMode
 
 
-class BatchSlice(NamedTuple):
-    """The samples of one pipeline in one of its steps."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatch:
+    """The global batch of each step, divided into micro-batches."""
 
-    step: int  # the global step
-    ranges: Ranges  # of positions
-    weight: float  # of the samples' mean loss in the gradient
+    size: int  # samples
+    microbatch_size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 1 <= self.microbatch_size <= self.size:
+            raise PlanError(
+                f"a batch of {self.size} samples in micro-batches of {self.microbatch_size}",
+                expected="at least one sample, and micro-batches no larger than the batch",
+                fix="use a larger batch_size, or a smaller microbatch_size",
+            )
 
     @property
-    def num_samples(self) -> int:
-        return sum(end - start for start, end in self.ranges)
+    def num_microbatches(self) -> int:
+        return -(-self.size // self.microbatch_size)
+
+    def equal_shares(self, num_pipelines: int) -> tuple[int, ...]:
+        """Divide the micro-batches evenly among pipelines, larger shares first."""
+        each, rest = divmod(self.num_microbatches, num_pipelines)
+        if each < 1:
+            raise PlanError(
+                f"{self.num_microbatches} micro-batches for {num_pipelines} pipelines",
+                expected="at least one for each pipeline",
+                fix="use a larger batch_size, a smaller microbatch_size, or fewer pipelines",
+            )
+        return tuple(each + (pipeline < rest) for pipeline in range(num_pipelines))
+
+    def range_of(self, step: int, microbatches: range) -> Range:
+        """Return the positions of consecutive micro-batches of a step."""
+        offset = step * self.size
+        start = offset + min(microbatches.start * self.microbatch_size, self.size)
+        return start, offset + min(microbatches.stop * self.microbatch_size, self.size)
+
+
+def microbatch_ranges(shares: Sequence[int]) -> list[range]:
+    """Return the micro-batches of each pipeline, given the number of each."""
+    return [range(*bounds) for bounds in pairwise(accumulate(shares, initial=0))]
+
+
+class RemainingSamples:
+    """The positions not used yet, renumbered consecutively from the number of used ones."""
+
+    def __init__(self, sampler_state: SamplerState) -> None:
+        self._first = sampler_state.num_used
+        self._returned = sorted((*sampler_state.pool, *sampler_state.outstanding))
+        self._next = sampler_state.next
+
+    def ranges(self, start: int, end: int) -> tuple[Range, ...]:
+        """Return the positions numbered `start` to `end`: returned ones first, then new ones."""
+        found, offset = list[Range](), self._first
+        for low, high in (*self._returned, (self._next, self._next + end)):
+            next_offset = offset + high - low
+            first, last = max(start, offset), min(end, next_offset)
+            if first < last:
+                found.append((low + first - offset, low + last - offset))
+            offset = next_offset
+        return tuple(found)
 
 
 class StepCursor:
@@ -49,7 +105,7 @@ class StepCursor:
             return None
         ranges = self.peek(microbatches)
         self._num_made += 1
-        return BatchSlice(self._first + self._num_made - 1, ranges, 1.0)
+        return BatchSlice(self._first + self._num_made - 1, ranges)
 
     def peek(self, microbatches: range) -> Ranges:
         """Return the ranges that `next` would return."""
@@ -115,7 +171,7 @@ class FixedShareSampler(_LockstepSampler):
         if found is None or not self._averages_gradients:
             return found
         weight = found.num_samples * self._num_pipelines / self._steps.global_batch.size
-        return found._replace(weight=weight)
+        return structs.replace(found, weight=weight)
 
 
 class BalancedShareSampler(_LockstepSampler):
@@ -133,7 +189,7 @@ class BalancedShareSampler(_LockstepSampler):
         if found is None:
             return None
         weight = found.num_samples * global_batch.num_microbatches / global_batch.size
-        return found._replace(weight=weight)  # the last micro-batch may be smaller
+        return structs.replace(found, weight=weight)  # the last micro-batch may be smaller
 
 
 class DispatchedSampler:
@@ -153,7 +209,7 @@ class DispatchedSampler:
         self._requests.popleft()
         self._number += 1
         step = max(end - 1 for _, end in ranges) // self._global_batch.size
-        return BatchSlice(step, ranges, 1.0)
+        return BatchSlice(step, ranges)
 
     def peek(self) -> PredictedRanges:
         return self._requests[0]
@@ -173,7 +229,7 @@ class DispatchedSampler:
 
 
 def make_sampler(
-    sync_mode: str,
+    mode: SyncMode,
     global_batch: GlobalBatch,
     shares: Sequence[int],
     pipeline: int,
@@ -182,12 +238,12 @@ def make_sampler(
     sync: GroupSync | None,
 ) -> BatchSampler:
     """Make the sampler of a sync mode; `sync` is the GroupSync of a first stage, else None."""
-    if sync is not None and sync_mode not in LOCKSTEP:
+    if sync is not None and not mode.lockstep:
         return DispatchedSampler(
             global_batch, sync, shares[pipeline] * global_batch.microbatch_size
         )
     steps = StepCursor(global_batch, sampler_state, end)
-    if sync is not None and sync_mode == "balanced":
+    if sync is not None and mode.balances_microbatches:
         return BalancedShareSampler(steps, sync)
-    averages_gradients = sync_mode in (DECOUPLED, "all_reduce")
+    averages_gradients = mode.averages == "gradients"
     return FixedShareSampler(steps, shares, pipeline, averages_gradients=averages_gradients)

@@ -5,21 +5,19 @@ weights, `close` at the end.
 """
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from typing import Any
 
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PeerError
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.averaging.rounds import AverageTimings
-from polyrhythm.run.decoupled.communicator import GatherFuture
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.dispatch import SamplerState
-from polyrhythm.sync.replay import DECOUPLED
+from polyrhythm.sync.modes import SyncMode
 from polyrhythm.types import Seconds, Worker
-
-# Sync modes in which all pipelines run the same number of steps.
-LOCKSTEP = frozenset({"all_reduce", "balanced", "static", DECOUPLED})
 
 
 class NoSync:
@@ -52,7 +50,7 @@ class NoSync:
     def synchronize(self) -> None:
         """Complete the weights of this worker, so that they can be read."""
 
-    def async_state_dict(self) -> GatherFuture | None:
+    def async_state_dict(self) -> Future[dict[str, Any]] | None:
         """Gather the current optimizer state if it is sharded over replicas; all call it."""
         return None
 
@@ -129,7 +127,7 @@ class DecoupledStrategy(NoSync):
         self._num_pipelines = num_pipelines
         self._distributed = DistributedOptimizer(optimizer, pipeline, timeout=timeout)
         self.optimizer = self._distributed
-        self._state_future: GatherFuture | None = None
+        self._state_future: Future[dict[str, Any]] | None = None
 
     def clip(self) -> None:
         if self._clip is not None:
@@ -141,7 +139,7 @@ class DecoupledStrategy(NoSync):
     def synchronize(self) -> None:
         self._distributed.synchronize()
 
-    def async_state_dict(self) -> GatherFuture:
+    def async_state_dict(self) -> Future[dict[str, Any]]:
         self._wait_for_state()  # one at a time, to bound memory
         self._state_future = self._distributed.async_state_dict()
         return self._state_future
@@ -155,7 +153,7 @@ class DecoupledStrategy(NoSync):
 
     def _wait_for_state(self) -> None:
         if self._state_future is not None:
-            self._state_future.wait()
+            wait([self._state_future])
 
 
 def make_sync_strategy(
@@ -163,7 +161,7 @@ def make_sync_strategy(
     optimizer: Optimizer,
     clip: float | None,
     *,
-    sync_mode: str,
+    mode: SyncMode,
     overlap: bool,
     options: Mapping[str, object],
     worker: Worker,
@@ -176,22 +174,22 @@ def make_sync_strategy(
     """Make the strategy of a sync mode: `decoupled`, or a policy; `name` is unique in the job."""
     if num_pipelines == 1:
         return NoSync(pipeline, optimizer, clip)
-    if sync_mode == DECOUPLED:
+    if mode.decoupled:
         return DecoupledStrategy(
             pipeline, optimizer, clip, num_pipelines=num_pipelines, timeout=timeout
         )
     sync = GroupSync(
         pipeline,
         optimizer,
-        sync_mode,
+        mode.name,
         overlap=overlap,
         options=options,
         worker=worker,
         num_pipelines=num_pipelines,
         seed=seed,
         timeout=timeout,
-        sampler_state=None if sync_mode in LOCKSTEP else sampler_state,
+        sampler_state=None if mode.lockstep else sampler_state,
         name=name,
     )
-    num_averaged = num_pipelines if sync_mode in ("all_reduce", "balanced") else 1
+    num_averaged = num_pipelines if mode.exact else 1
     return GroupSyncStrategy(pipeline, optimizer, clip, sync, num_averaged=num_averaged)

@@ -8,15 +8,11 @@ reads the timings published so far while training continues.
 import logging
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
-from polyrhythm.events import EventLog
-from polyrhythm.run.comm.peer_errors import peer_errors
-from polyrhythm.run.comm.store import job_store_backend
-from polyrhythm.run.trainer.rank_assignment import LEADER
+from polyrhythm.run.comm.store import JobStore, Members
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.autoswitch import AutoSwitch, SwitchDecision
 from polyrhythm.sync.replay import JobShape, StepTiming
-from polyrhythm.types import Seconds, Worker
+from polyrhythm.types import Seconds
 
 _PUBLISH_EVERY = 5  # steps, in groups: small next to a window, and few messages
 _logger = logging.getLogger(__name__)
@@ -26,12 +22,19 @@ class StepTimeExchange:
     """Publishes step timings on first stages; rank 0 reads them and decides. One per fit."""
 
     def __init__(
-        self, name: str, worker: Worker, shape: JobShape, log: EventLog | None, timeout: Seconds
+        self,
+        name: str,
+        store: JobStore,
+        first_stages: Members,
+        shape: JobShape,
+        log: EventLog | None,
     ) -> None:
-        auto = AutoSwitch(shape)
-        self._auto, self.num_steps = auto if worker == LEADER else None, auto.num_steps
-        self._store, self._worker, self._log = job_store_backend(name, timeout), worker, log
-        self._num_pipelines, self._phase, self._num_published = shape.num_pipelines, -1, 0
+        """`first_stages`: by pipeline; the first of them is the leader."""
+        auto, self._is_leader = AutoSwitch(shape), store.rank == first_stages.leader
+        self._auto, self.num_steps = auto if self._is_leader else None, auto.num_steps
+        self._name, self._store, self._log = name, store, log
+        self._first_stages, self._num_pipelines = first_stages, len(first_stages.ranks)
+        self._phase, self._num_published = -1, 0
         self._num_read = [0] * self._num_pipelines  # publications, by pipeline
         self._unpublished: list[StepTiming] = []
         self._num_made = 0  # steps of this phase
@@ -41,7 +44,7 @@ class StepTimeExchange:
         self._phase += 1
         self._num_published, self._num_read = 0, [0] * self._num_pipelines
         self._unpublished, self._num_made = [], 0
-        if self._phase == 0 and self._worker == LEADER:
+        if self._phase == 0 and self._is_leader:
             self._record(sync_mode, step, "training starts in lockstep and is measured", {})
 
     def add_timing(self, timing: StepTiming) -> None:
@@ -51,14 +54,13 @@ class StepTimeExchange:
     def publish(self) -> None:
         """Publish the timings added since the last call, on the first stage."""
         timings, self._unpublished = self._unpublished, []
-        key = f"{self._phase}/{self._worker.pipeline}/{self._num_published}"
+        name = self._publication(self._num_published)
         self._num_published += 1
-        self._store.set(key, msgspec.json.encode(timings).decode())
+        self._store.publish(name, timings, self._first_stages, as_type=list[StepTiming])
 
     def after_window(self, step: int) -> SwitchDecision:
         """In lockstep, on rank 0: decide from the timings of all pipelines."""
-        with peer_errors("another pipeline", "receiving its step timings"):
-            return self._decide([self._read(p) for p in range(self._num_pipelines)], step)
+        return self._decide([self._read(p) for p in range(self._num_pipelines)], step)
 
     def after_step(self, step: int) -> SwitchDecision | None:
         """In groups, on each first stage: publish; rank 0 decides once per window."""
@@ -69,20 +71,23 @@ class StepTimeExchange:
             return None
         times = [list[StepTiming]() for _ in range(self._num_pipelines)]
         for pipeline, steps in enumerate(times):
-            while self._store.check([self._key(pipeline)]):
+            rank = self._first_stages.ranks[pipeline]
+            while self._store.is_published(
+                self._publication(self._num_read[pipeline]), rank, self._first_stages
+            ):
                 steps += self._read(pipeline)
         return self._decide(times, step)
 
-    def _key(self, pipeline: int) -> str:
-        """Return the key of the pipeline's next publication."""
-        return f"{self._phase}/{pipeline}/{self._num_read[pipeline]}"
+    def _publication(self, number: int) -> str:
+        return f"step timings {number} of phase {self._phase} of {self._name}"
 
     def _read(self, pipeline: int) -> list[StepTiming]:
-        key = self._key(pipeline)
-        encoded = self._store.get(key)
-        self._store.delete_key(key)  # only rank 0 reads it
+        name, members = self._publication(self._num_read[pipeline]), self._first_stages
+        rank = members.ranks[pipeline]
+        timings = self._store.receive(name, rank, members, as_type=list[StepTiming])
+        self._store.delete(name, members, rank=rank)  # only the leader reads it
         self._num_read[pipeline] += 1
-        return msgspec.json.decode(encoded, type=list[StepTiming])
+        return timings
 
     def _decide(self, times: Sequence[Sequence[StepTiming]], step: int) -> SwitchDecision:
         assert self._auto is not None, "only rank 0 decides"

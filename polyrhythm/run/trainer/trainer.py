@@ -1,7 +1,7 @@
 """The Trainer: one object that plans, builds the pipeline, synchronises replicas and trains.
 
     trainer = pr.Trainer(model, loss_fn, optimizer_fn, dataset, batch_size=64)
-    trainer.fit(steps=1000)
+    trainer.fit(max_steps=1000)
 
 The same script runs in one process, under `polyrhythm train --local N`, and under torchrun on many
 machines. A step is one global batch, however many processes compute it.
@@ -12,8 +12,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -24,27 +24,35 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.events import EventLog, Value, worker_log
+from polyrhythm.events import Value, worker_log
 from polyrhythm.plan.plan import AUTO, Plan
 from polyrhythm.processes import TERMINATED
+from polyrhythm.renamed import RenamedAttribute, renamed_arguments
 from polyrhythm.run.checkpoint.export import hugging_face_configs
 from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.reader import make_order, make_reader
 from polyrhythm.run.emulated_compute import SCENARIO, EmulatedCompute
 from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.run.trainer.autoplan import choose_global_batch, choose_plan, choose_shares
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
-from polyrhythm.run.trainer.config import TrainerConfig
-from polyrhythm.run.trainer.fit_context import FitContext, TrainProgress
-from polyrhythm.run.trainer.fit_loop import FitLoop
-from polyrhythm.run.trainer.plan_choice import choose_global_batch, choose_plan, choose_shares
+from polyrhythm.run.trainer.config import (
+    CheckpointConfig,
+    DataConfig,
+    SyncConfig,
+    TrainerConfig,
+    no_run_dir,
+)
+from polyrhythm.run.trainer.evaluate import evaluate
+from polyrhythm.run.trainer.fit_loop import FitContext, FitLoop, StepInfo, WeightedLoss
+from polyrhythm.run.trainer.layer_split import LayerSplit, build_model
 from polyrhythm.run.trainer.preemption import PreemptionHandler
+from polyrhythm.run.trainer.progress import TrainProgress
 from polyrhythm.run.trainer.rank_assignment import LEADER, JobProcesses, join_job
 from polyrhythm.run.trainer.run_dir import lock_run_dir
-from polyrhythm.run.trainer.split_spec import SplitSpec, build_model
-from polyrhythm.run.trainer.step_loop import StepEnd, WeightedLoss, evaluate
 from polyrhythm.run.trainer.sync_strategy import NoSync
 from polyrhythm.schedule.spec import ScheduleSpec
+from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Bytes, Seconds, Worker
 
 _logger = logging.getLogger(__name__)
@@ -54,21 +62,38 @@ _logger = logging.getLogger(__name__)
 class FitResult:
     """The steps of one `fit` on this worker, and its duration."""
 
-    steps: tuple[StepEnd, ...]  # this worker's; only last stages have losses
+    steps: tuple[StepInfo, ...]  # this worker's; only last stages have losses
     seconds: Seconds
 
     @property
     def losses(self) -> tuple[float, ...]:
         """The mean loss of this pipeline's samples, one value per step."""
-        return tuple(end.loss for end in self.steps if end.loss is not None)
+        return tuple(step.loss for step in self.steps if step.loss is not None)
 
 
 class Trainer:
     """Train one worker's share of a job. Every process of the job makes the same Trainer."""
 
+    step = RenamedAttribute("global_step")
     num_made: ClassVar[int] = 0  # in this process; equal in all processes of a job
     num_fits: ClassVar[int] = 0  # calls of `fit` in this process
 
+    @renamed_arguments(
+        run="run_dir=",
+        checkpoint_every="checkpoint=CheckpointConfig(every=...)",
+        keep="checkpoint=CheckpointConfig(keep_last=...)",
+        grace_period="checkpoint=CheckpointConfig(grace_period=...)",
+        sync_options="sync=SyncConfig(mode, options=...)",
+        overlap="sync=SyncConfig(mode, overlap=True)",
+        layers="split=LayerSplit(layers=...)",
+        prologue="split=LayerSplit(prologue=...)",
+        every="split=LayerSplit(every=...)",
+        epilogue="split=LayerSplit(epilogue=...)",
+        collate_fn="data=DataConfig(collate_fn=...)",
+        shuffle="data=DataConfig(shuffle=...)",
+        seed="data=DataConfig(seed=...)",
+        compute="the scenario of `polyrhythm lab run --scenario`",
+    )
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -81,27 +106,17 @@ class Trainer:
         plan: Plan | Path | str = AUTO,
         schedule: str = AUTO,
         memory_limit: str | Bytes | None = None,
-        sync: str = AUTO,
-        sync_options: Mapping[str, object] | None = None,
-        overlap: bool = False,
-        layers: str | None = None,
-        prologue: Sequence[str] = (),
-        every: Sequence[str] = (),
-        epilogue: Sequence[str] = (),
+        sync: str | SyncConfig = AUTO,
+        split: LayerSplit = LayerSplit(),
         lr_scheduler_fn: Callable[[Optimizer], LRScheduler] | None = None,
         clip_grad_norm: float | None = None,
         autocast: torch.dtype | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
+        data: DataConfig = DataConfig(),
         device: torch.device | str | None = None,
-        run: Path | str | None = None,
-        checkpoint_every: int | None = None,
-        keep: int = 3,
-        callbacks: Sequence[Callable[[StepEnd], None]] = (),
-        compute: EmulatedCompute | None = None,
+        run_dir: Path | str | None = None,
+        checkpoint: CheckpointConfig = CheckpointConfig(),
+        callbacks: Sequence[Callable[[StepInfo], None]] = (),
         timeout: Seconds = 60.0,
-        grace_period: Seconds = 30.0,
     ) -> None:
         """`model` is the whole model, or a function that builds it; the same in every process.
 
@@ -110,52 +125,30 @@ class Trainer:
         makes an optimizer from parameters, `lr_scheduler_fn` its learning rate scheduler, which
         counts steps. A step is `batch_size` samples, summed over all pipelines.
 
-        `plan` assigns stages to devices: a Plan, its file, or auto. `layers`, `prologue`, `every`
-        and `epilogue` name the parts of a model that is not a Sequential; these, `schedule` and
-        `memory_limit` are as in `Pipeline.from_layers`. `sync` is the sync mode of the replicas:
-        `decoupled`, or a policy of `GroupSync` with its `sync_options` and `overlap`. Auto starts
-        with `decoupled`, measures, and switches to `balanced` or overlapping groups while faster.
+        `plan` assigns stages to devices: a Plan, its file, or auto. `split` names the parts of a
+        model that is not a Sequential; `schedule` and `memory_limit` are as in `Pipeline`. `sync`
+        is the sync mode of the replicas: `decoupled`, or a policy of `GroupSync`, with options in
+        a SyncConfig. Auto starts with `decoupled`, measures, and switches to `balanced` or
+        overlapping groups while faster.
 
-        `run` is a folder for logs and checkpoints, shared by all processes. A checkpoint is saved
-        every `checkpoint_every` steps and at the end; the newest `keep` are kept. `callbacks` are
+        `run_dir` is a folder for logs and checkpoints, shared by all processes. `callbacks` are
         called after every step of this worker. `timeout` bounds every wait for another process;
-        rank 0 may take 30 times as long to make a plan. SIGTERM to any process is a preemption
-        notice: all processes save and exit within `grace_period` seconds.
+        rank 0 may take 30 times as long to make a plan.
         """
-        self._config = TrainerConfig(
-            loss_fn=loss_fn,
-            optimizer_fn=optimizer_fn,
-            lr_scheduler_fn=lr_scheduler_fn,
-            batch_size=batch_size,
-            microbatch_size=microbatch_size,
-            plan=plan,
-            schedule=schedule,
-            memory_limit=memory_limit,
-            sync=sync,
-            sync_options=sync_options or {},
-            overlap=overlap,
-            split=SplitSpec(layers=layers, prologue=prologue, every=every, epilogue=epilogue),
-            clip_grad_norm=clip_grad_norm,
-            autocast=autocast,
-            collate_fn=collate_fn,
-            shuffle=shuffle,
-            seed=seed,
-            device=device,
-            callbacks=callbacks,
-            checkpoint_every=checkpoint_every,
-            timeout=timeout,
-            grace_period=grace_period,
-        )
-        if run is None and checkpoint_every is not None:
-            raise _no_folder(f"checkpoint_every={checkpoint_every}")
+        arguments = locals()  # nothing else yet
+        if not isinstance(sync, SyncConfig):
+            arguments["sync"] = SyncConfig(sync)
+        arguments["run_dir"] = None if run_dir is None else Path(run_dir)
+        names = (field.name for field in fields(TrainerConfig))
+        self._config = config = TrainerConfig(**{name: arguments[name] for name in names})
         Trainer.num_made += 1
         self._name = f"polyrhythm/trainer {Trainer.num_made}"  # in the job's store
         self._num_fits, self._is_fitting = 0, False
-        config, order = self._config, make_order(dataset, seed=seed, shuffle=shuffle)
+        order = make_order(dataset, seed=config.data.seed, shuffle=config.data.shuffle)
         make_reader(dataset, order)  # rejects an unusable dataset before anything is opened
-        whole = build_model(model, seed)
+        whole = build_model(model, config.data.seed)
         processes = JobProcesses(timeout)
-        self.plan = choose_plan(config, whole, dataset, processes, run)
+        self.plan = choose_plan(config, whole, dataset, processes)
         self._global_batch = choose_global_batch(config, self.plan)
         self._shares = choose_shares(self.plan, self._global_batch)
         config.split.check(whole, self.plan.layers_per_stage)
@@ -165,24 +158,25 @@ class Trainer:
         settings = config.must_match(None if order is None else order.num_samples)
         store.check_consistent("settings", settings, members)
         group = self._membership.pipeline_group(timeout)
-        self._lock = None if run is None else lock_run_dir(Path(run), store, members)
-        self._log = None if run is None else EventLog(worker_log(Path(run), worker), worker)
+        self._lock = self._log = None
+        if config.run_dir is not None:
+            self._lock = lock_run_dir(config.run_dir, store, members)
+            self._log = EventLog(worker_log(config.run_dir, worker), worker)
         part = config.split.extract_stage(whole, worker.stage, self.plan.layers_per_stage)
         part.module.to(device)
         self._loss = WeightedLoss(loss_fn)
-        in_lab = compute is None and SCENARIO in os.environ  # a scenario may slow this device
-        emulated = EmulatedCompute.from_environment(os.environ) if in_lab else compute
+        in_lab = SCENARIO in os.environ  # a scenario may slow this device
         self.pipeline = Pipeline(
             part,
             loss_fn=self._loss,
             microbatch_sizes=[self._global_batch.microbatch_size],
             schedule=config.schedule,
             memory_limit=memory_limit,
-            group=group,
+            process_group=group,
             timeout=timeout,
             device=device,
             log=self._log,
-            compute=emulated,
+            compute=EmulatedCompute.from_environment(os.environ) if in_lab else None,
             pipeline=worker.pipeline,
         )
         planned = self.plan.pipelines[worker.pipeline].schedule
@@ -190,20 +184,24 @@ class Trainer:
             self.pipeline.spec = ScheduleSpec.parse(planned)  # the initial one
         self._samples = self._make_loader(dataset, order)
         self._checkpointer: TrainerCheckpointer | None = None
-        if run is not None:
+        if config.run_dir is not None:
             self._checkpointer = TrainerCheckpointer.of(
-                Path(run), part, worker, group, self.plan, store, keep=keep, log=self._log
+                config, part, worker, group, self.plan, store, self._log
             )
             self._checkpointer.run_info |= hugging_face_configs(whole)
-        name, num_pipelines = f"{self._name}/preemption", self.plan.num_pipelines
+        first_stages = self._membership.first_stages
         self._preemption = PreemptionHandler(
-            name, worker, num_pipelines, grace_period=grace_period, timeout=timeout
+            self._membership.job_store(f"{self._name}/preemption", timeout),
+            members,
+            first_stages,
+            grace_period=config.checkpoint.grace_period,
         )
         self._context = FitContext(
             config=config,
             worker=worker,
             store=store,
             members=members,
+            first_stages=first_stages,
             global_batch=self._global_batch,
             shares=self._shares,
             pipeline=self.pipeline,
@@ -218,7 +216,7 @@ class Trainer:
         atexit.register(self._at_exit)
 
     @property
-    def step(self) -> int:
+    def global_step(self) -> int:
         """The number of global steps done, including those before a restore."""
         return self._progress.step
 
@@ -231,29 +229,32 @@ class Trainer:
         """This worker's stage; its parameters have their names in the whole model."""
         return self.pipeline.module
 
-    def fit(self, *, steps: int) -> FitResult:
-        """Train until `steps` global steps are done, counted from the start of training.
+    @renamed_arguments(steps="max_steps=")
+    def fit(self, *, max_steps: int) -> FitResult:
+        """Train until `max_steps` global steps are done, counted from the start of training.
 
         On a preemption notice (SIGTERM) to the job, save a checkpoint and exit the process.
         """
-        if not isinstance(steps, int) or steps < 0:
+        if not isinstance(max_steps, int) or max_steps < 0:
             raise LaunchError(
-                f"fit(steps={steps!r})", expected="the total, 0 or more", fix="fit(steps=1000)"
+                f"fit(max_steps={max_steps!r})",
+                expected="the total, 0 or more",
+                fix="fit(max_steps=1000)",
             )
         self._check_between_fits("fit()")
         Trainer.num_fits += 1
         self._num_fits += 1
         start = time.perf_counter()
         name = f"{self._name}/fit {self._num_fits}"
-        fit_loop = FitLoop(name, self._context, self._progress, steps)
-        if steps > self.step:
-            self._record_run(steps - self.step)
+        fit_loop = FitLoop(name, self._context, self._progress, max_steps)
+        if max_steps > self.global_step:
+            self._record_run(max_steps - self.global_step)
             self._is_fitting = True
             fit_loop.run()
             self._is_fitting = False
         if fit_loop.is_stopped:
             self._exit_preempted()
-        return FitResult(steps=tuple(fit_loop.step_ends), seconds=time.perf_counter() - start)
+        return FitResult(steps=tuple(fit_loop.steps), seconds=time.perf_counter() - start)
 
     def evaluate(self, dataset: Dataset[Any]) -> float:
         """Return the mean loss on a dataset, divided among the pipelines; all workers call it."""
@@ -278,8 +279,8 @@ class Trainer:
         self._check_between_fits("save()")
         checkpointer, progress = self._require_checkpointer(), self._progress
         strategy = NoSync(self.pipeline, progress.optimizer, None)
-        extra = progress.extra(self._context, progress.sampler_state)
-        checkpointer.save(self.step, strategy, extra, blocking=True)
+        extra = self._context.extra(progress, progress.sampler_state)
+        checkpointer.save(self.global_step, strategy, extra, blocking=True)
         checkpointer.wait()
 
     def restore(self, path: Path | str | None = None) -> int:
@@ -295,7 +296,7 @@ class Trainer:
             self.pipeline.num_steps = manifest.step
             if (dataset_state := progress.restore(manifest)) is not None:
                 self._samples.resume_from(dataset_state)
-        return self.step
+        return self.global_step
 
     def close(self) -> None:
         """Finish the save in progress and leave the job; all workers call it."""
@@ -336,7 +337,7 @@ class Trainer:
             raise LaunchError(
                 f"{what} during fit(), or after fit() has failed",
                 expected=f"{what} before or after a complete fit()",
-                fix="use checkpoint_every; after a failure make a new Trainer, and restore()",
+                fix="use CheckpointConfig(every=...); after a failure restore() in a new Trainer",
             )
 
     def _at_exit(self) -> None:
@@ -354,7 +355,7 @@ class Trainer:
                 "pipelines": self.plan.num_pipelines,
                 "steps": num_steps,
                 "schedule": str(self.pipeline.spec),
-                "sync": self._config.sync,
+                "sync": self._config.sync.mode,
                 "device": str(self.pipeline.device),
                 "torch": str(torch.__version__),
             }
@@ -367,7 +368,9 @@ class Trainer:
             if self._checkpointer is not None:
                 self._checkpointer.wait()
                 outcome = "saved"
-            _logger.warning("%s: exits after step %d, %s", self._preemption.why, self.step, outcome)
+            _logger.warning(
+                "%s: exits after step %d, %s", self._preemption.why, self.global_step, outcome
+            )
         self.close()
         sys.exit(TERMINATED)
 
@@ -375,20 +378,12 @@ class Trainer:
         return SampleLoader(
             dataset,
             order,
-            self._config.collate_fn,
+            self._config.data.collate_fn,
             needs_inputs=self.pipeline.is_first,
             needs_target=self.pipeline.is_last,
         )
 
     def _require_checkpointer(self) -> TrainerCheckpointer:
         if self._checkpointer is None:
-            raise _no_folder("a checkpoint")
+            raise no_run_dir("a checkpoint")
         return self._checkpointer
-
-
-def _no_folder(what: str) -> LaunchError:
-    return LaunchError(
-        f"{what} without a run folder",
-        expected="a run folder, where checkpoints are saved",
-        fix='pass one: Trainer(..., run="runs/mine")',
-    )

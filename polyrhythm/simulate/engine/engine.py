@@ -77,7 +77,7 @@ class Engine:
         # several share a host.
         self._shares = bool(self.state.hosts["is_known"].any() or job.scenario.link)
         several = any(run.end - run.first > 1 for p in job.pipelines for run in p.runs)
-        self.averages_share = self._shares or several or job.sync.policy == "ssp"
+        self.averages_share = self._shares or several or job.sync.mode.has_server
         self._use_fast_path = not (self._shares or job.scenario.kill or job.scenario.join)
         self._next: Seconds = 0.0  # lower bound of the next event
         self._free_owners = list(range(len(self.state.owners) - 1, -1, -1))

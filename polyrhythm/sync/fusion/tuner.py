@@ -40,8 +40,8 @@ class BucketMode(StrEnum):
 
     DECOUPLED = "decoupled"
     ALL_REDUCE = "all_reduce"  # plain: every worker updates all parameters
-    HIERARCHICAL = "hierarchical decoupled"
-    HIERARCHICAL_ALL_REDUCE = "hierarchical all_reduce"
+    HIERARCHICAL = "hierarchical"
+    HIERARCHICAL_ALL_REDUCE = "hierarchical_all_reduce"
 
     @property
     def is_all_reduce(self) -> bool:

@@ -9,7 +9,6 @@ Framework for Heterogeneity-aware Pipeline-parallel Training", PVLDB 16(9), 2023
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from polyrhythm.sync.roster import Roster, RosterPolicy
 from polyrhythm.types import Group, Seconds
@@ -17,7 +16,6 @@ from polyrhythm.types import Group, Seconds
 
 @dataclass(slots=True)
 class AllReduce(RosterPolicy):
-    lockstep: ClassVar[bool] = True
     num_workers: int
     startup_timeout: Seconds = 60.0
     _roster: Roster = field(init=False)

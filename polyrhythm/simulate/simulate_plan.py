@@ -1,4 +1,4 @@
-"""Prediction in one call, for scripts: `polyrhythm simulate` without the command line."""
+"""Simulation in one call, for scripts: `polyrhythm simulate` without the command line."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.scenario import Scenario
+from polyrhythm.plan.inputs import planned_inputs
 from polyrhythm.plan.plan import Plan
 from polyrhythm.simulate.from_plan import planned_job, problem_of
 from polyrhythm.simulate.job import EMPTY_SCENARIO
@@ -13,12 +14,12 @@ from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
 
 
-def predict(
+def simulate_plan(
     plan: Plan | str | Path,
-    cluster: Cluster | str | Path,
-    profile: ModelProfile | str | Path,
     scenario: Scenario | str | Path | None = None,
     *,
+    cluster: Cluster | str | Path | None = None,
+    profile: ModelProfile | str | Path | None = None,
     sync: str | None = None,
     options: Mapping[str, object] | None = None,
     schedule: str | None = None,
@@ -30,17 +31,15 @@ def predict(
 ) -> SimulationResult:
     """Predict the performance of a plan by simulating `num_steps` global steps in a scenario.
 
-    `sync` is a policy with its `options`, or "decoupled"; it and `schedule` default to the plan's.
+    `cluster` and `profile` default to the files or names that the plan was made from. `sync` is a
+    policy with its `options`, or "decoupled"; it and `schedule` default to the plan's.
     `gradient_bytes` are per byte of parameters, by default the plan's; `run` is a folder for the
     log, as training writes it. Raises UserError.
     """
+    file = None if isinstance(plan, Plan) else Path(plan)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    problem = problem_of(
-        plan,
-        cluster if isinstance(cluster, Cluster) else Cluster.load(cluster),
-        profile if isinstance(profile, ModelProfile) else ModelProfile.load(profile),
-        gradient_bytes=gradient_bytes,
-    )
+    cluster, profile = planned_inputs(plan, file, cluster=cluster, profile=profile)
+    problem = problem_of(plan, cluster, profile, gradient_bytes=gradient_bytes)
     if scenario is not None and not isinstance(scenario, Scenario):
         scenario = Scenario.load(scenario)
     job = planned_job(

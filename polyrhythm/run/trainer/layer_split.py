@@ -17,7 +17,7 @@ from polyrhythm.run.pipeline.partition import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitSpec:
+class LayerSplit:
     """Arguments of `Pipeline.from_layers`; without `layers`, a Sequential is split by layer."""
 
     layers: str | None = None
@@ -73,7 +73,7 @@ class SplitSpec:
         raise PlanError(
             f"a {type(model).__name__} for a plan of {num_stages} stages",
             expected="a model that can be split: an nn.Sequential, or one with a list of layers",
-            fix='name the list, Trainer(..., layers="model.layers"), or use a plan of one stage',
+            fix='name the list, LayerSplit(layers="model.layers"), or use a plan of one stage',
         )
 
 

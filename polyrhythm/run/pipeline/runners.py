@@ -1,0 +1,319 @@
+"""Run the steps of one stage: with a flush, or without one as in PipeDream.
+
+With a flush every step runs the whole schedule and computes all gradients of its batch. FSDP2
+reduces them in the last backward of a step; until then they accumulate locally, as in torch's own
+pipelines. At its end the gradients of parameters that several stages hold are summed.
+
+Without a flush, step i of a stage runs the forward of mini-batch i and, once its limit of
+mini-batches is in flight, the backward of the oldest; the caller then updates the weights. A
+forward uses the newest weights, and the backward of that mini-batch must use the same version: each
+forward stashes a copy, at most `limit` of them. The gradient is applied to the newest weights;
+averaging with other pipelines concerns the newest weights, too, never the copies.
+
+Source: Narayanan et al., "PipeDream", SOSP 2019, section 3.3 (weight stashing); SDPipe, VLDB 2023,
+Algorithm 1. Departure: limits may exceed 1F1B's S-s, to tolerate slow links and stragglers.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.func import functional_call
+from torch.nn.parameter import Parameter
+from torch.nn.utils.stateless import _reparametrize_module
+
+from polyrhythm.cost.memory import peak_in_flight
+from polyrhythm.errors import ScheduleError
+from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.process_groups import receive, send
+from polyrhythm.run.pipeline.autotune import ScheduleAutotuner
+from polyrhythm.run.pipeline.batch import Batch, BatchHeader
+from polyrhythm.run.pipeline.executor import Executor, local
+from polyrhythm.run.pipeline.partition import TiedParameter, check_module
+from polyrhythm.run.pipeline.transport import Connections
+from polyrhythm.schedule.builders import Schedule
+from polyrhythm.schedule.check import check
+from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
+from polyrhythm.types import Action, Op
+
+_EVAL_WINDOW = 8  # without backwards only messages need memory
+_TIED_TAG = 2**22 + 2  # differs from the tags of batch headers and clocks
+
+
+class TiedGradients:
+    """Parameters that several stages hold: each holder gets the sum of all their gradients.
+
+    The first holder adds them up, so that all holders have bit-identical sums.
+    """
+
+    def __init__(
+        self, module: nn.Module, tied: Sequence[TiedParameter], connections: Connections
+    ) -> None:
+        self._module, self._tied, self._connections = module, tied, connections
+
+    @contextmanager
+    def sum_gradients(self) -> Iterator[None]:
+        """Sum the gradients of this block; gradients from before it are already summed."""
+        trained = [(tie, p) for tie, p in self._parameters() if p.requires_grad]
+        before = [parameter.grad for _, parameter in trained]
+        for _, parameter in trained:
+            parameter.grad = None
+        yield
+        for (tie, parameter), previous in zip(trained, before, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = local(parameter.grad)
+            with peer_errors("another stage", f"summing the gradient of {tie.key}"):
+                gradient.copy_(self._total(gradient.cpu().contiguous(), tie))
+            if previous is not None:
+                parameter.grad += previous
+
+    def _parameters(self) -> list[tuple[TiedParameter, Parameter]]:
+        """Return the current parameters: sharding a module replaces them."""
+        return [(tie, self._module.get_parameter(tie.name)) for tie in self._tied]
+
+    def _total(self, gradient: Tensor, tie: TiedParameter) -> Tensor:
+        control = self._connections.control
+        first, *others = tie.stages
+        if self._connections.stage != first:
+            send(control, gradient, first, tag=_TIED_TAG)
+            receive(control, gradient, first, tag=_TIED_TAG)
+            return gradient
+        received = torch.empty_like(gradient)
+        total = gradient.clone()
+        for other in others:
+            receive(control, received, other, tag=_TIED_TAG)
+            total += received
+        for other in others:
+            send(control, total, other, tag=_TIED_TAG)
+        return total
+
+    def parameters(self) -> set[Parameter]:
+        return {parameter for _, parameter in self._parameters()}
+
+    def not_owned(self) -> set[Parameter]:
+        """Return this stage's tied parameters that an earlier stage owns."""
+        return {p for tie, p in self._parameters() if tie.stages[0] != self._connections.stage}
+
+
+class _BuiltSchedule(NamedTuple):
+    schedule: Schedule
+    in_flight: list[int]  # maximum by stage
+
+
+@dataclass(slots=True, kw_only=True)
+class FlushRunner:
+    """Runs one stage; `spec` may be changed between steps, equally on all stages."""
+
+    module: nn.Module
+    executor: Executor
+    num_stages: int
+    spec: ScheduleSpec | ExplicitSchedule
+    tied: TiedGradients | None
+    autotuner: ScheduleAutotuner | None
+    accumulation_context: Callable[[], AbstractContextManager[object]] = nullcontext
+    # The schedule of the last step; `spec` is that of the next.
+    last_spec: ScheduleSpec | ExplicitSchedule = field(init=False)
+    _schedules: dict[tuple[ScheduleSpec | ExplicitSchedule, int], _BuiltSchedule] = field(
+        default_factory=dict, init=False
+    )
+    _sharded: list[FSDPModule] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.last_spec = self.spec
+
+    @property
+    def has_gradients(self) -> bool:
+        return True
+
+    @property
+    def microbatch_size(self) -> int | None:
+        """The micro-batch size that the tuner wants for the next batch; None for no change."""
+        tuner = self.autotuner
+        if tuner is None or tuner.candidate is None or not tuner.microbatch_sizes:
+            return None
+        return tuner.candidate.microbatch_size
+
+    def post_receives(self, header: BatchHeader) -> int:
+        """Prepare for a batch; return the number of its first micro-batch."""
+        stage, connections = self.executor.stage, self.executor.connections
+        if header.training:
+            stage.peak_in_flight = 0
+        if connections is not None:
+            in_flight = [_EVAL_WINDOW] * self.num_stages
+            if header.training:
+                in_flight = self._build(len(header.kinds)).in_flight
+            connections.set_windows(in_flight, in_flight[stage.stage])
+        self.executor.post_receives(header)
+        return 0
+
+    def run(self, batch: Batch) -> None:
+        actions = self._build(batch.num_microbatches).schedule[self.executor.stage.stage]
+        if self._sharded is None:  # users apply fully_shard after they have created the pipeline
+            is_tuned, stage = self.autotuner is not None, self.executor.stage.stage
+            check_module(self.module, stage=stage, is_tuned=is_tuned, flush=True)
+            self._sharded = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+        with self.tied.sum_gradients() if self.tied is not None else nullcontext():
+            with _accumulate_locally(self._sharded), self.accumulation_context():
+                self.executor.run(actions[:-1], batch)
+            self.executor.run(actions[-1:], batch)  # the last backward
+        if self.executor.connections is not None:
+            self.executor.connections.drain()
+        self.last_spec = self.spec
+        self._tune(batch)
+
+    def release(self) -> None:
+        """Free the activations of a failed step."""
+        self.executor.stage.release()
+
+    def _tune(self, batch: Batch) -> None:
+        stage = self.executor.stage
+        transfers = self.executor.pop_transfers()
+        if self.autotuner is None:
+            return
+        self.autotuner.after_step(
+            batch.step, batch.header, stage.durations(), transfers, stage.activation_bytes
+        )
+        if self.autotuner.clock_offsets:
+            self.executor.clock_offsets = self.autotuner.clock_offsets
+        if self.autotuner.candidate is not None:
+            self.spec = self.autotuner.candidate.spec
+
+    def _build(self, num_microbatches: int) -> _BuiltSchedule:
+        key = (self.spec, num_microbatches)
+        if key not in self._schedules:
+            schedule = self.spec.build(
+                num_stages=self.num_stages, num_microbatches=num_microbatches
+            )
+            check(schedule, num_microbatches=num_microbatches)
+            self._schedules[key] = _BuiltSchedule(schedule, list(map(peak_in_flight, schedule)))
+        return self._schedules[key]
+
+
+@contextmanager
+def _accumulate_locally(modules: Sequence[FSDPModule]) -> Iterator[None]:
+    """Accumulate gradients locally in this block; the next backward after it reduces them."""
+    _set_reduction(modules, False)
+    yield
+    _set_reduction(modules, True)
+
+
+def _set_reduction(modules: Sequence[FSDPModule], is_enabled: bool) -> None:
+    for module in modules:
+        module.set_requires_gradient_sync(is_enabled, recurse=False)
+        module.set_is_last_backward(is_enabled)
+
+
+@dataclass(slots=True, kw_only=True)
+class PipeDreamRunner:
+    """Runs one stage; `limits[stage]` mini-batches may be in flight on a stage."""
+
+    module: nn.Module
+    executor: Executor
+    limits: tuple[int, ...]
+    has_gradients: bool = field(default=False, init=False)
+    peak_weight_versions: int = field(default=0, init=False)  # copies of the weights held at once
+    _num_expected: int = field(default=0, init=False)
+    _num_run: int = field(default=0, init=False)
+    _in_flight: deque[Batch] = field(default_factory=deque, init=False)
+    _stashed_weights: dict[int, dict[str, Tensor]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.executor.connections is not None:
+            # A window covers the batches in flight on the sender (activations) or here (gradients).
+            self.executor.connections.set_windows(self.limits, self.limits[self.stage])
+            self.executor.connections.prefetch_headers(self._expect)
+
+    @property
+    def is_drained(self) -> bool:
+        return not self._in_flight
+
+    @property
+    def microbatch_size(self) -> None:
+        """None: batches are not split."""
+
+    @property
+    def stage(self) -> int:
+        return self.executor.stage.stage
+
+    @property
+    def limit(self) -> int:
+        return self.limits[self.stage]
+
+    def post_receives(self, header: BatchHeader) -> int:
+        """Prepare for a batch; return its number. Later stages have prefetched its header."""
+        if self.stage == 0:
+            self._expect(header)
+        return self._num_run if header.training else 0
+
+    def run(self, batch: Batch) -> None:
+        """Run the forward of a mini-batch and, at the limit, the backward of the oldest."""
+        self._in_flight.append(batch)
+        if self.limit > 1:  # otherwise no update comes between a forward and its backward
+            self._stash(batch.first)
+        self.executor.execute(Action(Op.F, batch.first), batch)
+        self.executor.stage.call = self.module
+        self.has_gradients = len(self._in_flight) == self.limit
+        if self.has_gradients:
+            self._backward()
+        self._num_run += 1
+
+    def _expect(self, header: BatchHeader) -> None:
+        self.executor.post_receives(header, self._num_expected if header.training else 0)
+        self._num_expected += header.training
+
+    def drain(self) -> Iterator[None]:
+        """Run the remaining backwards; update the weights after each."""
+        while self._in_flight:
+            self.has_gradients = True
+            self._backward()
+            yield
+        self.has_gradients = False
+
+    def release(self) -> None:
+        """Free the batches in flight, their activations and the stashed weights."""
+        self._in_flight.clear()
+        self._stashed_weights.clear()
+        self.executor.stage.call = self.module  # a failed forward leaves a stashed copy there
+        self.executor.stage.release()
+
+    def _stash(self, number: int) -> None:
+        weights = {  # frozen parameters are equal in all versions
+            name: p.detach().clone().requires_grad_()
+            for name, p in self.module.named_parameters()
+            if p.requires_grad
+        }
+        self._stashed_weights[number] = weights
+        self.peak_weight_versions = max(self.peak_weight_versions, len(self._stashed_weights))
+        self.executor.stage.call = partial(_call, self.module, weights)
+
+    def _backward(self) -> None:
+        batch = self._in_flight.popleft()
+        weights = self._stashed_weights.pop(batch.first, {})
+        # Activation checkpointing recomputes the forward: it must use the same weights.
+        with _reparametrize_module(self.module, weights, tie_weights=True):
+            self.executor.execute(Action(Op.B, batch.first), batch)
+        for name, parameter in self.module.named_parameters():
+            gradient = weights[name].grad if name in weights else None
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _call(module: nn.Module, weights: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    return functional_call(module, weights, args, kwargs)
+
+
+def check_untied(tied: Sequence[TiedParameter]) -> None:
+    """Refuse tied parameters: without a flush, stages update their copies at different times."""
+    if tied:
+        raise ScheduleError(
+            f"flush=False with {tied[0].key} tied across stages",
+            expected="no parameter that two stages share",
+            fix="untie it, or use flush=True",
+        )

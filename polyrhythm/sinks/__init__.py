@@ -1,0 +1,1 @@
+"""Where events go: JSON lines and the progress on a screen, of a training and of a simulation."""

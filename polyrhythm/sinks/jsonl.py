@@ -1,0 +1,130 @@
+"""Events as JSON lines: the log of a worker, of a simulation, and of a whole run."""
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from polyrhythm import __version__
+from polyrhythm.events import SCHEMA, WORKERS, Event, Value, by_time, merged_log
+from polyrhythm.types import Seconds, Worker
+
+_encoder = msgspec.json.Encoder()
+
+
+def _writable(value: Value) -> Value:
+    """Convert nan and inf, which a loss can be and JSON lacks, to strings such as "nan"."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class EventLog:
+    """Append events to one file, a whole line per system call; a full disk only warns."""
+
+    def __init__(self, path: Path, worker: Worker | None = None) -> None:
+        self.path, self.worker = path, worker
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: int | None = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666
+        )
+        # Read the wall clock once: order and durations must survive changes of the clock.
+        self._epoch = time.time() - time.perf_counter()
+        self.write("log", values={"schema": SCHEMA, "polyrhythm": __version__})
+
+    def now(self) -> Seconds:
+        return self.at(time.perf_counter())
+
+    def at(self, moment: Seconds) -> Seconds:
+        """Convert a time of time.perf_counter() to a time of this log."""
+        return self._epoch + moment
+
+    def write(
+        self,
+        kind: str,
+        *,
+        start: Seconds | None = None,
+        end: Seconds | None = None,
+        step: int | None = None,
+        name: str | None = None,
+        why: str | None = None,
+        values: Mapping[str, Value] | None = None,
+    ) -> None:
+        """Record an event of now, or one that lasted from `start` until `end` (default: now)."""
+        now = self.now() if end is None else end
+        self.append(
+            Event(
+                kind=kind,
+                time=now if start is None else start,
+                worker=self.worker,
+                step=step,
+                name=name,
+                duration=None if start is None else now - start,
+                why=why,
+                values={name: _writable(value) for name, value in (values or {}).items()},
+            )
+        )
+
+    def append(self, event: Event) -> None:
+        """Write an event as it is."""
+        if self._file is None:
+            return
+        line = _encoder.encode(event) + b"\n"
+        try:
+            written = os.write(self._file, line)
+            problem = None if written == len(line) else "only part of a line was written"
+        except OSError as error:
+            problem = str(error)
+        if problem:  # the torn line must stay the last one
+            self.close()
+            warnings.warn(f"event log {self.path} ends here: {problem}", stacklevel=3)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def write_events(path: Path, events: Iterable[Event]) -> None:
+    """Write a whole log of simulated events, sorted by time."""
+    first = Event(kind="log", time=0.0, values={"schema": SCHEMA, "polyrhythm": __version__})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(
+        _encoder.encode_lines([first, *sorted(events, key=lambda event: event.time)])
+    )
+    partial.replace(path)
+
+
+def merge(run: Path) -> Path:
+    """Join the workers' logs into one, and remove them once it is complete."""
+    logs = sorted((run / WORKERS).glob("*.jsonl"))
+    if merged_log(run).exists() or not logs:
+        _remove(logs)  # left by a merge that was interrupted before removing them
+        return merged_log(run)
+    partial = merged_log(run).with_suffix(".partial")
+    with EventLog(partial) as log:
+        for event in by_time(logs):
+            log.append(event)
+        complete = log._file is not None
+    if not complete:
+        return partial
+    partial.replace(merged_log(run))
+    _remove(logs)
+    return merged_log(run)
+
+
+def _remove(logs: list[Path]) -> None:
+    for path in logs:
+        path.unlink()
+    if logs and not any(logs[0].parent.iterdir()):
+        logs[0].parent.rmdir()

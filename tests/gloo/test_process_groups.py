@@ -1,0 +1,181 @@
+"""Replicas agree without unpickling, under names that the store counts; the mesh of a job."""
+
+import os
+import pickle
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from polyrhythm.errors import LaunchError, PeerError, PolicyError
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.comm.process_groups import (
+    Replicas,
+    count_rounds,
+    job_mesh,
+    new_gloo_group,
+)
+from tests.gloo.decoupled import error_of, stack, train_steps, wrap_optimizer
+from tests.gloo.pipelines import run_stages
+from tests.gloo.replicas import run_with_failures
+
+TIMEOUT = 20.0
+
+
+def test_rounds_are_counted_in_the_store() -> None:
+    """A process that has not been there before counts as the others do."""
+    store = dist.HashStore()
+    assert [count_rounds(store, "a", 3) for _ in range(7)] == [0, 0, 0, 1, 1, 1, 2]
+    assert count_rounds(store, "b", 3) == 0
+
+
+def test_groups_with_equal_members_are_separate(tmp_path: Path) -> None:
+    """Messages with the same tag go to the group that they were sent in."""
+
+    def work(ctx: DistContext) -> list[float]:
+        groups = [new_gloo_group([1, 0], "a test", timeout=TIMEOUT) for _ in range(2)]
+        other = 1 - groups[0].rank()
+        tensors = [torch.tensor([float(number)]) for number in range(2)]
+        if ctx.rank == 0:
+            works = [g.send([t], other, 7) for g, t in zip(groups, tensors, strict=True)]
+        else:
+            tensors = [torch.zeros(1) for _ in groups]
+            works = [g.recv([t], other, 7) for g, t in zip(groups, tensors, strict=True)][::-1]
+        for each in works:
+            each.wait()
+        return [tensor.item() for tensor in tensors]
+
+    assert run_stages(2, work, tmp_path)[1] == [0.0, 1.0]
+
+
+def test_agreements_leave_nothing_in_the_store(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[Any, ...]:
+        replicas = Replicas([0, 1, 2], "a test", timeout=TIMEOUT)
+        found = replicas.all_gather_object({1: (ctx.rank,)}, "a()")
+        numbers = replicas.all_gather_number(ctx.rank / 3, "b()")
+        first = replicas.broadcast_object(ctx.rank, "c()")
+        decided = replicas.run_on_first(lambda: [ctx.rank], "d()", as_type=list[int])
+        replicas.all_gather_number(0.0, "e()")
+        num_keys = _get_default_store().num_keys()
+        for number in range(20):
+            replicas.all_gather_object(number, "f()")
+        replicas.all_gather_number(0.0, "g()")
+        return found, numbers, first, decided, _get_default_store().num_keys() - num_keys
+
+    for found, numbers, first, decided, num_more in run_stages(3, work, tmp_path):
+        assert found == [{1: (0,)}, {1: (1,)}, {1: (2,)}]
+        assert numbers == [0.0, 1 / 3, 2 / 3]
+        assert (first, decided) == (0, [0])
+        assert num_more < 3
+
+
+def test_values_that_cannot_be_sent_are_named(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[str]:
+        model = stack()
+        optimizer = wrap_optimizer(model)
+        train_steps(ctx, model, optimizer, range(2))
+        for state in optimizer.state.values():
+            state["history"] = {1, 2}
+        errors = [error_of(optimizer.state_dict, kind=LaunchError)]
+        for state in optimizer.state.values():
+            state["history"] = ("a", 1)
+        errors.append(str(optimizer.state_dict()["state"][0]["history"]))
+        optimizer.close()
+        return errors
+
+    for refused, kept in run_stages(2, work, tmp_path):
+        assert "a value that cannot be sent: a set" in refused
+        assert kept == "('a', 1)"
+
+
+def test_lost_worker_is_noticed_at_once(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> str:
+        replicas = Replicas([0, 1], "a test", timeout=1000.0)
+        replicas.all_gather_object(ctx.rank, "a()")
+        if ctx.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return error_of(lambda: replicas.all_gather_object(ctx.rank, "b()"), kind=PeerError)
+
+    assert "b(), which all workers call" in run_with_failures(2, work, tmp_path, lost={1})[0]
+
+
+def test_workers_in_different_calls_are_named(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> str:
+        replicas = Replicas([0, 1], "a test", timeout=TIMEOUT)
+        call = ("first()", "second()")[ctx.rank]
+        return error_of(lambda: replicas.broadcast_object(1, call), kind=PolicyError)
+
+    first, second = run_stages(2, work, tmp_path)
+    assert "rank 0 is in first(), and rank 1 in second()" in first
+    assert "rank 1 is in second(), and rank 0 in first()" in second
+
+
+def test_nothing_is_unpickled_while_training(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> int:
+        unpickled: list[object] = []
+        for name in ("loads", "load", "Unpickler"):
+            setattr(pickle, name, lambda *args, **more: unpickled.append(args))
+        model = stack()
+        optimizer = wrap_optimizer(model, bucket_bytes="auto")
+        train_steps(ctx, model, optimizer, range(15))
+        (model(torch.ones(1, 6)).sum()).backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        saved, later = optimizer.state_dict(), optimizer.async_state_dict()
+        assert later.result()["state"].keys() == saved["state"].keys()
+        optimizer.load_state_dict(saved)
+        optimizer.close()
+        return len(unpickled)
+
+    assert run_stages(2, work, tmp_path) == [0, 0]
+
+
+def test_mesh_has_pipelines_and_stages(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[Any, ...]:
+        mesh = job_mesh(2, 2)
+        permuted = job_mesh(2, 2, ranks=[3, 1, 0, 2])
+        errors = [error_of(lambda: job_mesh(3, 2), kind=LaunchError)]
+        return (
+            mesh.mesh_dim_names,
+            mesh.mesh.tolist(),
+            mesh.get_coordinate(),
+            mesh["dp"].mesh.tolist(),
+            (mesh.get_local_rank("dp"), mesh.get_local_rank("pp")),
+            permuted.get_coordinate(),
+            permuted["pp"].mesh.tolist(),
+            errors,
+        )
+
+    found = run_stages(4, work, tmp_path)
+    for names, layout, *_, errors in found:
+        assert names == ("dp", "pp")
+        assert layout == [[0, 1], [2, 3]]
+        assert "for a mesh of 3 pipelines x 2 stages" in errors[0]
+    assert [each[2] for each in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [each[3] for each in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [each[4] for each in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [each[5] for each in found] == [(1, 0), (0, 1), (1, 1), (0, 0)]
+    assert [each[6] for each in found] == [[0, 2], [3, 1], [0, 2], [3, 1]]
+
+
+def test_mesh_returns_given_groups(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[int, int, float]:
+        columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        pipeline, stage = divmod(ctx.rank, 2)
+        mesh = job_mesh(2, 2, groups=(columns[stage], rows[pipeline]))
+        total = torch.tensor([float(ctx.rank)])
+        dist.all_reduce(total, group=mesh.get_group("dp"))
+        return mesh.get_local_rank("dp"), mesh.get_local_rank("pp"), total.item()
+
+    expected = [(0, 0, 2.0), (0, 1, 4.0), (1, 0, 2.0), (1, 1, 4.0)]
+    assert run_stages(4, work, tmp_path) == expected
+
+
+def test_mesh_needs_a_process_group() -> None:
+    with pytest.raises(LaunchError, match="without a process group"):
+        job_mesh(1, 1)

@@ -1,0 +1,242 @@
+"""Print what running jobs show of the structure, and fail when a bar is missed.
+
+`make structure`: how many files of the package one training step and one group average pass, and
+how often anything is unpickled while jobs train, save, restore and join. A profile function runs
+in every thread of every process: it is set before the first fork, and processes inherit it.
+
+    python tools/files_passed.py [--list] [step] [average] [unpickling]
+"""
+
+import argparse
+import mmap
+import os
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from structure import PACKAGE, ROOT, Row, print_rows
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+from polyrhythm.plan.plan import PipelinePlan, Plan
+from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.trainer.trainer import Trainer
+
+MAX_STEP_FILES = 30
+MAX_AVERAGE_FILES = 18
+
+MEASURED_STEP = 20
+NUM_PIPELINES, NUM_STAGES = 2, 2
+NUM_REPLICAS = 8  # of the group average
+JOB_TIMEOUT = 60.0
+WAIT_TIMEOUT = 30.0  # of every wait inside a job
+OFF, FILES, UNPICKLING = range(3)
+
+# By name, since a builtin is known by its name only: load of _pickle, loads, Unpickler.load ...
+UNPICKLERS = {"_pickle", "pickle", "torch._weights_only_unpickler"}
+
+
+class Recorder:
+    """Records files of the package, or calls that unpickle, in this process and its children.
+
+    Every process has a byte of a shared page as its switch; a forked child has its parent's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._switches = mmap.mmap(-1, mmap.PAGESIZE)  # shared with forked processes
+        self._switch = 0
+        self._seen = set[str]()
+        self._found = os.open(folder / "found", os.O_CREAT | os.O_APPEND | os.O_RDWR)
+        self._package = f"{ROOT / PACKAGE}{os.sep}"
+
+    def install(self) -> None:
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+
+    def select(self, switch: int) -> None:
+        """Choose the switch of this process, and of those that it starts from now on."""
+        self._switch = switch
+
+    def set(self, what: int) -> None:
+        self._switches[self._switch] = what
+
+    def found(self) -> list[str]:
+        """Return what all processes have found since the last call, sorted."""
+        size = os.fstat(self._found).st_size
+        lines = os.pread(self._found, size, 0).decode().splitlines()
+        os.ftruncate(self._found, 0)
+        return sorted(set(lines))
+
+    def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
+        recording = self._switches[self._switch]
+        if recording == FILES:
+            path = frame.f_code.co_filename
+            if path not in self._seen:
+                self._seen.add(path)
+                if path.startswith(self._package):
+                    self._write(path.removeprefix(self._package))
+        elif recording == UNPICKLING:
+            if event == "c_call":
+                module, name = _module_of(arg), arg.__name__
+            elif event == "call":
+                module, name = frame.f_globals.get("__name__"), frame.f_code.co_name
+            else:
+                return
+            if module in UNPICKLERS and name in ("load", "loads"):
+                self._write(_caller(frame))
+
+    def _write(self, line: str) -> None:
+        os.write(self._found, f"{line}\n".encode())
+
+
+def _module_of(builtin: Any) -> str | None:
+    owner = getattr(builtin, "__self__", None)
+    return type(owner).__module__ if hasattr(type(owner), "load") else builtin.__module__
+
+
+def _caller(frame: FrameType) -> str:
+    """Name the innermost line of the package, and the call that it reached."""
+    stack = [f"{entry.filename.removeprefix(f'{ROOT}/')}:{entry.lineno} {entry.name}"
+             for entry in traceback.extract_stack(frame)]  # fmt: skip
+    ours = [entry for entry in stack if entry.startswith(f"{PACKAGE}/")]
+    return f"{ours[-1] if ours else stack[0]} -> {stack[-1].rpartition('/')[2]}"
+
+
+def measure_step(recorder: Recorder, folder: Path) -> Row:
+    """Run one training step of 2 stages x 2 pipelines in mode `decoupled`, without a save."""
+
+    def switch(end: Any) -> None:
+        if end.step in (MEASURED_STEP - 1, MEASURED_STEP):
+            recorder.set(FILES if end.step == MEASURED_STEP - 1 else OFF)
+
+    def work(ctx: DistContext) -> None:
+        recorder.select(ctx.rank)
+        with _trainer(sync="decoupled", callbacks=[switch], run=folder / "run") as trainer:
+            trainer.fit(steps=MEASURED_STEP + 5)
+
+    _run(work, NUM_STAGES * NUM_PIPELINES, folder)
+    files = recorder.found()
+    name = f"files a training step passes ({NUM_STAGES} x {NUM_PIPELINES} decoupled)"
+    return name, str(len(files)), f"<= {MAX_STEP_FILES}", 0 < len(files) <= MAX_STEP_FILES, files
+
+
+def measure_average(recorder: Recorder, folder: Path) -> Row:
+    """Run one average in mode `adaptive`, from request to commit: workers and coordinator."""
+
+    def work(ctx: DistContext) -> None:
+        with ctx.process_group(WAIT_TIMEOUT):
+            model = nn.Linear(4, 4)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with GroupSync(model, optimizer, "adaptive", timeout=WAIT_TIMEOUT) as sync:
+                for step in range(MEASURED_STEP + 5):
+                    optimizer.zero_grad()
+                    model(torch.ones(4)).sum().backward()
+                    optimizer.step()
+                    _record_together(recorder, step, sync.step)
+
+    _run(work, NUM_REPLICAS, folder)
+    files = recorder.found()
+    name = f"files a group average passes ({NUM_REPLICAS} workers, adaptive)"
+    is_met = 0 < len(files) <= MAX_AVERAGE_FILES
+    return name, str(len(files)), f"<= {MAX_AVERAGE_FILES}", is_met, files
+
+
+def _record_together(recorder: Recorder, step: int, average: Callable[[], None]) -> None:
+    """Let all workers ask for an average at the same time, and record it in all processes."""
+    dist.barrier()
+    if step == MEASURED_STEP:
+        recorder.set(FILES)
+        dist.barrier()
+    average()
+    if step == MEASURED_STEP:
+        dist.barrier()
+        recorder.set(OFF)
+
+
+def measure_unpickling(recorder: Recorder, folder: Path) -> Row:
+    """Train, save, restore in new processes, and average in groups, always with 4 processes."""
+
+    def work(ctx: DistContext, *, sync: str, steps: int) -> None:
+        with _trainer(sync=sync, run=folder / "run", checkpoint_every=4) as trainer:
+            trainer.restore()
+            trainer.fit(steps=steps)
+            trainer.evaluate(_samples())
+
+    recorder.select(0)
+    recorder.set(UNPICKLING)
+    for sync, steps in (("decoupled", 6), ("adaptive", 12), ("auto", 16)):
+        _run(partial(work, sync=sync, steps=steps), NUM_STAGES * NUM_PIPELINES, folder)
+    recorder.set(OFF)
+    calls = recorder.found()
+    name = "places that unpickle while 4 processes join, train, save, restore"
+    return name, str(len(calls)), "0", not calls, calls
+
+
+def _trainer(**options: Any) -> Trainer:
+    plan = Plan(layers_per_stage=(2, 3), pipelines=(PipelinePlan(),) * NUM_PIPELINES)
+    return Trainer(
+        _model,
+        mse_loss,
+        partial(torch.optim.AdamW, lr=1e-2),
+        _samples(),
+        batch_size=16,
+        microbatch_size=2,
+        plan=plan,
+        timeout=WAIT_TIMEOUT,
+        **options,
+    )
+
+
+def _model() -> nn.Sequential:
+    tanh, linear = nn.Tanh, nn.Linear
+    return nn.Sequential(linear(8, 16), tanh(), linear(16, 16), tanh(), linear(16, 4))
+
+
+def _samples() -> TensorDataset:
+    return TensorDataset(torch.randn(64, 8), torch.randn(64, 4))
+
+
+def _run(work: Callable[[DistContext], None], num_processes: int, folder: Path) -> None:
+    with LocalJob(work, num_processes, output_folder=folder / "logs") as job:
+        if not job.wait(JOB_TIMEOUT):
+            sys.exit(f"a job of {num_processes} processes runs longer than {JOB_TIMEOUT:g} s")
+
+
+MEASURES: dict[str, Callable[[Recorder, Path], Row]] = {
+    "step": measure_step,
+    "average": measure_average,
+    "unpickling": measure_unpickling,
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="print the files even if a bar is met")
+    parser.add_argument("measures", nargs="*", choices=[[], *MEASURES], default=[])
+    options = parser.parse_args(arguments)
+    rows = list[Row]()
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = Recorder(Path(folder))
+        recorder.install()
+        for name in options.measures or MEASURES:
+            (Path(folder) / name).mkdir()
+            rows.append(MEASURES[name](recorder, Path(folder) / name))
+        sys.setprofile(None)
+    if not options.list:
+        rows = [(*row[:4], [] if row[3] else row[4]) for row in rows]
+    if not print_rows(rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
