@@ -37,9 +37,9 @@ from rich.console import Console
 from benchmarks.harness.timing import undisturbed
 from polyrhythm.errors import PeerError
 from polyrhythm.processes import Child
-from polyrhythm.run.coordinator.coordinator import Coordinator
 from polyrhythm.run.coordinator.keys import JobKeys
-from polyrhythm.run.coordinator.wire import PROTOCOL, Accepted, FromWorker, Hello, Welcome
+from polyrhythm.run.coordinator.server import Coordinator
+from polyrhythm.run.coordinator.sessions import PROTOCOL, Accepted, FromWorker, Hello, Welcome
 from polyrhythm.sync.decision_log import LOG_NAME, DecisionReader
 from polyrhythm.sync.protocol import Abort, Assign, Commit, Done, Event, Ready, Skip
 from polyrhythm.sync.setup import Setup
@@ -204,7 +204,7 @@ def _serve(setup: Setup, keys: JobKeys, log: Path, write: int) -> None:
     gc.freeze()  # objects of the parent are not this process's to collect
     until = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: until.set())
-    coordinator = Coordinator.of(setup, bind="tcp://127.0.0.1:0", keys=keys.server_keys, log=log)
+    coordinator = Coordinator(setup, bind="tcp://127.0.0.1:0", keys=keys.server_keys, log=log)
     with os.fdopen(write, "w") as pipe:
         pipe.write(coordinator.address + "\n")
     coordinator.serve(until)

@@ -16,7 +16,7 @@ from polyrhythm.processes import exit_on_sigterm
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyrhythm.run.coordinator.coordinator import Coordinator
+    from polyrhythm.run.coordinator.server import Coordinator
     from polyrhythm.sync.scheduler import Scheduler
     from polyrhythm.sync.setup import Setup
     from polyrhythm.types import Worker
@@ -75,8 +75,8 @@ class CoordinatorCommand:
 
     def run(self, console: "Console") -> int:
         from polyrhythm.observe.counters import counters_text
-        from polyrhythm.run.coordinator.coordinator import Coordinator
         from polyrhythm.run.coordinator.keys import JobKeys
+        from polyrhythm.run.coordinator.server import Coordinator
         from polyrhythm.sync.decision_log import LOG_NAME
 
         setup, has_keys = self._setup(), self.keys.exists()
@@ -88,7 +88,7 @@ class CoordinatorCommand:
             _print(console, line)
             last_present[:] = coordinator.present or last_present
 
-        coordinator = Coordinator.of(
+        coordinator = Coordinator(
             setup,
             bind=self.bind,
             keys=keys.server_keys,
@@ -117,8 +117,7 @@ class CoordinatorCommand:
         return status
 
     def _setup(self) -> "Setup":
-        from polyrhythm.run.coordinator.options import at_flag, parse_options
-        from polyrhythm.sync.setup import Setup
+        from polyrhythm.sync.setup import Setup, at_flag, parse_options
 
         options = parse_options(self.options, flag="--options")
         try:

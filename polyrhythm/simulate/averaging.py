@@ -1,4 +1,4 @@
-"""Averaging of simulated workers: what `run/averaging/averager.py` does, without tensors.
+"""Averaging of simulated workers: what `run/averaging/rounds.py` does, without tensors.
 
 A worker whose step has ended sends Ready. Assigned to a group, it starts the exchange when it is
 ready, or at once under a policy whose workers answer while they compute. When all members have

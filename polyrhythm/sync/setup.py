@@ -5,8 +5,10 @@ log.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.dispatch import SampleDispatcher, SamplerState
@@ -106,3 +108,36 @@ class Setup:
             first_gid=self.first_gid,
             dispatcher=None if self.sampler_state is None else SampleDispatcher(self.sampler_state),
         )
+
+
+def parse_options(texts: Sequence[str], *, flag: str) -> dict[str, object]:
+    """Return a policy's options from a command line: name=value, or a JSON object.
+
+    Errors name `flag`.
+    """
+    options: dict[str, object] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        is_object = text.startswith("{")
+        try:
+            if is_object:
+                options |= msgspec.json.decode(text, type=dict[str, object])
+            else:
+                options[name] = msgspec.json.decode(value)
+            problem = ""
+        except msgspec.MsgspecError as error:
+            options[name] = value  # a string needs no quotes
+            problem = str(error) if is_object else ""
+        if problem or not (is_object or (name and equals)):
+            raise PolicyError(
+                f"{flag} {text!r}" + (f": {problem}" if problem else ""),
+                expected="name=value, or a JSON object",
+                fix=f"{flag} group_size=4 window=rate",
+            )
+    return options
+
+
+def at_flag(error: PolicyError, *, flag: str) -> PolicyError:
+    """Return the error with a fix for the command line instead of Python."""
+    fix = error.fix.replace("options={...}", flag)
+    return PolicyError(error.wrong, expected=error.expected, fix=fix)

@@ -12,9 +12,9 @@ import msgspec
 import zmq
 
 from polyrhythm.run.coordinator.client import CoordinatorClient
-from polyrhythm.run.coordinator.coordinator import Coordinator
 from polyrhythm.run.coordinator.keys import JobKeys
-from polyrhythm.run.coordinator.wire import PROTOCOL, FromWorker, Hello, ToWorker
+from polyrhythm.run.coordinator.server import Coordinator
+from polyrhythm.run.coordinator.sessions import PROTOCOL, FromWorker, Hello, ToWorker
 from polyrhythm.sync.protocol import Abort, Assign, Commit, CopyFrom, Done, Ready, Skip
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
@@ -29,7 +29,7 @@ def setup_of(policy: str = "all_reduce", stages: int = 1, pipelines: int = 2, **
 
 
 def coordinator_of(setup: Setup, log: Path | None = None, **more) -> Coordinator:
-    return Coordinator.of(setup, bind="tcp://127.0.0.1:0", keys=KEYS.server_keys, log=log, **more)
+    return Coordinator(setup, bind="tcp://127.0.0.1:0", keys=KEYS.server_keys, log=log, **more)
 
 
 def hello_of(setup: Setup, worker: Worker, incarnation: int = 1, **more) -> Hello:

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError
-from polyrhythm.run.coordinator.client import CoordinatorClient
+from polyrhythm.run.coordinator.client import CoordinatorClient, PendingMessages
 from polyrhythm.run.coordinator.keys import ClientKeys, JobKeys
-from polyrhythm.run.coordinator.pending_messages import PendingMessages
-from polyrhythm.run.coordinator.wire import ToWorker
+from polyrhythm.run.coordinator.sessions import ToWorker
 from polyrhythm.sync.protocol import (
     Abort,
     Assign,
@@ -199,10 +198,10 @@ def test_restarted_coordinator_is_detected() -> None:
     first = coordinator_of(setup).start()
     address = first.address
     fake_worker = FakeWorker(address, setup, ME).join()
-    sessions = first._server.sessions
+    sessions = first._sessions
     sessions.end_session(sessions.by_worker[ME], "")  # so that it closes without a Refuse
     first.close()
-    second = type(first).of(setup, bind=address, keys=KEYS.server_keys).start()
+    second = type(first)(setup, bind=address, keys=KEYS.server_keys).start()
     try:
         with pytest.raises(PeerError, match="restarted"):
             fake_worker.step()

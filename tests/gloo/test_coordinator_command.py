@@ -225,7 +225,7 @@ def test_invalid_arguments_are_refused(
 def test_no_torch_is_loaded() -> None:
     code = (
         "import sys, polyrhythm.cli.coordinator;"
-        "import polyrhythm.run.coordinator.coordinator, polyrhythm.run.coordinator.client;"
+        "import polyrhythm.run.coordinator.server, polyrhythm.run.coordinator.client;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -11,7 +11,7 @@ import pytest
 from polyrhythm.errors import LaunchError, PeerError
 from polyrhythm.processes import BAD_INPUT, PEER_LOST, Child
 from polyrhythm.run.coordinator import client
-from polyrhythm.run.coordinator.wire import Heartbeat, Welcome
+from polyrhythm.run.coordinator.sessions import Heartbeat, Welcome
 from polyrhythm.sync.decision_log import DecisionReader, replay
 from polyrhythm.sync.protocol import Abort, Assign, Commit, CopyFrom, Dead, Done, Ready, Skip
 from polyrhythm.sync.setup import Setup
@@ -126,7 +126,7 @@ def test_reused_fd_does_not_mark_wrong_worker_dead(
             with RawClient(coordinator.address) as second:
                 second.send(hello_of(setup, SECOND, incarnation=incarnation))
                 second.receive(Welcome)
-        sessions = coordinator._server.sessions
+        sessions = coordinator._sessions
         mistaken = sessions.connections[sessions.by_worker[FIRST].routing_id].fd
         coordinator._socket.closed_fds.append(mistaken)
         eventually(lambda: SECOND not in coordinator.present)
@@ -276,13 +276,13 @@ def test_unanswered_message_is_resent_after_timeout() -> None:
     setup = setup_of(pipelines=1)
     with coordinator_of(setup) as coordinator:
         first = FakeWorker(coordinator.address, setup, FIRST, heartbeat_timeout=1.5).join()
-        step, lost = coordinator._server._step, []
+        step, lost = coordinator._step, []
 
         def lose(event: object) -> None:
-            coordinator._server._step = step
+            coordinator._step = step
             lost.append(event)
 
-        coordinator._server._step = lose
+        coordinator._step = lose
         assert isinstance(first.step(), Skip)
         assert isinstance(lost[0], Ready)
         first.client.close()

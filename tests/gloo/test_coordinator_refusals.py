@@ -10,9 +10,9 @@ import pytest
 import zmq
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.run.coordinator.coordinator import Coordinator
 from polyrhythm.run.coordinator.keys import JobKeys
-from polyrhythm.run.coordinator.wire import (
+from polyrhythm.run.coordinator.server import Coordinator
+from polyrhythm.run.coordinator.sessions import (
     FATAL,
     MAX_HELLO_BYTES,
     PROTOCOL,

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyrhythm.run.averaging import averager, exchange, split_all_reduce
-from polyrhythm.run.averaging.averager import Averager
+from polyrhythm.run.averaging import exchange, rounds, split_all_reduce
 from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.averaging.rounds import Averager
 from polyrhythm.run.averaging.split_all_reduce import SplitAllReduce
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.coordinator.client import CoordinatorClient
@@ -197,14 +197,14 @@ def test_stalled_member_is_left_out_and_keeps_its_weights(tmp_path: Path) -> Non
 def die_at(point: str) -> None:
     """Kill this process the third time that it reaches `point`."""
     if point == "before the exchange":
-        averager.PeerConnections.connect = on_third_call(die, averager.PeerConnections.connect)
+        rounds.PeerConnections.connect = on_third_call(die, rounds.PeerConnections.connect)
     elif point == "in the reduce-scatter":
         count = iter(range(1000))
         weighted_sum = exchange._weighted_sum
         third = 3 * FAILING_ROUND + 1  # the second of three buckets
         exchange._weighted_sum = lambda *a: die() if next(count) == third else weighted_sum(*a)
     elif point == "before Done":
-        averager.Done = on_third_call(die, averager.Done)
+        rounds.Done = on_third_call(die, rounds.Done)
     else:
         assert point == "after Done"
         send, done_numbers = CoordinatorClient.send, iter(range(1000))

@@ -13,8 +13,13 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from polyrhythm.errors import PeerError
-from polyrhythm.run.averaging.exchange import PostedMessages, all_reduce_mean, reduce_scatter
-from polyrhythm.run.averaging.peer_connections import Peer, PeerConnections
+from polyrhythm.run.averaging.exchange import (
+    Peer,
+    PeerConnections,
+    PostedMessages,
+    all_reduce_mean,
+    reduce_scatter,
+)
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.types import Worker
 from tests.gloo.pipelines import run_stages

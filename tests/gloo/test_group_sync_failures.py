@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from polyrhythm.errors import PeerError
-from polyrhythm.run.averaging import averager, exchange
+from polyrhythm.run.averaging import exchange, rounds
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.coordinator.wire import FromWorker
+from polyrhythm.run.coordinator.sessions import FromWorker
 from polyrhythm.sync.protocol import Done
 from tests.gloo.replicas import run_with_failures, target_of, train
 from tests.grids import long_except
@@ -41,14 +41,14 @@ def die_at(point: str) -> None:
         return next(count) == 2
 
     if point == "before the exchange":
-        connect = averager.PeerConnections.connect
-        averager.PeerConnections.connect = lambda *a, **k: die() if third() else connect(*a, **k)
+        connect = rounds.PeerConnections.connect
+        rounds.PeerConnections.connect = lambda *a, **k: die() if third() else connect(*a, **k)
     elif point == "between the two exchanges":
         weighted_sum = exchange._weighted_sum
         exchange._weighted_sum = lambda *a: die() if third() else weighted_sum(*a)
     elif point == "before Done":
-        done = averager.Done
-        averager.Done = lambda *a: die() if third() else done(*a)
+        done = rounds.Done
+        rounds.Done = lambda *a: die() if third() else done(*a)
     else:
         assert point == "after Done"
         from polyrhythm.run.coordinator.client import CoordinatorClient
@@ -122,7 +122,7 @@ def test_failed_average_all_raises(tmp_path: Path) -> None:
             raise PeerError("s0p9", action="averaging", waited=0.1, cause="raised by the test")
 
         sync = train(ctx, 3, "age")
-        averager.all_reduce_mean = fail
+        rounds.all_reduce_mean = fail
         with pytest.raises(PeerError) as caught, sync:
             sync.average_all()
         return str(caught.value)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.run.averaging import gradient_averaging
+from polyrhythm.run.averaging import strategies
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext
 from tests.gloo.pipelines import random_batch, run_single_process, stack_of
@@ -62,7 +62,7 @@ def test_balanced_shares_follow_speed_and_give_full_batch_gradient(tmp_path: Pat
         model = stack_of(2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         shares, now = [], 0.0
-        gradient_averaging.time = SimpleNamespace(perf_counter=lambda: now)
+        strategies.time = SimpleNamespace(perf_counter=lambda: now)
         with GroupSync(model, optimizer, "balanced", timeout=TIMEOUT) as sync:
             for step in range(STEPS):
                 inputs, target = random_batch(BATCH, 8, seed=step)

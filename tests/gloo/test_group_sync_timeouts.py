@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.events import read_run
-from polyrhythm.run.averaging import group_client, group_sync
+from polyrhythm.run.averaging import group_sync, rounds
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.averaging.parameter_server import ParameterServer
 from polyrhythm.run.comm import store
@@ -79,7 +79,7 @@ def test_missing_worker_is_named_in_warning_and_error(tmp_path: Path) -> None:
 def test_worker_missing_from_average_all_is_named(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[str, list[str]]:
         captured = CapturedWarnings()
-        group_client.WARN_AFTER = 0.3
+        rounds.WARN_AFTER = 0.3
         group_sync._AVERAGE_ALL_SHARE = 0.3  # the scheduler gives up long before the worker
         model = Point()
         with GroupSync(model, sgd(model), "age", timeout=6.0) as sync:

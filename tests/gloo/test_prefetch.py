@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from polyrhythm.errors import PeerError
-from polyrhythm.run.coordinator.sample_requests import SampleFuture, SampleRequests
+from polyrhythm.run.coordinator.client import SampleFuture, SampleRequests
 from polyrhythm.run.data.loader import LoadedBatch
 from polyrhythm.run.data.order import DataError
 from polyrhythm.run.data.prefetch import Prefetcher, resolved_ranges

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.coordinator.client import CoordinatorClient
-from polyrhythm.run.coordinator.coordinator import Coordinator
-from polyrhythm.run.coordinator.sample_requests import SampleRequests
+from polyrhythm.run.coordinator.client import CoordinatorClient, SampleRequests
+from polyrhythm.run.coordinator.server import Coordinator
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.sync.decision_log import replay
 from polyrhythm.sync.dispatch import Ranges, SamplerState

@@ -3,7 +3,7 @@
 import pytest
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.run.coordinator.options import at_flag, parse_options
+from polyrhythm.sync.setup import at_flag, parse_options
 
 
 @pytest.mark.parametrize(

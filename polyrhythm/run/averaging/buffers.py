@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.run.coordinator.wire import TensorShapes
+from polyrhythm.run.coordinator.sessions import TensorShapes
 
 OptimizerStateMode = Literal["local", "average"]
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyrhythm.errors import PeerError, PolicyError
-from polyrhythm.run.averaging.peer_connections import Peer, PeerConnections
+from polyrhythm.run.averaging.exchange import Peer, PeerConnections
 from polyrhythm.run.averaging.rendezvous import Rendezvous, server_worker
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.sync.setup import Setup

@@ -22,15 +22,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError, UserError
 from polyrhythm.run.averaging.buffers import FlatBuffer
-from polyrhythm.run.averaging.peer_connections import Peer, PeerConnections
+from polyrhythm.run.averaging.exchange import Peer, PeerConnections
 from polyrhythm.run.comm.launch import worker_keys
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import fingerprint
 from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
-from polyrhythm.run.coordinator.coordinator import Coordinator
 from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, ClientKeys, ServerKeys
-from polyrhythm.run.coordinator.sessions import shape_mismatch
-from polyrhythm.run.coordinator.wire import TensorShapes
+from polyrhythm.run.coordinator.server import Coordinator
+from polyrhythm.run.coordinator.sessions import TensorShapes, shape_mismatch
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
@@ -201,7 +200,7 @@ class Rendezvous:
         def start() -> tuple[str, str]:
             if self._keys.trusted is None:
                 _warn_unprotected()
-            coordinator = Coordinator.of(
+            coordinator = Coordinator(
                 self.setup,
                 bind=f"tcp://{_own_address()}:0",
                 keys=ServerKeys(self._keys.server, frozenset(self._public_keys)),

@@ -22,13 +22,14 @@ from polyrhythm.cost.sync import BUCKET
 from polyrhythm.errors import PeerError
 from polyrhythm.run.averaging.exchange import (
     MessageKind,
+    Peer,
+    PeerConnections,
     PostedMessages,
     post_all_gather,
     reduce_scatter,
     shard_slices,
     tag,
 )
-from polyrhythm.run.averaging.peer_connections import Peer, PeerConnections
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.store import JobStore, Members, prefixed
 from polyrhythm.sync.repair import plan_transfers

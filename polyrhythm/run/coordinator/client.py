@@ -3,7 +3,7 @@
 One thread owns the connection. Any thread may call `send`, which never blocks. The thread calls
 `on_command` once for each command, in order, which should return quickly, and `on_failure` once,
 with the error after which no command follows. Any thread may request sample positions and wait for
-them (`sample_requests.py`).
+them.
 
 After a reconnect the client sends Hello again, then all unanswered messages. Both sides send
 heartbeats; a coordinator that sends nothing for longer than the heartbeat timeout is lost.
@@ -16,16 +16,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError
 from polyrhythm.run.coordinator.keys import ClientKeys
-from polyrhythm.run.coordinator.pending_messages import PendingMessages
-from polyrhythm.run.coordinator.sample_requests import SampleFuture, SampleRequests
-from polyrhythm.run.coordinator.sockets import ConnectionEvent, DealerSocket
-from polyrhythm.run.coordinator.wire import (
+from polyrhythm.run.coordinator.sessions import (
     FATAL,
     HEARTBEATS_PER_TIMEOUT,
     MAX_HELLO_BYTES,
@@ -36,18 +36,29 @@ from polyrhythm.run.coordinator.wire import (
     ToWorker,
     Welcome,
 )
+from polyrhythm.run.coordinator.sockets import ConnectionEvent, DealerSocket
 from polyrhythm.sync.dispatch import Ranges, SamplerState
 from polyrhythm.sync.protocol import (
+    Abort,
     Acknowledge,
     Acquire,
     Acquired,
+    Assign,
+    AverageAll,
+    Commit,
+    Done,
     Leave,
     QueryProgress,
+    Ready,
     Refuse,
+    Request,
     SampleProgress,
+    Skip,
 )
-from polyrhythm.types import Seconds
+from polyrhythm.types import Seconds, Worker
 
+T = TypeVar("T")
+_Key = tuple[type, int, int | None]  # of a request and its answer
 # For a closed connection that is refused since: the coordinator's process has exited.
 RECONNECT_TIMEOUT: Seconds = 2.0
 CLOSE_TIMEOUT: Seconds = 1.0  # for the last messages, and again for the thread to end
@@ -58,6 +69,173 @@ _PROBLEMS = {
     ConnectionEvent.PROTOCOL_ERROR: "another service answers at this address",
     ConnectionEvent.CLOSED: "its connection has closed: its process has exited",
 }
+
+
+@dataclass(slots=True)
+class PendingMessages:
+    """A worker's messages that are not answered yet, and the last commands it has received.
+
+    A broken connection loses messages in both directions. So both sides repeat what is not
+    confirmed and ignore duplicates. A worker repeats Ready or Done until it is answered. The
+    coordinator repeats its last commands when a worker reconnects; a worker has one group at a
+    time, in the order of group ids, so it can tell which commands are new.
+    """
+
+    worker: Worker
+    clock: int  # of the last Ready or AverageAll; before that, of the Hello
+    requested_clock: int = field(default=-1, init=False)  # the clock of the last Request
+    waiting_since: Seconds = field(default=math.inf, init=False)  # inf: no answer is expected
+    _ready: Ready | AverageAll | None = field(default=None, init=False)  # until its step has ended
+    _done: Done | None = field(default=None, init=False)  # until its group has ended
+    _assigned: int = field(default=-1, init=False)  # the last assigned group
+    _ended: int = field(default=-1, init=False)  # the last committed or aborted group
+    _skip: Skip | None = field(default=None, init=False)
+
+    def on_send(self, message: FromWorker, now: Seconds) -> None:
+        """Record a message that the worker sends for the first time."""
+        if isinstance(message, Ready | AverageAll):
+            self.clock, self._ready = message.clock, message  # a group may still be open
+            self.waiting_since = now
+        elif isinstance(message, Done) and message.gid > self._ended:
+            self._done = message
+            self.waiting_since = now
+        elif isinstance(message, Request):
+            self.requested_clock = message.clock
+
+    def unanswered(self) -> list[FromWorker]:
+        """Return the messages to repeat, in an order that is valid whichever were lost."""
+        if self.waiting_since == math.inf:
+            return []
+        return [message for message in (self._ready, self._done) if message is not None]
+
+    def on_receive(self, command: ToWorker, now: Seconds) -> bool:
+        """Record a command; return False for a duplicate."""
+        if isinstance(command, Assign):
+            if command.gid <= self._assigned:
+                return False
+            self._assigned, self.waiting_since = command.gid, math.inf
+        elif isinstance(command, Commit | Abort):
+            if command.gid <= self._ended:
+                return False
+            self._ended, self._done = command.gid, None
+            if isinstance(command, Commit):
+                self._end_step(command.end_clocks[command.members.index(self.worker)])
+            self.waiting_since = math.inf if self._ready is None else now
+        elif isinstance(command, Skip):
+            # An AverageAll may have the clock of the last step: both may be skipped.
+            last = self._skip
+            if last is not None and (command.clock < last.clock or command == last):
+                return False
+            self._skip = command
+            self._end_step(command.clock)
+            if self._ready is None:
+                self.waiting_since = math.inf
+        return True
+
+    def _end_step(self, clock: int) -> None:
+        if self._ready is not None and self._ready.clock == clock:
+            self._ready = None
+
+
+class SampleFuture(Generic[T]):
+    """The answer to one request. Any thread may wait for it, any number of times."""
+
+    def __init__(self, request: Acquire | QueryProgress, timeout: Seconds) -> None:
+        self.request, self._timeout = request, timeout
+        self.future: Future[T] = Future()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` returns, or raises, at once."""
+        return self.future.done()
+
+    def wait(self, timeout: Seconds | None = None) -> T:
+        """Return the answer; raises PeerError after `timeout`, by default the GroupSync's."""
+        start = time.monotonic()
+        try:
+            return self.future.result(self._timeout if timeout is None else timeout)
+        except FutureTimeoutError:
+            peer, cause = "other pipelines", "they have not acknowledged the last positions"
+            if isinstance(self.request, QueryProgress):
+                peer, cause = "the coordinator", "it is alive but has not answered"
+            waited = time.monotonic() - start
+            raise PeerError(
+                peer, action="waiting for positions", waited=waited, cause=cause
+            ) from None
+
+
+class SampleRequests:
+    """A worker's requests for sample positions: any thread submits, the client's thread resolves.
+
+    Unanswered requests are repeated, since request or answer may be lost with a connection. The
+    last acknowledgement is repeated as well: it covers all earlier ones.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: dict[_Key, SampleFuture[Any]] = {}
+        self._waiting_since: Seconds = math.inf
+        self._last_ack: Acknowledge | None = None
+        self._error: Exception | None = None
+
+    def submit(self, request: Acquire | QueryProgress, timeout: Seconds) -> SampleFuture[Any]:
+        """Add a request; an equal one that is still pending returns the same future."""
+        key = _key(request)
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if not self._pending:
+                self._waiting_since = time.monotonic()
+            return self._pending.setdefault(key, SampleFuture(request, timeout))
+
+    def acknowledge(self, ack: Acknowledge) -> None:
+        with self._lock:
+            self._last_ack = ack
+
+    def on_receive(self, command: Acquired | SampleProgress) -> None:
+        """Resolve the pending request; ignore duplicates."""
+        with self._lock:
+            future = self._pending.pop(_key(command), None)
+        if future is None:
+            return
+        value: Ranges | SamplerState
+        value = command.ranges if isinstance(command, Acquired) else command.sampler_state
+        if isinstance(command, Acquired) and command.why:
+            pipeline, action = f"pipeline {command.worker.pipeline}", "requesting positions"
+            error = PeerError(pipeline, action=action, waited=0.0, cause=command.why)
+            future.future.set_exception(error)
+        else:
+            future.future.set_result(value)
+
+    def fail(self, error: Exception) -> None:
+        """Make all pending and later requests raise `error`."""
+        with self._lock:
+            self._error = self._error or error
+            expected, self._pending = self._pending, {}
+        for future in expected.values():
+            future.future.set_exception(error)
+
+    def waiting_since(self) -> Seconds:
+        """Return when the oldest request was sent or last repeated; inf if none is pending."""
+        with self._lock:
+            return self._waiting_since if self._pending else math.inf
+
+    def unanswered(self, now: Seconds) -> list[Acquire | QueryProgress]:
+        """Return the requests to repeat now."""
+        with self._lock:
+            self._waiting_since = now
+            return [future.request for future in self._pending.values()]
+
+    def last_acks(self) -> list[Acknowledge]:
+        """Return the acknowledgements to repeat after a reconnect."""
+        with self._lock:
+            return [] if self._last_ack is None else [self._last_ack]
+
+
+def _key(message: Acquire | Acquired | QueryProgress | SampleProgress) -> _Key:
+    if isinstance(message, Acquire | Acquired):
+        return Acquire, message.number, message.until
+    return QueryProgress, message.number, None
 
 
 class CoordinatorClient:

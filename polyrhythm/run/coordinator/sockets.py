@@ -21,7 +21,7 @@ from zmq.utils import z85
 
 from polyrhythm.errors import LaunchError
 from polyrhythm.run.coordinator.keys import ClientKeys, ServerKeys
-from polyrhythm.run.coordinator.wire import MAX_HELLO_BYTES
+from polyrhythm.run.coordinator.sessions import MAX_HELLO_BYTES
 from polyrhythm.types import Seconds
 
 _DOMAIN = b"polyrhythm"

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from polyrhythm.run.coordinator.sample_requests import SampleFuture
+from polyrhythm.run.coordinator.client import SampleFuture
 from polyrhythm.run.data.loader import LoadedBatch
 from polyrhythm.sync.dispatch import Ranges
 from polyrhythm.types import Seconds

@@ -13,12 +13,11 @@ import tomli_w
 
 from polyrhythm.errors import LaunchError, PlanError, PolicyError
 from polyrhythm.plan.plan import Plan, even_plan
-from polyrhythm.run.coordinator.options import at_flag, parse_options
 from polyrhythm.run.demo.shape import GPTShape
 from polyrhythm.run.pipeline.options import AUTO, parse_schedule
 from polyrhythm.schedule.check import check
 from polyrhythm.sync.modes import SYNC_MODES
-from polyrhythm.sync.setup import Setup
+from polyrhythm.sync.setup import Setup, at_flag, parse_options
 from polyrhythm.types import Seconds
 
 MAX_TIMEOUT: Seconds = 86_400.0  # a day; timers overflow at some point beyond

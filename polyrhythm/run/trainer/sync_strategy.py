@@ -11,8 +11,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PeerError
-from polyrhythm.run.averaging.group_client import AverageTimings
 from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.averaging.rounds import AverageTimings
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.dispatch import SamplerState

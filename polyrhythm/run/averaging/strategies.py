@@ -1,34 +1,153 @@
-"""Average models at the end of steps: in groups of the scheduler, by a fixed rule, or on a server.
+"""What a GroupSync does in each step: average gradients, or models in one of several ways.
 
-If training waits for the average, all members of a group continue from exact copies. With `overlap`
-training continues at once, and at the end of the next step adds the difference to the current
-weights; a group then has a whole step to form, and its window costs no time. A step of several
-micro-batches may apply the average sooner, between two of them: the remaining gradients are then
-those of the averaged model.
+`GradientAveraging` averages the gradients of all workers before the optimizer's step, so that all
+replicas are equal. `balanced` yields the mean over the micro-batches of the global batch, of which
+each worker computes as many as it can in equal time; every worker's step time is sent with the
+gradients, so that all assign the same micro-batches.
+
+The others average models at the end of steps: in groups of the scheduler, by a fixed rule, or on a
+server. If training waits for the average, all members of a group continue from exact copies. With
+`overlap` training continues at once, and at the end of the next step adds the difference to the
+current weights; a group then has a whole step to form, and its window costs no time. A step of
+several micro-batches may apply the average sooner, between two of them: the remaining gradients are
+then those of the averaged model. With `decoupled` the next forward all-gathers the average.
 
 `local` uses the mean of the models as a direction, in which an outer optimizer makes one step.
 """
 
 import contextlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from polyrhythm.errors import PeerError
-from polyrhythm.run.averaging.averager import AverageResult
-from polyrhythm.run.averaging.buffers import ReplicaState
+from polyrhythm.errors import PeerError, PolicyError
+from polyrhythm.run.averaging.buffers import GradientBuffer, ReplicaState
 from polyrhythm.run.averaging.exchange import all_reduce_mean
-from polyrhythm.run.averaging.group_client import GroupClient
 from polyrhythm.run.averaging.parameter_server import ParameterServerClient
 from polyrhythm.run.averaging.rendezvous import Rendezvous
-from polyrhythm.run.averaging.streaming import ForwardWaitHooks
+from polyrhythm.run.averaging.rounds import AverageResult, GroupClient
+from polyrhythm.run.averaging.split_all_reduce import StreamingBuffer
+from polyrhythm.run.comm.forward_hooks import ForwardOrder, state_hooks
+from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.sync.policies.balanced import MicrobatchBalancer
 from polyrhythm.sync.policies.local import OuterNesterov, pseudo_gradient
 from polyrhythm.sync.policies.static import NodeLayout
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
 _FAILED_TIMEOUT: Seconds = 2.0  # for the rest of an average after training has failed
+
+
+class GradientAveraging:
+    def __init__(self, model: ReplicaState, client: GroupClient) -> None:
+        self.num_steps = 0
+        self._model, self._client = model, client
+        self._gradients = GradientBuffer(model.module)
+        self._is_averaged = False  # the user called average_gradients() before optimizer.step()
+        self._hook = model.optimizer.register_step_pre_hook(self._before_update)
+
+    def average_gradients(self) -> None:
+        self.num_steps += 1
+        self._average()
+        self._is_averaged = True
+
+    def step(self) -> None:
+        """Do nothing: the gradients were averaged before the optimizer's step."""
+
+    def average_all(self) -> None:
+        """Average the models, which differ only in local state such as running statistics."""
+        result = self._client.average_all(lambda _: self._model.flat().read(), self.num_steps - 1)
+        if result is not None:
+            self._model.flat().write(result.value)
+
+    def close(self, *, graceful: bool) -> None:
+        self._hook.remove()
+        self._client.close(graceful=graceful)
+
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_averaged:
+            self.average_gradients()
+        self._is_averaged = False
+
+    def _average(self) -> None:
+        mean = self._mean(self._gradients.read())
+        if mean is not None:
+            self._gradients.write(mean)
+
+    def _mean(self, flat: Tensor) -> Tensor | None:
+        """Return the mean of `flat`, or None if this worker is the only one."""
+        self._client.publish(lambda _: flat)
+        self._client.wait(self.num_steps - 1, needed="averaging gradients")
+        result = self._client.pop_result()
+        return None if result is None else result.value
+
+
+class BalancedGradientAveraging(GradientAveraging):
+    def __init__(
+        self,
+        model: ReplicaState,
+        client: GroupClient,
+        num_pipelines: int,
+        pipeline: Pipeline | None,
+    ) -> None:
+        """`pipeline`: set on stages after the first, to count the micro-batches they were sent."""
+        super().__init__(model, client)
+        self._pipeline = pipeline
+        self._index = client.me.worker.pipeline
+        self._workers = [Worker(client.me.worker.stage, p) for p in range(num_pipelines)]
+        self._present = self._workers
+        self._balancer: MicrobatchBalancer | None = None
+        self._count = 0  # micro-batches of this worker in this step
+        self._step_start: Seconds = 0.0
+
+    def share(self, num_microbatches: int) -> range:
+        if self._pipeline is not None:
+            raise PolicyError(
+                f"a share for {self._workers[self._index]}",
+                expected="share() on the first stage, which sends the batches to the others",
+                fix="call sync.share() where pipeline.is_first, pass it on by step(metadata=...)",
+            )
+        if self._balancer is None or self._balancer.num_microbatches != num_microbatches:
+            self._balancer = MicrobatchBalancer(num_microbatches)
+        counts = self._balancer.assign(self._present)
+        first = sum(counts[worker] for worker in self._present if worker.pipeline < self._index)
+        self._count, self._step_start = counts[self._workers[self._index]], time.perf_counter()
+        return range(first, first + self._count)
+
+    def _average(self) -> None:
+        elapsed = time.perf_counter() - self._step_start
+        if self._pipeline is not None:
+            self._count = len(self._pipeline.sizes)
+        elif self._balancer is None or self._count == 0:
+            raise PolicyError(
+                "a step under balanced without share()",
+                expected="sync.share(num_microbatches) before each step",
+                fix="compute exactly the micro-batches that share() returns",
+            )
+        # One column per worker: number of micro-batches, and seconds per micro-batch.
+        stats = torch.zeros(2, len(self._workers), device="cpu")
+        stats[0, self._index], stats[1, self._index] = self._count, elapsed / self._count
+        gradients = self._gradients.read()
+        flat = torch.cat([gradients, stats.flatten().to(gradients.dtype)])
+        mean = self._mean(flat)
+        if mean is None:  # there is no other worker
+            mean = flat
+        gradients, mean_stats = mean[: gradients.numel()], mean[gradients.numel() :].view_as(stats)
+        self._gradients.write(gradients, factor=1 / mean_stats[0].float().sum().item())
+        if self._balancer is not None:
+            self._update_speeds(mean_stats, self._balancer)
+        self._count = 0
+
+    def _update_speeds(self, mean_stats: Tensor, balancer: MicrobatchBalancer) -> None:
+        """Record every worker's speed from the mean: only the proportions matter."""
+        counts, seconds = mean_stats.tolist()
+        self._present = [w for w in self._workers if counts[w.pipeline] > 0]
+        for worker in self._present:
+            balancer.record(worker, 1, seconds[worker.pipeline])
 
 
 class ModelAveraging:
@@ -171,6 +290,72 @@ class DecoupledModelAveraging(ModelAveraging):
             assert result.published is unchanged, "training has waited for the Commit"
             assert result.streaming_buffer is not None, "the all-gather is running"
             self._forward_hooks.start(result.streaming_buffer)
+
+
+class ForwardWaitHooks:
+    """Write an average into the model while it arrives: modules wait for their tensors in forward.
+
+    Everything else that reads or writes the model waits for the whole average: state_dict,
+    load_state_dict, the optimizer's step, a forward in evaluation. `start` waits for all tensors
+    that no hook has seen yet. The hooks run in the training thread.
+
+    A tensor's number is its index in `ReplicaState.averaged_tensors`; optimizer state follows.
+    """
+
+    def __init__(self, model: ReplicaState, *, timeout: Seconds) -> None:
+        self._model, self._timeout = model, timeout
+        self._streaming_buffer: StreamingBuffer | None = None
+        self._missing: dict[int, tuple[Tensor, Tensor, int]] = {}  # tensor, mean, end in buffer
+        self._forwards = ForwardOrder(model.module, model.averaged_tensors(), self._copy_received)
+        self._seen, optimizer = self._forwards.order, model.optimizer
+
+        def finish(*_: Any) -> None:
+            self.finish()
+
+        self._handles = state_hooks(model.module, before=finish)
+        self._handles.append(optimizer.register_step_pre_hook(finish))
+        self._handles.append(optimizer.register_state_dict_pre_hook(finish))
+        self._handles.append(optimizer.register_load_state_dict_pre_hook(finish))
+
+    def order(self) -> list[int]:
+        """Return tensor numbers in forward order, preceded by those that no hook has seen."""
+        num = len(self._model.averaged_tensors())
+        return [*(i for i in range(num) if i not in self._seen), *self._seen]
+
+    def start(self, streaming_buffer: StreamingBuffer) -> None:
+        """Start to write the mean of the current model; return when the forward may start."""
+        assert not self._missing, "the previous average is complete"
+        self._streaming_buffer, flat = streaming_buffer, self._model.flat()
+        numbers, stop = [*self._model.order], 0
+        for index, (tensor, mean) in enumerate(flat.views(streaming_buffer.value)):
+            stop += mean.numel()
+            number = numbers[index] if index < len(numbers) else index
+            self._missing[number] = tensor, mean, stop
+        self._copy_received([i for i in numbers if i not in self._seen])
+
+    def finish(self, timeout: Seconds | None = None) -> None:
+        """Wait for the whole average and write it."""
+        self._copy_received(list(self._missing), timeout)
+
+    def remove(self) -> None:
+        self._forwards.remove()
+        for handle in self._handles:
+            handle.remove()
+
+    @torch.no_grad()
+    def _copy_received(self, numbers: Iterable[int], timeout: Seconds | None = None) -> None:
+        if not self._missing:
+            return
+        streaming_buffer = self._streaming_buffer
+        for number in numbers:
+            if number in self._missing:
+                assert streaming_buffer is not None, "an average is arriving"
+                tensor, mean, stop = self._missing[number]
+                streaming_buffer.wait(stop, self._timeout if timeout is None else timeout)
+                tensor.copy_(mean)
+                del self._missing[number]
+        if not self._missing:
+            self._streaming_buffer = None
 
 
 class StaticAveraging:
