@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.plan.plan import AUTO
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import new_gloo_group
 from polyrhythm.run.comm.store import JobStore, Members
@@ -41,7 +40,7 @@ from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.modes import SyncMode
 from polyrhythm.sync.replay import JobShape, StepTiming
-from polyrhythm.types import Seconds, Worker
+from polyrhythm.types import AUTO, Seconds, Worker
 
 _MIN_COMPUTE: Seconds = 1e-6  # clock differences may yield 0 or less
 
