@@ -23,8 +23,7 @@ from polyrhythm.errors import LaunchError
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import new_gloo_group
 from polyrhythm.run.comm.store import JobStore, Members
-from polyrhythm.run.data.loader import SampleLoader
-from polyrhythm.run.data.prefetch import Prefetcher, resolved_ranges
+from polyrhythm.run.data.loader import Prefetcher, SampleLoader, resolved_ranges
 from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
