@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.dispatch import SampleDispatcher
+from polyrhythm.sync.dispatch import SampleLedger
 from polyrhythm.sync.dispatch_handler import DispatchHandler
 from polyrhythm.sync.group_lifecycle import GroupLifecycle
 from polyrhythm.sync.members import MemberState, MemberStatus
@@ -65,7 +65,7 @@ class Scheduler:
         limits: Limits | None = None,
         pipelines_die_whole: bool = True,
         first_gid: int = 1,  # above all group ids of an earlier scheduler of the job
-        dispatcher: SampleDispatcher | None = None,
+        dispatcher: SampleLedger | None = None,
     ) -> None:
         if not policies or num_pipelines < 1:
             raise PolicyError(
