@@ -7,8 +7,8 @@ from itertools import combinations_with_replacement, product
 
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import LinkChange
+from polyrhythm.lab.agent import PACKET, SEGMENT
 from polyrhythm.lab.lab import Lab
-from polyrhythm.lab.meter import PACKET, SEGMENT
 from polyrhythm.types import BytesPerSecond, Seconds
 
 WIRE_OVERHEAD = PACKET / SEGMENT  # bytes on the wire per byte that TCP carries

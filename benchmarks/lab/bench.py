@@ -16,10 +16,10 @@ from rich.console import Console
 from benchmarks.harness.network import uniform_cluster
 from benchmarks.harness.report import Bar, Result, print_bars, print_rows, select
 from polyrhythm.describe.cluster import Cluster, Device
+from polyrhythm.lab.agent import MeasureWindow
 from polyrhythm.lab.lab import Lab
-from polyrhythm.lab.measure import MIN_GOODPUT
-from polyrhythm.lab.meter import MeasureWindow, Meter, Pair, described_round_trip
-from polyrhythm.lab.timing import TimedRounds, rounds_on_time
+from polyrhythm.lab.measure import MIN_GOODPUT, TimedRounds, rounds_on_time
+from polyrhythm.lab.meter import Meter, Pair, described_round_trip
 from polyrhythm.tables import print_line
 from polyrhythm.types import BytesPerSecond, Seconds
 

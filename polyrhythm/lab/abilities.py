@@ -89,7 +89,8 @@ def attempt(probe: Callable[[], str], timeout: Seconds = TIMEOUT) -> ProbeOutcom
     try:
         if not receiving.poll(timeout):
             return ProbeOutcome(f"no answer within {timeout:g} s", None)
-        return ProbeOutcome(*receiving.recv())
+        error, _, text = receiving.recv_bytes().decode().partition(" ")
+        return ProbeOutcome(text, int(error))
     except EOFError:
         child.join()
         code = child.exitcode or 0
@@ -137,9 +138,9 @@ def _set_real_time_priority() -> str:
 
 def _run_probe(probe: Callable[[], str], sending: "multiprocessing.connection.Connection") -> None:
     try:
-        sending.send((probe(), 0))
+        sending.send_bytes(f"0 {probe()}".encode())
     except OSError as error:
-        sending.send((error.strerror or str(error), error.errno))
+        sending.send_bytes(f"{error.errno or -1} {error.strerror or error}".encode())
 
 
 def _finding(

@@ -1,23 +1,29 @@
 """Measure a lab against its description: one pair of hosts, several at once, or every pair.
 
 Each link carries one measurement at a time; pairs are measured concurrently only within the
-switch's capacity. A result that the switch may have limited is marked with a doubt.
+switch's capacity. A measurement during which the switch delivered packets late is repeated. A
+result that the switch may have limited is marked with a doubt.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Generic, TypeVar
 
 from polyrhythm.describe.cluster import Cluster, Link
 from polyrhythm.describe.pairs import round_robin_pairs
+from polyrhythm.lab.agent import MeasureWindow
 from polyrhythm.lab.commands import SwitchTiming
 from polyrhythm.lab.lab import SWITCH_LIMIT, Lab
-from polyrhythm.lab.meter import NUM_ECHOES, MeasureWindow, Meter, Pair, described_round_trip
-from polyrhythm.lab.timing import TimedRounds, rounds_on_time
+from polyrhythm.lab.meter import NUM_ECHOES, Meter, Pair, described_round_trip
 from polyrhythm.types import BytesPerSecond, Seconds
 
 MIN_GOODPUT = 0.92  # of the described bandwidth; a link with less is not as described
+MAX_ATTEMPTS = 3  # at a measurement, while the switch is late
 
+Value = TypeVar("Value")
 _Figures = tuple[list[Seconds], list[BytesPerSecond]]  # round trips and goodput of a round's pairs
 
 
@@ -85,6 +91,46 @@ def check_pairs(
         rows=tuple(sorted(rows, key=lambda row: (index[row.source], index[row.target]))),
         switch_timing=_worst([found.switch_timing for found in rounds]),
         num_rejected=sum(found.num_rejected for found in rounds),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedRounds(Generic[Value]):
+    """The values of all rounds on time; if every round was late, the last one and `trouble`."""
+
+    values: list[Value]
+    switch_timing: SwitchTiming  # of the last round
+    num_rejected: int  # rounds not in `values`, because the switch was late
+    trouble: str | None  # why the value is unreliable, if every round was late
+
+
+def rounds_on_time(
+    lab: Lab,
+    work: Callable[[], Value],
+    *,
+    num_rounds: int = 1,
+    max_attempts: int = MAX_ATTEMPTS,
+    deadline: Seconds = math.inf,
+) -> TimedRounds[Value]:
+    """Repeat `work` until `num_rounds` rounds were on time, or for `max_attempts` rounds in all.
+
+    After `deadline` (time.monotonic()) no further round starts.
+    """
+    values: list[Value] = []
+    late: list[Value] = []
+    while True:
+        lab.report(reset=True)
+        value = work()
+        switch_timing = lab.report().switch_timing
+        (values if switch_timing.trouble is None else late).append(value)
+        enough = len(values) == num_rounds or len(values) + len(late) == max_attempts
+        if enough or time.monotonic() >= deadline:
+            break
+    return TimedRounds(
+        values=values or late[-1:],
+        switch_timing=switch_timing,
+        num_rejected=len(late) if values else len(late) - 1,
+        trouble=None if values else switch_timing.trouble,
     )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from polyrhythm.lab.channel import Channel
+from polyrhythm.lab.channel import MAX_BYTES, Channel, destination, wire_bytes
 from polyrhythm.lab.clients import Clients
 from polyrhythm.lab.commands import (
     AnySwitchCommand,
@@ -43,7 +43,6 @@ from polyrhythm.lab.commands import (
 )
 from polyrhythm.lab.host_state import HostStates, namespace_id
 from polyrhythm.lab.namespace import Host
-from polyrhythm.lab.packet import MAX_BYTES, destination, wire_bytes
 from polyrhythm.types import Seconds
 
 POLL_INTERVAL: Seconds = 2e-4  # at least this long between polls, to read packets in batches

@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from polyrhythm.sync.dispatch import Ranges, SampleLedger
-from polyrhythm.sync.members import MemberState, MemberStatus
-from polyrhythm.sync.membership import Membership
+from polyrhythm.sync.members import Membership, MemberState, MemberStatus
 from polyrhythm.sync.protocol import (
     Acknowledge,
     Acquire,

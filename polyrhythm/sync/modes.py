@@ -23,9 +23,9 @@ from typing import Any, Literal
 import msgspec
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.sync.members import Limits
+from polyrhythm.sync.policies.windowed import LEASE, EnforcementToken
 from polyrhythm.sync.policy import Policy
-from polyrhythm.sync.timeouts import Limits
-from polyrhythm.sync.token import LEASE, EnforcementToken
 from polyrhythm.types import Seconds
 
 MAX_GROUP_WAIT: Seconds = 30.0  # or `Limits.group_timeout_steps` steps, if that is longer

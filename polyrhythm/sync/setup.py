@@ -12,10 +12,10 @@ import msgspec
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.dispatch import SampleLedger, SamplerState
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.modes import SyncMode, make_policies
+from polyrhythm.sync.policies.windowed import LEASE
 from polyrhythm.sync.scheduler import Scheduler
-from polyrhythm.sync.timeouts import Limits
-from polyrhythm.sync.token import LEASE
 from polyrhythm.types import Seconds, Worker
 
 

@@ -21,8 +21,8 @@ from polyrhythm.describe.scenario import Scenario, Slow
 from polyrhythm.describe.transformer_work import bert
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.simulate.job import SimulatedJob, replicas
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.setup import Setup
-from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import BytesPerSecond, Seconds
 from reproduction.sdpipe.matching import MatchingSetup
 from reproduction.simulation import NodeCluster, node_cluster

@@ -10,8 +10,8 @@ from polyrhythm.errors import LaunchError, PeerError, PolicyError
 from polyrhythm.run.coordinator.server import Coordinator
 from polyrhythm.run.coordinator.sessions import Accepted, Heartbeat, Welcome
 from polyrhythm.sync.decision_log import DecisionReader, replay
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.protocol import Assign, Commit, Done, Join, Leave, Ready, Refuse, Skip
-from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
 from tests.gloo.coordinators import (
     KEYS,

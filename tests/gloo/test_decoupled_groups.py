@@ -1,7 +1,6 @@
 """Averages that are all-gathered during the next forward equal those of a worker that waits."""
 
 import copy
-import itertools
 import threading
 import time
 import warnings
@@ -25,7 +24,6 @@ from tests.gloo.replicas import TIMEOUT, Point, run_replicas
 from tests.grids import long_except
 
 WIDTH = 8
-NAMES = map(str, itertools.count())  # of the GroupSyncs of a job
 FULL_GROUP = {  # options with which three workers form one group
     "age": {"window": float("inf"), "group_size": 3},
     "adaptive": {"window": float("inf"), "group_size": 3},
@@ -123,7 +121,8 @@ def make_replica(
     torch.manual_seed(3)
     model = kind()
     updates = optimizer(model)
-    options = {"options": FULL_GROUP[policy], "timeout": TIMEOUT, "name": next(NAMES), **more}
+    name = f"decoupled={more.get('decoupled')}"  # one job makes two
+    options = {"options": FULL_GROUP[policy], "timeout": TIMEOUT, "name": name, **more}
     return model, updates, GroupSync(model, updates, policy, **options)
 
 
@@ -340,13 +339,9 @@ def test_pipeline_stages_all_gather_during_forward(tmp_path: Path) -> None:
             ) as pipeline:
                 optimizer = sgd(pipeline.module)
                 options = {"window": float("inf"), "group_size": 2}
+                name = f"decoupled={decoupled}"
                 with GroupSync(
-                    pipeline,
-                    optimizer,
-                    "age",
-                    options=options,
-                    decoupled=decoupled,
-                    name=next(NAMES),
+                    pipeline, optimizer, "age", options=options, decoupled=decoupled, name=name
                 ) as sync:
                     for batch in range(4):
                         step(pipeline, *random_batch(8, 8, seed=10 * number + batch))

@@ -15,9 +15,10 @@ from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.errors import PeerError
 from polyrhythm.lab import check_table, meter
+from polyrhythm.lab.agent import MeasureWindow, MedianEchoTime
 from polyrhythm.lab.lab import Lab
 from polyrhythm.lab.measure import check_pairs, goodput, round_trip
-from polyrhythm.lab.meter import MeasureWindow, Meter, Pair, window_for
+from polyrhythm.lab.meter import Meter, Pair, window_for
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -104,7 +105,7 @@ def end_at_once(*args: object) -> float:
 
 
 def test_dead_measuring_process_is_detected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter, "_median_echo_time", end_at_once)
+    monkeypatch.setattr(MedianEchoTime, "run", end_at_once)
     with Lab(triangle()) as lab, pytest.raises(PeerError, match="exit status 3") as lost:
         round_trip(lab, "a", "b")
     assert lost.value.waited < meter.EXTRA_TIMEOUT

@@ -1,10 +1,10 @@
 """A scheduler of all-reduce with all workers joined, and a scripted policy, for tests."""
 
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.policies.all_reduce import AllReduce
 from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.protocol import Command, Join, Ready
 from polyrhythm.sync.scheduler import Scheduler
-from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Group, Seconds, Worker
 
 A, B, C = (Worker(0, pipeline) for pipeline in range(3))

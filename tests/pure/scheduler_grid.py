@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.modes import SyncMode, make_policies
 from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.protocol import (
@@ -36,7 +37,6 @@ from polyrhythm.sync.protocol import (
     Timer,
 )
 from polyrhythm.sync.scheduler import Scheduler
-from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Action, Op, Seconds, Worker
 
 HEARTBEAT = 30.0  # time until a death is noticed

@@ -10,9 +10,9 @@ import pytest
 
 from polyrhythm.errors import EventError, PolicyError
 from polyrhythm.sync.decision_log import DecisionLog, DecisionReader, replay
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.protocol import Commit, Dead, Done, Event, Join, Leave, Ready, Timer
 from polyrhythm.sync.setup import Setup
-from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
 
 SETUP = Setup(

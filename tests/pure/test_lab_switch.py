@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import Join, Kill, LinkChange, Pause, Scenario
+from polyrhythm.lab.channel import destination, wire_bytes
 from polyrhythm.lab.commands import (
     ChangeLinks,
     CommandReply,
@@ -20,7 +21,6 @@ from polyrhythm.lab.commands import (
     decode_reply,
     encode,
 )
-from polyrhythm.lab.packet import destination, wire_bytes
 from polyrhythm.lab.switch import LatenessHistogram
 from polyrhythm.lab.timeline import absent_at_start, link_command, scenario_commands
 

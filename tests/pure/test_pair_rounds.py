@@ -12,9 +12,8 @@ from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.pairs import disjoint_rounds, round_robin_pairs
 from polyrhythm.lab.commands import SwitchReport, SwitchTiming
 from polyrhythm.lab.lab import SWITCH_LIMIT
-from polyrhythm.lab.measure import _rows, measurement_batches
+from polyrhythm.lab.measure import _rows, measurement_batches, rounds_on_time
 from polyrhythm.lab.meter import window_for
-from polyrhythm.lab.timing import rounds_on_time
 
 MEGABIT = 125e3
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.modes import POLICIES
 from polyrhythm.sync.policies.age import Age
 from polyrhythm.sync.policies.all_reduce import AllReduce
@@ -29,7 +30,6 @@ from polyrhythm.sync.protocol import (
     Timer,
 )
 from polyrhythm.sync.scheduler import Scheduler
-from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Group, Worker
 from tests.pure.scheduler_cases import LIMITS, A, B, C, ScriptedPolicy, ready, scheduler_of
 from tests.pure.scheduler_grid import HEARTBEAT, Grid, grid_of, seeds

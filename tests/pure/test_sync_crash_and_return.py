@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.modes import SyncMode, make_policies
 from polyrhythm.sync.scheduler import Scheduler
-from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
 from tests.grids import num_examples
 from tests.pure.scheduler_grid import Grid

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.modes import make_policies
 from polyrhythm.sync.policies.random_groups import RandomGroups
 from polyrhythm.sync.protocol import Abort, Assign, Commit, Leave, Ready, Skip
 from polyrhythm.sync.scheduler import Scheduler
-from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
 from tests.pure.policy_driver import connected, job_of, random_durations, workers
 from tests.pure.scheduler_grid import Grid, random_times, seeds

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
+from polyrhythm.sync.members import LearnedTimeout, Limits
 from polyrhythm.sync.modes import MAX_GROUP_WAIT, SyncMode, make_policies
 from polyrhythm.sync.protocol import Assign, Skip
 from polyrhythm.sync.scheduler import Scheduler
-from polyrhythm.sync.timeouts import LearnedTimeout, Limits
 from polyrhythm.types import Action, Seconds, Worker
 from tests.pure.scheduler_grid import Grid, random_times
 

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrhythm.sync.policies.adaptive import Adaptive, default_last_groups
-from polyrhythm.sync.policies.age import Age, default_max_age
-from polyrhythm.sync.validators import CausalAge, UnionConnectivity
+from polyrhythm.sync.policies.adaptive import Adaptive, UnionConnectivity, default_last_groups
+from polyrhythm.sync.policies.age import Age, CausalAge, default_max_age
 from tests.pure.policy_driver import train
 
 

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrhythm.sync.members import MemberStatus
-from polyrhythm.sync.membership import Membership
+from polyrhythm.sync.members import Membership, MemberStatus
 from polyrhythm.sync.policies.all_reduce import AllReduce
 from polyrhythm.sync.protocol import Abort, Assign, CopyFrom, Dead, Join, Leave, Ready, Skip
 from polyrhythm.sync.scheduler import Scheduler
@@ -26,7 +25,7 @@ def test_death_deactivates_its_pipeline_at_every_stage() -> None:
         Skip(other[1], 1, "all are ready; 1 of 2 workers are absent"),
         Skip(pipeline[2], 1, "s1p1 died", True),
     ]
-    assert scheduler.epoch == 3  # two pipelines joined, one was lost
+    assert scheduler.membership.epoch == 3  # two pipelines joined, one was lost
     (skip,) = ready(scheduler, pipeline[0], clock=2, now=3.0)
     assert skip.why == "its pipeline is incomplete: s1p1 is dead"
 

@@ -9,6 +9,7 @@ import pytest
 
 import polyrhythm
 from polyrhythm.errors import PolicyError
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.modes import (
     AUTO_MODES,
     POLICIES,
@@ -17,14 +18,12 @@ from polyrhythm.sync.modes import (
     make_policies,
     make_policy,
 )
-from polyrhythm.sync.policies.adaptive import Adaptive
-from polyrhythm.sync.policies.age import Age
+from polyrhythm.sync.policies.adaptive import Adaptive, UnionConnectivity
+from polyrhythm.sync.policies.age import Age, CausalAge
 from polyrhythm.sync.policies.all_reduce import AllReduce
+from polyrhythm.sync.policies.windowed import EnforcementToken
 from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.setup import Setup
-from polyrhythm.sync.timeouts import Limits
-from polyrhythm.sync.token import EnforcementToken
-from polyrhythm.sync.validators import CausalAge, UnionConnectivity
 from polyrhythm.types import Group, Worker
 
 NAMES = "all_reduce static random smart partial_reduce adaptive age pairwise ssp balanced local"

@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.modes import MAX_GROUP_WAIT, POLICIES, SyncMode, make_policies
 from polyrhythm.sync.policies.adaptive import Adaptive
 from polyrhythm.sync.policies.age import Age
+from polyrhythm.sync.policies.windowed import EnforcementToken, WindowedGroups
 from polyrhythm.sync.protocol import Assign, Ready
 from polyrhythm.sync.scheduler import Scheduler
-from polyrhythm.sync.timeouts import Limits
-from polyrhythm.sync.token import EnforcementToken
-from polyrhythm.sync.windowed_groups import WindowedGroups
 from polyrhythm.types import Action, Op, Worker
 from tests.grids import num_examples
 from tests.pure.scheduler_grid import (

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.modes import SyncMode, make_policies
 from polyrhythm.sync.policies.ssp import BoundedStaleness
 from polyrhythm.sync.scheduler import Scheduler
-from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Group, Worker
 from tests.pure.scheduler_grid import Grid, random_times, seeds
 

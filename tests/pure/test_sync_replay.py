@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from polyrhythm.sync.dispatch import SamplerState
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.modes import POLICIES, SyncMode, make_policies
 from polyrhythm.sync.protocol import (
     Abort,
@@ -35,7 +36,6 @@ from polyrhythm.sync.protocol import (
     Timer,
 )
 from polyrhythm.sync.scheduler import Scheduler
-from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
 from tests.pure.scheduler_grid import OPTIONS, Grid, random_times
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.policies.pairwise import Pairwise
 from polyrhythm.sync.protocol import Abort, AverageAll, Commit, Done, Join, Ready, Request, Skip
 from polyrhythm.sync.scheduler import Scheduler
-from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
 
 A, B = Worker(0, 0), Worker(0, 1)  # the active worker, and the passive one

@@ -2,13 +2,13 @@
 
 import pytest
 
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.modes import POLICIES, SYNC_MODES, SyncMode, make_policies
 from polyrhythm.sync.policies.adaptive import Adaptive
 from polyrhythm.sync.policies.smart import SmartGroups
+from polyrhythm.sync.policies.windowed import WindowRule
 from polyrhythm.sync.protocol import Abort, Assign, Command, Done, Join, Ready, Request, Skip
 from polyrhythm.sync.scheduler import Scheduler
-from polyrhythm.sync.timeouts import Limits
-from polyrhythm.sync.windowed_groups import WindowRule
 from polyrhythm.types import Seconds, Worker
 
 W = [Worker(0, pipeline) for pipeline in range(6)]

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.policies.all_reduce import AllReduce
 from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.protocol import (
@@ -21,7 +22,6 @@ from polyrhythm.sync.protocol import (
     Timer,
 )
 from polyrhythm.sync.scheduler import Scheduler
-from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Group, Seconds, Worker
 from tests.pure.scheduler_cases import LIMITS, A, B, C, ScriptedPolicy, ready, scheduler_of
 

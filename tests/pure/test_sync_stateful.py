@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.modes import POLICIES, SyncMode, make_policies
 from polyrhythm.sync.protocol import (
     Abort,
@@ -32,7 +33,6 @@ from polyrhythm.sync.protocol import (
     Timer,
 )
 from polyrhythm.sync.scheduler import Scheduler
-from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Worker
 from tests.grids import num_examples
 

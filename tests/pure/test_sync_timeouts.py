@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.group_queue import GroupQueue
-from polyrhythm.sync.members import MemberState, StagePolicy
+from polyrhythm.sync.members import GroupQueue, LearnedTimeout, Limits, MemberState, StagePolicy
 from polyrhythm.sync.policy import Policy
-from polyrhythm.sync.timeouts import LearnedTimeout, Limits
 from polyrhythm.types import Group, Seconds, Worker
 
 TIMEOUT = LearnedTimeout(timeout_factor=10.0, floor=1.0, ceiling=60.0, current=60.0)

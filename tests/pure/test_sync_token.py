@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.policies.adaptive import Adaptive
-from polyrhythm.sync.token import NO_STAGE, EnforcementToken
+from polyrhythm.sync.policies.windowed import NO_STAGE, EnforcementToken
 from polyrhythm.types import Group, Worker
 
 LEASE = 10.0

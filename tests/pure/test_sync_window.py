@@ -7,7 +7,7 @@ import pytest
 
 from polyrhythm.sync.policies.adaptive import Adaptive
 from polyrhythm.sync.policies.age import Age
-from polyrhythm.sync.window import PaperWindow, RateWindow
+from polyrhythm.sync.policies.windowed import PaperWindow, RateWindow
 from polyrhythm.types import Group, Seconds, Worker
 from tests.pure.policy_driver import join_all, train, workers
 

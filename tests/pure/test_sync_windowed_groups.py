@@ -14,8 +14,8 @@ from polyrhythm.sync.policies.adaptive import Adaptive
 from polyrhythm.sync.policies.age import Age
 from polyrhythm.sync.policies.all_reduce import AllReduce
 from polyrhythm.sync.policies.partial_reduce import PartialReduce
+from polyrhythm.sync.policies.windowed import EnforcementToken
 from polyrhythm.sync.policy import Policy
-from polyrhythm.sync.token import EnforcementToken
 from polyrhythm.types import Group, Seconds, Worker
 from tests.grids import num_examples
 from tests.pure.policy_driver import connected, join_all, replay, train, workers

@@ -49,10 +49,10 @@ from polyrhythm.run.coordinator.client import CoordinatorClient
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.dispatch import SamplerState
+from polyrhythm.sync.members import Limits
 from polyrhythm.sync.modes import SYNC_MODES
 from polyrhythm.sync.policies.local import OuterNesterov
 from polyrhythm.sync.setup import Setup
-from polyrhythm.sync.timeouts import Limits
 from polyrhythm.types import Seconds, Worker
 
 # Of the timeout: the scheduler reports the missing workers before this worker's wait ends.

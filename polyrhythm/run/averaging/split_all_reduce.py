@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from polyrhythm.cost.sync import BUCKET
 from polyrhythm.errors import PeerError
@@ -32,6 +31,7 @@ from polyrhythm.run.averaging.exchange import (
     tag,
 )
 from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.store import JobStore, Members, prefixed
 from polyrhythm.sync.repair import plan_transfers
 from polyrhythm.types import Seconds
 
@@ -40,7 +40,6 @@ _MIN_TIMEOUT: Seconds = 15.0  # as the coordinator's heartbeat timeout
 _PEER_TIMEOUT: Seconds = 5.0
 _POLL: Seconds = 0.002  # of the survivors' reports, initially; doubled up to _LONGEST_POLL
 _LONGEST_POLL: Seconds = 0.05
-_SURVIVORS = "decision"  # the store key of the agreed survivors
 
 
 class SplitAllReduce:
@@ -108,44 +107,45 @@ class SplitAllReduce:
             return self._repair(error, timeout, should_stop)
 
     def _repair(self, error: PeerError, timeout: Seconds, should_stop: Callable[[], bool]) -> str:
-        members = self._members
+        index = self._members.index(self._connections.me)
+        backend = prefixed("survivors", self._connections.store)
+        store = JobStore(backend, index, timeout=_PEER_TIMEOUT)
+        members = Members(tuple(range(len(self._members))))
         for attempt in range(len(self._members)):
-            name, reports = f"{self._number}/{attempt}", dict[Peer, str]()
+            name, reports = f"{self._number}/{attempt}", dict[int, list[int]]()
             if not should_stop():  # a stopping member must not count as a survivor
                 reports = agree_on_survivors(
-                    self._connections.store,
-                    name,
-                    self._connections.me,
-                    members,
-                    " ".join(map(str, sorted(self._has))),
-                    timeout=_PEER_TIMEOUT,
-                    should_stop=should_stop,
+                    store, name, sorted(self._has), members, should_stop=should_stop
                 )
             if should_stop():
                 raise error
-            members = list(reports)
-            if self._connections.me not in reports or len(reports) == 1:
+            members = Members(tuple(reports))
+            if index not in reports or len(reports) == 1:
                 break
             if self._transfer_shards(name, reports, timeout, should_stop):
-                return f"{error}; {len(members)} of {len(self._members)} members repaired it"
+                return f"{error}; {len(reports)} of {len(self._members)} members repaired it"
         missing = [shard for i, shard in enumerate(self._slices) if i not in self._has]
         if missing:
             self.streaming_buffer.restore_missing(self._published, missing)
         return f"{error}; kept own numbers for {len(missing)} of {len(self._slices)} shards"
 
     def _transfer_shards(
-        self, name: str, reports: dict[Peer, str], timeout: Seconds, should_stop: Callable[[], bool]
+        self,
+        name: str,
+        reports: dict[int, list[int]],
+        timeout: Seconds,
+        should_stop: Callable[[], bool],
     ) -> bool:
         """Transfer missing shards; return whether all survivors have everything."""
-        has = {
-            peer.worker: {int(shard) for shard in text.split()} for peer, text in reports.items()
-        }
+        survivors = {self._members[index]: set(shards) for index, shards in reports.items()}
+        has = {peer.worker: shards for peer, shards in survivors.items()}
         planned = plan_transfers(has, len(self._slices))
         if not planned:
             return True
-        peers, messages = {peer.worker: peer for peer in reports}, PostedMessages(self._connections)
+        messages = PostedMessages(self._connections)
+        peers = {peer.worker: peer for peer in survivors}
         me, value = self._connections.me, self.streaming_buffer.value
-        others = [peer for peer in reports if peer != me]
+        others = [peer for peer in survivors if peer != me]
         try:
             self._connections.connect(
                 others, f"{name}/repair", timeout=_PEER_TIMEOUT, should_stop=should_stop
@@ -258,39 +258,33 @@ class StreamingBuffer:
 
 
 def agree_on_survivors(
-    store: Store,
+    store: JobStore,
     name: str,
-    me: Peer,
-    members: Sequence[Peer],
-    report: str,
+    report: list[int],
+    members: Members,
     *,
-    timeout: Seconds,
     should_stop: Callable[[], bool],
-) -> dict[Peer, str]:
+) -> dict[int, list[int]]:
     """Return the report of each survivor, equal for all callers; empty if `should_stop`.
 
-    The first member that has seen all reports, or has waited for `timeout`, stores the survivors; a
-    member that reports later is not among them. The store of torch.distributed decides, not the
+    The first member that has seen all reports, or has waited for the store's timeout, decides who
+    the survivors are; a member that reports later is not among them. The store decides, not the
     members' connections, some of which are broken: if another worker were lost meanwhile, the rest
     would disagree on whether its report had arrived.
     """
-    reports = PrefixStore(f"survivors/{name}", store)
-    deadline, pause = time.monotonic() + timeout, _POLL
+    deadline, pause = time.monotonic() + store.timeout, _POLL
 
-    def arrived() -> list[Peer]:
-        return [peer for peer in members if reports.check([str(peer.worker)])]
+    def arrived() -> list[int]:
+        return [index for index in members.ranks if store.is_published(name, index, members)]
 
     with peer_errors("the store", "agreeing on survivors"):
-        reports.set(str(me.worker), report)
-        while not reports.check([_SURVIVORS]) and len(arrived()) < len(members):
+        store.publish(name, report, members)
+        while store.peek(name, members) is None and len(arrived()) < len(members.ranks):
             if should_stop():  # do not decide for the others
                 return {}
             if time.monotonic() >= deadline:
                 break
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL)
-        own_view = " ".join(str(peer.worker) for peer in arrived())
-        survivors = reports.compare_set(_SURVIVORS, "", own_view).decode().split()
-        return {
-            p: reports.get(str(p.worker)).decode() for p in members if str(p.worker) in survivors
-        }
+        survivors = store.set_once(name, arrived(), members)
+        return {index: store.receive(name, index, members) for index in survivors}

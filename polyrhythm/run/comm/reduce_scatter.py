@@ -29,8 +29,8 @@ HALF_PRECISION = (torch.float16, torch.bfloat16)
 _NUM_TAGS = 2**20
 _WHOLE = slice(None)
 # Torch 2.11 has only the old names; newer releases warn about them.
-_nccl_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_nccl_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _P = TypeVar("_P")
 _P_contra = TypeVar("_P_contra", contravariant=True)
@@ -334,7 +334,7 @@ class PinnedCollectives:
         for stream in (self._to_host, self._to_device):
             flat.record_stream(stream)  # after an error `flat` may be freed without a wait
         return _StagedWork(
-            posted=self._post_executor.submit(_post_staged, copied, post, staged),
+            posted=self._post_executor.submit(_post, copied, post, staged),
             copy_back=partial(self._copy_back, staged, flat, to_device, key),
         )
 
@@ -388,9 +388,7 @@ class _StagedWork:
         self.copy_back()
 
 
-def _post_staged(
-    copied: torch.cuda.Event, post: Callable[[Tensor], Pending], staged: Tensor
-) -> Pending:
+def _post(copied: torch.cuda.Event, post: Callable[[Tensor], Pending], staged: Tensor) -> Pending:
     copied.synchronize()
     with peer_errors("another worker", "averaging"):
         return post(staged)
@@ -424,24 +422,18 @@ class NcclCollectives:
         if flat.dtype in HALF_PRECISION:
             flat.div_(self.num_workers)
             operation = dist.ReduceOp.SUM
-        return _start_nccl(
-            lambda: _nccl_reduce_scatter(
-                own_shard, flat, op=operation, group=self._group, async_op=True
-            )
+        return _start(
+            lambda: _reduce_scatter(own_shard, flat, op=operation, group=self._group, async_op=True)
         )
 
     def all_gather(self, flat: Tensor, number: int) -> Pending:
         flat = _real(flat)
         own_shard = flat.view(self.num_workers, -1)[self.rank]
-        return _start_nccl(
-            lambda: _nccl_all_gather(flat, own_shard, group=self._group, async_op=True)
-        )
+        return _start(lambda: _all_gather(flat, own_shard, group=self._group, async_op=True))
 
     def all_reduce_any(self, flag: Tensor) -> None:
         """Set `flag`, for later work in the current stream, if any worker has set it."""
-        _start_nccl(
-            lambda: dist.all_reduce(flag, dist.ReduceOp.MAX, self._group, async_op=True)
-        ).wait()
+        _start(lambda: dist.all_reduce(flag, dist.ReduceOp.MAX, self._group, async_op=True)).wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,7 +445,7 @@ class _NcclWork:
             self.work.wait()  # with a timeout it would block the host
 
 
-def _start_nccl(collective: Callable[[], dist.Work]) -> Pending:
+def _start(collective: Callable[[], dist.Work]) -> Pending:
     with peer_errors("another worker", "averaging"):  # the first collective connects all workers
         return _NcclWork(collective())
 

@@ -122,11 +122,8 @@ class DistributedOptimizer(Optimizer):
         self._replicas.broadcast_initial_state(
             _CONSTRUCTOR, list(module.parameters()), list(module.buffers())
         )
-        self._group_of = {
-            id(parameter): number
-            for number, param_group in enumerate(optimizer.param_groups)
-            for parameter in param_group["params"]
-        }
+        param_groups = enumerate(optimizer.param_groups)
+        self._group_of = [number for number, each in param_groups for _ in each["params"]]
         indices = {parameter: index for index, parameter in enumerate(self._parameters)}
         tied = set() if stage is None else stage.tied
         self._tied = frozenset(indices[p] for p in tied if p in indices)
@@ -268,14 +265,15 @@ class DistributedOptimizer(Optimizer):
         _check_initialized()
         return {
             "state": self._full_state(_STATE_DICT),
-            "param_groups": self._unsharded_param_groups(),
+            "param_groups": unsharded_param_groups(self._inner.param_groups, self._group_of),
         }
 
     def async_state_dict(self) -> Future[dict[str, Any]]:
         """Copy this worker's shard now and gather the rest during training; called by all."""
         _check_initialized()
         self.synchronize()
-        buckets, groups = list(self._gradient_sync.buckets), self._unsharded_param_groups()
+        buckets = list(self._gradient_sync.buckets)
+        groups = unsharded_param_groups(self._inner.param_groups, self._group_of)
         if self._background is None:
             self._background = BackgroundGather(self._replicas.ranks, timeout=self._timeout)
         arguments = (
@@ -295,7 +293,7 @@ class DistributedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this or of a plain optimizer; all workers load the same one."""
         groups, own_groups = state_dict["param_groups"], self._inner.param_groups
-        counts = Counter(self._group_of.values())
+        counts = Counter(self._group_of)
         check_groups(groups, [counts[number] for number in range(len(own_groups))])
         check_state(state_dict["state"], self._parameters, self._names)
         self.synchronize()
@@ -398,14 +396,10 @@ class DistributedOptimizer(Optimizer):
         for group in self._inner.param_groups:
             group["params"] = []
         for shard in self._gradient_sync.shards:
-            group = self._inner.param_groups[self._group_of[id(self._parameters[shard.index])]]
+            group = self._inner.param_groups[self._group_of[shard.index]]
             group["params"].append(shard.parameter)
         self._inner.param_groups[0]["params"].append(self._gradient_sync.found_inf)
         self._adopt_state(state)
-
-    def _unsharded_param_groups(self) -> list[dict[str, Any]]:
-        numbers = [self._group_of[id(parameter)] for parameter in self._parameters]
-        return unsharded_param_groups(self._inner.param_groups, numbers)
 
     def _full_state(self, call: str) -> State:
         """Gather the whole state; all workers make this call."""
@@ -423,7 +417,7 @@ class DistributedOptimizer(Optimizer):
         for shard in self._gradient_sync.shards:
             full, parameter = state.get(shard.index), self._parameters[shard.index]
             if full:
-                group = self._inner.param_groups[self._group_of[id(parameter)]]
+                group = self._inner.param_groups[self._group_of[shard.index]]
                 fused = bool(group.get("fused") or group.get("capturable"))
                 self._inner.state[shard.parameter] = shard_state(
                     full, shard, parameter, fused=fused

@@ -5,19 +5,22 @@ groups of a stage would not connect all of its workers, the next group waits for
 
 Source: Miao et al., "SDPipe: A Semi-Decentralized Framework for Heterogeneity-aware
 Pipeline-parallel Training", PVLDB 16(9), 2023, sections 3.2 to 3.4, 4 and 5.1 (P = 10). Departures:
-the window comes from the measured arrival rate by default (`window="paper"` is the paper's; see
-`window.py`); P grows with the number of workers by default (`default_last_groups`); enforcement has
-a lease (`token.py`); a window of P groups does not require workers that joined after its first
-group (`validators.py`); windows end early, and waits with the required arrival
-(`windowed_groups.py`).
+the window comes from the measured arrival rate by default (`window="paper"` is the paper's); P
+grows with the number of workers by default (`default_last_groups`); enforcement has a lease;
+windows end early, and waits with the required arrival (`windowed.py`).
 """
 
 import math
+from collections import deque
 
-from polyrhythm.sync.token import EnforcementToken
-from polyrhythm.sync.validators import UnionConnectivity
-from polyrhythm.sync.windowed_groups import WindowedGroups, WindowRule, target_size
-from polyrhythm.types import Seconds
+from polyrhythm.errors import PolicyError
+from polyrhythm.sync.policies.windowed import (
+    EnforcementToken,
+    WindowedGroups,
+    WindowRule,
+    target_size,
+)
+from polyrhythm.types import Group, Seconds, Worker
 
 
 def default_last_groups(num_workers: int, group_size: int) -> int:
@@ -63,3 +66,97 @@ class Adaptive(WindowedGroups):
             stage=stage,
             token=token,
         )
+
+
+class UnionConnectivity:
+    """Requires that the candidate and the last P-1 groups, each a clique, connect all workers.
+
+    Source: SDPipe, sections 3.3 (sync-graph, Assumption 1) and 3.4 (group validation). Departures:
+    a window requires only workers that were present throughout it, and has no path through a worker
+    that left; a failed group connects no workers. A global average resets the window; so does a
+    failed one, since a validator only sees that all workers left and returned: for once, a stale
+    model may go unnoticed. Sets of workers are bit masks.
+    """
+
+    def __init__(self, last_groups: int) -> None:
+        if last_groups < 1:
+            raise PolicyError(
+                f"last_groups={last_groups}",
+                expected="P >= 1: the number of consecutive groups that must connect all workers",
+                fix="use 10, as the paper does, or 1 to average with all workers each time",
+            )
+        self.last_groups = last_groups  # P
+        self._stage = 0
+        self._history: deque[int] = deque(maxlen=last_groups - 1)
+        self._num_groups = 0
+        self._candidate = 0
+        self._joined: dict[Worker, int] = {}  # number of groups before the worker joined
+        self._required = 0  # workers present since the first group of the window
+        self._recent: deque[Worker] = deque()  # workers that joined later
+
+    def join(self, worker: Worker) -> None:
+        self._stage = worker.stage
+        self._joined[worker] = self._num_groups
+        self._recent.append(worker)
+        self._require_established()
+
+    def leave(self, worker: Worker) -> None:
+        others = ~(1 << worker.pipeline)
+        del self._joined[worker]
+        if worker in self._recent:
+            self._recent.remove(worker)
+        self._required &= others
+        self._candidate &= others
+        for _ in range(len(self._history)):
+            self._history.append(self._history.popleft() & others)
+
+    def offer(self, worker: Worker) -> None:
+        self._candidate |= 1 << worker.pipeline
+
+    def is_valid(self) -> bool:
+        return not self._missing()
+
+    def missing_workers(self) -> tuple[Worker, ...]:
+        missing = self._missing()
+        pipelines = (p for p in range(missing.bit_length()) if missing >> p & 1)
+        return tuple(Worker(self._stage, pipeline) for pipeline in pipelines)
+
+    def form(self, group: Group) -> None:
+        self._history.append(self._candidate)
+        self._num_groups += 1
+        self._candidate = 0
+        self._require_established()
+
+    def done(self, group: Group, ok: bool) -> None:
+        if ok:
+            return
+        mask = 0
+        for worker in group.members:
+            mask |= 1 << worker.pipeline
+        for index in reversed(range(len(self._history))):
+            if self._history[index] == mask:
+                self._history[index] = 0
+                return
+
+    def _missing(self) -> int:
+        """Required workers outside the candidate's connected component."""
+        # Before P groups there is no complete window; Assumption 1 is about complete ones only.
+        if len(self._history) < self.last_groups - 1:
+            return 0
+        missing, groups = self._required & ~self._candidate, list(self._history)
+        reached, grows = self._candidate, True
+        while missing and grows:
+            unreached = []
+            for group in groups:
+                if group & reached:
+                    reached |= group
+                else:
+                    unreached.append(group)
+            grows, groups = len(unreached) < len(groups), unreached
+            missing = self._required & ~reached
+        return missing
+
+    def _require_established(self) -> None:
+        since = self._num_groups - (self.last_groups - 1)
+        while self._recent and self._joined[self._recent[0]] <= max(since, 0):
+            self._required |= 1 << self._recent.popleft().pipeline

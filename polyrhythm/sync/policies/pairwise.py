@@ -19,8 +19,7 @@ passive sets) and 3.1 (conflicts). Left open there, or decided otherwise here:
 import random
 from dataclasses import dataclass, field
 
-from polyrhythm.sync.group_ledger import GroupLedger
-from polyrhythm.sync.policy import Policy
+from polyrhythm.sync.policy import GroupLedger, Policy
 from polyrhythm.types import Group, Seconds, Worker
 
 

@@ -16,8 +16,8 @@ import math
 from dataclasses import dataclass, field
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.roster import Roster, RosterPolicy
-from polyrhythm.sync.windowed_groups import target_size
+from polyrhythm.sync.policies.windowed import target_size
+from polyrhythm.sync.policy import Roster, RosterPolicy
 from polyrhythm.types import Group, Seconds
 
 

@@ -22,8 +22,7 @@ import random
 from dataclasses import dataclass, field
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.group_ledger import GroupLedger
-from polyrhythm.sync.policy import Policy
+from polyrhythm.sync.policy import GroupLedger, Policy
 from polyrhythm.types import Group, Seconds, Worker
 
 

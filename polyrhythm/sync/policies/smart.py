@@ -40,8 +40,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.group_ledger import GroupLedger
-from polyrhythm.sync.policy import Policy
+from polyrhythm.sync.policy import GroupLedger, Policy
 from polyrhythm.types import Group, Seconds, Worker
 
 HALVE_GAPS_EVERY = 16  # requests of the leader, so that a worker that recovers soon counts as fast

@@ -22,7 +22,7 @@ pipeline.
 from dataclasses import dataclass, field
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.roster import Roster, RosterPolicy
+from polyrhythm.sync.policy import Roster, RosterPolicy
 from polyrhythm.types import Group, Seconds, Worker
 
 

@@ -27,7 +27,7 @@ from itertools import accumulate
 from typing import Self
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.roster import Roster, RosterPolicy
+from polyrhythm.sync.policy import Roster, RosterPolicy
 from polyrhythm.types import Group, Seconds, Worker
 
 NUM_PHASES = 4
