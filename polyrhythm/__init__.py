@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from polyrhythm.run.averaging.parameter_server import ParameterServer
     from polyrhythm.run.averaging.reduced_variance import ReducedVarianceAdamW
     from polyrhythm.run.checkpoint.checkpointer import Checkpointer
+    from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
     from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
     from polyrhythm.run.pipeline.pipeline import Pipeline
     from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from polyrhythm.run.trainer.layer_split import LayerSplit
     from polyrhythm.run.trainer.trainer import FitResult, Trainer
     from polyrhythm.simulate.simulate_plan import simulate_plan as simulate
+    from polyrhythm.sync.dispatch import SamplerState
     from polyrhythm.sync.modes import SyncConfig
     from polyrhythm.sync.policies.local import OuterNesterov
 
@@ -59,6 +61,8 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "ReducedVarianceAdamW",
+    "SampleDispatcher",
+    "SamplerState",
     "Scenario",
     "ScheduleSpec",
     "Slowness",
@@ -92,6 +96,7 @@ _LAZY = {  # modules that need torch, SciPy or Numba, or are rarely needed: impo
     "run.averaging.parameter_server": ("ParameterServer",),
     "run.averaging.reduced_variance": ("ReducedVarianceAdamW",),
     "run.checkpoint.checkpointer": ("Checkpointer",),
+    "run.data.sample_dispatcher": ("SampleDispatcher",),
     "run.decoupled.optimizer": ("DistributedOptimizer",),
     "run.pipeline.pipeline": ("Pipeline",),
     "run.trainer.config": ("CheckpointConfig", "DataConfig"),
@@ -99,6 +104,7 @@ _LAZY = {  # modules that need torch, SciPy or Numba, or are rarely needed: impo
     "run.trainer.layer_split": ("LayerSplit",),
     "run.trainer.trainer": ("FitResult", "Trainer"),
     "sync.modes": ("SyncConfig",),
+    "sync.dispatch": ("SamplerState",),
     "sync.policies.local": ("OuterNesterov",),
 }
 _MODULES = {name: f"polyrhythm.{module}" for module, names in _LAZY.items() for name in names}

@@ -322,7 +322,7 @@ def train(
                 _sleep_until(start + begin)
                 batch = task.draw(run.seed, worker.rank, step)
                 for part, end in zip(_microbatches(batch), ends, strict=True):
-                    sync.refresh()
+                    sync.apply_pending()
                     torch.autograd.backward(task.loss(model, part) / MICROBATCHES)
                     is_late = _sleep_until(start + end)
                 clip_grad_norm_(model.parameters(), task.max_grad_norm)

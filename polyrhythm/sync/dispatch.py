@@ -56,7 +56,7 @@ class SamplerState:
         return self.next - sum(end - start for start, end in (*self.pool, *self.outstanding))
 
 
-class SampleDispatcher:
+class SampleLedger:
     def __init__(self, sampler_state: SamplerState) -> None:
         self.limit = sampler_state.limit
         self._next = sampler_state.next

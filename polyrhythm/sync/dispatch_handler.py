@@ -15,7 +15,7 @@ Source: none; SDPipe and Prague end with the first lost worker.
 from collections import Counter
 from collections.abc import Iterator
 
-from polyrhythm.sync.dispatch import Ranges, SampleDispatcher
+from polyrhythm.sync.dispatch import Ranges, SampleLedger
 from polyrhythm.sync.members import Membership, MemberState, MemberStatus
 from polyrhythm.sync.protocol import (
     Acknowledge,
@@ -32,7 +32,7 @@ _RequestKey = tuple[Worker, int, int | None]  # worker, chunk, `until`
 
 class DispatchHandler:
     def __init__(
-        self, dispatcher: SampleDispatcher, membership: Membership, counters: Counter[str]
+        self, dispatcher: SampleLedger, membership: Membership, counters: Counter[str]
     ) -> None:
         self._dispatcher, self._membership, self._counters = dispatcher, membership, counters
         # By pipeline and chunk: the stages that have requested and not yet acknowledged it.

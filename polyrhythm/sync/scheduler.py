@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.dispatch import SampleDispatcher
+from polyrhythm.sync.dispatch import SampleLedger
 from polyrhythm.sync.dispatch_handler import DispatchHandler
 from polyrhythm.sync.members import (
     GroupQueue,
@@ -88,7 +88,7 @@ class Scheduler:
         limits: Limits | None = None,
         pipelines_die_whole: bool = True,
         first_gid: int = 1,  # above all group ids of an earlier scheduler of the job
-        dispatcher: SampleDispatcher | None = None,
+        dispatcher: SampleLedger | None = None,
     ) -> None:
         if not policies or num_pipelines < 1:
             raise PolicyError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.dispatch import SampleDispatcher, SamplerState
+from polyrhythm.sync.dispatch import SampleLedger, SamplerState
 from polyrhythm.sync.members import Limits
 from polyrhythm.sync.modes import SyncMode, make_policies
 from polyrhythm.sync.policies.windowed import LEASE
@@ -106,7 +106,7 @@ class Setup:
             limits=self.mode.limits(self.num_stages, self.limits),
             pipelines_die_whole=self.pipelines_die_whole,
             first_gid=self.first_gid,
-            dispatcher=None if self.sampler_state is None else SampleDispatcher(self.sampler_state),
+            dispatcher=None if self.sampler_state is None else SampleLedger(self.sampler_state),
         )
 
 

@@ -207,7 +207,7 @@ def test_forward_starts_before_all_gather_ends(tmp_path: Path) -> None:
         model, optimizer, sync = make_replica(lambda: stack_of(4), decoupled=True)
         with sync:
             train_step(ctx, 0, model, optimizer, sync)
-            sync.refresh()
+            sync.apply_pending()
             StreamingBuffer.mark_filled = hold
             train_step(ctx, 1, model, optimizer, sync)
             model[0].register_forward_hook(lambda *_: computed.set())
@@ -245,8 +245,14 @@ READS: dict[str, Callable[[nn.Module, Any, GroupSync], Any]] = {
     "the optimizer's state": lambda _, optimizer, __: optimizer.state_dict(),
     "evaluation": lambda model, _, __: model.eval()(inputs_of(9, 9)),
     "a forward without gradients": lambda model, _, __: model(inputs_of(9, 9)),
-    "the weights, after a refresh": lambda m, _, sync: (sync.refresh(), list(m.parameters()))[1],
-    "the weights of a copy": lambda m, _, s: (s.refresh(), list(copy.deepcopy(m).parameters()))[1],
+    "the weights, after apply_pending": lambda m, _, sync: (
+        sync.apply_pending(),
+        list(m.parameters()),
+    )[1],
+    "the weights of a copy": lambda m, _, s: (
+        s.apply_pending(),
+        list(copy.deepcopy(m).parameters()),
+    )[1],
 }
 
 

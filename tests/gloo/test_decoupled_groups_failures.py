@@ -66,7 +66,7 @@ def train_and_record(
             optimizer.step()
             seen.append(model.weight.detach().clone())
             sync.step()
-            sync.refresh()
+            sync.apply_pending()
             seen.append(model.weight.detach().clone())
         sync.average_all()
         seen.append(model.weight.detach().clone())

@@ -91,7 +91,7 @@ def test_refresh_applies_overlapped_average_early(tmp_path: Path) -> None:
             sync.step()
             deadline = time.monotonic() + TIMEOUT
             while model.weight.item() != 2.0 and time.monotonic() < deadline:
-                sync.refresh()  # as between micro-batches
+                sync.apply_pending()  # as between micro-batches
             seen.append(model.weight.item())
             optimizer.step()
             sync.step()
@@ -132,7 +132,7 @@ def test_refresh_after_optimizer_step_keeps_update(tmp_path: Path) -> None:
             model.weight.grad = torch.tensor([-1.0 - 2 * ctx.rank])
             for _ in range(2):
                 optimizer.step()
-                sync.refresh()
+                sync.apply_pending()
                 sync.step()
             sync.average_all()
         return model.weight.item()

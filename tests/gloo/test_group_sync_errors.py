@@ -1,5 +1,6 @@
 """Invalid arguments and mismatches are refused at once, with both values; no worker hangs."""
 
+import re
 import subprocess
 import sys
 import time
@@ -159,6 +160,41 @@ def test_two_group_syncs_are_independent(tmp_path: Path) -> None:
         return models[0].weight.item(), models[1].weight.item()
 
     assert run_replicas(2, work, tmp_path) == [(6.0, 8.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("refresh", "apply_pending()"),
+        ("pop_timings", "pop_stats()"),
+        ("acquire", "SampleDispatcher(sync).acquire()"),
+        ("acknowledge", "SampleDispatcher(sync).acknowledge()"),
+        ("sampler_state", "SampleDispatcher(sync).sampler_state()"),
+    ],
+)
+def test_old_names_give_the_new_one(old: str, new: str) -> None:
+    with pytest.raises(AttributeError, match=re.escape(f"GroupSync.{old} is now {new}")):
+        getattr(GroupSync, old)
+
+
+def test_process_groups_average_separately_under_one_name(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[str, float]:
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        model = Point(size=1)
+        model.weight.data += ctx.rank  # all start with the weights of their first worker
+        with GroupSync(
+            model,
+            torch.optim.SGD(model.parameters()),
+            "all_reduce",
+            every=2,
+            process_group=groups[ctx.rank % 2],
+        ) as sync:
+            model.weight.data += ctx.rank
+            sync.average_all()
+            return str(sync.worker), model.weight.item()
+
+    found = run_replicas(4, work, tmp_path)
+    assert found == [("s0p0", 1.0), ("s0p0", 3.0), ("s0p1", 1.0), ("s0p1", 3.0)]
 
 
 def test_second_group_sync_needs_another_name(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.coordinator.client import CoordinatorClient, SampleRequests
 from polyrhythm.run.coordinator.server import Coordinator
 from polyrhythm.run.data.order import SampleOrder
+from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
 from polyrhythm.sync.decision_log import replay
 from polyrhythm.sync.dispatch import Ranges, SamplerState
 from polyrhythm.sync.protocol import Acknowledge, Acquire, Acquired
@@ -47,16 +48,17 @@ class SampleTrainer:
             "timeout": TIMEOUT,
         }
         self.sync = GroupSync(self.model, self.optimizer, **{**options, **more})
+        self.samples = SampleDispatcher(self.sync)
         self.pause = PAUSES[self.sync.worker.pipeline]
         self.number, self.acknowledged = 0, list[int]()
 
     def train(self, until: int | None = None, num_chunks: int = LIMIT) -> None:
-        future = self.sync.acquire(self.number, CHUNK, until)
+        future = self.samples.acquire(self.number, CHUNK, until)
         last = self.number + num_chunks
         while self.number < last and (ranges := future.wait()):
-            future = self.sync.acquire(self.number + 1, CHUNK, until)
+            future = self.samples.acquire(self.number + 1, CHUNK, until)
             self.compute(ranges)
-            self.sync.acknowledge(self.number)
+            self.samples.acknowledge(self.number)
             self.acknowledged += positions(ranges)
             self.sync.step()
             self.number += 1
@@ -81,7 +83,7 @@ def test_fast_workers_get_more_samples_and_each_is_used_once(tmp_path: Path) -> 
         trainer = SampleTrainer(ctx, log=tmp_path, options={"window": 0.0})  # nobody waits
         with trainer.sync as sync:
             trainer.train()
-            sampler_state = sync.sampler_state()
+            sampler_state = trainer.samples.sampler_state()
             sync.average_all()
             return (
                 trainer.acknowledged,
@@ -130,7 +132,7 @@ def test_unacknowledged_samples_of_killed_pipeline_are_reassigned(tmp_path: Path
             if ctx.rank == victim:
                 trainer.train(num_chunks=2)
                 (tmp_path / "used").write_text(" ".join(map(str, trainer.acknowledged)))
-                ranges = sync.acquire(trainer.number, CHUNK).wait()
+                ranges = trainer.samples.acquire(trainer.number, CHUNK).wait()
                 assert ranges
                 (tmp_path / "lost").write_text(" ".join(map(str, positions(ranges))))
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -154,10 +156,10 @@ def test_resume_from_saved_sampler_state(tmp_path: Path) -> None:
         with first.sync as sync:
             first.train(until=LIMIT // 2)  # until a common checkpoint
             paused = list(first.acknowledged)
-            assert sync.sampler_state() == SamplerState(limit=LIMIT, next=LIMIT // 2)
+            assert first.samples.sampler_state() == SamplerState(limit=LIMIT, next=LIMIT // 2)
             sync.average_all()
             first.train(num_chunks=1 + ctx.rank)
-            saved = [sync.sampler_state()]
+            saved = [first.samples.sampler_state()]
             sync.average_all()
             dist.broadcast_object_list(saved)
         second = SampleTrainer(ctx, sampler_state=saved[0], name="second")
@@ -218,7 +220,7 @@ def test_acquire_does_not_block_and_result_is_reusable(served: Served) -> None:
     assert [future.wait() for future in futures] == [((0, 3),), ((3, 6),), ((6, 8),)]
     assert futures[0].wait() == ((0, 3),)
     assert all(future.is_done for future in futures)
-    assert client.query_progress(1, 20.0).wait() == SamplerState(
+    assert client.query_progress(20.0).wait() == SamplerState(
         limit=8, next=8, outstanding=((0, 8),)
     )
 
@@ -245,7 +247,7 @@ def test_lost_sample_requests_are_resent_on_reconnect(served: Served) -> None:
     served.proxy.drops_messages = False
     served.proxy.disconnect_all()
     assert future.wait() == ((4, 6),)
-    assert client.query_progress(1, 20.0).wait() == SamplerState(
+    assert client.query_progress(20.0).wait() == SamplerState(
         limit=8, next=6, outstanding=((4, 6),)
     )
 
@@ -303,14 +305,15 @@ def test_invalid_sample_requests_are_refused(tmp_path: Path) -> None:
         trainer = SampleTrainer(ctx)
         for number, count, until in ((1, 4, None), (0, 0, None), (-1, 4, None), (0, 4, -3)):
             with pytest.raises(PolicyError) as refused:
-                trainer.sync.acquire(number, count, until)
+                trainer.samples.acquire(number, count, until)
             messages.append(str(refused.value))
         trainer.sync.close()
-        for sync in (trainer.sync, SampleTrainer(ctx, sampler_state=None, name="second").sync):
-            with pytest.raises(PolicyError) as refused:
-                sync.acquire(0, 4)
-            messages.append(str(refused.value))
-            sync.close()
+        with pytest.raises(PolicyError) as refused:
+            trainer.samples.acquire(0, 4)
+        messages.append(str(refused.value))
+        with pytest.raises(PolicyError) as refused:
+            SampleTrainer(ctx, sampler_state=None, name="second")
+        messages.append(str(refused.value))
         return messages
 
     [messages] = run_replicas(1, work, tmp_path)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.dispatch import Range, Ranges, SampleDispatcher, SamplerState, merge_ranges
+from polyrhythm.sync.dispatch import Range, Ranges, SampleLedger, SamplerState, merge_ranges
 
 PIPELINES = 3
 
@@ -18,7 +18,7 @@ def positions(ranges: Ranges) -> list[int]:
 
 
 def test_chunks_are_acquired_in_request_order_up_to_the_limit() -> None:
-    dispatcher = SampleDispatcher(SamplerState(limit=10))
+    dispatcher = SampleLedger(SamplerState(limit=10))
     assert dispatcher.acquire(0, 0, 4) == ((0, 4),)
     assert dispatcher.acquire(1, 0, 4) == ((4, 8),)
     assert dispatcher.acquire(0, 0, 4) == ((0, 4),)  # requested by another stage
@@ -33,7 +33,7 @@ def test_chunks_are_acquired_in_request_order_up_to_the_limit() -> None:
 
 
 def test_samples_of_a_lost_pipeline_are_dispatched_first() -> None:
-    dispatcher = SampleDispatcher(SamplerState(limit=100))
+    dispatcher = SampleLedger(SamplerState(limit=100))
     for number in range(3):
         dispatcher.acquire(0, number, 4)
         dispatcher.acquire(1, number, 2)
@@ -50,7 +50,7 @@ def test_samples_of_a_lost_pipeline_are_dispatched_first() -> None:
 
 
 def test_until_bounds_the_acquired_positions() -> None:
-    dispatcher = SampleDispatcher(SamplerState(limit=100, next=20, pool=((3, 5), (12, 16))))
+    dispatcher = SampleLedger(SamplerState(limit=100, next=20, pool=((3, 5), (12, 16))))
     assert dispatcher.acquire(0, 0, 8, until=14) == ((3, 5), (12, 14))
     assert dispatcher.acquire(0, 1, 8, until=14) == ()
     assert dispatcher.is_exhausted(0, until=14)
@@ -61,7 +61,7 @@ def test_until_bounds_the_acquired_positions() -> None:
 
 @pytest.mark.parametrize("number", [1, 7])
 def test_a_chunk_out_of_order_is_refused(number: int) -> None:
-    dispatcher = SampleDispatcher(SamplerState())
+    dispatcher = SampleLedger(SamplerState())
     with pytest.raises(PolicyError, match=f"chunk {number} of pipeline 2, which has acquired 0"):
         dispatcher.acquire(2, number, 4)
     dispatcher.acquire(2, 0, 4)
@@ -110,7 +110,7 @@ class Model:
     """The expected state of a dispatcher, position by position."""
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.dispatcher = limit, SampleDispatcher(SamplerState(limit=limit))
+        self.limit, self.dispatcher = limit, SampleLedger(SamplerState(limit=limit))
         self.used: list[int] = []
         self.acquired: dict[int, dict[int, Ranges]] = {p: {} for p in range(PIPELINES)}
         self.num_acquired = [0] * PIPELINES
@@ -156,7 +156,7 @@ class Model:
 
     def restore(self) -> None:
         text = json.dumps(msgspec.to_builtins(self.dispatcher.state()))
-        self.dispatcher = SampleDispatcher(msgspec.convert(json.loads(text), SamplerState))
+        self.dispatcher = SampleLedger(msgspec.convert(json.loads(text), SamplerState))
         for pipeline in range(PIPELINES):
             self.acquired[pipeline], self.num_acquired[pipeline] = {}, 0
 

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.events import worker_log
+from polyrhythm.renamed import RenamedAttribute
 from polyrhythm.run.averaging.buffers import (
     OptimizerStateMode,
     ReplicaState,
@@ -43,10 +44,11 @@ from polyrhythm.run.averaging.strategies import (
     ServerAveraging,
     StaticAveraging,
 )
-from polyrhythm.run.coordinator.client import SampleFuture
+from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
+from polyrhythm.run.coordinator.client import CoordinatorClient
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sinks.jsonl import EventLog
-from polyrhythm.sync.dispatch import Ranges, SamplerState
+from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.members import Limits
 from polyrhythm.sync.modes import SYNC_MODES
 from polyrhythm.sync.policies.local import OuterNesterov
@@ -81,7 +83,8 @@ class GroupSync:
         coordinator: str | None = None,
         keys: Path | str | None = None,
         seed: int = 0,
-        timeout: Seconds = 600.0,
+        timeout: Seconds = DEFAULT_TIMEOUT,
+        process_group: dist.ProcessGroup | None = None,
         log: EventLog | Path | str | None = None,
         name: str = "sync",
     ) -> None:
@@ -90,15 +93,15 @@ class GroupSync:
         `overlap`: continue at once, and apply the average at the end of the next step. `decoupled`:
         continue once the average is committed, and wait for each module's part in the next forward.
         `state`: whether optimizer state such as momentum is averaged. `outer`: the outer optimizer
-        of `local`. `sampler_state`: the sample positions that `acquire` hands out, equal in all
-        processes; only under policies with a scheduler.
+        of `local`. `sampler_state`: the sample positions that a SampleDispatcher hands out, equal
+        in all processes; only under policies with a scheduler.
 
-        Each stage of a Pipeline synchronises separately. Without a Pipeline every process of the
-        job is a replica, unless `worker`, `num_stages` and `num_pipelines` are given. `node` names
-        the machine. `coordinator` and `keys`: address and key file of a separate `polyrhythm
-        coordinator`; by default the process of rank 0 hosts it. `timeout` bounds every wait for
-        other workers. `log`: an event log, or a run folder to create one in; the log of a Pipeline
-        takes precedence.
+        Each stage of a Pipeline synchronises separately. Without a Pipeline every process of
+        `process_group` (default: the job) is a replica, unless `worker`, `num_stages` and
+        `num_pipelines` are given. `node` names the machine. `coordinator` and `keys`: address and
+        key file of a separate `polyrhythm coordinator`; by default the process of the first worker
+        hosts it. `timeout` bounds every wait for other workers. `log`: an event log, or a run
+        folder to create one in; the log of a Pipeline takes precedence.
 
         All workers start with the parameters and buffers of the first pipeline. `name`: a different
         one for each GroupSync of a job, the same in all its processes.
@@ -108,6 +111,7 @@ class GroupSync:
         setup, worker = _make_setup(
             model,
             worker,
+            process_group,
             num_stages=num_stages,
             num_pipelines=num_pipelines,
             policy=policy,
@@ -128,8 +132,10 @@ class GroupSync:
         )
         _check_flush(model, decoupled)
         self._model = ReplicaState(module, optimizer, state, decoupled)
-        _check_worker(setup, worker)
-        self._rendezvous = Rendezvous(setup, worker, timeout=timeout, name=name)
+        _check_worker(setup, worker, process_group)
+        self._rendezvous = Rendezvous(
+            setup, worker, timeout=timeout, name=name, process_group=process_group
+        )
         self._own_log: EventLog | None = None
         if isinstance(model, Pipeline):
             log = model.log or log
@@ -175,9 +181,20 @@ class GroupSync:
             # Not the size of a group: within a few steps an update reaches all replicas.
             optimizer.num_averaged = float(setup.num_pipelines)
 
+    refresh = RenamedAttribute("apply_pending()")
+    pop_timings = RenamedAttribute("pop_stats()")
+    acquire = RenamedAttribute("SampleDispatcher(sync).acquire()")
+    acknowledge = RenamedAttribute("SampleDispatcher(sync).acknowledge()")
+    sampler_state = RenamedAttribute("SampleDispatcher(sync).sampler_state()")
+
     @property
     def worker(self) -> Worker:
         return self._rendezvous.me.worker
+
+    @property
+    def timeout(self) -> Seconds:
+        """The longest wait for other workers."""
+        return self._rendezvous.timeout
 
     @property
     def num_steps(self) -> int:
@@ -203,7 +220,7 @@ class GroupSync:
             start, self._last_step_at = self._last_step_at, time.perf_counter()
             self._own_log.write("step", start=self._own_log.at(start), step=self.num_steps - 1)
 
-    def refresh(self) -> None:
+    def apply_pending(self) -> None:
         """With overlap, apply an average that has arrived; call between micro-batches.
 
         With decoupled, wait for the whole average; call before reading weights outside a forward.
@@ -211,7 +228,7 @@ class GroupSync:
         """
         self._check_open()
         if isinstance(self._strategy, ModelAveraging):
-            self._strategy.refresh()
+            self._strategy.apply_pending()
 
     def average_gradients(self) -> None:
         """Average gradients now, under `all_reduce` and `balanced`, not in optimizer.step().
@@ -236,35 +253,7 @@ class GroupSync:
             )
         return self._strategy.share(num_microbatches)
 
-    def acquire(self, number: int, count: int, until: int | None = None) -> SampleFuture[Ranges]:
-        """Request the next `count` sample positions to train on, and return a future at once.
-
-        `wait()` of the future returns ranges (start, end): fewer positions at the limit of
-        `sampler_state` or before `until`, and none if all of those are used. Request chunk k + 1
-        before computing chunk k, to hide the round trip. The answer is late only while other
-        pipelines hold the last positions; so acknowledge chunk k before waiting.
-
-        Chunks are numbered from 0. All processes of a pipeline that request a number get the same
-        chunk; after an empty chunk, request the same number again with another `until`.
-        """
-        return self._dispatch_client().acquire(number, count, until)
-
-    def acknowledge(self, number: int) -> None:
-        """Report that all chunks up to `number` are used; call after optimizer.step().
-
-        Each process that acquired a chunk calls this, before `step`. Chunks that a pipeline has not
-        acknowledged when it dies or closes go to another pipeline.
-        """
-        self._dispatch_client().acknowledge(number)
-
-    def sampler_state(self, *, last_batch: int | None = None) -> SamplerState:
-        """Return which positions are used so far: for a checkpoint, and to resume from it.
-
-        `last_batch`: a batch size; hand out nothing after the current batch of that size.
-        """
-        return self._dispatch_client().sampler_state(last_batch)
-
-    def pop_timings(self) -> AverageTimings:
+    def pop_stats(self) -> AverageTimings:
         """Return the time spent on averages since the last call; zero under `static`."""
         return AverageTimings(0.0, 0.0, 1) if self._client is None else self._client.pop_timings()
 
@@ -293,16 +282,16 @@ class GroupSync:
             self._finalizer()
             self.close()
 
-    def _dispatch_client(self) -> GroupClient:
+    def sample_client(self) -> CoordinatorClient:
+        """Return the connection of a SampleDispatcher; raises PolicyError if there is none."""
         self._check_open()
-        setup = self._rendezvous.setup
-        if self._client is None or setup.sampler_state is None:
+        if self._client is None or self._rendezvous.setup.sampler_state is None:
             raise PolicyError(
                 f"{self.worker} uses sample dispatch without sampler_state",
                 expected="GroupSync(..., sampler_state=SamplerState(limit=...)) in all processes",
                 fix="pass sampler_state=, or use a sampler that depends on rank and step only",
             )
-        return self._client
+        return self._client.coordinator_client
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
@@ -316,14 +305,15 @@ class GroupSync:
 def _make_setup(
     model: nn.Module | Pipeline,
     worker: Worker | None,
+    process_group: dist.ProcessGroup | None,
     *,
     num_stages: int | None,
     num_pipelines: int | None,
     **policy_args: Any,
 ) -> tuple[Setup, Worker]:
     """Return the setup of the job and this process's worker, by default from rank and size."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank(process_group) if dist.is_initialized() else 0
+    world = dist.get_world_size(process_group) if dist.is_initialized() else 1
     if isinstance(model, Pipeline):
         num_stages = model.num_stages
         pipeline = rank // num_stages if worker is None else worker.pipeline
@@ -386,11 +376,11 @@ def _check_model(module: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def _check_worker(setup: Setup, worker: Worker) -> None:
+def _check_worker(setup: Setup, worker: Worker, process_group: dist.ProcessGroup | None) -> None:
     """Check that the job has a process for each worker, and that `worker` is in the plan."""
     if not dist.is_initialized():
         return  # Rendezvous refuses that
-    num_workers, world = len(setup.workers), dist.get_world_size()
+    num_workers, world = len(setup.workers), dist.get_world_size(process_group)
     plan = f"{setup.num_stages} x {setup.num_pipelines}" if setup.num_stages > 1 else num_workers
     if setup.mode.has_server and world <= num_workers:
         raise PolicyError(

@@ -22,6 +22,7 @@ from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.run.averaging.exchange import Peer, PeerConnections
 from polyrhythm.run.averaging.rendezvous import Rendezvous, server_worker
 from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
@@ -123,14 +124,17 @@ class ParameterServer:
         *,
         num_pipelines: int,
         num_stages: int = 1,
-        timeout: Seconds = 600.0,
+        timeout: Seconds = DEFAULT_TIMEOUT,
+        process_group: dist.ProcessGroup | None = None,
         name: str = "sync",
     ) -> None:
         """Take the arguments of the workers' GroupSync, with the same `name`."""
         self._setup = Setup(policy="ssp", num_stages=num_stages, num_pipelines=num_pipelines)
-        _check_rank(len(self._setup.workers))
+        _check_rank(len(self._setup.workers), process_group)
         self._timeout, server = timeout, server_worker(0, num_pipelines)
-        self._rendezvous = Rendezvous(self._setup, server, timeout=timeout, name=name)
+        self._rendezvous = Rendezvous(
+            self._setup, server, timeout=timeout, name=name, process_group=process_group
+        )
         self._weights = [_StageWeights(num_pipelines) for _ in range(num_stages)]
         self.lost: list[str] = []  # the errors of workers that did not leave
 
@@ -187,11 +191,11 @@ class ParameterServer:
         return True
 
 
-def _check_rank(num_workers: int) -> None:
+def _check_rank(num_workers: int, process_group: dist.ProcessGroup | None) -> None:
     """Check that the server's rank follows the workers', which start at 0 with the coordinator."""
-    if dist.is_initialized() and dist.get_rank() < num_workers:
+    if dist.is_initialized() and (rank := dist.get_rank(process_group)) < num_workers:
         raise PolicyError(
-            f"a parameter server on rank {dist.get_rank()} of {dist.get_world_size()}, "
+            f"a parameter server on rank {rank} of {dist.get_world_size(process_group)}, "
             f"for {num_workers} workers",
             expected=f"rank {num_workers}, the first one after the workers",
             fix=f"start {num_workers + 1} processes, and call serve() on the last one",

@@ -62,8 +62,16 @@ class Rendezvous:
     server is the last one.
     """
 
-    def __init__(self, setup: Setup, worker: Worker, *, timeout: Seconds, name: str) -> None:
-        """`timeout` bounds every wait for other workers; `name` is unique in the job."""
+    def __init__(
+        self,
+        setup: Setup,
+        worker: Worker,
+        *,
+        timeout: Seconds,
+        name: str,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`timeout` bounds every wait for other workers; `name` is unique in the process group."""
         check_timeout(timeout)
         if not dist.is_initialized():
             raise LaunchError(
@@ -80,6 +88,8 @@ class Rendezvous:
         is_server = worker not in setup.workers
         number = len(names) - 1 if is_server else setup.workers.index(worker)
         self._prefix = f"polyrhythm/sync/{name}"
+        if process_group is not None:  # others may use the same name
+            self._prefix += f"/{dist.get_process_group_ranks(process_group)}"
         self.store = JobStore(
             job_store_backend(self._prefix, timeout),
             number,

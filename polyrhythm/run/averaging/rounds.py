@@ -38,7 +38,7 @@ from polyrhythm.run.averaging.exchange import Peer, PeerConnections, all_reduce_
 from polyrhythm.run.averaging.rendezvous import Rendezvous
 from polyrhythm.run.averaging.split_all_reduce import SplitAllReduce, StreamingBuffer
 from polyrhythm.run.comm.store import WARN_AFTER
-from polyrhythm.run.coordinator.client import CoordinatorClient, SampleFuture
+from polyrhythm.run.coordinator.client import CoordinatorClient
 from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, JobKeys
 from polyrhythm.run.coordinator.sessions import (
     PROTOCOL,
@@ -49,10 +49,7 @@ from polyrhythm.run.coordinator.sessions import (
 )
 from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.decision_log import decision_log_path
-from polyrhythm.sync.dispatch import Ranges, SamplerState
 from polyrhythm.sync.protocol import (
-    MAX_CHUNK_SIZE,
-    MAX_POSITION,
     Abort,
     Assign,
     AverageAll,
@@ -410,7 +407,6 @@ class GroupClient:
     ) -> None:
         """Join the job; return when all workers have joined."""
         self._timeout, self._clock = rendezvous.timeout, 0
-        self._num_acquired = self._num_queries = 0
         self._waited: Seconds = 0.0
         self._policy, self._log = rendezvous.setup.policy, log
         worker, incarnation = self.me = rendezvous.me
@@ -434,7 +430,7 @@ class GroupClient:
                 log=log,
             )
             undo.callback(self._averager.close)
-            self._client = CoordinatorClient(
+            self.coordinator_client = CoordinatorClient(
                 address,
                 client_keys,
                 hello,
@@ -442,8 +438,8 @@ class GroupClient:
                 on_failure=self._averager.fail,
                 served_by="" if coordinator else str(rendezvous.setup.workers[0]),
             )
-            undo.callback(self._client.close, leave=False)
-            self._client.join(rendezvous.timeout, check=rendezvous.raise_failure)
+            undo.callback(self.coordinator_client.close, leave=False)
+            self.coordinator_client.join(rendezvous.timeout, check=rendezvous.raise_failure)
             undo.pop_all()
 
     def request(self) -> None:
@@ -481,27 +477,6 @@ class GroupClient:
     def pop_result(self) -> AverageResult | None:
         return self._averager.pop_result()
 
-    def acquire(self, number: int, count: int, until: int | None) -> SampleFuture[Ranges]:
-        """Request the next chunk, or again an earlier one."""
-        is_possible = 1 <= count <= MAX_CHUNK_SIZE and 0 <= (until or 0) <= MAX_POSITION
-        if not (is_possible and 0 <= number <= self._num_acquired):
-            raise PolicyError(
-                f"{self.me.worker} asks for {count} positions before {until}, as chunk {number}",
-                expected=f"at least one position, and chunks in order: 0 to {self._num_acquired}",
-                fix=f"ask for chunk {self._num_acquired} next",
-            )
-        self._num_acquired = max(self._num_acquired, number + 1)
-        return self._client.acquire(number, count, until, self._timeout)
-
-    def acknowledge(self, number: int) -> None:
-        """Report that all chunks up to `number` are used."""
-        self._client.acknowledge(number)
-
-    def sampler_state(self, last_batch: int | None) -> SamplerState:
-        """Return which positions all workers have used so far."""
-        self._num_queries += 1
-        return self._client.query_progress(self._num_queries, self._timeout, last_batch).wait()
-
     def pop_timings(self) -> AverageTimings:
         """Return the timings since the last call, and reset them."""
         waited, self._waited = self._waited, 0.0
@@ -517,12 +492,12 @@ class GroupClient:
         If not `graceful`, close at once: the coordinator marks this worker dead.
         """
         self._averager.close()
-        self._client.close(leave=graceful)
+        self.coordinator_client.close(leave=graceful)
         if self._coordinator is not None:
             self._coordinator.close(self._timeout if graceful else 0.0)
 
     def _send(self, message: FromWorker) -> None:
-        self._client.send(message)
+        self.coordinator_client.send(message)
 
 
 _num_logs: Counter[Path] = Counter()  # decision logs that this process has created, by run

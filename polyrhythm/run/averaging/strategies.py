@@ -178,7 +178,7 @@ class ModelAveraging:
                 self._apply(self._client.pop_result(), unchanged=published)
         self._request_group()
 
-    def refresh(self) -> None:
+    def apply_pending(self) -> None:
         """Add the difference instead of writing the mean, which would undo an optimizer step."""
         self._apply(self._client.pop_result())
 
@@ -255,7 +255,7 @@ class DecoupledModelAveraging(ModelAveraging):
         self._agree_on_order()
         super().step()
 
-    def refresh(self) -> None:
+    def apply_pending(self) -> None:
         self._forward_hooks.finish()
 
     def average_all(self) -> None:

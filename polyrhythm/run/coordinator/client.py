@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -261,7 +262,7 @@ class CoordinatorClient:
         self._decode = msgspec.msgpack.Decoder(ToWorker).decode
         self._outgoing: deque[FromWorker] = deque([hello])
         self._pending = PendingMessages(hello.worker, hello.clock)
-        self._sample_requests = SampleRequests()
+        self._sample_requests, self._query_numbers = SampleRequests(), count(1)
         self._coordinator: str | None = None  # its name, once it has accepted the Hello
         self._heartbeat_interval = heartbeat_timeout / HEARTBEATS_PER_TIMEOUT
         self._problem = "nothing answers at this address"
@@ -290,14 +291,12 @@ class CoordinatorClient:
         return self._submit(request, timeout)
 
     def query_progress(
-        self, number: int, timeout: Seconds, batch: int | None = None
+        self, timeout: Seconds, batch: int | None = None
     ) -> SampleFuture[SamplerState]:
-        """Ask which positions are used; each query needs a new number.
-
-        `batch`: the size of the last batch to hand out.
-        """
+        """Ask which positions are used; `batch` is the size of the last batch to hand out."""
         worker, incarnation = self._hello.worker, self._hello.incarnation
-        return self._submit(QueryProgress(worker, number, incarnation, batch=batch), timeout)
+        query = QueryProgress(worker, next(self._query_numbers), incarnation, batch=batch)
+        return self._submit(query, timeout)
 
     def acknowledge(self, number: int) -> None:
         """Report that this worker's updates include all chunks up to `number`."""

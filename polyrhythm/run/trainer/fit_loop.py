@@ -24,6 +24,7 @@ from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import new_gloo_group
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import Prefetcher, SampleLoader, resolved_ranges
+from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
 from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
@@ -400,7 +401,8 @@ class Phase:
         ends = self.next_sync_mode is not None or self._context.preemption.is_stop_requested
         if self._context.is_leader and ends:
             assert self.strategy.sync is not None, "in groups"
-            self.strategy.sync.sampler_state(last_batch=self._context.global_batch.size)
+            samples = SampleDispatcher(self.strategy.sync)
+            samples.sampler_state(last_batch=self._context.global_batch.size)
             self._has_ended_samples = True
 
     def _record(self, info: StepInfo, start: Seconds) -> None:

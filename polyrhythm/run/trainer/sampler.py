@@ -19,6 +19,7 @@ from msgspec import structs
 from polyrhythm.errors import PlanError
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.data.loader import PredictedRanges, resolved_ranges
+from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
 from polyrhythm.run.pipeline.batch import BatchSlice
 from polyrhythm.sync.dispatch import Range, Ranges, SamplerState
 from polyrhythm.sync.modes import SyncMode
@@ -197,9 +198,10 @@ class DispatchedSampler:
 
     def __init__(self, global_batch: GlobalBatch, sync: GroupSync, count: int) -> None:
         """`count`: samples of this pipeline in each of its steps."""
-        self._global_batch, self._sync, self._count = global_batch, sync, count
+        self._global_batch, self._count = global_batch, count
+        self._samples = SampleDispatcher(sync)
         self._number = -1  # of the last chunk returned
-        self._requests = deque([sync.acquire(0, count)])  # for the chunks after it
+        self._requests = deque([self._samples.acquire(0, count)])  # for the chunks after it
 
     def next(self) -> BatchSlice | None:
         ranges = self._requests[0].wait()
@@ -215,17 +217,17 @@ class DispatchedSampler:
         return self._requests[0]
 
     def acknowledge(self) -> None:
-        self._sync.acknowledge(self._number)
+        self._samples.acknowledge(self._number)
         if resolved_ranges(self._requests[0]):
             self._request_next()  # now, so that the answer is here when the next step starts
 
     def sampler_state(self) -> SamplerState:
-        return self._sync.sampler_state()
+        return self._samples.sampler_state()
 
     def _request_next(self) -> None:
         """Request the chunk after the one for the next step, unless already requested."""
         if len(self._requests) == 1:
-            self._requests.append(self._sync.acquire(self._number + 2, self._count))
+            self._requests.append(self._samples.acquire(self._number + 2, self._count))
 
 
 def make_sampler(

@@ -86,7 +86,7 @@ class GroupSyncStrategy(NoSync):
             self.sync.average_gradients()  # before clipping; does nothing if models are averaged
         super().update(acknowledge)
         self.sync.step()
-        self._averaged = self.sync.pop_timings()
+        self._averaged = self.sync.pop_stats()
         if self._averaged.num_members < self._num_averaged:
             raise PeerError(
                 "another pipeline",
@@ -99,7 +99,7 @@ class GroupSyncStrategy(NoSync):
         return self._averaged
 
     def synchronize(self) -> None:
-        self.sync.refresh()
+        self.sync.apply_pending()
 
     def average_all(self) -> None:
         self.sync.average_all()
