@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from polyrhythm.run.checkpoint.checkpointer import Checkpointer
     from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
     from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
+    from polyrhythm.run.pipeline.partition import LayerSplit
     from polyrhythm.run.pipeline.pipeline import Pipeline
     from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig
     from polyrhythm.run.trainer.fit_loop import StepInfo
-    from polyrhythm.run.trainer.layer_split import LayerSplit
     from polyrhythm.run.trainer.trainer import FitResult, Trainer
     from polyrhythm.simulate.simulate_plan import simulate_plan as simulate
     from polyrhythm.sync.dispatch import SamplerState
@@ -101,7 +101,7 @@ _LAZY = {  # modules that need torch, SciPy or Numba, or are rarely needed: impo
     "run.pipeline.pipeline": ("Pipeline",),
     "run.trainer.config": ("CheckpointConfig", "DataConfig"),
     "run.trainer.fit_loop": ("StepInfo",),
-    "run.trainer.layer_split": ("LayerSplit",),
+    "run.pipeline.partition": ("LayerSplit",),
     "run.trainer.trainer": ("FitResult", "Trainer"),
     "sync.modes": ("SyncConfig",),
     "sync.dispatch": ("SamplerState",),

@@ -30,6 +30,7 @@ from torch.utils.data import TensorDataset
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.trainer.config import CheckpointConfig
 from polyrhythm.run.trainer.trainer import Trainer
 
 MAX_STEP_FILES = 30
@@ -121,8 +122,8 @@ def measure_step(recorder: Recorder, folder: Path) -> Row:
 
     def work(ctx: DistContext) -> None:
         recorder.select(ctx.rank)
-        with _trainer(sync="decoupled", callbacks=[switch], run=folder / "run") as trainer:
-            trainer.fit(steps=MEASURED_STEP + 5)
+        with _trainer(sync="decoupled", callbacks=[switch], run_dir=folder / "run") as trainer:
+            trainer.fit(max_steps=MEASURED_STEP + 5)
 
     _run(work, NUM_STAGES * NUM_PIPELINES, folder)
     files = recorder.found()
@@ -167,9 +168,11 @@ def measure_unpickling(recorder: Recorder, folder: Path) -> Row:
     """Train, save, restore in new processes, and average in groups, always with 4 processes."""
 
     def work(ctx: DistContext, *, sync: str, steps: int) -> None:
-        with _trainer(sync=sync, run=folder / "run", checkpoint_every=4) as trainer:
+        with _trainer(
+            sync=sync, run_dir=folder / "run", checkpoint=CheckpointConfig(every=4)
+        ) as trainer:
             trainer.restore()
-            trainer.fit(steps=steps)
+            trainer.fit(max_steps=steps)
             trainer.evaluate(_samples())
 
     recorder.select(0)

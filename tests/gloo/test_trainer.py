@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -110,6 +111,19 @@ def test_invalid_records_are_rejected(
         record(**arguments)
     assert wrong in caught.value.wrong
     assert fix in caught.value.fix
+
+
+def test_device_mesh_has_pipelines_and_stages(tmp_path: Path) -> None:
+    def work(ctx: DistContext | None) -> Any:
+        with trainer(plan_of(2, 2)) as made:
+            mesh = made.device_mesh
+            ranks = dist.get_process_group_ranks(mesh.get_group("pp"))
+            return mesh.mesh_dim_names, mesh.get_coordinate(), ranks
+
+    found = run_job(4, work, tmp_path)
+    assert [names for names, _, _ in found] == [("dp", "pp")] * 4
+    assert [tuple(at) for _, at, _ in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [ranks for _, _, ranks in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 def test_trainer_has_few_arguments_and_old_ones_name_the_new() -> None:

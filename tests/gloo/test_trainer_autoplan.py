@@ -22,11 +22,11 @@ from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.run.probe.probe import ProbeOptions
 from polyrhythm.run.trainer import autoplan
+from polyrhythm.run.trainer.autoplan import layer_blocks, profile_layers, profile_sizes
 from polyrhythm.run.trainer.config import TrainerConfig
-from polyrhythm.run.trainer.layer_profile import layer_blocks, profile_layers, profile_sizes
-from polyrhythm.run.trainer.layer_split import LayerSplit
 from polyrhythm.run.trainer.rank_assignment import DEVICE, assign_ranks
 from polyrhythm.run.trainer.run_dir import PLAN, PlanKey, load_cached_plan
 from polyrhythm.run.trainer.trainer import Trainer

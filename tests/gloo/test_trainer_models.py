@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.trainer.layer_split import LayerSplit
+from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.checkpoint_models import TiedLanguageModel
 from tests.gloo.commands import run_export, run_without_polyrhythm

@@ -9,9 +9,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from polyrhythm.errors import LaunchError
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
-from polyrhythm.run.demo.gpt import build_layers, next_byte_loss
+from polyrhythm.run.demo.gpt import (
+    ByteText,
+    build_layers,
+    next_byte_loss,
+    read_text,
+    standard_library,
+)
 from polyrhythm.run.demo.job import DemoConfig, DemoJob
-from polyrhythm.run.demo.text import ByteText, read_text, standard_library
 from polyrhythm.run.trainer.config import DataConfig
 from polyrhythm.run.trainer.trainer import Trainer
 from polyrhythm.sync.modes import SyncConfig

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from polyrhythm.errors import LaunchError
 from polyrhythm.plan.plan import Plan
-from polyrhythm.run.trainer.layer_split import LayerSplit
+from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.sync.modes import SyncConfig
 from polyrhythm.types import Bytes, Seconds
 

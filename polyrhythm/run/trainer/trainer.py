@@ -14,12 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -30,11 +32,12 @@ from polyrhythm.plan.plan import Plan
 from polyrhythm.processes import TERMINATED
 from polyrhythm.renamed import RenamedAttribute, renamed_arguments
 from polyrhythm.run.checkpoint.export import hugging_face_configs
+from polyrhythm.run.comm.process_groups import job_mesh
 from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.reader import make_order, make_reader
 from polyrhythm.run.emulated_compute import SCENARIO, EmulatedCompute
-from polyrhythm.run.pipeline.partition import ModelPartition
+from polyrhythm.run.pipeline.partition import LayerSplit, ModelPartition, build_model
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.autoplan import choose_global_batch, choose_plan, choose_shares
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
@@ -45,10 +48,14 @@ from polyrhythm.run.trainer.config import (
     no_run_dir,
 )
 from polyrhythm.run.trainer.evaluate import evaluate
-from polyrhythm.run.trainer.fit_loop import FitContext, FitLoop, StepInfo, WeightedLoss
-from polyrhythm.run.trainer.layer_split import LayerSplit, build_model
+from polyrhythm.run.trainer.fit_loop import (
+    FitContext,
+    FitLoop,
+    StepInfo,
+    TrainProgress,
+    WeightedLoss,
+)
 from polyrhythm.run.trainer.preemption import PreemptionHandler
-from polyrhythm.run.trainer.progress import TrainProgress
 from polyrhythm.run.trainer.rank_assignment import LEADER, JobProcesses, join_job
 from polyrhythm.run.trainer.run_dir import lock_run_dir
 from polyrhythm.run.trainer.sync_strategy import NoSync
@@ -209,6 +216,13 @@ class Trainer:
     def model(self) -> nn.Module:
         """This worker's stage; its parameters have their names in the whole model."""
         return self.pipeline.module
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """The workers as a DeviceMesh ("dp", "pp"): pipelines x stages; all workers call it."""
+        num_pipelines, num_stages = self.plan.num_pipelines, self.plan.num_stages
+        kind, timeout = self.pipeline.device.type, self._config.timeout
+        return job_mesh(num_pipelines, num_stages, device_type=kind, timeout=timeout)
 
     @renamed_arguments(steps="max_steps=")
     def fit(self, *, max_steps: int) -> FitResult:
