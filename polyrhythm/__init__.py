@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
     from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
     from polyrhythm.run.pipeline.pipeline import Pipeline
-    from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig, SyncConfig
+    from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig
     from polyrhythm.run.trainer.fit_loop import StepInfo
     from polyrhythm.run.trainer.layer_split import LayerSplit
     from polyrhythm.run.trainer.trainer import FitResult, Trainer
     from polyrhythm.simulate.simulate_plan import simulate_plan as simulate
     from polyrhythm.sync.dispatch import SamplerState
+    from polyrhythm.sync.modes import SyncConfig
     from polyrhythm.sync.policies.local import OuterNesterov
 
 __all__ = [
@@ -98,10 +99,11 @@ _LAZY = {  # modules that need torch, SciPy or Numba, or are rarely needed: impo
     "run.data.sample_dispatcher": ("SampleDispatcher",),
     "run.decoupled.optimizer": ("DistributedOptimizer",),
     "run.pipeline.pipeline": ("Pipeline",),
-    "run.trainer.config": ("CheckpointConfig", "DataConfig", "SyncConfig"),
+    "run.trainer.config": ("CheckpointConfig", "DataConfig"),
     "run.trainer.fit_loop": ("StepInfo",),
     "run.trainer.layer_split": ("LayerSplit",),
     "run.trainer.trainer": ("FitResult", "Trainer"),
+    "sync.modes": ("SyncConfig",),
     "sync.dispatch": ("SamplerState",),
     "sync.policies.local": ("OuterNesterov",),
 }

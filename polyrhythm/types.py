@@ -21,6 +21,7 @@ class Unit:
     example: str
 
 
+AUTO = "auto"  # an option that is chosen from measurements
 Seconds = Annotated[
     float, Unit("time", {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}, "34ms")
 ]

@@ -29,7 +29,6 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from torch.optim import Optimizer
 
 from benchmarks.converge.setting import (
-    ALL_REDUCE,
     DEPTH_RATES,
     MICROBATCHES,
     OVERLAP,
@@ -312,7 +311,7 @@ def train(
     task, emulated = run.task, EmulatedStep.of(run, worker.rank, traces)
     with worker.process_group():
         model = task.build(run.seed)
-        optimizer = task.optimizer(model, run.lr, of_models=run.policy != ALL_REDUCE)
+        optimizer = task.optimizer(model, run.lr, of_models=run.averages_models)
         with GroupSync(model, optimizer, run.policy, state=run.state, timeout=TIMEOUT) as sync:
             track = ModelTrack(shared, model)
             start = worker.wait_for_start()

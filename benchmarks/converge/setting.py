@@ -7,6 +7,7 @@ from typing import Self
 from benchmarks.converge.tasks import LearningTask
 from polyrhythm.describe.scenario import EVERY_DEVICE, Scenario, Slow
 from polyrhythm.run.averaging.buffers import OptimizerStateMode
+from polyrhythm.sync.modes import SyncMode
 from polyrhythm.types import Seconds
 
 ALL_REDUCE, ADAPTIVE, AGE, OVERLAP = "all_reduce", "adaptive", "age", "overlap"
@@ -88,9 +89,13 @@ class ConvergeRun:
         return RATES[self.task.name][self.side]
 
     @property
+    def averages_models(self) -> bool:
+        return SyncMode.named(self.policy).averages == "model"
+
+    @property
     def state(self) -> OptimizerStateMode:
         """Return whether the optimizer's state is averaged with the models."""
-        return "local" if self.side == ALL_REDUCE else "average"
+        return "average" if self.averages_models else "local"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

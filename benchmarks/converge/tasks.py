@@ -6,7 +6,6 @@ per cent are chance, so these are shifted and covered with noise. The loss is th
 over a part of the data that no worker trains on.
 """
 
-import dataclasses
 import random
 from typing import Protocol
 
@@ -19,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from polyrhythm.errors import LaunchError
 from polyrhythm.run.averaging.reduced_variance import ReducedVarianceAdamW
 from polyrhythm.run.demo.gpt import build_layers, next_byte_loss
-from polyrhythm.run.demo.shape import GPTShape
+from polyrhythm.run.demo.job import GPTShape
 from polyrhythm.run.demo.text import ByteText, standard_library
 
 Batch = tuple[Tensor, Tensor]
@@ -61,12 +60,9 @@ class SourceText:
         self.shape = GPTShape(num_blocks=2, width=48, context=32)
         text = standard_library(4_000_000)
         cut = len(text) * 9 // 10
-        self._text = self._part(text[:cut], _BATCH_SIZE)
-        held_out = self._part(text[cut:], _NUM_HELD_OUT)
-        self.held_out = held_out.microbatch(step=0, pipeline=0, microbatch=0)
-
-    def _part(self, text: bytes, batch_size: int) -> ByteText:
-        return ByteText.of(text, context=self.shape.context, microbatch_size=batch_size, seed=0)
+        self._text = ByteText(text[:cut], context=self.shape.context)
+        held_out = ByteText(text[cut:], context=self.shape.context)
+        self.held_out = _draw(held_out, _NUM_HELD_OUT, "0/0/0/0")
 
     def build(self, seed: int) -> nn.Module:
         return self.layers(range(self.shape.num_layers), seed)
@@ -80,11 +76,17 @@ class SourceText:
         return AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), fused=True)
 
     def draw(self, seed: int, worker: int, step: int) -> Batch:
-        text = dataclasses.replace(self._text, seed=seed)
-        return text.microbatch(step=step, pipeline=worker, microbatch=0)
+        return _draw(self._text, _BATCH_SIZE, f"{seed}/{step}/{worker}/0")
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return next_byte_loss(model(batch[0]), batch[1])
+
+
+def _draw(text: ByteText, num_samples: int, key: str) -> Batch:
+    draw = random.Random(key)
+    drawn = [text[draw.randrange(len(text))] for _ in range(num_samples)]
+    inputs, targets = zip(*drawn, strict=True)
+    return torch.stack(inputs), torch.stack(targets)
 
 
 class NoisyDigits:

@@ -33,7 +33,7 @@ from polyrhythm.plan.plan import Plan
 from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.reader import make_order
 from polyrhythm.run.demo.gpt import Embedding, Head, next_byte_loss
-from polyrhythm.run.demo.shape import GPTShape
+from polyrhythm.run.demo.job import GPTShape
 from polyrhythm.run.demo.text import standard_library
 from polyrhythm.run.trainer.config import DataConfig
 from polyrhythm.run.trainer.fit_loop import StepInfo

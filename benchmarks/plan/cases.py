@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from polyrhythm.cost.dtfm import PUBLISHED, PairTimes, device_links, pair_times
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import Layer, ModelProfile
-from polyrhythm.plan.plan import AUTO, PipelinePlan, Plan
-from polyrhythm.types import Bytes, Seconds
+from polyrhythm.plan.plan import PipelinePlan, Plan
+from polyrhythm.types import AUTO, Bytes, Seconds
 
 # Cost of the best layout of 8 stages and 8 pipelines, to four decimals. Believed to be optimal:
 # by exact search for cases 3 to 5, by an argument about the slow links for 1 and 2.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from polyrhythm.describe.scenario import EVERY_DEVICE, Scenario, Slow
-from polyrhythm.sync.modes import SyncMode
+from polyrhythm.sync.modes import SYNC_MODES, SyncMode
 from polyrhythm.types import BytesPerSecond, Seconds
 
 MICROBATCHES_PER_WORKER = 16  # of one sample each, in a step
@@ -34,7 +34,8 @@ class SyncSide:
 
     @property
     def mode(self) -> SyncMode | None:
-        return None if self.policy is None else SyncMode.named(self.policy)
+        """Return the sync mode; None for an unknown one, which GroupSync refuses."""
+        return None if self.policy is None else SYNC_MODES.get(self.policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

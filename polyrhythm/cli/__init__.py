@@ -13,14 +13,12 @@ import tyro
 from polyrhythm import __version__
 from polyrhythm.cli.coordinator import CoordinatorCommand, KeysCommand
 from polyrhythm.cli.demo import Demo
-from polyrhythm.cli.export import ExportCommand
-from polyrhythm.cli.inspect import Doctor, Show
 from polyrhythm.cli.lab import LabCommand
 from polyrhythm.cli.plan import PlanCommand
-from polyrhythm.cli.probe import Probe
+from polyrhythm.cli.probe import Doctor, Probe, Show
 from polyrhythm.cli.profile import Profile
 from polyrhythm.cli.replay import ReplayCommand
-from polyrhythm.cli.report import ReportCommand
+from polyrhythm.cli.report import ExportCommand, ReportCommand
 from polyrhythm.cli.simulate import SimulateCommand
 from polyrhythm.cli.source_tree import Bench, ReproduceCommand
 from polyrhythm.cli.train import TrainCommand

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,6 @@ import tyro
 from polyrhythm.errors import LaunchError
 from polyrhythm.processes import exit_on_sigterm
 from polyrhythm.run.demo.job import DemoConfig, DemoJob, new_run_folder
-from polyrhythm.run.emulated_compute import EmulatedCompute
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,15 +49,14 @@ class Demo:
 
         _check_num_workers(job.plan.num_workers)
         text = load_text(job.settings)
-        compute = EmulatedCompute.from_environment(os.environ)
         run = self._begin(job, console)
         exit_on_sigterm()
         try:
             with (
                 LocalJob(
-                    lambda ctx: train(ctx, job, text, run, compute),
+                    lambda ctx: train(ctx, job, text, run),
                     job.plan.num_workers,
-                    output_folder=run / "workers",
+                    output_folder=run / "output",
                     name=lambda rank: f"worker {job.plan.worker(rank)} (rank {rank})",
                 ) as workers,
                 self._progress(run, job, console) as progress,
@@ -66,6 +65,8 @@ class Demo:
                     progress.update()
         finally:
             merge(run)
+            with suppress(OSError):
+                (run / "output").rmdir()  # empty unless a worker has written to it
         return run
 
     def _run_at(self, ctx: "DistContext", job: DemoJob, console: "Console") -> Path | None:
@@ -75,9 +76,8 @@ class Demo:
 
         job.check_processes(ctx.world_size)
         text = load_text(job.settings)
-        compute = EmulatedCompute.from_environment(os.environ)
         if ctx.rank > 0:
-            train(ctx, job, text, None, compute)
+            train(ctx, job, text, None)
             return None
         run = self._begin(job, console)
         done = threading.Event()
@@ -90,7 +90,7 @@ class Demo:
             follower = threading.Thread(target=follow, daemon=True)
             follower.start()
             try:
-                train(ctx, job, text, run, compute)
+                train(ctx, job, text, run)
             finally:
                 done.set()
                 follower.join()

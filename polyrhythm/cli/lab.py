@@ -4,7 +4,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
@@ -215,52 +215,45 @@ class LabChange(_RunningLab):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HostCommand(_RunningLab):
+    """A command with the name of a function of `lab/attach.py`."""
+
+    function: ClassVar[str]
     host: tyro.conf.Positional[str]
     """Name of the host."""
+
+    def run(self, console: "Console") -> int:
+        from polyrhythm.lab import attach
+
+        print(getattr(attach, self.function)(self.connect(), self.host))
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabKill(_HostCommand):
     """Kill a host of a running lab as a power cut would: peers receive no FIN or RST."""
 
-    def run(self, console: "Console") -> int:
-        from polyrhythm.lab import attach
-
-        print(attach.kill(self.connect(), self.host))
-        return 0
+    function = "kill"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabRevive(_HostCommand):
     """Connect a killed host to the network again; `lab shell` starts programs on it."""
 
-    def run(self, console: "Console") -> int:
-        from polyrhythm.lab import attach
-
-        print(attach.revive(self.connect(), self.host))
-        return 0
+    function = "revive"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabPause(_HostCommand):
     """Pause a host of a running lab: its processes stop and its packets wait."""
 
-    def run(self, console: "Console") -> int:
-        from polyrhythm.lab import attach
-
-        print(attach.pause(self.connect(), self.host))
-        return 0
+    function = "pause"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabResume(_HostCommand):
     """Resume a paused host."""
 
-    def run(self, console: "Console") -> int:
-        from polyrhythm.lab import attach
-
-        print(attach.resume(self.connect(), self.host))
-        return 0
+    function = "resume"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`polyrhythm report RUN`: a run's time by activity, as a table or a trace, and its decisions."""
+"""`polyrhythm report RUN` and `polyrhythm export RUN`: what a run did, and the model it trained."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,44 @@ class ReportCommand:
             _write_trace(_read(self.folder), self.trace, console)
         else:
             _show(self.folder, console)
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportCommand:
+    """Write the whole model of a checkpoint as safetensors, in Hugging Face's layout.
+
+    Writes one model.safetensors, or several and an index above 5 GB. A model from transformers also
+    gets its config.json, so that from_pretrained loads the folder. Needs no GPU and no running job.
+    """
+
+    run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """The run's folder, a folder of checkpoints, or one checkpoint."""
+    step: int | None = None
+    """Step of the checkpoint; by default the latest complete one."""
+    out: Path | None = None
+    """Target folder, new or empty; by default RUN/export/step-NNNNNNNN."""
+    from_legacy: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Instead, convert an old checkpoint (format 1), so that training resumes from the run folder
+    OUT, by default RUN-converted. It is a pickle: this RUNS THE CODE in it, so convert only
+    checkpoints that you trust."""
+
+    def run(self, console: "Console") -> int:
+        from polyrhythm.run.checkpoint.export import export
+        from polyrhythm.run.checkpoint.folder import find_checkpoint
+
+        if self.from_legacy:
+            from polyrhythm.run.checkpoint.legacy import convert
+
+            source = self.run_folder
+            folder = self.out or source.with_name(f"{source.name}-converted")
+            out = convert(source, folder, self.step)
+        else:
+            checkpoint = find_checkpoint(self.run_folder, self.step)
+            out = self.out or self.run_folder / "export" / checkpoint.name
+            export(checkpoint, out)
+        for path in sorted(out.iterdir()):
+            console.print(f"{path}  {path.stat().st_size:,} bytes", soft_wrap=True)
         return 0
 
 

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+INDEX = 8  # bytes, of the index of a maximum
+LARGEST_IMAGE = 100_000  # points of a side; more is a typing error
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convolution:
@@ -35,3 +38,8 @@ def square(inputs: int, outputs: int, kernel: int, before: int, side: int) -> Co
     return Convolution(
         inputs=inputs, outputs=outputs, height=kernel, width=kernel, before=before, side=side
     )
+
+
+def halved(side: int) -> int:
+    """Return the side after a stride of 2 with padding."""
+    return (side + 1) // 2

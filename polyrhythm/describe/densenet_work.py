@@ -10,7 +10,7 @@ A batch norm keeps its input, and the convolution after it keeps the output of n
 
 from dataclasses import dataclass
 
-from polyrhythm.describe.convolution import Convolution, square
+from polyrhythm.describe.convolution import INDEX, LARGEST_IMAGE, Convolution, halved, square
 from polyrhythm.describe.layer_work import LayerWork
 from polyrhythm.errors import DescriptionError
 
@@ -18,8 +18,6 @@ _BLOCKS = (6, 12, 48, 32)  # dense layers
 _FIRST = 64  # output channels of the stem
 _GROWTH = 32  # channels that a dense layer adds
 _NARROW = 4 * _GROWTH  # output channels of its 1 x 1 convolution
-_INDEX = 8  # bytes
-_LARGEST_IMAGE = 100_000  # more is a typing error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +40,14 @@ class Transition:
 def densenet201(*, image: int = 224, num_classes: int = 1000) -> list[LayerWork]:
     """Return the layers for images of `image` x `image` points."""
     first = stem_of(image)
-    side = _halved(first.side)
+    side = halved(first.side)
     stem = LayerWork(
         name="stem",
         parameters=first.weights + 2 * first.outputs,
         operations=first.operations,
         outputs=_FIRST * side**2,
         stored=3 * image**2 + 2 * first.num_outputs,
-        other_bytes=_INDEX * _FIRST * side**2,  # index of each maximum
+        other_bytes=INDEX * _FIRST * side**2,  # index of each maximum
         backward_ratio=1.0,  # images need no gradient
     )
     blocks = blocks_of(image)
@@ -68,19 +66,19 @@ def densenet201(*, image: int = 224, num_classes: int = 1000) -> list[LayerWork]
 
 
 def stem_of(image: int) -> Convolution:
-    if not 32 <= image <= _LARGEST_IMAGE:
+    if not 32 <= image <= LARGEST_IMAGE:
         raise DescriptionError(
             f"images of {image} x {image}",
             expected="at least 32 x 32 points, one of which is left after five halvings, "
-            f"at most {_LARGEST_IMAGE} x {_LARGEST_IMAGE}",
+            f"at most {LARGEST_IMAGE} x {LARGEST_IMAGE}",
             fix="use images of 224, as DenseNet-201 was made for",
         )
-    return square(3, _FIRST, 7, image, _halved(image))
+    return square(3, _FIRST, 7, image, halved(image))
 
 
 def blocks_of(image: int) -> list[DenseLayer | Transition]:
     """Return all layers between stem and head, in order."""
-    side, channels = _halved(stem_of(image).side), _FIRST
+    side, channels = halved(stem_of(image).side), _FIRST
     found: list[DenseLayer | Transition] = []
     for block, num_layers in enumerate(_BLOCKS):
         for number in range(num_layers):
@@ -113,8 +111,3 @@ def _work(layer: DenseLayer | Transition) -> LayerWork:
         outputs=narrow.num_inputs + wide.num_outputs,
         stored=2 * narrow.num_inputs + 2 * narrow.num_outputs,
     )
-
-
-def _halved(side: int) -> int:
-    """Return the side after a stride of 2 with the padding of the stem's layers."""
-    return (side + 1) // 2

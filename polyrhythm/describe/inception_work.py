@@ -12,15 +12,45 @@ A convolution keeps its input and a batch norm its own; a ReLU keeps its output,
 a branch, as the output of the block is a copy.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from polyrhythm.describe.convolution import Convolution, square
+from polyrhythm.describe.convolution import INDEX, LARGEST_IMAGE, Convolution
 from polyrhythm.describe.layer_work import LayerWork
 from polyrhythm.errors import DescriptionError
 
-_INDEX = 8  # bytes
-_SMALLEST_IMAGE, _LARGEST_IMAGE = 75, 100_000  # one point is left of the first
+_SMALLEST_IMAGE = 75  # one point is left of it
+
+# The branches of each block. `3:96` is a convolution of 3 x 3 points to 96 channels, `1x7:64` one
+# of 1 x 7; with `-` the side shrinks by 2 (no padding), with `/2` to the half (a stride of 2 and no
+# padding). `a|b` are two parallel convolutions.
+_A = ("1:96", "1:64 3:96", "1:64 3:96 3:96", "mean 1:96")
+_B = (
+    "1:384",
+    "1:192 1x7:224 7x1:256",
+    "1:192 7x1:192 1x7:224 7x1:224 1x7:256",
+    "mean 1:128",
+)
+_C = (
+    "1:256",
+    "1:384 1x3:256|3x1:256",
+    "1:384 3x1:448 1x3:512 1x3:256|3x1:256",
+    "mean 1:256",
+)
+_BLOCKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("stem0", ("3/2:32",)),
+    ("stem1", ("3-:32",)),
+    ("stem2", ("3:64",)),
+    ("stem3", ("largest", "3/2:96")),
+    ("stem4", ("1:64 3-:96", "1:64 1x7:64 7x1:64 3-:96")),
+    ("stem5", ("3/2:192", "largest")),
+    *((f"a{number}", _A) for number in range(4)),
+    ("reduction_a", ("3/2:384", "1:192 3:224 3/2:256", "largest")),
+    *((f"b{number}", _B) for number in range(7)),
+    ("reduction_b", ("1:192 3/2:192", "1:256 1x7:256 7x1:320 3/2:320", "largest")),
+    *((f"c{number}", _C) for number in range(3)),
+)
 
 
 class Pooling(StrEnum):
@@ -78,162 +108,62 @@ def inceptionv4(*, image: int = 299, num_classes: int = 1000) -> list[LayerWork]
 
 def blocks_of(image: int) -> list[InceptionBlock]:
     """Return all blocks before the head, in order."""
-    if not _SMALLEST_IMAGE <= image <= _LARGEST_IMAGE:
+    if not _SMALLEST_IMAGE <= image <= LARGEST_IMAGE:
         raise DescriptionError(
             f"images of {image} x {image}",
             expected=f"at least {_SMALLEST_IMAGE} x {_SMALLEST_IMAGE} points, of which the "
-            f"convolutions leave one, at most {_LARGEST_IMAGE} x {_LARGEST_IMAGE}",
+            f"convolutions leave one, at most {LARGEST_IMAGE} x {LARGEST_IMAGE}",
             fix="use images of 299, as Inception-v4 was made for",
         )
-    blocks = _stem(image)
-    blocks += [_block_a(f"a{number}", blocks[-1].side) for number in range(4)]
-    blocks.append(_reduction_a(blocks[-1].side))
-    blocks += [_block_b(f"b{number}", blocks[-1].side) for number in range(7)]
-    blocks.append(_reduction_b(blocks[-1].side))
-    return blocks + [_block_c(f"c{number}", blocks[-1].side) for number in range(3)]
+    blocks: list[InceptionBlock] = []
+    channels, side = 3, image
+    for name, branches in _BLOCKS:
+        blocks.append(_block(name, channels, side, branches))
+        channels, side = blocks[-1].channels, blocks[-1].side
+    return blocks
 
 
-def _stem(image: int) -> list[InceptionBlock]:
-    one = _halved(image)
-    two = one - 2
-    three = _halved(two)
-    four = three - 2
-    five = _halved(four)
-    return [
-        _block("stem0", 3, image, one, _chain(square(3, 32, 3, image, one))),
-        _block("stem1", 32, one, two, _chain(square(32, 32, 3, one, two))),
-        _block("stem2", 32, two, two, _chain(square(32, 64, 3, two, two))),
-        _block("stem3", 64, two, three, _largest(64, three), _chain(square(64, 96, 3, two, three))),
-        _block(
-            "stem4",
-            160,
-            three,
-            four,
-            _chain(square(160, 64, 1, three, three), square(64, 96, 3, three, four)),
-            _chain(
-                square(160, 64, 1, three, three),
-                _row(64, 64, three),
-                _column(64, 64, three),
-                square(64, 96, 3, three, four),
-            ),
-        ),
-        _block(
-            "stem5", 192, four, five, _chain(square(192, 192, 3, four, five)), _largest(192, five)
-        ),
-    ]
-
-
-def _block_a(name: str, side: int) -> InceptionBlock:
-    def three(inputs: int) -> Convolution:
-        return square(inputs, 96, 3, side, side)
-
-    return _block(
-        name,
-        384,
-        side,
-        side,
-        _chain(_point(384, 96, side)),
-        _chain(_point(384, 64, side), three(64)),
-        _chain(_point(384, 64, side), three(64), three(96)),
-        _chain(_point(384, 96, side), pooling=Pooling.MEAN),
+def _block(name: str, inputs: int, before: int, branches: Sequence[str]) -> InceptionBlock:
+    built = [_branch(text.split(), inputs, before) for text in branches]
+    side = built[0][1]
+    assert all(each == side for _, each in built), "the outputs of branches are concatenated"
+    return InceptionBlock(
+        name=name,
+        inputs=inputs,
+        before=before,
+        side=side,
+        branches=tuple(branch for branch, _ in built),
     )
 
 
-def _reduction_a(before: int) -> InceptionBlock:
-    side = _halved(before)
-    long = (
-        _point(384, 192, before),
-        square(192, 224, 3, before, before),
-        square(224, 256, 3, before, side),
-    )
-    short = _chain(square(384, 384, 3, before, side))
-    return _block("reduction_a", 384, before, side, short, _chain(*long), _largest(384, side))
+def _branch(words: Sequence[str], channels: int, side: int) -> tuple[Branch, int]:
+    """Return the branch that the words describe, and the side of its output."""
+    if words == [Pooling.LARGEST]:
+        side = _halved(side)
+        num_outputs = channels * side**2
+        return Branch(convolutions=(), num_outputs=num_outputs, pooling=Pooling.LARGEST), side
+    pooling = Pooling.MEAN if words[0] == Pooling.MEAN else Pooling.NONE
+    convolutions: list[Convolution] = []
+    for word in words[pooling is Pooling.MEAN :]:
+        last = [_convolution(part, channels, side) for part in word.split("|")]
+        convolutions += last
+        channels, side = sum(each.outputs for each in last), last[0].side
+    num_outputs = channels * side**2
+    return Branch(convolutions=tuple(convolutions), num_outputs=num_outputs, pooling=pooling), side
 
 
-def _block_b(name: str, side: int) -> InceptionBlock:
-    middle = (_point(1024, 192, side), _row(192, 224, side), _column(224, 256, side))
-    long = (
-        _point(1024, 192, side),
-        _column(192, 192, side),
-        _row(192, 224, side),
-        _column(224, 224, side),
-        _row(224, 256, side),
-    )
-    return _block(
-        name,
-        1024,
-        side,
-        side,
-        _chain(_point(1024, 384, side)),
-        _chain(*middle),
-        _chain(*long),
-        _chain(_point(1024, 128, side), pooling=Pooling.MEAN),
-    )
-
-
-def _reduction_b(before: int) -> InceptionBlock:
-    side = _halved(before)
-    long = (
-        _point(1024, 256, before),
-        _row(256, 256, before),
-        _column(256, 320, before),
-        square(320, 320, 3, before, side),
-    )
-    short = (_point(1024, 192, before), square(192, 192, 3, before, side))
-    return _block(
-        "reduction_b", 1024, before, side, _chain(*short), _chain(*long), _largest(1024, side)
-    )
-
-
-def _block_c(name: str, side: int) -> InceptionBlock:
-    """Return block C; two of its branches end in a row and a column in parallel."""
-    short = (_point(1536, 384, side), _row(384, 256, side, 3), _column(384, 256, side, 3))
-    long = (
-        _point(1536, 384, side),
-        _column(384, 448, side, 3),
-        _row(448, 512, side, 3),
-        _row(512, 256, side, 3),
-        _column(512, 256, side, 3),
-    )
-    both = 512 * side**2
-    return _block(
-        name,
-        1536,
-        side,
-        side,
-        _chain(_point(1536, 256, side)),
-        Branch(convolutions=short, num_outputs=both),
-        Branch(convolutions=long, num_outputs=both),
-        _chain(_point(1536, 256, side), pooling=Pooling.MEAN),
-    )
-
-
-def _block(name: str, inputs: int, before: int, side: int, *branches: Branch) -> InceptionBlock:
-    return InceptionBlock(name=name, inputs=inputs, before=before, side=side, branches=branches)
-
-
-def _chain(*convolutions: Convolution, pooling: Pooling = Pooling.NONE) -> Branch:
-    last = convolutions[-1].num_outputs
-    return Branch(convolutions=convolutions, num_outputs=last, pooling=pooling)
-
-
-def _largest(channels: int, side: int) -> Branch:
-    return Branch(convolutions=(), num_outputs=channels * side**2, pooling=Pooling.LARGEST)
-
-
-def _point(inputs: int, outputs: int, side: int) -> Convolution:
-    return square(inputs, outputs, 1, side, side)
-
-
-def _row(inputs: int, outputs: int, side: int, width: int = 7) -> Convolution:
+def _convolution(text: str, inputs: int, before: int) -> Convolution:
+    kernel, _, outputs = text.partition(":")
+    size = kernel.removesuffix("/2").removesuffix("-")
+    height, _, width = size.partition("x")
+    side = _halved(before) if kernel.endswith("/2") else before - 2 * kernel.endswith("-")
     return Convolution(
-        inputs=inputs, outputs=outputs, height=1, width=width, before=side, side=side
-    )
-
-
-def _column(inputs: int, outputs: int, side: int, height: int = 7) -> Convolution:
-    return Convolution(
-        inputs=inputs, outputs=outputs, height=height, width=1, before=side, side=side
+        inputs=inputs,
+        outputs=int(outputs),
+        height=int(height),
+        width=int(width or height),
+        before=before,
+        side=side,
     )
 
 
@@ -256,6 +186,6 @@ def _work(block: InceptionBlock) -> LayerWork:
         operations=sum(each.operations for each in block.convolutions),
         outputs=block.num_outputs,
         stored=stored,
-        other_bytes=_INDEX * sum(largest),  # index of each maximum
+        other_bytes=INDEX * sum(largest),  # index of each maximum
         backward_ratio=1.0 if block.inputs == 3 else 2.0,  # images need no gradient
     )

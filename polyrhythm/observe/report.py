@@ -5,7 +5,7 @@ of that step but not its duration, so such actions do not count.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -39,7 +39,7 @@ class RunReport:
     workers: dict[Worker, WorkerTime] = field(default_factory=lambda: defaultdict(WorkerTime))
     step_times: dict[Worker, list[Seconds]] = field(default_factory=lambda: defaultdict(list))
     losses: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    amounts: Counter[str] = field(default_factory=Counter)  # trained on: samples, or tokens
+    num_samples: int = 0  # trained on
     start: Seconds = math.inf  # of the first step
     end: Seconds = -math.inf  # of the last
     switches: dict[_Decision, None] = field(default_factory=dict)  # a set in order
@@ -87,8 +87,7 @@ class RunReport:
                 self.steps.add(event.step)
                 if "loss" in event.values:  # on last stages
                     self.losses[event.step].append(_number(event.values["loss"]))
-                    unit = "tokens" if "tokens" in event.values else "samples"
-                    self.amounts[unit] += int(event.values.get(unit, 0))
+                    self.num_samples += int(event.values.get("samples", 0))
 
     def show(self, console: Console) -> None:
         print_line(console, f"steps      {self._steps_text}")
@@ -97,10 +96,10 @@ class RunReport:
             print_line(console, f"step time  {_milliseconds(times)} (median)")
         if self.losses:
             print_line(console, f"loss       {self._loss_text}")
-        for unit, amount in self.amounts.items():
-            seconds = self.end - self.start
-            rate = f"{amount / seconds:,.0f} {unit}/s"
-            print_line(console, f"rate       {amount:,} {unit} in {seconds:.1f} s: {rate}")
+        if self.num_samples:
+            num_samples, seconds = self.num_samples, self.end - self.start
+            rate = f"{num_samples / seconds:,.0f} samples/s"
+            print_line(console, f"rate       {num_samples:,} samples in {seconds:.1f} s: {rate}")
         if self.workers:
             print_line(console, "")
             header = ["worker", "steps", "step time", "compute", "wait", "sync", "other"]

@@ -25,8 +25,9 @@ from polyrhythm.plan.layout import (
     reorder_stages,
 )
 from polyrhythm.plan.partition import partition_layers
-from polyrhythm.plan.plan import AUTO, PipelinePlan, Plan
+from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.problem import Problem
+from polyrhythm.types import AUTO
 
 if TYPE_CHECKING:
     from polyrhythm.plan.layout_kernel import LayoutPrices

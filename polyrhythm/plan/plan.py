@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from polyrhythm.errors import PlanError
-from polyrhythm.types import Seconds, Worker
+from polyrhythm.types import AUTO, Seconds, Worker
 
-AUTO = "auto"  # the tuner chooses the schedule while the pipeline runs
 PLAN_VARIABLE = (
     "POLYRHYTHM_PLAN"  # of the environment: the file that a Trainer's plan="auto" stands for
 )

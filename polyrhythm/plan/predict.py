@@ -24,9 +24,9 @@ from polyrhythm.cost.step import (
 from polyrhythm.cost.sync import GROUP_SIZE, Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.errors import PlanError
-from polyrhythm.plan.plan import AUTO, PipelinePlan, Plan, TimePart
+from polyrhythm.plan.plan import PipelinePlan, Plan, TimePart
 from polyrhythm.plan.problem import Problem
-from polyrhythm.types import Bytes, Seconds
+from polyrhythm.types import AUTO, Bytes, Seconds
 
 _HOUR: Seconds = 3600.0
 _GIGABYTE = 1e9

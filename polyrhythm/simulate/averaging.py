@@ -17,6 +17,7 @@ from polyrhythm.simulate.coordinator import SimulatedCoordinator
 from polyrhythm.simulate.engine.engine import NO_WAIT, BucketArrivals, Engine
 from polyrhythm.simulate.network import SimulatedNetwork
 from polyrhythm.sync.protocol import Abort, Assign, Commit, CopyFrom, Done, Ready, Request, Skip
+from polyrhythm.sync.setup import Setup
 from polyrhythm.types import BytesPerSecond, Seconds, Worker
 
 
@@ -94,10 +95,8 @@ class SimulatedAveraging:
         coordinator: SimulatedCoordinator,
         on_step_done: Callable[[SimulatedWorker, BucketArrivals], None],
         *,
-        every: int,
+        setup: Setup,
         overlap: bool,
-        answers_while_computing: bool,
-        asks_ahead: bool,
         decoupled: Callable[[Sequence[SimulatedWorker]], BucketArrivals] | None = None,
         server: ModelServer | None = None,
         observers: Sequence[Observer] = (),
@@ -117,11 +116,8 @@ class SimulatedAveraging:
             network,
             on_step_done,
         )
-        self._every, self._overlap, self._decoupled = every, overlap, decoupled
-        self._answers_while_computing, self._asks_ahead = (
-            answers_while_computing,
-            asks_ahead,
-        )
+        self._mode, self._every = setup.mode, setup.steps_between
+        self._overlap, self._decoupled = overlap, decoupled
         self._server, self.observers, self._finished = server, observers, finished
         self._exchanges: dict[int, _Exchange] = {}
         self._by_owner: dict[int, _Exchange] = {}
@@ -129,7 +125,7 @@ class SimulatedAveraging:
     def step_began(self, member: SimulatedWorker) -> None:
         for observer in self.observers:
             observer.on_step_start(member.worker, self._clock.now)
-        if self._asks_ahead and not (member.steps + 1) % self._every:
+        if self._mode.asks_ahead and not (member.steps + 1) % self._every:
             self.coordinator.send(member.worker, Request, member.clock + 1, member.incarnation)
 
     def step_ended(self, member: SimulatedWorker) -> None:
@@ -206,7 +202,7 @@ class SimulatedAveraging:
         self._start(member)
 
     def _start(self, member: SimulatedWorker) -> None:
-        is_ready = member.pending is not None or self._answers_while_computing
+        is_ready = member.pending is not None or self._mode.answers_while_computing
         while is_ready and member.queued_groups:
             exchange = self._exchanges.get(member.queued_groups.popleft())
             if exchange is not None:  # else it is aborted, and the Abort has not arrived yet

@@ -6,7 +6,7 @@ names, and start with an empty pipeline.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from polyrhythm.describe.scenario import LinkChange, Scenario
 from polyrhythm.simulate.averaging import SimulatedAveraging, SimulatedWorker
@@ -18,6 +18,7 @@ from polyrhythm.simulate.clock import (
     Clock,
 )
 from polyrhythm.simulate.engine.engine import Engine
+from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.simulate.network import SimulatedNetwork
 from polyrhythm.sync.protocol import CopyFrom, Dead, Join
 from polyrhythm.types import Seconds, Worker
@@ -28,32 +29,39 @@ _ROUNDING: Seconds = 1e-6  # above the difference of sums of the same times in a
 STATE_FACTOR = 3  # bytes copied per byte of weights: with AdamW's two moments
 
 
-class FaultInjector:
-    """Applies a scenario's faults: `begin` starts a pipeline, `end` stops it.
+class PipelineControl(Protocol):
+    """What faults need from the simulation."""
 
-    A pipeline rejoins only if it `has_steps_left`; `on_link_change` follows each change of a link.
-    """
+    def begin(self, pipeline: int) -> None:
+        """Start a pipeline, all of whose devices are present."""
+
+    def end(self, pipeline: int) -> None:
+        """Stop a pipeline that has lost a device."""
+
+    def has_steps_left(self, pipeline: int) -> bool:
+        """Whether a pipeline has steps left to run, and may join again."""
+
+    def set_latency(self) -> None:
+        """Set the latencies of messages, after a change of a link."""
+
+
+class FaultInjector:
+    """Applies the faults of a job's scenario."""
 
     def __init__(
         self,
-        scenario: Scenario,
-        names: Sequence[str],  # of devices
+        job: SimulatedJob,
         pipelines: Sequence[Sequence[SimulatedWorker]],
-        nodes: Sequence[str],
         averaging: SimulatedAveraging,
-        *,
         clock: Clock,
         engine: Engine,
         network: SimulatedNetwork,
-        has_steps_left: Callable[[int], bool],
-        begin: Callable[[int], None],
-        end: Callable[[int], None],
-        on_link_change: Callable[[], None],
+        control: PipelineControl,
     ) -> None:
-        self._names, self._pipelines, self._nodes = names, pipelines, nodes
-        self._averaging, self._clock, self._engine = averaging, clock, engine
-        self._network, self._on_link_change = network, on_link_change
-        self._has_steps_left, self._begin, self._end = has_steps_left, begin, end
+        scenario, names = job.scenario, [device.name for device in job.cluster.devices]
+        self._nodes = job.nodes or [device.region for device in job.cluster.devices]
+        self._pipelines, self._averaging, self._control = pipelines, averaging, control
+        self._clock, self._engine, self._network = clock, engine, network
         self._absent: set[int] = _absent_at_start(scenario, names)
         self._present_since = [0.0] * len(names)  # last join of each device
         self._present = [0.0] * len(names)  # seconds of presence before its last loss
@@ -71,7 +79,7 @@ class FaultInjector:
         for pipeline, members in enumerate(self._pipelines):
             if self._is_complete(members):
                 self._send_join(members)
-                self._begin(pipeline)
+                self._control.begin(pipeline)
 
     def present(self) -> list[Seconds]:
         """Seconds for which each device was present until now."""
@@ -99,24 +107,16 @@ class FaultInjector:
             source.device, member.device, STATE_FACTOR * member.parameters
         )
         has_ended = source.clock > copy_from.clock or source.pending is None  # that step
+        retry_after = None
         if source.clock < copy_from.clock or not has_ended:
-            self._clock.at(
-                self._clock.now + _POLL_INTERVAL,
-                self._copy,
-                copy_from,
-                incarnation,
-                priority=PRIORITY_RETRY,
-            )
+            retry_after = _POLL_INTERVAL
         elif duration == float("inf"):  # the link is lost
-            self._clock.at(
-                self._clock.now + RETRY_INTERVAL,
-                self._copy,
-                copy_from,
-                incarnation,
-                priority=PRIORITY_RETRY,
-            )
-        else:
+            retry_after = RETRY_INTERVAL
+        if retry_after is None:
             self._clock.at(self._clock.now + duration, self._copied, copy_from, incarnation)
+        else:
+            at = self._clock.now + retry_after
+            self._clock.at(at, self._copy, copy_from, incarnation, priority=PRIORITY_RETRY)
 
     def _copied(self, copy_from: CopyFrom, incarnation: int) -> None:
         if not self._is_current(copy_from, incarnation):
@@ -141,7 +141,7 @@ class FaultInjector:
         for link in self._network.apply_change(change):
             self._engine.set_link(*link)
         self._engine.change_rates(self._clock.now, self._averaging.max_rate())
-        self._on_link_change()
+        self._control.set_latency()
 
     def _kill(self, device: int) -> None:
         self._absent.add(device)
@@ -149,40 +149,29 @@ class FaultInjector:
         for pipeline, members in enumerate(self._pipelines):
             if not any(member.device == device for member in members):
                 continue
-            self._end(pipeline)
+            self._control.end(pipeline)
             self._joining.pop(pipeline, None)
             for member in members:
                 if member.device == device:
-                    lost = member.worker, member.incarnation
-                    self._clock.at(self._clock.now + DETECTION_DELAY, self._report_dead, *lost)
+                    dead = member.worker, Dead, member.incarnation
+                    self._clock.at(self._clock.now + DETECTION_DELAY, self._send, *dead)
                 self._averaging.reset(member)
-
-    def _report_dead(self, worker: Worker, incarnation: int) -> None:
-        self._send(worker, Dead, incarnation)
 
     def _join(self, device: int) -> None:
         self._absent.discard(device)
         self._present_since[device] = self._clock.now
         for pipeline, members in enumerate(self._pipelines):
             has_device = any(member.device == device for member in members)
-            if has_device and self._is_complete(members) and self._has_steps_left(pipeline):
+            if has_device and self._is_complete(members) and self._control.has_steps_left(pipeline):
                 self._joining[pipeline] = {}
                 for member in members:
                     member.clock = 0
                 self._send_join(members)
                 # By then every CopyFrom has arrived.
-                at = (
-                    self._clock.now
-                    + _ROUNDING
-                    + self._averaging.coordinator.max_round_trip([m.worker for m in members])
-                )
-                self._clock.at(
-                    at,
-                    self._begin_if_complete,
-                    pipeline,
-                    members[0].incarnation,
-                    priority=PRIORITY_LAST,
-                )
+                workers, incarnation = [m.worker for m in members], members[0].incarnation
+                round_trip = self._averaging.coordinator.max_round_trip(workers)
+                begin, at = self._begin_if_complete, self._clock.now + _ROUNDING + round_trip
+                self._clock.at(at, begin, pipeline, incarnation, priority=PRIORITY_LAST)
 
     def _begin_if_complete(self, pipeline: int, incarnation: int) -> None:
         """Start a pipeline once all its copies are done; without copies it keeps its weights."""
@@ -192,7 +181,7 @@ class FaultInjector:
             latest = max(member.clock for member in self._pipelines[pipeline])
             for member in self._pipelines[pipeline]:
                 member.clock = latest
-            self._begin(pipeline)
+            self._control.begin(pipeline)
 
     def _send_join(self, members: Sequence[SimulatedWorker]) -> None:
         for member in members:

@@ -10,12 +10,13 @@ from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.plan.options import TrainingJob
-from polyrhythm.plan.plan import AUTO, Plan, Sources
+from polyrhythm.plan.plan import Plan, Sources
 from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
 from polyrhythm.simulate.job import EMPTY_SCENARIO, SimulatedJob
 from polyrhythm.sync.modes import SyncMode
 from polyrhythm.sync.setup import Setup
+from polyrhythm.types import AUTO
 
 # The sync modes of plans whose averages have another name in the cost model.
 _SIMULATED_AS: dict[str, str] = {

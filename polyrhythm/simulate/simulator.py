@@ -13,22 +13,23 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
+from polyrhythm.cost.step import Schedule
 from polyrhythm.describe.cluster import Cluster
-from polyrhythm.errors import PlanError, ScheduleError
+from polyrhythm.errors import PlanError, PolicyError, ScheduleError
+from polyrhythm.schedule.builders import build
 from polyrhythm.simulate.averaging import Observer, SimulatedAveraging, SimulatedWorker
-from polyrhythm.simulate.balanced import SimulatedBalancer
 from polyrhythm.simulate.clock import Clock
 from polyrhythm.simulate.coordinator import SimulatedCoordinator
 from polyrhythm.simulate.decoupled import DecoupledAllReduce, all_gather_arrivals, traffic_factor
-from polyrhythm.simulate.device_regions import split_regions
 from polyrhythm.simulate.engine.engine import NO_WAIT, BucketArrivals, Engine, EngineEvent
 from polyrhythm.simulate.engine.state import STEP_ENDED
 from polyrhythm.simulate.faults import FaultInjector
-from polyrhythm.simulate.job import SimulatedJob
+from polyrhythm.simulate.job import SimulatedJob, split_regions
 from polyrhythm.simulate.network import SimulatedNetwork
 from polyrhythm.simulate.parameter_server import SimulatedParameterServer
 from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.run_log import RunLog
+from polyrhythm.sync.policies.balanced import MicrobatchBalancer
 from polyrhythm.sync.protocol import Abort, Assign, Commit, CopyFrom, Leave, Skip
 from polyrhythm.types import Seconds, Worker
 
@@ -86,53 +87,46 @@ class _Simulation:
         self._steps = StepCounter(self._engine.first_run)
         self._goal = num_steps * len(job.pipelines)
         self._traffic_factor = traffic_factor(members)
-        mode = job.sync.mode
-        is_optimizer = job.decoupled and mode.exact
+        mode, parts = job.sync.mode, (self._clock, self._engine, self._network)
         self._balancer = SimulatedBalancer(job) if mode.balances_microbatches else None
         self._coordinator_device = members[0].device if job.coordinator is None else job.coordinator
         self._reports_step_begin = mode.asks_ahead or bool(observers)
-        parts = self._clock, self._engine, self._network
-        decisions = None if self._log is None else self._log.decisions
         self._server = None
         if mode.has_server:
             self._server = SimulatedParameterServer(self._coordinator_device, *parts, observers)
-        self._averaging = SimulatedAveraging(
-            members,
-            *parts,
-            SimulatedCoordinator(job.sync, self._clock, self._on_command, decisions),
-            self._on_step_done,
-            every=job.sync.steps_between,
-            overlap=job.overlap,
-            answers_while_computing=mode.answers_while_computing,
-            asks_ahead=mode.asks_ahead,
-            decoupled=self._all_gather_arrivals if job.decoupled and not is_optimizer else None,
-            server=self._server,
-            observers=observers,
-            finished=None if self._log is None else self._log.averages,
-        )
-        self._all_reduce = (
-            DecoupledAllReduce(members, *parts, self._on_step_done, job.num_buckets, observers)
-            if is_optimizer
-            else None
-        )
-        self._set_latency()
-        regions = [device.region for device in job.cluster.devices]
-        self._faults = FaultInjector(
-            job.scenario,
-            [device.name for device in job.cluster.devices],
-            self._pipelines,
-            regions if job.nodes is None else job.nodes,
-            self._averaging,
-            clock=self._clock,
-            engine=self._engine,
-            network=self._network,
-            has_steps_left=self._has_steps_left,
-            begin=self._begin,
-            end=self._end,
-            on_link_change=self._set_latency,
-        )
+        self._all_reduce = None
+        if job.decoupled and mode.exact:
+            self._all_reduce = DecoupledAllReduce(
+                members, *parts, self._on_step_done, job.num_buckets, observers
+            )
+        self._averaging = self._make_averaging(members, observers)
+        self.set_latency()
+        self._faults = FaultInjector(job, self._pipelines, self._averaging, *parts, self)
         # Of progress: the scheduler may retry for ever.
         self._deadline = self._faults.last + _STALL_TIMEOUT
+
+    def _make_averaging(
+        self, members: Sequence[SimulatedWorker], observers: Sequence[Observer]
+    ) -> SimulatedAveraging:
+        job, log = self._job, self._log
+        coordinator = SimulatedCoordinator(
+            job.sync, self._clock, self._on_command, None if log is None else log.decisions
+        )
+        hides_all_gather = job.decoupled and self._all_reduce is None
+        return SimulatedAveraging(
+            members,
+            self._clock,
+            self._engine,
+            self._network,
+            coordinator,
+            self._on_step_done,
+            setup=job.sync,
+            overlap=job.overlap,
+            decoupled=self._all_gather_arrivals if hides_all_gather else None,
+            server=self._server,
+            observers=observers,
+            finished=None if log is None else log.averages,
+        )
 
     def result(self) -> SimulationResult:
         self._faults.start()
@@ -252,11 +246,11 @@ class _Simulation:
             for member in self._workers_of_run[run]:
                 self._averaging.step_began(member)
 
-    def _has_steps_left(self, pipeline: int) -> bool:
+    def has_steps_left(self, pipeline: int) -> bool:
         """Whether a pipeline has steps left to run."""
         return not self._each or len(self._steps.ends[pipeline]) < self._num_steps
 
-    def _begin(self, pipeline: int) -> None:
+    def begin(self, pipeline: int) -> None:
         self._steps.restart_pipeline(pipeline, self._clock.now)
         first, end = self._engine.first_run[pipeline : pipeline + 2]
         for run in range(first, end):
@@ -268,7 +262,7 @@ class _Simulation:
                 for member in self._workers_of_run[run]:
                     self._averaging.step_began(member)
 
-    def _end(self, pipeline: int) -> None:
+    def end(self, pipeline: int) -> None:
         self._steps.stop_pipeline(pipeline, self._clock.now)
         first, end = self._engine.first_run[pipeline : pipeline + 2]
         for run in range(first, end):
@@ -291,7 +285,7 @@ class _Simulation:
         latency = self._network.max_round_trip(devices)
         return all_gather_arrivals(self._clock.now, busy, latency, self._job.num_buckets)
 
-    def _set_latency(self) -> None:
+    def set_latency(self) -> None:
         """Set the latencies to the coordinator and back; 0 if training has none."""
         members = self._averaging.members.values()
         host, latency = self._coordinator_device, self._network.latency
@@ -390,3 +384,51 @@ class StepCounter:
         self._counts[pipeline].clear()
         first, end = self._first_run[pipeline : pipeline + 2]
         self.number[first:end] = [len(self.ends[pipeline])] * (end - first)
+
+
+class SimulatedBalancer:
+    """Assigns micro-batches by speed when all step times are known, as the runtime does."""
+
+    def __init__(self, job: SimulatedJob) -> None:
+        if any(len(pipeline.runs) > 1 for pipeline in job.pipelines):
+            raise PolicyError(
+                "balanced in a job with pipelines",
+                expected="replicas of the whole model, each on one device",
+                fix="use adaptive or age, or one stage",
+            )
+        self._counts = [len(pipeline.schedule[0]) // 2 for pipeline in job.pipelines]
+        self._balancer = MicrobatchBalancer(sum(self._counts))
+        self._step_times: dict[int, Seconds] = {}
+        self._present: set[int] = set()
+        self._num_microbatches = list(self._counts)
+        self._built: dict[int, Schedule] = {}
+
+    def add(self, pipeline: int) -> None:
+        self._present.add(pipeline)
+
+    def remove(self, pipeline: int) -> None:
+        self._present.discard(pipeline)
+        self._step_times.pop(pipeline, None)
+        self._rebalance_if_all_ended()
+
+    def step_ended(self, pipeline: int, duration: Seconds) -> None:
+        self._step_times[pipeline] = duration
+        self._rebalance_if_all_ended()
+
+    def schedule(self, pipeline: int) -> Schedule:
+        """The schedule of the pipeline's next step."""
+        count = self._num_microbatches[pipeline]
+        if count not in self._built:
+            self._built[count] = build("1f1b", num_stages=1, num_microbatches=count)
+        return self._built[count]
+
+    def _rebalance_if_all_ended(self) -> None:
+        """Rebalance once all step times are known; latencies may let some start before that."""
+        if not self._step_times or set(self._step_times) != self._present:
+            return
+        for pipeline, duration in sorted(self._step_times.items()):
+            self._balancer.record(Worker(0, pipeline), self._num_microbatches[pipeline], duration)
+        shares = self._balancer.assign(Worker(0, p) for p in sorted(self._step_times))
+        for worker, count in shares.items():
+            self._num_microbatches[worker.pipeline] = count
+        self._step_times = {}

@@ -41,7 +41,6 @@ class PipelineProgress:
     def __init__(self) -> None:
         self.step = 0
         self.loss = float("nan")
-        self.unit = "tokens"  # of the rate
         self.losses: dict[int, float] = {}  # by finished steps, until all pipelines reach them
         self._recent: deque[tuple[Seconds, float]] = deque(maxlen=WINDOW + 1)
 
@@ -49,8 +48,7 @@ class PipelineProgress:
         self.step = int(event.values.get("global_step", event.step or 0)) + 1
         self.loss = self.losses[self.step] = float(event.values["loss"])
         end = event.time + (event.duration or 0.0)
-        self.unit = "tokens" if "tokens" in event.values else "samples"
-        self._recent.append((end, float(event.values[self.unit])))
+        self._recent.append((end, float(event.values["samples"])))
 
     @property
     def rate(self) -> float:
@@ -92,8 +90,7 @@ class RunProgress:
             self._print_line()
 
     def _table(self) -> Table:
-        unit = f"{self._pipelines[0].unit}/s"
-        table = Table("pipeline", "step", "loss", unit, title="training", min_width=44)
+        table = Table("pipeline", "step", "loss", "samples/s", title="training", min_width=44)
         for pipeline, progress in self._pipelines.items():
             table.add_row(
                 f"p{pipeline}",
@@ -117,7 +114,7 @@ class RunProgress:
         ]
         self._console.print(
             f"step {step:>4}/{self._num_steps}  loss {sum(losses) / len(losses):.3f}"
-            f"  {self._pipelines[0].unit}/s {'  '.join(rates)}",
+            f"  samples/s {'  '.join(rates)}",
             highlight=False,
         )
 

@@ -26,7 +26,7 @@ from polyrhythm.errors import PolicyError
 from polyrhythm.sync.members import Limits
 from polyrhythm.sync.policies.windowed import LEASE, EnforcementToken
 from polyrhythm.sync.policy import Policy
-from polyrhythm.types import Seconds
+from polyrhythm.types import AUTO, Seconds
 
 MAX_GROUP_WAIT: Seconds = 30.0  # or `Limits.group_timeout_steps` steps, if that is longer
 
@@ -185,6 +185,37 @@ SYNC_MODES = {mode.name: mode for mode in _MODES}
 POLICIES = tuple(mode.name for mode in _MODES if mode.policy is not None)
 # Between these `auto` switches, the simplest first: a later one must pay.
 AUTO_MODES = ("decoupled", "balanced", "adaptive", "age")
+
+
+@dataclass(frozen=True, slots=True)
+class SyncConfig:
+    """A sync mode with options: those of its policy, and whether averaging overlaps with steps."""
+
+    mode: str = AUTO
+    overlap: bool = False
+    options: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = [AUTO, *(mode.name for mode in _MODES if not mode.has_server)]
+        if self.mode not in known:
+            raise _unknown("sync mode", str(self.mode), known)
+        if self.options and (self.mode == AUTO or self.first_mode.policy is None):
+            raise PolicyError(
+                f"options={dict(self.options)} with sync={self.mode!r}",
+                expected="options with a policy",
+                fix="omit them, or name the policy: SyncConfig('adaptive', options=...)",
+            )
+        if self.overlap and (self.mode == AUTO or not self.first_mode.can_overlap):
+            raise PolicyError(
+                f"overlap=True with sync={self.mode!r}",
+                expected="a policy that averages models, such as adaptive; auto overlaps by itself",
+                fix="omit overlap, or use SyncConfig('adaptive', overlap=True)",
+            )
+
+    @property
+    def first_mode(self) -> SyncMode:
+        """The mode in which training starts; under auto it may change."""
+        return SyncMode.named(AUTO_MODES[0] if self.mode == AUTO else self.mode)
 
 
 def make_policy(

@@ -1,28 +1,35 @@
 """Gradients of the demo's model: of one process, and of pipelines in real processes."""
 
+import random
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from polyrhythm.plan.plan import Plan, even_plan
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext, LocalJob
-from polyrhythm.run.demo.gpt import GPTShape, build_layers, next_byte_loss
+from polyrhythm.run.demo.gpt import build_layers, next_byte_loss
+from polyrhythm.run.demo.job import GPTShape
 from polyrhythm.run.demo.text import ByteText
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Worker
 
 SHAPE = GPTShape(num_blocks=2, width=16, context=12)
-TEXT = ByteText.of(bytes(range(256)) * 4, context=12, microbatch_size=3, seed=5)
+TEXT = ByteText(bytes(range(256)) * 4, context=12)
+MICROBATCH_SIZE = 3
 SEED = 7
 
 
 def microbatches(pipeline: int, num_microbatches: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return inputs and targets; they differ between pipelines."""
+    draw = random.Random(pipeline)
     drawn = [
-        TEXT.microbatch(step=0, pipeline=pipeline, microbatch=m) for m in range(num_microbatches)
+        default_collate([TEXT[draw.randrange(len(TEXT))] for _ in range(MICROBATCH_SIZE)])
+        for _ in range(num_microbatches)
     ]
     return [inputs for inputs, _ in drawn], [targets for _, targets in drawn]
 

@@ -12,10 +12,9 @@ from torch.optim import SGD, AdamW
 from polyrhythm.errors import LaunchError, UserError
 from polyrhythm.events import LogReader
 from polyrhythm.run.checkpoint.checkpointer import Checkpointer
-from polyrhythm.run.checkpoint.files import read_index
 from polyrhythm.run.checkpoint.folder import latest
 from polyrhythm.run.checkpoint.manifest import CheckpointError, read_manifest
-from polyrhythm.run.checkpoint.restore import restore
+from polyrhythm.run.checkpoint.state import restore
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.sinks.jsonl import EventLog
 from tests.gloo.checkpoint_models import (
@@ -123,17 +122,19 @@ def test_tied_weights_are_saved_once_and_restored_on_both_stages(tmp_path: Path)
     assert_equal(last["head.weight: exp_avg"], first["embed.weight: exp_avg"])
     manifest = read_manifest(folder / "step-00000002")
     assert manifest.model.tied == {"head.weight": "embed.weight"}
-    index = read_index(folder / "step-00000002")
-    assert not [name for name in index.state_dict_metadata if "head" in name]
-    written = {key.fqn: stored.relative_path for key, stored in index.storage_data.items()}
-    assert written["model.embed.weight"] == "__0_0.distcp"
-    assert written["optimizer.embed.weight.exp_avg"] == "__0_0.distcp"
-    assert written["model.norm.weight"] == "__1_0.distcp"
+    files = {name: set(file.tensors) for name, file in manifest.files.items()}
+    assert files.keys() == {"stage-0.safetensors", "stage-1.safetensors"}
+    assert {"model.embed.weight", "optimizer.embed.weight.exp_avg"} <= files["stage-0.safetensors"]
+    assert "model.norm.weight" in files["stage-1.safetensors"]
+    assert not [name for names in files.values() for name in names if "head" in name]
 
 
 def test_save_keeps_newest_and_logs_an_event(tmp_path: Path) -> None:
     def work() -> list[str]:
-        with EventLog(tmp_path / "log.jsonl") as log, Checkpointer(tmp_path, keep=2, log=log) as it:
+        with (
+            EventLog(tmp_path / "log.jsonl") as log,
+            Checkpointer(tmp_path, keep_last=2, log=log) as it,
+        ):
             for step in (10, 20, 30):
                 assert it.save(step, sequential_model(), blocking=True)
         return sorted(path.name for path in tmp_path.glob("step-*"))
@@ -231,7 +232,7 @@ def test_unwritable_folder_is_rejected_by_all_stages(tmp_path: Path) -> None:
         found = []
         for folder, ranks in ((tmp_path / "file", [0, 1]), (tmp_path, [1 - ctx.rank])):
             try:
-                Checkpointer(folder, group=ranks)
+                Checkpointer(folder, process_group=ranks)
             except LaunchError as error:
                 found.append(error.wrong)
         return found
@@ -254,7 +255,7 @@ def test_damaged_file_is_found_by_any_stage_and_reported_to_all(tmp_path: Path) 
             checkpoints.wait()
             torch.distributed.barrier()
             if ctx.rank == 0:
-                file = folder / "step-00000002" / "__1_0.distcp"
+                file = folder / "step-00000002" / "stage-1.safetensors"
                 content = bytearray(file.read_bytes())
                 content[len(content) // 2] ^= 1
                 file.write_bytes(content)
@@ -270,6 +271,6 @@ def test_damaged_file_is_found_by_any_stage_and_reported_to_all(tmp_path: Path) 
     first, second = run_stages(2, work, tmp_path)
     for name, refused, *_ in (first, second):
         assert name == "step-00000001"
-        assert "__1_0.distcp has other contents" in refused
-    assert ["__1_0.distcp has other contents" in text for text in first[2:]] == [True]
+        assert "stage-1.safetensors has other contents" in refused
+    assert ["stage-1.safetensors has other contents" in text for text in first[2:]] == [True]
     assert second[2:] == []

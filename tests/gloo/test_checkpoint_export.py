@@ -69,8 +69,8 @@ def test_export_of_chosen_step_and_error_for_missing_step(
     assert run_export(tmp_path, "--step", "3") == 2
     assert "--step with one of 1, 2" in capsys.readouterr().err
     assert run_export(tmp_path / "nowhere") == 2
-    (tmp_path / "checkpoints" / "step-00000001" / "__0_0.distcp").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp has 0 bytes"):
+    (tmp_path / "checkpoints" / "step-00000001" / "stage-0.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"stage-0.safetensors has 0 bytes"):
         export(tmp_path / "checkpoints" / "step-00000001", tmp_path / "two")
     assert not list(tmp_path.glob("*two*"))
 

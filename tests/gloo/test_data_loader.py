@@ -161,12 +161,13 @@ def test_dataset_state_may_hold_values_that_json_cannot() -> None:
     assert found.target.tolist() == expected.target.tolist() == [5, 6]
 
 
-def test_unpicklable_dataset_state_is_rejected_at_start() -> None:
+def test_dataset_state_that_cannot_be_encoded_is_rejected_at_start() -> None:
     class StreamWithLock(Stream):
         def state_dict(self) -> dict[str, Any]:
-            return {"lock": threading.Lock()}
+            return {"files": [{"lock": threading.Lock()}]}
 
-    with pytest.raises(DataError, match=r"the state of a StreamWithLock .*TypeError"):
+    message = r"the state of a StreamWithLock\['files'\]\[0\]\['lock'\] is a lock"
+    with pytest.raises(DataError, match=message):
         SampleLoader(StreamWithLock(), None)
 
 

@@ -45,13 +45,13 @@ def test_demo_learns_and_writes_run_folder(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     folder = only_run(tmp_path)
     assert f"run folder: {folder.relative_to(tmp_path)}" in done.stdout
-    assert "2 pipelines = 4 processes, schedule 1f1b, sync all_reduce, 30 steps" in done.stdout
-    assert re.search(r"step +30/30  loss \d\.\d+  tokens/s p0 [\d,]+  p1 [\d,]+", done.stdout)
+    assert "2 pipelines = 4 processes, schedule 1f1b, sync decoupled, 30 steps" in done.stdout
+    assert re.search(r"step +30/30  loss \d\.\d+  samples/s p0 [\d,]+  p1 [\d,]+", done.stdout)
     assert sorted(p.name for p in folder.iterdir()) == [
         "config.toml",
         "events.jsonl",
+        "lock",
         "plan.json",
-        "scheduler.jsonl",
     ]
     assert tomllib.loads((folder / "config.toml").read_text())["width"] == 32
 
@@ -87,10 +87,10 @@ def test_policy_options_reach_scheduler_and_run_folder(tmp_path: Path) -> None:
         for event in read_run(folder)
         if event.kind == "average"
     }
-    assert sizes == {2}
+    assert sizes == {2, 3}, "and all at the end"
     reported = run_forked("report", str(folder), cwd=tmp_path)
     assert reported.returncode == 0, reported.stderr
-    assert re.search(r"\d+ groups of 2\.00 workers on average", reported.stdout)
+    assert re.search(r"\d+ groups of 2\.\d+ workers on average", reported.stdout)
     assert re.search(r"groups +\d+ averaged, 0 aborted", reported.stdout)
     replayed = run_forked("replay", str(folder), cwd=tmp_path)
     assert re.fullmatch(r"[\d,]+ decisions, replayed identically\n", replayed.stdout), (
@@ -166,8 +166,9 @@ def test_interrupted_demo_stops_workers_and_keeps_log(
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert alive == []
     files = {path.name for path in only_run(tmp_path).iterdir()}
-    files.discard("scheduler.jsonl")  # exists if averaging had started
-    assert files == {"config.toml", "events.jsonl", "plan.json"}, "no worker failed"
+    assert files >= {"config.toml", "events.jsonl", "plan.json"}
+    outputs = [path.read_text() for path in (only_run(tmp_path) / "output").glob("*")]
+    assert not any("Traceback" in text for text in outputs), "no worker failed"
 
 
 @pytest.mark.timeout(150)
@@ -225,8 +226,7 @@ def test_demo_learns_a_user_text(tmp_path: Path) -> None:
         (["--stepps", "3"], "--stepps"),
         (["--stages", "two"], "two"),
         (["--sync", "agee"], "did you mean 'age'?"),
-        (["--sync", "ssp"], "polyrhythm.ParameterServer"),
-        (["--sync", "balanced"], "each pipeline has a fixed number"),
+        (["--sync", "ssp"], "unknown sync mode: 'ssp'"),
         (["--sync", "partial_reduce", "--sync-options", "group_size=x"], "in --sync-options"),
         (["--sync-options", "group_size"], "--sync-options 'group_size'"),
         (["--sync", "age", "--sync-options", "max_aeg=3"], "did you mean 'max_age'?"),

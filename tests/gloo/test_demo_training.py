@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import default_collate
 
 from polyrhythm.errors import LaunchError, WorkerError
 from polyrhythm.events import read_run
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.data.reader import make_order
 from polyrhythm.run.demo import train as training
 from polyrhythm.run.demo.gpt import build_layers, next_byte_loss
 from polyrhythm.run.demo.job import DemoConfig, DemoJob
@@ -26,7 +28,7 @@ def demo_config(**changes: int | float) -> DemoConfig:
     return DemoConfig(**{**defaults, "microbatch_size": 2, "lr": 0.02, "device": "cpu", **changes})
 
 
-TEXT = ByteText.of(bytes(range(256)) * 8, context=16, microbatch_size=2, seed=0)
+TEXT = ByteText(bytes(range(256)) * 8, context=16)
 
 
 def distributed_losses(folder: Path, job: DemoJob) -> list[list[float]]:
@@ -34,11 +36,11 @@ def distributed_losses(folder: Path, job: DemoJob) -> list[list[float]]:
     with LocalJob(
         lambda ctx: training.train(ctx, job, TEXT, folder),
         job.plan.num_workers,
-        output_folder=folder / "workers",
+        output_folder=folder / "output",
     ) as workers:
         assert workers.wait(60)
     merge(folder)
-    steps = [event for event in read_run(folder) if event.kind == "step" and event.values]
+    steps = [event for event in read_run(folder) if event.kind == "step" and "loss" in event.values]
     return [
         [float(e.values["loss"]) for e in steps if e.worker and e.worker.pipeline == pipeline]
         for pipeline in range(job.plan.num_pipelines)
@@ -54,14 +56,15 @@ def single_process_losses(folder: Path, config: DemoConfig) -> list[list[float]]
         optimizer = AdamW(model.parameters(), lr=config.lr)
         warmup = LambdaLR(optimizer, lambda step: min(1.0, step + 1))
         curve = []
+        order = make_order(TEXT, seed=config.seed, shuffle=True)
+        assert order is not None
+        size = config.microbatches * config.microbatch_size
         for step in range(config.steps):
             by_pipeline = []
             for pipeline in range(config.pipelines):
-                batch = [
-                    TEXT.microbatch(step=step, pipeline=pipeline, microbatch=m)
-                    for m in range(config.microbatches)
-                ]
-                inputs, targets = (torch.cat(part) for part in zip(*batch, strict=True))
+                start = (step * config.pipelines + pipeline) * size
+                batch = [TEXT[int(number)] for number in order.ids(start, start + size)]
+                inputs, targets = default_collate(batch)
                 by_pipeline.append(next_byte_loss(model(inputs), targets))
             curve.append([loss.item() for loss in by_pipeline])
             torch.stack(by_pipeline).mean().backward()
@@ -114,12 +117,12 @@ def test_workers_with_different_text_are_rejected(tmp_path: Path) -> None:
     job = DemoJob.of(demo_config(stages=1, pipelines=2))
 
     def work(ctx: DistContext) -> None:
-        other = ByteText.of(bytes(1000), context=16, microbatch_size=2, seed=0)
+        other = ByteText(bytes(1000), context=16)
         run = tmp_path if ctx.rank == 0 else None
         training.train(ctx, job, other if ctx.rank == 1 else TEXT, run)
 
     with (
-        pytest.raises(WorkerError, match=r"rank 1 .*text has digest"),
+        pytest.raises(WorkerError, match=r"rank 1 .*text digest="),
         LocalJob(work, 2, output_folder=tmp_path) as workers,
     ):
         workers.wait(40)

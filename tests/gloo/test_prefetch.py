@@ -7,9 +7,8 @@ import pytest
 
 from polyrhythm.errors import PeerError
 from polyrhythm.run.coordinator.client import SampleFuture, SampleRequests
-from polyrhythm.run.data.loader import LoadedBatch
+from polyrhythm.run.data.loader import LoadedBatch, Prefetcher, resolved_ranges
 from polyrhythm.run.data.order import DataError
-from polyrhythm.run.data.prefetch import Prefetcher, resolved_ranges
 from polyrhythm.sync.dispatch import Ranges
 from polyrhythm.sync.protocol import Acquire, Acquired
 from polyrhythm.types import Worker

@@ -24,12 +24,13 @@ from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.probe.probe import ProbeOptions
 from polyrhythm.run.trainer import autoplan
-from polyrhythm.run.trainer.config import SyncConfig, TrainerConfig
+from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.layer_profile import layer_blocks, profile_layers, profile_sizes
 from polyrhythm.run.trainer.layer_split import LayerSplit
 from polyrhythm.run.trainer.rank_assignment import DEVICE, assign_ranks
 from polyrhythm.run.trainer.run_dir import PLAN, PlanKey, load_cached_plan
 from polyrhythm.run.trainer.trainer import Trainer
+from polyrhythm.sync.modes import SyncConfig
 from tests.gloo.trainer_jobs import model, run_job, samples
 
 

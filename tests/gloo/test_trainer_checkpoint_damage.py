@@ -53,7 +53,7 @@ def checkpoint(run: Path, step: int) -> Path:
 
 
 def largest(path: Path) -> Path:
-    return max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    return max(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
 
 
 def truncated(path: Path) -> None:
@@ -110,15 +110,15 @@ def test_job_killed_during_save_resumes_from_previous_checkpoint(
     run = tmp_path / "run"
 
     def train_until_killed(ctx: DistContext) -> None:
-        write = save.write_stage
+        write = save.write_tensors
 
-        def write_and_die(folder: Path, *rest: Any) -> Any:
-            written = write(folder, *rest)
-            if f"{STOP_STEP:08}" in folder.name:
+        def write_and_die(path: Path, *rest: Any) -> Any:
+            written = write(path, *rest)
+            if f"{STOP_STEP:08}" in path.parent.name:
                 os.kill(os.getpid(), signal.SIGKILL)
             return written
 
-        save.write_stage = write_and_die
+        save.write_tensors = write_and_die
         with trainer(
             plan_of(1, 1), run_dir=run, checkpoint=CheckpointConfig(every=CHECKPOINT_EVERY)
         ) as made:
@@ -131,7 +131,7 @@ def test_job_killed_during_save_resumes_from_previous_checkpoint(
     ):
         job.wait(60)
     half = run / "checkpoints" / f".step-{STOP_STEP:08}.partial"
-    assert list(half.glob("*.distcp"))
+    assert list(half.glob("*.safetensors"))
     with trainer(plan_of(1, 1), run_dir=run) as made:
         assert made.restore() == CHECKPOINT_EVERY
         assert not half.exists()
@@ -258,11 +258,11 @@ def test_full_disk_does_not_stop_training(
 def test_failed_last_checkpoint_is_warned_of(run: Path) -> None:
     with record_warnings() as texts, trainer(plan_of(1, 1), run_dir=run) as made:
         made.restore()
-        write, save.write_stage = save.write_stage, lambda *_: 1 / 0
+        write, save.write_tensors = save.write_tensors, lambda *_: 1 / 0
         try:
             made.save()
         finally:
-            save.write_stage = write
+            save.write_tensors = write
     assert "the last checkpoint was not saved: stage 0: ZeroDivisionError" in texts[1]
     assert list(list_steps(run / "checkpoints")) == [CHECKPOINT_EVERY, STOP_STEP]
 
@@ -270,14 +270,14 @@ def test_failed_last_checkpoint_is_warned_of(run: Path) -> None:
 def test_fit_does_not_wait_for_a_slow_disk(
     stopped: tuple[Path, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started, released, write = threading.Event(), threading.Event(), save.write_stage
+    started, released, write = threading.Event(), threading.Event(), save.write_tensors
 
     def slow(*args: Any) -> Any:
         started.set()
         assert released.wait(60)
         return write(*args)
 
-    monkeypatch.setattr(save, "write_stage", slow)
+    monkeypatch.setattr(save, "write_tensors", slow)
     written = []
 
     def last(end: StepInfo) -> None:
@@ -308,13 +308,13 @@ def test_sharded_replicas_continue_while_a_save_is_skipped(tmp_path: Path) -> No
     """Only the first pipeline knows of the skip; the others still send their shards."""
 
     def work(ctx: DistContext | None) -> Any:
-        write = save.write_stage
+        write = save.write_tensors
 
         def slow(*args: Any) -> Any:
             time.sleep(0.3)
             return write(*args)
 
-        save.write_stage = slow
+        save.write_tensors = slow
         warnings.simplefilter("ignore", UserWarning)
         options = {
             "run_dir": tmp_path / "run",

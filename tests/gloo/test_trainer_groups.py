@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.trainer.config import SyncConfig
+from polyrhythm.sync.modes import SyncConfig
 from tests.gloo.trainer_jobs import BATCH, NUM_SAMPLES, plan_of, run_job, samples, trainer
 from tests.gloo.transport_peers import wait_until
 from tests.grids import long_except

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 from polyrhythm.errors import WorkerError
 from polyrhythm.run.comm.launch import DistContext, LocalJob
-from polyrhythm.run.data.prefetch import PredictedRanges, Prefetcher, resolved_ranges
+from polyrhythm.run.data.loader import PredictedRanges, Prefetcher, resolved_ranges
 from polyrhythm.run.trainer.config import DataConfig
 from polyrhythm.run.trainer.fit_loop import StepInfo
 from polyrhythm.run.trainer.trainer import Trainer

@@ -24,6 +24,8 @@ from polyrhythm.run.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     CheckpointError,
+    File,
+    FormatError,
     Manifest,
     ModelTable,
     OptimizerTable,
@@ -31,7 +33,6 @@ from polyrhythm.run.checkpoint.manifest import (
     TensorSpec,
     as_json,
     check_model,
-    file_of,
     merge_optimizers,
     merge_tables,
     read_manifest,
@@ -42,6 +43,11 @@ MODEL = ModelTable(
     {"embed.weight": TensorSpec((4, 2), "float32"), "norm.weight": TensorSpec((2,), "float32")},
     {"head.weight": "embed.weight"},
 )
+
+
+def describe(path: Path) -> File:
+    content = path.read_bytes()
+    return File(len(content), blake2b(content, digest_size=20).hexdigest())
 
 
 def save(folder: Path, step: int, **more: Any) -> Path:
@@ -61,7 +67,7 @@ def save(folder: Path, step: int, **more: Any) -> Path:
         "extra": {},
         "run_info": {},
         "fingerprint": MODEL.fingerprint,
-        "files": {path.name: file_of(path) for path in partial.iterdir()},
+        "files": {path.name: describe(path) for path in partial.iterdir()},
     }
     write_synced(partial / MANIFEST, to_text(Manifest(**(values | more))))
     complete(partial, step_folder(folder, step))
@@ -75,16 +81,6 @@ def test_manifest_round_trip(tmp_path: Path) -> None:
     assert (found.step, found.extra, found.run_info) == (7, extra, {"plan": {"schema": 2}})
     assert (found.model, found.fingerprint) == (MODEL, MODEL.fingerprint)
     assert latest(tmp_path) == path
-
-
-def test_manifest_of_an_earlier_version_with_key_facts_loads(tmp_path: Path) -> None:
-    path = save(tmp_path, 7)
-    table = json.loads((path / MANIFEST).read_text())
-    table = {key: table[key] for key in table.keys() - {"hash", "run_info"}}
-    table["facts"] = {"plan": {"schema": 2}}
-    digest = blake2b(json.dumps(table, sort_keys=True).encode(), digest_size=20).hexdigest()
-    (path / MANIFEST).write_text(json.dumps({**table, "hash": digest}))
-    assert read_manifest(path).run_info == {"plan": {"schema": 2}}
 
 
 def test_value_that_is_not_json_is_rejected_by_name() -> None:
@@ -156,12 +152,15 @@ def test_latest_is_none_without_a_complete_checkpoint(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["notes"]
 
 
-def test_newer_format_is_an_error_and_not_skipped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("other", "fix"), [(FORMAT + 1, "polyrhythm 9.9"), (1, "polyrhythm export .* --from-legacy")]
+)
+def test_other_format_is_an_error_and_not_skipped(tmp_path: Path, other: int, fix: str) -> None:
     save(tmp_path, 10)
     path = save(tmp_path, 20)
-    table = json.loads((path / MANIFEST).read_text()) | {"format": FORMAT + 1, "polyrhythm": "9.9"}
+    table = json.loads((path / MANIFEST).read_text()) | {"format": other, "polyrhythm": "9.9"}
     (path / MANIFEST).write_text(json.dumps(table))
-    with pytest.raises(CheckpointError, match=f"format {FORMAT + 1}(.|\n)*polyrhythm 9.9"):
+    with pytest.raises(FormatError, match=f"format {other}(.|\n)*{fix}"):
         latest(tmp_path)
 
 

@@ -23,14 +23,14 @@ def printed(console: Console) -> str:
 
 
 def step_event(pipeline: int, step: int, loss: float = 2.0) -> Event:
-    """Return a step of 1 s with 100 tokens."""
+    """Return a step of 1 s with 100 samples."""
     return Event(
         kind="step",
         time=1000.0 + step,
         duration=1.0,
         worker=Worker(1, pipeline),
         step=step,
-        values={"loss": loss, "tokens": 100},
+        values={"loss": loss, "samples": 100},
     )
 
 
@@ -53,10 +53,10 @@ def test_progress_follows_the_logs_of_all_pipelines(tmp_path: Path, terminal: bo
     if terminal:
         assert "10/10" in text
         assert text.count("2.000") >= 20
-        assert "100" in text.split("tokens/s")[-1]
+        assert "100" in text.split("samples/s")[-1]
     else:
         assert len(text.splitlines()) == 10
-        assert text.splitlines()[-1] == "step   10/10  loss 2.000  tokens/s p0 100  p1 100"
+        assert text.splitlines()[-1] == "step   10/10  loss 2.000  samples/s p0 100  p1 100"
 
 
 def test_progress_line_shows_the_loss_of_its_step(tmp_path: Path) -> None:
@@ -116,21 +116,13 @@ def test_report_shows_first_and_last_loss() -> None:
     screen = console(terminal=False)
     RunReport.of(events).show(screen)
     assert "loss       5.000 first, 1.150 over the last 2 steps" in printed(screen)
-    assert "8,000 tokens in 40.0 s: 200 tokens/s" in printed(screen)
+    assert "8,000 samples in 40.0 s: 200 samples/s" in printed(screen)
 
 
 def test_report_of_an_empty_run_reports_no_step() -> None:
     screen = console(terminal=False)
     RunReport.of([]).show(screen)
     assert printed(screen) == "steps      0\n"
-
-
-def test_rate_counts_samples_where_there_are_no_tokens() -> None:
-    values = {"loss": 2.0, "samples": 8, "global_step": 5}
-    event = Event(kind="step", time=1.0, duration=2.0, worker=Worker(0, 0), step=0, values=values)
-    screen = console(terminal=False)
-    RunReport.of([event]).show(screen)
-    assert "8 samples in 2.0 s: 4 samples/s" in printed(screen)
 
 
 def test_progress_of_a_trainer_counts_global_steps_and_samples(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from polyrhythm.cost.step import Replica, StageRun, StageWork
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import Kill, Scenario, Slow
 from polyrhythm.schedule.builders import build
-from polyrhythm.simulate.balanced import SimulatedBalancer
 from polyrhythm.simulate.job import SimulatedJob, equal_job
-from polyrhythm.simulate.simulator import simulate
+from polyrhythm.simulate.simulator import SimulatedBalancer, simulate
 from polyrhythm.sync.setup import Setup
 
 

@@ -1,6 +1,6 @@
 """Checkpoints of a model split into stages: saved in the background, complete or not at all.
 
-    checkpoints = Checkpointer("runs/mine/checkpoints", group=stages, tied=part.tied)
+    checkpoints = Checkpointer("runs/mine/checkpoints", process_group=stages, tied=part.tied)
     if (path := checkpoints.latest()) is not None:
         step = checkpoints.restore(path, pipe.module, optimizer).step
     ...
@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -29,21 +29,27 @@ from torch import nn
 from torch.optim import Optimizer
 
 from polyrhythm.errors import LaunchError, PeerError
+from polyrhythm.renamed import renamed_arguments
 from polyrhythm.run.checkpoint import folder as folders
-from polyrhythm.run.checkpoint.files import MODEL, OPTIMIZER
-from polyrhythm.run.checkpoint.job_store import JobStore
 from polyrhythm.run.checkpoint.manifest import (
     CheckpointError,
     Manifest,
-    OptimizerTable,
+    ModelTable,
     as_json,
+    damage_error,
     find_damage,
     merge_tables,
     read_manifest,
 )
-from polyrhythm.run.checkpoint.restore import damage_error, load
-from polyrhythm.run.checkpoint.save import SaveContext, StageSnapshot, save_with_all_stages
-from polyrhythm.run.checkpoint.state import Nested, StageModel, Staging, optimizer_state
+from polyrhythm.run.checkpoint.save import (
+    SaveContext,
+    SaveOutcome,
+    StageSnapshot,
+    save_with_all_stages,
+    skip,
+)
+from polyrhythm.run.checkpoint.state import StageModel, Staging, load, optimizer_state
+from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
 from polyrhythm.run.pipeline.partition import TiedParameter
 from polyrhythm.run.pipeline.transport import stage_ranks
 from polyrhythm.sinks.jsonl import EventLog
@@ -53,55 +59,57 @@ SAVE_TIMEOUT: Seconds = 600.0
 _NICENESS = 10  # of the writing thread: training has priority
 
 
-@dataclass(frozen=True, slots=True)
-class SaveOutcome:
-    """The outcome of a save, equal on all stages."""
-
-    step: int
-    path: Path | None  # None: the save failed or was skipped
-    why: str = ""
-
-    @property
-    def is_saved(self) -> bool:
-        return self.path is not None
-
-
 class Checkpointer:
     """Saves and restores one pipeline; all of its stages make it and call it together."""
 
+    @renamed_arguments(group="process_group=", keep="keep_last=")
     def __init__(
         self,
         folder: Path | str,
         *,
-        group: dist.ProcessGroup | Sequence[int] | None = None,
+        process_group: dist.ProcessGroup | Sequence[int] | None = None,
         tied: Iterable[TiedParameter] = (),
-        keep: int = 3,
+        keep_last: int = 3,
         timeout: Seconds = SAVE_TIMEOUT,
         log: EventLog | None = None,
+        name: str = "checkpoints",
     ) -> None:
-        """`group`: the processes of the stages in order, or their ranks; by default the whole job.
+        """`process_group`: the stages in order, or their ranks; by default the whole job.
 
         All must see the same `folder`. `tied` is the `ModelPartition`'s: parameters that other
-        stages hold, too. After a save the newest `keep` are kept. `timeout` bounds the wait of a
-        save for another stage, including the other stage's writing.
+        stages hold, too. After a save the newest `keep_last` are kept. `timeout` bounds the wait of
+        a save for another stage, including the other stage's writing. `name` is unique among the
+        Checkpointers that are open at the same time.
         """
-        if keep < 1 or timeout <= 0:
+        if keep_last < 1 or timeout <= 0:
             raise CheckpointError(
-                f"keep={keep}, timeout={timeout}",
-                expected="keep >= 1, and timeout > 0",
-                fix="use keep=1, and a timeout longer than writing takes",
+                f"keep_last={keep_last}, timeout={timeout}",
+                expected="keep_last >= 1, and timeout > 0",
+                fix="use keep_last=1, and a timeout longer than writing takes",
             )
-        ranks, self.stage = _find_stage(group)
+        ranks, self.stage = _find_stage(process_group)
         self.num_stages, self.folder = len(ranks), Path(folder)
         self._tied, self._log = tuple(tied), log
-        self._store = JobStore(ranks, self.stage, timeout=timeout)
+        backend = job_store_backend(f"polyrhythm/{name}/{','.join(map(str, ranks))}", timeout)
+        # Several may have this name, one after the other; each is an epoch.
+        epoch = backend.add(f"opened by {ranks[self.stage]}", 1)
+        self._members = Members(tuple(ranks), epoch)
+        make_store = partial(
+            JobStore,
+            rank=ranks[self.stage],
+            timeout=timeout,
+            name_of=lambda rank: f"stage {ranks.index(rank)}",
+        )
+        self._store = make_store(backend)
+        # Two threads must not share a connection.
+        store_for_saves = make_store(backend.clone(), check=self._check_waits)
+        self._context = SaveContext(self.folder, store_for_saves, self._members, keep_last, [])
         self._staging = Staging()
-        self._context = SaveContext(self.folder, self.stage, self._store, keep, rounds=[])
         self._thread: threading.Thread | None = None
         self._outcome: SaveOutcome | None = None
         self._num_rounds = 0  # equal on all stages
         self._is_closed = False
-        self._check_shared_folder()
+        self._open_folder()
 
     def save(
         self,
@@ -139,14 +147,12 @@ class Checkpointer:
             self._skip(name, step)
             return False
         model = StageModel.of(module, self._tied, stage=self.stage)
-        tensors: dict[str, Any] = {MODEL: model.saved} if model.saved else {}
-        table: OptimizerTable | None = None
-        state_fn: Callable[[], tuple[Nested, OptimizerTable]] | None = None
+        tensors, table, state_fn = model.saved, None, None
         if optimizer is not None and optimizer_state_fn is not None:
-            state_fn = partial(_optimizer_state_from, optimizer, module, model, optimizer_state_fn)
+            state_fn = partial(optimizer_state, optimizer, module, model, optimizer_state_fn)
         elif optimizer is not None:
-            state, table = optimizer_state(optimizer, module, model, optimizer.state_dict())
-            tensors |= {OPTIMIZER: state} if state else {}
+            state, table = optimizer_state(optimizer, module, model, optimizer.state_dict)
+            tensors |= state
         snapshot = StageSnapshot(
             name=name,
             step=step,
@@ -179,15 +185,11 @@ class Checkpointer:
         """
         self._check_open()
         name = self._next_round()
-        proposed: list[str] | CheckpointError = []
-        if self.stage == 0:
-            try:
-                proposed = [path.name for path, _ in folders.candidates(self.folder)]
-            except CheckpointError as error:
-                proposed = error  # all stages raise it
-        listed = self._store.all_gather(name, proposed)[0]
-        if isinstance(listed, CheckpointError):
-            raise listed
+        listed = self._store.run_on_leader(
+            name,
+            lambda: [path.name for path, _ in folders.candidates(self.folder)],
+            self._members,
+        )
         for each in listed:
             path = self.folder / each
             problem = self._find_damage(f"{name}/{each}", path, read_manifest(path))
@@ -227,8 +229,10 @@ class Checkpointer:
         path = self.verify_files(path) if verify else Path(path)
         manifest, name = read_manifest(path), self._next_round()
         model = StageModel.of(module, self._tied, stage=self.stage)
-        table = merge_tables(self._store.all_gather(f"{name}/model", model.table))
-        load(path, manifest, module, model, optimizer, table=table, whole=True)
+        tables = self._store.all_gather_object(
+            f"{name}/model", model.table, self._members, as_type=ModelTable
+        )
+        load(path, manifest, module, model, optimizer, table=merge_tables(tables), whole=True)
         return manifest
 
     def close(self) -> None:
@@ -247,7 +251,6 @@ class Checkpointer:
 
     def _release(self) -> None:
         self._is_closed = True
-        self._store.close()
         self._staging.clear()
 
     def _check_open(self) -> None:
@@ -256,44 +259,57 @@ class Checkpointer:
                 "this Checkpointer is closed", expected="an open one", fix="make a new one"
             )
 
+    def _check_waits(self) -> None:
+        """End the waits of a save in progress once this Checkpointer is closed."""
+        if self._is_closed:
+            raise PeerError("the other stages", action="a save", waited=0.0, cause="closed here")
+
     def _next_round(self) -> str:
         self._num_rounds += 1
         return f"round{self._num_rounds}"
 
-    def _check_shared_folder(self) -> None:
+    def _open_folder(self) -> None:
         """Remove leftovers of a killed run; check that all stages see the same folder."""
-        marker, token, problem = self.folder / ".in-use", os.urandom(8).hex(), ""
-        if self.stage == 0:
+        marker = self.folder / ".in-use"
+
+        def mark_folder() -> str:
+            token = os.urandom(8).hex()
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 folders.remove_leftovers(self.folder)
                 marker.write_text(token)
             except OSError as error:
-                problem = f"stage 0 cannot write there: {error.strerror}"
-        token, problem = self._store.all_gather("open", (token, problem))[0]
-        seen = marker.exists() and marker.read_text() == token
-        not_seeing = [i for i, sees in enumerate(self._store.all_gather("seen", seen)) if not sees]
-        if problem or not_seeing:
-            raise LaunchError(
-                f"{self.folder.absolute()}: "
-                + (problem or f"stage {not_seeing[0]} does not see what stage 0 writes there"),
-                expected="a folder that all stages share, such as one on a network file system",
-                fix="pass the path of a shared folder",
-            )
+                raise self._not_shared(f"stage 0 cannot write there: {error.strerror}") from None
+            return token
+
+        token = self._store.run_on_leader("open", mark_folder, self._members)
+        sees = marker.exists() and marker.read_text() == token
+        all_see = self._store.all_gather_object("seen", sees, self._members)
+        if not all(all_see):
+            stage = all_see.index(False)
+            raise self._not_shared(f"stage {stage} does not see what stage 0 writes there")
         if self.stage == 0:
             marker.unlink()
+
+    def _not_shared(self, problem: str) -> LaunchError:
+        return LaunchError(
+            f"{self.folder.absolute()}: {problem}",
+            expected="a folder that all stages share, such as one on a network file system",
+            fix="pass the path of a shared folder",
+        )
 
     def _find_damage(self, name: str, path: Path, manifest: Manifest) -> str | None:
         """Read this stage's share of the files; return the first problem of all stages."""
         share = dict(sorted(manifest.files.items())[self.stage :: self.num_stages])
-        problems = self._store.all_gather(f"{name}/damage", find_damage(path, share))
+        problems = self._store.all_gather_object(
+            f"{name}/damage", find_damage(path, share), self._members
+        )
         return next((problem for problem in problems if problem is not None), None)
 
     def _skip(self, name: str, step: int) -> None:
         why = f"stage {self.stage} was still writing an earlier one"
         with contextlib.suppress(PeerError):  # without the store, training itself fails
-            self._store.decide(name, why)
-            self._store.put(f"{name}/part", None)
+            skip(name, why, replace(self._context, store=self._store))
         self._log_event(SaveOutcome(step, None, why), time.perf_counter(), {})
         if self.stage == 0:
             warnings.warn(
@@ -303,12 +319,12 @@ class Checkpointer:
     def _write(self, snapshot: StageSnapshot, start: Seconds, copied: Seconds) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        decision = save_with_all_stages(snapshot, self._context)
-        self._outcome = SaveOutcome(snapshot.step, decision.path, decision.why)
-        self._log_event(self._outcome, start, {"copied_s": copied})
-        if decision.path is None and decision.should_warn:
+        outcome, should_warn = save_with_all_stages(snapshot, self._context)
+        self._outcome = outcome
+        self._log_event(outcome, start, {"copied_s": copied})
+        if not outcome.is_saved and should_warn:
             warnings.warn(
-                f"checkpoint of step {snapshot.step} failed: {decision.why}; training continues",
+                f"checkpoint of step {outcome.step} failed: {outcome.why}; training continues",
                 stacklevel=1,
             )
 
@@ -324,19 +340,12 @@ class Checkpointer:
             )
 
 
-def _optimizer_state_from(
-    optimizer: Optimizer,
-    module: nn.Module,
-    model: StageModel,
-    optimizer_state_fn: Callable[[], Mapping[str, Any]],
-) -> tuple[Nested, OptimizerTable]:
-    return optimizer_state(optimizer, module, model, optimizer_state_fn())
-
-
-def _find_stage(group: dist.ProcessGroup | Sequence[int] | None) -> tuple[list[int], int]:
-    if not isinstance(group, Sequence):
-        return stage_ranks(group)
-    ranks, rank = list(group), dist.get_rank() if dist.is_initialized() else 0
+def _find_stage(
+    process_group: dist.ProcessGroup | Sequence[int] | None,
+) -> tuple[list[int], int]:
+    if not isinstance(process_group, Sequence):
+        return stage_ranks(process_group)
+    ranks, rank = list(process_group), dist.get_rank() if dist.is_initialized() else 0
     if rank not in ranks:
         raise LaunchError(
             f"checkpoints of ranks {ranks} in the process of rank {rank}",

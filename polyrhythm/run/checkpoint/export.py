@@ -2,7 +2,7 @@
 
 The layout is that of Hugging Face's `save_pretrained`: one `model.safetensors`, or, above a size,
 several and an index; and `config.json` for a Hugging Face model. A parameter with several names is
-written once, under its first. One process exports, with the memory of one file.
+written once, under its first. One process exports.
 """
 
 import json
@@ -13,23 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from polyrhythm.run.checkpoint.files import MODEL, read_into
+from polyrhythm.run.checkpoint.encoding import TensorReader, write_tensors
 from polyrhythm.run.checkpoint.folder import sync_folder, write_synced
 from polyrhythm.run.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     TensorSpec,
+    damage_error,
     find_damage,
     read_manifest,
 )
-from polyrhythm.run.checkpoint.restore import damage_error
+from polyrhythm.run.checkpoint.state import MODEL_KEY
 from polyrhythm.types import Bytes
 
 LARGEST_FILE: Bytes = 5 * 10**9  # Hugging Face's default
 _CONFIGS = {"hf_config": "config.json", "hf_generation_config": "generation_config.json"}
-_FORMAT = {"format": "pt"}  # required by transformers
 
 
 def hugging_face_configs(model: Any) -> dict[str, Any]:
@@ -90,14 +89,10 @@ def files_for(
 
 
 def _write(checkpoint: Path, manifest: Manifest, folder: Path, largest: Bytes) -> None:
-    shapes = manifest.model.tensors
-    files, sizes = files_for(shapes, largest)
+    files, sizes = files_for(manifest.model.tensors, largest)
+    reader = TensorReader(checkpoint, manifest.files)
     for file, names in files.items():
-        tensors = {
-            name: torch.empty(shapes[name].shape, dtype=_dtype(shapes[name])) for name in names
-        }
-        read_into(checkpoint, {MODEL: tensors} if tensors else {})
-        save_file(tensors, folder / file, metadata=_FORMAT)
+        write_tensors(folder / file, {name: reader.read(MODEL_KEY(name)) for name in names})
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(sizes.values())},

@@ -8,15 +8,14 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from polyrhythm.run.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
+    FormatError,
     Manifest,
-    NewerFormatError,
-    Problem,
     find_damage,
     read_manifest,
 )
@@ -24,7 +23,6 @@ from polyrhythm.run.checkpoint.manifest import (
 CHECKPOINTS = "checkpoints"  # subfolder of the run folder
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|replaced)")
-DamageCheck = Callable[[Path, Manifest], Problem | None]
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -41,7 +39,19 @@ def list_steps(folder: Path) -> dict[int, Path]:
     return {int(entry.name.removeprefix("step-")): entry for entry in sorted(found)}
 
 
-def find_checkpoint(run: Path, step: int | None = None) -> Path:
+def latest(folder: Path | str) -> Path | None:
+    """Find the newest complete checkpoint by reading every file; warn of damaged ones."""
+    for path, manifest in candidates(Path(folder)):
+        problem = find_damage(path, manifest.files)
+        if problem is None:
+            return path
+        warnings.warn(f"checkpoint skipped: {path}: {problem}", stacklevel=2)
+    return None
+
+
+def find_checkpoint(
+    run: Path, step: int | None = None, *, newest: Callable[[Path], Path | None] = latest
+) -> Path:
     """Find the checkpoint of a step, by default the newest complete one of a run.
 
     `run` is a run folder, its checkpoints folder, or a checkpoint; raises CheckpointError.
@@ -50,7 +60,7 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
         return run
     folder = run / CHECKPOINTS if (run / CHECKPOINTS).is_dir() else run
     steps = list_steps(folder)
-    found = latest(folder) if step is None else steps.get(step)
+    found = newest(folder) if step is None else steps.get(step)
     if found is not None:
         return found
     wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
@@ -61,32 +71,17 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
     )
 
 
-def latest(folder: Path | str) -> Path | None:
-    """Find the newest complete checkpoint by reading every file; warn of damaged ones."""
-    found = candidates(Path(folder))
-    return newest_complete(found, lambda path, manifest: find_damage(path, manifest.files))
-
-
 def candidates(folder: Path) -> list[tuple[Path, Manifest]]:
     """Return the checkpoints with a readable manifest, newest first; warn of the others."""
     found: list[tuple[Path, Manifest]] = []
     for path in list_steps(folder).values():
         try:
             found.append((path, read_manifest(path)))
-        except NewerFormatError:
+        except FormatError:
             raise  # training from an earlier one would in time delete this one
         except CheckpointError as error:
             warnings.warn(f"checkpoint skipped: {error.wrong}", stacklevel=3)
     return sorted(found, key=lambda each: (each[1].serial, each[1].step), reverse=True)
-
-
-def newest_complete(found: Sequence[tuple[Path, Manifest]], problem_of: DamageCheck) -> Path | None:
-    for path, manifest in found:
-        problem = problem_of(path, manifest)
-        if problem is None:
-            return path
-        warnings.warn(f"checkpoint skipped: {path}: {problem}", stacklevel=3)
-    return None
 
 
 def next_serial(folder: Path) -> int:

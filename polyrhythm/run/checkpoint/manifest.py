@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,9 +17,10 @@ from polyrhythm import __version__
 from polyrhythm.errors import UserError
 from polyrhythm.types import Bytes
 
-FORMAT = 1
+FORMAT = 2  # 1 was that of torch.distributed.checkpoint, with a pickled index
 MANIFEST = "manifest.json"
 Problem = str  # what is wrong with a checkpoint, as part of a sentence
+_Kind = TypeVar("_Kind")
 
 
 class CheckpointError(UserError):
@@ -39,6 +40,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 class File(msgspec.Struct, frozen=True):
     size_bytes: Bytes
     blake2b: str
+    tensors: tuple[str, ...] = ()  # in the file, by name
 
 
 class ParamGroup(msgspec.Struct, frozen=True):
@@ -49,11 +51,11 @@ class ParamGroup(msgspec.Struct, frozen=True):
 
 
 class OptimizerTable(msgspec.Struct, frozen=True):
-    """The state of an optimizer except for its tensors, by parameter name."""
+    """The state of an optimizer by parameter name; its tensors are in the files."""
 
     options: tuple[str, ...]  # of the optimizer class; schedulers add more to the groups
     groups: tuple[ParamGroup, ...]
-    values: dict[str, dict[str, Any]]  # its state other than tensors
+    state: dict[str, Any]  # as from `split_tensors`: JSON, in which tensors are named
 
 
 class ModelTable(msgspec.Struct, frozen=True):
@@ -80,8 +82,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelTable
     optimizer: OptimizerTable | None
     extra: dict[str, Any]  # of the training loop: sampler state, seeds, schedulers
-    # The run's plan and the configuration of its model. Format 1 names the key "facts".
-    run_info: dict[str, Any] = msgspec.field(name="facts")
+    run_info: dict[str, Any]  # the run's plan and the configuration of its model
     fingerprint: str  # of the model
     files: dict[str, File]
 
@@ -108,7 +109,7 @@ def merge_optimizers(tables: Iterable[OptimizerTable | None]) -> OptimizerTable 
     return OptimizerTable(
         options=known[0].options,
         groups=tuple(ParamGroup(options, tuple(names)) for options, names in groups.values()),
-        values={name: state for table in known for name, state in table.values.items()},
+        state={name: state for table in known for name, state in table.state.items()},
     )
 
 
@@ -131,7 +132,12 @@ def to_text(manifest: Manifest) -> str:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Read the manifest of a folder; raises CheckpointError if it is missing, damaged or newer."""
+    """Read the manifest of a folder; raises CheckpointError if it is missing or damaged."""
+    return read_manifest_as(Manifest, checkpoint, FORMAT)
+
+
+def read_manifest_as(kind: type[_Kind], checkpoint: Path, expected_format: int) -> _Kind:
+    """Read a manifest of one format; raises FormatError for another one."""
     try:
         table = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -141,29 +147,31 @@ def read_manifest(checkpoint: Path) -> Manifest:
         ) from None
     if not isinstance(table, dict) or type(table.get("format")) is not int:
         raise _unusable(checkpoint, f"{MANIFEST} is not a checkpoint's manifest")
-    if table["format"] > FORMAT:
-        raise NewerFormatError(
-            f"{checkpoint}: a checkpoint of format {table['format']}",
-            expected=f"format {FORMAT}, or an older one",
-            fix=f"use polyrhythm {table.get('polyrhythm', 'of that version')} or later",
+    found = table["format"]
+    if found != expected_format:
+        if found > FORMAT:
+            fix = f"use polyrhythm {table.get('polyrhythm', 'of that version')} or later"
+        elif found == FORMAT:
+            fix = "use it as it is"
+        else:
+            fix = f"polyrhythm export {checkpoint} --from-legacy --out NEW_RUN, which runs the "
+            fix += "code that an old checkpoint may contain: convert only those that you trust"
+        raise FormatError(
+            f"{checkpoint}: a checkpoint of format {found}",
+            expected=f"format {expected_format}",
+            fix=fix,
         )
     recorded = table.pop("hash", None)
     if recorded != _hash_of(_canonical(table)):
         raise _unusable(checkpoint, f"{MANIFEST} was changed after it was written")
     try:
-        return msgspec.convert(table, Manifest)
+        return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
         raise _unusable(checkpoint, f"{MANIFEST}: {error}") from None
 
 
-class NewerFormatError(CheckpointError):
-    """A checkpoint of a newer format: the user must upgrade, it is not skipped as damaged."""
-
-
-def file_of(path: Path) -> File:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, _hashing).hexdigest()
-        return File(file.tell(), digest)
+class FormatError(CheckpointError):
+    """A checkpoint of another format: the user must act, it is not skipped as damaged."""
 
 
 def find_damage(checkpoint: Path, files: Mapping[str, File]) -> Problem | None:
@@ -174,11 +182,20 @@ def find_damage(checkpoint: Path, files: Mapping[str, File]) -> Problem | None:
             size = path.stat().st_size
             if size != recorded.size_bytes:
                 return f"{name} has {size:,} bytes, not {recorded.size_bytes:,}"
-            if file_of(path) != recorded:
-                return f"{name} has other contents than written"
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, new_hash).hexdigest() != recorded.blake2b:
+                    return f"{name} has other contents than written"
         except OSError as error:
             return f"{name}: {error.strerror}"
     return None
+
+
+def damage_error(checkpoint: Path, problem: Problem) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint}: {problem}",
+        expected="files as they were written",
+        fix="restore an earlier one: latest() finds the newest complete one",
+    )
 
 
 def check_model(manifest: Manifest, model: ModelTable, *, whole: bool) -> None:
@@ -217,12 +234,12 @@ def _unusable(checkpoint: Path, problem: Problem) -> CheckpointError:
     )
 
 
-def _hashing() -> hashlib.blake2b:
+def new_hash() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=20)
 
 
 def _hash_of(text: str) -> str:
-    digest = _hashing()
+    digest = new_hash()
     digest.update(text.encode())
     return digest.hexdigest()
 

@@ -1,22 +1,24 @@
 """One save on one stage; it ends in a complete checkpoint, or in a reason for the failure.
 
-The first stage makes the folder; each stage writes its part and reports; the first merges the
-parts, adds the manifest and renames the folder. The first stage to see an error decides that the
-save has failed; stage 0 removes the folder once no stage writes in it any more.
+The first stage makes the folder; each stage writes its file and reports; the first merges the
+reports into the manifest and renames the folder. Where a stage gives up waiting while the first one
+completes the checkpoint, the first decision is final for all. The first stage removes the folder of
+a failed save once no stage writes in it any more.
 """
 
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from polyrhythm.errors import PeerError
-from polyrhythm.run.checkpoint.files import OPTIMIZER, WrittenStage, write_index, write_stage
+from polyrhythm.run.checkpoint.encoding import Tensors, write_tensors
 from polyrhythm.run.checkpoint.folder import (
     complete,
     next_serial,
@@ -26,9 +28,9 @@ from polyrhythm.run.checkpoint.folder import (
     step_folder,
     write_synced,
 )
-from polyrhythm.run.checkpoint.job_store import JobStore
 from polyrhythm.run.checkpoint.manifest import (
     MANIFEST,
+    File,
     Manifest,
     ModelTable,
     OptimizerTable,
@@ -36,10 +38,21 @@ from polyrhythm.run.checkpoint.manifest import (
     merge_tables,
     to_text,
 )
-from polyrhythm.run.checkpoint.state import Nested
+from polyrhythm.run.comm.store import JobStore, Members
 
 SAVED = "saved"  # the decision; any other text is the reason of the failure
-_REPORT_KEYS = ("begin", "part", "end")  # of a round
+STAGE_FILE = "stage-{}.safetensors".format
+
+
+class StagePart(msgspec.Struct, frozen=True):
+    """What a stage has written."""
+
+    file: File
+    model: ModelTable
+    optimizer: OptimizerTable | None
+
+
+_Report = StagePart | str  # or the reason of a failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +60,14 @@ class SaveContext:
     """The settings that all saves of a stage share."""
 
     folder: Path
-    stage: int
     store: JobStore
-    keep: int
-    rounds: list[str]  # on stage 0: saves whose values are still in the store, in order
+    members: Members  # the stages in order
+    keep_last: int
+    rounds: list[str]  # on stage 0: saves whose values are still in the store
+
+    @property
+    def stage(self) -> int:
+        return self.members.ranks.index(self.store.rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,138 +76,156 @@ class StageSnapshot:
 
     name: str  # of the round, the same on all stages
     step: int
-    tensors: Nested
+    tensors: Tensors  # by their names in the files
     model: ModelTable
     optimizer: OptimizerTable | None
     extra: dict[str, Any]
     run_info: dict[str, Any]
-    optimizer_state_fn: Callable[[], tuple[Nested, OptimizerTable]] | None  # replaces `optimizer`
+    optimizer_state_fn: Callable[[], tuple[Tensors, OptimizerTable]] | None  # replaces `optimizer`
 
     def with_optimizer_state(self) -> "StageSnapshot":
         """Return the snapshot with the result of `optimizer_state_fn`."""
         if self.optimizer_state_fn is None:
             return self
         state, table = self.optimizer_state_fn()
-        tensors = self.tensors | ({OPTIMIZER: state} if state else {})
-        return replace(self, tensors=tensors, optimizer=table, optimizer_state_fn=None)
+        return replace(self, tensors=self.tensors | state, optimizer=table, optimizer_state_fn=None)
 
 
 @dataclass(frozen=True, slots=True)
-class _StageReport:
-    """What stage 0 needs from each stage."""
+class SaveOutcome:
+    """The outcome of a save, equal on all stages."""
 
-    part: WrittenStage
-    model: ModelTable
-    optimizer: OptimizerTable | None
+    step: int
+    path: Path | None  # None: the save failed or was skipped
+    why: str = ""
 
-
-@dataclass(frozen=True, slots=True)
-class SaveDecision:
-    path: Path | None  # None: there is no checkpoint of this step
-    why: str
-    should_warn: bool  # this stage warns
+    @property
+    def is_saved(self) -> bool:
+        return self.path is not None
 
 
-def save_with_all_stages(snapshot: StageSnapshot, context: SaveContext) -> SaveDecision:
-    """Save; all stages call it, each in its checkpoint thread, and get the same decision."""
+def save_with_all_stages(snapshot: StageSnapshot, context: SaveContext) -> tuple[SaveOutcome, bool]:
+    """Save; return the outcome, and whether this stage warns of a failure.
+
+    All stages call it, each in its checkpoint thread, and get the same outcome.
+    """
+    should_warn = context.stage == 0
     try:
-        full = snapshot.with_optimizer_state()
-        report: _StageReport | None = _StageReport(
-            _write(full, context), full.model, full.optimizer
-        )
-        failure = ""
+        decided = (_lead if context.stage == 0 else _follow)(snapshot, context)
     except Exception as error:  # training continues whatever it is
-        report, failure = None, f"stage {context.stage}: {summarize_error(error)}"
-    is_first = context.stage == 0
-    try:
-        if failure:
-            context.store.decide(snapshot.name, failure)
-        context.store.put(f"{snapshot.name}/part", report)
-        decided = _commit(snapshot, context) if is_first else _wait_for_decision(snapshot, context)
-    except Exception as error:
-        is_first = True  # warn here: stage 0 may be lost
-        decided = _decide_failed(snapshot, context, error)
+        decided, should_warn = _give_up(snapshot, context, error), True  # stage 0 may be lost
     if decided == SAVED:
-        return SaveDecision(step_folder(context.folder, snapshot.step), "", is_first)
-    return SaveDecision(None, decided, is_first)
+        path = step_folder(context.folder, snapshot.step)
+        return SaveOutcome(snapshot.step, path), should_warn
+    return SaveOutcome(snapshot.step, None, decided), should_warn
 
 
-def _write(snapshot: StageSnapshot, context: SaveContext) -> WrittenStage:
-    begin = f"{snapshot.name}/begin"
-    partial = partial_folder(context.folder, snapshot.step)
-    if context.stage == 0:
-        try:
-            remove_leftovers(context.folder)
-            partial.mkdir(parents=True)
-        finally:
-            context.store.put(begin, None)  # also after an error: the others must not wait
-    context.store.get(begin, 0)
-    return write_stage(partial, snapshot.tensors, context.stage)
+def skip(name: str, why: str, context: SaveContext) -> None:
+    """Take part in a save without writing: it fails on all stages."""
+    context.store.set_once(f"{name}/decision", why, context.members)
+    for value in ("part",) if context.stage else ("begin", "end"):
+        context.store.publish(f"{name}/{value}", why, context.members, as_type=str)
 
 
-def _wait_for_decision(snapshot: StageSnapshot, context: SaveContext) -> str:
-    # Twice the timeout: stage 0 may itself wait a timeout for another stage.
-    decision: str = context.store.get(f"{snapshot.name}/end", 0, timeout=2 * context.store.timeout)
-    return decision
+def _follow(snapshot: StageSnapshot, context: SaveContext) -> str:
+    """On the other stages: write the file and report it; return the decision of stage 0."""
+    store, name, members = context.store, snapshot.name, context.members
+    why: str = store.receive(f"{name}/begin", members.leader, members)
+    store.publish(f"{name}/part", why or _write(snapshot, context), members, as_type=_Report)
+    decided: str = store.receive(f"{name}/end", members.leader, members)
+    return decided
 
 
-def _commit(snapshot: StageSnapshot, context: SaveContext) -> str:
-    """On stage 0: merge what all stages have written, publish the decision and return it."""
+def _lead(snapshot: StageSnapshot, context: SaveContext) -> str:
+    """On stage 0: write, complete the checkpoint, publish the decision and return it."""
+    decided: str = context.store.run_on_leader(
+        f"{snapshot.name}/end", lambda: _write_and_complete(snapshot, context), context.members
+    )
+    return decided
+
+
+def _write_and_complete(snapshot: StageSnapshot, context: SaveContext) -> str:
+    store, members = context.store, context.members
     partial = partial_folder(context.folder, snapshot.step)
     try:
-        reports = context.store.get_all(f"{snapshot.name}/part")
-        if None in reports:
-            decided = context.store.decide(snapshot.name, "a stage failed")  # its reason wins
-        else:
+        why = _make_folder(partial)
+        store.publish(f"{snapshot.name}/begin", why, members)
+        reports: list[_Report] = [why or _write(snapshot, context)]
+        reports += [
+            store.receive(f"{snapshot.name}/part", rank, members, as_type=_Report)
+            for rank in members.ranks[1:]
+        ]
+        decided = next((report for report in reports if isinstance(report, str)), SAVED)
+        if decided == SAVED:
             _delete_past_rounds(snapshot, context)
-            _write_manifest(partial, snapshot, reports, next_serial(context.folder))
-            decided = context.store.decide(snapshot.name, SAVED)
+            parts = [report for report in reports if isinstance(report, StagePart)]
+            _write_manifest(partial, snapshot, parts, next_serial(context.folder))
+        decided = store.set_once(f"{snapshot.name}/decision", decided, members)
         if decided == SAVED:
             complete(partial, step_folder(context.folder, snapshot.step))
     except Exception as error:
-        decided = _decide_failed(snapshot, context, error)
+        decided = _give_up(snapshot, context, error)
     if decided == SAVED:
         with contextlib.suppress(OSError):  # tried again after the next save
-            remove_old(context.folder, context.keep)
+            remove_old(context.folder, context.keep_last)
     else:
         shutil.rmtree(partial, ignore_errors=True)
-    context.store.put(f"{snapshot.name}/end", decided)
     return decided
+
+
+def _make_folder(partial: Path) -> str:
+    """Make the folder of a save; return the problem, if any."""
+    try:
+        remove_leftovers(partial.parent)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        return f"stage 0: {summarize_error(error)}"
+    return ""
+
+
+def _write(snapshot: StageSnapshot, context: SaveContext) -> _Report:
+    path = partial_folder(context.folder, snapshot.step) / STAGE_FILE(context.stage)
+    try:
+        full = snapshot.with_optimizer_state()
+        return StagePart(write_tensors(path, full.tensors), full.model, full.optimizer)
+    except Exception as error:
+        return f"stage {context.stage}: {summarize_error(error)}"
 
 
 def _delete_past_rounds(snapshot: StageSnapshot, context: SaveContext) -> None:
     """Delete the values of earlier rounds: all stages are in this round and read them no more."""
     while (past := context.rounds[0]) != snapshot.name:
-        for name in (past, *(f"{past}/{report}" for report in _REPORT_KEYS)):
-            context.store.delete(name)
+        for value in ("begin", "part", "end"):
+            for rank in context.members.ranks:
+                context.store.delete(f"{past}/{value}", context.members, rank=rank)
         context.rounds.pop(0)
 
 
 def _write_manifest(
-    partial: Path, snapshot: StageSnapshot, reports: list[_StageReport], serial: int
+    partial: Path, snapshot: StageSnapshot, parts: Iterable[StagePart], serial: int
 ) -> None:
-    """Write the index of all parts, and last the manifest."""
-    model = merge_tables(report.model for report in reports)
+    parts = list(parts)
+    model = merge_tables(part.model for part in parts)
     manifest = Manifest(
         torch=str(torch.__version__),
         step=snapshot.step,
         serial=serial,
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        num_stages=len(reports),
+        num_stages=len(parts),
         model=model,
-        optimizer=merge_optimizers(report.optimizer for report in reports),
+        optimizer=merge_optimizers(part.optimizer for part in parts),
         extra=snapshot.extra,
         run_info=snapshot.run_info,
         fingerprint=model.fingerprint,
-        files=write_index(partial, [report.part for report in reports]),
+        files={STAGE_FILE(stage): part.file for stage, part in enumerate(parts)},
     )
     write_synced(partial / MANIFEST, to_text(manifest))
 
 
-def _decide_failed(snapshot: StageSnapshot, context: SaveContext, error: Exception) -> str:
+def _give_up(snapshot: StageSnapshot, context: SaveContext, error: Exception) -> str:
     reason = summarize_error(error)
     try:
-        decided = context.store.decide(snapshot.name, reason)
+        decided: str = context.store.set_once(f"{snapshot.name}/decision", reason, context.members)
     except PeerError:  # the store is lost, and with it the job
         return reason
     # Stage 0 decides before it renames: if the rename fails, it publishes that instead.

@@ -6,28 +6,41 @@ several names has its first one; if several stages hold it, the first of them sa
 writes from copies in CPU memory.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from polyrhythm.run.checkpoint.encoding import (
+    TensorReader,
+    Tensors,
+    join_tensors,
+    split_tensors,
+    tensor_problem,
+)
 from polyrhythm.run.checkpoint.manifest import (
+    MANIFEST,
     CheckpointError,
+    Manifest,
     ModelTable,
     OptimizerTable,
     ParamGroup,
     TensorSpec,
     as_json,
+    check_model,
+    damage_error,
+    find_damage,
+    read_manifest,
 )
 from polyrhythm.run.pipeline.partition import TiedParameter
 
-Tensors = dict[str, Tensor]
-Nested = dict[str, Any]  # of tensors, by name
-OptimizerTensors = dict[str, Tensors]  # by parameter, then by state name (such as exp_avg)
+MODEL_KEY = "model.{}".format  # names a tensor in the files
+OPTIMIZER_KEY = "optimizer.{}.{}".format  # of a parameter, and a key of its state
 _COMPILED = "_orig_mod."  # in the names of modules that torch.compile wraps
 _NO_OPTIONS = ("params", "param_names")
 
@@ -60,7 +73,7 @@ class StageModel:
         return cls(
             tensors=tensors,
             table=ModelTable(
-                {name: _shape(value) for name, value in tensors.items()},
+                {name: _spec(value) for name, value in tensors.items()},
                 {name: first for name, first in first_names.items() if name != first},
             ),
             held_elsewhere=frozenset(
@@ -71,34 +84,90 @@ class StageModel:
 
     @property
     def saved(self) -> Tensors:
+        """The tensors that this stage saves, by their names in the files."""
         return {
-            name: value for name, value in self.tensors.items() if name not in self.held_elsewhere
+            MODEL_KEY(name): value
+            for name, value in self.tensors.items()
+            if name not in self.held_elsewhere
         }
 
 
 def optimizer_state(
-    optimizer: Optimizer, module: nn.Module, model: StageModel, state: Mapping[str, Any]
-) -> tuple[OptimizerTensors, OptimizerTable]:
-    """Return the tensors and the table to save, from the optimizer's state_dict."""
-    names = _names_by_index(optimizer, module, model)
-    tensors: OptimizerTensors = {}
-    values: dict[str, dict[str, Any]] = {}
+    optimizer: Optimizer,
+    module: nn.Module,
+    model: StageModel,
+    state_dict_fn: Callable[[], Mapping[str, Any]],
+) -> tuple[Tensors, OptimizerTable]:
+    """Return the tensors, by their names in the files, and the table, from a state_dict."""
+    state, names = state_dict_fn(), _names_by_index(optimizer, module, model)
+    tensors: Tensors = {}
+    plain: dict[str, Any] = {}
     for index, entry in state["state"].items():
         name = names[index]
-        if name in model.held_elsewhere:
-            continue
-        if found := {k: _plain_tensor(name, v) for k, v in entry.items() if isinstance(v, Tensor)}:
-            tensors[name] = found
-        if rest := {k: v for k, v in entry.items() if not isinstance(v, Tensor)}:
-            values[name] = as_json(rest, f"the optimizer's state of {name}")
+        if name not in model.held_elsewhere:
+            plain[name], found = split_tensors(entry, f"the optimizer's state of {name}")
+            tensors |= {OPTIMIZER_KEY(name, key): value for key, value in found.items()}
     groups = tuple(
         ParamGroup(_options(group), tuple(names[index] for index in group["params"]))
         for group in state["param_groups"]
     )
-    return tensors, OptimizerTable(tuple(sorted(optimizer.defaults)), groups, values)
+    return tensors, OptimizerTable(tuple(sorted(optimizer.defaults)), groups, plain)
 
 
-def check_optimizer(
+def restore(
+    path: Path | str,
+    module: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    tied: Iterable[TiedParameter] = (),
+    whole: bool = True,
+    verify: bool = True,
+) -> Manifest:
+    """Restore in one process and return the manifest; if it raises, nothing has changed.
+
+    `whole=False`: the module is one stage of the saved model, and `tied` is that of its
+    `ModelPartition`. `verify` reads all files first.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    if verify and (problem := find_damage(path, manifest.files)) is not None:
+        raise damage_error(path, problem)
+    model = StageModel.of(module, tied)
+    load(path, manifest, module, model, optimizer, table=model.table, whole=whole)
+    return manifest
+
+
+def load(
+    path: Path,
+    manifest: Manifest,
+    module: nn.Module,
+    model: StageModel,
+    optimizer: Optimizer | None,
+    *,
+    table: ModelTable,
+    whole: bool,
+) -> None:
+    """Check and read; `table` describes the modules of all processes that restore together."""
+    check_model(manifest, table, whole=whole)
+    if optimizer is not None:
+        _check_optimizer(optimizer, module, model, manifest.optimizer)
+    reader = TensorReader(path, manifest.files)
+    tensors: Tensors = {}
+    for name, spec in model.table.tensors.items():
+        tensors[name] = reader.read(MODEL_KEY(name))
+        if _spec(tensors[name]) != spec:
+            problem = f"{MODEL_KEY(name)} is {_spec(tensors[name])}, and {spec} in {MANIFEST}"
+            raise damage_error(path, problem)
+    state = None
+    if optimizer is not None and manifest.optimizer is not None:
+        state = _state_dict(optimizer, module, model, manifest.optimizer, reader)
+    for name, value in model.tensors.items():  # all files were readable
+        value.copy_(tensors[name])
+    if optimizer is not None and state is not None:
+        optimizer.load_state_dict(state)
+
+
+def _check_optimizer(
     optimizer: Optimizer, module: nn.Module, model: StageModel, saved: OptimizerTable | None
 ) -> None:
     """Reject the state of another kind of optimizer, or of one for other parameters."""
@@ -126,26 +195,29 @@ def check_optimizer(
                 )
 
 
-def load_optimizer(
+def _state_dict(
     optimizer: Optimizer,
     module: nn.Module,
     model: StageModel,
     saved: OptimizerTable,
-    tensors: OptimizerTensors,
-) -> None:
-    """Load the optimizer; `tensors` are the saved ones of this stage's parameters."""
+    reader: TensorReader,
+) -> dict[str, Any]:
+    """Return the saved state of this stage's parameters as a state_dict of its optimizer."""
     names, options = _names_by_index(optimizer, module, model), _options_by_name(saved)
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[int, Any] = {}
     for index, name in enumerate(names):
-        found = {**tensors.get(name, {}), **saved.values.get(name, {})}
-        if found:
-            # Two parameters may have one name here, and must not share their state.
-            state[index] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in found.items()}
+        if name in saved.state:
+            # Copied: two parameters may have one name here, and must not share their state.
+            state[index] = join_tensors(saved.state[name], partial(_read_copy, reader, name))
     groups = []
     for group in optimizer.state_dict()["param_groups"]:
         known = options[names[group["params"][0]]] if group["params"] else {}
         groups.append(group | {key: _like(value, group.get(key)) for key, value in known.items()})
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return {"state": state, "param_groups": groups}
+
+
+def _read_copy(reader: TensorReader, name: str, key: str) -> Tensor:
+    return reader.read(OPTIMIZER_KEY(name, key)).clone()
 
 
 class Staging:
@@ -156,11 +228,16 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._copies: Nested = {}
+        self._copies: Tensors = {}
 
-    def copy_to_host(self, tensors: Nested) -> Nested:
+    def copy_to_host(self, tensors: Tensors) -> Tensors:
         """Copy the tensors; the copies are complete on return and valid until the next call."""
-        self._copies = _copy_into(tensors, self._copies)
+        earlier, self._copies = self._copies, {}
+        for name, value in tensors.items():
+            copy = earlier.get(name)
+            if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
+                copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            self._copies[name] = copy.copy_(value, non_blocking=True)
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         return self._copies
@@ -177,7 +254,7 @@ def _names_by_index(optimizer: Optimizer, module: nn.Module, model: StageModel) 
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if unknown := [p for p in parameters if p not in known]:
             raise CheckpointError(
-                f"the optimizer has a parameter {_shape(unknown[0])} that the module has not",
+                f"the optimizer has a parameter {_spec(unknown[0])} that the module has not",
                 expected="an optimizer of the module's parameters",
                 fix="save the module whose parameters() the optimizer was made with",
             )
@@ -209,16 +286,15 @@ def _unwrapped(name: str) -> str:
     return name.replace(_COMPILED, "")
 
 
-def _shape(value: Tensor) -> TensorSpec:
+def _spec(value: Tensor) -> TensorSpec:
     return TensorSpec(tuple(value.shape), str(value.dtype).removeprefix("torch."))
 
 
 def _plain_tensor(name: str, value: Any) -> Tensor:
-    if isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta:
+    if (problem := tensor_problem(value)) is None:
         return value.detach()
-    kind = "a tensor without memory" if getattr(value, "is_meta", False) else type(value).__name__
     raise CheckpointError(
-        f"{name} is {kind}",
+        f"{name} is {problem}",
         expected="plain tensors, each complete in one process",
         fix="save sharded models with torch.distributed.checkpoint itself; omit extra state",
     )
@@ -228,20 +304,3 @@ def _optimizer_mismatch(wrong: str, expected: str) -> CheckpointError:
     return CheckpointError(
         wrong, expected=expected, fix="restore the model alone: restore(path, module)"
     )
-
-
-def _copy_into(tensors: Nested, into: Nested) -> Nested:
-    copies: Nested = {}
-    for name, value in tensors.items():
-        copy = into.get(name)
-        if isinstance(value, dict):
-            copies[name] = _copy_into(value, copy if isinstance(copy, dict) else {})
-            continue
-        if not isinstance(copy, Tensor) or _kind(copy) != _kind(value):
-            copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        copies[name] = copy.copy_(value, non_blocking=True)
-    return copies
-
-
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype

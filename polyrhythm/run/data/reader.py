@@ -11,12 +11,13 @@ the inputs, and the last stage the targets.
 """
 
 import base64
-import pickle
 from collections.abc import Iterator, Sized
 from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import IterableDataset
 
+from polyrhythm.run.checkpoint.encoding import decode_state, encode_state
+from polyrhythm.run.checkpoint.manifest import CheckpointError
 from polyrhythm.run.data.order import DataError, SampleOrder
 from polyrhythm.sync.dispatch import Ranges
 
@@ -26,24 +27,24 @@ _MAX_STATES = 64  # remembered, besides the first one
 class DatasetState(NamedTuple):
     """The `state_dict` of an iterable dataset before it returns the sample at `position`.
 
-    Pickled, which copies it: states hold tuples (of random generators), tensors and arrays.
+    Encoded, which copies it: states hold tuples (of random generators), tensors and arrays.
     """
 
     position: int
-    packed: bytes
+    encoded: bytes
 
     @property
     def state(self) -> Any:
         """A copy of the state_dict."""
-        return pickle.loads(self.packed)
+        return decode_state(self.encoded, "the state of the dataset")
 
     def as_json(self) -> list[Any]:
-        return [self.position, base64.b64encode(self.packed).decode()]
+        return [self.position, base64.b64encode(self.encoded).decode()]
 
     @classmethod
-    def from_json(cls, encoded: list[Any]) -> "DatasetState":
-        position, packed = encoded
-        return cls(position, base64.b64decode(packed))
+    def from_json(cls, table: list[Any]) -> "DatasetState":
+        position, encoded = table
+        return cls(position, base64.b64decode(encoded))
 
 
 class Reader(Protocol):
@@ -149,15 +150,11 @@ class _StreamReader:
             self._remember(self._capture_state(position))
 
     def _capture_state(self, position: int) -> DatasetState:
+        what = f"the state of a {type(self._dataset).__name__}"
         try:
-            return DatasetState(position, pickle.dumps(self._dataset.state_dict()))
-        except Exception as error:
-            raise DataError(
-                f"the state of a {type(self._dataset).__name__} cannot be pickled: "
-                f"{type(error).__name__}: {error}",
-                expected="a state_dict() of numbers, strings, tensors, and lists of them",
-                fix="omit open files, locks and generators from it",
-            ) from error
+            return DatasetState(position, encode_state(self._dataset.state_dict(), what))
+        except CheckpointError as error:
+            raise DataError(error.wrong, expected=error.expected, fix=error.fix) from None
 
     def _remember(self, state: DatasetState) -> None:
         first, *others = sorted([*self._states, state], key=lambda state: state.position)

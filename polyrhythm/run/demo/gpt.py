@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from polyrhythm.run.demo.shape import GPTShape
+from polyrhythm.run.demo.job import GPTShape
 
 NUM_BYTES = 256
 

@@ -13,15 +13,41 @@ import tomli_w
 
 from polyrhythm.errors import LaunchError, PlanError, PolicyError
 from polyrhythm.plan.plan import Plan, even_plan
-from polyrhythm.run.demo.shape import GPTShape
-from polyrhythm.run.pipeline.options import AUTO, parse_schedule
+from polyrhythm.run.pipeline.options import parse_schedule
 from polyrhythm.schedule.check import check
-from polyrhythm.sync.modes import SYNC_MODES
+from polyrhythm.sync.modes import SyncConfig
 from polyrhythm.sync.setup import Setup, at_flag, parse_options
-from polyrhythm.types import Seconds
+from polyrhythm.types import AUTO, Seconds
 
 MAX_TIMEOUT: Seconds = 86_400.0  # a day; timers overflow at some point beyond
 _SYNC_OPTIONS = "--sync-options"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTShape:
+    num_blocks: int = 4
+    width: int = 128
+    num_heads: int = 4
+    context: int = 128  # context length in bytes
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 0 or self.context < 1:
+            raise LaunchError(
+                f"{self.num_blocks} blocks over a context of {self.context}",
+                expected="0 or more blocks, and a context of at least 1",
+                fix="pass --blocks and --context in this range",
+            )
+        if self.width < 1 or self.width % self.num_heads:
+            raise LaunchError(
+                f"width {self.width} for {self.num_heads} heads",
+                expected=f"a multiple of {self.num_heads}",
+                fix=f"use --width {max(1, round(self.width / self.num_heads)) * self.num_heads}",
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """An embedding, the blocks, and a head."""
+        return self.num_blocks + 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +67,10 @@ class DemoConfig:
     schedule: str = "1f1b"
     """Order in which a stage runs its micro-batches: auto (measures and chooses), 1f1b, gpipe,
     kfkb:K, or bounded:L0,L1,... with the in-flight limit of each stage."""
-    sync: str = "all_reduce"
-    """Sync mode of the replicas: all_reduce (gradients of all), adaptive, age, static, smart,
-    random, pairwise, partial_reduce (models, in groups), or local (models, every 500 steps)."""
+    sync: str = "decoupled"
+    """Sync mode of the replicas: decoupled, all_reduce, balanced (gradients of all), adaptive, age,
+    static, smart, random, pairwise, partial_reduce (models, in groups), local (models, every 500
+    steps), or auto (measures and chooses)."""
     sync_options: tuple[str, ...] = ()
     """Options of the sync mode: name=value, once or more, or one JSON object, such as
     group_size=2 for partial_reduce."""
@@ -74,9 +101,9 @@ class DemoConfig:
         return GPTShape(num_blocks=self.blocks, width=self.width, context=self.context)
 
     @property
-    def tokens_per_step(self) -> int:
-        """Bytes of text that one pipeline trains on in a step."""
-        return self.microbatches * self.microbatch_size * self.context
+    def batch_size(self) -> int:
+        """Sequences in a step, over all pipelines."""
+        return self.pipelines * self.microbatches * self.microbatch_size
 
     def save(self, path: Path) -> None:
         chosen = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
@@ -134,29 +161,16 @@ def _check(settings: DemoConfig) -> None:
 
 
 def _check_sync(settings: DemoConfig) -> None:
-    mode = SYNC_MODES.get(settings.sync)  # None for unknown names, which Setup refuses
-    if mode is not None and (mode.has_server or mode.balances_microbatches):
-        why = (
-            "it needs another process, a polyrhythm.ParameterServer, and the demo starts workers "
-            "only"
-            if mode.has_server
-            else "it assigns micro-batches by speed, and in the demo each pipeline has a fixed "
-            "number"
-        )
-        raise LaunchError(
-            f"--sync {settings.sync}: {why}",
-            expected="all_reduce, adaptive, age, static, smart, random, pairwise, partial_reduce "
-            "or local",
-            fix="use polyrhythm.GroupSync in your own script; docs/sync.md shows how",
-        )
     options = settings.policy_options
     try:
-        Setup(
-            policy=settings.sync,
-            num_stages=settings.stages,
-            num_pipelines=settings.pipelines,
-            options=options,
-        )
+        mode = SyncConfig(settings.sync, options=options).first_mode
+        if mode.policy is not None:
+            Setup(
+                policy=mode.name,
+                num_stages=settings.stages,
+                num_pipelines=settings.pipelines,
+                options=options,
+            )
     except PolicyError as error:
         raise at_flag(error, flag=_SYNC_OPTIONS) from None
 

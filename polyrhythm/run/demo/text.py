@@ -1,17 +1,12 @@
-"""Training text that every machine has: the source code of Python's standard library, in bytes.
-
-Any worker can draw any micro-batch of any step by itself: the first stage of a pipeline draws the
-inputs, the last stage the targets, and neither sends them to the other.
-"""
+"""Training text that every machine has: the source code of Python's standard library, in bytes."""
 
 import hashlib
-import random
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from polyrhythm.errors import LaunchError
 from polyrhythm.types import Bytes
@@ -50,44 +45,26 @@ def read_text(path: Path) -> bytes:
         ) from None
 
 
-@dataclass(frozen=True)
-class ByteText:
-    """Draws micro-batches from a text."""
+class ByteText(Dataset[tuple[Tensor, Tensor]]):
+    """All windows of a text, `context` bytes long; targets are one byte ahead."""
 
-    text: Tensor  # uint8, one dimension
-    context: int
-    microbatch_size: int
-    seed: int
-
-    @classmethod
-    def of(cls, text: bytes, *, context: int, microbatch_size: int, seed: int) -> "ByteText":
+    def __init__(self, text: bytes, *, context: int) -> None:
         if len(text) <= context:
             raise LaunchError(
                 f"a text of {len(text)} bytes",
                 expected=f"more than the context of {context} bytes",
                 fix="use a longer text, or a smaller --context",
             )
-        return cls(
-            torch.frombuffer(bytearray(text), dtype=torch.uint8), context, microbatch_size, seed
-        )
+        self._text, self._context = torch.frombuffer(bytearray(text), dtype=torch.uint8), context
+
+    def __len__(self) -> int:
+        return len(self._text) - self._context
+
+    def __getitem__(self, start: int) -> tuple[Tensor, Tensor]:
+        window = self._text[start : start + self._context + 1].long()
+        return window[:-1], window[1:]
 
     @property
     def digest(self) -> str:
-        """A hash of the text: all workers of a job must draw from the same text."""
-        return hashlib.sha256(self.text.numpy().tobytes()).hexdigest()[:16]
-
-    def microbatch(self, *, step: int, pipeline: int, microbatch: int) -> tuple[Tensor, Tensor]:
-        """Return (inputs, targets), each microbatch_size x context; targets are one byte ahead."""
-        draw = random.Random(f"{self.seed}/{step}/{pipeline}/{microbatch}")
-        num_starts = len(self.text) - self.context
-        starts = torch.tensor([draw.randrange(num_starts) for _ in range(self.microbatch_size)])
-        windows = self.text[starts[:, None] + torch.arange(self.context + 1)].long()
-        return windows[:, :-1], windows[:, 1:]
-
-    def batch(self, *, step: int, pipeline: int, num_microbatches: int) -> tuple[Tensor, Tensor]:
-        """Return the micro-batches of a step, concatenated."""
-        drawn = [
-            self.microbatch(step=step, pipeline=pipeline, microbatch=m)
-            for m in range(num_microbatches)
-        ]
-        return torch.cat([inputs for inputs, _ in drawn]), torch.cat([y for _, y in drawn])
+        """A hash of the text: all workers of a job must learn the same text."""
+        return hashlib.sha256(self._text.numpy().tobytes()).hexdigest()[:16]

@@ -8,9 +8,7 @@ from polyrhythm.errors import ScheduleError
 from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.limits import one_f_one_b_limits
 from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
-from polyrhythm.types import Bytes, Seconds
-
-AUTO = "auto"
+from polyrhythm.types import AUTO, Bytes, Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

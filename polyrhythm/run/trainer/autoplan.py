@@ -25,7 +25,7 @@ from polyrhythm.describe.units import parse
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.all_devices import plan_all_devices
 from polyrhythm.plan.options import TrainingJob
-from polyrhythm.plan.plan import AUTO, PLAN_VARIABLE, Plan, Sources, even_plan
+from polyrhythm.plan.plan import PLAN_VARIABLE, Plan, Sources, even_plan
 from polyrhythm.plan.problem import Problem
 from polyrhythm.run.machine import usable_memory
 from polyrhythm.run.probe.effort import ProbeEffort
@@ -40,7 +40,7 @@ from polyrhythm.run.trainer.layer_profile import (
 from polyrhythm.run.trainer.rank_assignment import JobProcesses
 from polyrhythm.run.trainer.run_dir import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan
 from polyrhythm.run.trainer.sampler import GlobalBatch
-from polyrhythm.types import Bytes, Seconds
+from polyrhythm.types import AUTO, Bytes, Seconds
 
 _logger = logging.getLogger(__name__)
 

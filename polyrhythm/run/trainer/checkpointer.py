@@ -14,7 +14,7 @@ from polyrhythm.plan.plan_file import plan_table
 from polyrhythm.run.checkpoint.checkpointer import Checkpointer
 from polyrhythm.run.checkpoint.folder import CHECKPOINTS, list_steps
 from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest
-from polyrhythm.run.checkpoint.restore import restore
+from polyrhythm.run.checkpoint.state import restore
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.pipeline.partition import ModelPartition
 from polyrhythm.run.trainer.config import TrainerConfig
@@ -50,8 +50,10 @@ class TrainerCheckpointer:
         checkpoints = None
         if worker.pipeline == 0:
             assert config.run_dir is not None, "checkpoints are saved there"
-            folder, keep = config.run_dir / CHECKPOINTS, config.checkpoint.keep_last
-            checkpoints = Checkpointer(folder, group=group, tied=part.tied, keep=keep, log=log)
+            folder, keep_last = config.run_dir / CHECKPOINTS, config.checkpoint.keep_last
+            checkpoints = Checkpointer(
+                folder, process_group=group, tied=part.tied, keep_last=keep_last, log=log
+            )
         others = range(plan.num_stages, plan.num_workers)
         restorers = Members((plan.rank(LEADER), *others))
         return cls(part, worker, {"plan": plan_table(plan)}, checkpoints, store, restorers)

@@ -1,10 +1,9 @@
 """The Trainer's arguments, checked before any process waits for another."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from difflib import get_close_matches
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.plan.plan import AUTO, Plan
+from polyrhythm.plan.plan import Plan
 from polyrhythm.run.trainer.layer_split import LayerSplit
-from polyrhythm.sync.modes import AUTO_MODES, SYNC_MODES, SyncMode
+from polyrhythm.sync.modes import SyncConfig
 from polyrhythm.types import Bytes, Seconds
 
 
@@ -54,39 +53,6 @@ class CheckpointConfig:
             raise _invalid("keep_last", self.keep_last, "an integer from 1 on")
         if not _is_above_0(self.grace_period):
             raise _invalid("grace_period", self.grace_period, "seconds above 0")
-
-
-@dataclass(frozen=True, slots=True)
-class SyncConfig:
-    """A sync mode with options: those of its policy, and whether averaging overlaps with steps."""
-
-    mode: str = AUTO
-    overlap: bool = False
-    options: Mapping[str, object] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        known = (AUTO, *(mode.name for mode in SYNC_MODES.values() if not mode.has_server))
-        if self.mode not in known:
-            near = get_close_matches(str(self.mode), known, n=1)
-            fix = f"did you mean {near[0]!r}?" if near else "use auto"
-            raise LaunchError(f"sync={self.mode!r}", expected=f"one of {', '.join(known)}", fix=fix)
-        if self.options and (self.mode == AUTO or self.first_mode.policy is None):
-            raise LaunchError(
-                f"options={dict(self.options)} with sync={self.mode!r}",
-                expected="options with a policy",
-                fix="omit them, or name the policy: SyncConfig('adaptive', options=...)",
-            )
-        if self.overlap and (self.mode == AUTO or not self.first_mode.can_overlap):
-            raise LaunchError(
-                f"overlap=True with sync={self.mode!r}",
-                expected="a policy that averages models, such as adaptive; auto overlaps by itself",
-                fix="omit overlap, or use SyncConfig('adaptive', overlap=True)",
-            )
-
-    @property
-    def first_mode(self) -> SyncMode:
-        """The mode in which training starts; under auto it may change."""
-        return SyncMode.named(AUTO_MODES[0] if self.mode == AUTO else self.mode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

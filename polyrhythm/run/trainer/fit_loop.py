@@ -8,7 +8,6 @@ left, and the next phase starts from there. A preemption notice also ends the ph
 (`preemption.py`).
 """
 
-import io
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,12 +19,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from polyrhythm.errors import LaunchError
-from polyrhythm.plan.plan import AUTO
+from polyrhythm.run.checkpoint.encoding import decode_state, encode_state
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import new_gloo_group
 from polyrhythm.run.comm.store import JobStore, Members
-from polyrhythm.run.data.loader import SampleLoader
-from polyrhythm.run.data.prefetch import Prefetcher, resolved_ranges
+from polyrhythm.run.data.loader import Prefetcher, SampleLoader, resolved_ranges
 from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
 from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError
 from polyrhythm.run.pipeline.pipeline import Pipeline
@@ -42,7 +40,7 @@ from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.modes import SyncMode
 from polyrhythm.sync.replay import JobShape, StepTiming
-from polyrhythm.types import Seconds, Worker
+from polyrhythm.types import AUTO, Seconds, Worker
 
 _MIN_COMPUTE: Seconds = 1e-6  # clock differences may yield 0 or less
 
@@ -434,21 +432,22 @@ def _broadcast_optimizer_state(optimizer: Optimizer, context: FitContext) -> Non
     In groups each replica has its own state, from its own samples. With equal gradients but unequal
     momentum the replicas would diverge, and a lockstep mode does not average weights again.
     """
-    num_stages, stage = context.pipeline.num_stages, context.worker.stage
+    what, num_stages, stage = (
+        "the optimizer's state",
+        context.pipeline.num_stages,
+        context.worker.stage,
+    )
     ranks = [pipeline * num_stages + stage for pipeline in range(context.num_pipelines)]
-    group = new_gloo_group(ranks, "the optimizer's state", timeout=context.config.timeout)
+    group = new_gloo_group(ranks, what, timeout=context.config.timeout)
     is_first, packed = context.worker.pipeline == 0, torch.empty(0, dtype=torch.uint8)
     if is_first:
-        buffer = io.BytesIO()
-        torch.save(optimizer.state_dict(), buffer)
-        packed = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        packed = torch.frombuffer(
+            bytearray(encode_state(optimizer.state_dict(), what)), dtype=torch.uint8
+        )
     size = torch.tensor([packed.numel()])
-    with peer_errors(Worker(stage, 0), "sharing the optimizer's state"):
+    with peer_errors(Worker(stage, 0), f"sharing {what}"):
         group.broadcast(size, 0).wait()
         packed = packed if is_first else torch.empty(int(size), dtype=torch.uint8)
         group.broadcast(packed, 0).wait()
     if not is_first:
-        state = torch.load(
-            io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=False
-        )
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(decode_state(packed.numpy().tobytes(), what))

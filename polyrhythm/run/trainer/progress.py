@@ -1,7 +1,6 @@
 """The training state that a checkpoint holds besides model and optimizer."""
 
 import base64
-import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +9,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from polyrhythm.errors import LaunchError
+from polyrhythm.run.checkpoint.encoding import decode_state, encode_state
 from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest
 from polyrhythm.run.data.reader import DatasetState
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.sync.dispatch import SamplerState
+
+_LR_STATE = "the state of the learning rate scheduler"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class TrainProgress:
             )
         self.step = manifest.step
         self.sampler_state = msgspec.convert(extra["supply"], SamplerState)
-        self.lr_state = pickle.loads(base64.b64decode(extra["rates"]))
+        self.lr_state = decode_state(base64.b64decode(extra["rates"]), _LR_STATE)
         stream = extra.get("stream")
         return None if stream is None else DatasetState.from_json(stream)
 
@@ -67,7 +69,6 @@ class TrainProgress:
         self, sampler_state: SamplerState, dataset_state: DatasetState | None
     ) -> dict[str, Any]:
         """Return what a checkpoint holds besides model and optimizer."""
-        # Pickled: schedulers hold dicts with integer keys, which JSON would turn into strings.
-        rates = base64.b64encode(pickle.dumps(self.lr_state)).decode()
+        rates = base64.b64encode(encode_state(self.lr_state, _LR_STATE)).decode()
         extra = {"supply": msgspec.to_builtins(sampler_state), "rates": rates}
         return extra if dataset_state is None else extra | {"stream": dataset_state.as_json()}

@@ -136,35 +136,47 @@ class JobMembership:
     ctx: DistContext
     plan: Plan
     worker: Worker
+    timeout: Seconds
     _stack: ExitStack
+    epoch: int = field(init=False)  # a job may join several times, one after the other
+
+    def __post_init__(self) -> None:
+        joins = job_store_backend("polyrhythm/joins", self.timeout)
+        self.epoch = joins.add(str(self.plan.rank(self.worker)), 1)
+
+    @property
+    def name(self) -> str:
+        """A name that is unique in the job's store."""
+        return f"polyrhythm/trainer {self.epoch}"
 
     @property
     def members(self) -> Members:
-        return Members(tuple(range(self.plan.num_workers)))
+        return Members(tuple(range(self.plan.num_workers)), self.epoch)
 
     @property
     def first_stages(self) -> Members:
         """The workers of stage 0, by pipeline."""
         plan = self.plan
-        return Members(tuple(plan.rank(Worker(0, p)) for p in range(plan.num_pipelines)))
+        ranks = tuple(plan.rank(Worker(0, pipeline)) for pipeline in range(plan.num_pipelines))
+        return Members(ranks, self.epoch)
 
-    def job_store(self, name: str, timeout: Seconds) -> JobStore:
-        """Connect to the job's store under a name, for one thread; errors name workers."""
+    def job_store(self, purpose: str) -> JobStore:
+        """Connect to the job's store, for one thread; errors name workers."""
         return JobStore(
-            job_store_backend(name, timeout),
+            job_store_backend(f"{self.name}/{purpose}", self.timeout),
             self.plan.rank(self.worker),
-            timeout=timeout,
+            timeout=self.timeout,
             name_of=lambda rank: str(self.plan.worker(rank)),
         )
 
-    def pipeline_group(self, timeout: Seconds) -> dist.ProcessGroup | None:
+    def pipeline_group(self) -> dist.ProcessGroup | None:
         """Make the group of this pipeline's stages, in order; None in a job of one process."""
         if not dist.is_initialized():
             return None
         plan, pipeline = self.plan, self.worker.pipeline
         ranks = [plan.rank(Worker(stage, pipeline)) for stage in range(plan.num_stages)]
         group = dist.new_group(
-            ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True
+            ranks, timeout=timedelta(seconds=self.timeout), use_local_synchronization=True
         )
         assert isinstance(group, dist.ProcessGroup), "this process is a member"
         return group
@@ -188,11 +200,11 @@ class JobMembership:
 
 def join_job(plan: Plan, processes: JobProcesses) -> JobMembership:
     """Become the plan's worker for this process's device, or for its rank."""
-    stack = ExitStack()
+    stack, timeout = ExitStack(), processes.timeout
     if processes.are_joined:
         assign_ranks(plan, [""] * processes.num_processes)
-        return JobMembership(processes.ctx, plan, plan.worker(dist.get_rank()), stack)
+        return JobMembership(processes.ctx, plan, plan.worker(dist.get_rank()), timeout, stack)
     rank = assign_ranks(plan, processes.device_names())[processes.ctx.rank]
     if processes.num_processes > 1:
-        stack.enter_context(processes.ctx.process_group(processes.timeout, rank=rank))
-    return JobMembership(processes.ctx, plan, plan.worker(rank), stack)
+        stack.enter_context(processes.ctx.process_group(timeout, rank=rank))
+    return JobMembership(processes.ctx, plan, plan.worker(rank), timeout, stack)

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from polyrhythm.errors import PlanError
 from polyrhythm.run.averaging.group_sync import GroupSync
-from polyrhythm.run.data.prefetch import PredictedRanges, resolved_ranges
+from polyrhythm.run.data.loader import PredictedRanges, resolved_ranges
 from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
 from polyrhythm.run.pipeline.batch import BatchSlice
 from polyrhythm.sync.dispatch import Range, Ranges, SamplerState

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -25,7 +26,7 @@ from torch.utils.data import Dataset
 
 from polyrhythm.errors import LaunchError
 from polyrhythm.events import Value, worker_log
-from polyrhythm.plan.plan import AUTO, Plan
+from polyrhythm.plan.plan import Plan
 from polyrhythm.processes import TERMINATED
 from polyrhythm.renamed import RenamedAttribute, renamed_arguments
 from polyrhythm.run.checkpoint.export import hugging_face_configs
@@ -33,13 +34,13 @@ from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.reader import make_order, make_reader
 from polyrhythm.run.emulated_compute import SCENARIO, EmulatedCompute
+from polyrhythm.run.pipeline.partition import ModelPartition
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.autoplan import choose_global_batch, choose_plan, choose_shares
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import (
     CheckpointConfig,
     DataConfig,
-    SyncConfig,
     TrainerConfig,
     no_run_dir,
 )
@@ -53,7 +54,8 @@ from polyrhythm.run.trainer.run_dir import lock_run_dir
 from polyrhythm.run.trainer.sync_strategy import NoSync
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
-from polyrhythm.types import Bytes, Seconds, Worker
+from polyrhythm.sync.modes import SyncConfig
+from polyrhythm.types import AUTO, Bytes, Seconds, Worker
 
 _logger = logging.getLogger(__name__)
 
@@ -75,7 +77,7 @@ class Trainer:
     """Train one worker's share of a job. Every process of the job makes the same Trainer."""
 
     step = RenamedAttribute("global_step")
-    num_made: ClassVar[int] = 0  # in this process; equal in all processes of a job
+    num_made: ClassVar[int] = 0  # in this process
     num_fits: ClassVar[int] = 0  # calls of `fit` in this process
 
     @renamed_arguments(
@@ -142,7 +144,6 @@ class Trainer:
         names = (field.name for field in fields(TrainerConfig))
         self._config = config = TrainerConfig(**{name: arguments[name] for name in names})
         Trainer.num_made += 1
-        self._name = f"polyrhythm/trainer {Trainer.num_made}"  # in the job's store
         self._num_fits, self._is_fitting = 0, False
         order = make_order(dataset, seed=config.data.seed, shuffle=config.data.shuffle)
         make_reader(dataset, order)  # rejects an unusable dataset before anything is opened
@@ -150,60 +151,40 @@ class Trainer:
         processes = JobProcesses(timeout)
         self.plan = choose_plan(config, whole, dataset, processes)
         self._global_batch = choose_global_batch(config, self.plan)
-        self._shares = choose_shares(self.plan, self._global_batch)
+        shares = choose_shares(self.plan, self._global_batch)
         config.split.check(whole, self.plan.layers_per_stage)
-        self._membership = join_job(self.plan, processes)
-        worker, device = self.worker, self._membership.device(config.device)
-        store, members = self._membership.job_store(self._name, timeout), self._membership.members
+        self._membership = membership = join_job(self.plan, processes)
+        store, members = membership.job_store("training"), membership.members
         settings = config.must_match(None if order is None else order.num_samples)
         store.check_consistent("settings", settings, members)
-        group = self._membership.pipeline_group(timeout)
         self._lock = self._log = None
         if config.run_dir is not None:
             self._lock = lock_run_dir(config.run_dir, store, members)
-            self._log = EventLog(worker_log(config.run_dir, worker), worker)
-        part = config.split.extract_stage(whole, worker.stage, self.plan.layers_per_stage)
-        part.module.to(device)
-        self._loss = WeightedLoss(loss_fn)
-        in_lab = SCENARIO in os.environ  # a scenario may slow this device
-        self.pipeline = Pipeline(
-            part,
-            loss_fn=self._loss,
-            microbatch_sizes=[self._global_batch.microbatch_size],
-            schedule=config.schedule,
-            memory_limit=memory_limit,
-            process_group=group,
-            timeout=timeout,
-            device=device,
-            log=self._log,
-            compute=EmulatedCompute.from_environment(os.environ) if in_lab else None,
-            pipeline=worker.pipeline,
-        )
-        planned = self.plan.pipelines[worker.pipeline].schedule
-        if config.schedule == AUTO != planned:
-            self.pipeline.spec = ScheduleSpec.parse(planned)  # the initial one
+            self._log = EventLog(worker_log(config.run_dir, self.worker), self.worker)
+        self._loss, group = WeightedLoss(loss_fn), membership.pipeline_group()
+        part = config.split.extract_stage(whole, self.worker.stage, self.plan.layers_per_stage)
+        self.pipeline = self._build_pipeline(part, group)
         self._samples = self._make_loader(dataset, order)
         self._checkpointer: TrainerCheckpointer | None = None
         if config.run_dir is not None:
             self._checkpointer = TrainerCheckpointer.of(
-                config, part, worker, group, self.plan, store, self._log
+                config, part, self.worker, group, self.plan, store, self._log
             )
             self._checkpointer.run_info |= hugging_face_configs(whole)
-        first_stages = self._membership.first_stages
         self._preemption = PreemptionHandler(
-            self._membership.job_store(f"{self._name}/preemption", timeout),
+            membership.job_store("preemption"),
             members,
-            first_stages,
+            membership.first_stages,
             grace_period=config.checkpoint.grace_period,
         )
         self._context = FitContext(
             config=config,
-            worker=worker,
+            worker=self.worker,
             store=store,
             members=members,
-            first_stages=first_stages,
+            first_stages=membership.first_stages,
             global_batch=self._global_batch,
-            shares=self._shares,
+            shares=shares,
             pipeline=self.pipeline,
             samples=self._samples,
             loss=self._loss,
@@ -245,7 +226,7 @@ class Trainer:
         Trainer.num_fits += 1
         self._num_fits += 1
         start = time.perf_counter()
-        name = f"{self._name}/fit {self._num_fits}"
+        name = f"{self._membership.name}/fit {self._num_fits}"
         fit_loop = FitLoop(name, self._context, self._progress, max_steps)
         if max_steps > self.global_step:
             self._record_run(max_steps - self.global_step)
@@ -324,6 +305,29 @@ class Trainer:
             self.pipeline.__exit__(kind, error, trace)
             self._close_files()
             self._membership.abandon()
+
+    def _build_pipeline(self, part: ModelPartition, group: dist.ProcessGroup | None) -> Pipeline:
+        config, worker = self._config, self.worker
+        device = self._membership.device(config.device)
+        part.module.to(device)
+        in_lab = SCENARIO in os.environ  # a scenario may slow this device
+        pipeline = Pipeline(
+            part,
+            loss_fn=self._loss,
+            microbatch_sizes=[self._global_batch.microbatch_size],
+            schedule=config.schedule,
+            memory_limit=config.memory_limit,
+            process_group=group,
+            timeout=config.timeout,
+            device=device,
+            log=self._log,
+            compute=EmulatedCompute.from_environment(os.environ) if in_lab else None,
+            pipeline=worker.pipeline,
+        )
+        planned = self.plan.pipelines[worker.pipeline].schedule
+        if config.schedule == AUTO != planned:
+            pipeline.spec = ScheduleSpec.parse(planned)  # the initial one
+        return pipeline
 
     def _close_files(self) -> None:
         if self._log is not None:

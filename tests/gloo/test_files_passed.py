@@ -1,0 +1,107 @@
+"""The instrument of `make structure`: files and unpickling are seen in threads and children."""
+
+import io
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from polyrhythm.processes import Child
+from polyrhythm.schedule.spec import ScheduleSpec
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import files_passed
+
+    return files_passed
+
+
+@pytest.fixture
+def recorder(tool: ModuleType, tmp_path: Path) -> Iterator[Any]:
+    recorder = tool.Recorder(tmp_path)
+    before = sys.getprofile()
+    recorder.install()
+    yield recorder
+    sys.setprofile(before)
+    threading.setprofile(None)
+
+
+def parse() -> None:
+    ScheduleSpec.parse("kfkb:2")
+
+
+def in_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(10)
+
+
+def in_child(work: Callable[[], object]) -> None:
+    assert Child(work).wait(20) == 0
+
+
+@pytest.mark.parametrize("run", [lambda work: work(), in_thread, in_child])
+def test_files_are_found_only_while_recording(
+    tool: ModuleType, recorder: Any, run: Callable[[Callable[[], object]], None]
+) -> None:
+    run(parse)
+    assert recorder.found() == []
+    recorder.set(tool.FILES)
+    run(parse)
+    recorder.set(tool.OFF)
+    assert "schedule/spec.py" in recorder.found()
+
+
+def unpickle_plainly() -> None:
+    pickle.loads(pickle.dumps({"a": 1}))
+
+
+def unpickle_in_python() -> None:
+    pickle._Unpickler(io.BytesIO(pickle.dumps([1]))).load()
+
+
+def unpickle_by_torch() -> None:
+    buffer = io.BytesIO()
+    torch.save({"a": torch.ones(2)}, buffer)
+    buffer.seek(0)
+    torch.load(buffer, weights_only=True)
+
+
+def unpickle_by_numpy() -> None:
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([{}], dtype=object), allow_pickle=True)
+    buffer.seek(0)
+    np.load(buffer, allow_pickle=True)
+
+
+@pytest.mark.parametrize(
+    "work", [unpickle_plainly, unpickle_in_python, unpickle_by_torch, unpickle_by_numpy]
+)
+@pytest.mark.parametrize("run", [lambda work: work(), in_child])
+def test_every_kind_of_unpickling_is_found(
+    tool: ModuleType,
+    recorder: Any,
+    work: Callable[[], object],
+    run: Callable[[Callable[[], object]], None],
+) -> None:
+    recorder.set(tool.UNPICKLING)
+    run(pickle_only)
+    assert recorder.found() == []
+    run(work)
+    recorder.set(tool.OFF)
+    assert recorder.found()
+
+
+def pickle_only() -> None:
+    pickle.dumps({"a": 1})
