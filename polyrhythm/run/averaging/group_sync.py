@@ -57,7 +57,6 @@ from polyrhythm.types import Seconds, Worker
 
 # Of the timeout: the scheduler reports the missing workers before this worker's wait ends.
 _AVERAGE_ALL_SHARE = 0.9
-_Strategy = GradientAveraging | ModelAveraging | ServerAveraging | StaticAveraging
 
 
 class GroupSync:
@@ -141,27 +140,18 @@ class GroupSync:
             log = model.log or log
         if isinstance(log, str | Path):
             log = self._own_log = EventLog(worker_log(Path(log), worker), worker)
-        node = node or socket.gethostname()
         self._last_step_at = time.perf_counter()
         self._client: GroupClient | None = None
         try:
-            self._wait_for_equal_replicas(node)
-            if not setup.mode.has_coordinator:
-                self._strategy: _Strategy = StaticAveraging(self._model, self._rendezvous)
-            else:
+            self._wait_for_equal_replicas(node or socket.gethostname())
+            if setup.mode.has_coordinator:
                 self._client = GroupClient(
-                    self._rendezvous,
-                    self._model.shape(),
-                    node=node,
-                    coordinator=coordinator,
-                    keys=keys,
-                    log=log,
-                    decoupled=decoupled,
+                    self._rendezvous, self._model, coordinator=coordinator, keys=keys, log=log
                 )
-                pipeline = model if isinstance(model, Pipeline) else None
-                self._strategy = _make_strategy(
-                    self._model, self._client, self._rendezvous, overlap, outer, pipeline
-                )
+            pipeline = model if isinstance(model, Pipeline) else None
+            self._strategy = _make_strategy(
+                self._model, self._client, self._rendezvous, overlap, outer, pipeline
+            )
         except BaseException as error:
             if self._client is not None:
                 self._client.close(graceful=False)
@@ -329,13 +319,15 @@ def _make_setup(
 
 def _make_strategy(
     model: ReplicaState,
-    client: GroupClient,
+    client: GroupClient | None,
     rendezvous: Rendezvous,
     overlap: bool,
     outer: OuterNesterov | None,
     pipeline: Pipeline | None,
-) -> GradientAveraging | ModelAveraging | ServerAveraging:
+) -> GradientAveraging | ModelAveraging | ServerAveraging | StaticAveraging:
     setup, mode = rendezvous.setup, rendezvous.setup.mode
+    if client is None:
+        return StaticAveraging(model, rendezvous)
     if mode.has_server:
         return ServerAveraging(model, client, rendezvous)
     if mode.balances_microbatches:

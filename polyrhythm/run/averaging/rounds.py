@@ -34,6 +34,7 @@ from torch import Tensor
 
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.events import WORKERS
+from polyrhythm.run.averaging.buffers import ReplicaState
 from polyrhythm.run.averaging.exchange import Peer, PeerConnections, all_reduce_mean
 from polyrhythm.run.averaging.rendezvous import Rendezvous
 from polyrhythm.run.averaging.split_all_reduce import SplitAllReduce, StreamingBuffer
@@ -44,7 +45,6 @@ from polyrhythm.run.coordinator.sessions import (
     PROTOCOL,
     FromWorker,
     Hello,
-    TensorShapes,
     ToWorker,
 )
 from polyrhythm.sinks.jsonl import EventLog
@@ -397,20 +397,19 @@ class GroupClient:
     def __init__(
         self,
         rendezvous: Rendezvous,
-        shape: TensorShapes,
+        model: ReplicaState,
         *,
-        node: str,
         coordinator: str | None,
         keys: Path | str | None,
         log: EventLog | None,
-        decoupled: bool = False,
     ) -> None:
         """Join the job; return when all workers have joined."""
         self._timeout, self._clock = rendezvous.timeout, 0
         self._waited: Seconds = 0.0
         self._policy, self._log = rendezvous.setup.policy, log
         worker, incarnation = self.me = rendezvous.me
-        hello = Hello(PROTOCOL, worker, node, 0, incarnation, rendezvous.setup.text, shape)
+        node, policy = rendezvous.nodes[worker], rendezvous.setup.text
+        hello = Hello(PROTOCOL, worker, node, 0, incarnation, policy, model.shape())
         with ExitStack() as undo:  # a thread left running would send heartbeats of a dead worker
             self._coordinator = None
             if coordinator:
@@ -426,7 +425,7 @@ class GroupClient:
                 rendezvous.connections,
                 self._send,
                 answers_while_computing=rendezvous.setup.mode.answers_while_computing,
-                decoupled=decoupled,
+                decoupled=model.decoupled,
                 log=log,
             )
             undo.callback(self._averager.close)
