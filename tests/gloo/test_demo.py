@@ -48,6 +48,7 @@ def test_demo_learns_and_writes_run_folder(tmp_path: Path) -> None:
     assert "2 pipelines = 4 processes, schedule 1f1b, sync decoupled, 30 steps" in done.stdout
     assert re.search(r"step +30/30  loss \d\.\d+  samples/s p0 [\d,]+  p1 [\d,]+", done.stdout)
     assert sorted(p.name for p in folder.iterdir()) == [
+        "checkpoints",
         "config.toml",
         "events.jsonl",
         "lock",
