@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,10 @@ from polyrhythm.describe.sample import Sample
 from polyrhythm.errors import PeerError
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import abort
-from polyrhythm.run.probe.effort import ProbeEffort
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
+
+if TYPE_CHECKING:
+    from polyrhythm.run.probe.probe import ProbeEffort
 
 # Tags of messages. PING, PONG and STREAM are the first of many, one per message.
 NUMBER, LENGTH, CONTENT, SIZE, PING, PONG, STREAM = 1, 2, 3, 4, 10_000, 20_000, 30_000
@@ -201,20 +203,20 @@ def _call_with_timeout(call: Callable[[], T], *, timeout: Seconds) -> T | None:
         return None
 
 
-def as_source(channel: PeerChannel, target: int, effort: ProbeEffort) -> Sample:
+def as_source(channel: PeerChannel, target: int, effort: "ProbeEffort") -> Sample:
     """Measure the one-way latency in seconds from this process to `target`."""
     latency = _ping(channel, target, effort)
     _send_streams(channel, target)
     return latency
 
 
-def as_target(channel: PeerChannel, source: int, effort: ProbeEffort) -> Sample:
+def as_target(channel: PeerChannel, source: int, effort: "ProbeEffort") -> Sample:
     """Measure the bandwidth in bytes per second from `source` to this process."""
     _echo(channel, source)
     return _receive_streams(channel, source, effort)
 
 
-def _ping(channel: PeerChannel, target: int, effort: ProbeEffort) -> Sample:
+def _ping(channel: PeerChannel, target: int, effort: "ProbeEffort") -> Sample:
     """Each ping contains whether one more follows, for the receiver to post its receive ahead."""
     action = f"the round trip to {channel.names[target]}"
     # The first echo waits for the target to start, and does not count.
@@ -277,7 +279,7 @@ def _receive_size(channel: PeerChannel, target: int, action: str) -> Bytes:
     return int(size)
 
 
-def _receive_streams(channel: PeerChannel, source: int, effort: ProbeEffort) -> Sample:
+def _receive_streams(channel: PeerChannel, source: int, effort: "ProbeEffort") -> Sample:
     deadline = time.monotonic() + effort.pair_timeout
     size, rates = _SMALLEST, list[BytesPerSecond]()
     while True:

@@ -28,8 +28,7 @@ from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.plan import PLAN_VARIABLE, Plan, Sources, even_plan
 from polyrhythm.plan.problem import Problem
 from polyrhythm.run.machine import usable_memory
-from polyrhythm.run.probe.effort import ProbeEffort
-from polyrhythm.run.probe.probe import ProbeOptions, distinct_names, probe
+from polyrhythm.run.probe.probe import ProbeEffort, ProbeOptions, distinct_names, probe
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.layer_profile import (
     layer_blocks,
