@@ -25,7 +25,9 @@ from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
 from polyrhythm.types import Seconds
 
-DEFAULT_TIMEOUT: Seconds = 600.0  # for every wait for another process, as NCCL's in torch
+# For every wait for another process, in the whole API: longer than usual pauses, such as an
+# evaluation on one rank or compiling a stage.
+DEFAULT_TIMEOUT: Seconds = 300.0
 _UNUSED_TAG = 2**30
 _CALL = struct.Struct("32sd")  # the name of a call, padded with zeros, and a number
 

@@ -21,7 +21,7 @@ from polyrhythm.errors import ScheduleError
 from polyrhythm.events import worker_log
 from polyrhythm.renamed import renamed_arguments
 from polyrhythm.run.comm.peer_errors import peer_errors
-from polyrhythm.run.comm.process_groups import all_reduce
+from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, all_reduce
 from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.run.pipeline.autotune import (
     ScheduleAutotuner,
@@ -61,7 +61,6 @@ from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
 
-DEFAULT_TIMEOUT: Seconds = 120.0
 _RENAMED = renamed_arguments(num_microbatches="n_microbatches=", group="process_group=")
 
 
