@@ -56,9 +56,8 @@ class Replicas:
         For one number per step: it needs a single exchange.
         """
         own = torch.frombuffer(bytearray(_CALL.pack(call.encode(), number)), dtype=torch.uint8)
-        gathered = [torch.empty_like(own) for _ in self.ranks]
         with peer_errors("another worker", f"{call}, which all workers call"):
-            all_gather(self.group, gathered, own)
+            gathered = all_gather(self.group, own)
         numbers = []
         for rank, message in enumerate(gathered):
             padded, received = _CALL.unpack(message.numpy().tobytes())
@@ -220,8 +219,10 @@ def all_reduce(
     group.allreduce([tensor], options).wait()
 
 
-def all_gather(group: dist.ProcessGroup, outputs: list[Tensor], tensor: Tensor) -> None:
+def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
+    outputs = [torch.empty_like(tensor) for _ in range(group.size())]
     group.allgather([outputs], [tensor]).wait()
+    return outputs
 
 
 @torch.no_grad()
