@@ -31,8 +31,7 @@ from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.lab.lab import Lab
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.probe.effort import ProbeEffort
-from polyrhythm.run.probe.probe import ProbeOptions, probe
+from polyrhythm.run.probe.probe import ProbeEffort, ProbeOptions, probe
 from polyrhythm.run.profile.profile import measure_profile
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.tables import print_line

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from polyrhythm.run.comm.launch import DistContext, LocalJob
-    from polyrhythm.run.probe.effort import ProbeEffort
     from polyrhythm.run.probe.probe import ProbeOptions
 
 MAX_LOCAL = 64
@@ -98,17 +97,9 @@ class Probe:
 
     def run(self, console: "Console") -> int:
         from polyrhythm.describe.write import check_target
-        from polyrhythm.run.probe.effort import ProbeEffort
+        from polyrhythm.run.comm.launch import DistContext
 
-        effort = ProbeEffort(
-            seconds=self.seconds,
-            repeat=self.repeat,
-            pair_timeout=self.pair_timeout,
-            timeout=self.timeout,
-        )
-        from polyrhythm.run.comm.launch import DistContext  # loads torch
-
-        ctx = DistContext.from_environment(os.environ)
+        options, ctx = self._options(), DistContext.from_environment(os.environ)
         if ctx is None or ctx.rank == 0:  # the process that writes the file
             check_target(self.out, (".toml",))
         if ctx is not None and self.local is not None:
@@ -118,17 +109,17 @@ class Probe:
                 fix="omit --local, or start without torchrun",
             )
         if ctx is not None:
-            self._run_as(ctx, self._options(effort), console)
+            self._run_as(ctx, options, console)
         else:
-            self._run_here(self._options(effort), console)
+            self._run_here(options, console)
         if ctx is None or ctx.rank == 0:
             self._show(console)
         return 0
 
-    def _options(self, effort: "ProbeEffort") -> "ProbeOptions":
+    def _options(self) -> "ProbeOptions":
         from datetime import UTC, datetime
 
-        from polyrhythm.run.probe.probe import ProbeOptions
+        from polyrhythm.run.probe.probe import ProbeEffort, ProbeOptions
 
         return ProbeOptions(
             cluster_name=self.name or self.out.stem,
@@ -136,7 +127,12 @@ class Probe:
             device=self.device,
             dtype=self.dtype,
             all_at_once=self.all_at_once,
-            effort=effort,
+            effort=ProbeEffort(
+                seconds=self.seconds,
+                repeat=self.repeat,
+                pair_timeout=self.pair_timeout,
+                timeout=self.timeout,
+            ),
         )
 
     def _run_here(self, options: "ProbeOptions", console: "Console") -> None:

@@ -161,8 +161,7 @@ def _cores() -> CheckResult:
 
 
 def _memory() -> CheckResult:
-    machine = psutil.virtual_memory()
-    limit = _cgroup_limit(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    machine, limit = psutil.virtual_memory(), usable_memory()
     text = f"{show(machine.total, Bytes)}, {show(machine.available, Bytes)} free"
     if limit < machine.total:
         text += f"; this process's cgroup may use {show(limit, Bytes)}"

@@ -18,9 +18,8 @@ from polyrhythm.describe.sample import Sample
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.machine import usable_memory
 from polyrhythm.run.probe import probe as probing
-from polyrhythm.run.probe.effort import ProbeEffort
 from polyrhythm.run.probe.link import PeerChannel, as_source, as_target
-from polyrhythm.run.probe.probe import ProbeOptions, probe
+from polyrhythm.run.probe.probe import ProbeEffort, ProbeOptions, probe
 from tests.gloo.commands import run_forked
 from tests.grids import long_except
 

@@ -7,8 +7,8 @@ import pytest
 from torch import Tensor
 
 from polyrhythm.run.probe import link
-from polyrhythm.run.probe.effort import ProbeEffort
 from polyrhythm.run.probe.link import PONG, SIZE
+from polyrhythm.run.probe.probe import ProbeEffort
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 

@@ -1,5 +1,6 @@
 """Replicas agree without unpickling, under names that the store counts; the mesh of a job."""
 
+import inspect
 import os
 import pickle
 import signal
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+import polyrhythm as pr
 from polyrhythm.errors import LaunchError, PeerError, PolicyError
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.process_groups import (
+    DEFAULT_TIMEOUT,
     Replicas,
     count_rounds,
     job_mesh,
@@ -179,3 +182,17 @@ def test_mesh_returns_given_groups(tmp_path: Path) -> None:
 def test_mesh_needs_a_process_group() -> None:
     with pytest.raises(LaunchError, match="without a process group"):
         job_mesh(1, 1)
+
+
+def test_one_default_timeout_in_the_whole_api() -> None:
+    public = (
+        pr.Pipeline,
+        pr.DistributedOptimizer,
+        pr.Checkpointer,
+        pr.GroupSync,
+        pr.ParameterServer,
+        pr.Trainer,
+        job_mesh,
+    )
+    defaults = [inspect.signature(each).parameters["timeout"].default for each in public]
+    assert defaults == [DEFAULT_TIMEOUT] * len(public)

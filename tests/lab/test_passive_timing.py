@@ -59,9 +59,10 @@ def test_latency_and_clock_offset_are_measured_over_a_slow_link(tmp_path: Path) 
             shift_clock()
         connected = connections(stage, 3)
         found = [measure_offsets(connected) for _ in range(3)]
-        for side, distances in zip(("before", "after"), zip(*found, strict=True), strict=True):
-            if None not in distances:
-                print(side, *min(distances), flush=True)
+        for name in found[0]:
+            side = "after" if name == f"s{stage + 1}p0" else "before"
+            latency, ahead = min(each[name] for each in found)
+            print(side, latency, ahead if side == "after" else -ahead, flush=True)
         connected.close()
 
     with Lab(cluster(3, latency=LATENCY)) as lab:
@@ -131,15 +132,15 @@ def train(stage: int, *, schedule: str, compute: float, window: int, shifted: bo
             pipeline.step(*([batch] if stage == 0 else []), target=batch)
         connected = kept[0][0].connections
         assert connected is not None
-        before, after = measure_offsets(connected)
+        (clock,) = measure_offsets(connected).values()
         # Skip the first step, in which TCP finds the bandwidth.
         transfers = [transfer for _, step in kept[1:] for transfer in step]
         if stage == 0:
             assert {transfer.action.op for transfer in transfers} == {Op.B}
-            found = autotune._busy(transfers, after, is_sender_clock=False)
+            found = autotune._busy(transfers, clock)
         else:
             assert {transfer.action.op for transfer in transfers} == {Op.F}
-            found = autotune._busy(transfers, before, is_sender_clock=True)
+            found = autotune._busy(transfers, clock)
         for transfer, seconds in zip(transfers, found, strict=True):
             print("busy", seconds, transfer.nbytes / BANDWIDTH)
         dist.barrier()

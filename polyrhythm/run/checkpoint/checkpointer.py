@@ -49,13 +49,13 @@ from polyrhythm.run.checkpoint.save import (
     skip,
 )
 from polyrhythm.run.checkpoint.state import StageModel, Staging, load, optimizer_state
+from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
 from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
 from polyrhythm.run.pipeline.partition import TiedParameter
 from polyrhythm.run.pipeline.transport import stage_ranks
 from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Seconds
 
-SAVE_TIMEOUT: Seconds = 600.0
 _NICENESS = 10  # of the writing thread: training has priority
 
 
@@ -70,7 +70,7 @@ class Checkpointer:
         process_group: dist.ProcessGroup | Sequence[int] | None = None,
         tied: Iterable[TiedParameter] = (),
         keep_last: int = 3,
-        timeout: Seconds = SAVE_TIMEOUT,
+        timeout: Seconds = DEFAULT_TIMEOUT,
         log: EventLog | None = None,
         name: str = "checkpoints",
     ) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +164,10 @@ _CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
+@dataclass(slots=True)
 class _Splitter:
-    def __init__(self, what: str) -> None:
-        self.tensors: Tensors = {}
-        self._what = what
+    what: str
+    tensors: Tensors = field(default_factory=dict)
 
     def split(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
         kind = type(value)
@@ -211,7 +212,7 @@ class _Splitter:
 
     def _refusal(self, path: tuple[Any, ...], problem: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._what}{''.join(f'[{key!r}]' for key in path)} is {problem}",
+            f"{self.what}{''.join(f'[{key!r}]' for key in path)} is {problem}",
             expected="None, numbers, strings, bytes, tensors, numpy arrays; and lists, tuples, "
             "sets and dicts of them",
             fix="convert it in state_dict(), for example with float(), list() or vars()",

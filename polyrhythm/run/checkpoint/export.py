@@ -6,7 +6,6 @@ written once, under its first. One process exports.
 """
 
 import json
-import shutil
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from polyrhythm.run.checkpoint.encoding import TensorReader, write_tensors
-from polyrhythm.run.checkpoint.folder import sync_folder, write_synced
+from polyrhythm.run.checkpoint.folder import new_folder, sync_folder, write_synced
 from polyrhythm.run.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -28,18 +27,15 @@ from polyrhythm.run.checkpoint.state import MODEL_KEY
 from polyrhythm.types import Bytes
 
 LARGEST_FILE: Bytes = 5 * 10**9  # Hugging Face's default
-_CONFIGS = {"hf_config": "config.json", "hf_generation_config": "generation_config.json"}
+_CONFIGS = ("config", "generation_config")  # attributes of the model, and names of files
 
 
 def hugging_face_configs(model: Any) -> dict[str, Any]:
     """Return the `run_info` of a Hugging Face model for `save`; {} for other models."""
     run_info: dict[str, Any] = {}
-    for key, config in (
-        ("hf_config", getattr(model, "config", None)),
-        ("hf_generation_config", getattr(model, "generation_config", None)),
-    ):
-        if config is not None and hasattr(config, "to_json_string"):
-            run_info[key] = json.loads(config.to_json_string())
+    for name in _CONFIGS:
+        if (to_json := getattr(getattr(model, name, None), "to_json_string", None)) is not None:
+            run_info[f"hf_{name}"] = json.loads(to_json())
     if "hf_config" in run_info:
         run_info["hf_config"]["architectures"] = [type(model).__name__]
     return run_info
@@ -48,22 +44,22 @@ def hugging_face_configs(model: Any) -> dict[str, Any]:
 def export(checkpoint: Path | str, out: Path | str, *, largest_file: Bytes = LARGEST_FILE) -> Path:
     """Write the model of a checkpoint into the new folder `out`; raises CheckpointError."""
     checkpoint, out = Path(checkpoint), Path(out)
-    _check_free(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(
+            f"{out} exists",
+            expected="a new folder, or an empty one",
+            fix=f"--out {out.with_name(out.name + '-2')}, or remove it",
+        )
     manifest = read_manifest(checkpoint)
     if (problem := find_damage(checkpoint, manifest.files)) is not None:
         raise damage_error(checkpoint, problem)
     partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with new_folder(partial):
         _write(checkpoint, manifest, partial, largest_file)
         sync_folder(partial)
         if out.exists():
             out.rmdir()  # it is empty
         partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return out
 
 
@@ -71,7 +67,10 @@ def files_for(
     tensors: Mapping[str, TensorSpec], largest: Bytes
 ) -> tuple[dict[str, list[str]], dict[str, Bytes]]:
     """Return the tensor names of each file, in order, and the bytes of each tensor."""
-    sizes = {name: prod(spec.shape) * _dtype(spec).itemsize for name, spec in tensors.items()}
+    sizes = {
+        name: prod(spec.shape) * getattr(torch, spec.dtype).itemsize
+        for name, spec in tensors.items()
+    }
     files: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -80,12 +79,9 @@ def files_for(
             filled = 0
         files[-1].append(name)
         filled += size
-    if len(files) == 1:
-        return {"model.safetensors": files[0]}, sizes
-    last = len(files)
-    return {
-        f"model-{i:05}-of-{last:05}.safetensors": held for i, held in enumerate(files, 1)
-    }, sizes
+    name, last = "model-{:05}-of-{:05}.safetensors", len(files)
+    name = name if last > 1 else "model.safetensors"
+    return {name.format(i, last): held for i, held in enumerate(files, 1)}, sizes
 
 
 def _write(checkpoint: Path, manifest: Manifest, folder: Path, largest: Bytes) -> None:
@@ -99,21 +95,6 @@ def _write(checkpoint: Path, manifest: Manifest, folder: Path, largest: Bytes) -
             "weight_map": {name: file for file, names in files.items() for name in names},
         }
         write_synced(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
-    for key, file in _CONFIGS.items():
-        if key in manifest.run_info:
-            write_synced(folder / file, json.dumps(manifest.run_info[key], indent=2) + "\n")
-
-
-def _dtype(spec: TensorSpec) -> torch.dtype:
-    found = getattr(torch, spec.dtype, None)
-    assert isinstance(found, torch.dtype), f"torch has a type {spec.dtype}"
-    return found
-
-
-def _check_free(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(
-            f"{out} exists",
-            expected="a new folder, or an empty one",
-            fix=f"--out {out.with_name(out.name + '-2')}, or remove it",
-        )
+    for name in _CONFIGS:
+        if (config := manifest.run_info.get(f"hf_{name}")) is not None:
+            write_synced(folder / f"{name}.json", json.dumps(config, indent=2) + "\n")

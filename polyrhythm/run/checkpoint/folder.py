@@ -9,6 +9,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from polyrhythm.run.checkpoint.manifest import (
@@ -35,8 +36,8 @@ def partial_folder(folder: Path, step: int) -> Path:
 
 def list_steps(folder: Path) -> dict[int, Path]:
     """Return the folders with the name of a checkpoint, by step."""
-    found = (entry for entry in _entries(folder) if _STEP.fullmatch(entry.name))
-    return {int(entry.name.removeprefix("step-")): entry for entry in sorted(found)}
+    named = (entry for entry in sorted(folder.glob("step-*")) if _STEP.fullmatch(entry.name))
+    return {int(entry.name.removeprefix("step-")): entry for entry in named if entry.is_dir()}
 
 
 def latest(folder: Path | str) -> Path | None:
@@ -71,21 +72,35 @@ def find_checkpoint(
     )
 
 
-def candidates(folder: Path) -> list[tuple[Path, Manifest]]:
+def candidates(folder: Path, *, should_warn: bool = True) -> list[tuple[Path, Manifest]]:
     """Return the checkpoints with a readable manifest, newest first; warn of the others."""
     found: list[tuple[Path, Manifest]] = []
     for path in list_steps(folder).values():
         try:
             found.append((path, read_manifest(path)))
-        except FormatError:
-            raise  # training from an earlier one would in time delete this one
         except CheckpointError as error:
-            warnings.warn(f"checkpoint skipped: {error.wrong}", stacklevel=3)
+            if should_warn and isinstance(error, FormatError):
+                raise  # training from an earlier one would in time delete this one
+            if should_warn:
+                warnings.warn(f"checkpoint skipped: {error.wrong}", stacklevel=3)
     return sorted(found, key=lambda each: (each[1].serial, each[1].step), reverse=True)
 
 
 def next_serial(folder: Path) -> int:
-    return 1 + max((manifest.serial for _, manifest in _readable(folder)), default=0)
+    newest = candidates(folder, should_warn=False)[:1]
+    return 1 + max((manifest.serial for _, manifest in newest), default=0)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """Make an empty folder for a `with` block, whose failure removes it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def complete(partial: Path, target: Path) -> None:
@@ -101,8 +116,7 @@ def complete(partial: Path, target: Path) -> None:
 
 def remove_old(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep`; unreadable ones stay, for the user to inspect."""
-    ordered = sorted(_readable(folder), key=lambda each: (each[1].serial, each[1].step))
-    for path, _ in ordered[:-keep]:
+    for path, _ in reversed(candidates(folder, should_warn=False)[keep:]):
         hidden = _replaced(path)  # an interrupted removal then leaves a known leftover
         path.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
@@ -110,7 +124,7 @@ def remove_old(folder: Path, keep: int) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the folders of interrupted saves and removals."""
-    for entry in _entries(folder):
+    for entry in folder.glob(".step-*"):
         if _LEFTOVER.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
 
@@ -133,15 +147,3 @@ def sync_folder(folder: Path) -> None:
 
 def _replaced(target: Path) -> Path:
     return target.with_name(f".{target.name}.replaced")
-
-
-def _entries(folder: Path) -> Iterator[Path]:
-    return (entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else iter(())
-
-
-def _readable(folder: Path) -> Iterator[tuple[Path, Manifest]]:
-    for path in list_steps(folder).values():
-        try:
-            yield path, read_manifest(path)
-        except CheckpointError:
-            continue

@@ -6,7 +6,6 @@ states of learning rate schedulers and datasets. A pickle is code: convert only 
 
 import base64
 import pickle
-import shutil
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from polyrhythm.run.checkpoint.folder import (
     complete,
     find_checkpoint,
     list_steps,
+    new_folder,
     partial_folder,
     step_folder,
     write_synced,
@@ -60,7 +60,9 @@ def convert(run: Path, out: Path, step: int | None = None) -> Path:
     `run` is a run folder, its checkpoints folder, or a checkpoint. Runs the code that the
     checkpoint contains. Raises CheckpointError if it is damaged, or of another format.
     """
-    checkpoint = find_checkpoint(run, step, newest=lambda folder: _last(list_steps(folder)))
+    checkpoint = find_checkpoint(
+        run, step, newest=lambda folder: max(list_steps(folder).items(), default=(0, None))[1]
+    )
     manifest = read_manifest_as(_Manifest, checkpoint, _FORMAT)
     if (problem := find_damage(checkpoint, manifest.files)) is not None:
         raise damage_error(checkpoint, problem)
@@ -70,19 +72,10 @@ def convert(run: Path, out: Path, step: int | None = None) -> Path:
             f"{target} exists", expected="a new checkpoint", fix="use another --out, or remove it"
         )
     partial = partial_folder(target.parent, manifest.step)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with new_folder(partial):
         write_synced(partial / MANIFEST, to_text(_convert(checkpoint, manifest, partial)))
         complete(partial, target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return target
-
-
-def _last(steps: dict[int, Path]) -> Path | None:
-    return steps[max(steps)] if steps else None
 
 
 def _convert(checkpoint: Path, manifest: _Manifest, partial: Path) -> Manifest:

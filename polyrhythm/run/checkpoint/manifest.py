@@ -7,7 +7,7 @@ numbers that JSON lacks (such as an infinite best loss of a scheduler) are writt
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,7 +68,7 @@ class ModelTable(msgspec.Struct, frozen=True):
     def fingerprint(self) -> str:
         """A hash, equal for equal models however they are split."""
         listed = sorted((name, list(spec.shape), spec.dtype) for name, spec in self.tensors.items())
-        return _hash_of(json.dumps([listed, sorted(self.tied.items())]))
+        return new_hash(json.dumps([listed, sorted(self.tied.items())]).encode()).hexdigest()
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,14 +87,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, File]
 
 
-def merge_tables(tables: Iterable[ModelTable]) -> ModelTable:
+def merge_tables(tables: Sequence[ModelTable]) -> ModelTable:
     """Merge the tables of all stages into that of the whole model."""
-    tensors: dict[str, TensorSpec] = {}
-    tied: dict[str, str] = {}
-    for table in tables:
-        tensors |= table.tensors
-        tied |= table.tied
-    return ModelTable(tensors, tied)
+    return ModelTable(
+        {name: spec for table in tables for name, spec in table.tensors.items()},
+        {name: first for table in tables for name, first in table.tied.items()},
+    )
 
 
 def merge_optimizers(tables: Iterable[OptimizerTable | None]) -> OptimizerTable | None:
@@ -128,7 +126,7 @@ def as_json(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
 
 def to_text(manifest: Manifest) -> str:
     table = msgspec.to_builtins(manifest)
-    return _lines({**table, "hash": _hash_of(_canonical(table))}, depth=3) + "\n"
+    return _lines({**table, "hash": _hash_of(table)}, depth=3) + "\n"
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -162,7 +160,7 @@ def read_manifest_as(kind: type[_Kind], checkpoint: Path, expected_format: int) 
             fix=fix,
         )
     recorded = table.pop("hash", None)
-    if recorded != _hash_of(_canonical(table)):
+    if recorded != _hash_of(table):
         raise _unusable(checkpoint, f"{MANIFEST} was changed after it was written")
     try:
         return msgspec.convert(table, kind)
@@ -234,14 +232,8 @@ def _unusable(checkpoint: Path, problem: Problem) -> CheckpointError:
     )
 
 
-def new_hash() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=20)
-
-
-def _hash_of(text: str) -> str:
-    digest = new_hash()
-    digest.update(text.encode())
-    return digest.hexdigest()
+def new_hash(data: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(data, digest_size=20)
 
 
 def _lines(value: object, *, depth: int, indent: str = "") -> str:
@@ -256,5 +248,5 @@ def _lines(value: object, *, depth: int, indent: str = "") -> str:
     return "{\n" + ",\n".join(items) + f"\n{indent}}}"
 
 
-def _canonical(table: Mapping[str, Any]) -> str:
-    return json.dumps(table, sort_keys=True)
+def _hash_of(table: Mapping[str, Any]) -> str:
+    return new_hash(json.dumps(table, sort_keys=True).encode()).hexdigest()

@@ -8,8 +8,8 @@ a failed save once no stage writes in it any more.
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -83,13 +83,6 @@ class StageSnapshot:
     run_info: dict[str, Any]
     optimizer_state_fn: Callable[[], tuple[Tensors, OptimizerTable]] | None  # replaces `optimizer`
 
-    def with_optimizer_state(self) -> "StageSnapshot":
-        """Return the snapshot with the result of `optimizer_state_fn`."""
-        if self.optimizer_state_fn is None:
-            return self
-        state, table = self.optimizer_state_fn()
-        return replace(self, tensors=self.tensors | state, optimizer=table, optimizer_state_fn=None)
-
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
@@ -114,10 +107,9 @@ def save_with_all_stages(snapshot: StageSnapshot, context: SaveContext) -> tuple
         decided = (_lead if context.stage == 0 else _follow)(snapshot, context)
     except Exception as error:  # training continues whatever it is
         decided, should_warn = _give_up(snapshot, context, error), True  # stage 0 may be lost
-    if decided == SAVED:
-        path = step_folder(context.folder, snapshot.step)
-        return SaveOutcome(snapshot.step, path), should_warn
-    return SaveOutcome(snapshot.step, None, decided), should_warn
+    if decided != SAVED:
+        return SaveOutcome(snapshot.step, None, decided), should_warn
+    return SaveOutcome(snapshot.step, step_folder(context.folder, snapshot.step)), should_warn
 
 
 def skip(name: str, why: str, context: SaveContext) -> None:
@@ -148,7 +140,12 @@ def _write_and_complete(snapshot: StageSnapshot, context: SaveContext) -> str:
     store, members = context.store, context.members
     partial = partial_folder(context.folder, snapshot.step)
     try:
-        why = _make_folder(partial)
+        why = ""
+        try:
+            remove_leftovers(partial.parent)
+            partial.mkdir(parents=True)
+        except OSError as error:
+            why = f"stage 0: {summarize_error(error)}"
         store.publish(f"{snapshot.name}/begin", why, members)
         reports: list[_Report] = [why or _write(snapshot, context)]
         reports += [
@@ -173,21 +170,14 @@ def _write_and_complete(snapshot: StageSnapshot, context: SaveContext) -> str:
     return decided
 
 
-def _make_folder(partial: Path) -> str:
-    """Make the folder of a save; return the problem, if any."""
-    try:
-        remove_leftovers(partial.parent)
-        partial.mkdir(parents=True)
-    except OSError as error:
-        return f"stage 0: {summarize_error(error)}"
-    return ""
-
-
 def _write(snapshot: StageSnapshot, context: SaveContext) -> _Report:
     path = partial_folder(context.folder, snapshot.step) / STAGE_FILE(context.stage)
     try:
-        full = snapshot.with_optimizer_state()
-        return StagePart(write_tensors(path, full.tensors), full.model, full.optimizer)
+        tensors, optimizer = snapshot.tensors, snapshot.optimizer
+        if snapshot.optimizer_state_fn is not None:
+            state, optimizer = snapshot.optimizer_state_fn()
+            tensors = tensors | state
+        return StagePart(write_tensors(path, tensors), snapshot.model, optimizer)
     except Exception as error:
         return f"stage {context.stage}: {summarize_error(error)}"
 
@@ -202,10 +192,9 @@ def _delete_past_rounds(snapshot: StageSnapshot, context: SaveContext) -> None:
 
 
 def _write_manifest(
-    partial: Path, snapshot: StageSnapshot, parts: Iterable[StagePart], serial: int
+    partial: Path, snapshot: StageSnapshot, parts: Sequence[StagePart], serial: int
 ) -> None:
-    parts = list(parts)
-    model = merge_tables(part.model for part in parts)
+    model = merge_tables([part.model for part in parts])
     manifest = Manifest(
         torch=str(torch.__version__),
         step=snapshot.step,

@@ -149,8 +149,6 @@ def load(
 ) -> None:
     """Check and read; `table` describes the modules of all processes that restore together."""
     check_model(manifest, table, whole=whole)
-    if optimizer is not None:
-        _check_optimizer(optimizer, module, model, manifest.optimizer)
     reader = TensorReader(path, manifest.files)
     tensors: Tensors = {}
     for name, spec in model.table.tensors.items():
@@ -159,7 +157,7 @@ def load(
             problem = f"{MODEL_KEY(name)} is {_spec(tensors[name])}, and {spec} in {MANIFEST}"
             raise damage_error(path, problem)
     state = None
-    if optimizer is not None and manifest.optimizer is not None:
+    if optimizer is not None:
         state = _state_dict(optimizer, module, model, manifest.optimizer, reader)
     for name, value in model.tensors.items():  # all files were readable
         value.copy_(tensors[name])
@@ -167,10 +165,17 @@ def load(
         optimizer.load_state_dict(state)
 
 
-def _check_optimizer(
-    optimizer: Optimizer, module: nn.Module, model: StageModel, saved: OptimizerTable | None
-) -> None:
-    """Reject the state of another kind of optimizer, or of one for other parameters."""
+def _state_dict(
+    optimizer: Optimizer,
+    module: nn.Module,
+    model: StageModel,
+    saved: OptimizerTable | None,
+    reader: TensorReader,
+) -> dict[str, Any]:
+    """Return the saved state of this stage's parameters as a state_dict of its optimizer.
+
+    Rejects the state of another kind of optimizer, or of one for other parameters.
+    """
     if saved is None:
         raise _optimizer_mismatch("a checkpoint without an optimizer", "optimizer state")
     unknown = [name for name in saved.options if name not in optimizer.defaults]
@@ -179,40 +184,27 @@ def _check_optimizer(
             f"a checkpoint of an optimizer with the option {unknown[0]}",
             f"one like {type(optimizer).__name__}, with {', '.join(sorted(optimizer.defaults))}",
         )
-    options = _options_by_name(saved)
-    names = _names_by_index(optimizer, module, model)
+    options = {name: group.options for group in saved.groups for name in group.parameters}
+    names, groups = _names_by_index(optimizer, module, model), []
     for group in optimizer.state_dict()["param_groups"]:
-        for name in (names[index] for index in group["params"]):
+        members = [names[index] for index in group["params"]]
+        for name in members:
             if name not in options:
                 raise _optimizer_mismatch(
                     f"the optimizer of the checkpoint did not have {name}", "the same parameters"
                 )
-            first = names[group["params"][0]]
-            if options[name] != options[first]:
+            if options[name] != options[members[0]]:
                 raise _optimizer_mismatch(
-                    f"{name} and {first} had different options in the checkpoint",
+                    f"{name} and {members[0]} had different options in the checkpoint",
                     "the same parameter groups",
                 )
-
-
-def _state_dict(
-    optimizer: Optimizer,
-    module: nn.Module,
-    model: StageModel,
-    saved: OptimizerTable,
-    reader: TensorReader,
-) -> dict[str, Any]:
-    """Return the saved state of this stage's parameters as a state_dict of its optimizer."""
-    names, options = _names_by_index(optimizer, module, model), _options_by_name(saved)
+        known = options[members[0]] if members else {}
+        groups.append(group | {key: _like(value, group.get(key)) for key, value in known.items()})
     state: dict[int, Any] = {}
     for index, name in enumerate(names):
         if name in saved.state:
             # Copied: two parameters may have one name here, and must not share their state.
             state[index] = join_tensors(saved.state[name], partial(_read_copy, reader, name))
-    groups = []
-    for group in optimizer.state_dict()["param_groups"]:
-        known = options[names[group["params"][0]]] if group["params"] else {}
-        groups.append(group | {key: _like(value, group.get(key)) for key, value in known.items()})
     return {"state": state, "param_groups": groups}
 
 
@@ -260,10 +252,6 @@ def _names_by_index(optimizer: Optimizer, module: nn.Module, model: StageModel) 
             )
         names = (known[parameter] for parameter in parameters)
     return [model.first_names[_unwrapped(name)] for name in names]
-
-
-def _options_by_name(saved: OptimizerTable) -> dict[str, dict[str, Any]]:
-    return {name: group.options for group in saved.groups for name in group.parameters}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

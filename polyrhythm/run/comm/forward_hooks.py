@@ -32,7 +32,8 @@ class ForwardOrder:
             if any(t in indices for t in (*module.parameters(), *module.buffers())):
                 held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
                 own = [indices[tensor] for tensor in held if tensor in indices]
-                hook = _without_dynamo(self._hook(own))
+                # Kept out of compiled graphs: it must run at every forward, not once at tracing.
+                hook = torch._dynamo.disable(self._hook(own))
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def remove(self) -> None:
@@ -65,22 +66,8 @@ def state_hooks(
     model: nn.Module, *, before: Callable[[], None], after_load: Callable[[], None] = lambda: None
 ) -> list[RemovableHandle]:
     """Call `before` each save or load of any module's state, `after_load` after the model's."""
-
-    def pre_hook(*_: Any) -> None:
-        before()
-
-    def post_hook(*_: Any) -> None:
-        after_load()
-
-    handles: list[RemovableHandle] = []
+    handles = [model.register_load_state_dict_post_hook(lambda *_: after_load())]
     for module in model.modules():
-        handles.append(module.register_state_dict_pre_hook(pre_hook))
-        handles.append(module.register_load_state_dict_pre_hook(pre_hook))
-    handles.append(model.register_load_state_dict_post_hook(post_hook))
+        handles.append(module.register_state_dict_pre_hook(lambda *_: before()))
+        handles.append(module.register_load_state_dict_pre_hook(lambda *_: before()))
     return handles
-
-
-def _without_dynamo(hook: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
-    """Keep `hook` out of compiled graphs: it must run at every forward, not once at tracing."""
-    disabled: Callable[[nn.Module, Any], None] = torch._dynamo.disable(hook)
-    return disabled

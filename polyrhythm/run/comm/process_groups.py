@@ -25,7 +25,9 @@ from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
 from polyrhythm.types import Seconds
 
-DEFAULT_TIMEOUT: Seconds = 600.0  # for every wait for another process, as NCCL's in torch
+# For every wait for another process, in the whole API: longer than usual pauses, such as an
+# evaluation on one rank or compiling a stage.
+DEFAULT_TIMEOUT: Seconds = 300.0
 _UNUSED_TAG = 2**30
 _CALL = struct.Struct("32sd")  # the name of a call, padded with zeros, and a number
 
@@ -54,9 +56,8 @@ class Replicas:
         For one number per step: it needs a single exchange.
         """
         own = torch.frombuffer(bytearray(_CALL.pack(call.encode(), number)), dtype=torch.uint8)
-        gathered = [torch.empty_like(own) for _ in self.ranks]
         with peer_errors("another worker", f"{call}, which all workers call"):
-            all_gather(self.group, gathered, own)
+            gathered = all_gather(self.group, own)
         numbers = []
         for rank, message in enumerate(gathered):
             padded, received = _CALL.unpack(message.numpy().tobytes())
@@ -218,8 +219,10 @@ def all_reduce(
     group.allreduce([tensor], options).wait()
 
 
-def all_gather(group: dist.ProcessGroup, outputs: list[Tensor], tensor: Tensor) -> None:
+def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
+    outputs = [torch.empty_like(tensor) for _ in range(group.size())]
     group.allgather([outputs], [tensor]).wait()
+    return outputs
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ in which they are posted: post first what is needed first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -72,11 +72,11 @@ class CollectivePhase(IntEnum):
     FLAGS = 2
 
 
-class Pending(Protocol):
+@dataclass(frozen=True, slots=True)
+class Pending:
     """A collective in flight."""
 
-    def wait(self) -> None:
-        """Wait for its end; raises PeerError if a peer is lost. Call it once."""
+    wait: Callable[[], None]  # for its end; raises PeerError if a peer is lost; called once
 
 
 class Collectives(Protocol):
@@ -113,30 +113,30 @@ class GlooCollectives:
         self._expected[number, phase] = self._post_receives(flat, number, phase)
 
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:
-        phase, shards = CollectivePhase.REDUCE_SCATTER, flat.view(self.num_workers, -1)
-        messages, received = self._pop_or_post(flat, number, phase)
+        shards = flat.view(self.num_workers, -1)
         addends = [shards[other] for other in self._exchange.others]
-        self._exchange.send(messages, addends, tag=_tag(number, phase))
-        return _PendingReduceScatter(messages, shards[self.rank], received)
+        messages, received = self._start(flat, number, CollectivePhase.REDUCE_SCATTER, addends)
+        return Pending(partial(_finish_mean, messages, shards[self.rank], received))
 
     def all_gather(self, flat: Tensor, number: int) -> Pending:
-        phase, own_shard = CollectivePhase.ALL_GATHER, flat.view(self.num_workers, -1)[self.rank]
-        messages, _ = self._pop_or_post(flat, number, phase)
-        self._exchange.send(messages, [own_shard] * (self.num_workers - 1), tag=_tag(number, phase))
-        return messages
+        shards = [flat.view(self.num_workers, -1)[self.rank]] * (self.num_workers - 1)
+        messages, _ = self._start(flat, number, CollectivePhase.ALL_GATHER, shards)
+        return Pending(messages.wait)
 
     def all_reduce_any(self, flags: Tensor, number: int) -> Pending:
         """Or: after the wait, `flags` (bytes of 0 and 1) are set where any worker has set them."""
-        phase, own_flags = CollectivePhase.FLAGS, flags.clone()
-        messages, received = self._pop_or_post(flags, number, phase)
-        self._exchange.send(messages, [own_flags] * (self.num_workers - 1), tag=_tag(number, phase))
-        return _PendingAny(messages, flags, received)
+        own_flags = [flags.clone()] * (self.num_workers - 1)
+        messages, received = self._start(flags, number, CollectivePhase.FLAGS, own_flags)
+        return Pending(partial(_finish_any, messages, flags, received))
 
-    def _pop_or_post(
-        self, flat: Tensor, number: int, phase: CollectivePhase
+    def _start(
+        self, flat: Tensor, number: int, phase: CollectivePhase, sent: Iterable[Tensor]
     ) -> "tuple[_GroupMessages, Tensor]":
+        """Send to each other worker; return the messages and the buffer that they fill."""
         expected = self._expected.pop((number, phase), None)
-        return expected or self._post_receives(flat, number, phase)
+        messages, received = expected or self._post_receives(flat, number, phase)
+        self._exchange.send(messages, sent, tag=_tag(number, phase))
+        return messages, received
 
     def _post_receives(
         self, flat: Tensor, number: int, phase: CollectivePhase
@@ -185,35 +185,22 @@ class _GroupMessages:
                 work.wait(self._timeout)
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingReduceScatter:
-    messages: _GroupMessages
-    own_shard: Tensor
-    received: Tensor
-
-    def wait(self) -> None:
-        """Average the shards; half-precision numbers in single precision, rounded once."""
-        self.messages.wait()
-        num_workers = len(self.received) + 1
-        if self.own_shard.dtype in HALF_PRECISION:
-            total = self.own_shard.float() + self.received.float().sum(0)
-            self.own_shard.copy_(total / num_workers)
-        else:
-            for row in self.received:
-                self.own_shard.add_(row)
-            self.own_shard.div_(num_workers)
+def _finish_mean(messages: _GroupMessages, own_shard: Tensor, received: Tensor) -> None:
+    """Average the shards; half-precision numbers in single precision, rounded once."""
+    messages.wait()
+    num_workers = len(received) + 1
+    if own_shard.dtype in HALF_PRECISION:
+        own_shard.copy_((own_shard.float() + received.float().sum(0)) / num_workers)
+    else:
+        for row in received:
+            own_shard.add_(row)
+        own_shard.div_(num_workers)
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingAny:
-    messages: _GroupMessages
-    flags: Tensor
-    received: Tensor
-
-    def wait(self) -> None:
-        self.messages.wait()
-        for row in self.received:
-            self.flags.bitwise_or_(row)
+def _finish_any(messages: _GroupMessages, flags: Tensor, received: Tensor) -> None:
+    messages.wait()
+    for row in received:
+        flags.bitwise_or_(row)
 
 
 def _tag(number: int, phase: CollectivePhase) -> int:
@@ -243,26 +230,24 @@ class HierarchicalCollectives:
 
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:
         first, shard = self._inside.reduce_scatter(flat, number), self._node_shard(flat)
-        return _PendingSequence(first, lambda: self._across.reduce_scatter(shard, number))
+        return _in_sequence(first, lambda: self._across.reduce_scatter(shard, number))
 
     def all_gather(self, flat: Tensor, number: int) -> Pending:
         first = self._across.all_gather(self._node_shard(flat), number)
-        return _PendingSequence(first, lambda: self._inside.all_gather(flat, number))
+        return _in_sequence(first, lambda: self._inside.all_gather(flat, number))
 
     def _node_shard(self, flat: Tensor) -> Tensor:
         return flat.view(self._inside.num_workers, -1)[self._inside.rank]
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingSequence:
-    """Wait for one collective, then start the next and wait for it."""
+def _in_sequence(first: Pending, then: Callable[[], Pending]) -> Pending:
+    """Start the second collective after the end of the first."""
 
-    first: Pending
-    then: Callable[[], Pending]
+    def wait() -> None:
+        first.wait()
+        then().wait()
 
-    def wait(self) -> None:
-        self.first.wait()
-        self.then().wait()
+    return Pending(wait)
 
 
 class PinnedCollectives:
@@ -299,21 +284,15 @@ class PinnedCollectives:
         """Do nothing: a bucket has no buffer in main memory before its collective starts."""
 
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:
-        post, own_shard = partial(self._host.reduce_scatter, number=number), self._own_shard(flat)
+        post, key = self._host.reduce_scatter, (number, CollectivePhase.REDUCE_SCATTER)
         return self._start_send(
-            flat,
-            (number, CollectivePhase.REDUCE_SCATTER),
-            post,
-            to_host=[_WHOLE],
-            to_device=[own_shard],
+            flat, key, post, to_host=[_WHOLE], to_device=[self._own_shard(flat)]
         )
 
     def all_gather(self, flat: Tensor, number: int) -> Pending:
-        post, own_shard = partial(self._host.all_gather, number=number), self._own_shard(flat)
-        others = [slice(0, own_shard.start), slice(own_shard.stop, len(flat))]
-        return self._start_send(
-            flat, (number, CollectivePhase.ALL_GATHER), post, to_host=[own_shard], to_device=others
-        )
+        own, key = self._own_shard(flat), (number, CollectivePhase.ALL_GATHER)
+        others = [slice(0, own.start), slice(own.stop, len(flat))]
+        return self._start_send(flat, key, self._host.all_gather, to_host=[own], to_device=others)
 
     def _own_shard(self, flat: Tensor) -> slice:
         shard = len(flat) // self.num_workers
@@ -323,7 +302,7 @@ class PinnedCollectives:
         self,
         flat: Tensor,
         key: tuple[int, CollectivePhase],
-        post: Callable[[Tensor], Pending],
+        post: Callable[[Tensor, int], Pending],
         *,
         to_host: Sequence[slice],
         to_device: Sequence[slice],
@@ -333,30 +312,30 @@ class PinnedCollectives:
         copied = self._copy(flat, staged, to_host, self._to_host)
         for stream in (self._to_host, self._to_device):
             flat.record_stream(stream)  # after an error `flat` may be freed without a wait
-        return _StagedWork(
-            posted=self._post_executor.submit(_post, copied, post, staged),
-            copy_back=partial(self._copy_back, staged, flat, to_device, key),
-        )
+
+        def start_posting() -> Pending:
+            copied.synchronize()
+            with peer_errors("another worker", "averaging"):
+                return post(staged, key[0])
+
+        posted = self._post_executor.submit(start_posting)
+
+        def wait() -> None:
+            posted.result().wait()
+            # Here, not in the consumer's stream: a copy is short compared with the messages.
+            self._copy(staged, flat, to_device, self._to_device).synchronize()
+            self._pinned_buffers[key] = staged
+
+        return Pending(wait)
 
     def _pinned(self, flat: Tensor, key: tuple[int, CollectivePhase]) -> Tensor:
-        """Take a pinned buffer of the size of `flat`; `_copy_back` returns it after the wait."""
+        """Take a pinned buffer of the size of `flat`; the wait returns it."""
         staged = self._pinned_buffers.pop(key, None)
         if staged is not None and (staged.shape, staged.dtype) == (flat.shape, flat.dtype):
             return staged
         if staged is not None:  # the buckets have changed
             self._pinned_buffers.clear()
         return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-
-    def _copy_back(
-        self,
-        staged: Tensor,
-        flat: Tensor,
-        shards: Sequence[slice],
-        key: tuple[int, CollectivePhase],
-    ) -> None:
-        # Waits here, not in the consumer's stream: a copy is short compared with the messages.
-        self._copy(staged, flat, shards, self._to_device).synchronize()
-        self._pinned_buffers[key] = staged
 
     def _copy(
         self, source: Tensor, into: Tensor, shards: Sequence[slice], stream: torch.cuda.Stream
@@ -376,22 +355,6 @@ class PinnedCollectives:
         """
         torch.cuda.set_device(self._device)
         torch.cuda.set_stream(self._to_device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StagedWork:
-    posted: Future[Pending]
-    copy_back: Callable[[], None]
-
-    def wait(self) -> None:
-        self.posted.result().wait()
-        self.copy_back()
-
-
-def _post(copied: torch.cuda.Event, post: Callable[[Tensor], Pending], staged: Tensor) -> Pending:
-    copied.synchronize()
-    with peer_errors("another worker", "averaging"):
-        return post(staged)
 
 
 class NcclCollectives:
@@ -436,18 +399,15 @@ class NcclCollectives:
         _start(lambda: dist.all_reduce(flag, dist.ReduceOp.MAX, self._group, async_op=True)).wait()
 
 
-@dataclass(frozen=True, slots=True)
-class _NcclWork:
-    work: dist.Work
-
-    def wait(self) -> None:
-        with peer_errors("another worker", "averaging"):
-            self.work.wait()  # with a timeout it would block the host
-
-
 def _start(collective: Callable[[], dist.Work]) -> Pending:
     with peer_errors("another worker", "averaging"):  # the first collective connects all workers
-        return _NcclWork(collective())
+        work = collective()
+
+    def wait() -> None:
+        with peer_errors("another worker", "averaging"):
+            work.wait()  # with a timeout it would block the host
+
+    return Pending(wait)
 
 
 def _real(flat: Tensor) -> Tensor:

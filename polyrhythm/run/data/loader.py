@@ -66,8 +66,9 @@ class SampleLoader:
         try:
             inputs, target = self._collate(items)
         except Exception as error:
+            positions = ", ".join(f"{start} to {end - 1}" for start, end in ranges)
             raise DataError(
-                f"{len(items)} samples at positions {_text(ranges)} cannot be collated: "
+                f"{len(items)} samples at positions {positions} cannot be collated: "
                 f"{type(error).__name__}: {error}",
                 expected="a list of items that collates to (inputs, target)",
                 fix="pass a collate_fn that returns these two",
@@ -150,7 +151,3 @@ class Prefetcher:
                 pending.batch.set_result(self._load(ranges))
             except BaseException as error:  # `load` raises it
                 pending.batch.set_exception(error)
-
-
-def _text(ranges: Ranges) -> str:
-    return ", ".join(f"{start} to {end - 1}" for start, end in ranges)

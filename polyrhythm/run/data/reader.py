@@ -12,7 +12,7 @@ the inputs, and the last stage the targets.
 
 import base64
 from collections.abc import Iterator, Sized
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
@@ -47,23 +47,12 @@ class DatasetState(NamedTuple):
         return cls(position, base64.b64decode(encoded))
 
 
-class Reader(Protocol):
-    def read(self, ranges: Ranges) -> Iterator[Any]:
-        """Yield the items at these positions, in order."""
-
-    def state_at(self, position: int) -> DatasetState | None:
-        """Return a state from which the position can be reached; None if no state is needed."""
-
-    def resume_from(self, state: DatasetState) -> None:
-        """Read from this state on; earlier positions cannot be read."""
-
-
 def make_order(dataset: Any, *, seed: int = 0, shuffle: bool = True) -> SampleOrder | None:
     """Make the order of a map-style dataset; None for an iterable one, which has its own."""
     return SampleOrder(len(dataset), seed, shuffle) if _has_length(dataset) else None
 
 
-def make_reader(dataset: Any, order: SampleOrder | None) -> Reader:
+def make_reader(dataset: Any, order: SampleOrder | None) -> "IndexedReader | StreamReader":
     """Make the reader of a dataset; raises DataError if the dataset cannot be used."""
     if _has_length(dataset):
         if order is None or order.num_samples != len(dataset):
@@ -73,7 +62,7 @@ def make_reader(dataset: Any, order: SampleOrder | None) -> Reader:
                 expected="an order of all samples",
                 fix="use make_order(dataset, seed=...)",
             )
-        return _IndexedReader(dataset, order)
+        return IndexedReader(dataset, order)
     if not all(hasattr(dataset, name) for name in ("__iter__", "state_dict", "load_state_dict")):
         raise DataError(
             f"a dataset of type {type(dataset).__name__}, which has neither a length nor a state",
@@ -87,10 +76,12 @@ def make_reader(dataset: Any, order: SampleOrder | None) -> Reader:
             expected="no order: a sample is its position",
             fix="use make_order(dataset), and let the dataset shuffle",
         )
-    return _StreamReader(dataset)
+    return StreamReader(dataset)
 
 
-class _IndexedReader:
+class IndexedReader:
+    """Reads a map-style dataset; it has no state."""
+
     def __init__(self, dataset: Any, order: SampleOrder) -> None:
         self._dataset, self._order = dataset, order
 
@@ -112,7 +103,9 @@ class _IndexedReader:
         """Do nothing: any sample can be read without a state."""
 
 
-class _StreamReader:
+class StreamReader:
+    """Reads an iterable dataset forward, and from remembered states."""
+
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._states = [self._capture_state(0)]
@@ -126,6 +119,7 @@ class _StreamReader:
                 yield self._next()
 
     def state_at(self, position: int) -> DatasetState:
+        """Return a state from which the position can be reached."""
         before = [state for state in self._states if state.position <= position]
         if not before:
             raise DataError(
@@ -137,6 +131,7 @@ class _StreamReader:
         return before[-1]
 
     def resume_from(self, state: DatasetState) -> None:
+        """Read from this state on; earlier positions cannot be read."""
         self._states, self._position = [state], -1
 
     def _seek(self, position: int) -> None:
@@ -147,7 +142,9 @@ class _StreamReader:
         while self._position < position:
             self._next()
         if state.position < position:
-            self._remember(self._capture_state(position))
+            states = [*self._states, self._capture_state(position)]
+            first, *others = sorted(states, key=lambda state: state.position)
+            self._states = [first, *others[-_MAX_STATES:]]
 
     def _capture_state(self, position: int) -> DatasetState:
         what = f"the state of a {type(self._dataset).__name__}"
@@ -155,10 +152,6 @@ class _StreamReader:
             return DatasetState(position, encode_state(self._dataset.state_dict(), what))
         except CheckpointError as error:
             raise DataError(error.wrong, expected=error.expected, fix=error.fix) from None
-
-    def _remember(self, state: DatasetState) -> None:
-        first, *others = sorted([*self._states, state], key=lambda state: state.position)
-        self._states = [first, *others[-_MAX_STATES:]]
 
     def _next(self) -> Any:
         position, self._position = self._position, -1

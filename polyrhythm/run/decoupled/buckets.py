@@ -124,7 +124,8 @@ class Bucket:
         """View a parameter's range of `flat`, with the parameter's strides if it is dense."""
         parameter, offset = self.parameters[index], self.offsets[index]
         region = flat[offset : offset + parameter.numel()]
-        if parameter.is_contiguous() or not _is_dense(parameter):
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+        if parameter.is_contiguous() or not is_dense:
             return region.view(parameter.shape)
         return region.as_strided(parameter.shape, parameter.stride(), region.storage_offset())
 
@@ -236,13 +237,3 @@ def assign_buckets(
         for run in by_bytes([parameters[i].nbytes for i in indices], bucket_bytes)
     ]
     return tuple(sorted(specs, key=lambda spec: position[spec.indices[0]]))
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the numbers of `tensor` are adjacent in memory, in any order."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda d: d[1]):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

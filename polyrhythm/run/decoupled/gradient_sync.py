@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from polyrhythm.errors import PeerError, PolicyError
-from polyrhythm.run.comm.comm_thread import CommThread
+from polyrhythm.run.comm.comm_thread import CommThread, Work
 from polyrhythm.run.comm.process_groups import Replicas, new_gloo_group
 from polyrhythm.run.comm.reduce_scatter import (
     CollectivePhase,
@@ -117,9 +117,9 @@ class GradientSync:
         self._phase = GradientPhase.EMPTY
         # For each parameter, whether it has a gradient; last, whether any is not finite.
         self._used = torch.zeros(len(parameters) + 1, dtype=torch.uint8)
-        self._weight_gathers: dict[int, Pending] = {}  # by number of bucket
+        self._weight_gathers: dict[int, Pending | Work] = {}  # by number of bucket
         self._unsent: list[Bucket] = []  # buckets still to reduce; the next one is the last
-        self._reduce_scatters: list[Pending] = []
+        self._reduce_scatters: list[Pending | Work] = []
         self._all_gathers: list[Pending] = []
         self._sums: list[Tensor] = []  # of the gradients of each bucket that was sent
         self._versions: list[int] = []  # of the parameters when their gather started
@@ -217,9 +217,10 @@ class GradientSync:
         """Start to gather the updated weights; skip late buckets that no worker has used."""
         for bucket in buckets:
             if not bucket.is_all_reduce and (self._is_used(bucket) or not bucket.is_late):
-                pending = self.collectives.all_gather(bucket.weights, bucket.number)
+                pending: Pending | Work
+                pending = started = self.collectives.all_gather(bucket.weights, bucket.number)
                 if self.collectives.waits_on_host:
-                    pending = self._comm_thread.start(self._timed(pending))
+                    pending = self._comm_thread.start(self._timed(started))
                 self._weight_gathers[bucket.number] = pending
 
     def wait_for_parameters(self, indices: Iterable[int]) -> None:
@@ -298,15 +299,14 @@ class GradientSync:
             if any(has_gradient(p) or self._used[i] for i, p in bucket.parameters.items()):
                 self._fill_missing(bucket)
                 self._sums.append(_sum(bucket.gradients))
-        bad = (
-            torch.stack([self.found_inf.new_zeros(()), *self._sums]).isfinite().logical_not().any()
-        )
+        sums = torch.stack([self.found_inf.new_zeros(()), *self._sums])
+        bad = sums.isfinite().logical_not().any().to(torch.uint8)
         self._sums.clear()
         if isinstance(self.collectives, NcclCollectives):  # without blocking the host
-            bad = bad.to(torch.uint8)
             self.collectives.all_reduce_any(bad)
         else:
             self._used[-1] = bad
+            bad = self._used[-1]
         self._control.all_reduce_any(self._used, 0).wait()
         for bucket in late:
             if self._is_used(bucket):
@@ -320,12 +320,8 @@ class GradientSync:
         self._all_gathers.clear()
         for shard in self.shards:
             shard.parameter.grad = shard.gradient if self._used[shard.index] else None
-        flag = (
-            bad.bool() if isinstance(self.collectives, NcclCollectives) else self._used[-1].bool()
-        )
-        self.found_inf.grad = torch.zeros_like(self.found_inf).masked_fill_(
-            flag.to(self.found_inf.device), torch.nan
-        )
+        flag = bad.bool().to(self.found_inf.device)
+        self.found_inf.grad = torch.zeros_like(self.found_inf).masked_fill_(flag, torch.nan)
 
     def _fill_missing(self, bucket: Bucket) -> None:
         """Fill the gradients that the bucket still lacks, once."""
@@ -349,21 +345,21 @@ class GradientSync:
 
     def _start_reduce_scatter(self, bucket: Bucket) -> None:
         pending = self.collectives.reduce_scatter(bucket.gradients, bucket.number)
-        if self.collectives.waits_on_host:
-            pending = self._comm_thread.start(self._make_reduce_task(bucket, pending))
-        self._reduce_scatters.append(pending)
-        if bucket.is_all_reduce and not self.collectives.waits_on_host:
-            self._all_gathers.append(self.collectives.all_gather(bucket.gradients, bucket.number))
 
-    def _make_reduce_task(self, bucket: Bucket, pending: Pending) -> Callable[[], None]:
+        def gather() -> None:
+            if bucket.is_all_reduce:
+                gathered = self.collectives.all_gather(bucket.gradients, bucket.number)
+                self._all_gathers.append(gathered)
+
         def reduce() -> None:
             pending.wait()
-            if bucket.is_all_reduce:
-                self._all_gathers.append(
-                    self.collectives.all_gather(bucket.gradients, bucket.number)
-                )
+            gather()
 
-        return reduce
+        if self.collectives.waits_on_host:
+            self._reduce_scatters.append(self._comm_thread.start(reduce))
+        else:
+            self._reduce_scatters.append(pending)
+            gather()
 
 
 def _sum(flat: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ parameters and modules that are called twice behave as in single-process trainin
 """
 
 import contextlib
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -32,7 +34,6 @@ from polyrhythm.renamed import RenamedAttribute
 from polyrhythm.run.comm.forward_hooks import ForwardOrder, gradient_hooks, state_hooks
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, Replicas, replica_ranks
 from polyrhythm.run.comm.reduce_scatter import HALF_PRECISION
-from polyrhythm.run.decoupled.autotune import BucketAutotuner
 from polyrhythm.run.decoupled.buckets import Bucket, ParameterOrder, assign_buckets, has_gradient
 from polyrhythm.run.decoupled.checks import (
     Mode,
@@ -57,8 +58,16 @@ from polyrhythm.run.decoupled.state_dict import (
     unsharded_param_groups,
 )
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.sync.fusion.tuner import BucketCandidate, Space
+from polyrhythm.sync.fusion.tuner import (
+    BayesianSearch,
+    BucketCandidate,
+    BucketDecision,
+    BucketTuner,
+    Space,
+)
 from polyrhythm.types import Seconds
+
+_logger = logging.getLogger(__name__)
 
 _CONSTRUCTOR = "DistributedOptimizer()"  # the calls that all workers make together
 _STEP, _CLIP = "step()", "clip_grad_norm_()"
@@ -180,11 +189,6 @@ class DistributedOptimizer(Optimizer):
         return self._names
 
     @property
-    def candidate(self) -> BucketCandidate:
-        """The current size of buckets and the mode in which they are averaged."""
-        return self._candidate
-
-    @property
     def is_tuned(self) -> bool:
         """Whether `candidate` is final."""
         return not self._is_auto or (self._autotuner is not None and self._autotuner.is_over)
@@ -284,9 +288,10 @@ class DistributedOptimizer(Optimizer):
             _ASYNC_STATE_DICT,
             torch.device("cpu"),
         )
-        return self._background.start(
+        work = self._background.thread.start(
             lambda: {"state": full_state(*arguments), "param_groups": groups}
         )
+        return work.future  # every wait of the function has a timeout: a wait for it ends, too
 
     state_later = RenamedAttribute("async_state_dict()")
 
@@ -318,7 +323,7 @@ class DistributedOptimizer(Optimizer):
             if self._stage is not None:
                 self._stage.set_accumulation_context(contextlib.nullcontext)
             if self._background is not None:
-                self._background.close()
+                self._background.thread.close()
             self._collectives.comm_thread.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -370,11 +375,10 @@ class DistributedOptimizer(Optimizer):
         late = self._tied.union(frozen)
         self._order = ParameterOrder.of(seen, len(self._parameters), late)
         self._unseen = self._order.indices[len(seen) :]
-        self._rebuild_buckets(self._candidate, self._full_state(_STEP))
+        self._rebuild_buckets(self.candidate, self._full_state(_STEP))
         if self._is_auto:
             space = Space(self._assign_buckets, self._modes)
             self._autotuner = BucketAutotuner(space, self._replicas)
-            self._autotuner.restart()
 
     def _tune(self) -> None:
         tuner = self._autotuner
@@ -387,7 +391,7 @@ class DistributedOptimizer(Optimizer):
 
     def _rebuild_buckets(self, candidate: BucketCandidate, state: State) -> None:
         """Replace the buckets, with no collective in flight; `state` is of whole parameters."""
-        self._candidate = candidate
+        self.candidate = candidate  # the current size of buckets, and the mode of averaging
         self._gradient_sync.rebuild_buckets(
             self._assign_buckets(candidate),
             self._collectives.get(hierarchical=candidate.mode.is_hierarchical),
@@ -422,6 +426,49 @@ class DistributedOptimizer(Optimizer):
                 self._inner.state[shard.parameter] = shard_state(
                     full, shard, parameter, fused=fused
                 )
+
+
+class BucketAutotuner:
+    """Tunes the buckets in training: all workers time their steps, and rank 0 decides."""
+
+    def __init__(self, space: Space, replicas: Replicas) -> None:
+        self._trials = BucketTuner(BayesianSearch(space=space))
+        self._replicas = replicas
+        self.current, self.is_over = self._trials.current, False
+        self._seconds: list[Seconds] = []  # step times of the current trial on this worker
+        self.restart()
+
+    def restart(self) -> None:
+        """Restart the clock: the time since the last step belongs to no step."""
+        self._last_step_end = time.perf_counter()
+
+    def after_step(self, call: str) -> BucketCandidate | None:
+        """Return the candidate to switch to now, None for no change; all workers make the call."""
+        now = time.perf_counter()
+        if self.is_over:
+            return None
+        self._seconds.append(now - self._last_step_end)
+        self._last_step_end = now
+        if len(self._seconds) < self._trials.num_steps:
+            return None
+        gathered = self._replicas.all_gather_object(self._seconds, call)
+        slowest = [max(times) for times in zip(*gathered, strict=True)]
+        self._seconds.clear()
+        decision: BucketDecision = self._replicas.run_on_first(
+            lambda: self._decide(slowest), call, as_type=BucketDecision
+        )
+        previous, self.current = self.current, decision.candidate
+        self.is_over = decision.is_final
+        return None if previous == self.current else self.current
+
+    def _decide(self, slowest: list[Seconds]) -> BucketDecision:
+        decision: BucketDecision | None = None
+        with torch.enable_grad():  # to fit the Gaussian process, also if step() runs under no_grad
+            for seconds in slowest:
+                decision = self._trials.after_step(seconds)
+        assert decision is not None, "a trial has at least one step"
+        _logger.info("gradient buckets of %s: %s", decision.candidate, decision.why)
+        return decision
 
 
 def _norm_of(

@@ -4,8 +4,7 @@ The format is torch's own, so that a checkpoint does not depend on the number of
 of buckets, and a plain optimizer can load it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ def copy_state_to_cpu(
 ) -> dict[Tensor, dict[str, Any]]:
     """Copy this worker's state to the CPU, where no step changes it."""
     return {
-        s.parameter: {key: _copied(value) for key, value in state[s.parameter].items()}
+        s.parameter: {key: _copied(value, "cpu") for key, value in state[s.parameter].items()}
         for bucket in buckets
         for s in bucket.shards
         if s.parameter in state
@@ -86,14 +85,7 @@ class BackgroundGather:
     def __init__(self, ranks: Sequence[int], *, timeout: Seconds) -> None:
         self.replicas = Replicas(ranks, "gathering state", timeout=timeout)
         self.collectives = GlooCollectives(self.replicas.group, timeout=timeout)
-        self._thread = CommThread([self.replicas.group], timeout=timeout)
-
-    def start(self, function: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
-        """Every wait of the function has a timeout, so a wait for the future ends, too."""
-        return self._thread.start(function).future
-
-    def close(self) -> None:
-        self._thread.close()
+        self.thread = CommThread([self.replicas.group], timeout=timeout)
 
 
 def unsharded_param_groups(
@@ -103,7 +95,7 @@ def unsharded_param_groups(
 
     `group_of` gives the group of each parameter.
     """
-    unsharded = [{k: _cloned(v) for k, v in group.items() if k != "params"} for group in groups]
+    unsharded = [{k: _copied(v) for k, v in group.items() if k != "params"} for group in groups]
     for number, group in enumerate(unsharded):
         group["params"] = [index for index, owner in enumerate(group_of) if owner == number]
     return unsharded
@@ -201,12 +193,8 @@ def _is_shared_scalar(key: str, value: Any, parameter: nn.Parameter) -> bool:
     )
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-def _cloned(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+def _copied(value: Any, device: str | None = None) -> Any:
+    return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def _summary(value: Any) -> _Summary:

@@ -15,18 +15,18 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from polyrhythm.cost.memory import MemoryBudget, StageMemory
 from polyrhythm.cost.pipeline import LinkTimes, MessageTiming, PipelineTimes, busy_times
 from polyrhythm.run.comm.peer_errors import peer_errors
-from polyrhythm.run.comm.process_groups import all_gather, receive, send
+from polyrhythm.run.comm.process_groups import receive, send
 from polyrhythm.run.pipeline.batch import BatchHeader, MicrobatchKind
-from polyrhythm.run.pipeline.transport import Connections, Transfer, pad_bytes, unpad_bytes
+from polyrhythm.run.pipeline.transport import Connections, Transfer
 from polyrhythm.schedule.candidates import ScheduleCandidate
 from polyrhythm.schedule.tuner import ScheduleTuner
 from polyrhythm.sinks.jsonl import EventLog
@@ -59,32 +59,23 @@ class StageReport(msgspec.Struct, frozen=True):
 
 
 class ClockOffset(NamedTuple):
-    """The clock offset and latency between a stage and the next one."""
+    """The clock offset and latency between this stage and a neighbour."""
 
     latency: Seconds  # half the quickest round trip
-    offset: Seconds  # the next stage's clock minus this one's
+    offset: Seconds  # the neighbour's clock minus this one's
 
 
-@dataclass(slots=True, kw_only=True)
-class StageLimits:
-    """The memory that this stage needs under any schedule, and its memory limit."""
-
-    weights: Bytes
-    gradients: Bytes
-    optimizer: Bytes
-    limit: Bytes | None
-
-    @classmethod
-    def of(cls, module: nn.Module, limit: Bytes | None, optimizer_floats: float) -> Self:
-        """Count the bytes of `module`; the optimizer has `optimizer_floats` floats per weight."""
-        parameters = list(module.parameters())
-        trained = [p for p in parameters if p.requires_grad]
-        return cls(
-            weights=sum(p.numel() * p.element_size() for p in parameters),
-            gradients=sum(p.numel() * p.element_size() for p in trained),
-            optimizer=round(optimizer_floats * 4 * sum(p.numel() for p in trained)),
-            limit=limit,
-        )
+def fixed_memory(module: nn.Module, optimizer_floats: float) -> StageMemory:
+    """Return the memory of a stage without micro-batches; the floats are those per weight."""
+    parameters = list(module.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    return StageMemory(
+        weights=sum(p.nbytes for p in parameters),
+        gradients=sum(p.nbytes for p in trained),
+        optimizer=round(optimizer_floats * 4 * sum(p.numel() for p in trained)),
+        activation=0,
+        message=0,
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,11 +84,12 @@ class ScheduleAutotuner:
 
     microbatch_sizes: tuple[int, ...] | None  # candidates; None: the number is fixed
     every: int
-    limits: StageLimits
+    memory: StageMemory  # of this stage without micro-batches
+    limit: Bytes | None
     connections: Connections | None
     log: EventLog | None
     candidate: ScheduleCandidate | None = field(default=None, init=False)  # None: not decided yet
-    clock_offsets: dict[str, Seconds] = field(default_factory=dict, init=False)  # by neighbour
+    clock_offsets: dict[str, ClockOffset] = field(default_factory=dict, init=False)  # by neighbour
     _tuner: ScheduleTuner | None = field(default=None, init=False)
     _times: dict[int, PipelineTimes] = field(default_factory=dict, init=False)
     _memory: dict[int, list[StageMemory]] = field(default_factory=dict, init=False)
@@ -119,7 +111,7 @@ class ScheduleAutotuner:
         activation_bytes: dict[MicrobatchKind, Bytes],
     ) -> None:
         """Record a step and, every few steps, decide: `candidate` runs next."""
-        if self.connections is None and self.microbatch_sizes is None and self.limits.limit is None:
+        if self.connections is None and self.microbatch_sizes is None and self.limit is None:
             return  # one stage, one size and no memory limit: nothing to choose
         self._num_steps += 1
         # The first step with a new size allocates, compiles and tunes kernels: it is not typical.
@@ -170,16 +162,15 @@ class ScheduleAutotuner:
                 why=decision.why,
                 values={
                     "microbatches": decision.candidate.num_microbatches,
-                    "microbatch_size": self._shown_size(decision.candidate, header),
+                    "microbatch_size": decision.candidate.microbatch_size
+                    if self.microbatch_sizes
+                    else max(header.sizes),
                     "predicted": decision.predicted,
                     "kept_predicted": decision.current_predicted,
                     "switched": int(decision.switched),
                     **({} if size_to_measure is None else {"measures_next": size_to_measure}),
                 },
             )
-
-    def _shown_size(self, candidate: ScheduleCandidate, header: BatchHeader) -> int:
-        return max(header.sizes) if self.microbatch_sizes is None else candidate.microbatch_size
 
     def _budget(
         self, sizes: Sequence[int], size: int, reports: Sequence[StageReport]
@@ -204,24 +195,20 @@ class ScheduleAutotuner:
             self._samples[kind].durations[op].append(seconds)
         if self.connections is None:
             return
-        stage = self.connections.stage
+        neighbours = _neighbours(self.connections)
         for peer, transfer in transfers:
             # Messages that skip stages are left out: the cost model has only neighbours.
-            is_neighbour = peer in (
-                self.connections.name(stage - 1),
-                self.connections.name(stage + 1),
-            )
-            if is_neighbour and transfer.kind in self._samples:
+            if peer in neighbours and transfer.kind in self._samples:
                 samples = self._samples[transfer.kind]
                 is_forward = transfer.action.op is Op.F
                 (samples.activations if is_forward else samples.gradients).append(transfer)
 
     def _exchange_reports(self, samples: "_Samples", activation: Bytes) -> list[StageReport]:
         """Gather the reports of all stages."""
-        connections, before, after = self.connections, None, None
-        if connections is not None:
-            before, after = measure_offsets(connections)
-            self.clock_offsets = clock_offsets(connections, before, after)
+        before, after = None, None
+        if self.connections is not None:
+            self.clock_offsets = measure_offsets(self.connections)
+            before, after = map(self.clock_offsets.get, _neighbours(self.connections))
         received = (*samples.activations, *samples.gradients)
         message = max((transfer.nbytes for transfer in received), default=0)
         own_report = StageReport(
@@ -230,24 +217,17 @@ class ScheduleAutotuner:
             latency=0.0 if after is None else after.latency,
             step=(time.perf_counter() - self._start) / self._num_steps,
             deciding=self._deciding,
-            memory=StageMemory(
-                weights=self.limits.weights,
-                gradients=self.limits.gradients,
-                optimizer=self.limits.optimizer,
-                activation=activation + message,  # a micro-batch's message while it is sent
-                message=message,
-            ),
-            limit=self.limits.limit,
-            activations=_busy(samples.activations, before, is_sender_clock=True),
-            gradients=_busy(samples.gradients, after, is_sender_clock=False),
+            # A micro-batch's message takes memory while it is sent.
+            memory=replace(self.memory, activation=activation + message, message=message),
+            limit=self.limit,
+            activations=_busy(samples.activations, before),
+            gradients=_busy(samples.gradients, after),
         )
-        if connections is None:
+        if self.connections is None:
             return [own_report]
-        payload = pad_bytes(msgspec.msgpack.encode(own_report), _REPORT_BYTES)
-        gathered = [torch.empty_like(payload) for _ in range(connections.num_stages)]
-        with peer_errors("another stage", "exchanging measured times"):
-            all_gather(connections.control, gathered, payload)
-        return [msgspec.msgpack.decode(unpad_bytes(p), type=StageReport) for p in gathered]
+        payload, action = msgspec.msgpack.encode(own_report), "exchanging measured times"
+        gathered = self.connections.all_gather_bytes(payload, _REPORT_BYTES, action)
+        return [msgspec.msgpack.decode(report, type=StageReport) for report in gathered]
 
 
 @dataclass(slots=True)
@@ -264,21 +244,16 @@ class _Samples:
 def _num_steps_until_next(every: int, reports: Sequence[StageReport]) -> int:
     """Return the steps until the next decision, the same on all stages."""
     # The stage that came last waited for no other: its time is the cost of the decision.
-    deciding, step = (
-        min(report.deciding for report in reports),
-        max(report.step for report in reports),
-    )
+    deciding = min(report.deciding for report in reports)
+    step = max(report.step for report in reports)
     return min(max(every, math.ceil(deciding / (_MAX_DECIDING_SHARE * step))), _MAX_STEPS)
 
 
-def _busy(
-    transfers: Sequence[Transfer], clock: ClockOffset | None, *, is_sender_clock: bool
-) -> list[Seconds]:
-    """Return the busy times of a link; `is_sender_clock`: the sender has measured the offset."""
+def _busy(transfers: Sequence[Transfer], clock: ClockOffset | None) -> list[Seconds]:
+    """Return the busy times of the link from a neighbour, whose clock is given."""
     if clock is None:
         return []
-    offset = clock.offset if is_sender_clock else -clock.offset
-    timings = [MessageTiming(t.sent + offset, t.posted, t.arrived) for t in transfers]
+    timings = [MessageTiming(t.sent - clock.offset, t.posted, t.arrived) for t in transfers]
     return busy_times(timings, latency=clock.latency)
 
 
@@ -319,61 +294,56 @@ def _scaled(stages: Sequence[StageMemory], factor: float) -> list[StageMemory]:
     ]
 
 
-def measure_offsets(connections: Connections) -> tuple[ClockOffset | None, ClockOffset | None]:
-    """Measure the previous and the next stage; all stages call this together, between steps.
+def _neighbours(connections: Connections) -> tuple[str, str]:
+    """Return the names of the previous and the next stage, also where there is none."""
+    return connections.name(connections.stage - 1), connections.name(connections.stage + 1)
+
+
+def measure_offsets(connections: Connections) -> dict[str, ClockOffset]:
+    """Measure the neighbours, by name; all stages call this together, between steps.
 
     Links that start at an even stage come first, all at once; then the others.
     """
-    before: ClockOffset | None = None
-    after: ClockOffset | None = None
+    stage, (before, after) = connections.stage, _neighbours(connections)
+    measured: dict[str, ClockOffset] = {}
     for parity in (0, 1):
-        if connections.stage % 2 == parity and connections.stage < connections.num_stages - 1:
-            after = _ping(connections, connections.stage + 1)
-        elif connections.stage % 2 != parity and connections.stage > 0:
-            before = _pong(connections, connections.stage - 1)
-    return before, after
-
-
-def clock_offsets(
-    connections: Connections, before: ClockOffset | None, after: ClockOffset | None
-) -> dict[str, Seconds]:
-    """Return by name how far the clocks of the neighbours are ahead of this stage's."""
-    offsets = {}
-    if before is not None:
-        offsets[connections.name(connections.stage - 1)] = -before.offset
-    if after is not None:
-        offsets[connections.name(connections.stage + 1)] = after.offset
-    return offsets
+        if stage % 2 == parity and stage < connections.num_stages - 1:
+            measured[after] = _ping(connections, stage + 1)
+        elif stage % 2 != parity and stage > 0:
+            measured[before] = _pong(connections, stage - 1)
+    return measured
 
 
 def _ping(connections: Connections, other: int) -> ClockOffset:
     trips = []
     for _ in range(_NUM_PINGS):
         start = time.perf_counter()
-        _send_times(connections, other, torch.zeros(2, dtype=torch.float64))
-        remote_time = _receive_times(connections, other)[0].item()
+        _send_times(connections, other, 0.0, 0.0)
+        remote_time, _ = _receive_times(connections, other)
         end = time.perf_counter()
         trips.append(ClockOffset((end - start) / 2, remote_time - (start + end) / 2))
     quickest = min(trips)
-    _send_times(connections, other, torch.tensor(quickest, dtype=torch.float64))
+    _send_times(connections, other, *quickest)
     return quickest
 
 
 def _pong(connections: Connections, other: int) -> ClockOffset:
     for _ in range(_NUM_PINGS):
         _receive_times(connections, other)
-        now = [time.perf_counter(), 0.0]
-        _send_times(connections, other, torch.tensor(now, dtype=torch.float64))
-    return ClockOffset(*_receive_times(connections, other).tolist())
+        _send_times(connections, other, time.perf_counter(), 0.0)
+    latency, offset = _receive_times(connections, other)
+    return ClockOffset(latency, -offset)
 
 
-def _send_times(connections: Connections, other: int, message: Tensor) -> None:
+def _send_times(connections: Connections, other: int, *times: Seconds) -> None:
     with peer_errors(connections.name(other), "comparing clocks"):
+        message = torch.tensor(times, dtype=torch.float64)
         send(connections.control, message, other, tag=_PING_TAG)
 
 
-def _receive_times(connections: Connections, other: int) -> Tensor:
+def _receive_times(connections: Connections, other: int) -> list[Seconds]:
     message = torch.zeros(2, dtype=torch.float64)
     with peer_errors(connections.name(other), "comparing clocks"):
         receive(connections.control, message, other, tag=_PING_TAG)
-    return message
+    times: list[Seconds] = message.tolist()
+    return times

@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polyrhythm.errors import ScheduleError
+from polyrhythm.run.pipeline.options import PipelineOptions
 from polyrhythm.sync.dispatch import Ranges
 
 # A hash of the first stage's inputs: messages of one kind have equal layouts on every stage.
 MicrobatchKind = int
+INPUTS = "the model's inputs"  # in error messages
 
 
 class BatchSlice(msgspec.Struct, frozen=True):
@@ -48,19 +50,6 @@ class BatchHeader(msgspec.Struct, frozen=True, array_like=True):
     runs: tuple[tuple[MicrobatchKind, int, int], ...]
     metadata: Metadata = ()
 
-    @classmethod
-    def of(
-        cls,
-        kinds: Sequence[MicrobatchKind],
-        sizes: Sequence[int],
-        *,
-        training: bool,
-        metadata: Metadata,
-    ) -> "BatchHeader":
-        grouped = groupby(zip(kinds, sizes, strict=True))
-        runs = tuple((kind, size, len(list(run))) for (kind, size), run in grouped)
-        return cls(training, runs, metadata)
-
     @property
     def kinds(self) -> list[MicrobatchKind]:
         return [kind for kind, _, count in self.runs for _ in range(count)]
@@ -77,7 +66,7 @@ class EndOfDataError(Exception):
     """Raised by `step` or `eval` of a stage after the first stage has called `end_batches`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """The arguments of `step` or `eval` on this stage."""
 
@@ -86,8 +75,8 @@ class StepInputs:
     target: Any  # or a function that returns it for the first stage's metadata
     loss_kwargs: dict[str, Any]
     keeps_outputs: bool
+    metadata: Metadata
     training: bool
-    metadata: Metadata = ()
 
     def check(self, loss_fn: Callable[..., Tensor] | None, *, is_last: bool) -> None:
         """Refuse to train without a loss, gradients or a target."""
@@ -150,32 +139,26 @@ class Batch:
 
 @dataclass(slots=True, kw_only=True)
 class BatchSplitter:
-    """Splits a batch into `num_microbatches` or, if None, into sizes of `microbatch_size`."""
+    """Splits the batches of a stage into the number of micro-batches, or into `microbatch_size`."""
 
-    num_microbatches: int | None
-    microbatch_size: int | None
-    sizes_to_try: Sequence[int] = ()  # candidates of the tuner, which compares whole batches
-    scale_grads: bool
+    options: PipelineOptions
     device: torch.device
+    is_first: bool
+    is_last: bool
+    microbatch_size: int | None = field(init=False)  # the tuner changes it
+
+    def __post_init__(self) -> None:
+        self.microbatch_size = next(iter(self.options.microbatch_sizes or ()), None)
 
     def make_header(self, step_inputs: StepInputs) -> BatchHeader:
         """Describe how the first stage splits its batch."""
         arguments, training = (step_inputs.args, step_inputs.kwargs), step_inputs.training
-        sizes = self._sizes(batch_size_of(arguments, "the model's inputs"))
+        sizes = self._sizes(batch_size_of(arguments, INPUTS))
         kinds = {size: kind_of(arguments, size, training=training) for size in set(sizes)}
-        return BatchHeader.of(
-            [kinds[size] for size in sizes], sizes, training=training, metadata=step_inputs.metadata
-        )
+        runs = tuple((kinds[size], size, len(list(run))) for size, run in groupby(sizes))
+        return BatchHeader(training, runs, step_inputs.metadata)
 
-    def batch(
-        self,
-        step_inputs: StepInputs,
-        header: BatchHeader,
-        *,
-        step: int,
-        is_first: bool,
-        is_last: bool,
-    ) -> Batch:
+    def batch(self, step_inputs: StepInputs, header: BatchHeader, *, step: int) -> Batch:
         """Split this stage's arguments as the header prescribes."""
         if header.training != step_inputs.training:
             calls = {True: "step", False: "eval"}
@@ -185,20 +168,20 @@ class BatchSplitter:
                 expected="the same call on every stage",
                 fix="call step and eval in the same order in all processes",
             )
-        sizes = header.sizes
+        sizes, args, target = header.sizes, step_inputs.args, step_inputs.target
+        total = sum(sizes) if self.options.scale_grads else None
+        leaves = pytree.tree_leaves((args, step_inputs.kwargs, target))
         return Batch(
             step=step,
             header=header,
-            arguments=split_microbatches(step_inputs.args, sizes, "the model's inputs")
-            if is_first
-            else [],
+            arguments=split_microbatches(args, sizes, INPUTS) if self.is_first else [],
             keywords=split_microbatches(step_inputs.kwargs, sizes, "keyword arguments"),
-            targets=split_microbatches(step_inputs.target, sizes, "targets") if is_last else [],
+            targets=split_microbatches(target, sizes, "targets") if self.is_last else [],
             loss_kwargs=step_inputs.loss_kwargs,
-            loss_weights=[size / sum(sizes) if self.scale_grads else 1.0 for size in sizes],
-            keeps_outputs=step_inputs.keeps_outputs and is_last,
-            needs_device_copy=not all_on(
-                self.device, (step_inputs.args, step_inputs.kwargs, step_inputs.target)
+            loss_weights=[size / total if total else 1.0 for size in sizes],
+            keeps_outputs=step_inputs.keeps_outputs and self.is_last,
+            needs_device_copy=any(
+                leaf.device != self.device for leaf in leaves if isinstance(leaf, Tensor)
             ),
         )
 
@@ -209,17 +192,18 @@ class BatchSplitter:
                 expected="the model's inputs, with the samples along their first dimension",
                 fix="call step(inputs) on the first stage",
             )
-        if self.num_microbatches is not None:
-            return sizes_by_number(batch_size, self.num_microbatches)
+        if self.options.n_microbatches is not None:
+            return sizes_by_number(batch_size, self.options.n_microbatches)
         assert self.microbatch_size is not None, "one of the two is given"
-        for size in self.sizes_to_try:
+        for size in self.options.sizes_to_try:
             if batch_size % size:
                 raise ScheduleError(
                     f"micro-batches of {size} for a batch of {batch_size}",
                     expected="sizes that divide the batch, so that all are compared on equal work",
                     fix=f"remove {size} from microbatch_sizes, or change the batch",
                 )
-        return sizes_by_size(batch_size, self.microbatch_size)
+        full, rest = divmod(batch_size, self.microbatch_size)
+        return [self.microbatch_size] * full + [rest] * (rest > 0)
 
 
 def sizes_by_number(batch_size: int, num_microbatches: int) -> list[int]:
@@ -232,11 +216,6 @@ def sizes_by_number(batch_size: int, num_microbatches: int) -> list[int]:
         )
     each, rest = divmod(batch_size, num_microbatches)
     return [each + (m < rest) for m in range(num_microbatches)]
-
-
-def sizes_by_size(batch_size: int, microbatch_size: int) -> list[int]:
-    full, rest = divmod(batch_size, microbatch_size)
-    return [microbatch_size] * full + [rest] * (rest > 0)
 
 
 def batch_size_of(arguments: object, what: str) -> int | None:
@@ -267,26 +246,13 @@ def split_microbatches(arguments: Any, sizes: Sequence[int], what: str) -> list[
             fix="pass every stage its part of one batch of one data loader",
         )
     leaves, structure = pytree.tree_flatten(arguments)
-    slices = [
-        torch.split(leaf, list(sizes)) if isinstance(leaf, Tensor) and leaf.dim() else None
+    columns = [
+        torch.split(leaf, list(sizes))
+        if isinstance(leaf, Tensor) and leaf.dim()
+        else [leaf] * len(sizes)
         for leaf in leaves
     ]
-    return [
-        pytree.tree_unflatten(
-            [
-                leaf if slice_ is None else slice_[m]
-                for leaf, slice_ in zip(leaves, slices, strict=True)
-            ],
-            structure,
-        )
-        for m in range(len(sizes))
-    ]
-
-
-def all_on(device: torch.device, arguments: Any) -> bool:
-    """Whether every tensor is already on the device."""
-    leaves = pytree.tree_leaves(arguments)
-    return all(leaf.device == device for leaf in leaves if isinstance(leaf, Tensor))
+    return [pytree.tree_unflatten(row, structure) for row in zip(*columns, strict=True)]
 
 
 def kind_of(arguments: Any, size: int, *, training: bool) -> int:

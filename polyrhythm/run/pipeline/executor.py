@@ -7,9 +7,10 @@ tensors that autograd saves, once for every kind of micro-batch.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from polyrhythm.errors import ScheduleError
 from polyrhythm.run.emulated_compute import EmulatedCompute
+from polyrhythm.run.pipeline.autotune import ClockOffset
 from polyrhythm.run.pipeline.batch import Batch, BatchHeader, MicrobatchKind
 from polyrhythm.run.pipeline.partition import Wiring
 from polyrhythm.run.pipeline.transport import Connections, Inbox, MessageLayout, Transfer
@@ -27,6 +29,7 @@ from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Action, Bytes, Op, Seconds
 
 MAX_TIMINGS = 4096  # kept until they are read: far more than a step has
+_LATEST: Callable[[], deque[Any]] = partial(deque, maxlen=MAX_TIMINGS)
 _Timing = tuple[torch.cuda.Event, torch.cuda.Event] | Seconds
 
 
@@ -54,10 +57,7 @@ class StageCompute:
     activation_bytes: dict[int, Bytes] = field(default_factory=dict, init=False)  # by kind
     peak_in_flight: int = field(default=0, init=False)
     _saved: dict[int, _SavedForBackward] = field(default_factory=dict, init=False)
-    _timings: deque[tuple[Op, int, _Timing]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._timings = deque(maxlen=MAX_TIMINGS)
+    _timings: deque[tuple[Op, int, _Timing]] = field(default_factory=_LATEST, init=False)
 
     def forward(
         self,
@@ -87,18 +87,6 @@ class StageCompute:
         self._saved[microbatch] = _SavedForBackward(received, edges)
         self.peak_in_flight = max(self.peak_in_flight, len(self._saved))
 
-    def loss(self, returned: Any, target: Any, loss_kwargs: dict[str, Any]) -> Tensor:
-        assert self.loss_fn is not None, "checked before the step"
-        loss = self.loss_fn(returned, target, **loss_kwargs)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ScheduleError(
-                f"the loss function returned {shown}",
-                expected="a scalar tensor: the mean over the micro-batch",
-                fix="use a loss with reduction='mean'",
-            )
-        return loss
-
     def backward(
         self, microbatch: int, kind: int, gradients: Sequence[Tensor | None]
     ) -> list[Tensor]:
@@ -111,7 +99,9 @@ class StageCompute:
             if edge is not None and (g is not None or self.is_last)
         ]
         if pairs:  # otherwise this and all earlier stages are frozen
-            with self._outside_autocast():
+            # A backward has the dtypes of its forward.
+            is_autocast = torch.is_autocast_enabled(self.device.type)
+            with torch.autocast(self.device.type, enabled=False) if is_autocast else nullcontext():
                 outputs: list[Any] = [edge for edge, _ in pairs]
                 torch.autograd.backward(outputs, [g for _, g in pairs])
         self._end_timing(Op.B, kind, start)
@@ -123,22 +113,9 @@ class StageCompute:
 
     def durations(self) -> list[tuple[Op, int, Seconds]]:
         """Return operation, kind and duration of each action since the last call."""
-        timings = list(self._timings)
+        durations = [(op, kind, _duration(timing)) for op, kind, timing in self._timings]
         self._timings.clear()
-        durations = []
-        for op, kind, timing in timings:
-            if not isinstance(timing, float):
-                start, end = timing
-                end.synchronize()
-                timing = start.elapsed_time(end) / 1e3
-            durations.append((op, kind, timing))
         return durations
-
-    def _outside_autocast(self) -> AbstractContextManager[object]:
-        """Disable autocast: a backward has the dtypes of its forward."""
-        if torch.is_autocast_enabled(self.device.type):
-            return torch.autocast(self.device.type, enabled=False)
-        return nullcontext()
 
     # Two calls: a context manager would cost more than the timing itself.
     def _start_timing(self) -> torch.cuda.Event | Seconds:
@@ -164,7 +141,8 @@ class StageCompute:
     @contextmanager
     def _measure_activations(self, kind: int) -> Iterator[None]:
         nbytes_by_tensor: dict[tuple[int, int], Bytes] = {}
-        parameters = self._parameter_storages()
+        held = self.call.parameters() if isinstance(self.call, nn.Module) else ()
+        parameters = {local(p).untyped_storage().data_ptr() for p in held}
 
         @torch.compiler.disable  # otherwise it is traced as a part of a compiled module
         def record_saved(saved_tensor: Tensor) -> Tensor:
@@ -178,11 +156,6 @@ class StageCompute:
             yield
         self.activation_bytes[kind] = sum(nbytes_by_tensor.values())
 
-    def _parameter_storages(self) -> set[int]:
-        if not isinstance(self.call, nn.Module):
-            return set()
-        return {local(p).untyped_storage().data_ptr() for p in self.call.parameters()}
-
 
 @dataclass(slots=True, kw_only=True)
 class Executor:
@@ -192,15 +165,12 @@ class Executor:
     wiring: Wiring
     connections: Connections | None
     log: EventLog | None
-    clock_offsets: dict[str, Seconds] = field(default_factory=dict)  # by neighbour
-    _transfers: deque[tuple[str, Transfer]] = field(init=False)
+    clock_offsets: dict[str, ClockOffset] = field(default_factory=dict)  # by neighbour
+    _transfers: deque[tuple[str, Transfer]] = field(default_factory=_LATEST, init=False)
     _num_outputs: dict[MicrobatchKind, int] = field(default_factory=dict, init=False)
     _waited: Seconds = field(default=0.0, init=False)
     _longest_wait: Seconds = field(default=0.0, init=False)
     _waited_for: str = field(default="", init=False)
-
-    def __post_init__(self) -> None:
-        self._transfers = deque(maxlen=MAX_TIMINGS)
 
     def post_receives(self, header: BatchHeader, first: int = 0) -> None:
         """Post receives for a whole batch, whose micro-batches are numbered from `first`."""
@@ -258,13 +228,10 @@ class Executor:
     def _backward(self, action: Action, batch: Batch) -> None:
         m, kind = action.microbatch, batch.kind(action.microbatch)
         gradients = [None] if self.stage.is_last else self._gradients(action, batch)
-        input_gradients = self.stage.backward(m, kind, gradients)
+        input_gradients = iter(self.stage.backward(m, kind, gradients))
         for source in self.wiring.sources:
             layout = self._links.activations_in[source].layout(kind).gradient
-            tensors, input_gradients = (
-                input_gradients[: len(layout.specs)],
-                input_gradients[len(layout.specs) :],
-            )
+            tensors = list(islice(input_gradients, len(layout.specs)))
             self._links.gradients_out[source].send(action, kind, tensors, layout)
 
     @property
@@ -300,18 +267,15 @@ class Executor:
         for target in self.wiring.targets:
             sent = [outputs[position] for position in self._positions(target, len(outputs))]
             outbox = self._links.activations_out[target]
-            layout, previous = MessageLayout.of(sent), outbox.layout(kind)
-            if (
-                previous is not None
-                and previous.description == layout.description
-                and previous != layout
-            ):
+            layout = MessageLayout.of(sent)
+            previous = outbox.layout(kind) or layout
+            if previous != layout and previous.description == layout.description:
                 raise ScheduleError(
                     f"layers of stage {self.stage.stage} or an earlier one changed requires_grad",
                     expected="the same trained parameters in every step of a pipeline",
                     fix="create a new Pipeline after changing requires_grad",
                 )
-            if previous is not None and previous != layout:
+            if previous != layout:
                 raise ScheduleError(
                     f"stage {self.stage.stage} returned {layout.description}, and earlier, "
                     f"for inputs of the same shape, {previous.description}",
@@ -348,7 +312,9 @@ class Executor:
 
     def _transfer_start(self, peer: str, transfer: Transfer) -> Seconds:
         """Return the start of a transfer on the local clock; without an offset, a lower bound."""
-        sent = transfer.sent - self.clock_offsets[peer] if peer in self.clock_offsets else 0.0
+        sent = (
+            transfer.sent - self.clock_offsets[peer].offset if peer in self.clock_offsets else 0.0
+        )
         return min(transfer.arrived, max(sent, transfer.posted))
 
     def _compute_loss(self, microbatch: int, batch: Batch, returned: Any) -> tuple[Tensor, ...]:
@@ -359,7 +325,14 @@ class Executor:
         if self.stage.loss_fn is None or batch.targets[number] is None:
             return ()
         target = self._to_device(batch.targets[number], batch)
-        loss = self.stage.loss(returned, target, batch.loss_kwargs)
+        loss = self.stage.loss_fn(returned, target, **batch.loss_kwargs)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ScheduleError(
+                f"the loss function returned {shown}",
+                expected="a scalar tensor: the mean over the micro-batch",
+                fix="use a loss with reduction='mean'",
+            )
         if batch.header.training and not loss.requires_grad:
             raise ScheduleError(
                 "a loss that depends on no trained parameter of any stage",
@@ -381,7 +354,10 @@ class Executor:
 def _tensors_of(returned: object, *, stage: int) -> tuple[Tensor, ...]:
     """Return the outputs of a stage as a tuple of tensors; refuse other objects."""
     outputs = returned if isinstance(returned, tuple | list) else (returned,)
-    if outputs and all(isinstance(x, Tensor) and _is_plain(x) for x in outputs):
+    if outputs and all(
+        isinstance(x, Tensor) and x.layout == torch.strided and not isinstance(x, DTensor)
+        for x in outputs
+    ):
         return tuple(outputs)
     if isinstance(returned, Mapping):
         shown = f"{type(returned).__name__} with {', '.join(map(str, returned))}"
@@ -397,8 +373,12 @@ def _tensors_of(returned: object, *, stage: int) -> tuple[Tensor, ...]:
     )
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not isinstance(tensor, DTensor)
+def _duration(timing: _Timing) -> Seconds:
+    if isinstance(timing, float):
+        return timing
+    start, end = timing
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def _shown(value: object) -> str:

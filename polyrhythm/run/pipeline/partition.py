@@ -117,7 +117,8 @@ def check_module(module: nn.Module, *, stage: int, is_tuned: bool, flush: bool) 
                 expected="a module that can run several forwards before the first backward",
                 fix="shard the module with torch.distributed.fsdp.fully_shard instead",
             )
-        if _exits_early(inner) and isinstance(inner, FSDPModule):
+        inside = (m for m in inner.modules() if m is not inner)
+        if isinstance(inner, FSDPModule) and any(isinstance(m, ExitLayer) for m in inside):
             raise ScheduleError(
                 f"{where} is sharded around layers that are partly on the next stages",
                 expected="no fully_shard on a module whose forward ends at the next stage: "
@@ -132,11 +133,6 @@ def check_module(module: nn.Module, *, stage: int, is_tuned: bool, flush: bool) 
             expected=f"one schedule for all these processes, and a flush: {why}",
             fix="name the schedule, such as schedule='1f1b', and leave flush=True",
         )
-
-
-def _exits_early(module: nn.Module) -> bool:
-    """Whether the forward of a module ends at the first layer of the next stage."""
-    return any(isinstance(m, ExitLayer) for m in module.modules() if m is not module)
 
 
 def _is_shared(module: nn.Module) -> bool:

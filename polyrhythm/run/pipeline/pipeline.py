@@ -21,12 +21,11 @@ from polyrhythm.errors import ScheduleError
 from polyrhythm.events import worker_log
 from polyrhythm.renamed import renamed_arguments
 from polyrhythm.run.comm.peer_errors import peer_errors
-from polyrhythm.run.comm.process_groups import all_reduce
+from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, all_reduce
 from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.run.pipeline.autotune import (
     ScheduleAutotuner,
-    StageLimits,
-    clock_offsets,
+    fixed_memory,
     measure_offsets,
 )
 from polyrhythm.run.pipeline.batch import (
@@ -61,7 +60,6 @@ from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
 
-DEFAULT_TIMEOUT: Seconds = 120.0
 _RENAMED = renamed_arguments(num_microbatches="n_microbatches=", group="process_group=")
 
 
@@ -130,20 +128,16 @@ class Pipeline:
             check_untied(partition.tied)
             options.pipedream_limits(self.num_stages)  # raises before any communication
         self._splitter = BatchSplitter(
-            num_microbatches=n_microbatches,
-            microbatch_size=microbatch_sizes[0] if microbatch_sizes else None,
-            sizes_to_try=options.sizes_to_try,
-            scale_grads=scale_grads,
-            device=self.device,
+            options=options, device=self.device, is_first=self.is_first, is_last=self.is_last
         )
         self._loss_fn, self._is_closed, self.num_steps = loss_fn, False, 0
         self._last_header: BatchHeader | None = None  # of the latest batch
         self._connections = self._connect(ranks, partition.wiring, options, pipeline)
-        self._log = log if isinstance(log, EventLog) else None
+        self.log = log if isinstance(log, EventLog) else None
         self._own_log: EventLog | None = None
         if isinstance(log, str | Path):
             worker = Worker(self.stage, pipeline)
-            self._log = self._own_log = EventLog(worker_log(Path(log), worker), worker)
+            self.log = self._own_log = EventLog(worker_log(Path(log), worker), worker)
         self._executor = Executor(
             stage=StageCompute(
                 call=self.module,
@@ -152,16 +146,14 @@ class Pipeline:
                 device=self.device,
                 loss_fn=loss_fn if self.is_last else None,
                 compute=compute,
-                is_synchronized=self._log is not None or compute is not None,
+                is_synchronized=self.log is not None or compute is not None,
             ),
             wiring=partition.wiring,
             connections=self._connections,
-            log=self._log,
+            log=self.log,
         )
-        if self._log is not None and self._connections is not None:
-            self._executor.clock_offsets = clock_offsets(
-                self._connections, *measure_offsets(self._connections)
-            )
+        if self.log is not None and self._connections is not None:
+            self._executor.clock_offsets = measure_offsets(self._connections)
         self._tied: TiedGradients | None = None
         if partition.tied and self._connections is not None:
             self._tied = TiedGradients(self.module, partition.tied, self._connections)
@@ -194,9 +186,10 @@ class Pipeline:
             autotuner = ScheduleAutotuner(
                 microbatch_sizes=options.sizes_to_try or None,
                 every=options.tune_every,
-                limits=StageLimits.of(self.module, options.limit_bytes, options.optimizer_floats),
+                memory=fixed_memory(self.module, options.optimizer_floats),
+                limit=options.limit_bytes,
                 connections=self._connections,
-                log=self._log,
+                log=self.log,
             )
         return FlushRunner(
             module=self.module,
@@ -282,11 +275,6 @@ class Pipeline:
         return self.stage == self.num_stages - 1
 
     @property
-    def log(self) -> EventLog | None:
-        """The event log, if there is one."""
-        return self._log
-
-    @property
     def spec(self) -> ScheduleSpec | ExplicitSchedule:
         """The schedule of the next step; set it between steps, equally on all stages."""
         return self._flush_runner.spec
@@ -362,21 +350,13 @@ class Pipeline:
         every micro-batch, and the outputs of the batch are returned. The `metadata` of the first
         stage, a few numbers, is sent ahead of the batch; `target` may be a function of it.
         """
-        batch = self._begin(
-            StepInputs(
-                args=args,
-                kwargs=kwargs,
-                target=target,
-                loss_kwargs=loss_kwargs or {},
-                keeps_outputs=return_outputs,
-                training=True,
-                metadata=metadata,
-            )
-        )
+        inputs = args, kwargs, target, loss_kwargs or {}, return_outputs, metadata
+        batch = self._begin(StepInputs(*inputs, training=True))
         start = time.perf_counter()
         self._runner.run(batch)
-        if self._own_log is not None:
-            self._record(self._own_log, start, batch)
+        if (log := self._own_log) is not None:
+            values = {"loss": batch.mean_loss()} if batch.losses else {}  # on the last stage
+            log.write("step", start=log.at(start), step=batch.step, values=values)
         self.num_steps += 1
         return self._results(batch, losses)
 
@@ -391,18 +371,9 @@ class Pipeline:
         **kwargs: Any,
     ) -> Any:
         """Run forward only, without gradients; otherwise like `step`."""
+        inputs = args, kwargs, target, loss_kwargs or {}, return_outputs, metadata
         with torch.no_grad():
-            batch = self._begin(
-                StepInputs(
-                    args=args,
-                    kwargs=kwargs,
-                    target=target,
-                    loss_kwargs=loss_kwargs or {},
-                    keeps_outputs=return_outputs,
-                    training=False,
-                    metadata=metadata,
-                )
-            )
+            batch = self._begin(StepInputs(*inputs, training=False))
             forwards = [Action(Op.F, m) for m in range(batch.num_microbatches)]
             self._executor.run(forwards, batch)
             if self._connections is not None:
@@ -531,20 +502,9 @@ class Pipeline:
             header = self._connections.relay_header(header)
         assert header is not None, "the first stage makes the header, the others receive it"
         self._last_header = header
-        batch = self._splitter.batch(
-            step_inputs.with_target(header),
-            header,
-            step=self.num_steps,
-            is_first=self.is_first,
-            is_last=self.is_last,
-        )
+        batch = self._splitter.batch(step_inputs.with_target(header), header, step=self.num_steps)
         batch.first = self._runner.post_receives(header)
         return batch
-
-    def _record(self, log: EventLog, start: Seconds, batch: Batch) -> None:
-        """Write the event of a step, with the loss on the last stage."""
-        values = {"loss": batch.mean_loss()} if batch.losses else {}
-        log.write("step", start=log.at(start), step=batch.step, values=values)
 
     def _results(self, batch: Batch, losses: list[Tensor] | None) -> Any:
         if losses is not None:

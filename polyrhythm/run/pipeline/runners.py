@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,16 +46,16 @@ _EVAL_WINDOW = 8  # without backwards only messages need memory
 _TIED_TAG = 2**22 + 2  # differs from the tags of batch headers and clocks
 
 
+@dataclass(frozen=True, slots=True)
 class TiedGradients:
     """Parameters that several stages hold: each holder gets the sum of all their gradients.
 
     The first holder adds them up, so that all holders have bit-identical sums.
     """
 
-    def __init__(
-        self, module: nn.Module, tied: Sequence[TiedParameter], connections: Connections
-    ) -> None:
-        self._module, self._tied, self._connections = module, tied, connections
+    module: nn.Module
+    tied: Sequence[TiedParameter]
+    connections: Connections
 
     @contextmanager
     def sum_gradients(self) -> Iterator[None]:
@@ -76,12 +76,12 @@ class TiedGradients:
 
     def _parameters(self) -> list[tuple[TiedParameter, Parameter]]:
         """Return the current parameters: sharding a module replaces them."""
-        return [(tie, self._module.get_parameter(tie.name)) for tie in self._tied]
+        return [(tie, self.module.get_parameter(tie.name)) for tie in self.tied]
 
     def _total(self, gradient: Tensor, tie: TiedParameter) -> Tensor:
-        control = self._connections.control
+        control = self.connections.control
         first, *others = tie.stages
-        if self._connections.stage != first:
+        if self.connections.stage != first:
             send(control, gradient, first, tag=_TIED_TAG)
             receive(control, gradient, first, tag=_TIED_TAG)
             return gradient
@@ -99,7 +99,7 @@ class TiedGradients:
 
     def not_owned(self) -> set[Parameter]:
         """Return this stage's tied parameters that an earlier stage owns."""
-        return {p for tie, p in self._parameters() if tie.stages[0] != self._connections.stage}
+        return {p for tie, p in self._parameters() if tie.stages[0] != self.connections.stage}
 
 
 class _BuiltSchedule(NamedTuple):
@@ -111,6 +111,8 @@ class _BuiltSchedule(NamedTuple):
 class FlushRunner:
     """Runs one stage; `spec` may be changed between steps, equally on all stages."""
 
+    has_gradients: ClassVar[bool] = True
+
     module: nn.Module
     executor: Executor
     num_stages: int
@@ -120,17 +122,10 @@ class FlushRunner:
     accumulation_context: Callable[[], AbstractContextManager[object]] = nullcontext
     # The schedule of the last step; `spec` is that of the next.
     last_spec: ScheduleSpec | ExplicitSchedule = field(init=False)
-    _schedules: dict[tuple[ScheduleSpec | ExplicitSchedule, int], _BuiltSchedule] = field(
-        default_factory=dict, init=False
-    )
     _sharded: list[FSDPModule] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.last_spec = self.spec
-
-    @property
-    def has_gradients(self) -> bool:
-        return True
 
     @property
     def microbatch_size(self) -> int | None:
@@ -148,13 +143,14 @@ class FlushRunner:
         if connections is not None:
             in_flight = [_EVAL_WINDOW] * self.num_stages
             if header.training:
-                in_flight = self._build(len(header.kinds)).in_flight
+                in_flight = _build(self.spec, self.num_stages, len(header.kinds)).in_flight
             connections.set_windows(in_flight, in_flight[stage.stage])
         self.executor.post_receives(header)
         return 0
 
     def run(self, batch: Batch) -> None:
-        actions = self._build(batch.num_microbatches).schedule[self.executor.stage.stage]
+        built = _build(self.spec, self.num_stages, batch.num_microbatches)
+        actions = built.schedule[self.executor.stage.stage]
         if self._sharded is None:  # users apply fully_shard after they have created the pipeline
             is_tuned, stage = self.autotuner is not None, self.executor.stage.stage
             check_module(self.module, stage=stage, is_tuned=is_tuned, flush=True)
@@ -185,15 +181,14 @@ class FlushRunner:
         if self.autotuner.candidate is not None:
             self.spec = self.autotuner.candidate.spec
 
-    def _build(self, num_microbatches: int) -> _BuiltSchedule:
-        key = (self.spec, num_microbatches)
-        if key not in self._schedules:
-            schedule = self.spec.build(
-                num_stages=self.num_stages, num_microbatches=num_microbatches
-            )
-            check(schedule, num_microbatches=num_microbatches)
-            self._schedules[key] = _BuiltSchedule(schedule, list(map(peak_in_flight, schedule)))
-        return self._schedules[key]
+
+@lru_cache(maxsize=64)
+def _build(
+    spec: ScheduleSpec | ExplicitSchedule, num_stages: int, num_microbatches: int
+) -> _BuiltSchedule:
+    schedule = spec.build(num_stages=num_stages, num_microbatches=num_microbatches)
+    check(schedule, num_microbatches=num_microbatches)
+    return _BuiltSchedule(schedule, list(map(peak_in_flight, schedule)))
 
 
 @contextmanager
@@ -214,6 +209,8 @@ def _set_reduction(modules: Sequence[FSDPModule], is_enabled: bool) -> None:
 class PipeDreamRunner:
     """Runs one stage; `limits[stage]` mini-batches may be in flight on a stage."""
 
+    microbatch_size: ClassVar[None] = None  # batches are not split
+
     module: nn.Module
     executor: Executor
     limits: tuple[int, ...]
@@ -233,10 +230,6 @@ class PipeDreamRunner:
     @property
     def is_drained(self) -> bool:
         return not self._in_flight
-
-    @property
-    def microbatch_size(self) -> None:
-        """None: batches are not split."""
 
     @property
     def stage(self) -> int:

@@ -12,7 +12,6 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -121,14 +120,6 @@ class StageForward:
             missing = self.own_layers.start if self.is_last else self.own_layers.stop
             raise _call_order_error(f"the forward ended without a call of layer {missing}")
         return _first_tensor(output)
-
-    @contextmanager
-    def with_hidden(self, hidden: Tensor) -> Iterator[None]:
-        self.hidden, self.has_graph = hidden, torch.is_grad_enabled()
-        try:
-            yield
-        finally:
-            self.hidden = None
 
     def record_call(self, index: int | str) -> None:
         if index != self.num_called:
@@ -257,7 +248,8 @@ class _StageModel(_StageRole):
             return stage_forward.run(super().__call__, args, kwargs)
         (hidden,) = args
         args = ()
-        with stage_forward.with_hidden(hidden):
+        stage_forward.hidden, stage_forward.has_graph = hidden, torch.is_grad_enabled()
+        try:
             # Only shape and dtype matter: the hidden state replaces them at the first own layer.
             if next(iter(parameters), "") in kwargs or "inputs_embeds" in kwargs:
                 pass
@@ -266,6 +258,8 @@ class _StageModel(_StageRole):
             else:
                 args = (hidden.new_zeros(hidden.shape[:-1], dtype=torch.long),)
             returned = stage_forward.run(super().__call__, args, kwargs)
+        finally:
+            stage_forward.hidden = None
         stage_forward.verify(hidden, returned)
         return returned
 
@@ -344,20 +338,16 @@ def _strip_module(
 
 
 def _extract_layers(layers: nn.Module, stage_forward: StageForward) -> nn.Module:
-    copied = _shallow_copy(layers)
+    copied, own = _shallow_copy(layers), stage_forward.own_layers
     for index, (name, layer) in enumerate(_children(layers)):
-        if index < stage_forward.own_layers.start:
-            copied._modules[name] = _assign_role(
-                _without_weights(layer), _EarlierLayer, stage_forward, index
-            )
-        elif index >= stage_forward.own_layers.stop:
-            copied._modules[name] = _assign_role(
-                _without_weights(layer), ExitLayer, stage_forward, index
-            )
-        elif index == stage_forward.own_layers.start > 0:
-            copied._modules[name] = _assign_role(
-                _shallow_copy(layer), _EntryLayer, stage_forward, index
-            )
+        role: type[_StageRole] = _EntryLayer
+        if index not in own:
+            layer, role = _without_weights(layer), _EarlierLayer if index < own.start else ExitLayer
+        elif index == own.start > 0:
+            layer = _shallow_copy(layer)
+        else:
+            continue
+        copied._modules[name] = _assign_role(layer, role, stage_forward, index)
     return copied
 
 

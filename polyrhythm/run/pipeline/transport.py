@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from math import prod
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 import msgspec
 import torch
@@ -51,6 +51,7 @@ _ALIGNMENT: Bytes = 64
 _WAIT_TIMEOUT = timedelta(days=1)
 _JOIN_TIMEOUT: Seconds = 5.0  # for a thread without work
 _NUM_TAGS = 2**20  # more than are ever in flight at once
+_M = TypeVar("_M")  # what a box's thread waits for
 
 
 class _Spec(msgspec.Struct, frozen=True, array_like=True):
@@ -175,17 +176,41 @@ class Transfer:
     arrived: Seconds
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Posted:
     work: dist.Work
     buffer: Tensor
     at: Seconds
+    action: Action
     kind: MicrobatchKind
-    action: Action | None  # None: the announcement of a layout
-    layout: MessageLayout | None
+    layout: MessageLayout | None  # None: the announcement of a layout
 
 
-class Inbox:
+class _Box(Generic[_M]):
+    """One direction of messages with a peer, and the thread that waits for each."""
+
+    def __init__(self, route: Route, name: str) -> None:
+        self.route = route
+        self._local_error: Exception | None = None  # of this process, such as out of memory
+        self._changed = threading.Condition()
+        self._queue: queue.SimpleQueue[_M | None] = queue.SimpleQueue()
+        self._stream = torch.cuda.Stream(route.device) if route.device.type == "cuda" else None
+        self._thread = threading.Thread(target=self._wait_for_messages, name=name, daemon=True)
+        self._thread.start()
+
+    def _wait_for_messages(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the thread and free unused messages; none may be pending, except after a failure."""
+        self._queue.put(None)
+        self._thread.join(_JOIN_TIMEOUT)
+        self._local_error = None  # its traceback references messages
+        if not self._thread.is_alive():  # after a failure the queue may still hold messages
+            self._queue = queue.SimpleQueue()
+
+
+class Inbox(_Box[_Posted]):
     """Receives the messages of one stage after `post_receives`; `get` waits for the next."""
 
     def __init__(self, route: Route, *, announced: bool, window: int = 1) -> None:
@@ -193,7 +218,7 @@ class Inbox:
 
         `window`: the number of messages that may be in flight or waiting to be used.
         """
-        self.route, self.window, self._announced = route, window, announced
+        self.window, self._announced = window, announced
         self._layouts: dict[MicrobatchKind, MessageLayout] = {}
         self._expected: deque[tuple[Action, MicrobatchKind]] = deque()
         self._arrived: deque[tuple[Transfer, list[Tensor], torch.cuda.Event | None]] = deque()
@@ -201,14 +226,7 @@ class Inbox:
         self._num_posted = 0  # since the start; gives the tag
         self._is_awaiting_layout = False
         self._failure: str | None = None  # of the peer or the network
-        self._local_error: Exception | None = None  # of this process, such as out of memory
-        self._changed = threading.Condition()
-        self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
-        self._stream = _side_stream(route.device)
-        self._thread = threading.Thread(
-            target=self._wait_for_receives, name=f"receive from {route.peer}", daemon=True
-        )
-        self._thread.start()
+        super().__init__(route, f"receive from {route.peer}")
 
     def post_receives(self, messages: Sequence[tuple[Action, MicrobatchKind]]) -> None:
         """Append messages to expect; post as many receives at once as fit the window."""
@@ -260,15 +278,10 @@ class Inbox:
         return tensors, transfer
 
     def close(self) -> None:
-        """End the thread and free unused messages; no receive may be pending."""
-        self._posted.put(None)
-        self._thread.join(_JOIN_TIMEOUT)
+        super().close()
         with self._changed:
             self._expected.clear()
             self._arrived.clear()
-            self._local_error = None  # its traceback references messages
-        if not self._thread.is_alive():  # after a failure the queue may still hold receives
-            self._posted = queue.SimpleQueue()
 
     def _post(self) -> None:
         """Post receives up to the window; called by either thread, which holds the lock."""
@@ -280,35 +293,22 @@ class Inbox:
             tag = 2 * (self._num_posted % _NUM_TAGS)
             if layout is None:
                 self._is_awaiting_layout = True
-                posted = self._post_receive(ANNOUNCEMENT_BYTES, tag + 1, kind)
+                nbytes, tag = ANNOUNCEMENT_BYTES, tag + 1
             else:
                 self._expected.popleft()
                 self._num_posted += 1
                 self._num_open += 1
-                posted = self._post_receive(layout.nbytes, tag, kind, action, layout)
-            if posted is None:
+                nbytes = layout.nbytes
+            buffer = _buffer(nbytes, self.route.device)
+            try:
+                work = self.route.group.recv([buffer], self.route.rank, tag)
+            except RuntimeError as error:
+                self._fail(error)
                 return
-            self._posted.put(posted)
+            self._queue.put(_Posted(work, buffer, time.perf_counter(), action, kind, layout))
 
-    def _post_receive(
-        self,
-        nbytes: Bytes,
-        tag: int,
-        kind: MicrobatchKind,
-        action: Action | None = None,
-        layout: MessageLayout | None = None,
-    ) -> _Posted | None:
-        buffer = _buffer(nbytes, self.route.device)
-        try:
-            work = self.route.group.recv([buffer], self.route.rank, tag)
-        except RuntimeError as error:
-            self._fail(error)
-            return None
-        at = time.perf_counter()
-        return _Posted(work=work, buffer=buffer, at=at, kind=kind, action=action, layout=layout)
-
-    def _wait_for_receives(self) -> None:
-        while (posted := self._posted.get()) is not None:
+    def _wait_for_messages(self) -> None:
+        while (posted := self._queue.get()) is not None:
             try:
                 posted.work.wait(_WAIT_TIMEOUT)
             except RuntimeError as error:
@@ -325,13 +325,12 @@ class Inbox:
             del posted  # frees its memory before the wait for another message
 
     def _receive(self, posted: _Posted, arrived: Seconds) -> None:
-        if posted.action is None:
+        if posted.layout is None:
             with self._changed:
                 self._layouts[posted.kind] = MessageLayout.from_announcement(posted.buffer)
                 self._is_awaiting_layout = False
                 self._post()
             return
-        assert posted.layout is not None, "only an announcement has no layout"
         transfer = Transfer(
             action=posted.action,
             kind=posted.kind,
@@ -358,25 +357,17 @@ class Inbox:
         self._changed.notify_all()
 
 
-class Outbox:
+class Outbox(_Box[tuple[str, Tensor, Callable[[], object]]]):
     """Sends to one stage, in order; frees a message's memory when it has been sent."""
 
     def __init__(self, route: Route, *, announces: bool) -> None:
-        self.route, self._announces = route, announces
+        self._announces = announces
         self._announced: dict[MicrobatchKind, MessageLayout] = {}
         self._num_sent = 0
         self._in_flight: deque[str] = deque()  # names of messages that are not sent yet
         self._last_sent_at: Seconds = 0.0
         self._failure: tuple[str, str] | None = None  # message and cause
-        self._local_error: Exception | None = None  # of this process
-        self._changed = threading.Condition()
-        self._sends: queue.SimpleQueue[tuple[str, Tensor, Callable[[], object]] | None]
-        self._sends = queue.SimpleQueue()
-        self._stream = _side_stream(route.device)
-        self._thread = threading.Thread(
-            target=self._wait_for_sends, name=f"send to {route.peer}", daemon=True
-        )
-        self._thread.start()
+        super().__init__(route, f"send to {route.peer}")
 
     def layout(self, kind: MicrobatchKind) -> MessageLayout | None:
         """Return the announced layout of a kind."""
@@ -419,14 +410,6 @@ class Outbox:
                 self._changed.wait(self.route.timeout - waited)
             self._raise_failure(time.perf_counter() - start)
 
-    def close(self) -> None:
-        """End the thread and free unsent messages; the outbox must be drained or failed."""
-        self._sends.put(None)
-        self._thread.join(_JOIN_TIMEOUT)
-        self._local_error = None  # its traceback references messages
-        if not self._thread.is_alive():
-            self._sends = queue.SimpleQueue()
-
     def _start_send(self, buffer: Tensor, tag: int) -> Callable[[], object]:
         """Start a send; return a function that waits for its end."""
         try:
@@ -443,21 +426,22 @@ class Outbox:
     def _track_send(self, what: str, buffer: Tensor, wait: Callable[[], object]) -> None:
         with self._changed:
             self._in_flight.append(what)
-        self._sends.put((what, buffer, wait))  # the buffer must live until it is sent
+        self._queue.put((what, buffer, wait))  # the buffer must live until it is sent
 
-    def _wait_for_sends(self) -> None:
-        while (sending := self._sends.get()) is not None:
+    def _wait_for_messages(self) -> None:
+        while (sending := self._queue.get()) is not None:
             what, _, wait = sending
             failure: str | None = None
             local_error: Exception | None = None
             try:
                 wait()
-            except torch.OutOfMemoryError as error:
-                local_error = error
-            except RuntimeError as error:
-                failure = short_cause(error)
             except Exception as error:
-                local_error = error
+                if isinstance(error, RuntimeError) and not isinstance(
+                    error, torch.OutOfMemoryError
+                ):
+                    failure = short_cause(error)
+                else:
+                    local_error = error
             del sending, _, wait
             with self._changed:
                 self._in_flight.popleft()
@@ -483,10 +467,6 @@ def _raise_error(cause: str) -> None:
 
 def _buffer(nbytes: Bytes, device: torch.device) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 _HEADER_BYTES: Bytes = 1024
@@ -610,22 +590,14 @@ class Connections:
 
     def abort(self) -> None:
         """Close all connections without waiting: after a failure, when a peer may be lost."""
-        if self._finalizer.detach() is None:
-            return
-        for group in self._groups:
-            abort(group)
-        if self._header_thread is not None:
-            self._header_thread.join(_JOIN_TIMEOUT)  # it must not post a receive in a closed inbox
-        for box in self._boxes:
-            box.close()
+        if self._finalizer.detach() is not None:
+            _abort(self._groups, self._boxes, self._header_thread)
 
     def check_consistent(self, text: str) -> None:
         """Raise ScheduleError unless `text` is the same on all stages."""
-        payload = pad_bytes(text.encode()[: _HEADER_BYTES - 4], _HEADER_BYTES)
-        gathered = [torch.empty_like(payload) for _ in range(self.num_stages)]
-        with peer_errors("another stage", "comparing options"):
-            all_gather(self.control, gathered, payload)
-        first, *others = (unpad_bytes(item).decode(errors="replace") for item in gathered)
+        payload = text.encode()[: _HEADER_BYTES - 4]
+        gathered = self.all_gather_bytes(payload, _HEADER_BYTES, "comparing options")
+        first, *others = (item.decode(errors="replace") for item in gathered)
         for stage, other in enumerate(others, start=1):
             if other != first:
                 raise ScheduleError(
@@ -633,6 +605,12 @@ class Connections:
                     expected="the same options on every stage",
                     fix="read them from one config on all stages",
                 )
+
+    def all_gather_bytes(self, payload: bytes, nbytes: Bytes, action: str) -> list[bytes]:
+        """Return the payloads of all stages, padded to `nbytes` on the wire."""
+        with peer_errors("another stage", action):
+            gathered = all_gather(self.control, pad_bytes(payload, nbytes))
+        return [unpad_bytes(item) for item in gathered]
 
     def set_windows(self, in_flight: Sequence[int], own: int) -> None:
         """Post as many receives ahead as the schedule lets other stages send ahead.
@@ -659,9 +637,15 @@ def stage_ranks(process_group: dist.ProcessGroup | None) -> tuple[list[int], int
     return ranks, ranks.index(dist.get_rank())
 
 
-def _abort(groups: Sequence[dist.ProcessGroup], boxes: Sequence[Inbox | Outbox]) -> None:
+def _abort(
+    groups: Sequence[dist.ProcessGroup],
+    boxes: Sequence[Inbox | Outbox],
+    header_thread: threading.Thread | None = None,
+) -> None:
     for group in groups:
         abort(group)
+    if header_thread is not None:
+        header_thread.join(_JOIN_TIMEOUT)  # it must not post a receive in a closed inbox
     for box in boxes:
         box.close()
 
@@ -683,11 +667,9 @@ class _HeaderThread(threading.Thread):
                 if header == END_OF_DATA:
                     return
                 self._on_header(header)
-            except PeerError as error:
-                self._received.put(error.with_traceback(None))
-                return
-            except Exception as error:  # local: keep its traceback
-                self._received.put(error)
+            except Exception as error:
+                is_lost = isinstance(error, PeerError)  # others are local: keep their traceback
+                self._received.put(error.with_traceback(None) if is_lost else error)
                 return
             self._received.put(header)
 

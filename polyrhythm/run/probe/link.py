@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,10 @@ from polyrhythm.describe.sample import Sample
 from polyrhythm.errors import PeerError
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import abort
-from polyrhythm.run.probe.effort import ProbeEffort
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
+
+if TYPE_CHECKING:
+    from polyrhythm.run.probe.probe import ProbeEffort
 
 # Tags of messages. PING, PONG and STREAM are the first of many, one per message.
 NUMBER, LENGTH, CONTENT, SIZE, PING, PONG, STREAM = 1, 2, 3, 4, 10_000, 20_000, 30_000
@@ -141,9 +143,7 @@ class PeerChannel:
                 yield
         except PeerError as error:
             culprit = self._first_lost(peer)
-            cause = error.cause
-            if culprit != peer:
-                cause = f"{self.names[peer]} has lost it"
+            cause = error.cause if culprit == peer else f"{self.names[peer]} has lost it"
             raise PeerError(
                 self.names[culprit], action=action, waited=error.waited, cause=cause
             ) from None
@@ -201,20 +201,20 @@ def _call_with_timeout(call: Callable[[], T], *, timeout: Seconds) -> T | None:
         return None
 
 
-def as_source(channel: PeerChannel, target: int, effort: ProbeEffort) -> Sample:
+def as_source(channel: PeerChannel, target: int, effort: "ProbeEffort") -> Sample:
     """Measure the one-way latency in seconds from this process to `target`."""
     latency = _ping(channel, target, effort)
     _send_streams(channel, target)
     return latency
 
 
-def as_target(channel: PeerChannel, source: int, effort: ProbeEffort) -> Sample:
+def as_target(channel: PeerChannel, source: int, effort: "ProbeEffort") -> Sample:
     """Measure the bandwidth in bytes per second from `source` to this process."""
     _echo(channel, source)
     return _receive_streams(channel, source, effort)
 
 
-def _ping(channel: PeerChannel, target: int, effort: ProbeEffort) -> Sample:
+def _ping(channel: PeerChannel, target: int, effort: "ProbeEffort") -> Sample:
     """Each ping contains whether one more follows, for the receiver to post its receive ahead."""
     action = f"the round trip to {channel.names[target]}"
     # The first echo waits for the target to start, and does not count.
@@ -277,19 +277,19 @@ def _receive_size(channel: PeerChannel, target: int, action: str) -> Bytes:
     return int(size)
 
 
-def _receive_streams(channel: PeerChannel, source: int, effort: ProbeEffort) -> Sample:
+def _receive_streams(channel: PeerChannel, source: int, effort: "ProbeEffort") -> Sample:
     deadline = time.monotonic() + effort.pair_timeout
     size, rates = _SMALLEST, list[BytesPerSecond]()
     while True:
-        stream = _receive_stream(channel, source, size)
+        waited, duration = _receive_stream(channel, source, size)
         is_late = time.monotonic() > deadline
-        min_duration = min(max(effort.seconds, stream.waited), effort.longest_stream)
-        if stream.duration < min_duration and size < _LARGEST and not is_late:
-            growth = min(_MAX_GROWTH, max(2.0, 1.2 * min_duration / stream.duration))
+        min_duration = min(max(effort.seconds, waited), effort.longest_stream)
+        if duration < min_duration and size < _LARGEST and not is_late:
+            growth = min(_MAX_GROWTH, max(2.0, 1.2 * min_duration / duration))
             size = min(_LARGEST, int(size * growth))
             rates.clear()
             continue
-        rates.append(stream.rate)
+        rates.append((_NUM_PIECES - 1) * size / duration)
         last = rates[-effort.repeat :]
         is_steady = len(last) == effort.repeat and last[-1] <= _STEADY_RATIO * last[0]
         if is_steady or (is_late and len(last) >= min(_MIN_STREAMS, effort.repeat)):
@@ -297,14 +297,11 @@ def _receive_streams(channel: PeerChannel, source: int, effort: ProbeEffort) -> 
             return Sample.of(last)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    waited: Seconds  # from the request to the first piece: slightly more than a round trip
-    duration: Seconds  # from the first piece to the last
-    rate: BytesPerSecond
+def _receive_stream(channel: PeerChannel, source: int, size: Bytes) -> tuple[Seconds, Seconds]:
+    """Return the times from the request to the first piece, and from the first to the last.
 
-
-def _receive_stream(channel: PeerChannel, source: int, size: Bytes) -> _Stream:
+    The former is slightly more than a round trip.
+    """
     action = f"the bandwidth from {channel.names[source]}"
     piece = torch.empty(size, dtype=torch.uint8)  # shared by all receives: contents are not read
     receives = [
@@ -316,8 +313,7 @@ def _receive_stream(channel: PeerChannel, source: int, size: Bytes) -> _Stream:
     arrivals = channel.finish_all(
         receives, source, action=action, timeout=deadline - time.monotonic()
     )
-    duration = max(1e-9, arrivals[-1] - arrivals[0])
-    return _Stream(arrivals[0] - start, duration, (_NUM_PIECES - 1) * size / duration)
+    return arrivals[0] - start, max(1e-9, arrivals[-1] - arrivals[0])
 
 
 def _request_stream(channel: PeerChannel, source: int, size: Bytes) -> None:

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -111,51 +111,35 @@ def measure_layers(
             each: _at_size(model, each, memory[each], repeat, device, on_progress)
             for each in memory
         }
-    others = sorted(found.keys() - {size})
+    measured = found.pop(size)
     return tuple(
         Layer(
             name=name,
-            forward=found[size][index].forward.median,
-            backward=found[size][index].backward.median,
+            forward=at.forward,
+            backward=at.backward,
             parameter_bytes=sum(p.nbytes for p in layer.parameters()),
-            activation_bytes=found[size][index].output_bytes,
-            stored_bytes=found[size][index].stored_bytes,
-            forward_spread=found[size][index].forward.spread,
-            backward_spread=found[size][index].backward.spread,
-            sizes=tuple(found[other][index].at(other) for other in others),
+            activation_bytes=at.activation_bytes,
+            stored_bytes=at.stored_bytes,
+            forward_spread=forward_spread,
+            backward_spread=backward_spread,
+            sizes=tuple(found[other][index][0] for other in sorted(found)),
         )
-        for index, (name, layer) in enumerate(model.layers.items())
+        for index, ((name, layer), (at, forward_spread, backward_spread)) in enumerate(
+            zip(model.layers.items(), measured, strict=True)
+        )
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _LayerSamples:
-    forward: Sample
-    backward: Sample
-    output_bytes: Bytes
-    stored_bytes: Bytes
-
-    def at(self, size: int) -> AtSize:
-        return AtSize(
-            microbatch_size=size,
-            forward=self.forward.median,
-            backward=self.backward.median,
-            activation_bytes=self.output_bytes,
-            stored_bytes=self.stored_bytes,
-        )
 
 
 @contextmanager
 def _train_mode(layers: dict[str, nn.Module]) -> Iterator[None]:
     """Set all modules to training mode, as in the planned training, and restore them after."""
-    modules = [module for layer in layers.values() for module in layer.modules()]
-    modes = [module.training for module in modules]
+    modes = {module: module.training for layer in layers.values() for module in layer.modules()}
     for layer in layers.values():
         layer.train()
     try:
         yield
     finally:
-        for module, mode in zip(modules, modes, strict=True):
+        for module, mode in modes.items():
             module.training = mode
 
 
@@ -166,7 +150,8 @@ def _at_size(
     repeat: int,
     device: torch.device,
     on_progress: Callable[[str], None],
-) -> list[_LayerSamples]:
+) -> list[tuple[AtSize, float, float]]:
+    """Return the figures of each layer, and the spreads of its forward and backward times."""
     # Sweeps over all layers: a slow moment affects one sample of each layer, not all of one.
     sweeps: list[list[tuple[Seconds, Seconds]]] = []
     for number in range(repeat + 1):  # the first one warms up
@@ -177,10 +162,15 @@ def _at_size(
     found = []
     per_layer = zip(*sweeps[1:], strict=True)
     for (output_bytes, stored_bytes), times in zip(memory, per_layer, strict=True):
-        forwards, backwards = zip(*times, strict=True)
-        found.append(
-            _LayerSamples(Sample.of(forwards), Sample.of(backwards), output_bytes, stored_bytes)
+        forward, backward = map(Sample.of, zip(*times, strict=True))
+        at = AtSize(
+            microbatch_size=size,
+            forward=forward.median,
+            backward=backward.median,
+            activation_bytes=output_bytes,
+            stored_bytes=stored_bytes,
         )
+        found.append((at, forward.spread, backward.spread))
     return found
 
 
@@ -198,7 +188,7 @@ def _sweep(
         outputs = [tensor for tensor in _tensors_of(value, name) if tensor.requires_grad]
         with _describe_layer_errors(name, "backward", size):
             gradients = [torch.ones_like(output) for output in outputs]
-            arguments = (_detached_copy(value),)
+            arguments = (pytree.tree_map_only(Tensor, _detached_copy, value),)
             finish(device)
             start = time.perf_counter()
             if outputs:  # otherwise the layer has no gradients
@@ -285,12 +275,8 @@ def _tensors_of(value: Any, name: str) -> list[Tensor]:
     )
 
 
-def _detached_copy(value: Any) -> Any:
-    """Copy a value, detached and requiring gradients; a copy since a layer may write in place."""
-    return pytree.tree_map_only(Tensor, _detached_tensor, value)
-
-
-def _detached_tensor(tensor: Tensor) -> Tensor:
+def _detached_copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor, detached and requiring gradients; a copy since a layer may write in place."""
     detached = tensor.detach()
     return detached.requires_grad_().clone() if detached.is_floating_point() else detached.clone()
 

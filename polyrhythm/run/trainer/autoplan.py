@@ -38,8 +38,7 @@ from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.reader import make_order
 from polyrhythm.run.machine import usable_memory
 from polyrhythm.run.pipeline.partition import LayerSplit
-from polyrhythm.run.probe.effort import ProbeEffort
-from polyrhythm.run.probe.probe import ProbeOptions, distinct_names, probe
+from polyrhythm.run.probe.probe import ProbeEffort, ProbeOptions, distinct_names, probe
 from polyrhythm.run.profile.profile import measure_layers
 from polyrhythm.run.profile.profiled_model import ProfiledModel
 from polyrhythm.run.trainer.config import TrainerConfig

@@ -32,7 +32,7 @@ from polyrhythm.plan.plan import Plan
 from polyrhythm.processes import TERMINATED
 from polyrhythm.renamed import RenamedAttribute, renamed_arguments
 from polyrhythm.run.checkpoint.export import hugging_face_configs
-from polyrhythm.run.comm.process_groups import job_mesh
+from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, job_mesh
 from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.reader import make_order, make_reader
@@ -125,7 +125,7 @@ class Trainer:
         run_dir: Path | str | None = None,
         checkpoint: CheckpointConfig = CheckpointConfig(),
         callbacks: Sequence[Callable[[StepInfo], None]] = (),
-        timeout: Seconds = 60.0,
+        timeout: Seconds = DEFAULT_TIMEOUT,
     ) -> None:
         """`model` is the whole model, or a function that builds it; the same in every process.
 
