@@ -6,7 +6,7 @@ names, and start with an empty pipeline.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from polyrhythm.describe.scenario import LinkChange, Scenario
 from polyrhythm.simulate.averaging import SimulatedAveraging, SimulatedWorker
@@ -23,26 +23,13 @@ from polyrhythm.simulate.network import SimulatedNetwork
 from polyrhythm.sync.protocol import CopyFrom, Dead, Join
 from polyrhythm.types import Seconds, Worker
 
+if TYPE_CHECKING:
+    from polyrhythm.simulate.simulator import Simulation
+
 DETECTION_DELAY: Seconds = 2.0  # until a killed worker is noticed, as measured in real groups
 _POLL_INTERVAL: Seconds = 0.01  # of a worker that waits for the state to copy
 _ROUNDING: Seconds = 1e-6  # above the difference of sums of the same times in another order
 STATE_FACTOR = 3  # bytes copied per byte of weights: with AdamW's two moments
-
-
-class PipelineControl(Protocol):
-    """What faults need from the simulation."""
-
-    def begin(self, pipeline: int) -> None:
-        """Start a pipeline, all of whose devices are present."""
-
-    def end(self, pipeline: int) -> None:
-        """Stop a pipeline that has lost a device."""
-
-    def has_steps_left(self, pipeline: int) -> bool:
-        """Whether a pipeline has steps left to run, and may join again."""
-
-    def set_latency(self) -> None:
-        """Set the latencies of messages, after a change of a link."""
 
 
 class FaultInjector:
@@ -56,7 +43,7 @@ class FaultInjector:
         clock: Clock,
         engine: Engine,
         network: SimulatedNetwork,
-        control: PipelineControl,
+        control: "Simulation",
     ) -> None:
         scenario, names = job.scenario, [device.name for device in job.cluster.devices]
         self._nodes = job.nodes or [device.region for device in job.cluster.devices]
@@ -138,8 +125,8 @@ class FaultInjector:
         )
 
     def _change(self, change: LinkChange) -> None:
-        for link in self._network.apply_change(change):
-            self._engine.set_link(*link)
+        for source, target, *link in self._network.apply_change(change):
+            self._engine.state.links[:, source, target] = link  # latency, bandwidth
         self._engine.change_rates(self._clock.now, self._averaging.max_rate())
         self._control.set_latency()
 

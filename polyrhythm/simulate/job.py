@@ -5,19 +5,18 @@ scheduler that a coordinator serves, the scenario is the file that a lab plays.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from polyrhythm.cost.step import Replica, Schedule, StageRun, StageWork
-from polyrhythm.describe.cluster import Cluster, Device
+from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.scenario import LinkChange, Scenario
 from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import PlanError, PolicyError
 from polyrhythm.schedule.check import check
-from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.sync.setup import Setup
-from polyrhythm.types import BytesPerSecond, Seconds
+from polyrhythm.types import Seconds
 
 EMPTY_SCENARIO = Scenario(name="calm")
 
@@ -57,68 +56,6 @@ def replicas(schedule: Schedule, num_pipelines: int) -> tuple[Replica, ...]:
             runs=tuple(StageRun(p * count + s, s, s + 1) for s in range(count)), schedule=schedule
         )
         for p in range(num_pipelines)
-    )
-
-
-def equal_job(
-    *,
-    num_stages: int = 1,
-    num_pipelines: int,
-    forward: Seconds,  # of a micro-batch, on one stage
-    backward: Seconds,
-    activation_bytes: float = 0.0,
-    gradient_bytes: float = 0.0,  # of one stage
-    num_microbatches: int = 1,
-    schedule: str = "1f1b",
-    policy: str = "all_reduce",
-    options: Mapping[str, object] | None = None,
-    latency: Seconds = 0.0,
-    bandwidth: BytesPerSecond = 1e15,
-    uplink: BytesPerSecond | None = None,  # None: limited by each link only
-    overlap: bool = False,
-    decoupled: bool = False,
-    in_flight: tuple[int, ...] | None = None,
-    scenario: Scenario = EMPTY_SCENARIO,
-    nodes: tuple[str, ...] | None = None,
-    seed: int = 0,
-) -> SimulatedJob:
-    """A job on equal devices in one region, one per worker; see `replicas`."""
-    num_devices = num_stages * num_pipelines
-    rate = 1e18 if uplink is None else uplink
-    cluster = Cluster(
-        name="equal",
-        devices=tuple(
-            Device(name=f"d{number}", region="here", uplink=rate) for number in range(num_devices)
-        ),
-        regions=("here",),
-        latency=((latency,),),
-        bandwidth=((bandwidth,),),
-    )
-    stage = StageWork(
-        forward=forward,
-        backward=backward,
-        activation_bytes=activation_bytes,
-        gradient_bytes=gradient_bytes,
-    )
-    built = ScheduleSpec.parse(schedule).build(
-        num_stages=num_stages, num_microbatches=num_microbatches
-    )
-    return SimulatedJob(
-        cluster=cluster,
-        stages=(stage,) * num_stages,
-        pipelines=replicas(built, num_pipelines),
-        sync=Setup(
-            policy=policy,
-            num_stages=num_stages,
-            num_pipelines=num_pipelines,
-            options=options or {},
-            seed=seed,
-        ),
-        overlap=overlap,
-        decoupled=decoupled,
-        in_flight=in_flight,
-        scenario=scenario,
-        nodes=nodes,
     )
 
 
