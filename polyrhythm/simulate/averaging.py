@@ -148,7 +148,11 @@ class SimulatedAveraging:
         member = self.members[worker]
         if isinstance(command, Assign):
             if command.incarnations[command.members.index(worker)] == member.incarnation:
-                self._on_assign(member, command)
+                if command.gid not in self._exchanges:
+                    members = [self.members[other] for other in command.members]
+                    self._exchanges[command.gid] = _Exchange(command, members)
+                member.queued_groups.append(command.gid)
+                self._start(member)
         elif isinstance(command, Commit):
             self._on_commit(member, command)
         elif isinstance(command, Skip):
@@ -181,13 +185,6 @@ class SimulatedAveraging:
             for source, max_rate in zip(phase.sources, phase.max_rate, strict=False):
                 rates[owner, source] = max_rate
         return rates
-
-    def _on_assign(self, member: SimulatedWorker, assign: Assign) -> None:
-        if assign.gid not in self._exchanges:
-            members = [self.members[worker] for worker in assign.members]
-            self._exchanges[assign.gid] = _Exchange(assign, members)
-        member.queued_groups.append(assign.gid)
-        self._start(member)
 
     def _start(self, member: SimulatedWorker) -> None:
         is_ready = member.pending is not None or self._mode.answers_while_computing

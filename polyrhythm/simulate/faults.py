@@ -8,7 +8,7 @@ names, and start with an empty pipeline.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from polyrhythm.describe.scenario import LinkChange, Scenario
+from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.simulate.averaging import SimulatedAveraging, SimulatedWorker
 from polyrhythm.simulate.clock import (
     PRIORITY_CHANGE,
@@ -49,7 +49,7 @@ class FaultInjector:
         self._nodes = job.nodes or [device.region for device in job.cluster.devices]
         self._pipelines, self._averaging, self._control = pipelines, averaging, control
         self._clock, self._engine, self._network = clock, engine, network
-        self._absent: set[int] = _absent_at_start(scenario, names)
+        self._absent = {names.index(device) for device in scenario.absent_at_start}
         self._present_since = [0.0] * len(names)  # last join of each device
         self._present = [0.0] * len(names)  # seconds of presence before its last loss
         self._joining: dict[int, dict[Worker, CopyFrom]] = {}  # pending copies, by pipeline
@@ -70,12 +70,10 @@ class FaultInjector:
 
     def present(self) -> list[Seconds]:
         """Seconds for which each device was present until now."""
-        now = self._clock.now
+        now, spans = self._clock.now, zip(self._present, self._present_since, strict=True)
         return [
             before + (0.0 if device in self._absent else now - since)
-            for device, (before, since) in enumerate(
-                zip(self._present, self._present_since, strict=True)
-            )
+            for device, (before, since) in enumerate(spans)
         ]
 
     def copy_from(self, command: CopyFrom) -> None:
@@ -141,7 +139,8 @@ class FaultInjector:
             for member in members:
                 if member.device == device:
                     dead = member.worker, Dead, member.incarnation
-                    self._clock.at(self._clock.now + DETECTION_DELAY, self._send, *dead)
+                    send = self._averaging.coordinator.send
+                    self._clock.at(self._clock.now + DETECTION_DELAY, send, *dead)
                 self._averaging.reset(member)
 
     def _join(self, device: int) -> None:
@@ -172,11 +171,8 @@ class FaultInjector:
 
     def _send_join(self, members: Sequence[SimulatedWorker]) -> None:
         for member in members:
-            node = self._nodes[member.device]
-            self._send(member.worker, Join, node, member.clock, member.incarnation)
-
-    def _send(self, worker: Worker, kind: Callable[..., Any], *args: Any) -> None:
-        self._averaging.coordinator.send(worker, kind, *args)
+            state = self._nodes[member.device], member.clock, member.incarnation
+            self._averaging.coordinator.send(member.worker, Join, *state)
 
     @property
     def no_pipeline_is_complete(self) -> bool:
@@ -185,13 +181,3 @@ class FaultInjector:
 
     def _is_complete(self, members: Sequence[SimulatedWorker]) -> bool:
         return not any(member.device in self._absent for member in members)
-
-
-def _absent_at_start(scenario: Scenario, names: Sequence[str]) -> set[int]:
-    """Devices that join without having been killed before."""
-    killed = {kill.device: kill.at for kill in sorted(scenario.kill, key=lambda kill: -kill.at)}
-    return {
-        names.index(join.device)
-        for join in scenario.join
-        if killed.get(join.device, float("inf")) > join.at
-    }

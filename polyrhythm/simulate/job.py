@@ -5,13 +5,12 @@ scheduler that a coordinator serves, the scenario is the file that a lab plays.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from polyrhythm.cost.step import Replica, Schedule, StageRun, StageWork
 from polyrhythm.describe.cluster import Cluster
-from polyrhythm.describe.scenario import LinkChange, Scenario
+from polyrhythm.describe.scenario import Scenario
 from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import PlanError, PolicyError
 from polyrhythm.schedule.check import check
@@ -67,9 +66,13 @@ def split_regions(job: SimulatedJob) -> SimulatedJob:
     cluster, changes = job.cluster, job.scenario.link
     if all({change.source, change.target} <= set(cluster.regions) for change in changes):
         return job
-    pairs = tuple(pair for change in changes for pair in _device_changes(change, cluster))
+    split = [
+        replace(change, source=a, target=b, one_way=True)
+        for change in changes
+        for a, b in change.pairs(cluster)
+    ]
     nodes = job.nodes or tuple(device.region for device in cluster.devices)
-    scenario = replace(job.scenario, link=pairs)
+    scenario = replace(job.scenario, link=tuple(split))
     return replace(job, cluster=_region_per_device(cluster), scenario=scenario, nodes=nodes)
 
 
@@ -88,25 +91,6 @@ def _region_per_device(cluster: Cluster) -> Cluster:
         bandwidth_spread=(),
         egress_price_per_gb=tuple(prices[row] for row in rows) if prices else (),
     )
-
-
-def _device_changes(change: LinkChange, cluster: Cluster) -> Iterator[LinkChange]:
-    """Yield the change for every pair of devices that it affects, per direction."""
-    sources, targets = _devices_in(change.source, cluster), _devices_in(change.target, cluster)
-    directions = [(sources, targets)]
-    if not change.one_way and sources != targets:
-        directions.append((targets, sources))
-    for senders, receivers in directions:
-        for a in senders:
-            for b in receivers:
-                if a != b:
-                    yield replace(change, source=a, target=b, one_way=True)
-
-
-def _devices_in(name: str, cluster: Cluster) -> list[str]:
-    if name in cluster.regions:
-        return [device.name for device in cluster.devices if device.region == name]
-    return [name]
 
 
 def _check_shape(job: SimulatedJob) -> None:
