@@ -1,5 +1,6 @@
 """Errors that state what was wrong, what was expected and how to fix it."""
 
+from functools import partial
 from typing import Self
 
 
@@ -11,7 +12,7 @@ class UserError(ValueError):
         self.wrong, self.expected, self.fix = wrong, expected, fix
 
     def __reduce__(self) -> tuple[object, ...]:  # keyword arguments do not survive pickle otherwise
-        return _rebuild, (type(self), self.wrong, self.expected, self.fix)
+        return partial(type(self), self.wrong, expected=self.expected, fix=self.fix), ()
 
     def at(self, where: str) -> Self:
         """Return the same error prefixed with its location, such as a file and a key."""
@@ -54,7 +55,8 @@ class PeerError(RuntimeError):
         self.peer, self.action, self.waited, self.cause = peer, action, waited, cause
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_peer, (self.peer, self.action, self.waited, self.cause)
+        rebuild = partial(PeerError, action=self.action, waited=self.waited, cause=self.cause)
+        return rebuild, (self.peer,)
 
 
 class WorkerError(RuntimeError):
@@ -66,11 +68,3 @@ class WorkerError(RuntimeError):
         details = "" if output is None else f"\n  its output: {output}"
         super().__init__(f"{name} {reason}{details}")
         self.rank, self.reason, self.status, self.output = rank, reason, status, output
-
-
-def _rebuild(kind: type[UserError], wrong: str, expected: str, fix: str) -> UserError:
-    return kind(wrong, expected=expected, fix=fix)
-
-
-def _rebuild_peer(peer: str, action: str, waited: float, cause: str) -> PeerError:
-    return PeerError(peer, action=action, waited=waited, cause=cause)

@@ -9,24 +9,31 @@ import sys
 import time
 from pathlib import Path
 
+from polyrhythm.cost.step import StageWork
+from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import Scenario
-from polyrhythm.simulate.job import SimulatedJob, equal_job
+from polyrhythm.schedule.builders import build
+from polyrhythm.simulate.job import SimulatedJob, replicas
 from polyrhythm.simulate.simulator import simulate
+from polyrhythm.sync.setup import Setup
 
 
 def setting_b(num_stages: int, num_pipelines: int, num_microbatches: int) -> SimulatedJob:
     """Return SDPipe's setting B: one action in ten is late by three times a micro-batch."""
-    return equal_job(
-        num_stages=num_stages,
-        num_pipelines=num_pipelines,
-        num_microbatches=num_microbatches,
-        forward=0.1,
-        backward=0.2,
-        activation_bytes=1e6,
-        gradient_bytes=1e7,
-        latency=0.0005,
-        bandwidth=1.25e9,
-        policy="adaptive",
+    names = [f"d{number}" for number in range(num_stages * num_pipelines)]
+    stage = StageWork(forward=0.1, backward=0.2, activation_bytes=1e6, gradient_bytes=1e7)
+    schedule = build("1f1b", num_stages=num_stages, num_microbatches=num_microbatches)
+    return SimulatedJob(
+        cluster=Cluster(
+            name="equal",
+            devices=tuple(Device(name=name, region="here", uplink=1e18) for name in names),
+            regions=("here",),
+            latency=((0.0005,),),
+            bandwidth=((1.25e9,),),
+        ),
+        stages=(stage,) * num_stages,
+        pipelines=replicas(schedule, num_pipelines),
+        sync=Setup(policy="adaptive", num_stages=num_stages, num_pipelines=num_pipelines),
         scenario=Scenario.load("sdpipe_b"),
     )
 

@@ -175,11 +175,8 @@ def _exit_status(scheduler: "Scheduler", last: Sequence["Worker"]) -> tuple[int,
     from polyrhythm.sync.members import MemberStatus
 
     statuses = {worker: member.status for worker, member in scheduler.membership.members.items()}
-    lost = [
-        w
-        for w, status in statuses.items()
-        if status not in (MemberStatus.ABSENT, MemberStatus.LEFT)
-    ]
+    not_lost = (MemberStatus.ABSENT, MemberStatus.LEFT)
+    lost = [worker for worker, status in statuses.items() if status not in not_lost]
     names = ", ".join(map(str, lost))
     if not lost:
         return 0, "all workers have left: the job is over"

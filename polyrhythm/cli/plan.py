@@ -50,8 +50,10 @@ class PlanCommand:
     """File for a picture of regions, pipelines and groups, .svg."""
 
     def run(self, console: "Console") -> int:
+        from polyrhythm.plan.plan import Plan
+
         self._check()
-        running = None if self.running is None else self._load_running(self.running)
+        running = None if self.running is None else Plan.load(self.running)
         problem = self._problem(running)
         if running is None:
             planned = self._planned(problem, console)
@@ -96,11 +98,6 @@ class PlanCommand:
             )
         if self.pick not in ("fastest", "cheapest") and not self.pick.isdecimal():
             raise self._no_such_plan("fastest, cheapest, or the number of a plan in the table")
-
-    def _load_running(self, path: Path) -> "Plan":
-        from polyrhythm.plan.plan import Plan
-
-        return Plan.load(path)
 
     def _problem(self, running: "Plan | None") -> "Problem":
         from polyrhythm.plan.inputs import builtin_sizes, load_cluster, load_model

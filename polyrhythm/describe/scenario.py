@@ -131,6 +131,17 @@ class LinkChange:
                 fix="set them in the entry with up = true, when the link returns",
             )
 
+    def pairs(self, cluster: Cluster) -> list[tuple[str, str]]:
+        """Sources and targets of the changed links: pairs of devices, one for each direction."""
+        sources, targets = (
+            [device.name for device in cluster.devices if end in (device.name, device.region)]
+            for end in (self.source, self.target)
+        )
+        pairs = [*itertools.product(sources, targets)]
+        if not self.one_way and sources != targets:
+            pairs += itertools.product(targets, sources)
+        return [(a, b) for a, b in pairs if a != b]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
@@ -207,6 +218,12 @@ class Scenario:
                     place = f"{path}: slow[{i}].trace"
                     raise unknown("trace", entry.trace, bundled_traces()).at(place)
             return replace(scenario, name=scenario.name or path.stem, slow=tuple(slow))
+
+    @property
+    def absent_at_start(self) -> set[str]:
+        """The devices that join without having been killed before."""
+        killed = {kill.device: kill.at for kill in sorted(self.kill, key=lambda kill: -kill.at)}
+        return {join.device for join in self.join if killed.get(join.device, LONGEST) >= join.at}
 
     def check(self, cluster: Cluster) -> None:
         """Refuse an event for a device or a region that `cluster` does not have."""

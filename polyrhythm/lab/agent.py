@@ -20,7 +20,6 @@ import msgspec
 
 from polyrhythm.errors import PeerError
 from polyrhythm.lab.lab import Lab
-from polyrhythm.processes import end_all
 from polyrhythm.types import Seconds
 
 SEGMENT, PACKET = 1448, 1500  # bytes that TCP carries, of those on the wire
@@ -176,31 +175,6 @@ class Agent:
     def _lost(self, cause: str) -> PeerError:
         waited = time.monotonic() - self._submitted_at
         return PeerError(f"host {self.host}", action=self._action, waited=waited, cause=cause)
-
-
-class AgentPool:
-    """Reusable agents: a host gets a new one only when all of its agents are busy."""
-
-    def __init__(self, lab: Lab) -> None:
-        self._lab = lab
-        self._all: list[Agent] = []
-        self._idle: dict[str, list[Agent]] = {host: [] for host in lab.hosts}
-
-    def acquire(self, host: str) -> Agent:
-        """Return an idle agent of the host, or start one; release it after its result."""
-        if idle := self._idle.get(host):
-            return idle.pop()
-        agent = Agent(self._lab, host)
-        self._all.append(agent)
-        return agent
-
-    def release(self, agent: Agent) -> None:
-        self._idle[agent.host].append(agent)
-
-    def end(self) -> None:
-        end_all([agent.child for agent in self._all])
-        for agent in self._all:
-            agent.connection.close()
 
 
 def _serve(connection: Connection) -> None:

@@ -10,17 +10,8 @@ MEGABIT: BytesPerSecond = 125e3
 
 
 def show(check: LinkCheck, console: Console) -> None:
-    header = [
-        "from",
-        "to",
-        "round trip, ms",
-        "measured",
-        "error",
-        "Mbit/s",
-        "measured",
-        "error",
-        "",
-    ]
+    header = ["from", "to", "round trip, ms", "measured", "error"]
+    header += ["Mbit/s", "measured", "error", ""]
     rows = [_cells(row) for row in check.rows]
     print_table(console, header, rows, title="described and measured", numbers=True)
     for line in _summary(check):

@@ -21,41 +21,32 @@ class HostStates:
     def __init__(self, namespaces: Sequence[int]) -> None:
         self._namespaces = namespaces
         self._starting: dict[int, int] = {}  # process id: the host that it is about to move to
-        self._dead: set[int] = set()
-        self._disconnected: set[int] = set()
-        self._pauses: Counter[int] = Counter()
+        self.dead: set[int] = set()
+        self.disconnected: set[int] = set()
+        self.pauses: Counter[int] = Counter()
 
     def add_process(self, pid: int, host: int) -> None:
         """Kill or pause a process that is about to enter the host, if the host is in that state."""
         self._starting = {p: h for p, h in self._starting.items() if _parent(p) is not None}
         self._starting[pid] = host
-        if host in self._dead:
+        if host in self.dead:
             self._signal(host, signal.SIGKILL)
-        elif self._pauses[host]:
+        elif self.pauses[host]:
             self._signal(host, signal.SIGSTOP)
 
     def kill(self, host: int, *, silent: bool) -> None:
-        self._dead.add(host)
+        self.dead.add(host)
         if silent:
-            self._disconnected.add(host)  # first: peers must not receive the kernel's FIN or RST
+            self.disconnected.add(host)  # first: peers must not receive the kernel's FIN or RST
         self._signal(host, signal.SIGKILL)
 
     def revive(self, host: int) -> None:
-        self._dead.discard(host)
-        self._disconnected.discard(host)
+        self.dead.discard(host)
+        self.disconnected.discard(host)
 
     def pause(self, host: int, *, paused: bool) -> None:
-        self._pauses[host] = max(0, self._pauses[host] + (1 if paused else -1))
-        self._signal(host, signal.SIGSTOP if self._pauses[host] else signal.SIGCONT)
-
-    def is_dead(self, host: int) -> bool:
-        return host in self._dead
-
-    def pauses(self, host: int) -> int:
-        return self._pauses[host]
-
-    def is_disconnected(self, host: int) -> bool:
-        return host in self._disconnected
+        self.pauses[host] = max(0, self.pauses[host] + (1 if paused else -1))
+        self._signal(host, signal.SIGSTOP if self.pauses[host] else signal.SIGCONT)
 
     def count(self, host: int) -> int:
         return len(namespace_pids(self._namespaces[host]))

@@ -12,7 +12,6 @@ from polyrhythm.lab.agent import (
     EXTRA_TIMEOUT,
     PACKET,
     Agent,
-    AgentPool,
     Echo,
     MeasureWindow,
     MedianEchoTime,
@@ -23,6 +22,7 @@ from polyrhythm.lab.agent import (
 )
 from polyrhythm.lab.channel import MIN_QUEUE, QUEUE_TIME
 from polyrhythm.lab.lab import Lab
+from polyrhythm.processes import end_all
 from polyrhythm.types import BytesPerSecond, Seconds
 
 Pair = tuple[str, str]  # source host, target host
@@ -62,13 +62,16 @@ class Meter:
 
     def __init__(self, lab: Lab) -> None:
         self._lab = lab
-        self._agents = AgentPool(lab)
+        self._agents: list[Agent] = []
+        self._idle: dict[str, list[Agent]] = {host: [] for host in lab.hosts}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._agents.end()
+        end_all([agent.child for agent in self._agents])
+        for agent in self._agents:
+            agent.connection.close()
 
     def round_trips(self, pairs: Sequence[Pair], num_echoes: int = NUM_ECHOES) -> list[Seconds]:
         """Measure the round trips of all pairs concurrently."""
@@ -101,13 +104,20 @@ class Meter:
 
     def _start_agents(self, pairs: Sequence[Pair]) -> _Agents:
         """Return agents that run: to start many takes seconds on a slow machine."""
-        targets = [self._agents.acquire(b) for _, b in pairs]
-        sources = [self._agents.acquire(a) for a, _ in pairs]
+        targets = [self._idle_agent(b) for _, b in pairs]
+        sources = [self._idle_agent(a) for a, _ in pairs]
         for agent in [*sources, *targets]:
             agent.submit("starting", NoTask())
         for agent in [*sources, *targets]:
             agent.result(time.monotonic() + START_TIMEOUT)
         return sources, targets
+
+    def _idle_agent(self, host: str) -> Agent:
+        """Return an idle agent of the host, or a new one if all of its agents are busy."""
+        if idle := self._idle.get(host):
+            return idle.pop()
+        self._agents.append(Agent(self._lab, host))
+        return self._agents[-1]
 
     def _addresses(self, pairs: Sequence[Pair]) -> list[tuple[str, int]]:
         """Return the address of each pair's target: every pair has its own port."""
@@ -125,7 +135,7 @@ class Meter:
         # One second more: a task's own timeout has the more precise error.
         results = [agent.result(deadline + 1.0) for agent in [*sources, *targets]]
         for agent in [*sources, *targets]:
-            self._agents.release(agent)
+            self._idle[agent.host].append(agent)
         return results[: len(sources)], results[len(sources) :]
 
     def _drain(self, pairs: Sequence[Pair]) -> None:

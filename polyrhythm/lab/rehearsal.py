@@ -19,7 +19,6 @@ from polyrhythm.errors import LabError, WorkerError
 from polyrhythm.lab.lab import Lab
 from polyrhythm.lab.namespace import enter_user_namespace
 from polyrhythm.lab.program import PRELOADED, is_on_path, preload, run_program
-from polyrhythm.lab.timeline import absent_at_start
 from polyrhythm.processes import BAD_INPUT, PEER_LOST, TERMINATED, Child, end_all, wait_for_any
 from polyrhythm.types import Seconds
 
@@ -117,7 +116,7 @@ class Rehearsal:
     def _run_all(self, lab: Lab | None, master: str, port: int, timeout: Seconds | None) -> int:
         """Start all hosts that are present, then those that join; wait until all have ended."""
         start = lab.started_at if lab and lab.started_at else time.monotonic()
-        absent = absent_at_start(self.scenario) if lab else frozenset()
+        absent = self.scenario.absent_at_start if lab else set()
         joins = sorted((join.at, join.device) for join in self.scenario.join) if lab else []
         size = str(len(self.rank_hosts))
         common = {"MASTER_ADDR": master, "MASTER_PORT": str(port), "WORLD_SIZE": size}

@@ -97,13 +97,13 @@ class Switch:
     def loop(self, clients: Clients, owner_pidfd: int) -> None:
         last_poll = time.monotonic()
         while not self._ended:
-            self._execute_due(time.monotonic())
+            while self._scheduled and self._scheduled[0][0] <= time.monotonic():
+                self._execute(heapq.heappop(self._scheduled)[2])
             self._deliver(time.monotonic())
             time.sleep(max(0.0, last_poll + POLL_INTERVAL - time.monotonic()))
             watched = [*self._tuns, owner_pidfd, *clients.reading]
-            readable, writable, _ = select.select(
-                watched, clients.writing, [], self._time_to_next()
-            )
+            wait = self._time_to_next()
+            readable, writable, _ = select.select(watched, clients.writing, [], wait)
             last_poll = time.monotonic()
             if owner_pidfd in readable:
                 return
@@ -133,7 +133,7 @@ class Switch:
                 self._strays += 1
                 continue
             channel = channels[target]
-            if self.host_states.is_disconnected(source) or self.host_states.is_disconnected(target):
+            if not self.host_states.disconnected.isdisjoint((source, target)):
                 channel.drops += 1
                 continue
             idle = channel.next_arrival() == math.inf
@@ -171,17 +171,11 @@ class Switch:
         return encode(self._execute(command))
 
     def _check(self, command: AnySwitchCommand) -> None:
-        named = (
-            [host for pair in command.pairs for host in pair] if hasattr(command, "pairs") else []
-        )
+        named = [host for pair in getattr(command, "pairs", ()) for host in pair]
         if hasattr(command, "host"):
             named.append(command.host)
         if any(host >= len(self._hosts) for host in named):
             raise ValueError(f"no host {max(named)}: there are {len(self._hosts)}")
-
-    def _execute_due(self, now: Seconds) -> None:
-        while self._scheduled and self._scheduled[0][0] <= now:
-            self._execute(heapq.heappop(self._scheduled)[2])
 
     def _execute(self, command: AnySwitchCommand) -> CommandReply:
         match command:
@@ -218,7 +212,7 @@ class Switch:
     def _pause(self, host: int, paused: bool) -> None:
         self.host_states.pause(host, paused=paused)
         for other in range(len(self._hosts)):
-            held = self.host_states.pauses(host) + self.host_states.pauses(other) > 0
+            held = self.host_states.pauses[host] + self.host_states.pauses[other] > 0
             for a, b in ((host, other), (other, host)):
                 self._channels[a][b].change(time.monotonic(), held=held)
         self._push_all_arrivals()
@@ -236,8 +230,8 @@ class Switch:
                 address=host.address,
                 namespace=f"/proc/{os.getpid()}/fd/{host.namespace}",
                 processes=self.host_states.count(number),
-                killed=self.host_states.is_dead(number),
-                pauses=self.host_states.pauses(number),
+                killed=number in self.host_states.dead,
+                pauses=self.host_states.pauses[number],
             )
             for number, (name, host) in enumerate(self._hosts)
         )

@@ -91,8 +91,7 @@ def _fill_box(name: str, positions: Sequence[DevicePosition]) -> Box:
         key = position.pipeline, position.stages.start
         return 0, *(key if num_pipelines < num_stages else reversed(key))
 
-    num_columns = math.ceil(math.sqrt(1.6 * len(positions)))
-    num_columns = min(len(positions), num_columns)
+    num_columns = min(len(positions), math.ceil(math.sqrt(1.6 * len(positions))))
     inside = []
     for number, position in enumerate(sorted(positions, key=order)):
         row, column = divmod(number, num_columns)

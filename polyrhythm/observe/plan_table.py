@@ -5,7 +5,7 @@ replicas of one stage, or neighbours in one pipeline, whichever gives fewer rows
 fit on a screen. Such a row shows the largest figures of its devices.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Self
 
@@ -63,7 +63,8 @@ class PlanProgress:
 def show_plan(prediction: Prediction, planned: PlanResult, console: Console) -> None:
     """Print the assignment of devices, then the predicted step and the bound of any plan."""
     plan = prediction.plan
-    print_line(console, f"{degrees(plan)}, {_settings(plan)}")
+    settings = f"micro-batches of {plan.microbatch_size}, sync {plan.sync}"
+    print_line(console, f"{degrees(plan)}, {settings}")
     print_line(console, "")
     if len(prediction.uses) <= MAX_ROWS:
         _show_devices(prediction, console)
@@ -139,10 +140,6 @@ def in_seconds(time: Seconds) -> str:
     return f"{time:.4g}s" if 1 <= time < 1000 else text(time, Seconds)
 
 
-def _settings(plan: Plan) -> str:
-    return f"micro-batches of {plan.microbatch_size}, sync {plan.sync}"
-
-
 def _show_devices(prediction: Prediction, console: Console) -> None:
     step = prediction.time.total
     rows = [
@@ -162,8 +159,9 @@ def _show_devices(prediction: Prediction, console: Console) -> None:
 
 
 def _show_groups(prediction: Prediction, console: Console) -> None:
-    stages = [*_in_rows(sorted(prediction.uses, key=_stage_and_region), _stage_and_region)]
-    neighbours = [*_in_rows(prediction.uses, lambda use: (use.pipeline, use.region))]
+    by_stage = groupby(sorted(prediction.uses, key=_stage_and_region), _stage_and_region)
+    by_pipeline = groupby(prediction.uses, lambda use: (use.pipeline, use.region))
+    stages, neighbours = ([list(uses) for _, uses in rows] for rows in (by_stage, by_pipeline))
     rows = [
         [
             _ranges(dict.fromkeys(f"{use.pipeline}" for use in uses)),
@@ -182,12 +180,6 @@ def _show_groups(prediction: Prediction, console: Console) -> None:
 
 def _stage_and_region(use: DeviceUse) -> tuple[object, ...]:
     return use.stages.start, use.stages.stop, use.region
-
-
-def _in_rows(
-    uses: Iterable[DeviceUse], key: Callable[[DeviceUse], tuple[object, ...]]
-) -> Iterator[list[DeviceUse]]:
-    return (list(equal) for _, equal in groupby(uses, key))
 
 
 def _fullness(use: DeviceUse) -> tuple[float, Bytes]:

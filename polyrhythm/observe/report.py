@@ -54,8 +54,12 @@ class RunReport:
         for event in events:
             if event.kind == "run" and isinstance(planned := event.values.get("steps"), int):
                 report.num_planned = planned
-            elif event.kind == "plan":
-                report._add_plan(event)
+            elif event.kind == "plan":  # a decision counts once, even if all workers log it
+                decision = (event.step, event.name, event.why)
+                if is_switch(event):
+                    report.switches[decision] = None
+                else:
+                    report.stays.add(decision)
             elif event.kind == "sync_mode":
                 report.sync_modes.append((event.step, event.name, event.why))
             elif event.worker is not None:
@@ -63,13 +67,6 @@ class RunReport:
                 if event.duration is not None and (event.worker, event.step) in finished:
                     report._add_time(event, event.worker, spent, event.duration)
         return report
-
-    def _add_plan(self, event: Event) -> None:
-        decision = (event.step, event.name, event.why)  # counted once, even if all workers log it
-        if is_switch(event):
-            self.switches[decision] = None
-        else:
-            self.stays.add(decision)
 
     def _add_time(self, event: Event, worker: Worker, spent: WorkerTime, duration: Seconds) -> None:
         if event.kind == "action":

@@ -10,7 +10,7 @@ next step if the average is not done by then.
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from polyrhythm.simulate.clock import PRIORITY_RETRY, RETRY_INTERVAL, Clock
 from polyrhythm.simulate.coordinator import SimulatedCoordinator
@@ -19,6 +19,9 @@ from polyrhythm.simulate.network import SimulatedNetwork
 from polyrhythm.sync.protocol import Abort, Assign, Commit, CopyFrom, Done, Ready, Request, Skip
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import BytesPerSecond, Seconds, Worker
+
+if TYPE_CHECKING:
+    from polyrhythm.simulate.parameter_server import SimulatedParameterServer
 
 
 class Observer(Protocol):
@@ -73,16 +76,6 @@ class _Exchange:
     is_aborted: bool = False
 
 
-class ModelServer(Protocol):
-    """Holds the model if workers do not average; calls `then` when a transfer has arrived."""
-
-    def push(self, member: SimulatedWorker, then: Callable[[SimulatedWorker], None]) -> None:
-        """Send the worker's update, before its Ready."""
-
-    def pull(self, member: SimulatedWorker, then: Callable[[SimulatedWorker], None]) -> None:
-        """Send the model to the worker, once it may continue."""
-
-
 class SimulatedAveraging:
     """Averages of all workers; calls `on_step_done` when a worker may start its next step."""
 
@@ -98,7 +91,7 @@ class SimulatedAveraging:
         setup: Setup,
         overlap: bool,
         decoupled: Callable[[Sequence[SimulatedWorker]], BucketArrivals] | None = None,
-        server: ModelServer | None = None,
+        server: "SimulatedParameterServer | None" = None,  # if workers do not average
         observers: Sequence[Observer] = (),
         finished: list[tuple[Assign, Seconds, Seconds]] | None = None,
     ) -> None:
@@ -110,12 +103,8 @@ class SimulatedAveraging:
         self.sizes: Counter[int] = Counter()  # number of averages by members
         self.spread: list[int] = []  # of each group: steps between its first and last member
         self.coordinator = coordinator
-        self._clock, self._engine, self._network, self._on_step_done = (
-            clock,
-            engine,
-            network,
-            on_step_done,
-        )
+        self._clock, self._engine, self._network = clock, engine, network
+        self._on_step_done = on_step_done
         self._mode, self._every = setup.mode, setup.steps_between
         self._overlap, self._decoupled = overlap, decoupled
         self._server, self.observers, self._finished = server, observers, finished
@@ -159,7 +148,11 @@ class SimulatedAveraging:
         member = self.members[worker]
         if isinstance(command, Assign):
             if command.incarnations[command.members.index(worker)] == member.incarnation:
-                self._on_assign(member, command)
+                if command.gid not in self._exchanges:
+                    members = [self.members[other] for other in command.members]
+                    self._exchanges[command.gid] = _Exchange(command, members)
+                member.queued_groups.append(command.gid)
+                self._start(member)
         elif isinstance(command, Commit):
             self._on_commit(member, command)
         elif isinstance(command, Skip):
@@ -187,19 +180,11 @@ class SimulatedAveraging:
         rates = {}
         for owner, exchange in self._by_owner.items():
             devices, size = [m.device for m in exchange.members], exchange.members[0].size
-            phase = self._network.phase_transfers(
-                devices, size, is_all_gather=exchange.is_all_gather
-            )
+            gathers = exchange.is_all_gather
+            phase = self._network.phase_transfers(devices, size, is_all_gather=gathers)
             for source, max_rate in zip(phase.sources, phase.max_rate, strict=False):
                 rates[owner, source] = max_rate
         return rates
-
-    def _on_assign(self, member: SimulatedWorker, assign: Assign) -> None:
-        if assign.gid not in self._exchanges:
-            members = [self.members[worker] for worker in assign.members]
-            self._exchanges[assign.gid] = _Exchange(assign, members)
-        member.queued_groups.append(assign.gid)
-        self._start(member)
 
     def _start(self, member: SimulatedWorker) -> None:
         is_ready = member.pending is not None or self._mode.answers_while_computing

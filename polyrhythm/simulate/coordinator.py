@@ -52,9 +52,8 @@ class SimulatedCoordinator:
 
     def send(self, worker: Worker, kind: Callable[..., Event], *args: Any) -> None:
         """Send a message of a worker; it arrives a latency later."""
-        self._clock.at(
-            self._clock.now + self._latency_to[worker], self._on_message, kind, worker, *args
-        )
+        at = self._clock.now + self._latency_to[worker]
+        self._clock.at(at, self._on_messages, kind, [(worker, *args)])
 
     def send_all(self, kind: Callable[..., Event], messages: Sequence[tuple[Any, ...]]) -> None:
         """Send messages of one kind of several workers; the first argument is the worker."""
@@ -64,9 +63,6 @@ class SimulatedCoordinator:
     def _on_messages(self, kind: Callable[..., Event], messages: Sequence[tuple[Any, ...]]) -> None:
         for args in messages:
             self._step(kind(*args, now=self._clock.now))
-
-    def _on_message(self, kind: Callable[..., Event], *args: Any) -> None:
-        self._step(kind(*args, now=self._clock.now))
 
     def _step(self, event: Event) -> None:
         commands = self.scheduler.step(event)

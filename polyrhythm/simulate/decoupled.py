@@ -54,12 +54,8 @@ class DecoupledAllReduce:
         num_buckets: int,
         observers: Sequence[Observer] = (),
     ) -> None:
-        self._clock, self._engine, self._network, self._on_step_done = (
-            clock,
-            engine,
-            network,
-            on_step_done,
-        )
+        self._clock, self._engine, self._network = clock, engine, network
+        self._on_step_done = on_step_done
         self._num_buckets, self._observers, self._num_averages = num_buckets, observers, 0
         self._traffic_factor = traffic_factor(members)
         self._members: dict[int, list[SimulatedWorker]] = {}  # by stage

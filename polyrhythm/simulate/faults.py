@@ -6,9 +6,9 @@ names, and start with an empty pipeline.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from polyrhythm.describe.scenario import LinkChange, Scenario
+from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.simulate.averaging import SimulatedAveraging, SimulatedWorker
 from polyrhythm.simulate.clock import (
     PRIORITY_CHANGE,
@@ -23,26 +23,13 @@ from polyrhythm.simulate.network import SimulatedNetwork
 from polyrhythm.sync.protocol import CopyFrom, Dead, Join
 from polyrhythm.types import Seconds, Worker
 
+if TYPE_CHECKING:
+    from polyrhythm.simulate.simulator import Simulation
+
 DETECTION_DELAY: Seconds = 2.0  # until a killed worker is noticed, as measured in real groups
 _POLL_INTERVAL: Seconds = 0.01  # of a worker that waits for the state to copy
 _ROUNDING: Seconds = 1e-6  # above the difference of sums of the same times in another order
 STATE_FACTOR = 3  # bytes copied per byte of weights: with AdamW's two moments
-
-
-class PipelineControl(Protocol):
-    """What faults need from the simulation."""
-
-    def begin(self, pipeline: int) -> None:
-        """Start a pipeline, all of whose devices are present."""
-
-    def end(self, pipeline: int) -> None:
-        """Stop a pipeline that has lost a device."""
-
-    def has_steps_left(self, pipeline: int) -> bool:
-        """Whether a pipeline has steps left to run, and may join again."""
-
-    def set_latency(self) -> None:
-        """Set the latencies of messages, after a change of a link."""
 
 
 class FaultInjector:
@@ -56,13 +43,13 @@ class FaultInjector:
         clock: Clock,
         engine: Engine,
         network: SimulatedNetwork,
-        control: PipelineControl,
+        control: "Simulation",
     ) -> None:
         scenario, names = job.scenario, [device.name for device in job.cluster.devices]
         self._nodes = job.nodes or [device.region for device in job.cluster.devices]
         self._pipelines, self._averaging, self._control = pipelines, averaging, control
         self._clock, self._engine, self._network = clock, engine, network
-        self._absent: set[int] = _absent_at_start(scenario, names)
+        self._absent = {names.index(device) for device in scenario.absent_at_start}
         self._present_since = [0.0] * len(names)  # last join of each device
         self._present = [0.0] * len(names)  # seconds of presence before its last loss
         self._joining: dict[int, dict[Worker, CopyFrom]] = {}  # pending copies, by pipeline
@@ -83,12 +70,10 @@ class FaultInjector:
 
     def present(self) -> list[Seconds]:
         """Seconds for which each device was present until now."""
-        now = self._clock.now
+        now, spans = self._clock.now, zip(self._present, self._present_since, strict=True)
         return [
             before + (0.0 if device in self._absent else now - since)
-            for device, (before, since) in enumerate(
-                zip(self._present, self._present_since, strict=True)
-            )
+            for device, (before, since) in enumerate(spans)
         ]
 
     def copy_from(self, command: CopyFrom) -> None:
@@ -138,8 +123,8 @@ class FaultInjector:
         )
 
     def _change(self, change: LinkChange) -> None:
-        for link in self._network.apply_change(change):
-            self._engine.set_link(*link)
+        for source, target, *link in self._network.apply_change(change):
+            self._engine.state.links[:, source, target] = link  # latency, bandwidth
         self._engine.change_rates(self._clock.now, self._averaging.max_rate())
         self._control.set_latency()
 
@@ -154,7 +139,8 @@ class FaultInjector:
             for member in members:
                 if member.device == device:
                     dead = member.worker, Dead, member.incarnation
-                    self._clock.at(self._clock.now + DETECTION_DELAY, self._send, *dead)
+                    send = self._averaging.coordinator.send
+                    self._clock.at(self._clock.now + DETECTION_DELAY, send, *dead)
                 self._averaging.reset(member)
 
     def _join(self, device: int) -> None:
@@ -185,11 +171,8 @@ class FaultInjector:
 
     def _send_join(self, members: Sequence[SimulatedWorker]) -> None:
         for member in members:
-            node = self._nodes[member.device]
-            self._send(member.worker, Join, node, member.clock, member.incarnation)
-
-    def _send(self, worker: Worker, kind: Callable[..., Any], *args: Any) -> None:
-        self._averaging.coordinator.send(worker, kind, *args)
+            state = self._nodes[member.device], member.clock, member.incarnation
+            self._averaging.coordinator.send(member.worker, Join, *state)
 
     @property
     def no_pipeline_is_complete(self) -> bool:
@@ -198,13 +181,3 @@ class FaultInjector:
 
     def _is_complete(self, members: Sequence[SimulatedWorker]) -> bool:
         return not any(member.device in self._absent for member in members)
-
-
-def _absent_at_start(scenario: Scenario, names: Sequence[str]) -> set[int]:
-    """Devices that join without having been killed before."""
-    killed = {kill.device: kill.at for kill in sorted(scenario.kill, key=lambda kill: -kill.at)}
-    return {
-        names.index(join.device)
-        for join in scenario.join
-        if killed.get(join.device, float("inf")) > join.at
-    }

@@ -5,19 +5,17 @@ scheduler that a coordinator serves, the scenario is the file that a lab plays.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from polyrhythm.cost.step import Replica, Schedule, StageRun, StageWork
-from polyrhythm.describe.cluster import Cluster, Device
-from polyrhythm.describe.scenario import LinkChange, Scenario
+from polyrhythm.describe.cluster import Cluster
+from polyrhythm.describe.scenario import Scenario
 from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import PlanError, PolicyError
 from polyrhythm.schedule.check import check
-from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.sync.setup import Setup
-from polyrhythm.types import BytesPerSecond, Seconds
+from polyrhythm.types import Seconds
 
 EMPTY_SCENARIO = Scenario(name="calm")
 
@@ -60,68 +58,6 @@ def replicas(schedule: Schedule, num_pipelines: int) -> tuple[Replica, ...]:
     )
 
 
-def equal_job(
-    *,
-    num_stages: int = 1,
-    num_pipelines: int,
-    forward: Seconds,  # of a micro-batch, on one stage
-    backward: Seconds,
-    activation_bytes: float = 0.0,
-    gradient_bytes: float = 0.0,  # of one stage
-    num_microbatches: int = 1,
-    schedule: str = "1f1b",
-    policy: str = "all_reduce",
-    options: Mapping[str, object] | None = None,
-    latency: Seconds = 0.0,
-    bandwidth: BytesPerSecond = 1e15,
-    uplink: BytesPerSecond | None = None,  # None: limited by each link only
-    overlap: bool = False,
-    decoupled: bool = False,
-    in_flight: tuple[int, ...] | None = None,
-    scenario: Scenario = EMPTY_SCENARIO,
-    nodes: tuple[str, ...] | None = None,
-    seed: int = 0,
-) -> SimulatedJob:
-    """A job on equal devices in one region, one per worker; see `replicas`."""
-    num_devices = num_stages * num_pipelines
-    rate = 1e18 if uplink is None else uplink
-    cluster = Cluster(
-        name="equal",
-        devices=tuple(
-            Device(name=f"d{number}", region="here", uplink=rate) for number in range(num_devices)
-        ),
-        regions=("here",),
-        latency=((latency,),),
-        bandwidth=((bandwidth,),),
-    )
-    stage = StageWork(
-        forward=forward,
-        backward=backward,
-        activation_bytes=activation_bytes,
-        gradient_bytes=gradient_bytes,
-    )
-    built = ScheduleSpec.parse(schedule).build(
-        num_stages=num_stages, num_microbatches=num_microbatches
-    )
-    return SimulatedJob(
-        cluster=cluster,
-        stages=(stage,) * num_stages,
-        pipelines=replicas(built, num_pipelines),
-        sync=Setup(
-            policy=policy,
-            num_stages=num_stages,
-            num_pipelines=num_pipelines,
-            options=options or {},
-            seed=seed,
-        ),
-        overlap=overlap,
-        decoupled=decoupled,
-        in_flight=in_flight,
-        scenario=scenario,
-        nodes=nodes,
-    )
-
-
 def split_regions(job: SimulatedJob) -> SimulatedJob:
     """Return the job with one region per device, if a link change names a device.
 
@@ -130,9 +66,13 @@ def split_regions(job: SimulatedJob) -> SimulatedJob:
     cluster, changes = job.cluster, job.scenario.link
     if all({change.source, change.target} <= set(cluster.regions) for change in changes):
         return job
-    pairs = tuple(pair for change in changes for pair in _device_changes(change, cluster))
+    split = [
+        replace(change, source=a, target=b, one_way=True)
+        for change in changes
+        for a, b in change.pairs(cluster)
+    ]
     nodes = job.nodes or tuple(device.region for device in cluster.devices)
-    scenario = replace(job.scenario, link=pairs)
+    scenario = replace(job.scenario, link=tuple(split))
     return replace(job, cluster=_region_per_device(cluster), scenario=scenario, nodes=nodes)
 
 
@@ -151,25 +91,6 @@ def _region_per_device(cluster: Cluster) -> Cluster:
         bandwidth_spread=(),
         egress_price_per_gb=tuple(prices[row] for row in rows) if prices else (),
     )
-
-
-def _device_changes(change: LinkChange, cluster: Cluster) -> Iterator[LinkChange]:
-    """Yield the change for every pair of devices that it affects, per direction."""
-    sources, targets = _devices_in(change.source, cluster), _devices_in(change.target, cluster)
-    directions = [(sources, targets)]
-    if not change.one_way and sources != targets:
-        directions.append((targets, sources))
-    for senders, receivers in directions:
-        for a in senders:
-            for b in receivers:
-                if a != b:
-                    yield replace(change, source=a, target=b, one_way=True)
-
-
-def _devices_in(name: str, cluster: Cluster) -> list[str]:
-    if name in cluster.regions:
-        return [device.name for device in cluster.devices if device.region == name]
-    return [name]
 
 
 def _check_shape(job: SimulatedJob) -> None:

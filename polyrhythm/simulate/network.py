@@ -66,11 +66,8 @@ class SimulatedNetwork:
         """
         if size <= SMALL:
             first, rest = [devices[0]] * (len(devices) - 1), devices[1:]
-            return (
-                PhaseTransfers(first, rest, size, (), 1)
-                if is_all_gather
-                else PhaseTransfers(rest, first, size, (), 1)
-            )
+            sources, targets = (first, rest) if is_all_gather else (rest, first)
+            return PhaseTransfers(sources, targets, size, (), 1)
         others = len(devices) - 1
         if self._gateways is not None:
             crossed = list(dict.fromkeys(self._gateways[device] for device in devices))

@@ -40,9 +40,11 @@ class SimulatedParameterServer:
         self._active: dict[int, _Transfer] = {}  # by owner of flows
 
     def push(self, member: SimulatedWorker, then: Callable[[SimulatedWorker], None]) -> None:
+        """Send the worker's update, before its Ready; call `then` when it has arrived."""
         self._start(_Transfer(member, member.incarnation, True, member.device, self._device, then))
 
     def pull(self, member: SimulatedWorker, then: Callable[[SimulatedWorker], None]) -> None:
+        """Send the model to the worker, once it may continue; call `then` when it has arrived."""
         self._start(_Transfer(member, member.incarnation, False, self._device, member.device, then))
 
     def flows_ended(self, owner: int) -> None:

@@ -161,17 +161,13 @@ def perceptron(
     order = rng.permutation(num_samples)
     by_class = order[: int(skew * num_samples)]
     by_class = by_class[np.argsort(labels[by_class], kind="stable")]
-    rest = order[len(by_class) :]
+    parts = (by_class, order[len(by_class) :])
+    split = [np.array_split(part, num_shards) for part in parts]
     return Perceptron(
         sizes=(num_inputs, *hidden, num_classes),
         inputs=inputs,
         labels=labels,
-        shards=tuple(
-            np.concatenate(both)
-            for both in zip(
-                np.array_split(by_class, num_shards), np.array_split(rest, num_shards), strict=True
-            )
-        ),
+        shards=tuple(np.concatenate(both) for both in zip(*split, strict=True)),
         batch_size=batch_size,
         seed=seed,
     )

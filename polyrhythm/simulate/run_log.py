@@ -5,9 +5,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from polyrhythm.cost.step import StageRun
 from polyrhythm.errors import EventError
 from polyrhythm.events import Event, Value, merged_log
 from polyrhythm.simulate.engine.engine import ActionRecord
@@ -16,14 +14,6 @@ from polyrhythm.sinks.jsonl import write_events
 from polyrhythm.sync.decision_log import LOG_NAME, DecisionLog
 from polyrhythm.sync.protocol import Assign
 from polyrhythm.types import Seconds, Worker
-
-
-class _Step(NamedTuple):
-    run: int
-    number: int
-    start: Seconds
-    end: Seconds  # of its last action
-    sync_end: Seconds
 
 
 class RunLog:
@@ -37,18 +27,13 @@ class RunLog:
         self._folder, self._job = folder, job
         self.decisions = DecisionLog(folder / LOG_NAME, job.sync)
         self.averages: list[tuple[Assign, Seconds, Seconds]] = []
-        self._steps: list[_Step] = []
+        # Run, number, start, end of its last action, and end of its sync.
+        self.steps: list[tuple[int, int, Seconds, Seconds, Seconds]] = []
         self._workers = [
             Worker(run.first, number)
             for number, pipeline in enumerate(job.pipelines)
             for run in pipeline.runs
         ]
-        self._runs: list[StageRun] = [run for pipeline in job.pipelines for run in pipeline.runs]
-
-    def add_step(
-        self, run: int, number: int, start: Seconds, end: Seconds, sync_end: Seconds
-    ) -> None:
-        self._steps.append(_Step(run, number, start, end, sync_end))
 
     def close(self, actions: Sequence[ActionRecord], num_steps: int) -> None:
         self.decisions.close()
@@ -67,7 +52,7 @@ class RunLog:
 
     def _finished(self, actions: Sequence[ActionRecord]) -> list[ActionRecord]:
         """Drop actions of an interrupted step that was repeated later."""
-        starts = {(step.run, step.number): step.start for step in self._steps}
+        starts = {(run, number): start for run, number, start, _, _ in self.steps}
         return [r for r in actions if r.start >= starts.get((r.run, r.step), 0.0)]
 
     def _action(self, record: ActionRecord) -> Event:
@@ -84,9 +69,8 @@ class RunLog:
 
     def _step_events(self) -> list[Event]:
         events = []
-        for run, number, start, end, sync_end in self._steps:
-            worker = self._workers[run]
-            policy = self._job.sync.policy
+        for run, number, start, end, sync_end in self.steps:
+            worker, policy = self._workers[run], self._job.sync.policy
             sync = Event(
                 kind="sync",
                 time=end,

@@ -22,7 +22,7 @@ from polyrhythm.simulate.clock import Clock
 from polyrhythm.simulate.coordinator import SimulatedCoordinator
 from polyrhythm.simulate.decoupled import DecoupledAllReduce, all_gather_arrivals, traffic_factor
 from polyrhythm.simulate.engine.engine import NO_WAIT, BucketArrivals, Engine, EngineEvent
-from polyrhythm.simulate.engine.state import STEP_ENDED
+from polyrhythm.simulate.engine.state import NUM_ACTIONS, NUM_EVENTS, STEP_ENDED
 from polyrhythm.simulate.faults import FaultInjector
 from polyrhythm.simulate.job import SimulatedJob, split_regions
 from polyrhythm.simulate.network import SimulatedNetwork
@@ -55,13 +55,15 @@ def simulate(
     if num_steps < 1:
         raise PlanError(f"num_steps={num_steps}", expected="1 or more", fix="simulate 20")
     split = split_regions(job)
-    result = _Simulation(split, num_steps, each, observers, run).result()
+    result = Simulation(split, num_steps, each, observers, run).result()
     if split is job:
         return result
     return replace(result, bytes_sent=_sum_by_region(result.bytes_sent, job.cluster))
 
 
-class _Simulation:
+class Simulation:
+    """One simulation, in one call of `result`."""
+
     def __init__(
         self,
         job: SimulatedJob,
@@ -136,11 +138,8 @@ class _Simulation:
             records = self._engine.take_records()
             done = [record for record in records if record.end <= self._clock.now]
             self._log.close(done, self._num_steps)
-        runs, first = (
-            self._engine.state.runs,
-            [workers[0].worker for workers in self._workers_of_run],
-        )
-        averaging, job = self._averaging, self._job
+        state, averaging, job = self._engine.state, self._averaging, self._job
+        runs, first = state.runs, [workers[0].worker for workers in self._workers_of_run]
         held = runs["held_before"].tolist()  # waits of forwards for buckets
         waited = [sum(both) for both in zip(self._steps.waited, held, strict=True)]
         samples = [len(pipeline.schedule[0]) // 2 for pipeline in job.pipelines]
@@ -155,9 +154,9 @@ class _Simulation:
             waited=dict(zip(first, waited, strict=True)),
             group_sizes=averaging.sizes,
             spread=fmean(averaging.spread) if averaging.spread else 0.0,
-            bytes_sent=np.array(self._engine.state.sent),
-            num_events=self._engine.num_events,
-            num_actions=self._engine.num_actions,
+            bytes_sent=np.array(state.sent),
+            num_events=int(state.counts[NUM_EVENTS]),
+            num_actions=int(state.counts[NUM_ACTIONS]),
             stop_reason=stop_reason,
         )
 
@@ -225,7 +224,7 @@ class _Simulation:
         number = steps.number[run]
         start_and_end = steps.finish_step(run, member.worker.pipeline, now)
         if self._log is not None:
-            self._log.add_step(run, number, *start_and_end, now)
+            self._log.steps.append((run, number, *start_and_end, now))
         if self._each and number + 1 >= self._num_steps:
             self._leave(run)
         else:
@@ -247,10 +246,11 @@ class _Simulation:
                 self._averaging.step_began(member)
 
     def has_steps_left(self, pipeline: int) -> bool:
-        """Whether a pipeline has steps left to run."""
+        """Whether a pipeline has steps left to run, and may join again."""
         return not self._each or len(self._steps.ends[pipeline]) < self._num_steps
 
     def begin(self, pipeline: int) -> None:
+        """Start a pipeline, all of whose devices are present."""
         self._steps.restart_pipeline(pipeline, self._clock.now)
         first, end = self._engine.first_run[pipeline : pipeline + 2]
         for run in range(first, end):
@@ -263,6 +263,7 @@ class _Simulation:
                     self._averaging.step_began(member)
 
     def end(self, pipeline: int) -> None:
+        """Stop a pipeline that has lost a device."""
         self._steps.stop_pipeline(pipeline, self._clock.now)
         first, end = self._engine.first_run[pipeline : pipeline + 2]
         for run in range(first, end):

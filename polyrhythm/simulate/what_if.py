@@ -11,6 +11,7 @@ device 3 gone
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.read import unknown
@@ -45,23 +46,18 @@ def _changed_link(
     quantity = (quantity or "bandwidth").lower()
     if a in cluster.regions and b in cluster.regions:
         link_ends = {cluster.regions.index(a), cluster.regions.index(b)}
-        same = a == b
-        matrix = cluster.bandwidth if quantity == "bandwidth" else cluster.latency
         changed = tuple(
             tuple(
-                value * factor if {row, column} == link_ends and (row != column or same) else value
+                value * factor if {row, column} == link_ends else value
                 for column, value in enumerate(values)
             )
-            for row, values in enumerate(matrix)
+            for row, values in enumerate(getattr(cluster, quantity))
         )
-        if quantity == "bandwidth":
-            return replace(cluster, bandwidth=changed), scenario
-        return replace(cluster, latency=changed), scenario
+        matrix: dict[str, Any] = {quantity: changed}
+        return replace(cluster, **matrix), scenario
     link = cluster.link(_device_in(a, cluster), _device_in(b, cluster))
-    if quantity == "bandwidth":
-        change = LinkChange(at=0.0, source=a, target=b, bandwidth=link.bandwidth * factor)
-    else:
-        change = LinkChange(at=0.0, source=a, target=b, latency=link.latency * factor)
+    value: dict[str, Any] = {quantity: getattr(link, quantity) * factor}
+    change = LinkChange(at=0.0, source=a, target=b, **value)
     return cluster, replace(scenario, link=(*scenario.link, change))
 
 

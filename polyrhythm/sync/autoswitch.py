@@ -15,7 +15,7 @@ Source: none. The price of groups is that of Luo et al., "Prague", ASPLOS 2020, 
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -163,7 +163,10 @@ class AutoSwitch:
         modes = [
             SYNC_MODES[sync_mode]
             for sync_mode in AUTO_MODES
-            if sync_mode == self.sync_mode or self._is_allowed(sync_mode)
+            if sync_mode == self.sync_mode
+            or (
+                sync_mode in shape.sync_modes and self._num_windows >= self._banned_until[sync_mode]
+            )
         ]
         lockstep = dict[str, Estimate]()
         for mode in modes:
@@ -185,18 +188,15 @@ class AutoSwitch:
             if not mode.lockstep
         }
         if self.sync_mode in groups:
-            rates = (_microbatches(steps) / _total_time(steps) for steps in times)
+            rates = (
+                sum(t.num_microbatches for t in steps) / sum(t.compute + t.waited for t in steps)
+                for steps in times
+            )
             seconds = sum(shape.shares) / sum(rates)
             # Time that the replay does not explain would be spent in other groups, too.
             factor = seconds / groups[self.sync_mode].seconds
             groups = {sync_mode: e.scaled(factor) for sync_mode, e in groups.items()}
         return lockstep | groups
-
-    def _is_allowed(self, sync_mode: str) -> bool:
-        return (
-            sync_mode in self.shape.sync_modes
-            and self._num_windows >= self._banned_until[sync_mode]
-        )
 
     def _measured_in_lockstep(self, times: StepTimings, replayed: Estimate) -> Estimate:
         steps = list(zip(*times, strict=True))
@@ -212,11 +212,8 @@ class AutoSwitch:
         if not self._mode.lockstep:
             averages = [timing for steps in times for timing in steps if timing.num_members > 1]
             if averages:
-                usual = LinkCost(
-                    lower_quartile(
-                        [t.averaging / LinkCost(1.0).cost(t.num_members) for t in averages]
-                    )
-                )
+                costs = [t.averaging / LinkCost(1.0).cost(t.num_members) for t in averages]
+                usual = LinkCost(lower_quartile(costs))
                 excess = sum(map(usual.excess_per_member, averages))
                 self._link_cost = LinkCost(usual.base, excess * num_pipelines / len(averages))
             return
@@ -301,11 +298,3 @@ def _why_stay(sync_mode: str, seconds: Mapping[str, Seconds]) -> str:
         return f"{current}, and no other mode may pay now"
     best = min(others, key=others.__getitem__)
     return f"{current}, and {others[best]:.3g} s {best}, which is not worth a switch"
-
-
-def _microbatches(steps: Sequence[StepTiming]) -> int:
-    return sum(timing.num_microbatches for timing in steps)
-
-
-def _total_time(steps: Sequence[StepTiming]) -> Seconds:
-    return sum(timing.compute + timing.waited for timing in steps)

@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from polyrhythm.sync.setup import Setup
 
 SCHEMA = 2  # 1 had other names of messages and limits
 LOG_NAME, _LATER = "scheduler.jsonl", "scheduler-{}.jsonl"
-_INFINITIES = {str(value): value for value in (math.inf, -math.inf)}  # JSON cannot write them
+# JSON cannot write infinities; no policy option is a string like "inf".
+_TO_TEXT = {value: str(value) for value in (math.inf, -math.inf)}
+_FROM_TEXT = {text: value for value, text in _TO_TEXT.items()}
 
 
 class _LogHeader(msgspec.Struct, frozen=True):
@@ -77,7 +79,7 @@ class DecisionLog:
         self._new: list[LoggedDecision] = []
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         self._file: int | None = os.open(path, flags, 0o666)
-        first = _LogHeader(SCHEMA, __version__, _encode_infinity(msgspec.to_builtins(setup)))
+        first = _LogHeader(SCHEMA, __version__, _replaced(msgspec.to_builtins(setup), _TO_TEXT))
         self._write(self._encoder.encode(first) + b"\n")
 
     def add(self, event: Event, commands: Sequence[Command]) -> None:
@@ -150,7 +152,7 @@ class DecisionReader:
         try:
             first = msgspec.json.decode(line, type=_LogHeader)
             if first.schema == SCHEMA:
-                return msgspec.convert(_decode_infinity(first.setup), Setup)
+                return msgspec.convert(_replaced(first.setup, _FROM_TEXT), Setup)
             problem = f"schema {first.schema}, by polyrhythm {first.polyrhythm}"
         except msgspec.MsgspecError as error:
             problem = str(error)
@@ -172,19 +174,10 @@ def replay(path: Path) -> Difference | None:
     return None
 
 
-def _encode_infinity(value: Any) -> Any:
-    """Replace infinities, which JSON cannot write, by strings."""
+def _replaced(value: Any, replacements: Mapping[Any, Any]) -> Any:
+    """Replace equal values inside dictionaries and lists."""
     if isinstance(value, dict):
-        return {key: _encode_infinity(inner) for key, inner in value.items()}
+        return {key: _replaced(inner, replacements) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_encode_infinity(inner) for inner in value]
-    return str(value) if isinstance(value, float) and math.isinf(value) else value
-
-
-def _decode_infinity(value: Any) -> Any:
-    """Undo `_encode_infinity`; no policy option is a string like "inf"."""
-    if isinstance(value, dict):
-        return {key: _decode_infinity(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_decode_infinity(inner) for inner in value]
-    return _INFINITIES.get(value, value) if isinstance(value, str) else value
+        return [_replaced(inner, replacements) for inner in value]
+    return replacements.get(value, value)

@@ -122,26 +122,21 @@ class DispatchHandler:
     def _answer(self, request: Acquire) -> Iterator[Command]:
         """Answer a request, or defer it if no positions are available now."""
         (stage, pipeline), num_acquired = request.worker, self._num_acquired(request)
-        key = request.worker, request.number, request.until
+        number, until, dispatcher = request.number, request.until, self._dispatcher
+        key = request.worker, number, until
         ranges: Ranges = ()
-        if request.number == num_acquired or self._dispatcher.is_outstanding(
-            pipeline, request.number
-        ):
-            ranges = self._dispatcher.acquire(
-                pipeline, request.number, request.count, request.until
-            )
-        elif request.number < num_acquired:
+        if number == num_acquired or dispatcher.is_outstanding(pipeline, number):
+            ranges = dispatcher.acquire(pipeline, number, request.count, until)
+        elif number < num_acquired:
             self._counters["late"] += 1
             self._waiting.pop(key, None)
-            yield _no_samples(
-                request, why=f"chunk {request.number} of its pipeline was used already"
-            )
+            yield _no_samples(request, why=f"chunk {number} of its pipeline was used already")
             return
-        if ranges and request.number > self._acknowledged.get(request.worker, -1):
-            self._users.setdefault(pipeline, {}).setdefault(request.number, set()).add(stage)
-        if ranges or self._dispatcher.is_exhausted(pipeline, request.until):
+        if ranges and number > self._acknowledged.get(request.worker, -1):
+            self._users.setdefault(pipeline, {}).setdefault(number, set()).add(stage)
+        if ranges or dispatcher.is_exhausted(pipeline, until):
             self._waiting.pop(key, None)
-            yield Acquired(request.worker, request.number, request.until, ranges)
+            yield Acquired(request.worker, number, until, ranges)
         else:
             self._waiting.setdefault(key, request)
 

@@ -168,34 +168,21 @@ class StagePolicy(NamedTuple):
         return wait if self.wait_timeout is None else min(wait, self.wait_timeout.current)
 
 
+@dataclass(slots=True, eq=False)
 class GroupRound:
     """One round of a group: queued, then open, then averaging."""
 
-    __slots__ = (
-        "assign",
-        "deadline",
-        "gid",
-        "group",
-        "is_open",
-        "members",
-        "opened",
-        "pending",
-        "stage_policy",
-        "started",
-        "unready",
-    )
-
-    def __init__(
-        self, gid: int, group: Group, members: "list[MemberState]", stage_policy: StagePolicy
-    ) -> None:
-        self.gid, self.group, self.members, self.stage_policy = gid, group, members, stage_policy
-        self.is_open = False  # it is first in the queue of each member
-        self.assign: Assign | None = None  # sent when it opened
-        self.unready: set[Worker] = set()  # members with a request that still compute
-        self.pending = set(group.members)  # members that have not sent Done
-        self.opened: Seconds = 0.0
-        self.started: Seconds = 0.0  # when `unready` became empty
-        self.deadline: Seconds = 0.0
+    gid: int
+    group: Group
+    members: "list[MemberState]"
+    stage_policy: StagePolicy
+    pending: set[Worker]  # members that have not sent Done
+    is_open: bool = False  # it is first in the queue of each member
+    assign: Assign | None = None  # sent when it opened
+    unready: set[Worker] = field(default_factory=set)  # members with a request that still compute
+    opened: Seconds = 0.0
+    started: Seconds = 0.0  # when `unready` became empty
+    deadline: Seconds = 0.0
 
     def waiting_members(self) -> "list[MemberState]":
         """Members whose step the group ends: a ready worker in a group waits for that group."""
@@ -350,7 +337,8 @@ class GroupQueue:
         self, group: Group, members: list[MemberState], stage_policy: StagePolicy
     ) -> GroupRound:
         """Append a group to the queues of its members."""
-        group_round = GroupRound(self._next_gid, group, members, stage_policy)
+        pending = set(group.members)
+        group_round = GroupRound(self._next_gid, group, members, stage_policy, pending)
         self.groups[group_round.gid] = group_round
         self._next_gid += 1
         for member in members:

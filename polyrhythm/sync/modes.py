@@ -18,7 +18,8 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import msgspec
 
@@ -229,7 +230,10 @@ def make_policy(
     options: Options | None = None,
 ) -> Policy:
     """Create the policy of one stage with `num_workers` workers."""
-    constructor, options = _constructor(_with_policy(name)), options or {}
+    mode, options = _with_policy(name), options or {}
+    module, _, class_name = (mode.policy or "").partition(":")
+    policies = importlib.import_module(f"polyrhythm.sync.policies.{module}")
+    constructor: Callable[..., Policy] = getattr(policies, class_name)
     takes = inspect.signature(constructor, eval_str=True).parameters
     job: dict[str, object] = {
         "num_workers": num_workers,
@@ -242,8 +246,7 @@ def make_policy(
     known = {key: value for key, value in job.items() if key in takes}
     values = _checked(name, options, {k: takes[k] for k in takes if k not in job})
     _check_group_size(name, values, num_workers)
-    policy: Policy = constructor(**known, **values)
-    return policy
+    return constructor(**known, **values)
 
 
 def make_policies(
@@ -259,35 +262,18 @@ def make_policies(
     if num_stages < 1:
         raise PolicyError(f"num_stages={num_stages}", expected="at least 1", fix="use 1")
     token = EnforcementToken(lease)
-
-    def of_stage(stage: int, num_workers: int) -> Policy:
-        return make_policy(
-            name,
-            num_workers=num_workers,
-            num_stages=num_stages,
-            stage=stage,
-            token=token,
-            seed=seed,
-            options=options,
-        )
-
+    make = partial(
+        make_policy, name, num_stages=num_stages, token=token, seed=seed, options=options
+    )
     if _with_policy(name).across_stages:
-        return [of_stage(0, num_stages * num_pipelines)] * num_stages
-    return [of_stage(stage, num_pipelines) for stage in range(num_stages)]
+        return [make(num_workers=num_stages * num_pipelines)] * num_stages
+    return [make(num_workers=num_pipelines, stage=stage) for stage in range(num_stages)]
 
 
 def _with_policy(name: str) -> SyncMode:
     if name not in POLICIES:
         raise _unknown("policy", name, list(POLICIES))
     return SYNC_MODES[name]
-
-
-def _constructor(mode: SyncMode) -> Callable[..., Any]:
-    assert mode.policy is not None, f"{mode.name} has a policy"
-    module, _, class_name = mode.policy.partition(":")
-    policies = importlib.import_module(f"polyrhythm.sync.policies.{module}")
-    constructor: Callable[..., Any] = getattr(policies, class_name)
-    return constructor
 
 
 def _unknown(what: str, name: str, known: list[str]) -> PolicyError:

@@ -11,7 +11,7 @@ has its own groups; a transfer takes its measured time, whichever workers it con
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, quantiles, stdev
@@ -144,10 +144,8 @@ def balanced(shape: JobShape, units: SlotTimes, link_cost: LinkCost) -> Estimate
     The balancer learns from each step before it assigns the next; a first pass over the steps, in
     which it learns, does not count.
     """
-    workers, balancer = (
-        [Worker(0, p) for p in range(shape.num_pipelines)],
-        MicrobatchBalancer(sum(shape.shares)),
-    )
+    workers = [Worker(0, p) for p in range(shape.num_pipelines)]
+    balancer = MicrobatchBalancer(sum(shape.shares))
     once, steps = align_steps(units), list[list[Seconds]]()
     for row in (*once, *once):
         counts = balancer.assign(workers)
@@ -168,16 +166,8 @@ def in_groups(shape: JobShape, sync_mode: str, units: SlotTimes, link_cost: Link
     A first pass over the steps, in which the policy learns, does not count.
     """
     length = max(len(steps) for steps in units)
-    batch_ends = _replay_groups(
-        shape,
-        sync_mode,
-        units,
-        lambda n: link_cost.cost(n) + shape.coordinator_round_trip,
-        2 * length,
-    )
-    return Estimate.from_durations(
-        [end - start for start, end in pairwise(batch_ends[length - 1 :])]
-    )
+    ends = _replay_groups(shape, sync_mode, units, link_cost, 2 * length)[length - 1 :]
+    return Estimate.from_durations([end - start for start, end in pairwise(ends)])
 
 
 def with_slow_links(
@@ -224,11 +214,7 @@ def _in_lockstep(steps: Sequence[Sequence[Seconds]], average: Seconds) -> Estima
 
 
 def _replay_groups(
-    shape: JobShape,
-    sync_mode: str,
-    units: SlotTimes,
-    cost: Callable[[int], Seconds],
-    num_batches: int,
+    shape: JobShape, sync_mode: str, units: SlotTimes, link_cost: LinkCost, num_batches: int
 ) -> list[Seconds]:
     """Times at which all pipelines together had computed 1, 2, ... batches of micro-batches."""
     policy = make_policies(sync_mode, num_stages=1, num_pipelines=len(units))[0]
@@ -278,6 +264,8 @@ def _replay_groups(
                 for member in done.members:
                     groups += end_average(member.pipeline, now)
         for group in groups:
-            duration = cost(len(group.members)) if len(group.members) > 1 else 0.0
+            duration = 0.0
+            if len(group.members) > 1:
+                duration = link_cost.cost(len(group.members)) + shape.coordinator_round_trip
             heapq.heappush(events, (now + duration, 0, group.members[0].pipeline, group))
     return batch_ends

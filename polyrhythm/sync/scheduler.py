@@ -133,8 +133,8 @@ class Scheduler:
             Acknowledge: self._on_sample_event,
             QueryProgress: self._on_sample_event,
             Timer: lambda event: None,
-            Dead: self._on_dead,
-            Leave: self._on_leave,
+            Dead: self._on_end,
+            Leave: self._on_end,
         }
 
     def step(self, event: Event) -> list[Command]:
@@ -262,14 +262,11 @@ class Scheduler:
             why = "asks for positions, but this job has no sample dispatcher"
             self._refuse(event.worker, -1, "no_dispatcher", why)
 
-    def _on_dead(self, event: Dead) -> None:
+    def _on_end(self, event: Dead | Leave) -> None:
         member = self._sender(event, -1)
-        if member is not None:
+        if member is not None and isinstance(event, Dead):
             self._remove(member, MemberStatus.DEAD, f"{event.worker} died")
-
-    def _on_leave(self, event: Leave) -> None:
-        member = self._sender(event, -1)
-        if member is not None:
+        elif member is not None:
             self._remove(member, MemberStatus.LEFT, f"{event.worker} left")
 
     def _sender(self, event: _WorkerEvent, clock: int) -> MemberState | None:

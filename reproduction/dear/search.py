@@ -1,10 +1,12 @@
 """Figures 3 and 10: how many trials a search for the bucket size needs."""
 
+import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
 
-from polyrhythm.sync.fusion.tuner import SIZES, GridSearch, RandomSearch
+from polyrhythm.sync.fusion.tuner import SIZES, BucketCandidate, Search
 from polyrhythm.types import Bytes, Seconds
 from reproduction.dear import methods
 from reproduction.dear.speedups import STUDIED
@@ -16,6 +18,24 @@ _NEAR = 1.01  # times the best step: a good bucket size
 _PAPERS_CHOICE: Bytes = 35_000_000  # by the search of Fig. 3
 _SEEDS = 10
 _MAX_TRIALS = 20  # of random and grid search
+
+
+@dataclass(kw_only=True, slots=True)
+class RandomSearch(Search):
+    def _wanted(self) -> BucketCandidate:
+        rng = random.Random(f"{self.seed} {len(self._observed)}")
+        return BucketCandidate(rng.choice(SIZES), rng.choice(self.space.modes))
+
+
+@dataclass(kw_only=True, slots=True)
+class GridSearch(Search):
+    """Sizes in even steps of the scale, from the smallest; all kinds of each."""
+
+    def _wanted(self) -> BucketCandidate:
+        modes = self.space.modes
+        num_sizes = -(-self.num_trials // len(modes))
+        nth, mode = divmod(len(self._observed), len(modes))
+        return BucketCandidate(SIZES[nth * (len(SIZES) - 1) // max(1, num_sizes - 1)], modes[mode])
 
 
 def rows() -> Iterator[PaperRow]:

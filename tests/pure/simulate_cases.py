@@ -1,6 +1,6 @@
 """Small jobs and scenarios for tests of the simulator."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -9,13 +9,77 @@ from polyrhythm.cost.step import Replica, Schedule, StageRun, StageWork
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import Join, Kill, LinkChange, Scenario, Slow
 from polyrhythm.events import Event, read_run
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.simulate.engine.engine import ActionRecord, Engine
-from polyrhythm.simulate.job import EMPTY_SCENARIO, SimulatedJob, equal_job
+from polyrhythm.simulate.job import EMPTY_SCENARIO, SimulatedJob, replicas
 from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.sync.setup import Setup
+from polyrhythm.types import BytesPerSecond, Seconds
 
 Rows = Sequence[Sequence[float]]
 NO_LIMIT = 1e18  # of an uplink: links are the only limit
+
+
+def equal_job(
+    *,
+    num_stages: int = 1,
+    num_pipelines: int,
+    forward: Seconds,  # of a micro-batch, on one stage
+    backward: Seconds,
+    activation_bytes: float = 0.0,
+    gradient_bytes: float = 0.0,  # of one stage
+    num_microbatches: int = 1,
+    schedule: str = "1f1b",
+    policy: str = "all_reduce",
+    options: Mapping[str, object] | None = None,
+    latency: Seconds = 0.0,
+    bandwidth: BytesPerSecond = 1e15,
+    uplink: BytesPerSecond | None = None,  # None: limited by each link only
+    overlap: bool = False,
+    decoupled: bool = False,
+    in_flight: tuple[int, ...] | None = None,
+    scenario: Scenario = EMPTY_SCENARIO,
+    nodes: tuple[str, ...] | None = None,
+    seed: int = 0,
+) -> SimulatedJob:
+    """A job on equal devices in one region, one per worker; see `replicas`."""
+    num_devices = num_stages * num_pipelines
+    rate = 1e18 if uplink is None else uplink
+    cluster = Cluster(
+        name="equal",
+        devices=tuple(
+            Device(name=f"d{number}", region="here", uplink=rate) for number in range(num_devices)
+        ),
+        regions=("here",),
+        latency=((latency,),),
+        bandwidth=((bandwidth,),),
+    )
+    stage = StageWork(
+        forward=forward,
+        backward=backward,
+        activation_bytes=activation_bytes,
+        gradient_bytes=gradient_bytes,
+    )
+    built = ScheduleSpec.parse(schedule).build(
+        num_stages=num_stages, num_microbatches=num_microbatches
+    )
+    return SimulatedJob(
+        cluster=cluster,
+        stages=(stage,) * num_stages,
+        pipelines=replicas(built, num_pipelines),
+        sync=Setup(
+            policy=policy,
+            num_stages=num_stages,
+            num_pipelines=num_pipelines,
+            options=options or {},
+            seed=seed,
+        ),
+        overlap=overlap,
+        decoupled=decoupled,
+        in_flight=in_flight,
+        scenario=scenario,
+        nodes=nodes,
+    )
 
 
 def region_per_device(

@@ -26,6 +26,7 @@ from polyrhythm.sync.fusion.tuner import (
     Space,
 )
 from reproduction.dear.ring import Ring
+from reproduction.dear.search import GridSearch, RandomSearch
 from reproduction.dear.timeline import dear, wfbp
 
 Model = list[tuple[float, float]]  # by layer: bytes, and share of the compute
@@ -142,7 +143,7 @@ def test_random_and_grid_search_need_more_trials(
         )
         for job, decisions in runs
     )
-    for mode in (tuner.RandomSearch, tuner.GridSearch):
+    for mode in (RandomSearch, GridSearch):
         num_trials = fmean(
             trials_needed(job, searched(mode(space=Space(job.key), num_trials=40, seed=seed)))
             for seed, (job, _) in enumerate(runs)
@@ -197,7 +198,7 @@ def test_tuner_ignores_warmup_steps_and_outliers() -> None:
         )
         return factor * job.seconds(candidate)
 
-    first, second = (BucketTuner(tuner.GridSearch(space=Space(job.key))) for _ in range(2))
+    first, second = (BucketTuner(GridSearch(space=Space(job.key))) for _ in range(2))
     assert run_tuner(first, disturbed) == run_tuner(second, job.seconds)
 
 
@@ -231,7 +232,7 @@ def test_two_best_candidates_are_measured_again() -> None:
 @settings(deadline=None)
 @given(
     st.lists(st.floats(1e5, 6e7), min_size=1, max_size=30),
-    st.sampled_from([tuner.RandomSearch, tuner.GridSearch]),
+    st.sampled_from([RandomSearch, GridSearch]),
     st.integers(1, 30),
     st.integers(0, 99),
 )

@@ -11,9 +11,10 @@ from polyrhythm.describe.scenario import Kill, Scenario, Slow
 from polyrhythm.errors import UserError
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.simulate.convergence import ConvergenceCurve, converge
-from polyrhythm.simulate.job import SimulatedJob, equal_job
+from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.simulate.problems import TrainingProblem, Vector, perceptron, quadratic
 from polyrhythm.sync.policies.local import OuterNesterov
+from tests.pure.simulate_cases import equal_job
 
 STRAGGLERS = Scenario(name="b", slow=(Slow(device="*", probability=0.1, sleep_factor=3.0),))
 

@@ -22,7 +22,7 @@ from polyrhythm.lab.commands import (
     encode,
 )
 from polyrhythm.lab.switch import LatenessHistogram
-from polyrhythm.lab.timeline import absent_at_start, link_command, scenario_commands
+from polyrhythm.lab.timeline import link_command, scenario_commands
 
 
 def packet(payload: int, *, target: int = 1, segment: int = 0, version: int = 4) -> bytes:
@@ -142,4 +142,4 @@ def test_device_that_joins_first_is_absent_at_start() -> None:
         kill=(Kill(device="a1", at=1), Kill(device="a2", at=9)),
         join=(Join(device="a1", at=2), Join(device="a2", at=3)),
     )
-    assert absent_at_start(scenario) == {"a2"}
+    assert scenario.absent_at_start == {"a2"}

@@ -4,10 +4,10 @@ import pytest
 
 from polyrhythm.describe.profiles import layers_of
 from polyrhythm.sync.fusion.layers import by_bytes
-from polyrhythm.sync.fusion.tuner import GridSearch
 from reproduction.dear import methods, overlap, speedups
 from reproduction.dear.layers import Gpu, LearnableLayer
 from reproduction.dear.paper import setup
+from reproduction.dear.search import GridSearch
 from reproduction.dear.testbed import (
     ETHERNET,
     INFINIBAND,

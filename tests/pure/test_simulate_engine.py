@@ -20,13 +20,14 @@ from polyrhythm.describe.slowness import Slowness, load_traces
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.simulate.engine.engine import Engine
 from polyrhythm.simulate.engine.hosts import DRAWS
-from polyrhythm.simulate.job import SimulatedJob, equal_job
+from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.types import Action, Op
 from tests.grids import num_examples
 from tests.pure.schedule_cases import specs
 from tests.pure.simulate_cases import (
     actions_of,
+    equal_job,
     one_pipeline,
     one_step,
     region_per_device,

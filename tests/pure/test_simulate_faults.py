@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from polyrhythm.describe.scenario import LinkChange, Pause, Scenario, Slow
 from polyrhythm.describe.spot import SpotTrace, spot_scenario
 from polyrhythm.errors import PolicyError, UserError
-from polyrhythm.simulate.job import SimulatedJob, equal_job
+from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.sync.modes import POLICIES
@@ -17,6 +17,7 @@ from polyrhythm.types import Worker
 from tests.grids import num_examples
 from tests.pure.simulate_cases import (
     back,
+    equal_job,
     kills_and_joins,
     linked,
     lost,

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from polyrhythm.cost.sync import SMALL
 from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.simulate.engine.engine import Engine
-from polyrhythm.simulate.job import SimulatedJob, equal_job
+from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.simulate.network import SimulatedNetwork
 from polyrhythm.simulate.simulator import simulate
 from tests.grids import num_examples
-from tests.pure.simulate_cases import kills_and_joins, linked, lost, region_per_device
+from tests.pure.simulate_cases import equal_job, kills_and_joins, linked, lost, region_per_device
 
 Shares = Callable[[Sequence["Flow"]], list[float]]
 

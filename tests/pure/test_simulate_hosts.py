@@ -8,9 +8,10 @@ from polyrhythm.cost.step import Replica, StageRun, StageWork
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.describe.scenario import Kill, Scenario, Slow
 from polyrhythm.schedule.builders import build
-from polyrhythm.simulate.job import SimulatedJob, equal_job
+from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.simulate.simulator import SimulatedBalancer, simulate
 from polyrhythm.sync.setup import Setup
+from tests.pure.simulate_cases import equal_job
 
 
 def cluster(num_devices: int, latency: float = 0.0) -> Cluster:

@@ -16,7 +16,7 @@ from polyrhythm.describe.scenario import LinkChange, Pause, Scenario, Slow
 from polyrhythm.errors import EventError
 from polyrhythm.events import Event, read_run
 from polyrhythm.observe.report import RunReport
-from polyrhythm.simulate.job import SimulatedJob, equal_job
+from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.sync.decision_log import LOG_NAME, DecisionReader, replay
@@ -25,6 +25,7 @@ from polyrhythm.sync.protocol import Assign, Commit, Ready
 from polyrhythm.types import Worker
 from tests.pure.simulate_cases import (
     back,
+    equal_job,
     kills_and_joins,
     linked,
     region_per_device,

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from polyrhythm.describe.scenario import Slow
 from polyrhythm.errors import PolicyError, UserError
-from polyrhythm.simulate.job import SimulatedJob, equal_job
+from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.sync.modes import POLICIES
 from polyrhythm.types import Worker
 from tests.grids import num_examples
 from tests.pure.simulate_cases import (
+    equal_job,
     kills_and_joins,
     linked,
     lost,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from polyrhythm.describe.scenario import Scenario, Slow
 from polyrhythm.errors import PolicyError
-from polyrhythm.simulate.job import EMPTY_SCENARIO, SimulatedJob, equal_job
+from polyrhythm.simulate.job import EMPTY_SCENARIO, SimulatedJob
 from polyrhythm.simulate.simulator import simulate
 from polyrhythm.sync.autoswitch import AutoSwitch, SwitchDecision
 from polyrhythm.sync.modes import AUTO_MODES, make_policies
@@ -21,6 +21,7 @@ from polyrhythm.sync.policies.balanced import MicrobatchBalancer
 from polyrhythm.sync.replay import JobShape, LinkCost, StepTiming, StepTimings
 from polyrhythm.types import Seconds, Worker
 from tests.pure.policy_driver import train, workers
+from tests.pure.simulate_cases import equal_job
 
 DECOUPLED, BALANCED, *GROUPS = AUTO_MODES
 MicrobatchTime = Callable[[random.Random, int, int], Seconds]  # of a micro-batch: pipeline, window

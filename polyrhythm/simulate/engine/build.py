@@ -17,7 +17,7 @@ from polyrhythm.simulate.engine.state import (
     Records,
 )
 from polyrhythm.simulate.job import SimulatedJob
-from polyrhythm.types import Op
+from polyrhythm.types import Op, Seconds
 
 _RECORDS = 65_536  # capacity for action records, if they are kept
 
@@ -43,11 +43,11 @@ class ActionLists:
 
 def make_state(
     job: SimulatedJob, lists: ActionLists, *, records: bool
-) -> tuple[EngineState, list["np.random.RandomState"]]:
-    """Create the state, and the random generator of each slowness entry."""
+) -> tuple[EngineState, list["np.random.RandomState"], list[tuple[str | None, Seconds]]]:
+    """Create the state; and a random generator, a trace and its end for each slowness entry."""
     runs, channels = _runs(job, lists)
     hosts = make_hosts(job.cluster)
-    slow, rngs, bins = make_slow(job.scenario, job.cluster, hosts)
+    slow, rngs, traces, bins = make_slow(job.scenario, job.cluster, hosts)
     num_microbatches = max(len(a) // 2 for pipeline in job.pipelines for a in pipeline.schedule)
     inbox_size = max(num_microbatches, *(limit + 1 for limit in job.in_flight or (0,)))
     num_flows = 2 * len(channels)  # one message of each channel, and averages
@@ -75,7 +75,7 @@ def make_state(
         sequences=np.zeros(num_events, np.int64),
         codes=np.zeros(num_events, np.int64),
     )
-    return state, rngs
+    return state, rngs, traces
 
 
 def first_runs(job: SimulatedJob) -> list[int]:

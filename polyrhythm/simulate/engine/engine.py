@@ -16,14 +16,12 @@ from polyrhythm.simulate.engine.capacity import (
     needs_more_events,
     needs_more_flows,
 )
-from polyrhythm.simulate.engine.hosts import DRAWS, trace_names
+from polyrhythm.simulate.engine.hosts import DRAWS
 from polyrhythm.simulate.engine.state import (
     HEAP_FULL,
     NEEDS_DRAWS,
     NONE,
     NOTHING,
-    NUM_ACTIONS,
-    NUM_EVENTS,
     NUM_RECORDS,
     RECORDS_FULL,
     SYNCING,
@@ -70,9 +68,8 @@ class ActionRecord(NamedTuple):
 class Engine:
     def __init__(self, job: SimulatedJob, *, records: bool = False) -> None:
         self.first_run, self._lists = first_runs(job), ActionLists()
-        self.state, self._rngs = make_state(job, self._lists, records=records)
+        self.state, self._rngs, self._traces = make_state(job, self._lists, records=records)
         self._compiled = as_struct(self.state)
-        self._traces = trace_names(job.scenario, job.cluster)
         # Messages are flows if uplinks are known or links change; averages are flows, too, if
         # several share a host.
         self._shares = bool(self.state.hosts["is_known"].any() or job.scenario.link)
@@ -83,14 +80,6 @@ class Engine:
         self._free_owners = list(range(len(self.state.owners) - 1, -1, -1))
         self._records: list[ActionRecord] = []
         self._has_warned = not (self.state.slow["bins"] != NONE).any()  # of a trace that has ended
-
-    @property
-    def num_events(self) -> int:
-        return int(self.state.counts[NUM_EVENTS])
-
-    @property
-    def num_actions(self) -> int:
-        return int(self.state.counts[NUM_ACTIONS])
 
     def advance(self, until: Seconds) -> EngineEvent | None:
         """Return the next event for the simulator; None if there is none by `until`."""
@@ -106,7 +95,7 @@ class Engine:
             elif kind == HEAP_FULL:
                 self._replace(**grow_events(self.state, 0))
             elif kind == RECORDS_FULL:
-                self._records.extend(self._drain_records())
+                self._drain_records()
             else:
                 return EngineEvent(kind, index, time)
         return None
@@ -171,12 +160,6 @@ class Engine:
         self._reserve(1)
         execute.flow_to_one(self._compiled, now, source, target, size, owner)
 
-    def set_link(
-        self, source: int, target: int, latency: Seconds, bandwidth: BytesPerSecond
-    ) -> None:
-        """Set the link from one region to another."""
-        self.state.links[:, source, target] = latency, bandwidth
-
     def change_rates(
         self, now: Seconds, max_rate: Mapping[tuple[int, int], BytesPerSecond]
     ) -> None:
@@ -199,8 +182,8 @@ class Engine:
 
         A pipeline on the fast path also has actions that end later than now.
         """
-        records = [*self._records, *self._drain_records()]
-        self._records = []
+        self._drain_records()
+        records, self._records = self._records, []
         return records
 
     def warn_of_traces(self) -> None:
@@ -214,15 +197,12 @@ class Engine:
                 stacklevel=2,
             )
 
-    def _drain_records(self) -> list[ActionRecord]:
+    def _drain_records(self) -> None:
         count = int(self.state.counts[NUM_RECORDS])
         self.state.counts[NUM_RECORDS] = 0
-        return [
-            ActionRecord(
-                run, Action(Op.B if code & 1 else Op.F, code >> 1), step, start, end, waited
-            )
-            for run, code, step, start, end, waited in self.state.records[:count].tolist()
-        ]
+        for run, code, *rest in self.state.records[:count].tolist():
+            action = Action(Op.B if code & 1 else Op.F, code >> 1)
+            self._records.append(ActionRecord(run, action, *rest))
 
     def _draw(self, device: int) -> None:
         hosts = self.state.hosts

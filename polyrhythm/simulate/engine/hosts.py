@@ -19,9 +19,8 @@ DRAWS = 512  # random numbers drawn at a time, per slowness entry
 
 def make_hosts(cluster: Cluster) -> Records:
     """Create the hosts; an unknown uplink is that of the fastest link, for averages only."""
-    hosts = np.zeros(
-        len(cluster.devices) + 1, HOST
-    )  # one more, for the end of the last one's lists
+    # One more, for the end of the last one's lists.
+    hosts = np.zeros(len(cluster.devices) + 1, HOST)
     regions = {region: i for i, region in enumerate(cluster.regions)}
     for host, device, uplink in zip(hosts, cluster.devices, uplinks_of(cluster), strict=False):
         host["region"] = regions[device.region]
@@ -33,21 +32,24 @@ def make_hosts(cluster: Cluster) -> Records:
 
 def make_slow(
     scenario: Scenario, cluster: Cluster, hosts: Records
-) -> tuple[Records, list["np.random.RandomState"], Floats]:
-    """Create slowness entries by device, their random generators, and the bins of all traces."""
+) -> tuple[Records, list["np.random.RandomState"], list[tuple[str | None, Seconds]], Floats]:
+    """Create slowness entries by device, their random generators, their traces, and all bins.
+
+    Of a trace it returns its name and when it ends.
+    """
     traces = load_traces(scenario)
     entries: list[tuple[object, ...]] = []
-    rngs, bins = [], [np.zeros((0, 2))]
+    rngs, names, bins = [], list[tuple[str | None, Seconds]](), [np.zeros((0, 2))]
     first_bins: dict[tuple[str, int], int] = {}  # of each series of a trace, in `bins`
     for index, device in enumerate(cluster.devices):
         hosts[index]["slow"] = len(entries)
         for number, slow in enumerate(scenario.slow):
             if not slow.applies_to(device.name):
                 continue
-            first_bin, num_bins, duration = NONE, 0, 1.0
+            first_bin, num_bins, start, duration = NONE, 0, 0.0, 1.0
             if slow.trace is not None:
                 try:
-                    trace, worker, _, duration = find_playback(slow, index, traces)
+                    trace, worker, start, duration = find_playback(slow, index, traces)
                 except DescriptionError as error:
                     raise error.at(f"slow[{number}]") from None
                 series = np.array(trace.workers[worker])
@@ -59,21 +61,9 @@ def make_slow(
                 first_bin = first_bins[key]
             entries.append(_entry(slow, first_bin, num_bins, duration))
             rngs.append(_make_rng(f"{scenario.seed}/{number}/{device.name}"))
+            names.append((slow.trace, start + duration))
     hosts[-1]["slow"] = len(entries)
-    return np.array(entries, SLOW), rngs, np.concatenate(bins)
-
-
-def trace_names(scenario: Scenario, cluster: Cluster) -> list[tuple[str, Seconds]]:
-    """Trace and its end time for each slowness entry, in the order of `make_slow`."""
-    traces = load_traces(scenario)
-    return [
-        ("", 0.0)
-        if slow.trace is None
-        else (slow.trace, sum(find_playback(slow, index, traces)[2:]))
-        for index, device in enumerate(cluster.devices)
-        for slow in scenario.slow
-        if slow.applies_to(device.name)
-    ]
+    return np.array(entries, SLOW), rngs, names, np.concatenate(bins)
 
 
 def _entry(slow: Slow, first_bin: int, num_bins: int, duration: Seconds) -> tuple[object, ...]:

@@ -170,50 +170,8 @@ def as_struct(state: EngineState) -> EngineState:
 
 
 @compiled
-def _as_struct(
-    runs: Records,
-    hosts: Records,
-    channels: Records,
-    flows: Records,
-    slow: Records,
-    records: Records,
-    actions: Ints,
-    inbox: Floats,
-    queues: Ints,
-    links: Floats,
-    sent: Floats,
-    draws: Floats,
-    bins: Floats,
-    pauses: Floats,
-    owners: Ints,
-    stack: Ints,
-    counts: Ints,
-    times: Floats,
-    sequences: Ints,
-    codes: Ints,
-) -> Any:
-    return _StateRef(  # type: ignore[no-untyped-call]
-        runs,
-        hosts,
-        channels,
-        flows,
-        slow,
-        records,
-        actions,
-        inbox,
-        queues,
-        links,
-        sent,
-        draws,
-        bins,
-        pauses,
-        owners,
-        stack,
-        counts,
-        times,
-        sequences,
-        codes,
-    )
+def _as_struct(*arrays: Records) -> Any:
+    return _StateRef(*arrays)  # type: ignore[no-untyped-call]
 
 
 @inlined

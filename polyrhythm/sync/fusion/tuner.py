@@ -9,7 +9,7 @@ There is no clock and no communication here. One worker gets the times that all 
 others follow its decision: its arithmetic may differ from theirs in the last digit. Inside an
 optimizer step gradients must be enabled: the Gaussian process is fitted with them.
 
-Source: Zhang et al., "DeAR", ICDCS 2023, section IV.B; Figure 10 for random and grid search.
+Source: Zhang et al., "DeAR", ICDCS 2023, section IV.B.
 Departures: the size is on a log scale, of which 41 points are candidates; sizes that lead to the
 same buckets are one candidate; the process is fitted to log times, as noise grows with them;
 optuna's expected improvement has no parameter for exploration (the paper sets one to 0.1), which
@@ -17,7 +17,6 @@ the first trials make up for; medians, the lower one of an even number, since no
 """
 
 import math
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -169,24 +168,6 @@ class BayesianSearch(Search):
         known = {end: math.log(time) for c, time in self.ranking for end in self.space.ends(c)}
         seed = self.seed + len(self._observed)
         return _most_promising(known, self.space.modes, seed=seed)
-
-
-@dataclass(kw_only=True, slots=True)
-class RandomSearch(Search):
-    def _wanted(self) -> BucketCandidate:
-        rng = random.Random(f"{self.seed} {len(self._observed)}")
-        return BucketCandidate(rng.choice(SIZES), rng.choice(self.space.modes))
-
-
-@dataclass(kw_only=True, slots=True)
-class GridSearch(Search):
-    """Sizes in even steps of the scale, from the smallest; all kinds of each."""
-
-    def _wanted(self) -> BucketCandidate:
-        modes = self.space.modes
-        num_sizes = -(-self.num_trials // len(modes))
-        nth, mode = divmod(len(self._observed), len(modes))
-        return BucketCandidate(SIZES[nth * (len(SIZES) - 1) // max(1, num_sizes - 1)], modes[mode])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

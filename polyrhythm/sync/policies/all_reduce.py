@@ -61,9 +61,7 @@ class AverageAllPolicy(RosterPolicy):
     def on_timer(self, now: Seconds) -> list[Group]:
         if now < self.next_timer():
             return []
-        late = [
-            worker for worker in sorted(self._roster.present) if worker not in self._roster.ready
-        ]
+        late = sorted(self._roster.present.keys() - self._roster.ready.keys())
         why = f"{format_workers(late)} did not call average_all() within {self.timeout:g} s"
         return [Group((worker,), why) for worker in self._roster.pop_ready()]
 

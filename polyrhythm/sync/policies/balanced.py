@@ -86,13 +86,8 @@ class MicrobatchBalancer:
         typical = sum(known) / len(known) if known else 1.0  # for workers without measurement
         seconds = {worker: self._seconds.get(worker, typical) for worker in present}
         speeds = [1 / seconds[worker] for worker in present]
-        counts = dict(
-            zip(
-                present,
-                balance_microbatches(speeds, self.num_microbatches, self.min_count),
-                strict=True,
-            )
-        )
+        balanced = balance_microbatches(speeds, self.num_microbatches, self.min_count)
+        counts = dict(zip(present, balanced, strict=True))
         if self._counts.keys() != counts.keys() or (
             _step_time(counts, seconds) < (1 - self.min_gain) * _step_time(self._counts, seconds)
         ):
